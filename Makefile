@@ -1,0 +1,69 @@
+# make train   sets everything up and trains the main model (two processes on this machine)
+# make test    sets everything up, then lints and runs every test
+# make help    all targets
+
+PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
+    $(if $(shell $(name) -c 'import sys; print(int(sys.version_info >= (3, 11)))' 2>/dev/null | grep 1),$(name))) python3)
+# What is installed where $(PYTHON) has no torch 2.11 to 2.13 of its own; pip's options may follow the requirement.
+TORCH ?= torch==2.13.0
+VENV := .venv
+RUN := $(VENV)/bin/python
+# Not bin/torchrun: it does not exist here where torch is taken from an outer environment.
+TORCHRUN := $(RUN) -m torch.distributed.run
+
+# A rank is one thread of computation; more threads than cores make every rank slow.
+export OMP_NUM_THREADS := 1
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+CPP := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h')
+BUILT := build/.built
+
+.PHONY: help
+help:  ## say what the targets do
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
+
+.PHONY: train
+train: $(BUILT)  ## train the main model: 2 ranks, tensor parallel
+	$(TORCHRUN) --nproc-per-node 2 -m pyruntime train --config main
+
+.PHONY: test
+test: lint  ## lint, then all tests, the C++ ones under sanitizers too
+	$(RUN) -m pytest
+
+.PHONY: lint
+lint: $(BUILT)  ## ruff, clang-format, mypy; changes nothing
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(CPP)
+	$(RUN) -m mypy
+
+.PHONY: format
+format: $(BUILT)  ## rewrite the sources as the formatters want them
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+	$(VENV)/bin/clang-format -i $(CPP)
+
+.PHONY: bench
+bench: $(BUILT)  ## the linear benchmark on 2 ranks
+	$(TORCHRUN) --nproc-per-node 2 bench/linear.py
+
+.PHONY: build
+build: $(BUILT)  ## the environment and the C++ core, built in place
+
+# The folders are prerequisites too: their time changes when a file goes away.
+$(BUILT): $(VENV)/.made setup.py $(shell find csrc -type d -o -name '*.cpp' -o -name '*.h')
+	$(RUN) setup.py --quiet build_ext --inplace
+	@mkdir -p $(@D) && touch $@
+
+$(VENV)/.made: pyproject.toml tools/make_venv.py
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) was found on PATH: install Python 3.11 or newer, on Debian and Ubuntu with 'apt-get install python3 python3-venv'." >&2; exit 1; }
+	@$(PYTHON) tools/make_venv.py $(VENV) --torch "$(TORCH)"
+	@touch $@
+
+.PHONY: clean
+clean:  ## remove what was built, the environment too
+	rm -rf build dist $(VENV) *.egg-info pyruntime/*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,153 @@
+"""What all benchmarks share: how they take time, how they sum it up, how they say where it was taken.
+
+Timing follows three rules. Variants take turns within a round, in a new shuffled order each round, so that a
+machine that slows down slows all of them. The ranks start each timing together. A round's time is that of the
+slowest rank, and a variant's time is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import os
+import platform
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LEAD_S = 0.001  # from agreeing on a start to starting: longer than the message that agrees takes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One figure a round, in the order of the rounds."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, as a share of the median."""
+        if len(self.rounds) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.rounds, n=4, method="inclusive")
+        return (high - low) / 2 / self.median
+
+    def over(self, other: Sample) -> Sample:
+        """This divided by `other`, round by round: what both met in a round cancels."""
+        return Sample(tuple(a / b for a, b in zip(self.rounds, other.rounds, strict=True)))
+
+
+def start_together() -> float:
+    """Return on all ranks at the same moment; the moment, in seconds of `time.perf_counter`.
+
+    On one host that clock is the same for all processes: the ranks agree on a time and wait for it. Ranks of
+    several hosts leave a barrier as its messages arrive.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return time.perf_counter()
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != dist.get_world_size():
+        dist.barrier()
+        return time.perf_counter()
+    agreed = torch.tensor(time.perf_counter(), dtype=torch.float64)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    start = agreed.item() + LEAD_S
+    while (now := time.perf_counter()) < start:
+        pass
+    return now
+
+
+def interleave(variants: Mapping[str, Callable[[], object]], rounds: int, seed: int = 0) -> dict[str, Sample]:
+    """Seconds of every variant over `rounds` rounds. Every rank calls this alike and gets the same times.
+
+    Nothing is warmed up here: call each variant before, as often as it needs.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    names = sorted(variants)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for round_ in range(rounds):
+            random.Random(f"{seed} {round_}").shuffle(names)
+            gc.collect()
+            for name in names:
+                start = start_together()
+                variants[name]()
+                seconds[name].append(time.perf_counter() - start)
+    finally:
+        if collecting:
+            gc.enable()
+    slowest = torch.tensor([seconds[name] for name in variants], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return {name: Sample(tuple(row)) for name, row in zip(variants, slowest.tolist(), strict=True)}
+
+
+def rounds_for(seconds: float, least: int, one_round: Callable[[], object], most: int = 100) -> int:
+    """How many rounds fill about `seconds`, within [least, most]; the same on every rank. Runs one round."""
+    start = time.perf_counter()
+    one_round()
+    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+    return max(least, min(most, int(seconds / max(took.item(), 1e-6))))
+
+
+def facts() -> dict[str, Any]:
+    """Where and how this benchmark runs: machine in words, versions, command, date."""
+    import pyruntime
+    from pyruntime.cli import machine
+
+    described = "; ".join(
+        f"{name}: {value}"
+        for name, value in machine.processor() + machine.memory()
+        if not name.startswith("/")
+    )
+    return {
+        "machine": described,
+        "system": f"{platform.system()} {platform.release()}",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "pyruntime": getattr(pyruntime, "__version__", "unknown"),
+        },
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+        "threads_per_rank": torch.get_num_threads(),
+        "load_average_at_start": os.getloadavg()[0],
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned: the first to the left, the others to the right."""
+    widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in [head, *rows]
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def write_json(
+    path: str | Path, facts: dict[str, Any], settings: dict[str, Any], results: list[dict[str, Any]]
+) -> None:
+    """One object: `facts`, `settings` of the benchmark, and `results`, one object a row."""
+    document = {"facts": facts, "settings": settings, "results": results}
+    Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,203 @@
+// The only file that knows Python: one register call per domain, and the exceptions' Python types.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <malloc.h>
+
+#include "core/arbiter.h"
+#include "core/deadline.h"
+#include "core/error.h"
+#include "core/failure_board.h"
+#include "core/late_report.h"
+#include "cpu/layers/layers.h"
+#include "cpu/symmetric_memory.h"
+#include "ops/register.h"
+#include "ops/tier.h"
+#include "transport/group.h"
+
+TORCH_LIBRARY(pyruntime, library) {
+  pyruntime::register_primitives(library);
+  pyruntime::register_layer_ops(library);
+}
+
+namespace {
+
+namespace py = pybind11;
+
+// The Python exception types, by CommErrorKind. They live as long as the interpreter.
+PyObject* exception_types[4] = {};
+
+// Keeps its Python type wherever torch turns C++ exceptions into Python ones, in backward() too.
+struct PyCommError : public torch::PyTorchError {
+  PyCommError(pyruntime::CommErrorKind kind, const std::string& message)
+      : torch::PyTorchError(message), type(exception_types[static_cast<int>(kind)]) {}
+  PyObject* python_type() override { return type; }
+  PyObject* type;
+};
+
+void throw_to_python(pyruntime::CommErrorKind kind, const std::string& message) {
+  throw PyCommError(kind, message);
+}
+
+// Ctrl-C ends a wait on a peer: waits run without the GIL, so Python could not see the signal until they end.
+void raise_pending_signal() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// Ranks that are late are told of through Python's logging.
+void report_to(py::object warn) {
+  // Leaked: a wait may report while the interpreter ends.
+  auto* callback = new py::object(std::move(warn));
+  pyruntime::set_reporter([callback](const std::string& text) {
+    const py::gil_scoped_acquire gil;
+    try {
+      (*callback)(text);
+    } catch (py::error_already_set& error) {
+      // Ctrl-C while a report is written ends the wait at its next look; a handler that raises is told of.
+      if (error.matches(PyExc_KeyboardInterrupt)) {
+        PyErr_SetInterrupt();
+      } else {
+        error.discard_as_unraisable("the pyruntime logger");
+      }
+    }
+  });
+}
+
+void register_errors(py::object comm_error, py::object timeout, py::object peer_lost) {
+  exception_types[static_cast<int>(pyruntime::CommErrorKind::kTimeout)] = timeout.release().ptr();
+  exception_types[static_cast<int>(pyruntime::CommErrorKind::kPeerLost)] = peer_lost.release().ptr();
+  exception_types[static_cast<int>(pyruntime::CommErrorKind::kBroken)] = comm_error.release().ptr();
+  exception_types[static_cast<int>(pyruntime::CommErrorKind::kDisagree)] = PyExc_ValueError;
+  pyruntime::set_comm_error_thrower(throw_to_python);
+  pyruntime::set_interrupt_check(raise_pending_signal);
+  pyruntime::set_failure_check([] { pyruntime::FailureBoard::instance().raise_if_failed(); });
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (PyCommError& error) {
+      PyErr_SetString(error.python_type(), error.what());
+    }
+  });
+}
+
+void bind_traffic(py::module_& m) {
+  using pyruntime::Arbiter;
+  m.def("group_stats_by_class", [] {
+    py::dict result;
+    std::map<pyruntime::TrafficClass, pyruntime::CommStats> all;
+    {
+      const py::gil_scoped_release unlocked;
+      all = pyruntime::Group::all_stats();
+    }
+    for (const auto& [traffic_class, stats] : all) result[pyruntime::name_of(traffic_class)] = stats;
+    return result;
+  });
+  m.def("traffic", [] {
+    py::dict result;
+    std::map<pyruntime::TrafficClass, pyruntime::TrafficFigures> all;
+    {
+      const py::gil_scoped_release unlocked;
+      all = Arbiter::instance().figures();
+    }
+    for (const auto& [traffic_class, figures] : all) {
+      py::dict one;
+      one["chunks"] = figures.chunks;
+      one["bytes"] = figures.bytes;
+      one["queued_s"] = figures.queued_s;
+      one["transfer_s"] = figures.transfer_s;
+      one["recent_queued_s"] = figures.recent_queued_s;
+      one["recent_transfer_s"] = figures.recent_transfer_s;
+      result[pyruntime::name_of(traffic_class)] = one;
+    }
+    return result;
+  });
+  m.def(
+      "reset_traffic", [] { Arbiter::instance().reset_figures(); }, py::call_guard<py::gil_scoped_release>());
+  m.def("set_arbiter_fifo", [](bool fifo) {
+    Arbiter::instance().set_policy(fifo ? Arbiter::Policy::kFifo : Arbiter::Policy::kPriority);
+  });
+}
+
+void bind_comm(py::module_& m) {
+  using pyruntime::Group;
+  py::class_<pyruntime::CommStats>(m, "CommStats", "Cumulative figures of one group on this rank.")
+      .def_readonly("ops", &pyruntime::CommStats::ops, "flights begun")
+      .def_readonly("bytes", &pyruntime::CommStats::bytes, "bytes read from peers")
+      .def_readonly("waiting_s", &pyruntime::CommStats::waiting_s, "seconds spent waiting for a peer")
+      .def_readonly("moving_s", &pyruntime::CommStats::moving_s, "seconds spent copying and summing");
+  m.def("register_errors", &register_errors);
+  // Without the GIL wherever a group is looked up: who holds the registry may be waiting for the GIL.
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  m.def("stats", [](const std::string& group) { return Group::get(group).stats(); }, NoGil());
+  m.def(
+      "workspace_bytes", [](const std::string& group) { return Group::get(group).workspace_bytes(); },
+      NoGil());
+  m.def(
+      "set_deadline",
+      [](const std::string& group, double seconds) { Group::get(group).set_deadline_seconds(seconds); },
+      NoGil());
+  m.def("deadline", [](const std::string& group) { return Group::get(group).deadline_seconds(); }, NoGil());
+  m.def("report_to", &report_to);
+  m.def(
+      "configure",
+      [](const std::string& group, const std::optional<std::string>& transport,
+         const std::optional<std::vector<std::string>>& hosts, std::optional<int64_t> chunk_bytes,
+         std::optional<at::ScalarType> wire) {
+        pyruntime::GroupSettings settings;
+        if (transport) settings.transport = pyruntime::transport_kind_named(*transport);
+        if (hosts) settings.hosts = *hosts;
+        if (chunk_bytes) settings.ring.chunk_bytes = *chunk_bytes;
+        if (wire) settings.ring.wire = *wire;
+        Group::get(group).configure(std::move(settings));
+      },
+      NoGil());
+  m.def(
+      "set_traffic_class",
+      [](const std::string& group, const std::string& name) {
+        Group::get(group).set_traffic_class(pyruntime::traffic_class_named(name));
+      },
+      NoGil());
+  m.def(
+      "transport_description",
+      [](const std::string& group) { return Group::get(group).transport_description(); }, NoGil());
+  m.def("leave_groups", &Group::leave_all, NoGil());
+  m.def(
+      "leave_job", [] { pyruntime::FailureBoard::instance().leave(); },
+      py::call_guard<py::gil_scoped_release>());
+  bind_traffic(m);
+  // Without the GIL: a process group's destructor may join threads that want it.
+  m.def("close_group", &Group::close, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "free_workspaces", [](const std::string& group) { Group::get(group).free_workspaces(); },
+      py::call_guard<py::gil_scoped_release>());
+  m.def("set_symmetric_memory_deadline", &pyruntime::cpu::set_symmetric_memory_deadline);
+  m.def("symmetric_memory_bytes", &pyruntime::cpu::symmetric_memory_bytes);
+  m.def("explain_tier", [](const std::string& op, int64_t rows, int64_t n, int64_t k, at::ScalarType dtype,
+                           const std::string& group, const std::string& device, const std::string& tier) {
+    return pyruntime::explain_tier(Group::get(group), {op, rows, n, k, dtype, c10::Device(device)},
+                                   pyruntime::tier_named(tier));
+  });
+}
+
+// glibc gives large freed buffers back to the system at once and page-faults them in anew on the next
+// allocation, which costs a training step 5 to 15 % of its time. Raising both thresholds keeps them.
+bool keep_freed_memory() {
+#if defined(__GLIBC__)
+  constexpr int kKeep = 1 << 30;
+  return mallopt(M_MMAP_THRESHOLD, kKeep) == 1 && mallopt(M_TRIM_THRESHOLD, kKeep) == 1 &&
+         mallopt(M_TOP_PAD, 64 << 20) == 1;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The C++ core of pyruntime; its operators are in torch.ops.pyruntime.";
+  pyruntime::cpu::register_symmetric_memory();
+  bind_comm(m);
+  m.def("keep_freed_memory", &keep_freed_memory);
+}

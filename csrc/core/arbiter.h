@@ -1,0 +1,150 @@
+// Decides what leaves this process next. Every chunk of every group is offered to the one Arbiter of the
+// process, which lets it go by the urgency of its class, so that an urgent chunk waits for at most the few
+// that are already on their way and never for a whole bucket.
+//
+//     lane     chunks of one flight to one neighbour, in order; its head may leave when it is `ready`
+//     window   what is on its way to one destination host and not yet acknowledged: `kWindowChunks` chunks
+//     class    tp before cp before pp before dp before checkpoint; within a class, first come first served
+//     ageing   a head that has waited long moves up one class at a time, so nothing starves
+//
+// The Arbiter's thread never waits for anything but its own work: a lane offers a chunk only after its
+// receiver has said that the memory for it is there, so a send ends by the network's doing alone. That is
+// what rules out deadlock; docs/transport.md has the argument.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/traffic.h"
+
+namespace pyruntime {
+
+// What is on its way to one destination. Touched by the Arbiter's thread only.
+struct SendWindow {
+  int chunks = 0;
+  int64_t bytes = 0;
+  double chunk_seconds = 0;  // how long a chunk lately took from leaving to being acknowledged
+};
+
+class Lane {
+ public:
+  virtual ~Lane() = default;
+  // All of these are called by the Arbiter's thread.
+  virtual TrafficClass traffic_class() const = 0;
+  virtual SendWindow& window() = 0;
+  // Whether the next chunk may leave now.
+  virtual bool ready() = 0;
+  virtual int64_t bytes() const = 0;
+  // Starts sending the next chunk. Must not block.
+  virtual void send() = 0;
+  // Nothing is left to send, or never will be.
+  virtual bool done() = 0;
+  // Whether `ready` depends on memory that another process writes, which nobody announces to this one.
+  virtual bool needs_polling() { return false; }
+};
+
+// Figures of one class since the start.
+struct TrafficFigures {
+  int64_t chunks = 0;   // that left
+  int64_t arrived = 0;  // of them
+  int64_t bytes = 0;
+  double queued_s = 0;                  // from being ready to leaving, summed over chunks
+  double transfer_s = 0;                // from leaving to being acknowledged, summed over chunks
+  std::vector<double> recent_queued_s;  // of the last kRecentChunks chunks, in no order
+  std::vector<double> recent_transfer_s;
+};
+
+class Arbiter {
+ public:
+  enum class Policy {
+    kPriority,  // as above
+    kFifo,      // in the order in which lanes were added, whatever their class: for comparison
+  };
+
+  Arbiter();
+  ~Arbiter();
+  Arbiter(const Arbiter&) = delete;
+  Arbiter& operator=(const Arbiter&) = delete;
+
+  // The one of this process; its thread starts with the first use.
+  static Arbiter& instance();
+
+  void add(std::shared_ptr<Lane> lane);
+  // The lane is not touched any more after this returns. Not for the Arbiter's own thread.
+  void remove(const std::shared_ptr<Lane>& lane);
+
+  // Something that a lane's `ready` reads has changed. Any thread; cheap.
+  void wake();
+
+  // Calls `on_readable` from the Arbiter's thread whenever `fd` can be read. After forget() has returned it
+  // is not called any more. It returns false to be forgotten.
+  void listen(int fd, std::function<bool()> on_readable);
+  void forget(int fd);
+
+  // A chunk that left `seconds` ago has arrived. Arbiter's thread only.
+  void acknowledge(TrafficClass traffic_class, SendWindow& window, int64_t bytes, double seconds);
+
+  // A chunk that left will not be acknowledged: its group is closed. Not for the Arbiter's own thread.
+  void give_up(SendWindow& window, int64_t bytes);
+
+  // The window of a destination; lives as long as the Arbiter.
+  SendWindow& window_to(const std::string& host);
+
+  // Bytes on their way to one destination beyond kWindowChunks small chunks; never lowered.
+  void ensure_window_bytes(int64_t bytes);
+  void set_policy(Policy policy);
+
+  // Latency (seconds) and seconds per byte between hosts, as they were measured: links belong to the process,
+  // groups share them.
+  std::optional<std::pair<double, double>> known_cost(const std::string& hosts);
+  void remember_cost(const std::string& hosts, std::pair<double, double> cost);
+
+  std::map<TrafficClass, TrafficFigures> figures();
+  void reset_figures();
+
+  static constexpr int kWindowChunks = 2;
+  static constexpr size_t kRecentChunks = 4096;
+
+ private:
+  struct Entry {
+    std::shared_ptr<Lane> lane;
+    uint64_t sequence;
+    double ready_since = 0;  // 0: the head is not ready
+  };
+
+  void run();
+  // Sends what may leave now; returns whether some lane must be looked at again soon.
+  bool dispatch();
+  Entry* next_to_leave(double now);
+  int rank_of(const Entry& entry, double now) const;
+  bool fits(const Entry& entry) const;
+  void sleep(bool poll_soon);
+
+  // Held by the thread through a round, callbacks and lanes included, but not while it sleeps. Who holds a
+  // lock that a lane takes must therefore not call in here.
+  std::mutex mutex_;
+  std::deque<Entry> entries_;
+  uint64_t last_sequence_ = 0;
+  std::map<int, std::function<bool()>> listeners_;
+  std::map<std::string, std::unique_ptr<SendWindow>> windows_;
+  std::map<std::string, std::pair<double, double>> costs_;
+  int64_t window_bytes_ = 0;
+  Policy policy_ = Policy::kPriority;
+  std::map<TrafficClass, TrafficFigures> figures_;
+  bool stopping_ = false;
+  int wake_fd_;
+  std::atomic<bool> woken_{false};
+  std::thread thread_;
+};
+
+}  // namespace pyruntime

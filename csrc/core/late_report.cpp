@@ -1,0 +1,64 @@
+#include "core/late_report.h"
+
+#include <algorithm>
+#include <exception>
+#include <iostream>
+#include <sstream>
+#include <utility>
+
+#include "core/deadline.h"
+
+namespace pyruntime {
+
+namespace {
+
+constexpr double kLongSeconds = 10.0;
+constexpr double kLongShare = 0.25;  // of the deadline
+
+std::function<void(const std::string&)> installed_reporter;
+
+void report(const std::string& text) {
+  if (installed_reporter) {
+    installed_reporter(text);
+  } else {
+    std::cerr << text << std::endl;
+  }
+}
+
+std::string seconds_text(double seconds) {
+  std::ostringstream text;
+  text.precision(3);
+  text << seconds << " s";
+  return text.str();
+}
+
+}  // namespace
+
+void set_reporter(std::function<void(const std::string&)> reporter) {
+  installed_reporter = std::move(reporter);
+}
+
+LateReport::LateReport(double deadline_seconds, std::function<std::string()> site)
+    : deadline_(deadline_seconds), site_(std::move(site)), start_(monotonic_seconds()) {}
+
+void LateReport::look() {
+  if (!reported_.empty()) return;
+  const double waited = monotonic_seconds() - start_;
+  if (waited < std::min(kLongSeconds, kLongShare * deadline_)) return;
+  reported_ = site_();
+  report(reported_ + ": late by " + seconds_text(waited) + " so far; the deadline is " +
+         seconds_text(deadline_) + ".");
+}
+
+LateReport::~LateReport() {
+  if (reported_.empty() || std::uncaught_exceptions() > 0) return;
+  const double waited = monotonic_seconds() - start_;
+  if (waited >= deadline_) return;
+  try {
+    report(reported_ + ": it came, " + seconds_text(waited) + " late.");
+  } catch (...) {
+    // A user's logging handler may raise; what was waited for has come all the same.
+  }
+}
+
+}  // namespace pyruntime

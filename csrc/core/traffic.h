@@ -1,0 +1,41 @@
+// Kinds of traffic and what is counted of each.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace pyruntime {
+
+// What a group's chunks are for, the most urgent first: compute waits for a TP chunk at once, for a
+// checkpoint never.
+enum class TrafficClass : int { kTp = 0, kCp, kPp, kDp, kCheckpoint };
+
+inline constexpr int kTrafficClasses = 5;
+
+const char* name_of(TrafficClass traffic_class);
+// Raises ValueError for a name that is no class.
+TrafficClass traffic_class_named(const std::string& name);
+
+// Cumulative figures of one group on this rank. Exposed communication is waiting_s + moving_s: time in which
+// this rank's thread did nothing but wait for a peer, or copied and summed instead of multiplying.
+struct CommStats {
+  int64_t ops = 0;
+  int64_t bytes = 0;  // read from peers
+  double waiting_s = 0;
+  double moving_s = 0;
+};
+
+// Adds the time of a scope to a counter of CommStats.
+class ScopedSeconds {
+ public:
+  explicit ScopedSeconds(double& counter);
+  ~ScopedSeconds();
+  ScopedSeconds(const ScopedSeconds&) = delete;
+  ScopedSeconds& operator=(const ScopedSeconds&) = delete;
+
+ private:
+  double& counter_;
+  double start_;
+};
+
+}  // namespace pyruntime

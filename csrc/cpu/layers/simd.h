@@ -1,0 +1,177 @@
+#pragma once
+
+// Flat loops in portable C++, compiled once for each x86-64 level and chosen when the process runs.
+//
+// A kernel is a struct with a static, always-inlined `run`. simd_run<Kernel>(args...) calls it inside a
+// function that carries the target attribute of the best level this CPU has, so the compiler vectorises the
+// inlined loops for that level. (Explicit dispatch rather than target_clones: it works on templates, and
+// under ASan, where the ifunc resolvers that target_clones needs run before the sanitizer is ready.)
+//
+// The loops are vectorised by `-O3 -fopenmp`; sqrt needs `-fno-math-errno` as well.
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define PYRUNTIME_INLINE inline __attribute__((always_inline))
+
+// Says that the iterations of the loop that follows are independent: pointers written there alias nothing
+// else.
+#define PYRUNTIME_PRAGMA(text) _Pragma(#text)
+#define PYRUNTIME_SIMD PYRUNTIME_PRAGMA(omp simd)
+#define PYRUNTIME_SIMD_REDUCE(operation, variable) PYRUNTIME_PRAGMA(omp simd reduction(operation : variable))
+
+namespace pyruntime::layers {
+
+// ---- choosing the instruction set ----
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+enum class SimdLevel { baseline, avx2, avx512 };
+
+inline SimdLevel simd_level() {
+  static const SimdLevel level = [] {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      return SimdLevel::avx512;
+    }
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? SimdLevel::avx2
+                                                                           : SimdLevel::baseline;
+  }();
+  return level;
+}
+
+template <typename Kernel, typename... Args>
+__attribute__((noinline, target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512"))) void
+simd_run_avx512(Args... args) {
+  Kernel::run(args...);
+}
+
+template <typename Kernel, typename... Args>
+__attribute__((noinline, target("avx2,fma"))) void simd_run_avx2(Args... args) {
+  Kernel::run(args...);
+}
+
+template <typename Kernel, typename... Args>
+void simd_run(Args... args) {
+  switch (simd_level()) {
+    case SimdLevel::avx512:
+      return simd_run_avx512<Kernel>(args...);
+    case SimdLevel::avx2:
+      return simd_run_avx2<Kernel>(args...);
+    case SimdLevel::baseline:
+      return Kernel::run(args...);
+  }
+}
+
+#else
+
+template <typename Kernel, typename... Args>
+void simd_run(Args... args) {
+  Kernel::run(args...);
+}
+
+#endif
+
+// ---- number formats ----
+
+// The type that arithmetic on T is done in.
+template <typename T>
+struct Accumulate {
+  using type = float;
+};
+template <>
+struct Accumulate<double> {
+  using type = double;
+};
+template <typename T>
+using acc_t = typename Accumulate<T>::type;
+
+PYRUNTIME_INLINE uint32_t float_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+PYRUNTIME_INLINE float bits_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+PYRUNTIME_INLINE double load(const double& value) {
+  return value;
+}
+PYRUNTIME_INLINE float load(const float& value) {
+  return value;
+}
+PYRUNTIME_INLINE float load(const c10::BFloat16& value) {
+  return bits_float(static_cast<uint32_t>(value.x) << 16);
+}
+
+PYRUNTIME_INLINE float load(const c10::Half& value) {
+  const uint32_t half = value.x;
+  const uint32_t magnitude = (half & 0x7fffu) << 13;
+  // The exponent is rebiased by a multiplication, which is exact and gets subnormals right.
+  const uint32_t finite = float_bits(bits_float(magnitude) * 0x1p112f);
+  const uint32_t infinite_or_nan = magnitude | 0x7f800000u;
+  return bits_float((half & 0x8000u) << 16 | (magnitude >= 0x0f800000u ? infinite_or_nan : finite));
+}
+
+// store() rounds to nearest, ties to even, and keeps NaN a NaN.
+PYRUNTIME_INLINE void store(double& to, double value) {
+  to = value;
+}
+PYRUNTIME_INLINE void store(float& to, float value) {
+  to = value;
+}
+
+PYRUNTIME_INLINE void store(c10::BFloat16& to, float value) {
+  const uint32_t bits = float_bits(value);
+  const uint32_t rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+  to.x = static_cast<uint16_t>((value != value ? 0x7fc00000u : rounded) >> 16);
+}
+
+PYRUNTIME_INLINE void store(c10::Half& to, float value) {
+  const uint32_t bits = float_bits(value);
+  uint32_t magnitude = bits & 0x7fffffffu;
+  magnitude = magnitude < 0x47800000u ? magnitude : 0x47800000u;  // 2^16 and all above round to infinity
+  const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+  // Adding 0.5 leaves a float whose last bit is worth 2^-24, the step of a subnormal half.
+  const uint32_t subnormal = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t rounded = magnitude < 0x38800000u ? subnormal : normal;
+  to.x = static_cast<uint16_t>((bits >> 16 & 0x8000u) | (value != value ? 0x7e00u : rounded));
+}
+
+// ---- exponential ----
+
+// e^x to 2 ulp where that is a normal float; below (x < -87.6) it is 0, from e^88.4 on it is infinity, NaN
+// stays NaN. Cody-Waite reduction to |r| <= ln(2)/2 and a polynomial of degree 6 (Cephes expf).
+PYRUNTIME_INLINE float fast_exp(float x) {
+  x = x < -88.0f ? -88.0f : x;
+  x = x > 88.7f ? 88.7f : x;
+  const float round_to_integer =
+      12582912.0f;  // 1.5 * 2^23: the sum's low mantissa bits are the rounded integer
+  const float shifted = x * 1.44269504088896341f + round_to_integer;
+  const float k = shifted - round_to_integer;
+  const float r = (x - k * 0.693359375f) - k * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + (r + 1.0f);
+  // k + 127, in -127..128 by the clamps, becomes the exponent field: 2^k, or 0 or infinity at the ends.
+  return p * bits_float((float_bits(shifted) + 127u) << 23);
+}
+
+PYRUNTIME_INLINE double fast_exp(double x) {
+  return std::exp(x);
+}
+
+}  // namespace pyruntime::layers

@@ -1,0 +1,71 @@
+// The sum of the squares of every element of a list of tensors, in float64: what a gradient norm is made of.
+// The order of summation is fixed by the sizes alone.
+
+#include <vector>
+
+#include "common.h"
+#include "layers.h"
+#include "simd.h"
+
+namespace pyruntime::layers {
+namespace {
+
+struct SquareElements {
+  template <typename T>
+  static PYRUNTIME_INLINE void run(const T* values, int64_t count, double* result) {
+    double sum = 0;
+    PYRUNTIME_SIMD_REDUCE(+, sum)
+    for (int64_t i = 0; i < count; ++i) {
+      const double value = load(values[i]);
+      sum += value * value;
+    }
+    *result = sum;
+  }
+};
+
+void check_list(at::TensorList tensors) {
+  for (const Tensor& tensor : tensors) check_floating(tensor, "sum_of_squares", "a tensor");
+}
+
+double sum_of_squares_tensor(const Tensor& tensor_in) {
+  const Tensor tensor = tensor_in.contiguous();
+  const int64_t count = tensor.numel(), tasks = (count + kElementsPerTask - 1) / kElementsPerTask;
+  std::vector<double> partial(tasks);
+  PYRUNTIME_DISPATCH_FLOAT(tensor.scalar_type(), "sum_of_squares", [&] {
+    const scalar_t* values = tensor.const_data_ptr<scalar_t>();
+    at::parallel_for(0, tasks, 4, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t first = task * kElementsPerTask;
+        simd_run<SquareElements>(values + first, std::min(kElementsPerTask, count - first), &partial[task]);
+      }
+    });
+  });
+  double sum = 0;
+  for (const double part : partial) sum += part;
+  return sum;
+}
+
+Tensor sum_of_squares_cpu(at::TensorList tensors) {
+  check_list(tensors);
+  double sum = 0;
+  for (const Tensor& tensor : tensors) sum += sum_of_squares_tensor(tensor);
+  return at::scalar_tensor(sum, at::TensorOptions().dtype(at::kDouble));
+}
+
+Tensor sum_of_squares_composite(at::TensorList tensors) {
+  check_list(tensors);
+  const at::Device device = tensors.empty() ? at::Device(at::kCPU) : tensors[0].device();
+  Tensor sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device));
+  for (const Tensor& tensor : tensors) sum = sum.add(tensor.to(at::kDouble).square().sum());
+  return sum;
+}
+
+}  // namespace
+
+void register_sum_of_squares(torch::Library& m) {
+  m.def("sum_of_squares(Tensor[] tensors) -> Tensor");
+  implement(m, "sum_of_squares", sum_of_squares_cpu, sum_of_squares_composite);
+  refuse_autograd(m, "sum_of_squares");
+}
+
+}  // namespace pyruntime::layers

@@ -1,0 +1,147 @@
+// SwiGLU (Shazeer 2020, eq. 6) on the fused projection [..., 2F] = [gate | up].
+//
+//   y = silu(gate) * up        silu(g) = g * s,  s = 1 / (1 + exp(-g))
+//   dgate = dy * up * s * (1 + g * (1 - s))        dup = dy * g * s
+//
+// Saved for the backward: gate_up alone.
+
+#include "common.h"
+#include "layers.h"
+#include "simd.h"
+
+namespace pyruntime::layers {
+namespace {
+
+// ---- CPU kernels: `rows` rows, gate_up [rows, 2 * features] ----
+
+struct SwigluRows {
+  template <typename T>
+  static PYRUNTIME_INLINE void run(const T* gate_up, T* y, int64_t rows, int64_t features) {
+    for (int64_t row = 0; row < rows; ++row, gate_up += 2 * features, y += features) {
+      const T *gate = gate_up, *up = gate_up + features;
+      PYRUNTIME_SIMD
+      for (int64_t j = 0; j < features; ++j) {
+        const auto g = load(gate[j]);
+        store(y[j], g / (1 + fast_exp(-g)) * load(up[j]));
+      }
+    }
+  }
+};
+
+struct SwigluRowsBackward {
+  template <typename T>
+  static PYRUNTIME_INLINE void run(const T* grad, const T* gate_up, T* dgate_up, int64_t rows,
+                                   int64_t features) {
+    for (int64_t row = 0; row < rows;
+         ++row, grad += features, gate_up += 2 * features, dgate_up += 2 * features) {
+      const T *gate = gate_up, *up = gate_up + features;
+      T *dgate = dgate_up, *dup = dgate_up + features;
+      PYRUNTIME_SIMD
+      for (int64_t j = 0; j < features; ++j) {
+        const auto g = load(gate[j]), dy = load(grad[j]);
+        const auto s = 1 / (1 + fast_exp(-g));
+        store(dgate[j], dy * load(up[j]) * s * (1 + g * (1 - s)));
+        store(dup[j], dy * g * s);
+      }
+    }
+  }
+};
+
+// ---- checks ----
+
+void check_arguments(const char* op, const Tensor& gate_up) {
+  check_floating(gate_up, op, "gate_up");
+  TORCH_CHECK_VALUE(gate_up.dim() >= 1 && gate_up.size(-1) % 2 == 0, op, ": gate_up has shape ",
+                    gate_up.sizes(), "; its last dimension must hold the gates and then as many up values.");
+}
+
+std::vector<int64_t> output_shape(const Tensor& gate_up) {
+  std::vector<int64_t> shape = gate_up.sizes().vec();
+  shape.back() /= 2;
+  return shape;
+}
+
+// ---- ops on the CPU ----
+
+Tensor swiglu_cpu(const Tensor& gate_up_in) {
+  check_arguments("swiglu", gate_up_in);
+  const Tensor gate_up = gate_up_in.contiguous();
+  Tensor y = at::empty(output_shape(gate_up), gate_up.options());
+  const int64_t features = gate_up.size(-1) / 2, rows = features == 0 ? 0 : y.numel() / features;
+  PYRUNTIME_DISPATCH_FLOAT(gate_up.scalar_type(), "swiglu", [&] {
+    const scalar_t* gate_up_data = gate_up.const_data_ptr<scalar_t>();
+    scalar_t* y_data = y.mutable_data_ptr<scalar_t>();
+    at::parallel_for(0, rows, rows_per_task(features), [&](int64_t begin, int64_t end) {
+      simd_run<SwigluRows>(gate_up_data + 2 * begin * features, y_data + begin * features, end - begin,
+                           features);
+    });
+  });
+  return y;
+}
+
+Tensor swiglu_backward_cpu(const Tensor& grad_in, const Tensor& gate_up_in) {
+  check_arguments("swiglu_backward", gate_up_in);
+  const Tensor grad = grad_in.contiguous(), gate_up = gate_up_in.contiguous();
+  Tensor dgate_up = at::empty(gate_up.sizes(), gate_up.options());
+  const int64_t features = gate_up.size(-1) / 2, rows = features == 0 ? 0 : grad.numel() / features;
+  PYRUNTIME_DISPATCH_FLOAT(gate_up.scalar_type(), "swiglu_backward", [&] {
+    const scalar_t* grad_data = grad.const_data_ptr<scalar_t>();
+    const scalar_t* gate_up_data = gate_up.const_data_ptr<scalar_t>();
+    scalar_t* dgate_up_data = dgate_up.mutable_data_ptr<scalar_t>();
+    at::parallel_for(0, rows, rows_per_task(features), [&](int64_t begin, int64_t end) {
+      simd_run<SwigluRowsBackward>(grad_data + begin * features, gate_up_data + 2 * begin * features,
+                                   dgate_up_data + 2 * begin * features, end - begin, features);
+    });
+  });
+  return dgate_up;
+}
+
+// ---- ops on every other device ----
+
+Tensor swiglu_composite(const Tensor& gate_up) {
+  check_arguments("swiglu", gate_up);
+  const std::vector<Tensor> halves = gate_up.to(statistics_dtype(gate_up.scalar_type())).chunk(2, -1);
+  return at::silu(halves[0]).mul(halves[1]).to(gate_up.scalar_type()).contiguous();
+}
+
+Tensor swiglu_backward_composite(const Tensor& grad_in, const Tensor& gate_up) {
+  check_arguments("swiglu_backward", gate_up);
+  const at::ScalarType dtype = statistics_dtype(gate_up.scalar_type());
+  const std::vector<Tensor> halves = gate_up.to(dtype).chunk(2, -1);
+  const Tensor grad = grad_in.to(dtype);
+  const Tensor dgate = at::silu_backward(grad.mul(halves[1]), halves[0]);
+  return at::cat({dgate, grad.mul(at::silu(halves[0]))}, -1).to(gate_up.scalar_type());
+}
+
+// ---- autograd ----
+
+struct Swiglu : torch::autograd::Function<Swiglu> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& gate_up) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    static const auto op = find_op<Tensor(const Tensor&)>("pyruntime::swiglu");
+    ctx->save_for_backward({gate_up});
+    return op.call(gate_up);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("pyruntime::swiglu_backward");
+    return {op.call(grads[0], ctx->get_saved_variables()[0])};
+  }
+};
+
+Tensor swiglu_autograd(const Tensor& gate_up) {
+  return Swiglu::apply(gate_up);
+}
+
+}  // namespace
+
+void register_swiglu(torch::Library& m) {
+  m.def("swiglu(Tensor gate_up) -> Tensor");
+  m.def("swiglu_backward(Tensor grad, Tensor gate_up) -> Tensor");
+  implement(m, "swiglu", swiglu_cpu, swiglu_composite);
+  implement(m, "swiglu_backward", swiglu_backward_cpu, swiglu_backward_composite);
+  implement_autograd(m, "swiglu", swiglu_autograd);
+  refuse_autograd(m, "swiglu_backward");
+}
+
+}  // namespace pyruntime::layers

@@ -1,0 +1,496 @@
+#include "cpu/symmetric_memory.h"
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+#include "core/deadline.h"
+#include "core/error.h"
+#include "core/store.h"
+#include "cpu/host_process.h"
+
+namespace pyruntime::cpu {
+
+namespace {
+
+namespace symm = c10d::symmetric_memory;
+
+constexpr uint64_t kMagic = 0x7079727553594d4dull;
+constexpr size_t kHugePage = size_t{2} << 20;
+
+std::atomic<double> deadline_seconds{kDefaultDeadlineSeconds};
+std::atomic<size_t> allocated_bytes{0};
+
+double seconds_of(size_t timeout_ms) {
+  return timeout_ms == 0 ? deadline_seconds.load() : static_cast<double>(timeout_ms) * 1e-3;
+}
+
+size_t round_up(size_t bytes, size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+size_t page_bytes() {
+  static const size_t bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+// First page of every segment; shared, so everything that changes is atomic.
+struct SegmentHeader {
+  uint64_t magic;
+  std::atomic<uint32_t> freed;  // the owner's tensor is gone
+  std::atomic<uint32_t>
+      peers_mapped;  // ranks that have opened this segment; the owner's rendezvous waits for all of them
+};
+
+// One memfd, mapped. The mapping outlives the owner's tensor for as long as a rank holds a handle on it.
+class Segment {
+ public:
+  // A new segment of this process.
+  static std::shared_ptr<Segment> create(size_t buffer_bytes, size_t signal_bytes) {
+    UniqueFd fd(memfd_create("pyruntime-symmetric-memory", MFD_CLOEXEC));
+    TORCH_CHECK(fd.valid(), "memfd_create failed (", std::strerror(errno),
+                "): symmetric memory needs Linux 3.17 or newer.");
+    auto segment = std::shared_ptr<Segment>(new Segment(std::move(fd), buffer_bytes, signal_bytes));
+    TORCH_CHECK(ftruncate(segment->fd_.get(), static_cast<off_t>(segment->mapped_bytes())) == 0,
+                "Cannot reserve ", buffer_bytes, " bytes of symmetric memory: ", std::strerror(errno), ".");
+    segment->map();
+    new (segment->base_) SegmentHeader{kMagic, {0}, {0}};
+    return segment;
+  }
+
+  // A peer's segment.
+  static std::shared_ptr<Segment> open_peer(int peer, pid_t pid, int peer_fd, size_t buffer_bytes,
+                                            size_t signal_bytes) {
+    const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(peer_fd);
+    UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
+    if (!fd.valid() && WatchedProcess(pid).gone()) {
+      raise_comm_error(CommErrorKind::kPeerLost, "rendezvous: rank " + std::to_string(peer) + " (process " +
+                                                     std::to_string(pid) +
+                                                     ") ended before its memory was opened.");
+    }
+    TORCH_CHECK(fd.valid(), "rendezvous: cannot open the symmetric memory of rank ", peer, " at ", path, " (",
+                std::strerror(errno),
+                "); all ranks must run as the same user, in one process-id namespace, with /proc mounted.");
+    auto segment = std::shared_ptr<Segment>(new Segment(std::move(fd), buffer_bytes, signal_bytes));
+    struct stat status{};
+    TORCH_CHECK(
+        fstat(segment->fd(), &status) == 0 && status.st_size == static_cast<off_t>(segment->mapped_bytes()),
+        "rendezvous: ", path, " of rank ", peer,
+        " is not the memory that it invited to; has the rank restarted?");
+    segment->map();
+    TORCH_CHECK(segment->header().magic == kMagic, "rendezvous: ", path, " of rank ", peer,
+                " is not symmetric memory.");
+    segment->header().peers_mapped.fetch_add(1, std::memory_order_release);
+    return segment;
+  }
+
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+  ~Segment() {
+    if (base_ != nullptr) munmap(base_, mapped_bytes());
+  }
+
+  SegmentHeader& header() const { return *static_cast<SegmentHeader*>(base_); }
+  void* signal_pad() const { return static_cast<char*>(base_) + page_bytes(); }
+  void* buffer() const { return static_cast<char*>(base_) + buffer_offset(); }
+  size_t buffer_bytes() const { return buffer_bytes_; }
+  size_t signal_bytes() const { return signal_bytes_; }
+  size_t mapped_bytes() const { return buffer_offset() + round_up(buffer_bytes_, page_bytes()); }
+  int fd() const { return fd_.get(); }
+
+ private:
+  Segment(UniqueFd fd, size_t buffer_bytes, size_t signal_bytes)
+      : fd_(std::move(fd)), buffer_bytes_(buffer_bytes), signal_bytes_(signal_bytes) {}
+
+  // Large buffers start on a huge-page boundary of the file; the pages skipped are never touched and cost
+  // nothing.
+  size_t buffer_offset() const {
+    const size_t end = page_bytes() + round_up(signal_bytes_, page_bytes());
+    return buffer_bytes_ >= kHugePage ? round_up(end, kHugePage) : end;
+  }
+
+  void map() {
+    void* address = mmap(nullptr, mapped_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+    TORCH_CHECK(address != MAP_FAILED, "Cannot map ", mapped_bytes(),
+                " bytes of symmetric memory: ", std::strerror(errno), ".");
+    base_ = address;
+    // Fewer TLB misses where the kernel grants huge pages to shared memory; where it does not, nothing is
+    // lost.
+    if (buffer_bytes_ >= kHugePage) madvise(buffer(), buffer_bytes_, MADV_HUGEPAGE);
+  }
+
+  UniqueFd fd_;
+  size_t buffer_bytes_;
+  size_t signal_bytes_;
+  void* base_ = nullptr;
+};
+
+// What one rank tells the others about its segment, through the group's store.
+struct Invitation {
+  std::string host;
+  pid_t pid;
+  int fd;
+  size_t buffer_bytes;
+  size_t signal_bytes;
+
+  std::string encode() const {
+    std::ostringstream text;
+    text << pid << ' ' << fd << ' ' << buffer_bytes << ' ' << signal_bytes << ' ' << host;
+    return text.str();
+  }
+  static Invitation decode(const std::string& encoded) {
+    Invitation invitation;
+    std::istringstream text(encoded);
+    text >> invitation.pid >> invitation.fd >> invitation.buffer_bytes >> invitation.signal_bytes >> std::ws;
+    std::getline(text, invitation.host);
+    TORCH_CHECK(!text.fail(), "rendezvous: unreadable invitation '", encoded, "' in the group's store.");
+    return invitation;
+  }
+};
+
+class CpuSymmetricMemory : public symm::SymmetricMemory {
+ public:
+  CpuSymmetricMemory(std::string group_name, int rank, std::vector<std::shared_ptr<Segment>> segments,
+                     std::vector<WatchedProcess> processes)
+      : group_name_(std::move(group_name)),
+        rank_(rank),
+        segments_(std::move(segments)),
+        processes_(std::move(processes)) {
+    for (const auto& segment : segments_) {
+      buffers_.push_back(segment->buffer());
+      signal_pads_.push_back(segment->signal_pad());
+    }
+  }
+
+  std::vector<void*> get_buffer_ptrs() override {
+    check_alive("get_buffer");
+    return buffers_;
+  }
+  std::vector<void*> get_signal_pad_ptrs() override {
+    check_alive("get_signal_pad");
+    return signal_pads_;
+  }
+  void** get_buffer_ptrs_dev() override {
+    check_alive("get_buffer");
+    return buffers_.data();
+  }
+  void** get_signal_pad_ptrs_dev() override {
+    check_alive("get_signal_pad");
+    return signal_pads_.data();
+  }
+  size_t get_buffer_size() override { return segments_[rank_]->buffer_bytes(); }
+  size_t get_offset() override { return 0; }
+  bool has_multicast_support() override { return false; }
+  void* get_multicast_ptr() override { return nullptr; }
+  int get_rank() override { return rank_; }
+  int get_world_size() override { return static_cast<int>(segments_.size()); }
+  c10::Device get_device() override { return {c10::kCPU}; }
+  bool world_within_direct_access() override { return true; }
+
+  // A signal is one word of the receiver's pad, 0 or 1: put_signal waits for 0 and sets 1, wait_signal waits
+  // for 1 and sets 0. The pad is therefore zero again after every pair, as torch's contract asks.
+  void put_signal(int peer, int channel, size_t timeout_ms) override {
+    check_alive("put_signal");
+    check_peer(peer);
+    exchange("put_signal", peer, slot(signal_pads_[peer], channel, rank_), channel, 0, 1, timeout_ms);
+  }
+
+  void wait_signal(int peer, int channel, size_t timeout_ms) override {
+    check_alive("wait_signal");
+    check_peer(peer);
+    exchange("wait_signal", peer, slot(signal_pads_[rank_], channel, peer), channel, 1, 0, timeout_ms);
+  }
+
+  void barrier(int channel, size_t timeout_ms) override {
+    check_alive("barrier");
+    for (int peer = 0; peer < get_world_size(); ++peer) {
+      if (peer != rank_)
+        exchange("barrier", peer, slot(signal_pads_[peer], channel, rank_), channel, 0, 1, timeout_ms);
+    }
+    for (int peer = 0; peer < get_world_size(); ++peer) {
+      if (peer != rank_)
+        exchange("barrier", peer, slot(signal_pads_[rank_], channel, peer), channel, 1, 0, timeout_ms);
+    }
+  }
+
+ private:
+  using Word = std::atomic<uint32_t>;
+
+  void check_alive(const char* what) const {
+    for (size_t rank = 0; rank < segments_.size(); ++rank) {
+      TORCH_CHECK(segments_[rank]->header().freed.load(std::memory_order_acquire) == 0, what,
+                  " on symmetric memory of group '", group_name_, "': the tensor of rank ", rank,
+                  " has been freed; keep the tensor of every rank alive for as long as its handle is used.");
+    }
+  }
+
+  void check_peer(int peer) const {
+    TORCH_CHECK_VALUE(peer >= 0 && peer < static_cast<int>(segments_.size()), "rank ", peer,
+                      " is not in group '", group_name_, "' of ", segments_.size(), " ranks.");
+  }
+
+  Word& slot(void* pad, int channel, int source) const {
+    const size_t index = segments_.size() * channel + source;
+    TORCH_CHECK_VALUE(channel >= 0 && (index + 1) * sizeof(Word) <= segments_[rank_]->signal_bytes(),
+                      "channel ", channel, " does not fit in the signal pad of ",
+                      segments_[rank_]->signal_bytes(), " bytes at ", segments_.size(),
+                      " ranks; use a smaller channel, or set_signal_pad_size() before allocating.");
+    return static_cast<Word*>(pad)[index];
+  }
+
+  void exchange(const char* what, int peer, Word& word, int channel, uint32_t from, uint32_t to,
+                size_t timeout_ms) const {
+    const double seconds = seconds_of(timeout_ms);
+    const auto site = [&] {
+      std::ostringstream text;
+      text << what << " on group '" << group_name_ << "', rank " << rank_ << ", peer " << peer << ", channel "
+           << channel;
+      return text.str();
+    };
+    const auto try_exchange = [&] {
+      uint32_t expected = from;
+      // acq_rel: what was written before the signal is seen by whoever takes it.
+      return word.compare_exchange_strong(expected, to, std::memory_order_acq_rel);
+    };
+    const auto peer_lives = [&] {
+      if (processes_[peer].gone()) {
+        raise_comm_error(
+            CommErrorKind::kPeerLost,
+            site() + ": the peer's process " + std::to_string(processes_[peer].pid()) + " has ended.");
+      }
+    };
+    if (!wait_until(try_exchange, seconds, peer_lives)) {
+      raise_comm_error(CommErrorKind::kTimeout, site() + ": no answer within " + std::to_string(seconds) +
+                                                    " s (expected " + std::to_string(from) + ", seen " +
+                                                    std::to_string(word.load()) + ").");
+    }
+  }
+
+  std::string group_name_;
+  int rank_;
+  std::vector<std::shared_ptr<Segment>> segments_;
+  std::vector<WatchedProcess> processes_;
+  std::vector<void*> buffers_;
+  std::vector<void*> signal_pads_;
+};
+
+// The process group of that name, or else a group that was described with set_group_info() alone.
+symm::GroupInfo group_named(const std::string& name) {
+  try {
+    const auto group = c10d::resolve_process_group(name);
+    return {group->getRank(), group->getSize(), group->getStore()};
+  } catch (const c10::Error&) {
+    return symm::get_group_info(name);
+  }
+}
+
+class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
+ public:
+  void* alloc(size_t size, int /*device_idx*/, const std::optional<std::string>& /*group_name*/) override {
+    auto segment = Segment::create(size, symm::get_signal_pad_size());
+    void* pointer = segment->buffer();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    allocated_bytes += size;
+    allocations_[pointer] = Allocation{std::move(segment), getpid(), "", nullptr};
+    return pointer;
+  }
+
+  void free(void* pointer) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = allocations_.find(pointer);
+    if (found == allocations_.end()) return;
+    // A forked child frees its copies; the memory stays its parent's.
+    if (found->second.owner == getpid())
+      found->second.segment->header().freed.store(1, std::memory_order_release);
+    allocated_bytes -= found->second.segment->buffer_bytes();
+    allocations_.erase(found);
+  }
+
+  size_t get_alloc_size(void* pointer) override { return find(pointer).segment->buffer_bytes(); }
+
+  c10::intrusive_ptr<symm::SymmetricMemory> rendezvous(
+      void* pointer, const std::optional<std::string>& group_name) override {
+    TORCH_CHECK_VALUE(group_name.has_value(),
+                      "rendezvous of CPU symmetric memory needs the name of a group.");
+    std::shared_ptr<Segment> segment;
+    uint64_t round = 0;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const Allocation& allocation = find(pointer);
+      if (allocation.handle) {
+        // The same group again gets the same handle, as torch promises. Another group would share the signal
+        // pad, where its signals could not be told from the first group's.
+        TORCH_CHECK(allocation.group_name == *group_name,
+                    "double rendezvous: this tensor is already symmetric memory of group '",
+                    allocation.group_name, "' and cannot join group '", *group_name,
+                    "' too; allocate a second tensor for it.");
+        return allocation.handle;
+      }
+      segment = allocation.segment;
+      round = rounds_[*group_name]++;
+    }
+    // Not under the lock: meeting the peers takes time, and a tensor may be freed meanwhile.
+    auto handle = meet(segment, *group_name, round);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Allocation& allocation = find(pointer);
+    allocation.handle = handle;
+    allocation.group_name = *group_name;
+    return handle;
+  }
+
+  bool has_multicast_support(int /*device_idx*/) override { return false; }
+  c10::DeviceType supported_device_type() override { return c10::kCPU; }
+  std::string name() override { return "CPU"; }
+  // No `override`: torch 2.11 does not declare it.
+  // NOLINTNEXTLINE
+  bool has_allocation(void* pointer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return allocations_.count(pointer) != 0;
+  }
+
+ private:
+  struct Allocation {
+    std::shared_ptr<Segment> segment;
+    pid_t owner;
+    std::string group_name;
+    c10::intrusive_ptr<symm::SymmetricMemory> handle;
+  };
+
+  Allocation& find(void* pointer) {
+    const auto found = allocations_.find(pointer);
+    TORCH_CHECK(found != allocations_.end(),
+                "This pointer is not the start of live CPU symmetric memory; allocate it with "
+                "torch.distributed._symmetric_memory.empty().");
+    return found->second;
+  }
+
+  // Exchanges invitations through the group's store, opens every peer's segment, and waits until all peers
+  // opened ours (until then its descriptor must stay open).
+  c10::intrusive_ptr<symm::SymmetricMemory> meet(const std::shared_ptr<Segment>& segment,
+                                                 const std::string& group_name, uint64_t round_number) {
+    const symm::GroupInfo group = group_named(group_name);
+    const double seconds = deadline_seconds;
+    const std::string round =
+        "pyruntime/symmetric_memory/" + group_name + "/" + std::to_string(round_number) + "/";
+    const Invitation own{host_identity(), getpid(), segment->fd(), segment->buffer_bytes(),
+                         segment->signal_bytes()};
+    const std::string text = own.encode();
+    group.store->set(round + std::to_string(group.rank), std::vector<uint8_t>(text.begin(), text.end()));
+
+    std::vector<Invitation> invitations;
+    for (int peer = 0; peer < group.world_size; ++peer) {
+      invitations.push_back(peer == group.rank ? own : receive(group, group_name, round, peer, seconds));
+    }
+    check_agreement(invitations, group_name, group.rank);
+
+    std::vector<std::shared_ptr<Segment>> segments;
+    std::vector<WatchedProcess> processes;
+    for (int peer = 0; peer < group.world_size; ++peer) {
+      const Invitation& from = invitations[peer];
+      const bool is_own = peer == group.rank;
+      segments.push_back(
+          is_own ? segment
+                 : Segment::open_peer(peer, from.pid, from.fd, from.buffer_bytes, from.signal_bytes));
+      processes.push_back(is_own ? WatchedProcess() : WatchedProcess(from.pid));
+    }
+    await_peers(*segment, processes, group_name, group.rank, seconds);
+    return c10::make_intrusive<CpuSymmetricMemory>(group_name, group.rank, std::move(segments),
+                                                   std::move(processes));
+  }
+
+  static Invitation receive(const symm::GroupInfo& group, const std::string& group_name,
+                            const std::string& round, int peer, double seconds) {
+    const std::string key = round + std::to_string(peer);
+    if (!await_key(*group.store, key, seconds)) {
+      raise_comm_error(CommErrorKind::kTimeout,
+                       "rendezvous on group '" + group_name + "', rank " + std::to_string(group.rank) +
+                           ": rank " + std::to_string(peer) + " did not come within " +
+                           std::to_string(seconds) +
+                           " s; all ranks must allocate and rendezvous in the same order.");
+    }
+    const std::vector<uint8_t> bytes = group.store->get(key);
+    return Invitation::decode(std::string(bytes.begin(), bytes.end()));
+  }
+
+  static void check_agreement(const std::vector<Invitation>& invitations, const std::string& group_name,
+                              int rank) {
+    const Invitation& own = invitations[rank];
+    for (size_t peer = 0; peer < invitations.size(); ++peer) {
+      const Invitation& other = invitations[peer];
+      TORCH_CHECK(
+          other.host == own.host, "rendezvous on group '", group_name, "': rank ", peer,
+          " runs on another host or in another container than rank ", rank,
+          "; symmetric memory on CPU reaches one host only, use the process-group transport across hosts.");
+      TORCH_CHECK_VALUE(other.buffer_bytes == own.buffer_bytes, "rendezvous on group '", group_name,
+                        "': rank ", peer, " brings ", other.buffer_bytes, " bytes and rank ", rank,
+                        " brings ", own.buffer_bytes, "; symmetric memory has the same size on every rank.");
+      TORCH_CHECK_VALUE(other.signal_bytes == own.signal_bytes, "rendezvous on group '", group_name,
+                        "': the signal pad of rank ", peer, " has ", other.signal_bytes,
+                        " bytes and that of rank ", rank, " has ", own.signal_bytes,
+                        "; call set_signal_pad_size() with the same value on every rank.");
+    }
+  }
+
+  static void await_peers(const Segment& own, const std::vector<WatchedProcess>& processes,
+                          const std::string& group_name, int rank, double seconds) {
+    const uint32_t expected = static_cast<uint32_t>(processes.size()) - 1;
+    const auto all_mapped = [&] {
+      return own.header().peers_mapped.load(std::memory_order_acquire) >= expected;
+    };
+    const auto peers_live = [&] {
+      for (size_t peer = 0; peer < processes.size(); ++peer) {
+        if (processes[peer].gone()) {
+          raise_comm_error(CommErrorKind::kPeerLost,
+                           "rendezvous on group '" + group_name + "', rank " + std::to_string(rank) +
+                               ": rank " + std::to_string(peer) + " (process " +
+                               std::to_string(processes[peer].pid()) + ") has ended.");
+        }
+      }
+    };
+    if (!wait_until(all_mapped, seconds, peers_live)) {
+      raise_comm_error(CommErrorKind::kTimeout,
+                       "rendezvous on group '" + group_name + "', rank " + std::to_string(rank) + ": " +
+                           std::to_string(own.header().peers_mapped.load()) + " of " +
+                           std::to_string(expected) + " peers opened this rank's memory within " +
+                           std::to_string(seconds) + " s.");
+    }
+  }
+
+  std::mutex mutex_;
+  std::map<void*, Allocation> allocations_;
+  std::map<std::string, uint64_t> rounds_;  // rendezvous so far, per group: equal on all ranks of the group
+};
+
+}  // namespace
+
+void register_symmetric_memory() {
+  symm::register_allocator(c10::kCPU, c10::make_intrusive<CpuSymmetricMemoryAllocator>());
+}
+
+double symmetric_memory_deadline() {
+  return deadline_seconds;
+}
+
+void set_symmetric_memory_deadline(double seconds) {
+  deadline_seconds = seconds;
+}
+
+size_t symmetric_memory_bytes() {
+  return allocated_bytes;
+}
+
+}  // namespace pyruntime::cpu

@@ -1,0 +1,105 @@
+#include "ops/gemm.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+
+namespace at::native {
+// oneDNN's matmul inside libtorch_cpu: out = alpha * a @ b + beta * out. Exported, but in no public header;
+// weak, so that a torch without it still loads, and at::mm_out serves.
+__attribute__((weak)) void mkldnn_matmul(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out,
+                                         float beta, float alpha);
+}  // namespace at::native
+
+namespace pyruntime {
+
+namespace {
+
+// Of the two GEMM libraries that torch carries, oneDNN is the faster one for fp32 too (5 to 10 % here, on Zen
+// 4), but torch gives fp32 to MKL. Below this many multiplications oneDNN's start-up outweighs its speed. A
+// fixed rule, not a measurement: results must not differ from run to run.
+constexpr int64_t kOneDnnFrom = int64_t{1} << 21;
+
+bool use_one_dnn(const at::Tensor& a, const at::Tensor& b) {
+  return a.device().is_cpu() && a.scalar_type() == at::kFloat && &at::native::mkldnn_matmul != nullptr &&
+         at::globalContext().userEnabledMkldnn() && a.size(0) * a.size(1) * b.size(1) >= kOneDnnFrom;
+}
+
+bool widen(const at::Tensor& t) {
+  return t.device().is_cpu() && t.scalar_type() == at::kHalf;
+}
+
+// out = a @ b, out = a @ b + bias or out += a @ b; two-dimensional.
+void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias,
+              bool accumulate) {
+  if (out.numel() == 0) return;
+  if (widen(out)) {
+    at::Tensor product = at::mm(a.to(at::kFloat), b.to(at::kFloat));
+    if (bias.defined()) product.add_(bias);
+    if (accumulate) product.add_(out);
+    out.copy_(product);
+    return;
+  }
+  at::Tensor target = out;
+  if (!bias.defined() && use_one_dnn(a, b)) {
+    at::native::mkldnn_matmul(a, b, out, accumulate ? 1.0f : 0.0f, 1.0f);
+  } else if (accumulate) {
+    at::addmm_out(target, out, a, b);
+  } else if (bias.defined()) {
+    at::addmm_out(target, bias, a, b);
+  } else {
+    at::mm_out(target, a, b);
+  }
+}
+
+bool is_one_matrix(const at::Tensor& t) {
+  return t.size(0) == 1 || t.is_contiguous();
+}
+
+at::Tensor as_matrix(const at::Tensor& t) {
+  return t.size(0) == 1 ? t.select(0, 0) : t.flatten(0, 1);
+}
+
+// Blocks smaller than this are multiplied together through a copy: many thin GEMMs cost more than moving the
+// rows.
+constexpr int64_t kThinRows = 256;
+
+void multiply_blocks(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias,
+                     bool accumulate) {
+  if (out.numel() == 0) return;
+  if (is_one_matrix(out) && is_one_matrix(a)) {
+    multiply(as_matrix(out), as_matrix(a), b, bias, accumulate);
+  } else if (out.size(1) >= kThinRows) {
+    for (int64_t block = 0; block < out.size(0); ++block) {
+      multiply(out.select(0, block), a.select(0, block), b, bias, accumulate);
+    }
+  } else {
+    const at::Tensor packed = accumulate ? out.contiguous() : at::empty(out.sizes(), out.options());
+    multiply(as_matrix(packed), as_matrix(a.contiguous()), b, bias, accumulate);
+    out.copy_(packed);
+  }
+}
+
+}  // namespace
+
+void linear_forward(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
+                    const at::Tensor& bias) {
+  multiply_blocks(out, x, weight.t(), bias, /*accumulate=*/false);
+}
+
+void linear_dgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& weight, bool accumulate) {
+  multiply_blocks(out, dy, weight, {}, accumulate);
+}
+
+at::Tensor linear_wgrad(const at::Tensor& dy, const at::Tensor& x) {
+  const at::Tensor dy_matrix = as_matrix(dy.contiguous());
+  const at::Tensor x_matrix = as_matrix(x.contiguous());
+  if (dy_matrix.size(0) == 0) return at::zeros({dy.size(2), x.size(2)}, x.options());
+  at::Tensor out = at::empty({dy.size(2), x.size(2)}, x.options());
+  multiply(out, dy_matrix.t(), x_matrix, {}, /*accumulate=*/false);
+  return out;
+}
+
+}  // namespace pyruntime

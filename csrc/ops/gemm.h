@@ -1,0 +1,22 @@
+// The vendor library's GEMM on row chunks, in the three forms that a linear layer has.
+//
+// Operands are [blocks, rows, width] as in ops/operand.h; weights are [N, K]. Products are rounded once from
+// the library's fp32 accumulators. fp16 on a CPU without fp16 arithmetic runs in fp32, several times faster
+// than the library's own emulation.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace pyruntime {
+
+// out = x @ weight^T [+ bias].  x [b, m, K], weight [N, K], out [b, m, N], which may be strided over b.
+void linear_forward(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
+                    const at::Tensor& bias);
+
+// out = dy @ weight, or out += dy @ weight.  dy [b, m, N], out [b, m, K].
+void linear_dgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& weight, bool accumulate);
+
+// dy^T @ x summed over all rows of all blocks.  dy [b, m, N], x [b, m, K]; returns [N, K].
+at::Tensor linear_wgrad(const at::Tensor& dy, const at::Tensor& x);
+
+}  // namespace pyruntime

@@ -1,0 +1,105 @@
+#include "ops/row_exchange.h"
+
+#include <ATen/ops/empty.h>
+
+#include <vector>
+
+namespace pyruntime {
+
+namespace {
+
+FlightDescriptor descriptor_of(Op op, const Operand& operand, int64_t rows, int64_t width) {
+  return {op,
+          static_cast<int32_t>(operand.data.scalar_type()),
+          rows,
+          operand.blocks,
+          operand.inner,
+          width,
+          false,
+          operand.rows};
+}
+
+}  // namespace
+
+int64_t agreed_rows(Group& group, Transport& transport, const Operand& x_shard, int64_t rows) {
+  if (rows != kUnknownRows) return rows;
+  const std::vector<int64_t> held =
+      transport.rows_held(descriptor_of(Op::kAllGather, x_shard, kUnknownRows, x_shard.width));
+  int64_t total = 0;
+  for (const int64_t count : held) total += count;
+  for (int peer = 0; peer < transport.world_size(); ++peer) {
+    const int64_t share = rows_of_rank(total, transport.world_size(), peer);
+    TORCH_CHECK_VALUE(held[peer] == share, "The ranks of group '", group.name(), "' hold ",
+                      at::IntArrayRef(held), " rows, ", total, " in all; rank ", peer, " should hold ", share,
+                      " of them, as torch.tensor_split cuts rows.");
+  }
+  return total;
+}
+
+RowGather::RowGather(Transport& transport, Op op, const Operand& x_shard, int64_t rows)
+    : transport_(transport), shard_(x_shard), rows_(rows) {
+  flight_ = transport.gather(descriptor_of(op, x_shard, rows, x_shard.width));
+  const int64_t first = flight_->order().front().begin;
+  for (const Chunk& chunk : flight_->own()) {
+    {
+      const ScopedSeconds moving(transport.stats().moving_s);
+      flight_->memory(chunk).copy_(
+          shard_.data.narrow(1, (chunk.begin - first) * shard_.inner, chunk.rows * shard_.inner));
+    }
+    flight_->publish(chunk);
+  }
+}
+
+at::Tensor RowGather::chunk(const Chunk& chunk) {
+  if (chunk.owner == transport_.rank()) return shard_.data;
+  flight_->wait(chunk);
+  at::Tensor rows = flight_->memory(chunk);
+  transport_.stats().bytes += static_cast<int64_t>(rows.nbytes());
+  return rows;
+}
+
+at::Tensor RowGather::collect() {
+  at::Tensor all = at::empty({shard_.blocks, rows_ * shard_.inner, shard_.width}, shard_.data.options());
+  for (const Chunk& part : order()) {
+    const at::Tensor rows = chunk(part);
+    const ScopedSeconds moving(transport_.stats().moving_s);
+    shard_.rows_of(all, part).copy_(rows);
+  }
+  return all;
+}
+
+RowScatter::RowScatter(Transport& transport, Op op, const Operand& like, int64_t width, bool with_bias,
+                       bool all)
+    : transport_(transport),
+      blocks_(like.blocks),
+      inner_(like.inner),
+      width_(width),
+      rows_(like.rows),
+      own_rows_(rows_of_rank(like.rows, transport.world_size(), transport.rank())),
+      options_(like.data.options()) {
+  FlightDescriptor descriptor = descriptor_of(op, like, like.rows, width);
+  descriptor.own_rows = own_rows_;
+  descriptor.with_bias = with_bias;
+  flight_ = transport.scatter(descriptor, all);
+}
+
+at::Tensor RowScatter::reduce(const at::Tensor& bias) {
+  at::Tensor out = at::empty({blocks_, own_rows_ * inner_, width_}, options_);
+  flight_->reduce(out, bias);
+  return out;
+}
+
+at::Tensor RowScatter::reduce_all(const at::Tensor& bias) {
+  flight_->reduce({}, bias);
+  at::Tensor all = at::empty({blocks_, rows_ * inner_, width_}, options_);
+  for (const Chunk& chunk : flight_->sums_order()) {
+    flight_->wait_for_sum(chunk);
+    const ScopedSeconds moving(transport_.stats().moving_s);
+    const at::Tensor sums = flight_->sum(chunk);
+    all.narrow(1, chunk.begin * inner_, chunk.rows * inner_).copy_(sums);
+    if (chunk.owner != transport_.rank()) transport_.stats().bytes += static_cast<int64_t>(sums.nbytes());
+  }
+  return all;
+}
+
+}  // namespace pyruntime

@@ -1,0 +1,76 @@
+// The two movements of rows on which every primitive stands, one flight each.
+//
+// RowGather: every rank shows its rows; any rank reads any other's, chunk by chunk, in place.
+// RowScatter: every rank writes its part of all rows; each owner sums its own rows over the ranks.
+//
+// Both may be in flight at once, several times over: the backward of a column linear runs one of each.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+
+#include "core/chunk_plan.h"
+#include "ops/operand.h"
+#include "transport/group.h"
+
+namespace pyruntime {
+
+// `rows` as given, or, where it is kUnknownRows, the sum of what the ranks hold. Raises ValueError on every
+// rank when the ranks' shares are not those of torch.tensor_split.
+int64_t agreed_rows(Group& group, Transport& transport, const Operand& x_shard, int64_t rows);
+
+class RowGather {
+ public:
+  // Copies this rank's rows into its workspace and publishes them.
+  RowGather(Transport& transport, Op op, const Operand& x_shard, int64_t rows);
+
+  // The chunks in the order in which they are expected.
+  const std::vector<Chunk>& order() const { return flight_->order(); }
+  // The rows of one chunk where the transport has them, [blocks, chunk.rows * inner, width]; waits for them.
+  at::Tensor chunk(const Chunk& chunk);
+  // All rows in order, [blocks, rows * inner, width], in new memory.
+  at::Tensor collect();
+  void finish() { flight_->finish(); }
+
+ private:
+  Transport& transport_;
+  Operand shard_;
+  int64_t rows_;
+  std::unique_ptr<GatherFlight> flight_;
+};
+
+class RowScatter {
+ public:
+  // `like` gives the form of the rows: blocks, inner and the number of rows; `width` and its dtype those of
+  // the product; `with_bias` whether reduce() will be given one, in which all ranks must agree; `all`
+  // whether reduce_all() will be asked for instead of reduce().
+  RowScatter(Transport& transport, Op op, const Operand& like, int64_t width, bool with_bias, bool all);
+
+  // The chunks in the order in which the others wait for them.
+  const std::vector<Chunk>& order() const { return flight_->order(); }
+  int64_t own_rows() const { return own_rows_; }
+  // Where this rank writes its part of the chunk, [blocks, chunk.rows * inner, width].
+  at::Tensor part(const Chunk& chunk) { return flight_->part(chunk); }
+  // The part of that chunk is written; it may leave.
+  void publish(const Chunk& chunk) { flight_->publish(chunk); }
+  // This rank's rows summed over all ranks, [blocks, own rows * inner, width], in new memory; bias [width] is
+  // added once.
+  at::Tensor reduce(const at::Tensor& bias);
+  // All rows summed over all ranks, [blocks, rows * inner, width]: reduces the own rows and reads the others'
+  // sums.
+  at::Tensor reduce_all(const at::Tensor& bias);
+  void finish() { flight_->finish(); }
+
+ private:
+  Transport& transport_;
+  int64_t blocks_;
+  int64_t inner_;
+  int64_t width_;
+  int64_t rows_;
+  int64_t own_rows_;
+  at::TensorOptions options_;
+  std::unique_ptr<ScatterFlight> flight_;
+};
+
+}  // namespace pyruntime

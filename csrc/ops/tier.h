@@ -1,0 +1,49 @@
+// Which way an op runs, and why.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <utility>
+
+#include "transport/group.h"
+
+namespace pyruntime {
+
+enum class Tier {
+  kAuto,     // whichever of the others was measured to be fastest for this op, shape, dtype and group
+  kUnfused,  // the collective, then the library's GEMM
+  kChunked,  // the library's GEMM chunk by chunk, as the chunks arrive
+};
+
+// Raises ValueError for a name that is no tier, and for "fused" where no fused kernel exists.
+Tier tier_named(const std::string& name);
+const char* name_of(Tier tier);
+
+// What decides a tier: rows of the whole operand, width of the product (all weights together) and of the
+// input.
+struct TierKey {
+  std::string op;
+  int64_t rows;
+  int64_t n;
+  int64_t k;
+  c10::ScalarType dtype;
+  c10::Device device;
+
+  std::string text() const;
+};
+
+using Tensors = std::vector<at::Tensor>;
+
+// Runs `body` in the tier that was asked for. For kAuto the first calls with this key take the tiers in turn
+// and are timed; the later ones take the tier whose median was lower. Each rank chooses for itself: what
+// travels, and in which order, is the same in both tiers, so ranks need not agree (their shapes may differ,
+// too, where a weight is cut unevenly).
+Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, Tier asked,
+                    const std::function<Tensors(Tier)>& body);
+
+// The tier that `asked` means for this key now, and why not a faster one. Not collective.
+std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& key, Tier asked);
+
+}  // namespace pyruntime

@@ -1,0 +1,301 @@
+#include "transport/group.h"
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+
+#include <cstdlib>
+#include <mutex>
+#include <sstream>
+#include <utility>
+
+#include "core/arbiter.h"
+#include "core/error.h"
+#include "core/failure_board.h"
+#include "core/store.h"
+#include "cpu/host_process.h"
+#include "transport/one_host.h"
+
+namespace pyruntime {
+
+namespace {
+
+// Groups live exactly as long as torch's own registry of process groups, which is process-wide too.
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, std::unique_ptr<Group>> groups;
+};
+
+Registry& registry() {
+  static auto* instance = new Registry();  // never destroyed: tensors may outlive static destructors
+  return *instance;
+}
+
+}  // namespace
+
+TransportKind transport_kind_named(const std::string& name) {
+  if (name == "auto") return TransportKind::kAuto;
+  if (name == "symmetric_memory") return TransportKind::kSymmetric;
+  if (name == "hierarchical") return TransportKind::kHierarchical;
+  if (name == "process_group") return TransportKind::kProcessGroup;
+  if (name == "collectives") return TransportKind::kCollectives;
+  TORCH_CHECK_VALUE(false, "transport='", name,
+                    "' is no transport; use 'auto', 'symmetric_memory', 'hierarchical', 'process_group' or "
+                    "'collectives'.");
+}
+
+Group& Group::get(const std::string& name) {
+  auto& [mutex, groups] = registry();
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto process_group = c10d::resolve_process_group(name);
+  auto& group = groups[name];
+  // A name may come back with another process group after destroy_process_group().
+  if (!group || &group->process_group() != process_group.get())
+    group = std::make_unique<Group>(name, std::move(process_group));
+  return *group;
+}
+
+void Group::close(const std::string& name) {
+  auto& [mutex, groups] = registry();
+  std::unique_ptr<Group> closing;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = groups.find(name);
+    if (found == groups.end()) return;
+    closing = std::move(found->second);
+    groups.erase(found);
+  }
+  closing->free_workspaces();
+}
+
+void Group::leave_all() {
+  std::vector<Transport*> open;
+  {
+    auto& [mutex, groups] = registry();
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (auto& [name, group] : groups) {
+      if (group->transport_) open.push_back(group->transport_.get());
+    }
+  }
+  // Not under the lock: a wait takes the GIL now and then, whose holder may want the lock.
+  for (Transport* transport : open) transport->leave();
+}
+
+std::map<TrafficClass, CommStats> Group::all_stats() {
+  auto& [mutex, groups] = registry();
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::map<TrafficClass, CommStats> result;
+  for (const auto& [name, group] : groups) {
+    CommStats& sum = result[group->context_.traffic_class];
+    const CommStats& own = group->context_.stats;
+    sum.ops += own.ops;
+    sum.bytes += own.bytes;
+    sum.waiting_s += own.waiting_s;
+    sum.moving_s += own.moving_s;
+  }
+  return result;
+}
+
+Group::Group(std::string name, c10::intrusive_ptr<c10d::ProcessGroup> process_group)
+    : process_group_(std::move(process_group)) {
+  context_.name = std::move(name);
+  context_.rank = process_group_->getRank();
+  context_.world_size = process_group_->getSize();
+  context_.deadline_seconds = kDefaultDeadlineSeconds;
+  if (context_.world_size > 1) join_job();
+}
+
+Group::~Group() = default;
+
+// All groups of a job stand on the same store, each below a prefix of its own. The rank in the job is the
+// launcher's; without a launcher the job is this group.
+void Group::join_job() {
+  auto store = process_group_->getStore();
+  if (const auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) {
+    store = const_cast<c10d::PrefixStore*>(prefixed)->getUnderlyingStore();
+  }
+  const char* rank = std::getenv("RANK");
+  FailureBoard::instance().join(std::move(store), rank == nullptr ? context_.rank : std::atoi(rank),
+                                context_.world_size);
+}
+
+Transport* Group::transport(c10::Device device) {
+  // Not remembered: a later op may be on another device.
+  if (!device.is_cpu()) return nullptr;
+  if (!transport_sought_) open_transport();
+  return transport_.get();
+}
+
+bool Group::crosses_hosts(c10::Device device) {
+  if (world_size() == 1) return false;
+  const Transport* found = transport(device);
+  return found != nullptr && found->crosses_hosts();
+}
+
+std::string Group::why_no_transport(c10::Device device) const {
+  return device.is_cpu() ? why_no_transport_
+                         : "the chunked engine has no flags for " + device.str() + " tensors";
+}
+
+std::string Group::transport_description() const {
+  return transport_ ? transport_->description() : why_no_transport_;
+}
+
+void Group::configure(GroupSettings settings) {
+  TORCH_CHECK(!transport_, "Group '", name(),
+              "' has already run ops; choose its transport before the first op, or after closing it.");
+  TORCH_CHECK_VALUE(settings.hosts.empty() || static_cast<int>(settings.hosts.size()) == world_size(),
+                    "hosts names ", settings.hosts.size(), " ranks' hosts and group '", name(), "' has ",
+                    world_size(), " ranks; name one for each rank.");
+  settings_ = std::move(settings);
+  transport_sought_ = false;
+}
+
+void Group::free_workspaces() {
+  if (transport_) transport_->flush();
+  transport_.reset();
+  tier_trials_.clear();
+  transport_sought_ = false;
+  why_no_transport_.clear();
+  // A rank that is not in the group that failed follows its job when it closes any group.
+  FailureBoard::instance().clear([this](const std::string& failed) {
+    if (failed == name()) return true;
+    try {
+      c10d::resolve_process_group(failed);
+      return false;
+    } catch (const c10::Error&) {
+      return true;
+    }
+  });
+}
+
+void Group::open_transport() {
+  TORCH_CHECK(!context_.link_is_broken, "Group '", name(),
+              "' cannot be opened again: its connections still hold parts of an op that failed; make the "
+              "process group anew (torch.distributed.destroy_process_group, or a restart of the job).");
+  // Counted in the store: a group may be closed and opened again, and its ranks must know which opening a
+  // peer's message belongs to.
+  const int64_t opening =
+      process_group_->getStore()->add("pyruntime/opened/" + name() + "/" + std::to_string(rank()), 1);
+  const std::vector<std::string> hosts = meet(opening);
+  if (settings_.transport == TransportKind::kCollectives) {
+    why_no_transport_ = "transport='collectives' was asked for";
+    transport_sought_ = true;
+    return;
+  }
+  const HostLayout by_host(hosts, rank());
+  const TransportKind asked = settings_.transport;
+  const bool one_host = by_host.hosts() == 1;
+  const bool can_be_hierarchical = !one_host && by_host.even() && by_host.ranks_per_host() > 1;
+  TORCH_CHECK_VALUE(asked != TransportKind::kSymmetric || one_host,
+                    "transport='symmetric_memory' was asked for group '", name(), "', whose ranks are on ",
+                    by_host.hosts(), " hosts; use 'auto' or 'process_group'.");
+  TORCH_CHECK_VALUE(asked != TransportKind::kHierarchical || can_be_hierarchical,
+                    "transport='hierarchical' was asked for group '", name(), "', whose ", world_size(),
+                    " ranks are on ", by_host.hosts(),
+                    " host(s); it needs several hosts with the same number of ranks, more than one.");
+  if (one_host && asked != TransportKind::kProcessGroup) {
+    transport_ = make_one_host_transport(context_);
+  } else if (can_be_hierarchical && asked != TransportKind::kProcessGroup) {
+    transport_ = make_ring(by_host, hosts, opening);
+  } else {
+    transport_ = make_ring(HostLayout::one_rank_each(world_size(), rank()), hosts, opening);
+  }
+  transport_sought_ = true;
+}
+
+std::vector<std::string> Group::meet(int64_t opening) {
+  std::ostringstream own;
+  own << "transport " << static_cast<int>(settings_.transport)
+      << ", chunk_bytes=" << settings_.ring.chunk_bytes << ", wire_dtype="
+      << (settings_.ring.wire == c10::ScalarType::Undefined ? "None" : c10::toString(settings_.ring.wire))
+      << ", hosts=[";
+  for (const std::string& host : settings_.hosts) own << host << " ";
+  own << "]";
+  const std::string settled = own.str();
+  constexpr char kSeparator = '\x1f';
+  std::vector<std::string> hosts;
+  for (const std::string& theirs :
+       exchange("host/" + std::to_string(opening), settled + kSeparator + cpu::host_identity())) {
+    const size_t end = theirs.find(kSeparator);
+    TORCH_CHECK_VALUE(theirs.substr(0, end) == settled, "The ranks of group '", name(),
+                      "' were configured differently: rank ", rank(), " with ", settled, " and rank ",
+                      hosts.size(), " with ", theirs.substr(0, end),
+                      "; call pyruntime.comm.configure alike on all ranks.");
+    hosts.push_back(theirs.substr(end + 1));
+  }
+  return settings_.hosts.empty() ? hosts : settings_.hosts;
+}
+
+std::unique_ptr<Transport> Group::make_ring(const HostLayout& layout, const std::vector<std::string>& hosts,
+                                            int64_t opening) {
+  auto link = make_process_group_link(process_group_);
+  if (!link) {
+    why_no_transport_ = "its process group has no backend for CPU tensors";
+    return nullptr;
+  }
+  const std::string topic = "ring/" + name() + "/" + std::to_string(opening) + "/";
+  std::vector<std::string> names;
+  for (int host = 0; host < layout.hosts(); ++host) names.push_back(hosts[layout.ranks_of(host).front()]);
+
+  const int flags = ring_flags(world_size(), layout.hosts());
+  std::unique_ptr<HostWorkspace> workspace;
+  if (layout.ranks_per_host() == 1) {
+    workspace = make_private_workspace(context_, flags);
+  } else {
+    const std::string host_group =
+        name() + "/host" + std::to_string(layout.host()) + "/" + std::to_string(opening);
+    c10d::symmetric_memory::set_group_info(host_group, layout.local_rank(), layout.ranks_per_host(),
+                                           process_group_->getStore());
+    workspace = make_symmetric_workspace(context_, host_group, layout.ranks_of(layout.host()),
+                                         layout.local_rank(), flags);
+  }
+  auto lines = connect_control_lines(*process_group_->getStore(), "pyruntime/" + topic + "line/", context_,
+                                     ring_neighbours(layout));
+  int round = 0;
+  const auto agree = [&](const std::vector<double>& own) {
+    std::string text;
+    for (const double value : own) text += std::to_string(value * 1e12) + " ";
+    // Of the texts alone, this rank's own too: all must come to the same number to the last bit.
+    std::vector<double> largest(own.size(), 0.0);
+    for (const std::string& theirs : exchange(topic + "cost/" + std::to_string(round++), text)) {
+      std::istringstream values(theirs);
+      for (double& value : largest) {
+        double other = 0;
+        values >> other;
+        value = std::max(value, other * 1e-12);
+      }
+    }
+    return largest;
+  };
+  return make_ring_transport(context_,
+                             {layout, names, std::move(workspace), std::move(link), std::move(lines),
+                              &Arbiter::instance(), static_cast<int>(opening)},
+                             settings_.ring, agree);
+}
+
+std::vector<std::string> Group::exchange(const std::string& topic, const std::string& own) {
+  auto store = process_group_->getStore();
+  const std::string prefix = "pyruntime/" + topic + "/" + name() + "/";
+  store->set(prefix + std::to_string(rank()), std::vector<uint8_t>(own.begin(), own.end()));
+  std::vector<std::string> all;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    const std::string key = prefix + std::to_string(peer);
+    if (!await_key(*store, key, deadline_seconds())) {
+      raise_for_all({CommErrorKind::kTimeout,
+                     "Group '" + name() + "', rank " + std::to_string(rank()) + ": rank " +
+                         std::to_string(peer) + " did not come to the first op of the group within " +
+                         std::to_string(deadline_seconds()) + " s.",
+                     name()});
+    }
+    const auto bytes = store->get(key);
+    all.emplace_back(bytes.begin(), bytes.end());
+  }
+  return all;
+}
+
+int64_t Group::workspace_bytes() const {
+  return transport_ ? transport_->workspace_bytes() : 0;
+}
+
+}  // namespace pyruntime

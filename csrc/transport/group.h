@@ -1,0 +1,112 @@
+// What this process knows of one process group: who is in it, how chunks reach them, and which tier its ops
+// take.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/deadline.h"
+#include "transport/ring.h"
+#include "transport/transport.h"
+
+namespace pyruntime {
+
+// How tier="auto" finds the tier for one op and shape.
+struct TierTrials {
+  std::vector<double> chunked;  // seconds of the calls so far
+  std::vector<double> unfused;
+  std::string tier;      // the one chosen; empty until then
+  double chunked_s = 0;  // their medians
+  double unfused_s = 0;
+};
+
+enum class TransportKind {
+  kAuto,          // by where the ranks are
+  kSymmetric,     // symmetric memory; all ranks on one host
+  kHierarchical,  // symmetric memory inside each host, the ring between hosts
+  kProcessGroup,  // the ring between all ranks
+  kCollectives,   // none: the process group's own collectives, unfused
+};
+
+// Raises ValueError for a name that is none of "auto", "symmetric_memory", "hierarchical", "process_group",
+// "collectives".
+TransportKind transport_kind_named(const std::string& name);
+
+struct GroupSettings {
+  TransportKind transport = TransportKind::kAuto;
+  // By rank, instead of what the ranks' hosts are called; empty: ask them.
+  std::vector<std::string> hosts;
+  RingOptions ring;
+};
+
+class Group {
+ public:
+  // The group of that name. Made on first use; the first use that needs a transport is collective over the
+  // group.
+  static Group& get(const std::string& name);
+  // Forgets the group and frees its workspaces.
+  static void close(const std::string& name);
+  // For the end of the process: waits until what all its groups have to send has arrived, as other ranks may
+  // still be waiting for it, and tells them that nothing more will come.
+  static void leave_all();
+  // Figures of all groups that are open, by class of traffic.
+  static std::map<TrafficClass, CommStats> all_stats();
+
+  Group(std::string name, c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+  ~Group();
+
+  const std::string& name() const { return context_.name; }
+  int rank() const { return context_.rank; }
+  int world_size() const { return context_.world_size; }
+  c10d::ProcessGroup& process_group() const { return *process_group_; }
+
+  // nullptr when there is none for tensors of that device; `why_no_transport` then says why.
+  Transport* transport(c10::Device device);
+  std::string why_no_transport(c10::Device device) const;
+  // Whether transport() has been asked before; until then asking is collective.
+  bool transport_sought() const { return transport_sought_; }
+  // Whether chunks of tensors on that device are sent through a network. Collective until the first op.
+  bool crosses_hosts(c10::Device device);
+  // In words; empty before the first op.
+  std::string transport_description() const;
+  // All ranks must settle the same, before the first op.
+  void configure(GroupSettings settings);
+  void set_traffic_class(TrafficClass traffic_class) { context_.traffic_class = traffic_class; }
+  // Frees what the group holds; its deadline and its settings stay. The next op makes the workspaces anew,
+  // collectively.
+  void free_workspaces();
+
+  CommStats stats() const { return context_.stats; }
+  int64_t workspace_bytes() const;
+  void set_deadline_seconds(double seconds) { context_.deadline_seconds = seconds; }
+  double deadline_seconds() const { return context_.deadline_seconds; }
+
+  // By TierKey::text().
+  std::map<std::string, TierTrials>& tier_trials() { return tier_trials_; }
+
+ private:
+  void open_transport();
+  // The ranks' hosts, by rank; raises ValueError where the ranks settled different things.
+  std::vector<std::string> meet(int64_t opening);
+  void join_job();
+  // What every rank puts under `topic`, by rank. Collective.
+  std::vector<std::string> exchange(const std::string& topic, const std::string& own);
+  std::unique_ptr<Transport> make_ring(const HostLayout& layout, const std::vector<std::string>& hosts,
+                                       int64_t opening);
+
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+  GroupContext context_;
+  GroupSettings settings_;
+  std::unique_ptr<Transport> transport_;
+  bool transport_sought_ = false;
+  std::string why_no_transport_;
+  std::map<std::string, TierTrials> tier_trials_;
+};
+
+}  // namespace pyruntime

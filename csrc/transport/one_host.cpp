@@ -1,0 +1,145 @@
+#include "transport/one_host.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <numeric>
+#include <utility>
+
+#include "cpu/reduce.h"
+#include "transport/host_workspace.h"
+
+namespace pyruntime {
+
+namespace {
+
+at::Tensor view(char* memory, const FlightDescriptor& descriptor, const Chunk& chunk) {
+  const auto options = at::TensorOptions().dtype(descriptor.scalar_type());
+  if (chunk.rows * descriptor.row_elements() == 0) return at::empty(descriptor.sizes_of(chunk), options);
+  return at::from_blob(memory, descriptor.sizes_of(chunk), options);
+}
+
+// A rank's slot holds its rows.
+class OneHostGather : public GatherFlight {
+ public:
+  OneHostGather(GroupContext& context, HostWorkspace& workspace, const FlightDescriptor& descriptor)
+      : descriptor_(descriptor),
+        plan_(descriptor.rows, context.world_size, context.rank),
+        order_(plan_.gather_order()),
+        own_({plan_.own()}),
+        flight_(workspace.begin(descriptor, plan_.max_rows() * descriptor.row_bytes())) {}
+
+  const std::vector<Chunk>& order() const override { return order_; }
+  const std::vector<Chunk>& own() const override { return own_; }
+  at::Tensor memory(const Chunk& chunk) override {
+    return view(flight_->memory(chunk.owner), descriptor_, chunk);
+  }
+  void publish(const Chunk& /*chunk*/) override { flight_->publish(0); }
+  void wait(const Chunk& chunk) override { flight_->wait(chunk.owner, 0); }
+  void finish() override { flight_->finish(); }
+
+ private:
+  FlightDescriptor descriptor_;
+  ChunkPlan plan_;
+  std::vector<Chunk> order_;
+  std::vector<Chunk> own_;
+  std::unique_ptr<HostFlight> flight_;
+};
+
+// A rank's slot holds its part of all rows, chunk by chunk, so that what one owner reads is contiguous. Flags
+// are numbered by owner: its part is written; and once more for the owner's sums.
+class OneHostScatter : public ScatterFlight {
+ public:
+  OneHostScatter(GroupContext& context, HostWorkspace& workspace, const FlightDescriptor& descriptor,
+                 bool all)
+      : descriptor_(descriptor),
+        all_(all),
+        plan_(descriptor.rows, context.world_size, context.rank),
+        order_(plan_.scatter_order()),
+        sums_order_(plan_.gather_order()),
+        context_(context),
+        flight_(workspace.begin(descriptor, descriptor.rows * descriptor.row_bytes())) {}
+
+  const std::vector<Chunk>& order() const override { return order_; }
+  at::Tensor part(const Chunk& chunk) override { return at(context_.rank, chunk); }
+  void publish(const Chunk& chunk) override { flight_->publish(chunk.owner); }
+
+  void reduce(const at::Tensor& out, const at::Tensor& bias) override {
+    const Chunk& own = plan_.own();
+    // For all_reduce the sums go where this rank's part of its own rows stood, which only this rank reads.
+    const at::Tensor target = all_ ? part(own) : out;
+    std::vector<const void*> parts;
+    for (int rank = 0; rank < plan_.world_size(); ++rank) {
+      if (rank != own.owner) {
+        flight_->wait(rank, own.owner);
+        context_.stats.bytes += static_cast<int64_t>(target.nbytes());
+      }
+      parts.push_back(at(rank, own).const_data_ptr());
+    }
+    const ScopedSeconds moving(context_.stats.moving_s);
+    const at::Tensor row_bias = bias.defined() ? bias.contiguous() : bias;
+    cpu::sum_in_rank_order(target.scalar_type(), target.data_ptr(), parts, target.numel(),
+                           bias.defined() ? row_bias.const_data_ptr() : nullptr, descriptor_.width);
+    if (all_) flight_->publish(plan_.world_size() + own.owner);
+  }
+
+  const std::vector<Chunk>& sums_order() const override { return sums_order_; }
+  void wait_for_sum(const Chunk& chunk) override {
+    if (chunk.owner != context_.rank) flight_->wait(chunk.owner, plan_.world_size() + chunk.owner);
+  }
+  at::Tensor sum(const Chunk& chunk) override { return at(chunk.owner, chunk); }
+  void finish() override { flight_->finish(); }
+
+ private:
+  at::Tensor at(int rank, const Chunk& chunk) {
+    return view(flight_->memory(rank) + chunk.begin * descriptor_.row_bytes(), descriptor_, chunk);
+  }
+
+  FlightDescriptor descriptor_;
+  bool all_;
+  ChunkPlan plan_;
+  std::vector<Chunk> order_;
+  std::vector<Chunk> sums_order_;
+  GroupContext& context_;
+  std::unique_ptr<HostFlight> flight_;
+};
+
+class OneHostTransport : public Transport {
+ public:
+  explicit OneHostTransport(GroupContext& context) : Transport(context) {
+    std::vector<int> ranks(context.world_size);
+    std::iota(ranks.begin(), ranks.end(), 0);
+    workspace_ = make_symmetric_workspace(context, context.name, std::move(ranks), context.rank,
+                                          2 * context.world_size);
+  }
+
+  std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override {
+    return std::make_unique<OneHostGather>(context_, *workspace_, descriptor);
+  }
+  std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override {
+    return std::make_unique<OneHostScatter>(context_, *workspace_, descriptor, all);
+  }
+  std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override {
+    auto flight = workspace_->begin(descriptor, 0);
+    std::vector<int64_t> held(world_size());
+    for (int peer = 0; peer < world_size(); ++peer) held[peer] = flight->meet(peer).own_rows;
+    flight->finish();
+    return held;
+  }
+  bool crosses_hosts() const override { return false; }
+  std::string description() const override {
+    return "symmetric memory, " + std::to_string(world_size()) + " ranks of one host";
+  }
+  int64_t workspace_bytes() const override { return workspace_->bytes(); }
+
+ private:
+  std::unique_ptr<HostWorkspace> workspace_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_one_host_transport(GroupContext& context) {
+  return std::make_unique<OneHostTransport>(context);
+}
+
+}  // namespace pyruntime

@@ -1,0 +1,14 @@
+// Transport between ranks of one host: they read each other's rows where they were written, and nothing is
+// sent.
+#pragma once
+
+#include <memory>
+
+#include "transport/transport.h"
+
+namespace pyruntime {
+
+// Collective over the group.
+std::unique_ptr<Transport> make_one_host_transport(GroupContext& context);
+
+}  // namespace pyruntime

@@ -1,0 +1,68 @@
+#include "transport/point_to_point.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <chrono>
+#include <utility>
+#include <vector>
+
+#include "core/prompt_thread.h"
+
+namespace pyruntime {
+
+namespace {
+
+// Backends take "no timeout" for their own default, which would end the wait of an idle group.
+constexpr std::chrono::hours kNever{24 * 365};
+
+class PendingWork : public PendingTransfer {
+ public:
+  explicit PendingWork(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+
+  bool wait(double seconds) override {
+    return work_->wait(seconds < 0 ? std::chrono::duration_cast<std::chrono::milliseconds>(kNever)
+                                   : std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
+  }
+  void abort() override { work_->abort(); }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+class ProcessGroupLink : public PointToPoint {
+ public:
+  ProcessGroupLink(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                   c10::intrusive_ptr<c10d::Backend> backend)
+      : process_group_(std::move(process_group)), backend_(std::move(backend)) {}
+
+  std::unique_ptr<PendingTransfer> send(const void* data, int64_t bytes, int peer, int tag) override {
+    // Not written to: c10d has no const tensors.
+    std::vector<at::Tensor> tensors{bytes_of(const_cast<void*>(data), bytes)};
+    return std::make_unique<PendingWork>(backend_->send(tensors, peer, tag));
+  }
+  std::unique_ptr<PendingTransfer> receive(void* data, int64_t bytes, int peer, int tag) override {
+    std::vector<at::Tensor> tensors{bytes_of(data, bytes)};
+    return std::make_unique<PendingWork>(backend_->recv(tensors, peer, tag));
+  }
+  std::string name() const override { return backend_->getBackendName(); }
+
+ private:
+  static at::Tensor bytes_of(void* data, int64_t bytes) { return at::from_blob(data, {bytes}, at::kByte); }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;  // keeps the backend's threads
+  c10::intrusive_ptr<c10d::Backend> backend_;
+};
+
+}  // namespace
+
+std::shared_ptr<PointToPoint> make_process_group_link(c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
+  try {
+    auto backend = process_group->getBackend(c10::DeviceType::CPU);
+    make_threads_prompt("gloo_tcp_loop");  // reads and writes gloo's sockets
+    return std::make_shared<ProcessGroupLink>(std::move(process_group), std::move(backend));
+  } catch (const c10::Error&) {
+    return nullptr;  // the group was made for other devices only
+  }
+}
+
+}  // namespace pyruntime

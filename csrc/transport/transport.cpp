@@ -1,0 +1,49 @@
+#include "transport/transport.h"
+
+#include <c10/core/ScalarType.h>
+
+#include <sstream>
+
+namespace pyruntime {
+
+const char* name_of(Op op) {
+  switch (op) {
+    case Op::kAllGather:
+      return "all_gather";
+    case Op::kReduceScatter:
+      return "reduce_scatter";
+    case Op::kAllReduce:
+      return "all_reduce";
+    case Op::kAllGatherMatmul:
+      return "all_gather_matmul";
+    case Op::kMatmulReduceScatter:
+      return "matmul_reduce_scatter";
+    case Op::kMatmulAllReduce:
+      return "matmul_all_reduce";
+  }
+  return "unknown op";
+}
+
+int64_t FlightDescriptor::row_bytes() const {
+  return row_elements() * static_cast<int64_t>(c10::elementSize(scalar_type()));
+}
+
+bool FlightDescriptor::agrees_with(const FlightDescriptor& other) const {
+  return other.op == op && other.dtype == dtype && other.rows == rows && other.row_blocks == row_blocks &&
+         other.with_bias == with_bias && other.inner * other.width == inner * width;
+}
+
+std::string FlightDescriptor::text() const {
+  std::ostringstream text;
+  text << name_of(op) << " with ";
+  if (rows == kUnknownRows) {
+    text << own_rows << " rows on this rank";
+  } else {
+    text << rows << " rows in all";
+  }
+  text << " (in " << row_blocks << " blocks) of " << inner * width << " " << c10::toString(scalar_type())
+       << (with_bias ? " and a bias" : "");
+  return text.str();
+}
+
+}  // namespace pyruntime

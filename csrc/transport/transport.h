@@ -1,0 +1,142 @@
+// Moves rows between the ranks of a group, chunk by chunk, and says when they have arrived.
+//
+// The unit is an op in flight. Its verbs:
+//
+//     flight = transport.gather(...)      claims memory; other flights of the group may be under way
+//     flight.memory(c)  ... write ...     flight.publish(c)      a chunk of this rank may leave
+//     flight.wait(c)  ... read flight.memory(c) ...              a chunk of another rank has arrived
+//     flight.finish()                     this rank has read all it wanted: the memory may be used again
+//
+// All ranks of a group must begin the same flights in the same order; a rank that does not is told so by
+// name.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/chunk_plan.h"
+#include "core/traffic.h"
+
+namespace pyruntime {
+
+enum class Op : int32_t {
+  kAllGather = 1,
+  kReduceScatter,
+  kAllReduce,
+  kAllGatherMatmul,
+  kMatmulReduceScatter,
+  kMatmulAllReduce,
+};
+
+const char* name_of(Op op);
+
+// What one rank is about to do. The fields that all ranks must share are compared when ranks first meet in a
+// flight.
+struct FlightDescriptor {
+  Op op;
+  int32_t dtype;       // c10::ScalarType
+  int64_t rows;        // of the whole operand, over all ranks; kUnknownRows: exchanged through own_rows
+  int64_t row_blocks;  // product of the dimensions before the cut one (batch, for dim = 1)
+  int64_t inner;       // product of the dimensions between the cut one and the last
+  int64_t width;       // size of the last dimension of what travels
+  bool with_bias;      // the owners of rows add one to their sums
+  int64_t own_rows;    // rows that this rank holds; may differ between ranks
+
+  c10::ScalarType scalar_type() const { return static_cast<c10::ScalarType>(dtype); }
+  // Of one row, over all blocks.
+  int64_t row_elements() const { return row_blocks * inner * width; }
+  int64_t row_bytes() const;
+  // One chunk as it lies in memory: contiguous, [row_blocks, chunk.rows * inner, width].
+  std::vector<int64_t> sizes_of(const Chunk& chunk) const { return {row_blocks, chunk.rows * inner, width}; }
+  // Whether the ranks agree on the op.
+  bool agrees_with(const FlightDescriptor& other) const;
+  std::string text() const;
+};
+
+inline constexpr int64_t kUnknownRows = -1;
+
+// What a group and its transport share.
+struct GroupContext {
+  std::string name;
+  int rank;
+  int world_size;
+  double deadline_seconds;
+  TrafficClass traffic_class = TrafficClass::kTp;
+  CommStats stats;
+  bool link_is_broken = false;  // an op failed with chunks under way, which the link may still hold
+};
+
+// Every rank shows its rows; any rank reads any other's.
+class GatherFlight {
+ public:
+  virtual ~GatherFlight() = default;
+
+  // This rank's rows first, whole; then the others' as they are expected to arrive.
+  virtual const std::vector<Chunk>& order() const = 0;
+  // This rank's rows as they leave.
+  virtual const std::vector<Chunk>& own() const = 0;
+  // Of this rank, to be written before publish(); of another, valid after wait().
+  virtual at::Tensor memory(const Chunk& chunk) = 0;
+  virtual void publish(const Chunk& chunk) = 0;
+  virtual void wait(const Chunk& chunk) = 0;
+  virtual void finish() = 0;
+};
+
+// Every rank writes its part of all rows; each owner gets the sum of its own rows over the ranks, and after
+// that, where it was asked for, everybody's sums.
+class ScatterFlight {
+ public:
+  virtual ~ScatterFlight() = default;
+
+  // What others wait for comes first; this rank's own rows last, while the others' parts travel.
+  virtual const std::vector<Chunk>& order() const = 0;
+  // Where this rank writes its part of the chunk, [row_blocks, chunk.rows * inner, width].
+  virtual at::Tensor part(const Chunk& chunk) = 0;
+  virtual void publish(const Chunk& chunk) = 0;
+  // Waits for the others' parts of this rank's rows and sums them, with bias [width] added once, into
+  // out [row_blocks, own rows * inner, width], contiguous. Where everybody's sums are asked for, out is not
+  // used: see sum().
+  virtual void reduce(const at::Tensor& out, const at::Tensor& bias) = 0;
+
+  // For all_reduce, after reduce(): the sums of all rows, this rank's first.
+  virtual const std::vector<Chunk>& sums_order() const = 0;
+  virtual void wait_for_sum(const Chunk& chunk) = 0;
+  virtual at::Tensor sum(const Chunk& chunk) = 0;
+  virtual void finish() = 0;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) = 0;
+  // `all`: everybody's sums will be asked for, in which all ranks agree.
+  virtual std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) = 0;
+  // The rows that every rank holds; `descriptor.rows` is kUnknownRows.
+  virtual std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) = 0;
+
+  // Waits until everything that this rank was asked to send has arrived. Peers may still need it to.
+  virtual void flush() {}
+  // flush(), and says goodbye: this process will end.
+  virtual void leave() {}
+
+  virtual bool crosses_hosts() const = 0;
+  // In words, for people: over what, between how many hosts.
+  virtual std::string description() const = 0;
+  virtual int64_t workspace_bytes() const = 0;
+
+  GroupContext& context() const { return context_; }
+  CommStats& stats() const { return context_.stats; }
+  int rank() const { return context_.rank; }
+  int world_size() const { return context_.world_size; }
+
+ protected:
+  explicit Transport(GroupContext& context) : context_(context) {}
+  GroupContext& context_;
+};
+
+}  // namespace pyruntime

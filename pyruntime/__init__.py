@@ -1,0 +1,40 @@
+"""Training large models with no exposed communication: GEMMs fused with the collectives that feed them.
+
+`all_gather_matmul` and `matmul_reduce_scatter` are the two primitives; `pyruntime.nn` are the modules on
+top of them,
+`pyruntime.parallelize` puts those into any model, and `python -m pyruntime train` trains a compact Llama.
+"""
+
+from pyruntime.comm import CommError, CommTimeout, PeerLost, Runtime, keep_freed_memory
+from pyruntime.nn.explain import explain
+from pyruntime.nn.parallelize import parallelize
+from pyruntime.ops import (
+    all_gather,
+    all_gather_matmul,
+    all_reduce,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    reduce_scatter,
+    replicate_grad,
+    replicated_matmul,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommError",
+    "CommTimeout",
+    "PeerLost",
+    "Runtime",
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "explain",
+    "keep_freed_memory",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "parallelize",
+    "reduce_scatter",
+    "replicate_grad",
+    "replicated_matmul",
+]

@@ -1,0 +1,80 @@
+"""Command lines to dataclasses through tyro, with errors in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from typing import Any, TypeVar
+
+import tyro
+
+from pyruntime.cli.environment import started_rank
+from pyruntime.train.errors import ConfigError
+
+Options = TypeVar("Options")
+
+
+class HelpShown(Exception):
+    """--help was asked for and printed."""
+
+
+def parse(
+    cls: type[Options], argv: list[str], program: str, description: str, default: Options | None = None
+) -> Options:
+    """`argv` as an instance of the dataclass `cls`; every flag takes a value (`--section.key value`).
+
+    Raises ConfigError with tyro's finding in one sentence, HelpShown after printing --help (on rank 0).
+    """
+    out, err = io.StringIO(), io.StringIO()
+    start: dict[str, Any] = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            return tyro.cli(
+                cls,
+                args=argv,
+                prog=program,
+                description=description,
+                use_underscores=True,
+                config=(tyro.conf.FlagConversionOff,),
+                **start,
+            )
+    except SystemExit as end:
+        if not end.code:
+            if started_rank() == 0:
+                print(out.getvalue(), end="")
+            raise HelpShown from None
+        finding = first_finding(err.getvalue()) or "the command line cannot be read"
+        raise ConfigError(f"{finding}; see {program} --help.") from None
+
+
+def take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
+    """The value of `--name VALUE` or `--name=VALUE` in `argv` (None: not there) and the arguments without
+    it."""
+    value, rest, arguments = None, [], iter(argv)
+    for argument in arguments:
+        if argument == f"--{name}":
+            value = next(arguments, None)
+            if value is None or value.startswith("--"):
+                raise ConfigError(f"--{name} needs a value.")
+        elif argument.startswith(f"--{name}="):
+            value = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    return value, rest
+
+
+def first_finding(box: str) -> str:
+    """The first paragraph of one of tyro's messages, as one line without a full stop.
+
+    A message is a box whose title stands in its upper edge or, where the terminal knows no box characters,
+    text with the title as first line; rules separate its paragraphs.
+    """
+    drawn = "│" in box
+    lines = [line.strip("│ \t") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
+    body = [line for line in lines if line][1:]
+    rules = [index for index, line in enumerate(body) if re.match(r"[─╰-]{3}", line)]
+    if not drawn and rules and rules[0] == 0:  # the rule below the title
+        rules, body = [index - 1 for index in rules[1:]], body[1:]
+    sentence = " ".join(body[: rules[0]] if rules else body)
+    return sentence.partition(" Got errors:")[0].rstrip(".")

@@ -1,0 +1,221 @@
+"""`python -m pyruntime doctor`: what was built, what there is, and which tier every operation takes.
+
+It never fails because something is missing: each part says what it could not find out, and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from pyruntime.cli import machine
+from pyruntime.cli.arguments import parse
+from pyruntime.cli.environment import started_rank, started_ranks
+from pyruntime.cli.machine import Rows
+from pyruntime.train import validate
+from pyruntime.train.errors import ConfigError
+
+PROGRAM = "python -m pyruntime doctor"
+MEASURED_STEPS = 10
+"""Steps that are run before tiers are shown: "auto" tries both in turn, four calls each, and then settles."""
+DESCRIPTION = """Prints what was built, what hardware and fabric there is, whether ranks can reach each
+other's memory, and which tier each operation takes. Tiers are measured: without torchrun it starts ranks of
+its own for that, below torchrun it asks those."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    only: Literal["all", "tiers"] = "all"
+    """Which part of the report is printed."""
+    ranks: int = 2
+    """Ranks that are started to ask for tiers, where torchrun has not started any; 0: leave the tiers out."""
+    rows: int = 2048
+    """Rows of the activation (tokens) that tiers are asked for, over all ranks."""
+    hidden_size: int = 1024
+    """Width of the residual stream that tiers are asked for, in features."""
+    intermediate_size: int = 2816
+    """Width of the feed-forward network that tiers are asked for, in features."""
+    dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
+    """Type that tiers are asked for."""
+    timeout_s: float = 120.0
+    """Longest that the ranks started for this may take, in seconds."""
+
+
+def main(argv: list[str]) -> None:
+    options = parse(Options, argv, PROGRAM, DESCRIPTION)
+    for name in ("rows", "hidden_size", "intermediate_size"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, found {getattr(options, name)}.")
+    if options.ranks < 0:
+        raise ConfigError(f"--ranks must not be negative, found {options.ranks}.")
+    validate.check_seconds("--timeout_s", options.timeout_s)
+    below_torchrun = started_ranks() > 1
+    if started_rank() == 0 and options.only == "all":
+        show("Built", built)
+        show("Hardware", lambda: machine.processor() + machine.memory() + machine.accelerators())
+        show("Fabric", lambda: backends() + machine.network())
+        if not below_torchrun:
+            show("Symmetric memory", symmetric_memory)
+    if below_torchrun:
+        show_tiers(options)
+    elif options.ranks:
+        start_tiers(options, argv)
+
+
+def show(title: str, rows: Callable[[], Rows]) -> None:
+    """Prints a part of the report; a part that fails says so."""
+    print(title)
+    try:
+        found = rows()
+    except Exception as error:
+        found = [("not found out", f"{type(error).__name__}: {error}")]
+    width = max(len(name) for name, _ in found)
+    for name, value in found:
+        print(f"  {name:<{width}}  {value}")
+    print(flush=True)
+
+
+def built() -> Rows:
+    import torch
+
+    import pyruntime
+    import pyruntime._C as core
+
+    extension = Path(core.__file__)
+    return [
+        ("pyruntime", f"{pyruntime.__version__} in {Path(pyruntime.__file__).parent}"),
+        ("extension", f"{extension.name}, {compiler(extension)}"),
+        ("Python", f"{platform.python_version()} on {platform.platform()}"),
+        ("torch", f"{torch.__version__}, {torch_kind()}"),
+        ("torch's CPU kernels", torch.backends.cpu.get_cpu_capability()),
+        ("GEMM libraries", ", ".join(gemm_libraries())),
+        (
+            "threads",
+            f"{torch.get_num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')})",
+        ),
+    ]
+
+
+def compiler(extension: Path) -> str:
+    """The compiler that a shared library names in its comment section."""
+    names = re.findall(rb"(?:GCC: |clang version )[^\0\n]{1,80}", extension.read_bytes())
+    found = sorted({name.decode(errors="replace") for name in names})
+    return "compiled by " + ", ".join(found) if found else "compiler unknown"
+
+
+def torch_kind() -> str:
+    import torch
+
+    if torch.version.cuda:
+        return f"for CUDA {torch.version.cuda}"
+    return f"for ROCm {torch.version.hip}" if torch.version.hip else "CPU only"
+
+
+def gemm_libraries() -> list[str]:
+    import torch
+
+    backends = {
+        "MKL": torch.backends.mkl.is_available(),
+        "oneDNN": torch.backends.mkldnn.is_available(),
+        "OpenBLAS or another BLAS": "BLAS_INFO=open" in torch.__config__.show(),
+        "cuBLAS": bool(torch.version.cuda),
+        "hipBLAS": bool(torch.version.hip),
+    }
+    return [name for name, there in backends.items() if there] or ["none that torch names"]
+
+
+def backends() -> Rows:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return [("torch.distributed", "not built into this torch")]
+    available = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+        "ucc": dist.is_ucc_available(),
+    }
+    return [
+        ("torch.distributed", ", ".join(name for name, there in available.items() if there) or "no backend")
+    ]
+
+
+def symmetric_memory() -> Rows:
+    """Tries torch's symmetric memory on CPU tensors in a group of this process alone."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symm_mem
+
+    import pyruntime  # noqa: F401 - registers the allocator
+
+    if dist.is_initialized():
+        return [("CPU", "not tried: a process group exists already")]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tensor = symm_mem.empty(1024, dtype=torch.float32, device="cpu")
+        handle = symm_mem.rendezvous(tensor, dist.group.WORLD.group_name)
+        buffer = handle.get_buffer(0, (1024,), torch.float32)
+        buffer.fill_(1.0)
+        works = bool((tensor == 1.0).all())
+        return [("CPU", "works" if works else "a write through get_buffer did not reach the tensor")]
+    finally:
+        dist.destroy_process_group()
+
+
+def start_tiers(options: Options, argv: list[str]) -> None:
+    """Starts ranks that print which tier each operation takes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks)]
+    command += ["-m", "pyruntime", "doctor", *argv, "--only", "tiers"]
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=options.timeout_s, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"Tiers\n  not found out  {error}")
+        return
+    if done.returncode == 0:
+        print(done.stdout.strip())
+        return
+    lines = [line for line in done.stderr.splitlines() if line.startswith("pyruntime:")] or ["see below"]
+    print(f"Tiers\n  not found out  the {options.ranks} ranks ended with {done.returncode}: {lines[0]}")
+
+
+def show_tiers(options: Options) -> None:
+    """Runs one layer forward and backward on all ranks until its tiers are measured; rank 0 prints what
+    `explain` says of it."""
+    import torch
+
+    from pyruntime.comm import Runtime, transport_of
+    from pyruntime.llama import Llama, LlamaConfig
+    from pyruntime.nn import explain
+
+    try:
+        config = LlamaConfig(
+            vocab_size=256,
+            hidden_size=options.hidden_size,
+            intermediate_size=options.intermediate_size,
+            num_hidden_layers=1,
+            num_attention_heads=started_ranks(),
+            head_dim=64,
+        )
+        config.check_tp(started_ranks())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[options.dtype]
+    with Runtime.start(tp=started_ranks(), device="cpu", deadline_s=options.timeout_s) as runtime:
+        model = Llama(config, runtime.tp, dtype=dtype, tier="auto")
+        ids = torch.randint(256, (1, options.rows), generator=torch.Generator().manual_seed(0))
+        for _ in range(MEASURED_STEPS):
+            model(ids, labels=ids).backward()
+        if started_rank() == 0:
+            print(f"Tiers ({started_ranks()} ranks)")
+            print(f"  chunks travel by {transport_of(runtime.tp)}")
+            print("\n".join(f"  {line}" for line in str(explain(model)).splitlines()))

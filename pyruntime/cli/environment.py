@@ -1,0 +1,23 @@
+"""What torchrun says of this process."""
+
+from __future__ import annotations
+
+import os
+
+from pyruntime.train.errors import ConfigError
+
+
+def started_rank() -> int:
+    """Rank of this process among those started; 0 without a launcher."""
+    value = os.environ.get("RANK", "0")
+    return int(value) if value.isdigit() else 0
+
+
+def started_ranks() -> int:
+    """Number of ranks started; 1 without a launcher. Raises ConfigError where WORLD_SIZE is no number."""
+    value = os.environ.get("WORLD_SIZE", "1")
+    if not value.isdigit() or int(value) < 1:
+        raise ConfigError(
+            f"WORLD_SIZE={value} is not a number of ranks; start this through torchrun, or unset it."
+        )
+    return int(value)

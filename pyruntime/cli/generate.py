@@ -1,0 +1,161 @@
+"""`python -m pyruntime generate`."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyruntime.cli.arguments import parse
+from pyruntime.cli.environment import started_ranks
+from pyruntime.train import validate
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.tokenizer import ByteTokenizer, Tokenizer, load_beside
+
+if TYPE_CHECKING:
+    import torch
+
+    from pyruntime.llama import Llama
+
+PROGRAM = "python -m pyruntime generate"
+DESCRIPTION = """Continues a prompt with a Hugging Face Llama checkpoint, such as the model folder of a run.
+Below torchrun the model is cut over all ranks; the text is the same on each and printed by rank 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    checkpoint: str
+    """Folder with config.json, safetensors and, unless the model reads bytes, tokenizer.json."""
+    prompt: str = ""
+    """Text to continue; empty: the start of a document."""
+    tokens: int = 200
+    """Most tokens to generate; the end of a document ends it earlier."""
+    temperature: float = 0.8
+    """Divides the logits, without unit; 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Draw from this many of the likeliest tokens only; None: all."""
+    top_p: float | None = None
+    """Draw from the fewest tokens whose probabilities reach this sum, 0 to 1; None: all."""
+    seed: int = 0
+    """Seed of the draws: the same seed, checkpoint and number of ranks give the same text."""
+    threads: int = 0
+    """CPU threads per rank; 0: what torchrun or OMP_NUM_THREADS set, else the cores divided by the ranks."""
+    deadline_s: float = 120.0
+    """Longest wait for a peer, in seconds."""
+
+
+def main(argv: list[str]) -> None:
+    options = parse(Options, argv, PROGRAM, DESCRIPTION)
+    check(options)
+    world_size = started_ranks()
+
+    import torch
+
+    from pyruntime.cli.train import threads
+    from pyruntime.comm import Runtime
+
+    torch.set_num_threads(threads(options.threads, world_size))
+    with Runtime.start(tp=world_size, device="cpu", deadline_s=options.deadline_s) as runtime:
+        model, tokenizer = load(Path(options.checkpoint), runtime.tp)
+        ids = prompt_ids(options.prompt, tokenizer)
+        pieces = continue_text(model, tokenizer, ids, options)
+        shown = model.group.rank == 0
+        for piece in itertools.chain([options.prompt], pieces, ["\n"]):
+            shown = shown and _show(piece, alone=world_size == 1)
+
+
+def _show(piece: str, *, alone: bool) -> bool:
+    """Prints a piece; False where nobody reads any more, but the other ranks still need this one."""
+    try:
+        print(piece, end="", flush=True)
+    except BrokenPipeError:
+        if alone:
+            raise
+        return False
+    return True
+
+
+def check(options: Options) -> None:
+    """Raises ConfigError for options that make no sense on their own."""
+    if not Path(options.checkpoint).is_dir():
+        raise ConfigError(f"--checkpoint {options.checkpoint}: there is no such folder.")
+    if options.tokens < 1:
+        raise ConfigError(f"--tokens must be at least 1, found {options.tokens}.")
+    if options.threads < 0:
+        raise ConfigError(f"--threads must not be negative, found {options.threads}.")
+    validate.check_seed("--seed", options.seed)
+    validate.check_seconds("--deadline_s", options.deadline_s)
+
+
+def load(folder: Path, group) -> tuple[Llama, Tokenizer]:
+    """Model and tokenizer of a checkpoint. Raises ConfigError where it is damaged or does not fit the
+    ranks."""
+    from pyruntime.llama import load_hf
+
+    try:
+        model = load_hf(folder, group, tier="chunked")  # measured tiers could give another text next time
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--checkpoint {folder}: {error}") from error
+    return model, load_beside(folder, model.config.vocab_size)
+
+
+def prompt_ids(prompt: str, tokenizer: Tokenizer) -> torch.Tensor:
+    """The prompt as tokens [1, n], n at least 1."""
+    import torch
+
+    ids = tokenizer.encode(prompt.encode("utf-8", errors="surrogateescape")).tolist()
+    if not ids and tokenizer.separator is not None:
+        ids = [tokenizer.separator]
+    if not ids:
+        raise ConfigError(
+            "--prompt is empty, and the tokenizer has no token that starts a document; give a prompt."
+        )
+    return torch.tensor([ids])
+
+
+def continue_text(model: Llama, tokenizer: Tokenizer, ids: torch.Tensor, options: Options) -> Iterator[str]:
+    """The text behind the prompt, piece by piece as it is drawn. Raises ConfigError for impossible
+    sampling."""
+    from pyruntime.llama import generate_steps
+
+    try:
+        steps = generate_steps(
+            model,
+            ids,
+            options.tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+            eos_token_id=tokenizer.separator,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    new = (int(token) for token in steps)
+    kept = (token for token in new if token != tokenizer.separator)
+    return _decode_bytes(kept) if isinstance(tokenizer, ByteTokenizer) else _decode_tokens(kept, tokenizer)
+
+
+def _decode_bytes(tokens: Iterator[int]) -> Iterator[str]:
+    """Characters as soon as all their bytes are there; tokens that are no bytes are nothing."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in tokens:
+        if token < ByteTokenizer.vocab_size:
+            yield decoder.decode(bytes([token]))
+    yield decoder.decode(b"", final=True)
+
+
+def _decode_tokens(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """What each token adds to the text; a character that is not complete yet waits for the next token."""
+    seen: list[int] = []
+    shown = 0
+    for token in tokens:
+        seen.append(token)
+        text = tokenizer.decode(seen)
+        if not text.endswith("\ufffd"):
+            yield text[shown:]
+            shown = len(text)
+    yield tokenizer.decode(seen)[shown:]

@@ -1,0 +1,126 @@
+"""Chooses the command and turns every ending into a sentence and an exit code.
+
+0     done
+1     a run failed: not finite, a lost peer, or a defect of this program (with its traceback)
+2     the request makes no sense: one sentence says which part of it
+130   ended by SIGINT (Ctrl-C); 143 by SIGTERM; 141 because nobody read the output any more, without a word
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+
+from pyruntime.cli.arguments import HelpShown
+from pyruntime.cli.environment import started_rank
+from pyruntime.train.errors import ConfigError, TrainingError
+from pyruntime.train.signals import Stopped, StopRequest
+
+USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
+
+  train      train a Llama on text; torchrun --nproc-per-node N -m pyruntime train for N ranks
+  generate   continue a prompt with a trained checkpoint
+  doctor     show what was built, what hardware there is, and which tier each operation takes
+
+python -m pyruntime COMMAND --help documents every option."""
+
+LAUNCHER_ENDS_US_S = 5.0
+"""A rank that has nothing to print waits this long for the launcher to end it, so that rank 0's sentence
+comes first."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs a command line (without the program's name) and returns its exit code."""
+    try:
+        return _run(argv)
+    finally:
+        _drop_unread_output()
+
+
+def _run(argv: list[str]) -> int:
+    with StopRequest() as stop:
+        try:
+            return _dispatch(argv, stop)
+        except BaseException as ending:
+            stop.ending()
+            return _last_words(ending)
+
+
+def _last_words(ending: BaseException) -> int:
+    """Says why the program ends and returns the exit code; what is no ending of ours is raised again."""
+    match ending:
+        case HelpShown():
+            return 0
+        case BrokenPipeError():
+            return 128 + signal.SIGPIPE
+        case ConfigError():
+            return _refuse(str(ending))
+        case Stopped():
+            if ending.signum != signal.SIGPIPE:
+                _say_once(str(ending))
+            return 128 + ending.signum
+        case Exception():
+            _explain(ending)
+            return 1
+    raise ending
+
+
+def _dispatch(argv: list[str], stop: StopRequest) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    command, rest = argv[0], argv[1:]
+    if command == "train":
+        from pyruntime.cli import train
+
+        train.main(rest, stop)
+    elif command == "generate":
+        from pyruntime.cli import generate
+
+        generate.main(rest)
+    elif command == "doctor":
+        from pyruntime.cli import doctor
+
+        doctor.main(rest)
+    else:
+        raise ConfigError(f"There is no command {command}; use train, generate or doctor.")
+    return 0
+
+
+def _drop_unread_output() -> None:
+    """Without this, Python complains at its end about what it could not write to a closed pipe."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+
+
+def _refuse(sentence: str) -> int:
+    _say_once(sentence)
+    if started_rank():
+        time.sleep(LAUNCHER_ENDS_US_S)
+    return 2
+
+
+def _say_once(sentence: str) -> None:
+    if started_rank() == 0:
+        print(f"pyruntime: {sentence}", file=sys.stderr, flush=True)
+
+
+def _explain(error: Exception) -> None:
+    """A failure the program foresaw is a sentence; anything else is a defect and shows where it happened."""
+    from pyruntime import CommError
+
+    if isinstance(error, TrainingError):
+        _say_once(str(error))
+    elif isinstance(error, CommError):
+        sentence = f"pyruntime: rank {started_rank()}: {type(error).__name__}: {error}"
+        print(sentence, file=sys.stderr, flush=True)
+    else:
+        trace = "".join(traceback.format_exception(error))
+        print(f"pyruntime: rank {started_rank()} failed.\n{trace}", file=sys.stderr, flush=True)

@@ -1,0 +1,65 @@
+"""`python -m pyruntime train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from pyruntime.cli.arguments import parse, take_option
+from pyruntime.cli.environment import started_ranks
+from pyruntime.train import checkpoint_folder, config_file, validate
+from pyruntime.train.config import RunConfig
+from pyruntime.train.signals import StopRequest
+
+PROGRAM = "python -m pyruntime train"
+DESCRIPTION = """Trains a Llama on text with tensor parallelism over all ranks that torchrun started: torchrun
+--nproc-per-node N -m pyruntime train --config FILE.toml [--section.key value ...]. --config takes a TOML file
+or the name of a preset ({presets}); left out it is main, or with --checkpoint.resume the run's own
+config.toml. Flags change single values of it."""
+
+
+def main(argv: list[str], stop: StopRequest) -> None:
+    config, name = read(argv)
+    world_size = started_ranks()
+    validate.check(config, world_size)
+    run(config, name, world_size, stop)
+
+
+def read(argv: list[str]) -> tuple[RunConfig, str]:
+    """The configuration of a command line, and its name. Raises ConfigError."""
+    asked, flags = take_option(argv, "config")
+    resumed, _ = take_option(argv, "checkpoint.resume")
+    if asked is None and resumed is not None and Path(resumed).is_dir():
+        path, default = _of_run(Path(resumed))
+    else:
+        path = config_file.find(asked or "main")
+        default = config_file.load(path)
+    description = DESCRIPTION.format(presets=", ".join(config_file.preset_names()))
+    return parse(RunConfig, flags, PROGRAM, description, default=default), path.stem
+
+
+def _of_run(folder: Path) -> tuple[Path, RunConfig]:
+    """The configuration that a run was started with, but for its folder: the run may have been moved."""
+    path = checkpoint_folder.find(folder).parent.parent / "config.toml"
+    config = config_file.load(path)
+    return path, dataclasses.replace(config, output=dataclasses.replace(config.output, run_dir=""))
+
+
+def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> None:
+    """Joins the ranks and trains."""
+    import torch
+
+    from pyruntime.comm import Runtime
+    from pyruntime.train.run import run as train
+
+    torch.set_num_threads(threads(config.train.threads, world_size))
+    with Runtime.start(tp=world_size, device="cpu", deadline_s=config.comm.deadline_s) as runtime:
+        train(config, name, runtime.tp, stop)
+
+
+def threads(asked: int, world_size: int) -> int:
+    """CPU threads of this rank: those asked for, what OMP_NUM_THREADS says, or its share of the cores."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return asked or (int(said) if said.isdigit() else 0) or max(1, len(os.sched_getaffinity(0)) // local)

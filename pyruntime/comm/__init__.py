@@ -1,0 +1,44 @@
+"""Groups, their figures and deadlines, and the Runtime that owns them."""
+
+from pyruntime.comm.core import keep_freed_memory, symmetric_memory_bytes
+from pyruntime.comm.errors import CommError, CommTimeout, PeerLost
+from pyruntime.comm.groups import (
+    Group,
+    Traffic,
+    close,
+    configure,
+    deadline,
+    group_name,
+    group_rank,
+    group_size,
+    process_group,
+    set_deadline,
+    stats,
+    traffic,
+    transport_of,
+    workspace_bytes,
+)
+from pyruntime.comm.runtime import Runtime
+
+__all__ = [
+    "CommError",
+    "CommTimeout",
+    "Group",
+    "PeerLost",
+    "Runtime",
+    "Traffic",
+    "close",
+    "configure",
+    "deadline",
+    "group_name",
+    "group_rank",
+    "group_size",
+    "keep_freed_memory",
+    "process_group",
+    "set_deadline",
+    "stats",
+    "symmetric_memory_bytes",
+    "traffic",
+    "transport_of",
+    "workspace_bytes",
+]

@@ -1,0 +1,39 @@
+"""Loads the C++ core, once: its operators, the CPU symmetric memory, and the exception types they raise."""
+
+import atexit
+import logging
+
+import torch  # noqa: F401  (the core links against torch's libraries, which must be loaded first)
+
+try:
+    from pyruntime import _C
+except ImportError as error:
+    raise ImportError(
+        f"pyruntime's C++ core cannot be loaded here ({error}). In a source folder run `make build`, or "
+        "leave it if pyruntime is installed; after another torch was installed, build it again."
+    ) from error
+from pyruntime.comm.errors import CommError, CommTimeout, PeerLost
+
+_C.register_errors(CommError, CommTimeout, PeerLost)
+_C.report_to(logging.getLogger("pyruntime").warning)
+
+
+@atexit.register
+def _leave() -> None:
+    """Others may still wait for what this process has to pass on; then its threads end before Python does."""
+    _C.leave_groups()
+    _C.leave_job()
+
+
+def keep_freed_memory() -> bool:
+    """Makes glibc keep freed buffers (mallopt: mmap, trim and top-pad thresholds), so that a training step
+    does not
+    page-fault its activations in anew. For the whole process; worth 5 to 15 % of a step. False where the C
+    library is another one, and nothing changes.
+    """
+    return _C.keep_freed_memory()
+
+
+def symmetric_memory_bytes() -> int:
+    """Bytes of CPU symmetric memory that this process has allocated and still holds."""
+    return _C.symmetric_memory_bytes()

@@ -1,0 +1,180 @@
+"""Process groups by whatever name the caller has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pyruntime.comm.core import _C
+
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | str
+"""A process group, a one-dimensional DeviceMesh, or the name of a process group."""
+
+
+def process_group(group: Group) -> dist.ProcessGroup:
+    """The torch process group behind `group`."""
+    if isinstance(group, str):
+        return dist.distributed_c10d._resolve_process_group(group)
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"A group is one axis of a mesh, and this mesh has {group.ndim} {group.mesh_dim_names}; "
+                'pass one of them, as in mesh["tp"].'
+            )
+        return group.get_group()
+    return group
+
+
+def group_name(group: Group) -> str:
+    """The name under which torch and the C++ core know `group`."""
+    if isinstance(group, str):
+        return group
+    return process_group(group).group_name
+
+
+def group_rank(group: Group) -> int:
+    """This process's rank in `group`."""
+    return process_group(group).rank()
+
+
+def group_size(group: Group) -> int:
+    """Number of ranks in `group`."""
+    return process_group(group).size()
+
+
+def stats(group: Group) -> _C.CommStats:
+    """Cumulative figures of this rank: `ops`, `bytes` read from peers, `waiting_s` and `moving_s`.
+
+    waiting_s + moving_s are the seconds in which this rank's thread did nothing but wait for peers, copy
+    and sum: its exposed communication.
+    """
+    return _C.stats(group_name(group))
+
+
+def workspace_bytes(group: Group) -> int:
+    """Bytes of symmetric memory that this rank holds for `group`."""
+    return _C.workspace_bytes(group_name(group))
+
+
+def deadline(group: Group) -> float:
+    """Seconds that a wait on a peer of `group` may last."""
+    return _C.deadline(group_name(group))
+
+
+def set_deadline(group: Group, seconds: float) -> None:
+    """Bounds every wait on a peer of `group` to `seconds`; then CommTimeout is raised."""
+    if not 1e-3 <= seconds <= 1e6:
+        raise ValueError(f"deadline_s={seconds} is no deadline; pass between 0.001 and 1e6 seconds.")
+    _C.set_deadline(group_name(group), float(seconds))
+
+
+def configure(
+    group: Group,
+    *,
+    deadline_s: float | None = None,
+    transport: str | None = None,
+    hosts: Sequence[str] | None = None,
+    chunk_bytes: int | None = None,
+    wire_dtype: torch.dtype | None = None,
+    traffic_class: str | None = None,
+) -> None:
+    """Settles how `group` communicates. All ranks must pass the same, before the first op or after `close`.
+    transport, hosts, chunk_bytes and wire_dtype are settled together: where one of them is given, those left
+    out return to their defaults.
+
+    Args:
+        deadline_s: seconds that a wait on a peer may last.
+        transport: "auto" looks at where the ranks are: on one host they share memory ("symmetric_memory");
+            where every host has the same number of ranks, more than one, they share memory inside a host
+            and send round a ring of hosts ("hierarchical"); otherwise round a ring of ranks
+            ("process_group"), over the group's c10d backend. "collectives" leaves everything to the
+            backend's own collectives, unfused.
+        hosts: a name for each rank's host, instead of asking the ranks: to try on one machine what several
+            do.
+        chunk_bytes: bytes of a rank's rows that travel between hosts at once; by default chosen for each op
+            from the latency and bandwidth that are measured when the group is opened.
+        wire_dtype: what partial sums travel as between hosts: torch.bfloat16 or torch.float32; by default
+            the dtype of the operand. Each hop adds in fp32 and rounds to this.
+        traffic_class: "tp", "cp", "pp", "dp" or "checkpoint": how urgent this group's chunks are beside
+            those of other groups. May be changed at any time.
+
+    Raises ValueError for what is none of these, RuntimeError when the group has run ops already.
+    """
+    if wire_dtype not in (None, torch.bfloat16, torch.float32):
+        raise ValueError(f"wire_dtype={wire_dtype} does not travel; use torch.bfloat16 or torch.float32.")
+    if chunk_bytes is not None and chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes={chunk_bytes} is no size; pass at least 1 byte, or None.")
+    if deadline_s is not None:
+        set_deadline(group, deadline_s)
+    name = group_name(group)
+    if traffic_class is not None:
+        _C.set_traffic_class(name, traffic_class)
+    if any(setting is not None for setting in (transport, hosts, chunk_bytes, wire_dtype)):
+        _C.configure(name, transport, None if hosts is None else list(hosts), chunk_bytes, wire_dtype)
+
+
+def transport_of(group: Group) -> str:
+    """How the chunks of `group` travel, in words; "" before its first op."""
+    return _C.transport_description(group_name(group))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one class of traffic has cost this rank since the start. Seconds and bytes.
+
+    waiting_s + moving_s are exposed: this rank's thread did nothing but wait for peers, copy and sum. What
+    was sent to other hosts went on beside it, in `chunks_sent` chunks: each queued from the moment when it
+    might leave until the arbiter let it go, then took its transfer time until the receiver had it.
+    """
+
+    ops: int = 0
+    bytes_read: int = 0
+    waiting_s: float = 0.0
+    moving_s: float = 0.0
+    chunks_sent: int = 0
+    bytes_sent: int = 0
+    queued_s: float = 0.0
+    transfer_s: float = 0.0
+    recent_queued_s: tuple[float, ...] = ()
+    """Of each of the last chunks (4,096 at most), in no order; for percentiles."""
+    recent_transfer_s: tuple[float, ...] = ()
+
+
+def traffic() -> dict[str, Traffic]:
+    """The figures of this process by class of traffic ("tp", "cp", ...), over all its open groups."""
+    read, sent = _C.group_stats_by_class(), _C.traffic()
+    result = {}
+    for name in sorted({*read, *sent}):
+        figures = {}
+        if name in read:
+            stats = read[name]
+            figures = {
+                "ops": stats.ops,
+                "bytes_read": stats.bytes,
+                "waiting_s": stats.waiting_s,
+                "moving_s": stats.moving_s,
+            }
+        if name in sent:
+            figures |= {
+                "chunks_sent": sent[name]["chunks"],
+                "bytes_sent": sent[name]["bytes"],
+                "queued_s": sent[name]["queued_s"],
+                "transfer_s": sent[name]["transfer_s"],
+                "recent_queued_s": tuple(sent[name]["recent_queued_s"]),
+                "recent_transfer_s": tuple(sent[name]["recent_transfer_s"]),
+            }
+        result[name] = Traffic(**figures)
+    return result
+
+
+def close(group: Group) -> None:
+    """Frees the workspaces of `group`; its deadline and transport stay.
+
+    The next op makes the workspaces anew (collectively). The way back after an error, on all ranks.
+    """
+    _C.free_workspaces(group_name(group))

@@ -1,0 +1,30 @@
+"""Causal grouped-query attention on the heads that this rank holds."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyruntime.ops import attention as ops
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`softmax(q k^T / sqrt(d) + causal mask) v`; q `[B, H, Sq, d]`, k and v `[B, G, Sk, d]`, G divides H.
+
+    The last query sees every key, the one before it all but the last, and so on (`Sk > Sq` when keys come
+    from a cache). Returns `[B, H, Sq, d]`.
+
+    Whole sequences on a CPU run this project's own op, which takes a quarter (bf16) to half (fp32) of the
+    time of torch's flash kernel for CPUs. Everything else is torch's `scaled_dot_product_attention`.
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    if queries == keys:
+        if q.device.type == "cpu":
+            out, _ = ops.causal_attention(q, k, v)  # [B, S, H d], which the caller's transpose gives back
+            return out.unflatten(-1, (q.shape[1], q.shape[3])).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    if queries == 1:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)

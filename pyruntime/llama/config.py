@@ -1,0 +1,252 @@
+"""The shape of a Llama model as data, and its translation to and from a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than the one pre-trained on.
+
+    `rope_type` is Hugging Face's name: `"linear"` divides every frequency by `factor`; `"llama3"` divides
+    only the wavelengths longer than `original_max_position_embeddings / low_freq_factor` (in tokens), keeps
+    those shorter than `original_max_position_embeddings / high_freq_factor`, and blends between the two.
+    """
+
+    rope_type: str = "llama3"
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ("linear", "llama3"):
+            raise ValueError(
+                f"rope_type={self.rope_type!r} is no scaling; use 'linear' or 'llama3', or rope_scaling=None."
+            )
+        if not self.factor >= 1.0:
+            raise ValueError(f"rope factor={self.factor} must be at least 1.0, as it lengthens the context.")
+        if self.rope_type == "llama3":
+            if not 0.0 < self.low_freq_factor < self.high_freq_factor:
+                raise ValueError(
+                    f"rope low_freq_factor={self.low_freq_factor} and high_freq_factor="
+                    f"{self.high_freq_factor} must be positive, the low one smaller than the high one."
+                )
+            if self.original_max_position_embeddings < 1:
+                raise ValueError(
+                    "rope original_max_position_embeddings="
+                    f"{self.original_max_position_embeddings} must be a positive number of tokens."
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of a Llama decoder; fields carry Hugging Face's names and meanings.
+
+    `head_dim=None` and `num_key_value_heads=None` are filled in as `hidden_size // num_attention_heads` and
+    `num_attention_heads`. Raises `ValueError` where the numbers cannot be a model.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    # None is filled in when the config is made; nobody ever reads it.
+    num_key_value_heads: int = None  # type: ignore[assignment]
+    head_dim: int = None  # type: ignore[assignment]
+    max_position_embeddings: int = 2048  # tokens
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    initializer_range: float = 0.02  # standard deviation of the initial weights
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive whole number.")
+        if self.num_key_value_heads is None:
+            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
+                    f"{self.num_attention_heads}; change one of them or give head_dim."
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} does not divide num_attention_heads="
+                f"{self.num_attention_heads}; use one of {divisors(self.num_attention_heads)}."
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even: rotary embedding turns pairs of channels."
+            )
+        if not self.rms_norm_eps > 0.0:
+            raise ValueError(f"rms_norm_eps={self.rms_norm_eps} must be positive.")
+        if not self.rope_theta > 0.0:
+            raise ValueError(f"rope_theta={self.rope_theta} must be positive.")
+        if not 0.0 <= self.initializer_range < 1.0:
+            raise ValueError(f"initializer_range={self.initializer_range} must lie in [0, 1).")
+
+    def check_tp(self, tp: int) -> None:
+        """Raise `ValueError` unless `tp` ranks can share this model: whole key/value heads, equal FFN
+        columns.
+
+        The vocabulary and the number of tokens may be ragged.
+        """
+        for name in ("num_key_value_heads", "intermediate_size"):
+            total = getattr(self, name)
+            if total % tp:
+                fitting = [p for p in divisors(self.num_key_value_heads) if self.intermediate_size % p == 0]
+                raise ValueError(f"tp={tp} does not divide {name}={total}; use {_either(fitting)}.")
+
+    def parameter_count(self) -> int:
+        """Number of parameters; a tied head is counted once.
+
+        With D hidden_size, L layers, F intermediate_size, V vocab_size, H and G query and key/value heads of
+        size d::
+
+            V D (embedding) + V D (head, unless tied) + D (last norm)
+            + L (D (H + 2 G) d  +  H d D  +  3 D F  +  2 D)     [+ biases where the config has them]
+        """
+        d, heads, groups = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        layer = self._layer_matmul_parameters() + 2 * d
+        if self.attention_bias:
+            layer += (heads + 2 * groups) * self.head_dim + d
+        if self.mlp_bias:
+            layer += 2 * self.intermediate_size + d
+        embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_hidden_layers * layer + d
+
+    def flops_per_token(self, seq_len: int, *, training: bool = True) -> int:
+        """Floating-point operations per token of a sequence of `seq_len` tokens, model FLOPs as MFU counts
+        them.
+
+        Forward, a multiply-add being two, causal attention counted as the half it needs::
+
+            2 (L (D (H + 2 G) d + H d D + 3 D F) + V D)  +  L * 2 * seq_len * H d
+
+        (the scores Q K^T and their product with V are 2 seq_len H d each per token, halved by causality).
+        Training is three times that: the backward pass forms two products for each of the forward's.
+        Recomputation, norms and element-wise work do not count.
+        """
+        matmul = 2 * (
+            self.num_hidden_layers * self._layer_matmul_parameters() + self.vocab_size * self.hidden_size
+        )
+        attention = 2 * self.num_hidden_layers * seq_len * self.num_attention_heads * self.head_dim
+        return (matmul + attention) * (3 if training else 1)
+
+    def _layer_matmul_parameters(self) -> int:
+        """Weights of one layer's seven linears, without biases."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        attention = self.hidden_size * self.head_dim * (2 * heads + 2 * groups)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> LlamaConfig:
+        """The config described by a parsed Hugging Face `config.json` (transformers 4 and 5 spellings).
+
+        Raises `ValueError` for another architecture or for a feature that this model does not have.
+        """
+        model_type = hf.get("model_type", "llama")
+        if model_type != "llama":
+            raise ValueError(
+                f"config.json describes model_type={model_type!r}; only 'llama' can be loaded as a Llama."
+            )
+        if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+            raise ValueError(
+                f"hidden_act={hf['hidden_act']!r} is not supported; Llama's activation is 'silu'."
+            )
+        if hf.get("quantization_config") is not None:
+            raise ValueError("The checkpoint is quantized; load an fp32, bf16 or fp16 version of it instead.")
+        values = {f.name: hf[f.name] for f in dataclasses.fields(cls) if hf.get(f.name) is not None}
+        missing = [
+            name
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+            )
+            if name not in values
+        ]
+        if missing:
+            raise ValueError(f"config.json lacks {', '.join(missing)}; a Llama cannot be built without.")
+        values.setdefault("rms_norm_eps", 1e-6)  # what transformers assumes
+        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+        theta = rope.pop("rope_theta", None)
+        if theta is not None:
+            values["rope_theta"] = float(theta)
+        values["rope_scaling"] = _rope_from_hf(rope, values.get("max_position_embeddings", 2048))
+        return cls(**values)
+
+    def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
+        """A `config.json` that `LlamaForCausalLM.from_pretrained` reads; `dtype` as torch names it."""
+        values = dataclasses.asdict(self)
+        values["rope_scaling"] = _rope_to_hf(self.rope_scaling)
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "torch_dtype": dtype,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            **values,
+        }
+
+
+def _rope_from_hf(rope: dict[str, Any], max_positions: int) -> RopeScaling | None:
+    """`rope_scaling` or `rope_parameters` of a config.json, without its theta."""
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise ValueError(
+            f"rope_type={rope_type!r} is not supported; Llama checkpoints use one of {list(ROPE_TYPES)}."
+        )
+    if rope_type == "default":
+        return None
+    names = ["factor"]
+    if rope_type == "llama3":
+        names += ["low_freq_factor", "high_freq_factor"]
+        rope.setdefault("original_max_position_embeddings", max_positions)
+        names += ["original_max_position_embeddings"]
+    missing = [name for name in names if name not in rope]
+    if missing:
+        raise ValueError(f"rope_type={rope_type!r} in config.json lacks {', '.join(missing)}.")
+    return RopeScaling(rope_type=rope_type, **{name: rope[name] for name in names})
+
+
+def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    if scaling.rope_type == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return dataclasses.asdict(scaling)
+
+
+def divisors(n: int) -> list[int]:
+    """All positive divisors of `n`, ascending."""
+    return [p for p in range(1, n + 1) if n % p == 0]
+
+
+def _either(values: list[int]) -> str:
+    """`[1, 2, 4]` as `1, 2 or 4`."""
+    *head, last = map(str, values)
+    return f"{', '.join(head)} or {last}" if head else last

@@ -1,0 +1,294 @@
+"""Hugging Face Llama checkpoints, `config.json` and safetensors, read and written by any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from pyruntime import ops
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.model import Llama
+from pyruntime.llama.shards import Shard, gather_full, shards
+from pyruntime.nn.parameters import Group
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_hf(
+    directory: str | os.PathLike[str],
+    group: Group | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    tier: str = "auto",
+    keep_gathered: bool | None = None,
+) -> Llama:
+    """The Llama of a Hugging Face checkpoint folder, cut over `group`; every rank reads only its own slices.
+
+    dtype: of the parameters; None takes what config.json says they were saved in. Other arguments as in
+    `Llama`.
+
+    Raises FileNotFoundError for a folder or file that is not there; ValueError for a checkpoint that is not
+    a Llama, is damaged, or whose tensors do not fit its config.json.
+    """
+    directory = Path(directory)
+    hf = read_config(directory)
+    config = LlamaConfig.from_hf(hf)
+    model = Llama(
+        config,
+        group,
+        dtype=dtype or _saved_dtype(hf),
+        device=device,
+        tier=tier,
+        seed=None,
+        keep_gathered=keep_gathered,
+    )
+    load_weights(model, directory)
+    return model
+
+
+@torch.no_grad()
+def load_weights(model: Llama, directory: str | os.PathLike[str]) -> None:
+    """Fills `model` from the safetensors of a checkpoint folder; errors as in `load_hf`."""
+    directory = Path(directory)
+    files = _find_tensors(directory)
+    wanted = {shard.name: shard for shard in shards(model)}
+    _check_names(directory, wanted, files, tied=model.config.tie_word_embeddings)
+    for path in sorted({files[name] for name in wanted}):
+        with _open(path) as file:
+            for name in wanted:
+                if files[name] == path:
+                    _read(wanted[name], file, path)
+
+
+def save_hf(
+    model: Llama,
+    directory: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes a folder that `transformers.LlamaForCausalLM.from_pretrained` and `load_hf` read, at any tp.
+
+    Every rank must call this. Tensors are gathered one at a time and written by rank 0, which holds at most
+    one file of `max_file_bytes` (and one tensor more) in memory. A file appears under its name only when it
+    is whole.
+
+    dtype: to convert to; None keeps the model's. Raises OSError on rank 0 where it cannot write, and
+    RuntimeError on the others then.
+    """
+    directory = Path(directory)
+    dtype = dtype or model.embed.weight.dtype
+    writer = _Writer(directory, dtype) if model.group.rank == 0 else None
+    for name, content in plan_files(list(shards(model)), dtype, max_file_bytes).items():
+        tensors = {}
+        for shard in content:
+            full = gather_full(shard, model.group)
+            if writer is not None and writer.error is None:
+                tensors[shard.name] = full.to("cpu", dtype, copy=True).contiguous()
+            del full
+        if writer is not None:
+            writer.write(name, tensors)
+    if writer is not None:
+        writer.finish(model.config)
+    _agree(model, directory, None if writer is None else writer.error)
+
+
+def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint folder; FileNotFoundError or ValueError where there is none."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"There is no checkpoint folder {directory}.")
+    path = directory / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{directory} holds no {CONFIG}, so it is not a Hugging Face checkpoint folder."
+        )
+    return _read_json(path)
+
+
+def plan_files(content: list[Shard], dtype: torch.dtype, max_file_bytes: int) -> dict[str, list[Shard]]:
+    """Which tensors go to which file, in order; more than `max_file_bytes` only for a single tensor."""
+    groups: list[list[Shard]] = []
+    room = 0
+    for shard in content:
+        size = torch.Size(shard.shape).numel() * dtype.itemsize
+        if not groups or size > room:
+            groups.append([])
+            room = max_file_bytes
+        groups[-1].append(shard)
+        room -= size
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": part for i, part in enumerate(groups, start=1)}
+
+
+class _Writer:
+    """Rank 0's side of saving; keeps its first error until the others, who gather on, can be told."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype):
+        self.directory = directory
+        self.dtype = dtype
+        self.error: Exception | None = None
+        self._weight_map: dict[str, str] = {}
+        self._total_bytes = 0
+        with self._keep_error():
+            directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        if self.error is not None:
+            return
+        self._weight_map.update(dict.fromkeys(tensors, name))
+        self._total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        with self._keep_error():
+            partial = self.directory / f"{name}.partial"
+            save_file(tensors, partial, metadata={"format": "pt"})
+            partial.replace(self.directory / name)
+
+    def finish(self, config: LlamaConfig) -> None:
+        """Writes config.json, the index of several files; removes the files of an older checkpoint."""
+        if self.error is not None:
+            return
+        with self._keep_error():
+            written = set(self._weight_map.values())
+            if len(written) > 1:
+                index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._weight_map}
+                self._write_json(INDEX, index)
+                written.add(INDEX)
+            self._write_json(CONFIG, config.to_hf(str(self.dtype).removeprefix("torch.")))
+            for path in self.directory.iterdir():
+                if _OURS.fullmatch(path.name) and path.name not in written:
+                    path.unlink()
+
+    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        partial = self.directory / f"{name}.partial"
+        partial.write_text(json.dumps(value, indent=2) + "\n")
+        partial.replace(self.directory / name)
+
+    @contextlib.contextmanager
+    def _keep_error(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            self.error = error
+
+
+def _agree(model: Llama, directory: Path, error: Exception | None) -> None:
+    """Raises on every rank where rank 0 has an error."""
+    failed = torch.tensor([0.0 if error is None else 1.0], device=model.embed.weight.device)
+    if model.group.size > 1:
+        failed = ops.all_reduce(failed, model.group.name)
+    if error is not None:
+        raise OSError(f"The checkpoint could not be written to {directory}: {error}") from error
+    if failed.item():
+        raise RuntimeError("Rank 0 could not write the checkpoint; its own error says why.")
+
+
+def _find_tensors(directory: Path) -> dict[str, Path]:
+    """Path of the file that holds each tensor of the checkpoint."""
+    single, index = directory / WEIGHTS, directory / INDEX
+    if single.is_file():
+        with _open(single) as file:
+            return dict.fromkeys(file.keys(), single)
+    if not index.is_file():
+        found = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pth", ".pt"))
+        hint = f" (it has {found[0]}; save it as safetensors first)" if found else ""
+        raise FileNotFoundError(f"{directory} holds neither {WEIGHTS} nor {INDEX}{hint}.")
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index} has no weight_map from tensor names to file names.")
+    for name in sorted(set(weight_map.values())):
+        if not (directory / name).is_file():
+            raise FileNotFoundError(
+                f"{index} names {name}, but {directory} does not hold it; fetch it as well."
+            )
+    return {tensor: directory / name for tensor, name in weight_map.items()}
+
+
+def _check_names(
+    directory: Path, wanted: Mapping[str, Shard], files: Mapping[str, Path], *, tied: bool
+) -> None:
+    missing = [name for name in wanted if name not in files]
+    # Checkpoints of old transformers carry tables that are computed here, and a tied head may be written out.
+    unexpected = [
+        name
+        for name in files
+        if name not in wanted
+        and not name.endswith("rotary_emb.inv_freq")
+        and not (tied and name == "lm_head.weight")
+    ]
+    if missing:
+        raise ValueError(
+            f"The checkpoint in {directory} lacks {_listed(missing)} that its {CONFIG} calls for."
+        )
+    if unexpected:
+        raise ValueError(
+            f"The checkpoint in {directory} holds {_listed(unexpected)} that a Llama does not have."
+        )
+
+
+def _read(shard: Shard, file: Any, path: Path) -> None:
+    """Copies this rank's slice of one tensor; nothing else of it is read."""
+    try:
+        stored = file.get_slice(shard.name)
+    except SafetensorError as error:
+        raise ValueError(f"{path} does not hold {shard.name}, against {INDEX}: {error}") from error
+    shape = tuple(stored.get_shape())
+    if shape != shard.shape:
+        raise ValueError(
+            f"{shard.name} in {path} has shape {list(shape)}, but {CONFIG} makes it {list(shard.shape)}."
+        )
+    index = [slice(None)] * len(shape)
+    if shard.dim is not None:
+        index[shard.dim] = slice(shard.start, shard.start + shard.local.shape[shard.dim])
+    shard.local.copy_(stored[tuple(index)])
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    try:
+        opened = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a whole safetensors file ({error}); fetch or save it again."
+        ) from error
+    with opened as file:
+        yield file
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); fetch or save it again.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
+    return value
+
+
+def _saved_dtype(hf: Mapping[str, Any]) -> torch.dtype:
+    name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    if name not in _DTYPES:
+        raise ValueError(
+            f"{CONFIG} says dtype {name!r}; give dtype= one of {', '.join(_DTYPES)} to convert to."
+        )
+    return _DTYPES[name]
+
+
+def _listed(names: list[str]) -> str:
+    """The first few of many names."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

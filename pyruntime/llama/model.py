@@ -1,0 +1,246 @@
+"""A Llama decoder whose linears are tensor parallel and whose residual stream is cut by tokens over the same
+ranks.
+
+With P ranks, T = B * S tokens, D channels, H query and G key/value heads of size d, F feed-forward columns,
+V tokens::
+
+    x [T/P, D] -> norm -> all_gather_matmul -> qkv [T, (H + 2 G) d / P] -> attention on H/P heads
+               -> matmul_reduce_scatter -> + x -> norm -> all_gather_matmul -> gate, up [T, 2 F/P] ->
+               silu(gate) * up -> matmul_reduce_scatter -> + x
+
+Rows are cut as `torch.tensor_split` cuts T, so any B and S will do. The head gives logits [T, V/P], which
+the loss reads where they are; they are gathered only for a caller who asks for logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from pyruntime import ops
+from pyruntime.llama.attention import causal_attention
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.init import init_shard
+from pyruntime.llama.rope import rope_tables
+from pyruntime.llama.shards import shards
+from pyruntime.nn import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from pyruntime.nn.gather import gather_features
+from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.parameters import Group, TensorGroup
+from pyruntime.ops.layers import add_rms_norm, apply_rope_qkv, rms_norm, swiglu
+
+if TYPE_CHECKING:
+    from pyruntime.llama.generate import KVCache, LayerCache
+
+IGNORE_INDEX = -100  # labels of this value are left out of the loss, as in torch.nn.functional.cross_entropy
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What the layers of one forward pass share: the local sizes and the angles of the positions."""
+
+    batch: int
+    seq: int
+    heads: int  # query heads on this rank
+    key_value_heads: int  # of this rank
+    cos: Tensor  # [seq, head_dim]
+    sin: Tensor
+
+
+class Block(nn.Module):
+    """One decoder layer. Its norms only hold weights: `Llama.norm_weights` says what is computed with."""
+
+    def __init__(self, config: LlamaConfig, options: dict, keep_gathered: bool | None):
+        super().__init__()
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        q = config.num_attention_heads * config.head_dim
+        kv = config.num_key_value_heads * config.head_dim
+        attention, mlp = config.attention_bias, config.mlp_bias
+        column = {**options, "keep_gathered": keep_gathered}
+        place = {name: options[name] for name in ("group", "dtype", "device")}
+        self.eps = config.rms_norm_eps
+        self.attention_norm = RMSNorm(hidden, self.eps, **place)
+        self.qkv = MergedColumnParallelLinear(hidden, {"q": q, "k": kv, "v": kv}, attention, **column)
+        self.out = RowParallelLinear(q, hidden, attention, **options)
+        self.mlp_norm = RMSNorm(hidden, self.eps, **place)
+        self.gate_up = MergedColumnParallelLinear(hidden, {"gate": ffn, "up": ffn}, mlp, **column)
+        self.down = RowParallelLinear(ffn, hidden, mlp, **options)
+
+    def forward(
+        self,
+        normed: Tensor,
+        x: Tensor,
+        mlp_norm: Tensor,
+        next_norm: Tensor,
+        step: Step,
+        cache: LayerCache | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`normed` and `x` [T/P, D] are this layer's normalised input and the residual stream; returns both
+        for the next layer: adding to the stream and normalising it is one pass over memory, so a layer ends
+        with the norm of the layer that follows it."""
+        rows = step.batch * step.seq
+        qkv = self.qkv(normed, rows)
+        q, k, v = apply_rope_qkv(
+            qkv, step.cos, step.sin, step.batch, step.seq, step.heads, step.key_value_heads
+        )
+        if cache is not None:
+            k, v = cache.append(k, v)
+        attended = causal_attention(q, k, v).transpose(1, 2).reshape(rows, -1)
+        normed, x = add_rms_norm(self.out(attended), x, mlp_norm, self.eps)
+        return add_rms_norm(self.down(swiglu(self.gate_up(normed, rows))), x, next_norm, self.eps)
+
+
+class Llama(nn.Module):
+    """The Llama described by `config`, cut over `group` (None: this process alone).
+
+    dtype: of parameters and activations. Statistics of norms, softmax and loss are fp32 for every dtype.
+    device: "meta" builds shapes only; `materialize` then gives them memory.
+    tier: of every parallel linear; see `pyruntime.ops`.
+    seed: of the initial weights, which are the same full model for every tp (init.py); None leaves the
+        parameters uninitialised, for a caller that fills them.
+    keep_gathered: column linears keep their gathered input (T * D elements each) for the backward instead of
+        gathering it again; None: where the group spans hosts.
+
+    Raises ValueError where the group does not divide the heads or the feed-forward columns.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        group: Group | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        tier: str = "auto",
+        seed: int | None = 0,
+        keep_gathered: bool | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.group = TensorGroup.of(group)
+        config.check_tp(self.group.size)
+        dtype = dtype or torch.get_default_dtype()
+        # Built on meta, as the modules' own initialisation would draw every full tensor.
+        place = {"group": self.group, "dtype": dtype, "device": "meta"}
+        options = {**place, "tier": tier}
+        hidden, vocab = config.hidden_size, config.vocab_size
+        self.embed = VocabParallelEmbedding(vocab, hidden, **place)
+        self.layers = nn.ModuleList(
+            Block(config, options, keep_gathered) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, group=self.group, dtype=dtype, device="meta")
+        self.head = ColumnParallelLinear(hidden, vocab, keep_gathered=keep_gathered, **options)
+        self._tie()
+        for name, module in self.named_modules():
+            if isinstance(module, ParallelModule):
+                module.label = name
+        self._tables = torch.empty(2, 0)
+        place_on = torch.device(device or torch.get_default_device())
+        if place_on.type != "meta":
+            self.materialize(place_on, seed)
+
+    def materialize(self, device: torch.device | str, seed: int | None = 0) -> Llama:
+        """Gives this rank's shards memory on `device`, and initial values unless seed is None."""
+        self.to_empty(device=device)
+        self._tie()
+        if seed is not None:
+            for shard in shards(self):
+                init_shard(self.config, shard, seed)
+        return self
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy in nats, or logits.
+
+        ids: tokens [B, S], int64, the same on every rank.
+        labels: [B, S] int64, `labels[b, s]` being the token to predict at position s (the one that follows
+            `ids[b, s]`: the caller has shifted already). -100 is left out of the mean.
+
+        Returns the fp32 scalar loss, bitwise the same on every rank (0 where every label is left out);
+        without labels the logits [B, S, V], gathered on every rank.
+        """
+        batch, seq = self._check_ids(ids)
+        x = self.hidden(ids)
+        logits = self.head(x, batch * seq)
+        if labels is None:
+            return gather_features(logits, self.group, self.config.vocab_size).view(batch, seq, -1)
+        if labels.shape != ids.shape:
+            raise ValueError(
+                f"labels have shape {list(labels.shape)}, but ids {list(ids.shape)}; they must be equal."
+            )
+        labels = labels.reshape(-1)
+        losses = vocab_parallel_cross_entropy(
+            logits,
+            labels,
+            self.group,
+            vocab_start=self.embed.vocab_start,
+            vocab_size=self.config.vocab_size,
+            ignore_index=IGNORE_INDEX,
+            overwrite_logits=True,
+        )
+        return losses.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)
+
+    def hidden(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
+        """The last norm's output [T/P, D], this rank's rows of T = B * S tokens; ids continue a cache."""
+        config = self.config
+        batch, seq = self._check_ids(ids)
+        start = 0 if cache is None else cache.length
+        if start + seq > config.max_position_embeddings:
+            raise ValueError(
+                f"The sequence reaches position {start + seq}, but the model has max_position_embeddings="
+                f"{config.max_position_embeddings}; use shorter sequences or raise that number."
+            )
+        cos, sin = self._rope(start + seq, ids.device)
+        step = Step(
+            batch,
+            seq,
+            config.num_attention_heads // self.group.size,
+            config.num_key_value_heads // self.group.size,
+            cos[start : start + seq],
+            sin[start : start + seq],
+        )
+        norms = self.norm_weights()
+        x = self.embed(ids.reshape(-1))
+        normed = rms_norm(x, norms[0], config.rms_norm_eps)
+        for index, layer in enumerate(self.layers):
+            layer_cache = None if cache is None else cache.layers[index]
+            normed, x = layer(normed, x, norms[2 * index + 1], norms[2 * index + 2], step, layer_cache)
+        return normed
+
+    def norm_weights(self) -> Sequence[Tensor]:
+        """Weights of all norms in the order of their use: attention and MLP of each layer, then the last.
+
+        Every rank applies them to its own tokens, so their gradients must be summed over the group. Stacked,
+        that is one collective per backward pass instead of 2 L + 1.
+        """
+        modules = [norm for layer in self.layers for norm in (layer.attention_norm, layer.mlp_norm)]
+        weights = [norm.weight for norm in (*modules, self.norm)]
+        if self.group.size == 1:
+            return weights
+        return ops.replicate_grad(torch.stack(weights), self.group.name).unbind()
+
+    def _tie(self) -> None:
+        if self.config.tie_word_embeddings:
+            self.head.weight = self.embed.weight
+
+    def _rope(self, length: int, device: torch.device) -> Tensor:
+        """cos and sin of at least `length` positions, [2, positions, head_dim], grown as sequences do."""
+        if self._tables.shape[1] < length or self._tables.device != device:
+            positions = 1 << (length - 1).bit_length()
+            self._tables = torch.stack(rope_tables(self.config, positions, device))
+        return self._tables
+
+    def _check_ids(self, ids: Tensor) -> tuple[int, int]:
+        if ids.dim() != 2 or ids.numel() == 0:
+            raise ValueError(f"ids have shape {list(ids.shape)}; pass token sequences [B, S], not empty.")
+        return ids.shape[0], ids.shape[1]

@@ -1,0 +1,116 @@
+"""A token embedding whose vocabulary is cut over a tensor-parallel group."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from pyruntime import ops
+from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.parameters import Group, Part, TensorGroup
+
+
+class VocabParallelEmbedding(ParallelModule):
+    """nn.Embedding with rank r holding the rows [vocab_start, vocab_end) of the table, W_r [V/P, D].
+
+    Every rank looks up the ids it holds and writes zeros for the others; the sum over ranks is the embedding.
+    Input: ids, int64, the same on every rank, [T] or [B, S]. Result: this rank's tokens [..., rows_r, ...,
+    D], cut along `dim` of ids as torch.tensor_split cuts them (sequence_parallel: reduce-scatter), or all of
+    them (all-reduce). State dict: "weight", DTensor with Shard(0).
+
+    padding_idx: as in nn.Embedding, its row gets no gradient.
+    Raises ValueError where the group leaves a rank without rows; IndexError for an id outside [0, V) on CPU.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: Group | TensorGroup | None,
+        sequence_parallel: bool = True,
+        dim: int = 0,
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__(group)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.sequence_parallel = sequence_parallel
+        self.dim = dim
+        self.padding_idx = padding_idx
+        self.add_parameter("weight", 0, [Part("weight", (num_embeddings, embedding_dim))], dtype, device)
+        layout = self._layouts["weight"]
+        self.vocab_start, self.vocab_end = layout.bounds(layout.parts[0])
+        self._local_padding_idx = None
+        if padding_idx is not None and self.vocab_start <= padding_idx < self.vocab_end:
+            self._local_padding_idx = padding_idx - self.vocab_start
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """nn.Embedding's initialisation, N(0, 1) with a zero padding row, of which this rank keeps its shard;
+        the same table for every tp, provided that all ranks are seeded alike."""
+        if self.weight.is_meta:
+            return
+        full = torch.empty(
+            self.num_embeddings, self.embedding_dim, dtype=self.weight.dtype, device=self.weight.device
+        ).normal_()
+        if self.padding_idx is not None:
+            full[self.padding_idx].zero_()
+        self.load_full({"weight": full})
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, group: Group | TensorGroup | None, **options) -> Self:
+        """The same function as `embedding`, which every rank holds whole; `options` as in the constructor."""
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, option):
+                raise ValueError(
+                    f"nn.Embedding has {option}={getattr(embedding, option)}, which a vocabulary-parallel "
+                    "embedding does not know; leave it out of the plan or build it without."
+                )
+        options = {"dtype": embedding.weight.dtype, "padding_idx": embedding.padding_idx, **options}
+        new = cls(embedding.num_embeddings, embedding.embedding_dim, group=group, device="meta", **options)
+        return new._take({"": embedding})
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        if not is_compiling():
+            self.last_call.rows = ids.numel()
+            if ids.device.type == "cpu":  # on other devices reading them would wait for the device
+                _check_ids(ids, self.num_embeddings, self.label or type(self).__name__)
+        if self.group.size == 1:
+            return F.embedding(ids, self.weight, self._local_padding_idx)
+        local = ids - self.vocab_start
+        elsewhere = (local < 0) | (local >= self.weight.size(0))
+        mine = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self._local_padding_idx)
+        mine = mine.masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self.sequence_parallel:
+            return ops.reduce_scatter(mine, self.group.name, dim=self.dim)
+        return ops.all_reduce(mine, self.group.name)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.profiling():
+            with self.range():
+                return self._look_up(ids)
+        return self._look_up(ids)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}, "
+            f"group=({self.group}), sequence_parallel={self.sequence_parallel}, dim={self.dim}"
+        )
+
+
+def _check_ids(ids: Tensor, num_embeddings: int, name: str) -> None:
+    if ids.numel() == 0:
+        return
+    low, high = torch.aminmax(ids)
+    if low.item() < 0 or high.item() >= num_embeddings:
+        raise IndexError(
+            f"{name} has num_embeddings={num_embeddings}, but the ids given reach from {low.item()} to "
+            f"{high.item()}; ids must lie in [0, {num_embeddings})."
+        )

@@ -1,0 +1,373 @@
+"""Linear layers cut over a tensor-parallel group.
+
+With P ranks, x [M, K], W [N, K] as in nn.Linear, and rank r holding rows x_r of x (sequence parallel) or all
+of x:
+
+    column   W_r [N/P, K]   sequence parallel   y_r [M, N/P] = gather(x) @ W_r^T
+    all_gather_matmul
+                            replicated x        y_r [M, N/P] = x @ W_r^T
+                            replicated_matmul
+    row      W_r [N, K/P]   sequence parallel   y_r [M/P, N] = scatter(sum_r x_r @ W_r^T)
+    matmul_reduce_scatter
+                            replicated y        y   [M, N]   = sum_r x_r @ W_r^T
+                            matmul_all_reduce
+
+A column layer followed by a row layer is a whole MLP or attention block with one communication at each end.
+Features are cut as DTensor cuts them (parameters.py), rows as torch.tensor_split cuts them; P need divide
+neither."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from pyruntime import ops
+from pyruntime.nn.gather import gather_features
+from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.parameters import Group, Part, TensorGroup
+from pyruntime.nn.tiers import OpUse, check_tier, refuse_slow_tier
+
+
+class ParallelLinear(ParallelModule):
+    """What column and row linears share. `parts` are the nn.Linears whose function it computes: {key prefix:
+    out_features}.
+
+    Initialised as nn.Linear initialises the full weights, of which each rank keeps its shard: the model is
+    the same for every tp, provided that all ranks are seeded alike."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        bias: bool,
+        *,
+        cut: tuple[int, int | None],
+        group: Group | TensorGroup | None,
+        sequence_parallel: bool,
+        dim: int,
+        tier: str,
+        strict: bool,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ):
+        super().__init__(group)
+        self.in_features = in_features
+        self.sequence_parallel = sequence_parallel
+        self.dim = dim
+        self.tier = check_tier(tier)
+        self.strict = strict
+        self._accepted_rows: set[int] = set()
+        self._alone = not self.group.name  # group=None: there is no process group to name
+        self._parts = dict(parts)
+        weight_cut, bias_cut = cut
+        self.add_parameter("weight", weight_cut, _weight_parts(parts, in_features), dtype, device)
+        if bias:
+            self.add_parameter("bias", bias_cut, _bias_parts(parts), dtype, device)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight.is_meta:
+            return
+        like = {"dtype": self.weight.dtype, "device": self.weight.device}
+        bound = 1 / math.sqrt(self.in_features)
+        full = {}
+        for prefix, size in self._parts.items():
+            full[f"{prefix}weight"] = torch.empty(size, self.in_features, **like).uniform_(-bound, bound)
+            if self.bias is not None:
+                full[f"{prefix}bias"] = torch.empty(size, **like).uniform_(-bound, bound)
+        self.load_full(full)
+
+    def op_uses(self) -> list[OpUse]:
+        """The primitives that one forward and one backward of this layer run."""
+        # Abstract: nn.Module and abc.ABC do not mix; column and row linears answer.
+        raise NotImplementedError(f"{type(self).__name__} does not say which primitives it runs.")
+
+    def _note(self, rows: int) -> None:
+        """Remembers the shape for explain(); under strict, refuses a slower tier than asked (once per
+        shape)."""
+        if is_compiling():
+            return
+        self.last_call.rows = rows
+        if self.strict and rows not in self._accepted_rows and refuse_slow_tier(self):
+            self._accepted_rows.add(rows)
+
+    def extra_repr(self) -> str:
+        outs = self._parts.get("", self._parts)
+        return (
+            f"in_features={self.in_features}, out_features={outs}, bias={self.bias is not None}, "
+            f"group=({self.group}), sequence_parallel={self.sequence_parallel}, dim={self.dim}, "
+            f"tier={self.tier!r}"
+        )
+
+
+class _ColumnLinear(ParallelLinear):
+    """The forward of a column-parallel linear, of one part or several."""
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        bias: bool,
+        *,
+        group: Group | TensorGroup | None,
+        sequence_parallel: bool = True,
+        dim: int = 0,
+        tier: str = "auto",
+        strict: bool = False,
+        keep_gathered: bool | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__(
+            in_features,
+            parts,
+            bias,
+            cut=(0, 0),
+            group=group,
+            sequence_parallel=sequence_parallel,
+            dim=dim,
+            tier=tier,
+            strict=strict,
+            dtype=dtype,
+            device=device,
+        )
+        self.keep_gathered = keep_gathered
+
+    def _matmul(self, x: Tensor, rows: int | None) -> Tensor:
+        if x.size(-1) != self.in_features:
+            raise ValueError(
+                f"{self.label or type(self).__name__} takes in_features={self.in_features}, but its input is "
+                f"{list(x.shape)}; a column-parallel linear needs every feature of x (only rows may be cut)."
+            )
+        if self._alone:
+            y = F.linear(x, self.weight, self.bias)
+        elif self.sequence_parallel:
+            y = ops.all_gather_matmul(
+                x,
+                self.weight,
+                self.group.name,
+                dim=self.dim,
+                rows=rows,
+                bias=self.bias,
+                tier=self.tier,
+                keep_gathered=self.keep_gathered,
+            )
+        else:
+            y = ops.replicated_matmul(x, self.weight, self.group.name, bias=self.bias, tier=self.tier)
+        self._note(y.numel() // y.size(-1))
+        return y
+
+    def op_uses(self) -> list[OpUse]:
+        n, k = self.weight.shape
+        op = "all_gather_matmul" if self.sequence_parallel else "replicated_matmul"
+        return [
+            OpUse("forward", op, n, k, travels=self.sequence_parallel),
+            OpUse("backward", f"{op}_backward", n, k),
+        ]
+
+
+class ColumnParallelLinear(_ColumnLinear):
+    """y_r = x @ W_r^T + b_r: an nn.Linear whose out_features are cut over the group.
+
+    Input: x_r [..., rows_r, ..., K], cut along `dim` (sequence_parallel), or x [..., K]. Result: [..., N/P]
+    with all rows; [..., N] with gather_output. State dict: "weight" and "bias", DTensors with Shard(0).
+
+    tier:          "auto" (measured), "unfused", "chunked", "fused"; strict=True raises where a slower one
+    would run. keep_gathered: keep the gathered x [rows, K] for the backward instead of gathering it again;
+    None: where it would come from other hosts.
+    Raises ValueError where the group leaves a rank without features, and for an input that is not K wide."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        group: Group | TensorGroup | None,
+        gather_output: bool = False,
+        **options,
+    ):
+        super().__init__(in_features, {"": out_features}, bias, group=group, **options)
+        self.out_features = out_features
+        self.gather_output = gather_output
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, group: Group | TensorGroup | None, **options) -> Self:
+        """The same function as `linear`, which every rank holds whole; `options` as in the constructor."""
+        return cls(
+            linear.in_features, linear.out_features, linear.bias is not None, **_meta(linear, group, options)
+        )._take({"": linear})
+
+    @property
+    def vocab_start(self) -> int:
+        """The first output feature of this rank: what vocab_parallel_cross_entropy asks of a head."""
+        layout = self._layouts["weight"]
+        return layout.bounds(layout.parts[0])[0]
+
+    def _whole(self, x: Tensor, rows: int | None) -> Tensor:
+        y = self._matmul(x, rows)
+        return gather_features(y, self.group, self.out_features) if self.gather_output else y
+
+    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
+        """rows: how many rows all ranks hold together along `dim`, which saves an exchange of counts; not
+        read without sequence_parallel."""
+        if self.profiling():
+            with self.range():
+                return self._whole(x, rows)
+        return self._whole(x, rows)
+
+
+class MergedColumnParallelLinear(_ColumnLinear):
+    """Several column-parallel linears that read the same x, as one gather and one product.
+
+    MergedColumnParallelLinear(K, {"q": N_q, "k": N_k, "v": N_v}, group=g) holds one local weight [sum_i
+    N_i/P, K]. Result: [..., sum_i N_i/P], whose last dimension is [part0_r | part1_r | ...] of widths
+    `local_features`. State dict: one DTensor per part, "q.weight", "k.weight", ... Otherwise as
+    ColumnParallelLinear."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: Mapping[str, int],
+        bias: bool = False,
+        *,
+        group: Group | TensorGroup | None,
+        **options,
+    ):
+        if not out_features:
+            raise ValueError(
+                "A merged column linear needs at least one part, such as {'q': 64, 'k': 64, 'v': 64}."
+            )
+        parts = {f"{name}.": size for name, size in out_features.items()}
+        super().__init__(in_features, parts, bias, group=group, **options)
+        self.out_features = dict(out_features)
+        layout = self._layouts["weight"]
+        widths = [layout.local_shape_of(part)[0] for part in layout.parts]
+        self.local_features = dict(zip(out_features, widths, strict=True))
+
+    @classmethod
+    def from_linears(
+        cls, linears: Mapping[str, nn.Linear], group: Group | TensorGroup | None, **options
+    ) -> Self:
+        """The same function as `linears`, {part name: nn.Linear}, which every rank holds whole."""
+        first = next(iter(linears.values()))
+        for name, linear in linears.items():
+            if linear.in_features != first.in_features or (linear.bias is None) != (first.bias is None):
+                raise ValueError(
+                    f"Linears merged into one must agree on in_features and bias: {name!r} has "
+                    f"in_features={linear.in_features}, bias={linear.bias is not None}, the first has "
+                    f"{first.in_features} and {first.bias is not None}."
+                )
+        sizes = {name: linear.out_features for name, linear in linears.items()}
+        merged = cls(first.in_features, sizes, first.bias is not None, **_meta(first, group, options))
+        return merged._take({f"{name}.": linear for name, linear in linears.items()})
+
+    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
+        """rows: as in ColumnParallelLinear."""
+        if self.profiling():
+            with self.range():
+                return self._matmul(x, rows)
+        return self._matmul(x, rows)
+
+
+class RowParallelLinear(ParallelLinear):
+    """y = sum_r x_r @ W_r^T + b: an nn.Linear whose in_features are cut over the group.
+
+    Input: x_r [..., K/P], this rank's features of all rows, as a column-parallel linear leaves them. Result:
+    this rank's rows [..., rows_r, ..., N], cut along `dim` (sequence_parallel), or all of them. State dict:
+    "weight", DTensor with Shard(1), and "bias", replicated.
+
+    Raises ValueError where the group leaves a rank without features, and for an input that is not K/P wide.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        group: Group | TensorGroup | None,
+        sequence_parallel: bool = True,
+        dim: int = 0,
+        tier: str = "auto",
+        strict: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__(
+            in_features,
+            {"": out_features},
+            bias,
+            cut=(1, None),
+            group=group,
+            sequence_parallel=sequence_parallel,
+            dim=dim,
+            tier=tier,
+            strict=strict,
+            dtype=dtype,
+            device=device,
+        )
+        self.out_features = out_features
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, group: Group | TensorGroup | None, **options) -> Self:
+        """The same function as `linear`, which every rank holds whole; `options` as in the constructor."""
+        return cls(
+            linear.in_features, linear.out_features, linear.bias is not None, **_meta(linear, group, options)
+        )._take({"": linear})
+
+    def _matmul(self, x: Tensor) -> Tensor:
+        if x.size(-1) != self.weight.size(1):
+            raise ValueError(
+                f"{self.label or type(self).__name__} holds {self.weight.size(1)} of "
+                f"in_features={self.in_features} on rank {self.group.rank} of {self.group.size}, but its "
+                f"input is {list(x.shape)}; a row-parallel linear takes what a column-parallel one (not "
+                "gathered) leaves on each rank."
+            )
+        group = self.group.name
+        if self._alone:
+            y = F.linear(x, self.weight, self.bias)
+        elif self.sequence_parallel:
+            y = ops.matmul_reduce_scatter(x, self.weight, group, dim=self.dim, bias=self.bias, tier=self.tier)
+        else:
+            y = ops.matmul_all_reduce(x, self.weight, group, bias=self.bias, tier=self.tier)
+        self._note(x.numel() // x.size(-1))
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.profiling():
+            with self.range():
+                return self._matmul(x)
+        return self._matmul(x)
+
+    def op_uses(self) -> list[OpUse]:
+        n, k = self.weight.shape
+        op = "matmul_reduce_scatter" if self.sequence_parallel else "matmul_all_reduce"
+        return [
+            OpUse("forward", op, n, k),
+            OpUse("backward", f"{op}_backward", n, k, travels=self.sequence_parallel),
+        ]
+
+
+def _weight_parts(parts: Mapping[str, int], in_features: int) -> list[Part]:
+    return [Part(f"{prefix}weight", (size, in_features)) for prefix, size in parts.items()]
+
+
+def _bias_parts(parts: Mapping[str, int]) -> list[Part]:
+    return [Part(f"{prefix}bias", (size,)) for prefix, size in parts.items()]
+
+
+def _meta(linear: nn.Linear, group: Group | TensorGroup | None, options: dict) -> dict:
+    """Constructor options for a copy of `linear` whose parameters are filled afterwards."""
+    return {"dtype": linear.weight.dtype, **options, "group": group, "device": "meta"}

@@ -1,0 +1,150 @@
+"""The base of every parallel module: local parameters, DTensor state dicts, a name in the profiler."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import _profiler_enabled
+from torch.compiler import is_compiling
+
+from pyruntime.nn.parameters import Group, Layout, Part, TensorGroup, mark
+
+
+class LastCall:
+    """What a module remembers of its last call, for explain(). Not an attribute of the module itself, because
+    nn.Module makes setting one of those expensive."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self) -> None:
+        self.rows = 0  # of the input, over all ranks; 0: not called yet
+
+
+class ParallelModule(nn.Module):
+    """A module whose parameters are this rank's shards, held as plain tensors with a `Layout` each.
+
+    `state_dict()` holds DTensors over the parameters' own storage, so that `torch.distributed.checkpoint`
+    saves and loads in place; `load_state_dict()` takes DTensors, full tensors, or plain shards. `label` is
+    the name under which calls show in torch.profiler and nvtx; `parallelize` and the models set it to the
+    qualified name."""
+
+    def __init__(self, group: Group | TensorGroup | None):
+        super().__init__()
+        self.group = TensorGroup.of(group)
+        self.label = ""
+        self.last_call = LastCall()
+        self._layouts: dict[str, Layout] = {}
+        self._nvtx = torch.cuda.is_available()
+
+    def add_parameter(
+        self,
+        name: str,
+        dim: int | None,
+        parts: Sequence[Part],
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> nn.Parameter:
+        """Registers this rank's (uninitialised) shard of `parts`, cut along `dim` (None: not cut)."""
+        layout = Layout(self.group, dim, tuple(parts))
+        parameter = nn.Parameter(torch.empty(layout.local_shape(), dtype=dtype, device=device))
+        self.register_parameter(name, parameter)
+        self._layouts[name] = layout
+        mark(parameter, layout)
+        return parameter
+
+    @torch.no_grad()
+    def load_full(self, full: Mapping[str, Tensor]) -> None:
+        """Copies this rank's shards of full tensors, one for every state-dict key, into the parameters."""
+        for name, layout in self._layouts.items():
+            self._parameters[name].copy_(layout.gather_parts(full))
+
+    def _take(self, sources: Mapping[str, nn.Module]) -> Self:
+        """Fills a module built on meta with its shards of whole modules, {prefix of their keys here:
+        module}."""
+        full = {
+            f"{prefix}{key}": p
+            for prefix, m in sources.items()
+            for key, p in m.named_parameters(recurse=False)
+        }
+        for name, layout in self._layouts.items():
+            self._set(name, layout.gather_parts(full).detach(), assign=True)
+            self._parameters[name].requires_grad_(all(full[part.key].requires_grad for part in layout.parts))
+        return self.train(next(iter(sources.values())).training)
+
+    def range(self) -> contextlib.AbstractContextManager:
+        """A profiler range (and an nvtx range on CUDA) named `label`; enter it only when `profiling()`."""
+        return _ranges(self.label or type(self).__name__, self._nvtx)
+
+    def profiling(self) -> bool:
+        """Whether somebody is watching: costs about 0.1 us, so that calls pay nothing when nobody is."""
+        return not is_compiling() and (self._nvtx or _profiler_enabled())
+
+    # -- marks survive what replaces a Parameter object: .to(...), to_empty, deepcopy, pickle
+
+    def _mark_all(self) -> None:
+        for name, layout in self._layouts.items():
+            if self._parameters.get(name) is not None:
+                mark(self._parameters[name], layout)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._mark_all()
+        return self
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._mark_all()
+
+    # -- state dicts
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        for name, layout in self._layouts.items():
+            parameter = self._parameters[name]
+            for key, value in layout.to_dtensors(parameter if keep_vars else parameter.detach()).items():
+                destination[prefix + key] = value
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        known = {part.key for layout in self._layouts.values() for part in layout.parts}
+        for name, layout in self._layouts.items():
+            found = {p.key: state_dict[prefix + p.key] for p in layout.parts if prefix + p.key in state_dict}
+            missing_keys.extend(prefix + part.key for part in layout.parts if part.key not in found)
+            if len(found) < len(layout.parts):
+                continue
+            try:
+                self._set(name, layout.gather_parts(found), assign)
+            except (ValueError, RuntimeError) as error:
+                error_msgs.append(f"{prefix}{name}: {error}")
+        unexpected_keys.extend(
+            k for k in state_dict if k.startswith(prefix) and k[len(prefix) :] not in known
+        )
+
+    @torch.no_grad()
+    def _set(self, name: str, value: Tensor, assign: bool) -> None:
+        parameter = self._parameters[name]
+        if not assign:
+            parameter.copy_(value)
+            return
+        # clone: a narrow of a full tensor would keep the whole of it alive.
+        own = value.clone(memory_format=torch.contiguous_format)
+        self._parameters[name] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+        mark(self._parameters[name], self._layouts[name])
+
+
+@contextlib.contextmanager
+def _ranges(label: str, nvtx: bool) -> Iterator[None]:
+    recorded = torch.profiler.record_function(label) if _profiler_enabled() else contextlib.nullcontext()
+    if nvtx:
+        torch.cuda.nvtx.range_push(label)
+    try:
+        with recorded:
+            yield
+    finally:
+        if nvtx:
+            torch.cuda.nvtx.range_pop()

@@ -1,0 +1,194 @@
+"""Cuts the linears of any model over a tensor-parallel group, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyruntime.nn.embedding import VocabParallelEmbedding
+from pyruntime.nn.linear import ColumnParallelLinear, RowParallelLinear
+from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.parameters import Group, TensorGroup
+from pyruntime.nn.plans import Plan, find_plan
+from pyruntime.nn.tiers import check_tier
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Group | TensorGroup,
+    plan: str | Mapping[str, str] | Plan,
+    *,
+    tier: str = "auto",
+    strict: bool = False,
+) -> nn.Module:
+    """Replaces the modules that `plan` names by their parallel kin, in place, and returns the model.
+
+    Between the replaced modules activations stay as the model had them: whole on every rank, so that the rest
+    of the model need not know. A "column" linear leaves this rank's features only, which a "row" linear
+    takes; what stands between must work feature by feature or head by head (activations, attention). See
+    plans.py for patterns and styles.
+
+    mesh: the 1-D DeviceMesh, process group or group name to cut over. Every rank calls with the same full
+    model. plan: a mapping {glob on module names: "column" | "column_gather" | "row" | "embedding"}, or a
+    plan's name ("llama"). tier, strict: for every linear, see nn.ColumnParallelLinear.
+
+    Tied weights stay tied: an lm_head that shares its weight with the embedding must be in the plan beside
+    it. Raises ValueError, before anything is replaced, where a pattern matches nothing or a module of another
+    kind, two patterns disagree, tp is too large for a module, weights are tied across the edge of the plan,
+    or the ranks hold different models."""
+    group = TensorGroup.of(mesh)
+    plan = find_plan(plan)
+    check_tier(tier)
+    plan.check(model, group.size)
+    styles = match_modules(model, plan.styles)
+    check_same_model(model, group)
+    replaced = {
+        name: _parallel(model.get_submodule(name), name, style, group, tier, strict)
+        for name, style in styles.items()
+    }
+    _tie(model, replaced)
+    for name, module in replaced.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, module)
+    return model
+
+
+def match_modules(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """{qualified module name: style} of the modules that the patterns match, in the model's order."""
+    names = dict(model.named_modules())
+    found: dict[str, tuple[str, str]] = {}
+    for pattern, style in styles.items():
+        hits = [name for name in names if name and fnmatchcase(name, pattern)]
+        if not hits:
+            kinds = [name for name, module in names.items() if isinstance(module, nn.Linear | nn.Embedding)]
+            shown = ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
+            raise ValueError(
+                f"The plan's pattern {pattern!r} matches no module; the model's linears are: "
+                f"{shown or 'none'}."
+            )
+        for name in hits:
+            _check_kind(name, names[name], pattern, style)
+            before, by = found.setdefault(name, (style, pattern))
+            if before != style:
+                raise ValueError(
+                    f"{name} is {before!r} by pattern {by!r} and {style!r} by pattern {pattern!r}; make them "
+                    "disjoint."
+                )
+    return {name: found[name][0] for name in names if name in found}
+
+
+def _check_kind(name: str, module: nn.Module, pattern: str, style: str) -> None:
+    if isinstance(module, ParallelModule):
+        raise ValueError(f"{name} (pattern {pattern!r}) is parallel already; parallelize a model once.")
+    wanted = nn.Embedding if style == "embedding" else nn.Linear
+    # Exactly nn.Linear: a subclass computes something else (quantised, LoRA), which a plain product would
+    # lose.
+    if type(module) is not wanted:
+        raise ValueError(
+            f"The plan's pattern {pattern!r} asks for {style!r} on {name}, which is a "
+            f"{type(module).__name__} and not an nn.{wanted.__name__}; narrow the pattern."
+        )
+
+
+def _parallel(
+    module: nn.Module, name: str, style: str, group: TensorGroup, tier: str, strict: bool
+) -> ParallelModule:
+    new: ParallelModule
+    try:
+        if style == "embedding":
+            new = VocabParallelEmbedding.from_embedding(module, group, sequence_parallel=False)
+        else:
+            options = {"sequence_parallel": False, "tier": tier, "strict": strict}
+            if style == "row":
+                new = RowParallelLinear.from_linear(module, group, **options)
+            else:
+                new = ColumnParallelLinear.from_linear(
+                    module, group, gather_output=style == "column_gather", **options
+                )
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be cut as {style!r}: {error}") from error
+    new.label = name
+    return new
+
+
+def _tie(model: nn.Module, replaced: Mapping[str, ParallelModule]) -> None:
+    """Parameters that were one before are one after; ValueError where only some of their holders are
+    replaced."""
+    holders: dict[int, list[tuple[str, str]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append((name, leaf))
+    for places in holders.values():
+        inside = [(name, leaf) for name, leaf in places if name in replaced]
+        if len(places) == 1 or not inside:
+            continue
+        shared = " and ".join(f"{name}.{leaf}" for name, leaf in places)
+        if len(inside) < len(places):
+            raise ValueError(
+                f"{shared} are one tied tensor, but only a part of them is in the plan; add the others or "
+                "untie them."
+            )
+        first_name, first_leaf = inside[0]
+        first = replaced[first_name].get_parameter(first_leaf)
+        for name, leaf in inside[1:]:
+            if replaced[name].get_parameter(leaf).tp_dim != first.tp_dim:
+                raise ValueError(
+                    f"{shared} are one tied tensor, but the plan cuts them along different dimensions; untie "
+                    "them."
+                )
+            setattr(replaced[name], leaf, first)
+
+
+def check_same_model(model: nn.Module, group: TensorGroup) -> None:
+    """ValueError, on every rank alike, naming the first parameter whose name, shape, dtype or content differs
+    between ranks. Reads every parameter once and exchanges a line for each."""
+    if group.size == 1:
+        return
+    mine = [(name, tuple(p.shape), str(p.dtype), _checksum(p)) for name, p in model.named_parameters()]
+    everyone: list[list] = [[] for _ in range(group.size)]
+    dist.all_gather_object(everyone, mine, group=group.process_group)
+    for rank, theirs in enumerate(everyone):
+        for ours, other in zip(everyone[0], theirs, strict=False):
+            if ours[:3] != other[:3]:
+                raise ValueError(
+                    f"The ranks hold different models: where rank 0 has {_describe(ours)}, rank {rank} has "
+                    f"{_describe(other)}; build the same model on every rank."
+                )
+            if ours[3] != other[3]:
+                raise ValueError(
+                    f"The ranks hold different weights: {ours[0]} of rank {rank} is not that of rank 0; "
+                    "load the same checkpoint or seed every rank alike before building the model."
+                )
+        if len(theirs) != len(everyone[0]):
+            raise ValueError(
+                f"The ranks hold different models: rank 0 has {len(everyone[0])} parameters, rank {rank} "
+                f"has {len(theirs)}; build the same model on every rank."
+            )
+
+
+def _describe(entry: tuple) -> str:
+    name, shape, dtype, _ = entry
+    return f"{name} {list(shape)} {dtype}"
+
+
+@torch.no_grad()
+def _checksum(parameter: Tensor) -> tuple[int, int]:
+    """Two integer sums over the bits, one weighted by row so that permuted rows differ; (0, 0) on meta."""
+    if parameter.is_meta or parameter.numel() == 0:
+        return 0, 0
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+    rows = (
+        parameter.detach()
+        .contiguous()
+        .view(integer)
+        .reshape(parameter.shape[0] if parameter.dim() else 1, -1)
+    )
+    sums = rows.sum(
+        1, dtype=torch.int64
+    )  # integer sums wrap and do not round, so their order does not matter
+    weights = torch.arange(1, sums.numel() + 1, device=sums.device)
+    return int(sums.sum()), int((sums * weights).sum())

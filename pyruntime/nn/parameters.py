@@ -1,0 +1,202 @@
+"""How a parameter is cut over a tensor-parallel group, and how it becomes a DTensor.
+
+Inside a module a parameter is a plain local tensor, so that a forward pays nothing for being distributed.
+What a rank holds of the full tensor is written in a `Layout`, kept by the module and hung on the parameter
+itself:
+
+    p.tp_layout       the Layout
+    p.tp_dim          the dimension that is cut, or None where every rank holds the whole tensor
+    p.tp_group_name   the name of the group it is cut over
+
+Only state dicts speak DTensor. **Parameters are cut as DTensor's `Shard` cuts (`torch.chunk`: every rank
+ceil(n / P), the last ones less)**, because `full_tensor()` and `torch.distributed.checkpoint` know no other
+cut. Rows of activations are cut as `torch.tensor_split` cuts. The two agree wherever P divides n, and the
+largest shard is ceil(n / P) in both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from pyruntime import comm
+from pyruntime.comm import Group
+
+
+class TensorGroup:
+    """The ranks that share a layer: name, rank and size, looked up once when a layer is built.
+
+    `mesh(device_type)` is the 1-D DeviceMesh that state dicts are stated in: the one the caller gave, else
+    one made from the process group when it is first needed. Copying a model shares the group; a pickle
+    carries only its name."""
+
+    __slots__ = ("_meshes", "name", "rank", "size")
+
+    def __init__(self, name: str, rank: int, size: int, mesh: DeviceMesh | None = None):
+        self.name, self.rank, self.size = name, rank, size
+        self._meshes = {} if mesh is None else {mesh.device_type: mesh}
+
+    @classmethod
+    def of(cls, group: Group | TensorGroup | None) -> TensorGroup:
+        """The TensorGroup of any way to name a group; None stands for this rank alone, without
+        torch.distributed."""
+        if isinstance(group, TensorGroup):
+            return group
+        if group is None:
+            return cls("", 0, 1)
+        mesh = group if isinstance(group, DeviceMesh) else None
+        return cls(comm.group_name(group), comm.group_rank(group), comm.group_size(group), mesh)
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        return comm.process_group(self.name)
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        if device_type not in self._meshes:
+            self._meshes[device_type] = DeviceMesh.from_group(self.process_group, device_type)
+        return self._meshes[device_type]
+
+    def __deepcopy__(self, memo: dict) -> TensorGroup:
+        return self
+
+    def __reduce__(self):
+        return TensorGroup, (self.name, self.rank, self.size)
+
+    def __repr__(self) -> str:
+        return f"{self.name!r}, rank {self.rank} of {self.size}"
+
+
+def shard_bounds(size: int, world_size: int, rank: int, what: str = "a dimension") -> tuple[int, int]:
+    """Rank `rank` of `world_size` holds [start, stop) of a dimension of `size`, cut as DTensor's Shard cuts
+    it.
+
+    Raises ValueError, naming `what`, where a rank would hold nothing.
+    """
+    chunk = -(-size // world_size)
+    if chunk * (world_size - 1) >= size:
+        holders = -(-size // chunk) if chunk else 0
+        raise ValueError(
+            f"tp={world_size} cuts {what}, which is {size}, into chunks of {chunk}, and only {holders} of "
+            f"{world_size} ranks get one; use a smaller tp or a larger size."
+        )
+    return rank * chunk, min(size, (rank + 1) * chunk)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One full tensor of a state dict: its key inside the module, and its full shape."""
+
+    key: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one rank's local parameter holds of one or several full tensors.
+
+    With several parts (q, k, v in one weight) each is cut along `dim` by itself, and the local parameter is
+    the concatenation along `dim` of this rank's shard of each: [part0_r | part1_r | ...]. dim=None: every
+    rank holds it whole."""
+
+    group: TensorGroup
+    dim: int | None
+    parts: tuple[Part, ...]
+
+    def bounds(self, part: Part) -> tuple[int, int]:
+        """[start, stop) of `part` along `dim` that this rank holds."""
+        assert self.dim is not None
+        return shard_bounds(
+            part.shape[self.dim], self.group.size, self.group.rank, f"dimension {self.dim} of {part.key}"
+        )
+
+    def local_shape_of(self, part: Part) -> tuple[int, ...]:
+        if self.dim is None:
+            return part.shape
+        start, stop = self.bounds(part)
+        return (*part.shape[: self.dim], stop - start, *part.shape[self.dim + 1 :])
+
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the local parameter: all parts together."""
+        shapes = [self.local_shape_of(part) for part in self.parts]
+        if self.dim is None:
+            return shapes[0]
+        return (*shapes[0][: self.dim], sum(s[self.dim] for s in shapes), *shapes[0][self.dim + 1 :])
+
+    def split(self, local: Tensor) -> list[Tensor]:
+        """The parts of a tensor of the local shape, as views."""
+        if self.dim is None or len(self.parts) == 1:
+            return [local]
+        return list(local.split([self.local_shape_of(part)[self.dim] for part in self.parts], self.dim))
+
+    def to_dtensors(self, local: Tensor) -> dict[str, Tensor]:
+        """A DTensor per part over the storage of `local`, which is the parameter or anything of its shape
+        (a gradient, a moment of the optimizer). No communication. Without a group the tensors are plain."""
+        if not self.group.name:
+            return {part.key: shard for part, shard in zip(self.parts, self.split(local), strict=True)}
+        mesh = self.group.mesh(local.device.type)
+        placement = [Replicate() if self.dim is None else Shard(self.dim)]
+        return {
+            part.key: DTensor.from_local(
+                shard,
+                mesh,
+                placement,
+                run_check=False,
+                shape=torch.Size(part.shape),
+                stride=_strides(part.shape),
+            )
+            for part, shard in zip(self.parts, self.split(local), strict=True)
+        }
+
+    def local_part(self, part: Part, value: Tensor) -> Tensor:
+        """This rank's shard of `part` out of a DTensor (any placement, any mesh that holds this rank), a full
+        tensor, or a plain tensor that is this rank's shard already. May communicate for a DTensor placed
+        otherwise.
+
+        Raises ValueError where the shape is none of these.
+        """
+        local_shape = self.local_shape_of(part)
+        if isinstance(value, DTensor) and not self.group.name:
+            value = value.full_tensor()
+        if isinstance(value, DTensor):
+            mesh = self.group.mesh(value.device_mesh.device_type)
+            placement = Replicate() if self.dim is None else Shard(self.dim)
+            if tuple(value.shape) == part.shape and value.device_mesh == mesh:
+                return value.redistribute(mesh, [placement]).to_local()
+            value = value.full_tensor()
+        if tuple(value.shape) == part.shape:
+            if self.dim is None:
+                return value
+            start, stop = self.bounds(part)
+            return value.narrow(self.dim, start, stop - start)
+        if not isinstance(value, DTensor) and tuple(value.shape) == local_shape:
+            return value
+        raise ValueError(
+            f"{part.key} has full shape {list(part.shape)} and shard {list(local_shape)} on rank "
+            f"{self.group.rank} of {self.group.size}, but the tensor to load has shape {list(value.shape)}; "
+            "pass a DTensor, the full tensor or this rank's shard."
+        )
+
+    def gather_parts(self, source: Mapping[str, Tensor]) -> Tensor:
+        """The local tensor, made of `source[part.key]` for every part."""
+        shards = [self.local_part(part, source[part.key]) for part in self.parts]
+        return shards[0] if len(shards) == 1 else torch.cat(shards, dim=self.dim or 0)
+
+
+def mark(parameter: nn.Parameter, layout: Layout) -> None:
+    """Hangs `layout` on a parameter as `tp_layout`, `tp_dim` and `tp_group_name`."""
+    parameter.tp_layout = layout
+    parameter.tp_dim = layout.dim
+    parameter.tp_group_name = layout.group.name
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

@@ -1,0 +1,100 @@
+"""Fake kernels: the shapes that the operators return, for torch.compile and opcheck."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyruntime.comm.groups import group_rank, group_size
+from pyruntime.ops.primitives import ROWS_UNKNOWN
+
+
+def _share(rows, group: str):
+    size, rank = group_size(group), group_rank(group)
+    if isinstance(rows, int):
+        return rows // size + (1 if rank < rows % size else 0)
+    return (rows + size - 1 - rank) // size
+
+
+def _like(x: Tensor, dim: int, rows, width) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = rows
+    shape[-1] = width
+    return x.new_empty(shape)
+
+
+def _gathered_rows(x_shard: Tensor, group: str, dim: int, rows):
+    even = isinstance(rows, int) and rows == ROWS_UNKNOWN
+    return x_shard.shape[dim] * group_size(group) if even else rows
+
+
+@torch.library.register_fake("pyruntime::all_gather_matmul")
+def _(x_shard, weights, biases, group, dim, rows, return_gathered, keep_gathered, tier):
+    rows = _gathered_rows(x_shard, group, dim, rows)
+    outputs = [_like(x_shard, dim, rows, weight.shape[0]) for weight in weights]
+    if return_gathered:
+        outputs.append(_like(x_shard, dim, rows, x_shard.shape[-1]))
+    return outputs
+
+
+@torch.library.register_fake("pyruntime::all_gather_matmul_backward")
+def _(grads, x, gathered, weights, group, dim, need_dx, need_dw, tier):
+    outputs = []
+    if need_dx:
+        outputs.append(_like(grads[0], dim, _share(grads[0].shape[dim], group), weights[0].shape[1]))
+    if need_dw:
+        outputs += [weight.new_empty(weight.shape) for weight in weights]
+    return outputs
+
+
+@torch.library.register_fake("pyruntime::matmul_reduce_scatter")
+def _(x, weight, bias, group, dim, tier):
+    return _like(x, dim, _share(x.shape[dim], group), weight.shape[0])
+
+
+@torch.library.register_fake("pyruntime::matmul_reduce_scatter_backward")
+def _(grad_shard, x, weight, group, dim, need_dx, need_dw, need_db, tier):
+    outputs = []
+    if need_dx:
+        outputs.append(x.new_empty(x.shape))
+    if need_dw:
+        outputs.append(weight.new_empty(weight.shape))
+    if need_db:
+        outputs.append(weight.new_empty([weight.shape[0]]))
+    return outputs
+
+
+@torch.library.register_fake("pyruntime::matmul_all_reduce")
+def _(x, weight, bias, group, tier):
+    return x.new_empty([*x.shape[:-1], weight.shape[0]])
+
+
+@torch.library.register_fake("pyruntime::replicated_matmul")
+def _(x, weights, biases, group, tier):
+    return [x.new_empty([*x.shape[:-1], weight.shape[0]]) for weight in weights]
+
+
+@torch.library.register_fake("pyruntime::replicated_matmul_backward")
+def _(grads, x, weights, group, need_dx, need_dw, tier):
+    outputs = [x.new_empty(x.shape)] if need_dx else []
+    return outputs + ([weight.new_empty(weight.shape) for weight in weights] if need_dw else [])
+
+
+@torch.library.register_fake("pyruntime::all_gather")
+def _(x_shard, group, dim, rows):
+    return _like(x_shard, dim, _gathered_rows(x_shard, group, dim, rows), x_shard.shape[-1])
+
+
+@torch.library.register_fake("pyruntime::reduce_scatter")
+def _(x, group, dim):
+    return _like(x, dim, _share(x.shape[dim], group), x.shape[-1])
+
+
+@torch.library.register_fake("pyruntime::all_reduce")
+def _(x, group):
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("pyruntime::all_gather_stats")
+def _(x, group):
+    return x.new_empty([group_size(group), *x.shape])

@@ -1,0 +1,243 @@
+"""The fused layer kernels: norms, SwiGLU, rotary embedding, cross-entropy and the optimizer's passes.
+
+Each is a torch op of namespace `pyruntime` (csrc/cpu/layers): a vectorised C++ kernel on CPU, a composite of
+ATen ops on every other device, differentiable, and traceable by `torch.compile(fullgraph=True)`. Inputs are
+float32, bfloat16, float16 or float64; arithmetic and statistics are float32 (float64 for float64), and a
+result is bitwise the same whatever the number of threads. Bad arguments raise ValueError (shapes, values),
+TypeError (dtypes) or IndexError (labels) with what was found and what is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.pyruntime
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, eq. 4).
+
+    x [..., D], weight [D] of the dtype of x -> [..., D]. The backward keeps x, weight and one float a row.
+    """
+    return _ops.rms_norm(x, weight, eps)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`summed = x + residual` and `rms_norm(summed, weight, eps)` in one pass.
+
+    x and residual [..., D], weight [D], all of one dtype -> (normed [..., D], summed [..., D]). Gradients
+    flow through both. The statistics are those of `summed` as it is stored, that is after rounding.
+    """
+    normed, summed, _ = _ops.add_rms_norm(x, residual, weight, eps)
+    return normed, summed
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020, eq. 6): gate_up [..., 2F] = [gate | up] -> [..., F].
+
+    The backward keeps gate_up alone.
+    """
+    return _ops.swiglu(gate_up)
+
+
+def apply_rope_qkv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, batch: int, seq: int, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits the fused projection into heads and rotates q and k by position.
+
+    Hugging Face's half-rotated convention: a head [a | b] becomes [a cos - b sin | b cos + a sin].
+    qkv [batch * seq, (num_heads + 2 * num_kv_heads) * hd], each row [q heads | k heads | v heads];
+    cos, sin [seq or more, hd] in float32 (float64 for float64 qkv), not differentiated
+    -> q [batch, num_heads, seq, hd], k and v [batch, num_kv_heads, seq, hd], transposed views of contiguous
+    [batch, seq, heads, hd] tensors, as torch's CPU flash attention takes them. The backward keeps only
+    cos and sin.
+    """
+    return _ops.apply_rope_qkv(qkv, cos, sin, batch, seq, num_heads, num_kv_heads)
+
+
+def cross_entropy_stats(logits: Tensor, labels: Tensor, vocab_start: int) -> Tensor:
+    """What one shard of the vocabulary contributes to a cross-entropy.
+
+    logits [M, V_r] are columns vocab_start .. vocab_start + V_r of the vocabulary; labels [M] int64 count
+    from the vocabulary's start.
+    -> [M, 3] float32: the row's maximum, the sum of exp(logit - maximum), and the label's logit, 0 where the
+    label lies in another shard. Columns of -inf are allowed. Carries no gradient: `cross_entropy_loss` does.
+    """
+    return _ops.cross_entropy_stats(logits, labels, vocab_start)
+
+
+def cross_entropy_loss(
+    logits: Tensor,
+    labels: Tensor,
+    stats: Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    *,
+    ignore_index: int = -100,
+    overwrite_logits: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The loss of every row from the statistics of all shards; differentiable in this shard's logits.
+
+    stats [shards, M, 3] is `cross_entropy_stats` of every shard in rank order; vocab_size counts the whole
+    vocabulary.
+    -> (loss [M], log-sum-exp [M]) in float32; a row labelled `ignore_index` has loss and gradient 0.
+
+    The backward recomputes the softmax from the logits. `overwrite_logits` lets it put their gradient into
+    the logits' own memory; a second backward, or any other use of the logits in a backward, is then refused
+    by autograd. Raises IndexError for a label outside the vocabulary (on CPU; elsewhere the device asserts).
+    """
+    return _ops.cross_entropy_loss(
+        logits, labels, stats, vocab_start, vocab_size, ignore_index, overwrite_logits
+    )
+
+
+def cross_entropy_backward(
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    vocab_start: int,
+    *,
+    overwrite_logits: bool = False,
+) -> Tensor:
+    """grad * (softmax(logits) - onehot(labels)): the gradient of this shard's logits [M, V_r].
+
+    lse [M] is the log-sum-exp over the whole vocabulary and grad [M] the gradient of each row's loss, both
+    float32; rows with grad 0 become 0. With `overwrite_logits` the result is the logits' own memory. Not
+    differentiable.
+    """
+    if overwrite_logits:
+        _ops.cross_entropy_backward_(logits, labels, lse, grad, vocab_start)
+        return logits
+    return _ops.cross_entropy_backward(logits, labels, lse, grad, vocab_start)
+
+
+@torch.no_grad()
+def adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avg: Sequence[Tensor],
+    exp_avg_sq: Sequence[Tensor],
+    masters: Sequence[Tensor] = (),
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float | Sequence[float],
+    step: int,
+    grad_scale: Tensor | float | None = None,
+) -> None:
+    """One step of AdamW (Loshchilov and Hutter 2019, algorithm 2) on all parameters, in place.
+
+    params and grads may be of any of the dtypes, also different ones; exp_avg and exp_avg_sq are float32.
+    `masters` is empty or holds for each parameter its float32 master copy, or an empty tensor where it has
+    none (a float32 parameter is its own); a low-precision parameter becomes its rounded master. weight_decay
+    is decoupled, one for all or one for each parameter. grads are multiplied by grad_scale (a clip
+    coefficient) on the way. step counts from 1. Gradients that are not finite are the caller's to keep out.
+    """
+    decay = list(weight_decay) if isinstance(weight_decay, Sequence) else [weight_decay] * len(params)
+    if isinstance(grad_scale, float | int):
+        grad_scale = None if grad_scale == 1 else torch.tensor(float(grad_scale), dtype=torch.float64)
+    _ops.adamw_(
+        params,
+        grads,
+        exp_avg,
+        exp_avg_sq,
+        masters,
+        grad_scale,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=decay,
+        step=step,
+    )
+
+
+@torch.no_grad()
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of every element of all tensors -> float64 scalar; 0 for an empty list."""
+    return _ops.sum_of_squares(tensors)
+
+
+# ---- fake kernels: the shapes, dtypes and strides of the results, for torch.compile and friends ----
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _heads(x: Tensor, batch: int, seq: int, heads: int, head_dim: int) -> Tensor:
+    return x.new_empty(batch, seq, heads, head_dim).transpose(1, 2)
+
+
+@torch.library.register_fake("pyruntime::rms_norm")
+def _(x, weight, eps):
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=_statistics_dtype(x))
+
+
+@torch.library.register_fake("pyruntime::add_rms_norm")
+def _(x, residual, weight, eps):
+    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=_statistics_dtype(x))
+
+
+@torch.library.register_fake("pyruntime::rms_norm_backward")
+def _(grad, x, weight, rstd, grad_sum):
+    return x.new_empty(x.shape), x.new_empty(x.shape[-1:])
+
+
+@torch.library.register_fake("pyruntime::swiglu")
+def _(gate_up):
+    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
+@torch.library.register_fake("pyruntime::swiglu_backward")
+def _(grad, gate_up):
+    return gate_up.new_empty(gate_up.shape)
+
+
+@torch.library.register_fake("pyruntime::apply_rope_qkv")
+def _(qkv, cos, sin, batch, seq, num_heads, num_kv_heads):
+    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    q = _heads(qkv, batch, seq, num_heads, head_dim)
+    return q, *(_heads(qkv, batch, seq, num_kv_heads, head_dim) for _ in range(2))
+
+
+@torch.library.register_fake("pyruntime::apply_rope_qkv_backward")
+def _(dq, dk, dv, cos, sin):
+    return dq.new_empty(dq.shape[0] * dq.shape[2], (dq.shape[1] + 2 * dk.shape[1]) * dq.shape[3])
+
+
+@torch.library.register_fake("pyruntime::cross_entropy_stats")
+def _(logits, labels, vocab_start):
+    return logits.new_empty(logits.shape[0], 3, dtype=_statistics_dtype(logits))
+
+
+@torch.library.register_fake("pyruntime::cross_entropy_loss")
+def _(logits, labels, stats, vocab_start, vocab_size, ignore_index=-100, overwrite_logits=False):
+    return stats.new_empty(logits.shape[0]), stats.new_empty(logits.shape[0])
+
+
+@torch.library.register_fake("pyruntime::cross_entropy_backward")
+def _(logits, labels, lse, grad, vocab_start):
+    return logits.new_empty(logits.shape)
+
+
+@torch.library.register_fake("pyruntime::cross_entropy_backward_")
+def _(logits, labels, lse, grad, vocab_start):
+    return None
+
+
+@torch.library.register_fake("pyruntime::adamw_")
+def _(params, grads, exp_avg, exp_avg_sq, masters, grad_scale, *, lr, beta1, beta2, eps, weight_decay, step):
+    return None
+
+
+@torch.library.register_fake("pyruntime::sum_of_squares")
+def _(tensors):
+    device = tensors[0].device if tensors else "cpu"
+    return torch.empty((), dtype=torch.float64, device=device)

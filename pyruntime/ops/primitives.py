@@ -1,0 +1,152 @@
+"""The fused primitives.
+
+Rows of an operand are cut over the P ranks of a group as torch.tensor_split cuts them, any number of rows
+and any P: rank r holds M_r = M // P + (r < M % P) of M rows. `dim` names the dimension that is cut; every
+other dimension is whole. Weights are [N, K], as in nn.Linear. Products accumulate in fp32; sums over
+ranks run in rank order in fp32 with one rounding, so results are bitwise the same from run to run.
+
+All of them raise ValueError for shapes that do not fit (also when the ranks disagree on what travels),
+TypeError for dtypes, CommTimeout and PeerLost when a peer is late or gone. They differentiate; their
+gradients are not differentiable again.
+
+tier: "unfused" is the collective followed by the library's GEMM; "chunked" runs the GEMM chunk by chunk
+as chunks arrive; "auto" takes them in turn in the first eight calls with a shape and then keeps the
+faster one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyruntime.comm.core import _C
+from pyruntime.comm.groups import Group, group_name
+
+ROWS_UNKNOWN = -1
+
+
+def _as_lists(weights: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor | None] | None):
+    if isinstance(weights, Tensor):
+        return True, [weights], [] if bias is None else [bias]
+    return False, list(weights), [] if bias is None else list(bias)
+
+
+def all_gather_matmul(
+    x_shard: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    group: Group,
+    *,
+    dim: int = 0,
+    rows: int | None = None,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    return_gathered: bool = False,
+    keep_gathered: bool | None = None,
+    tier: str = "auto",
+) -> Tensor | list[Tensor]:
+    """Y_i [M, N_i] = gather(X_shard [M_r, K]) @ W_i [N_i, K]^T (+ b_i [N_i]), on every rank with its own W_i.
+
+    The GEMM starts on the own rows and takes the others as they arrive; on CPU it reads them in the peers'
+    memory.
+
+        backward   dX_shard [M_r, K] = reduce_scatter(sum_i dY_i @ W_i)      matmul_reduce_scatter
+                   dW_i [N_i, K]     = dY_i^T @ gather(X_shard)              runs while the parts of dX travel
+                   db_i [N_i]        = sum of dY_i over rows
+
+    On one host X is gathered a second time for dW instead of being kept; between hosts it is kept.
+
+    Args:
+        x_shard: this rank's rows, [.., M_r, .., K] with M_r at `dim`; fp32, bf16, fp16 or fp64.
+        weights: one weight or a list of them, all sharing the gather (QKV; gate and up).
+        rows: M. None: the ranks exchange what they hold, which costs one more wait on every peer (under
+            torch.compile the rows are then taken to be even).
+        bias: one per weight, or None.
+        return_gathered: also return gather(X_shard), as the last element of a list.
+        keep_gathered: keep gather(X_shard) for the backward: less communication, P times the memory. None:
+            where the group's chunks travel between hosts.
+
+    Returns:
+        Y, or [Y_1, ..] for a list of weights (and always a list with return_gathered).
+    """
+    single, weight_list, biases = _as_lists(weights, bias)
+    outputs = torch.ops.pyruntime.all_gather_matmul(
+        x_shard,
+        weight_list,
+        biases,
+        group_name(group),
+        dim,
+        ROWS_UNKNOWN if rows is None else rows,
+        return_gathered,
+        keep_gathered,
+        tier,
+    )
+    return outputs[0] if single and not return_gathered else outputs
+
+
+def matmul_reduce_scatter(
+    x: Tensor, weight: Tensor, group: Group, *, dim: int = 0, bias: Tensor | None = None, tier: str = "auto"
+) -> Tensor:
+    """Y_shard [M_r, N] = this rank's rows of sum over ranks of X [M, K] @ W [N, K]^T (+ b [N], added once).
+
+    A chunk leaves as soon as its part of the product is written: the others' rows are computed first, the
+    own ones last.
+
+        backward   dX [M, K] = gather(dY_shard) @ W      all_gather_matmul
+                   dW [N, K] = gather(dY_shard)^T @ X
+                   db [N]    = sum of gather(dY_shard) over rows, the same on every rank
+
+    Args:
+        x: all rows of this rank's columns, [.., M, .., K] with M at `dim`.
+        bias: replicated over the ranks.
+    """
+    return torch.ops.pyruntime.matmul_reduce_scatter(x, weight, bias, group_name(group), dim, tier)
+
+
+def matmul_all_reduce(
+    x: Tensor, weight: Tensor, group: Group, *, bias: Tensor | None = None, tier: str = "auto"
+) -> Tensor:
+    """Y [.., N] = sum over ranks of X [.., K] @ W [N, K]^T (+ b [N], added once), on every rank.
+
+    Rows are reduced by an owner each and read back chunk by chunk. The backward needs no communication: dY
+    is the same on every rank, dX = dY @ W and dW = dY^T @ X.
+    """
+    return torch.ops.pyruntime.matmul_all_reduce(x, weight, bias, group_name(group), tier)
+
+
+def replicated_matmul(
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    group: Group,
+    *,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    tier: str = "auto",
+) -> Tensor | list[Tensor]:
+    """Y_i [.., N_i] = X [.., K] @ W_i [N_i, K]^T (+ b_i), for an X that every rank holds whole: a column
+    linear without
+    sequence parallelism. Nothing travels forward.
+
+        backward   dX   = sum over ranks and i of dY_i @ W_i      matmul_all_reduce
+                   dW_i = dY_i^T @ X                              runs while the parts of dX travel
+    """
+    single, weight_list, biases = _as_lists(weights, bias)
+    outputs = torch.ops.pyruntime.replicated_matmul(x, weight_list, biases, group_name(group), tier)
+    return outputs[0] if single else outputs
+
+
+def tier_of(
+    op: str,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    group: Group,
+    tier: str = "auto",
+    device: str = "cpu",
+) -> tuple[str, str]:
+    """The tier that `op` takes now for a product [rows, n] = [rows, k] @ [k, n], and why not a faster one.
+
+    rows: of the whole operand, over all ranks. n, k: of this rank's weights (n of all of them together).
+    op: a primitive's name, or that with "_backward".
+    """
+    return _C.explain_tier(op, rows, n, k, dtype, group_name(group), device, tier)

@@ -1,0 +1,1 @@
+"""Training on text: configuration, data, optimizer, loop, report."""

@@ -1,0 +1,80 @@
+"""Checkpoints that a run is taken up from: weights, optimizer and step, in torch.distributed.checkpoint's
+format.
+
+RUN_DIR/checkpoints/step-000300/ holds them for any number of tensor-parallel ranks, because every tensor in
+it is a DTensor. A folder appears under its name only once it is complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from pyruntime.train.checkpoint_folder import FACTS_FILE, FOLDER, Facts, complete, read_matching
+from pyruntime.train.errors import ConfigError, TrainingError
+from pyruntime.train.first_rank import on_first_rank
+from pyruntime.train.optimizer import AdamW
+
+
+def save(
+    run_dir: Path, facts: Facts, model: nn.Module, optimizer: AdamW, group: dist.ProcessGroup, keep: int
+) -> Path:
+    """Writes the checkpoint of `facts.step` and removes all but the newest `keep`. Every rank of `group`
+    calls this."""
+    final = run_dir / FOLDER / f"step-{facts.step:06d}"
+    partial = final.with_name(final.name + ".partial")
+
+    def start() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def finish() -> None:
+        (partial / FACTS_FILE).write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n")
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in complete(run_dir / FOLDER)[:-keep]:
+            shutil.rmtree(old)
+
+    on_first_rank(group, start)
+    try:
+        dcp.save(_state(model, optimizer), checkpoint_id=str(partial), process_group=group)
+    except (Exception, CheckpointException) as error:  # the latter is none of the former
+        raise TrainingError(f"The checkpoint {final} cannot be written: {_first_cause(error)}.") from error
+    on_first_rank(group, finish)
+    return final
+
+
+def load(checkpoint: Path, facts: Facts, model: nn.Module, optimizer: AdamW, group: dist.ProcessGroup) -> int:
+    """Loads weights and optimizer state in place, at any number of ranks, and returns the step to go on
+    after.
+
+    `facts` describe the model. Raises ConfigError where the checkpoint is another model's or is damaged.
+    """
+    step = read_matching(checkpoint, facts).step
+    try:
+        dcp.load(_state(model, optimizer), checkpoint_id=str(checkpoint), process_group=group)
+    except (Exception, CheckpointException) as error:  # the latter is none of the former
+        cause = _first_cause(error)
+        raise ConfigError(f"checkpoint.resume: {checkpoint} is damaged or incomplete: {cause}.") from error
+    return step
+
+
+def _state(model: nn.Module, optimizer: AdamW) -> dict:
+    """DTensors over the storage of parameters and optimizer state: saving reads them, loading writes into
+    them."""
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def _first_cause(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)  # CheckpointException: {rank: (exception, traceback)}
+    if failures:
+        error = next(iter(failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

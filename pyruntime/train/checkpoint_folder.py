@@ -1,0 +1,59 @@
+"""Which checkpoints a folder holds and what they say of themselves; without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from pyruntime.train.errors import ConfigError
+
+FOLDER, FACTS_FILE = "checkpoints", "run.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a checkpoint says of itself."""
+
+    step: int
+    """Steps taken."""
+    dtype: str
+    """Of the parameters: "bf16" or "fp32"."""
+    model: dict
+    """The model's shape, as in a Hugging Face config.json."""
+
+
+def complete(folder: Path) -> list[Path]:
+    return sorted(
+        path.parent for path in folder.glob(f"step-*/{FACTS_FILE}") if path.parent.suffix != ".partial"
+    )
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that `checkpoint.resume` names: the folder itself, or the newest one of a run folder."""
+    if (path / FACTS_FILE).is_file():
+        return path
+    found = complete(path / FOLDER)
+    if not found:
+        raise ConfigError(
+            f"checkpoint.resume: {path} holds no complete checkpoint; give a run folder or one of its "
+            f"{FOLDER}/step-N folders."
+        )
+    return found[-1]
+
+
+def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
+    """What `checkpoint` says of itself. Raises ConfigError where it is damaged or not of the wanted model and
+    dtype (the wanted step is not looked at)."""
+    try:
+        facts = Facts(**json.loads((checkpoint / FACTS_FILE).read_text()))
+        found = facts.model | {"train.dtype": facts.dtype}
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"checkpoint.resume: {checkpoint / FACTS_FILE} is damaged: {error}.") from error
+    for name, value in (wanted.model | {"train.dtype": wanted.dtype}).items():
+        if found.get(name) != value:
+            raise ConfigError(
+                f"checkpoint.resume: {checkpoint} was saved with {name}={found.get(name)}, but the "
+                f"configuration asks for {name}={value}."
+            )
+    return facts

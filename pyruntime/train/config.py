@@ -1,0 +1,184 @@
+"""What a training run is told: frozen dataclasses, one per section of a TOML file.
+
+Every field carries its unit in its docstring; `python -m pyruntime train --help` prints them. This module
+needs nothing but the standard library, though importing it imports the package `pyruntime` and with that
+torch. `pyruntime.train.config_file` reads these from TOML and the command line, `pyruntime.train.validate`
+says what is wrong with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Tier = Literal["auto", "unfused", "chunked"]
+Dtype = Literal["bf16", "fp32"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Which Llama is trained."""
+
+    preset: str = "3m"
+    """Name of the shape in pyruntime.llama.PRESETS; the fields below change single sizes of it."""
+    init_from: str = ""
+    """Hugging Face Llama checkpoint to start from, which fixes the shape; empty: random weights."""
+    hidden_size: int | None = None
+    """Width of the residual stream, in features; None: the preset's."""
+    num_hidden_layers: int | None = None
+    """Number of transformer layers; None: the preset's."""
+    num_attention_heads: int | None = None
+    """Number of query heads; divides hidden_size; None: the preset's."""
+    num_key_value_heads: int | None = None
+    """Number of key and value heads; divides num_attention_heads; None: the preset's."""
+    intermediate_size: int | None = None
+    """Width of the SwiGLU feed-forward network, in features; None: the preset's."""
+    vocab_size: int | None = None
+    """Size of the vocabulary, in tokens; None: the tokenizer's, up to a multiple of 128."""
+    tie_word_embeddings: bool | None = None
+    """Whether the head uses the embedding's weights; None: as in the preset."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies, without unit; None: the preset's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Which text is read and how it becomes tokens."""
+
+    paths: tuple[str, ...] = ()
+    """Files and folders of text, folders recursively; empty: the running Python's standard library, *.py."""
+    pattern: str = "*"
+    """Only files of a folder whose name matches this shell pattern are read."""
+    tokenizer: str = "bytes"
+    """"bytes" (one token a byte, 256 tokens), or the path of a tokenizer.json."""
+    val_fraction: float = 0.05
+    """Share of the tokens that is held out for validation, above 0 and at most 0.5, in whole documents."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """AdamW with linear warm-up and cosine decay."""
+
+    lr: float = 1e-3
+    """Peak learning rate, in parameter units per step."""
+    min_lr_fraction: float = 0.1
+    """Learning rate at the last step, as a share of the peak, 0 to 1."""
+    warmup_steps: int = 20
+    """Steps over which the learning rate rises linearly to its peak."""
+    beta1: float = 0.9
+    """Decay of the running mean of the gradient per step, 0 to below 1."""
+    beta2: float = 0.95
+    """Decay of the running mean of the squared gradient per step, 0 to below 1."""
+    eps: float = 1e-8
+    """Added to the root of the mean squared gradient, in gradient units."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices (vectors are left alone), in shares of the weight per unit of lr."""
+    clip_grad_norm: float = 1.0
+    """Largest global gradient norm, in gradient units; 0 turns clipping off."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """How long and on how much at a time."""
+
+    steps: int = 200
+    """Number of optimizer steps."""
+    batch_size: int = 8
+    """Sequences per optimizer step, over all micro-batches."""
+    micro_batch_size: int = 8
+    """Sequences per forward and backward pass; divides batch_size. The rest is gradient accumulation."""
+    seq_len: int = 256
+    """Tokens per sequence."""
+    dtype: Dtype = "bf16"
+    """Type of weights, activations and gradients; with bf16 the optimizer keeps an fp32 master copy."""
+    seed: int = 0
+    """Seed of the weights, the batches and the sample; the same seed gives bitwise the same run."""
+    val_every: int = 50
+    """Steps between two validations; 0: only after the last step."""
+    val_sequences: int = 64
+    """Sequences of seq_len tokens, spread evenly over the held-out text, in one validation."""
+    threads: int = 0
+    """CPU threads per rank; 0: what torchrun or OMP_NUM_THREADS set, else the cores divided by the ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """How the model is spread over the ranks."""
+
+    tp: int | None = None
+    """Tensor-parallel ranks, with sequence parallelism; None: as many as torchrun started."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comm:
+    """How the ranks talk to each other."""
+
+    tier: Tier = "chunked"
+    """Tier of every parallel linear; auto measures the first calls of a shape and takes the fastest, which
+    may be another one in the next run, and fp32 results then differ in their last bits."""
+    deadline_s: float = 120.0
+    """Longest wait for a peer, in seconds; past it the run ends with an error that names the peer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What is kept on disk, below the run folder."""
+
+    resume: str = ""
+    """Run folder, or one of its checkpoints/step-N folders, to go on with; empty: start anew."""
+    every_steps: int = 0
+    """Steps between two resumable checkpoints; 0: only at the end."""
+    keep: int = 1
+    """Number of resumable checkpoints that are kept, newest first; at least 1."""
+    save_on_stop: bool = True
+    """Whether Ctrl-C or SIGTERM leaves a resumable checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What the run shows and writes."""
+
+    run_dir: str = ""
+    """Folder of metrics, plot and checkpoints; empty: runs/<configuration>-<n>, the first free n."""
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    """bar: one line that is rewritten; lines: one line a step; auto: bar on a terminal, else lines."""
+    log_every: int = 10
+    """Steps between two printed lines where there is no bar (metrics.jsonl holds every step)."""
+    sample_tokens: int = 200
+    """Most tokens of the generated sample at the end (the model's positions may end it earlier); 0: none."""
+    sample_prompt: str = "def "
+    """Text that the sample continues."""
+    temperature: float = 0.8
+    """Sampling temperature, without unit; 0 takes the likeliest token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a run."""
+
+    model: Model = Model()
+    """Which Llama is trained."""
+    data: Data = Data()
+    """Which text is read and how it becomes tokens."""
+    optimizer: Optimizer = Optimizer()
+    """AdamW with linear warm-up and cosine decay."""
+    train: Train = Train()
+    """How long and on how much at a time."""
+    parallel: Parallel = Parallel()
+    """How the model is spread over the ranks."""
+    comm: Comm = Comm()
+    """How the ranks talk to each other."""
+    checkpoint: Checkpoint = Checkpoint()
+    """What is kept on disk, below the run folder."""
+    output: Output = Output()
+    """What the run shows and writes."""
+
+
+def micro_batches(config: RunConfig) -> int:
+    """Forward and backward passes per optimizer step."""
+    return config.train.batch_size // config.train.micro_batch_size
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    """Tokens that one optimizer step learns from."""
+    return config.train.batch_size * config.train.seq_len

@@ -1,0 +1,137 @@
+"""A run's configuration from a TOML file or preset, and back.
+
+A file holds sections named as the fields of `RunConfig` (`[train] steps = 300`). What it leaves out keeps its
+default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+import types
+import typing
+from pathlib import Path
+
+from pyruntime.train.config import RunConfig
+from pyruntime.train.errors import ConfigError
+
+PRESET_DIR = Path(__file__).parent / "presets"
+
+
+def preset_names() -> list[str]:
+    """Names that `--config` takes besides paths."""
+    return sorted(path.stem for path in PRESET_DIR.glob("*.toml"))
+
+
+def find(name_or_path: str) -> Path:
+    """The TOML file of a preset's name or of a path. Raises ConfigError when there is neither."""
+    preset = PRESET_DIR / f"{name_or_path}.toml"
+    if "/" not in name_or_path and preset.is_file():
+        return preset
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    raise ConfigError(
+        f"--config {name_or_path}: there is no such file and no such preset; give the path of a TOML file or "
+        f"one of {', '.join(preset_names())}."
+    )
+
+
+def load(path: Path) -> RunConfig:
+    """The configuration in a TOML file. Raises ConfigError with the file's name, the key and what was
+    expected."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+    return from_dict(values, source=str(path))
+
+
+def from_dict(values: dict, source: str) -> RunConfig:
+    """The configuration in nested dicts (section, key). `source` names their origin in errors."""
+    hints = typing.get_type_hints(RunConfig)
+    sections = {}
+    for name, content in values.items():
+        if name not in hints:
+            raise ConfigError(f"{source}: there is no section [{name}]{_suggest(name, hints)}.")
+        if not isinstance(content, dict):
+            raise ConfigError(f"{source}: {name} must be a section of keys, as [{name}], found {content!r}.")
+        sections[name] = _section(hints[name], name, content, source)
+    return RunConfig(**sections)
+
+
+def _section(cls: type, section: str, content: dict, source: str):
+    hints = typing.get_type_hints(cls)
+    fields = {}
+    for key, value in content.items():
+        if key not in hints:
+            raise ConfigError(f"{source}: [{section}] has no key {key}{_suggest(key, hints)}.")
+        try:
+            fields[key] = _convert(value, hints[key])
+        except TypeError:
+            raise ConfigError(
+                f"{source}: {section}.{key} must be {_describe(hints[key])}, found {value!r}."
+            ) from None
+    return cls(**fields)
+
+
+def _convert(value, hint):
+    """`value` as the type `hint`, without guessing: only int to float and list to tuple. Raises TypeError."""
+    origin = typing.get_origin(hint)
+    if origin is types.UnionType:
+        return _convert(value, next(arg for arg in typing.get_args(hint) if arg is not types.NoneType))
+    if origin is typing.Literal:
+        if value in typing.get_args(hint):
+            return value
+    elif origin is tuple:
+        if isinstance(value, list):
+            return tuple(_convert(item, typing.get_args(hint)[0]) for item in value)
+    elif hint is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    elif type(value) is hint:
+        return value
+    raise TypeError
+
+
+def _describe(hint) -> str:
+    origin = typing.get_origin(hint)
+    if origin is types.UnionType:
+        return _describe(next(arg for arg in typing.get_args(hint) if arg is not types.NoneType))
+    if origin is typing.Literal:
+        return "one of " + ", ".join(repr(arg) for arg in typing.get_args(hint))
+    if origin is tuple:
+        return f"a list, each item {_describe(typing.get_args(hint)[0])}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[hint]
+
+
+def _suggest(name: str, known: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; the nearest is {close[0]}" if close else f"; there are {', '.join(known)}"
+
+
+def to_toml(config: RunConfig) -> str:
+    """The configuration as TOML that `load` reads back to an equal one; fields that are None are left out."""
+    lines = []
+    for section in dataclasses.fields(config):
+        lines.append(f"[{section.name}]")
+        values = getattr(config, section.name)
+        for field in dataclasses.fields(values):
+            value = getattr(values, field.name)
+            if value is not None:
+                lines.append(f"{field.name} = {_toml(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,220 @@
+"""The training loop: steps, validation, checkpoints.
+
+A step with A micro-batches, on each of P ranks:
+
+    for each micro-batch:   loss = model(ids, labels);  (loss / A).backward()
+    one exchange            every rank's [loss, sums of squares, exposed seconds, memory, stop request]
+    one pass                AdamW with the clipping coefficient as a factor on the gradients
+
+All ranks see the same batches and decide on the same exchanged numbers, so they stay in step without further
+messages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from pyruntime import comm, ops
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.nn.explain import Report, explain
+from pyruntime.train import checkpoint
+from pyruntime.train.batches import training_batch, validation_batches
+from pyruntime.train.checkpoint_folder import Facts
+from pyruntime.train.config import RunConfig, micro_batches, tokens_per_step
+from pyruntime.train.corpus import Corpus
+from pyruntime.train.errors import TrainingError
+from pyruntime.train.metrics import StepMetrics, peak_memory_bytes
+from pyruntime.train.optimizer import AdamW, clip_coefficient, global_norm
+from pyruntime.train.schedule import learning_rate
+from pyruntime.train.signals import Stopped, StopRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What the ranks tell each other in a step, reduced the same way on each of them."""
+
+    loss: float
+    squared_norm: tuple[list[float], float]
+    exposed_comm_s: float
+    memory_bytes: int
+    stop: int
+    """Signal that a rank was sent; 0: none."""
+
+
+class Trainer:
+    """Trains `model` of `shape` on `corpus` over the tensor-parallel `group`; every rank of it makes one."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        shape: LlamaConfig,
+        corpus: Corpus,
+        group: comm.Group,
+        run_dir: Path,
+        stop: StopRequest,
+    ):
+        train = config.train
+        self._config, self._corpus, self._run_dir = config, corpus, run_dir
+        self._stop = stop
+        self._group, self._group_name = comm.process_group(group), comm.group_name(group)
+        self.model = model
+        self.optimizer = AdamW(model, config.optimizer)
+        self.step = 0
+        self.tiers = Report(())
+        self._facts = Facts(step=0, dtype=train.dtype, model=dataclasses.asdict(shape))
+        self._exposed_s = 0.0
+        self._memory_bytes = 0
+        self._validation = validation_batches(
+            corpus.val, train.val_sequences, train.micro_batch_size, train.seq_len
+        )
+        self._backward_seed = torch.tensor(1.0 / micro_batches(config))
+
+    def resume(self, folder: Path) -> None:
+        """Takes up weights, optimizer state and step of the checkpoint in `folder`."""
+        self.step = checkpoint.load(folder, self._facts, self.model, self.optimizer, self._group)
+
+    def fit(self) -> Iterator[StepMetrics]:
+        """Runs the steps that are left, and yields what was measured after each, on every rank.
+
+        Leaves a resumable checkpoint behind. Raises `Stopped` on all ranks after a step in which any of them
+        was sent a signal, and TrainingError where loss or gradient are no longer finite.
+        """
+        train = self._config.train
+        saved_at = self.step
+        comm.keep_freed_memory()
+        with self._stop.deferred():
+            self._exposed_s = self._exposed_so_far()
+            while self.step < train.steps:
+                metrics, signum = self._train_step(self.step + 1)
+                self.step += 1
+                if self.step == train.steps:
+                    self.tiers = explain(self.model)  # before validation runs other sizes
+                if self._is_due(train.val_every) and not signum:
+                    metrics = self._with_validation(metrics)
+                yield metrics
+                wanted = signum and self._config.checkpoint.save_on_stop
+                if self._is_due(self._config.checkpoint.every_steps) or wanted:
+                    self._save()
+                    saved_at = self.step
+                if signum:
+                    raise Stopped(signum, self._stop_sentence(saved_at))
+            if signum := self._exchange_stop():  # sent since the last step's exchange
+                raise Stopped(signum, self._stop_sentence(saved_at))
+
+    def _is_due(self, every: int) -> bool:
+        """Whether something that is done each `every` steps (0: never) and after the last is to be done
+        now."""
+        return self.step == self._config.train.steps or (every > 0 and self.step % every == 0)
+
+    def validate(self) -> float:
+        """Mean loss over the validation windows, in nats per token; the same on every rank."""
+        total = tokens = 0.0
+        self.model.eval()
+        with torch.no_grad():
+            for ids, labels in self._validation:
+                total += float(self.model(ids, labels)) * ids.numel()
+                tokens += ids.numel()
+        self.model.train()
+        return total / tokens
+
+    def _train_step(self, step: int) -> tuple[StepMetrics, int]:
+        started = time.perf_counter()
+        train = self._config.train
+        ids, labels = training_batch(self._corpus.train, step, train.seed, train.batch_size, train.seq_len)
+        loss = torch.zeros(())
+        size = train.micro_batch_size
+        for ids_micro, labels_micro in zip(ids.split(size), labels.split(size), strict=True):
+            loss_micro = self.model(ids_micro, labels_micro)
+            loss_micro.backward(self._backward_seed)
+            loss += loss_micro.detach() * self._backward_seed
+        seen = self._exchange(float(loss))
+        norm = self._finite_norm(step, seen)
+        lr = learning_rate(step, train.steps, self._config.optimizer)
+        self.optimizer.step(step, lr, clip_coefficient(norm, self._config.optimizer.clip_grad_norm))
+        seconds = time.perf_counter() - started
+        metrics = StepMetrics(
+            step=step,
+            loss=seen.loss,
+            grad_norm=norm,
+            lr=lr,
+            tokens_per_second=tokens_per_step(self._config) / seconds,
+            step_time_s=seconds,
+            exposed_comm_s=seen.exposed_comm_s,
+            memory_bytes=seen.memory_bytes,
+        )
+        return metrics, seen.stop
+
+    def _exchange(self, loss: float) -> Exchange:
+        """One small all-gather; with it ends what counts as the step's exposed communication."""
+        exposed_s = self._exposed_so_far()
+        self._memory_bytes = max(self._memory_bytes, peak_memory_bytes())  # the kernel's figure is not exact
+        mine = [
+            loss,
+            *self.optimizer.squared_norms(),
+            exposed_s - self._exposed_s,
+            self._memory_bytes,
+            self._stop.signum,
+        ]
+        self._exposed_s = exposed_s
+        ranks = ops.all_gather_stats(torch.tensor(mine, dtype=torch.float64), self._group_name).tolist()
+        losses, sharded, replicated, exposed, memory, stops = zip(*ranks, strict=True)
+        return Exchange(
+            loss=losses[0],
+            squared_norm=(list(sharded), replicated[0]),
+            exposed_comm_s=max(exposed),
+            memory_bytes=int(max(memory)),
+            stop=int(max(stops)),
+        )
+
+    def _exchange_stop(self) -> int:
+        """Signal that any rank was sent, the same on all; 0: none."""
+        mine = torch.tensor([self._stop.signum], dtype=torch.float64)
+        return int(ops.all_gather_stats(mine, self._group_name).max())
+
+    def _finite_norm(self, step: int, seen: Exchange) -> float:
+        norm = global_norm(*seen.squared_norm)
+        if math.isfinite(seen.loss) and math.isfinite(norm):
+            return norm
+        raise TrainingError(
+            f"Step {step}: the loss is {seen.loss} and the gradient norm {norm}, so training stopped with "
+            f"the weights of step {step - 1}; lower optimizer.lr={self._config.optimizer.lr:g} or lengthen "
+            "the warm-up."
+        )
+
+    def _with_validation(self, metrics: StepMetrics) -> StepMetrics:
+        loss = self.validate()
+        self._exposed_s = self._exposed_so_far()  # waiting in validation is not the next step's
+        return dataclasses.replace(
+            metrics, val_loss=loss, val_loss_per_byte=loss / self._corpus.val_bytes_per_token
+        )
+
+    def _exposed_so_far(self) -> float:
+        stats = comm.stats(self._group_name)
+        return stats.waiting_s + stats.moving_s
+
+    def _save(self) -> None:
+        checkpoint.save(
+            self._run_dir,
+            dataclasses.replace(self._facts, step=self.step),
+            self.model,
+            self.optimizer,
+            self._group,
+            self._config.checkpoint.keep,
+        )
+        self._exposed_s = self._exposed_so_far()
+
+    def _stop_sentence(self, saved_at: int) -> str:
+        steps = self._config.train.steps
+        return f"after step {self.step} of {steps}; " + (
+            f"go on with --checkpoint.resume {self._run_dir} (it holds step {saved_at})."
+            if saved_at
+            else f"nothing was saved but the metrics in {self._run_dir}."
+        )

@@ -1,0 +1,90 @@
+"""What is measured in every step, and the file it is written to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import sys
+from pathlib import Path
+
+FILE_NAME = "metrics.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step. Exposed communication and memory are the maximum over ranks."""
+
+    step: int
+    """From 1."""
+    loss: float
+    """Mean over the step's tokens, in nats per token."""
+    grad_norm: float
+    """Of the whole model, before clipping."""
+    lr: float
+    tokens_per_second: float
+    step_time_s: float
+    """Wall clock of the step on rank 0, which meets all others in it; without validation and checkpoint."""
+    exposed_comm_s: float
+    """Seconds of the step in which a rank waited for peers or moved bytes instead of multiplying."""
+    memory_bytes: int
+    """Peak resident memory of a rank so far, workspaces shared with other ranks included."""
+    val_loss: float | None = None
+    """Validation loss in nats per token, where it was measured after this step."""
+    val_loss_per_byte: float | None = None
+    """The same in nats per byte of text."""
+
+    def to_json(self) -> str:
+        values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return json.dumps(values)
+
+
+class MetricsFile:
+    """RUN_DIR/metrics.jsonl, one object a line, each written out at once. `resume_at` drops lines past that
+    step."""
+
+    def __init__(self, run_dir: Path, resume_at: int = 0):
+        path = run_dir / FILE_NAME
+        kept = (
+            [line for line in read(path) if line["step"] <= resume_at] if resume_at and path.exists() else []
+        )
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
+        self._file.writelines(json.dumps(line) + "\n" for line in kept)
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._file.write(metrics.to_json() + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[dict]:
+    """The lines of a metrics file, a torn last one left out."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident set of this process so far, in bytes, shared memory included.
+
+    Linux keeps it per address space (VmHWM); getrusage, used elsewhere, starts from that of the launching
+    process.
+    """
+    try:
+        with open("/proc/self/status", "rb") as status:
+            for line in status:
+                if line.startswith(b"VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

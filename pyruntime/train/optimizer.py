@@ -1,0 +1,99 @@
+"""AdamW over tensor-parallel shards: each rank updates what it holds; the gradient norm is the whole
+model's."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pyruntime.ops.layers import adamw_, sum_of_squares
+from pyruntime.train.config import Optimizer
+
+
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019) with fp32 state, in one fused pass over all parameters.
+
+        m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
+        w = w (1 - lr * decay) - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    Matrices decay, vectors (norm weights, biases) do not. With bf16 parameters w is the fp32 master copy and
+    the parameter its rounding.
+    """
+
+    def __init__(self, model: nn.Module, settings: Optimizer):
+        self._settings = settings
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._names, self._parameters = list(named), list(named.values())
+        self._weight_decay = [settings.weight_decay if p.dim() >= 2 else 0.0 for p in self._parameters]
+        self._exp_avg = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
+        self._exp_avg_sq = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
+        low_precision = any(p.dtype != torch.float32 for p in self._parameters)
+        self._master = [p.detach().float() for p in self._parameters] if low_precision else []
+        self._sharded = [p for p in self._parameters if p.tp_dim is not None]
+        self._replicated = [p for p in self._parameters if p.tp_dim is None]
+
+    def squared_norms(self) -> tuple[float, float]:
+        """Sums of squares of this rank's gradients: of sharded parameters, to be summed over the ranks, and
+        of replicated ones, which are the same on every rank and count once."""
+        return tuple(
+            sum_of_squares([p.grad for p in parameters]).item()
+            for parameters in (self._sharded, self._replicated)
+        )
+
+    @torch.no_grad()
+    def step(self, step: int, lr: float, grad_scale: float) -> None:
+        """Updates the parameters with `grad_scale` times their gradients, which it drops. `step` counts from
+        1."""
+        settings = self._settings
+        adamw_(
+            self._parameters,
+            [p.grad for p in self._parameters],
+            self._exp_avg,
+            self._exp_avg_sq,
+            self._master,
+            lr=lr,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            eps=settings.eps,
+            weight_decay=self._weight_decay,
+            step=step,
+            grad_scale=grad_scale,
+        )
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state as DTensors over its own storage, {"exp_avg.<parameter>": ...}; what is loaded into them
+        is loaded into the state."""
+        kinds = {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
+        if self._master:
+            kinds["master"] = self._master
+        return {
+            f"{kind}.{key}": value
+            for kind, states in kinds.items()
+            for name, parameter, state in zip(self._names, self._parameters, states, strict=True)
+            for key, value in _full_names(name, parameter, state).items()
+        }
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """Factor that brings a gradient of norm `norm` down to `max_norm` (as torch.nn.utils.clip_grad_norm_); 0:
+    1."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+
+
+def global_norm(sharded: list[float], replicated: float) -> float:
+    """Norm of the whole model's gradient out of every rank's sharded sum of squares and the replicated
+    one."""
+    return math.sqrt(math.fsum(sharded) + replicated)
+
+
+def _full_names(name: str, parameter: nn.Parameter, state: Tensor) -> dict[str, Tensor]:
+    """`state`, laid out as `parameter` is, under the names that a whole checkpoint has for its parts."""
+    prefix, _, _ = name.rpartition(".")
+    return {
+        f"{prefix}.{key}" if prefix else key: value
+        for key, value in parameter.tp_layout.to_dtensors(state).items()
+    }

@@ -1,0 +1,140 @@
+"""The line that tells all of a step, rewritten on a terminal or printed now and then."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from pyruntime.train.metrics import StepMetrics
+
+BAR_WIDTH = 20
+
+
+class Progress:
+    """Shows the steps of a run on `stream`.
+
+    mode: "bar" rewrites one line at most ten times a second, "lines" prints every `log_every` steps, "auto"
+    is bar on a terminal and lines elsewhere, "off" prints nothing but `say`. Once nobody reads the stream any
+    more (`train | head`), `on_closed` is called and nothing is written from then on.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        mode: str,
+        log_every: int,
+        stream: TextIO = sys.stdout,
+        on_closed: Callable[[], None] = lambda: None,
+    ):
+        self._on_closed, self._closed = on_closed, False
+        self._steps, self._log_every, self._stream = steps, log_every, stream
+        self._mode = ("bar" if stream.isatty() else "lines") if mode == "auto" else mode
+        self._shown_at = 0.0
+        self._first_step, self._started = 0, 0.0
+        self._open_line = False
+
+    def show(self, metrics: StepMetrics) -> None:
+        """Shows a finished step."""
+        now = time.monotonic()
+        if not self._first_step:
+            self._first_step, self._started = metrics.step, now - metrics.step_time_s
+        last = metrics.step == self._steps
+        if self._mode == "bar":
+            if last or metrics.val_loss is not None or now - self._shown_at >= 0.1:
+                self._shown_at = now
+                self._rewrite_step(metrics, self._eta(metrics, now))
+        elif self._mode == "lines" and (
+            last or metrics.val_loss is not None or metrics.step % self._log_every == 0 or metrics.step == 1
+        ):
+            self._write(describe(metrics, self._steps, self._eta(metrics, now)) + "\n")
+
+    def say(self, text: str) -> None:
+        """Prints a line of its own."""
+        self._end_line()
+        self._write(text + "\n")
+
+    def _eta(self, metrics: StepMetrics, now: float) -> float:
+        """Seconds to go, at the pace of this process so far (validation and checkpoints included)."""
+        done = metrics.step - self._first_step + 1
+        return (now - self._started) / done * (self._steps - metrics.step)
+
+    def _rewrite_step(self, metrics: StepMetrics, eta_s: float) -> None:
+        """The fullest form of a step that fits the terminal. One with a validation stays; where it does not
+        fit with it, the validation has a line of its own."""
+        columns = shutil.get_terminal_size().columns - 1
+        line = describe(metrics, self._steps, eta_s)
+        drawn = f"{self._bar(metrics.step)} {line}"
+        narrow = len(line) > columns
+        if narrow:
+            forms = [describe_briefly(metrics, self._steps, eta_s, label) for label in ("exposed", "exp")]
+        else:
+            forms = [drawn, line]
+        self._rewrite(next((form for form in forms if len(form) <= columns), forms[-1])[:columns])
+        if metrics.val_loss is not None:
+            self._end_line()
+            if narrow:
+                self._write(f"step {metrics.step}/{self._steps} | {validation(metrics)}\n")
+
+    def _bar(self, step: int) -> str:
+        filled = BAR_WIDTH * step // self._steps
+        return "[" + "#" * filled + "." * (BAR_WIDTH - filled) + "]"
+
+    def _rewrite(self, text: str) -> None:
+        self._write("\r\x1b[K" + text)
+        self._open_line = True
+
+    def _end_line(self) -> None:
+        if self._open_line:
+            self._write("\n")
+            self._open_line = False
+
+    def _write(self, text: str) -> None:
+        if self._closed:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except BrokenPipeError:
+            self._closed = True
+            self._on_closed()
+
+
+def describe(metrics: StepMetrics, steps: int, eta_s: float) -> str:
+    """One step in one line."""
+    parts = [
+        f"step {metrics.step:>{len(str(steps))}}/{steps}",
+        f"loss {metrics.loss:.4f}",
+        f"norm {metrics.grad_norm:.3f}",
+        f"lr {metrics.lr:.2e}",
+        f"{metrics.tokens_per_second:,.0f} tok/s",
+        f"exposed {metrics.exposed_comm_s / metrics.step_time_s:.1%}",
+        f"{metrics.memory_bytes / 1e6:,.0f} MB",
+        f"ETA {clock(eta_s)}",
+    ]
+    if metrics.val_loss is not None:
+        parts.insert(2, validation(metrics))
+    return " | ".join(parts)
+
+
+def describe_briefly(metrics: StepMetrics, steps: int, eta_s: float, exposed_label: str) -> str:
+    """One step without its validation, in a line for a terminal of 80 columns."""
+    return (
+        f"{metrics.step}/{steps} loss {metrics.loss:.3f} norm {metrics.grad_norm:.3g} lr {metrics.lr:.1e} "
+        f"{metrics.tokens_per_second:.0f} tok/s "
+        f"{exposed_label} {metrics.exposed_comm_s / metrics.step_time_s:.0%} ETA {clock(eta_s)}"
+    )
+
+
+def validation(metrics: StepMetrics) -> str:
+    """What a validation found."""
+    return f"val {metrics.val_loss:.4f} ({metrics.val_loss_per_byte:.4f} nats/byte)"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

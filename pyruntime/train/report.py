@@ -1,0 +1,132 @@
+"""What is left of a run: a plot of the loss and a scorecard of how well communication was hidden."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+
+from pyruntime.train.metrics import StepMetrics
+
+PLOT_FILE, SCORECARD_FILE = "loss.png", "scorecard"
+WARM_STEPS = 0.1
+"""Share of the steps, from the first, that the medians leave out: tiers are measured and buffers made in
+them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scorecard:
+    """Overlap of a whole run. Times are medians over the steps after the first tenth."""
+
+    ranks: int
+    steps: int
+    """Steps that the medians are over."""
+    step_time_s: float
+    exposed_comm_s: float
+    """Seconds of a step in which a rank waited for peers or moved bytes; of the rank where it was most."""
+    exposed_share: float
+    """exposed_comm_s / step_time_s."""
+    hidden_bound: float
+    """step_time_s / (step_time_s - exposed_comm_s): 1.0 is a step with nothing exposed."""
+    bytes_per_step: float
+    """Bytes that rank 0 read from its peers or sent to them in one step."""
+    tokens_per_second: float
+    flops_per_second: float
+    """Model FLOP/s of all ranks together (forward and backward products, no recomputation)."""
+    memory_bytes: int
+    val_loss_per_byte: float | None
+    tiers: list[dict]
+    """The rows of `pyruntime.nn.explain`: per layer and primitive, which tier ran, why not a faster one."""
+
+
+def scorecard(
+    history: list[StepMetrics], ranks: int, bytes_moved: int, flops_per_token: float, tiers: list[dict]
+) -> Scorecard:
+    """The scorecard of the steps in `history`, during which `bytes_moved` bytes went over the group."""
+    warm = history[int(len(history) * WARM_STEPS) :]
+    step_time = statistics.median(m.step_time_s for m in warm)
+    exposed = statistics.median(m.exposed_comm_s for m in warm)
+    tokens_per_second = statistics.median(m.tokens_per_second for m in warm)
+    return Scorecard(
+        ranks=ranks,
+        steps=len(warm),
+        step_time_s=step_time,
+        exposed_comm_s=exposed,
+        exposed_share=exposed / step_time,
+        hidden_bound=step_time / (step_time - exposed),
+        bytes_per_step=bytes_moved / len(history),
+        tokens_per_second=tokens_per_second,
+        flops_per_second=tokens_per_second * flops_per_token,
+        memory_bytes=max(m.memory_bytes for m in history),
+        val_loss_per_byte=history[-1].val_loss_per_byte,
+        tiers=tiers,
+    )
+
+
+def format_scorecard(card: Scorecard) -> str:
+    """The scorecard as text."""
+    rows = [
+        ("ranks", f"{card.ranks}"),
+        ("step", f"{card.step_time_s * 1e3:,.1f} ms (median of {card.steps})"),
+        (
+            "exposed communication",
+            f"{card.exposed_comm_s * 1e3:,.1f} ms a step, {card.exposed_share:.1%} of it",
+        ),
+        ("step / step with nothing exposed", f"{card.hidden_bound:.3f}"),
+        ("bytes moved by a rank", f"{card.bytes_per_step / 1e6:,.1f} MB a step"),
+        (
+            "throughput",
+            f"{card.tokens_per_second:,.0f} tok/s, {card.flops_per_second / 1e9:,.1f} GFLOP/s of the model",
+        ),
+        ("peak memory of a rank", f"{card.memory_bytes / 1e6:,.0f} MB"),
+    ]
+    if card.val_loss_per_byte is not None:
+        rows.append(("validation loss", f"{card.val_loss_per_byte:.4f} nats/byte"))
+    width = max(len(name) for name, _ in rows)
+    lines = ["Overlap scorecard", *(f"  {name:<{width}}  {value}" for name, value in rows)]
+    return "\n".join([*lines, "  tiers", *(f"    {line}" for line in tier_lines(card.tiers))])
+
+
+def tier_lines(tiers: list[dict]) -> list[str]:
+    """One line for all layers that run the same operation of the same size on the same tier for the same
+    reason."""
+    counts = collections.Counter(
+        (
+            f"{use['when']:<8} {use['op']}",
+            (f"[{use['rows']}, {use['k']}] @ [{use['n']}, {use['k']}]^T " if "matmul" in use["op"] else "")
+            + use["dtype"],
+            f"{use['tier']} ({use['reason']})" if use["reason"] else use["tier"],
+        )
+        for use in tiers
+    )
+    widths = [max(len(key[column]) for key in counts) for column in (0, 1)] if counts else []
+    return [
+        f"{count:>3} x {what:<{widths[0]}}  {size:<{widths[1]}}  {tier}"
+        for (what, size, tier), count in counts.items()
+    ]
+
+
+def write_scorecard(card: Scorecard, run_dir: Path) -> None:
+    """RUN_DIR/scorecard.json and RUN_DIR/scorecard.txt."""
+    (run_dir / f"{SCORECARD_FILE}.json").write_text(json.dumps(dataclasses.asdict(card), indent=2) + "\n")
+    (run_dir / f"{SCORECARD_FILE}.txt").write_text(format_scorecard(card) + "\n")
+
+
+def plot_loss(lines: list[dict], path: Path) -> None:
+    """A PNG of training and validation loss over steps, from the lines of metrics.jsonl."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.plot([m["step"] for m in lines], [m["loss"] for m in lines], lw=0.8, label="training")
+    measured = [m for m in lines if "val_loss" in m]
+    axes.plot(
+        [m["step"] for m in measured], [m["val_loss"] for m in measured], "o-", ms=4, label="validation"
+    )
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)

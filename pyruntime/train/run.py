@@ -1,0 +1,222 @@
+"""A whole run: data, model, training, and what it leaves behind.
+
+RUN_DIR/config.toml      the configuration as it was
+RUN_DIR/metrics.jsonl    one object a step
+RUN_DIR/checkpoints/     resumable checkpoints
+RUN_DIR/model/           the weights in Hugging Face's format, with the tokenizer
+RUN_DIR/loss.png, scorecard.json, scorecard.txt, sample.txt
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import shutil
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pyruntime import comm
+from pyruntime.llama import Llama, generate, load_weights, save_hf
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.train import checkpoint_folder, config_file, corpus, metrics, report, shape
+from pyruntime.train.config import RunConfig, tokens_per_step
+from pyruntime.train.corpus import Corpus
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.first_rank import on_first_rank
+from pyruntime.train.loop import Trainer
+from pyruntime.train.metrics import MetricsFile, StepMetrics
+from pyruntime.train.progress import Progress
+from pyruntime.train.signals import StopRequest
+from pyruntime.train.tokenizer import Tokenizer, open_tokenizer
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+MODEL_FOLDER, DATA_FOLDER, SAMPLE_FILE = "model", "data", "sample.txt"
+
+
+def run(config: RunConfig, name: str, group: comm.Group, stop: StopRequest) -> Path:
+    """Trains as `config` says on the ranks of `group`, each of which calls this, and returns the run folder.
+
+    `name` is the configuration's, for the folder. Raises ConfigError, `Stopped`, TrainingError, or the
+    communication errors of `pyruntime`.
+    """
+    ranks = comm.process_group(group)
+    first = ranks.rank() == 0
+    tokenizer = open_tokenizer(config.data.tokenizer)
+    wanted = shape.llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, ranks.size())
+    start_at, steps_done = _checkpoint(config, wanted)
+    run_dir = on_first_rank(ranks, lambda: _make_run_dir(config, name, start_at))
+    text = _corpus(config, tokenizer, run_dir, ranks)
+    model = _model(config, wanted, group)
+    progress = Progress(
+        config.train.steps,
+        config.output.progress if first else "off",
+        config.output.log_every,
+        on_closed=lambda: stop.note(signal.SIGPIPE),
+    )
+    if first:
+        progress.say(_opening(config, wanted, text, run_dir, ranks.size()))
+
+    trainer = Trainer(config, model, wanted, text, group, run_dir, stop)
+    if start_at:
+        trainer.resume(start_at)
+    history: list[StepMetrics] = []
+    bytes_before = comm.stats(group).bytes
+    with MetricsFile(run_dir, resume_at=steps_done) if first else contextlib.nullcontext() as file:
+        for step in trainer.fit():
+            history.append(step)
+            if file:
+                file.write(step)
+                progress.show(step)
+    bytes_moved = comm.stats(group).bytes - bytes_before
+    save_hf(model, run_dir / MODEL_FOLDER)
+
+    def report_training() -> None:
+        tokenizer.save(run_dir / MODEL_FOLDER)
+        card = _scorecard(config, trainer, history, bytes_moved, ranks.size()) if history else None
+        _report(run_dir, card, progress)
+
+    on_first_rank(ranks, report_training, slow=True)
+    sample = _sample(config, model, tokenizer)
+    if first:
+        _close(run_dir, sample, progress)
+    return run_dir
+
+
+def _checkpoint(config: RunConfig, wanted: LlamaConfig) -> tuple[Path | None, int]:
+    """The checkpoint to go on with, if any, and its step."""
+    if not config.checkpoint.resume:
+        return None, 0
+    folder = checkpoint_folder.find(Path(config.checkpoint.resume))
+    facts = checkpoint_folder.Facts(step=0, dtype=config.train.dtype, model=dataclasses.asdict(wanted))
+    return folder, checkpoint_folder.read_matching(folder, facts).step
+
+
+def _make_run_dir(config: RunConfig, name: str, start_at: Path | None) -> Path:
+    """Rank 0 makes the run folder: the one asked for, that of the checkpoint, or the first free
+    runs/<name>-<n>."""
+    try:
+        if config.output.run_dir:
+            run_dir = Path(config.output.run_dir)
+            same = start_at is not None and start_at.resolve().is_relative_to(run_dir.resolve())
+            if (run_dir / metrics.FILE_NAME).exists() and not same:
+                raise ConfigError(
+                    f"output.run_dir: {run_dir} holds a run already; name another folder, or go on with it "
+                    f"through --checkpoint.resume {run_dir}."
+                )
+            run_dir.mkdir(parents=True, exist_ok=True)
+        elif start_at:
+            run_dir = start_at.parent.parent
+        else:
+            run_dir = _first_free(Path("runs"), name)
+        (run_dir / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output.run_dir: {error.filename} cannot be written: {error.strerror}.") from error
+    return run_dir
+
+
+def _first_free(parent: Path, name: str) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        run_dir = parent / f"{name}-{number}"
+        try:
+            run_dir.mkdir()
+        except FileExistsError:
+            continue
+        return run_dir
+    raise AssertionError("count() does not end")
+
+
+def _corpus(config: RunConfig, tokenizer: Tokenizer, run_dir: Path, group: dist.ProcessGroup) -> Corpus:
+    """Rank 0 writes the tokens, all map them, and the file is unlinked: it lives as long as it is mapped."""
+    folder, seq_len = run_dir / DATA_FOLDER, config.train.seq_len
+
+    def build() -> None:
+        corpus.build(config.data, tokenizer, folder)
+        corpus.open_corpus(folder, seq_len)
+
+    try:
+        on_first_rank(group, build, slow=True)
+        text = corpus.open_corpus(folder, seq_len)
+        on_first_rank(group, lambda: None)  # not before all have mapped it
+    finally:
+        if group.rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return text
+
+
+def _model(config: RunConfig, wanted: LlamaConfig, group: comm.Group) -> Llama:
+    options = {"dtype": DTYPES[config.train.dtype], "tier": config.comm.tier}
+    if not config.model.init_from:
+        return Llama(wanted, group, seed=config.train.seed, **options)
+    model = Llama(wanted, group, seed=None, **options)
+    try:
+        load_weights(model, config.model.init_from)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model.init_from: {error}") from error
+    return model
+
+
+def _sample(config: RunConfig, model: Llama, tokenizer: Tokenizer) -> str | None:
+    """The prompt and what the model makes of it, or None where no sample is wanted. Every rank calls this."""
+    output = config.output
+    prompt = tokenizer.encode(output.sample_prompt.encode()).tolist()
+    if not prompt and tokenizer.separator is not None:
+        prompt = [tokenizer.separator]
+    tokens = min(output.sample_tokens, model.config.max_position_embeddings - len(prompt))
+    if tokens < 1 or not prompt:
+        return None
+    ids = generate(
+        model.eval(),
+        torch.tensor([prompt]),
+        tokens,
+        temperature=output.temperature,
+        seed=config.train.seed,
+        eos_token_id=tokenizer.separator,
+    )
+    return tokenizer.decode(ids[0].tolist())
+
+
+def _opening(config: RunConfig, wanted: LlamaConfig, text: Corpus, run_dir: Path, ranks: int) -> str:
+    facts, train = text.facts, config.train
+    skipped = f" ({facts.skipped} without text left out)" if facts.skipped else ""
+    return "\n".join(
+        [
+            f"model  {wanted.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, tp={ranks} with "
+            f"sequence parallelism, {torch.get_num_threads()} thread(s) a rank",
+            f"text   {facts.files} files{skipped}, {facts.tokens - facts.val_tokens:,} tokens to learn from, "
+            f"{facts.val_tokens:,} held out",
+            f"steps  {train.steps} of {tokens_per_step(config):,} tokens, in micro-batches of "
+            f"{train.micro_batch_size} x {train.seq_len}",
+            f"run    {run_dir}",
+        ]
+    )
+
+
+def _scorecard(
+    config: RunConfig, trainer: Trainer, history: list[StepMetrics], bytes_moved: int, ranks: int
+) -> report.Scorecard:
+    flops = trainer.model.config.flops_per_token(config.train.seq_len)
+    tiers = [dataclasses.asdict(use) for use in trainer.tiers.rows]
+    return report.scorecard(history, ranks, bytes_moved, flops, tiers)
+
+
+def _report(run_dir: Path, card: report.Scorecard | None, progress: Progress) -> None:
+    """Writes and prints how the training went."""
+    report.plot_loss(metrics.read(run_dir / metrics.FILE_NAME), run_dir / report.PLOT_FILE)
+    if card:
+        report.write_scorecard(card, run_dir)
+        progress.say("\n" + report.format_scorecard(card))
+
+
+def _close(run_dir: Path, sample: str | None, progress: Progress) -> None:
+    """Writes and prints the sample, and says where everything is."""
+    if sample is not None:
+        (run_dir / SAMPLE_FILE).write_text(sample + "\n", encoding="utf-8")
+        progress.say(f"\nSample\n{sample}")
+    progress.say(
+        f"\nEverything is in {run_dir}: weights in {MODEL_FOLDER}/, {report.PLOT_FILE}, {metrics.FILE_NAME}."
+    )

@@ -1,0 +1,153 @@
+"""Says what is wrong with a configuration before anything is started: pure, without torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import get_args
+
+from pyruntime.train.config import RunConfig, Tier
+from pyruntime.train.errors import ConfigError
+
+LONGEST_S = 1e6
+SEEDS = 2**63
+
+
+def check(config: RunConfig, world_size: int) -> None:
+    """Raises ConfigError, one sentence that names the key, for the first thing in `config` that cannot work.
+
+    `world_size` is the number of ranks that were started. The model's sizes are checked where it is made, in
+    `pyruntime.train.shape`.
+    """
+    _check_train(config)
+    _check_optimizer(config)
+    _check_files(config)
+    _check_output(config)
+    _check_ranks(config, world_size)
+
+
+def _check_train(config: RunConfig) -> None:
+    train = config.train
+    for name in ("steps", "batch_size", "micro_batch_size", "seq_len", "val_sequences"):
+        value = getattr(train, name)
+        _require(value >= 1, f"train.{name} must be at least 1, found {value}.")
+    for name in ("val_every", "threads"):
+        value = getattr(train, name)
+        _require(value >= 0, f"train.{name} must not be negative, found {value}.")
+    check_seed("train.seed", train.seed)
+    _require(
+        train.batch_size % train.micro_batch_size == 0,
+        f"train.micro_batch_size={train.micro_batch_size} does not divide "
+        f"train.batch_size={train.batch_size}.",
+    )
+    fraction = config.data.val_fraction
+    _require(0 < fraction <= 0.5, f"data.val_fraction must be above 0 and at most 0.5, found {fraction}.")
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    for name in ("lr", "eps"):
+        value = getattr(optimizer, name)
+        _require(
+            math.isfinite(value) and value > 0,
+            f"optimizer.{name} must be a positive finite number, found {value}.",
+        )
+    for name in ("weight_decay", "clip_grad_norm"):
+        value = getattr(optimizer, name)
+        _require(
+            math.isfinite(value) and value >= 0,
+            f"optimizer.{name} must be a finite number of at least 0, found {value}.",
+        )
+    for name in ("beta1", "beta2"):
+        value = getattr(optimizer, name)
+        _require(0 <= value < 1, f"optimizer.{name} must be at least 0 and below 1, found {value}.")
+    fraction = optimizer.min_lr_fraction
+    _require(0 <= fraction <= 1, f"optimizer.min_lr_fraction must be between 0 and 1, found {fraction}.")
+    warmup, steps = optimizer.warmup_steps, config.train.steps
+    _require(
+        0 <= warmup <= steps,
+        f"optimizer.warmup_steps must be between 0 and train.steps={steps}, found {warmup}.",
+    )
+
+
+def _check_files(config: RunConfig) -> None:
+    for path in config.data.paths:
+        _require(os.path.exists(path), f"data.paths: {path} does not exist.")
+        _require(
+            os.path.isfile(path) or os.path.isdir(path),
+            f"data.paths: {path} is neither a file nor a folder.",
+        )
+    tokenizer = config.data.tokenizer
+    _require(
+        tokenizer == "bytes" or Path(tokenizer).is_file(),
+        f'data.tokenizer: {tokenizer} is not a file; give "bytes" or the path of a tokenizer.json.',
+    )
+    folder = config.model.init_from
+    if folder:
+        _require(
+            (Path(folder) / "config.json").is_file(),
+            f"model.init_from: {folder} holds no config.json; give the folder of a Hugging Face Llama "
+            "checkpoint.",
+        )
+    resume = config.checkpoint.resume
+    _require(not resume or Path(resume).is_dir(), f"checkpoint.resume: the folder {resume} does not exist.")
+
+
+def _check_output(config: RunConfig) -> None:
+    output, checkpoint = config.output, config.checkpoint
+    _require(
+        checkpoint.every_steps >= 0,
+        f"checkpoint.every_steps must not be negative, found {checkpoint.every_steps}.",
+    )
+    _require(checkpoint.keep >= 1, f"checkpoint.keep must be at least 1, found {checkpoint.keep}.")
+    _require(output.log_every >= 1, f"output.log_every must be at least 1, found {output.log_every}.")
+    _require(
+        output.sample_tokens >= 0,
+        f"output.sample_tokens must not be negative, found {output.sample_tokens}.",
+    )
+    _require(
+        math.isfinite(output.temperature) and output.temperature >= 0,
+        f"output.temperature must be a finite number of at least 0, found {output.temperature}.",
+    )
+    run_dir = Path(output.run_dir or ".")
+    _require(
+        not run_dir.exists() or run_dir.is_dir(), f"output.run_dir: {run_dir} exists and is not a folder."
+    )
+
+
+def _check_ranks(config: RunConfig, world_size: int) -> None:
+    tiers = get_args(Tier)
+    _require(
+        config.comm.tier in tiers,
+        f"comm.tier must be one of {', '.join(tiers)}, found {config.comm.tier}.",
+    )
+    check_seconds("comm.deadline_s", config.comm.deadline_s)
+    tp = config.parallel.tp
+    if tp is None:
+        return
+    _require(tp >= 1, f"parallel.tp must be at least 1, found {tp}.")
+    _require(
+        tp == world_size,
+        f"parallel.tp={tp} but {world_size} rank(s) were started, and every rank belongs to the "
+        f"tensor-parallel group; start torchrun with --nproc-per-node {tp} or set parallel.tp to "
+        f"{world_size}.",
+    )
+
+
+def check_seed(key: str, value: int) -> None:
+    """Raises ConfigError where `value`, the option `key`, is no seed that torch takes."""
+    _require(0 <= value < SEEDS, f"{key} must be at least 0 and below 2**63, found {value}.")
+
+
+def check_seconds(key: str, value: float) -> None:
+    """Raises ConfigError where `value`, the option `key`, is no deadline in seconds."""
+    _require(
+        math.isfinite(value) and 0 < value <= LONGEST_S,
+        f"{key} must be above 0 and at most {LONGEST_S:.0f} seconds, found {value}.",
+    )
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ConfigError(sentence)

@@ -1,0 +1,144 @@
+"""Builds pyruntime._C, the C++ core, against the torch that is installed; for the rest see pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise SystemExit(
+        f"pyruntime is built against the torch of its environment and {sys.executable} has none: run "
+        "`pip install torch==2.13.0 setuptools wheel ninja && pip install --no-build-isolation .` instead."
+    ) from None
+
+
+def check_torch_version() -> None:
+    """Refuses a torch that is known not to work and warns of one that nobody has tried."""
+    found = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    supported = f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}"
+    if found < OLDEST_TORCH:
+        raise SystemExit(
+            f"pyruntime needs torch {supported} and found {torch.__version__}: "
+            "run `pip install torch==2.13.0` first."
+        )
+    if found > NEWEST_TORCH:
+        warnings.warn(
+            f"pyruntime is tested with torch {supported} and found {torch.__version__}; the build goes on, "
+            "but a newer torch may have changed the C++ interfaces that it uses.",
+            stacklevel=1,
+        )
+
+
+def sources() -> list[str]:
+    """All of csrc but csrc/cuda, whose kernels nvcc builds into a library of their own."""
+    found = sorted(
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "csrc").rglob("*.cpp")
+        if path.relative_to(ROOT).parts[1] != "cuda"
+    )
+    if not found:
+        raise SystemExit(f"no C++ source was found under {ROOT / 'csrc'}; the source tree is incomplete.")
+    return found
+
+
+def extension():
+    """The one extension module.
+
+    torch's headers are system headers (-isystem), so that our warnings do not fire in them. torch's version
+    is a macro, so that ninja, which does not watch system headers, rebuilds everything when torch changes.
+    """
+    built = CppExtension(
+        name="pyruntime._C",
+        sources=sources(),
+        extra_compile_args=[
+            "-std=c++20",  # what torch 2.13 asks for, said here so that the precompiled header is built alike
+            "-O3",
+            "-g0",
+            "-Wall",
+            "-Wextra",
+            "-fopenmp",
+            "-fno-math-errno",
+            "-fno-trapping-math",
+            "-fvisibility=hidden",
+            f'-DPYRUNTIME_TORCH_VERSION="{torch.__version__}"',
+            *(f"-isystem{path}" for path in include_paths()),
+        ],
+        extra_link_args=["-Wl,-O1", "-Wl,--as-needed"],
+    )
+    built.include_dirs = [str(ROOT / "csrc")]
+    built.depends = []
+    return built
+
+
+class Build(BuildExtension):
+    """torch's builder; a build in place (development) turns warnings into errors and is made to be repeated.
+
+    The objects of a build in place lie under build/ whoever asks for it (`setup.py build_ext --inplace` or
+    `pip install -e .`), in a folder for each Python and torch, so that ninja rebuilds only what changed.
+    """
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.for_development = bool(self.inplace or getattr(self, "editable_mode", False))
+        if not self.for_development:
+            return
+        tag = f"{platform.machine()}-cp{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}"
+        self.build_temp = str(ROOT / "build" / f"inplace-{tag}")
+        for ext in self.extensions:
+            ext.extra_compile_args = [*ext.extra_compile_args, "-Werror"]
+
+    def build_extensions(self) -> None:
+        if self.for_development:
+            (ext,) = self.extensions
+            ext.extra_compile_args = [*ext.extra_compile_args, *self.precompiled_header()]
+        super().build_extensions()
+
+    def precompiled_header(self) -> list[str]:
+        """Parses csrc/precompiled.h once for all sources, which halves the time of a full build; GCC only.
+
+        Returns the flags that make a source use it. Should GCC find that it does not fit a source, it says so
+        and reads the header itself.
+        """
+        compiler = os.environ.get("CXX", "c++")
+        version = subprocess.run([*shlex.split(compiler), "--version"], capture_output=True, text=True)
+        if "Free Software Foundation" not in version.stdout:
+            return []
+        header = Path(self.build_temp, "precompiled.h").resolve()
+        flags = [*self.compiler.compiler_so[1:], *self.extensions[0].extra_compile_args]
+        command = [*shlex.split(compiler), *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
+        text = (ROOT / "csrc" / "precompiled.h").read_text()
+        recipe = "\n".join([version.stdout, *command, text])
+        made = header.with_suffix(".recipe")
+        if not made.exists() or made.read_text() != recipe:
+            header.parent.mkdir(parents=True, exist_ok=True)
+            made.unlink(missing_ok=True)
+            header.write_text(text)
+            if subprocess.run(command).returncode != 0:
+                raise SystemExit("csrc/precompiled.h does not compile; the compiler's message stands above.")
+            made.write_text(recipe)
+        return ["-include", str(header), "-Winvalid-pch", "-Wno-error=invalid-pch"]
+
+
+os.chdir(ROOT)
+# A compiler takes up to 1 GB: as many as there are cores, not ninja's two more.
+os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+# ninja of this Python's environment is found also where the environment is not activated.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+check_torch_version()
+setup(license="Apache-2.0", ext_modules=[extension()], cmdclass={"build_ext": Build})

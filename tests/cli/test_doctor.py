@@ -1,0 +1,61 @@
+"""The doctor says what it cannot find out and goes on."""
+
+import subprocess
+import sys
+
+import pytest
+
+from pyruntime.cli import doctor, machine
+
+
+def test_a_part_that_fails_says_so(capsys):
+    def fails():
+        raise OSError("no such tool")
+
+    doctor.show("Part", fails)
+    assert capsys.readouterr().out == "Part\n  not found out  OSError: no such tool\n\n"
+
+
+def test_the_compiler_is_read_from_the_library(tmp_path):
+    library = tmp_path / "lib.so"
+    library.write_bytes(b"\x7fELF\0\0GCC: (Debian 12.2.0-14) 12.2.0\0\0clang version 17.0.1 (x)\0")
+    assert doctor.compiler(library) == "compiled by GCC: (Debian 12.2.0-14) 12.2.0, clang version 17.0.1 (x)"
+    library.write_bytes(b"\x7fELF")
+    assert doctor.compiler(library) == "compiler unknown"
+
+
+def test_missing_files_are_unknown(monkeypatch, tmp_path):
+    missing = tmp_path / "missing"
+    monkeypatch.setattr(machine, "Path", lambda path: missing)
+    assert dict(machine.processor())["SIMD"] == "unknown"
+    assert dict(machine.memory())["memory"] == "unknown"
+    assert dict(machine.network()) == {"RDMA devices": "none", "network": "loopback only"}
+
+
+def test_nvlink_is_read_from_nvidia_smi(monkeypatch):
+    text = "GPU 0: NVIDIA H100\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+    monkeypatch.setattr(machine.shutil, "which", lambda tool: "/usr/bin/nvidia-smi")
+    for output, expected in ((text, "2 links, 53 GB/s over all GPUs"), ("", "none")):
+        done = subprocess.CompletedProcess([], 0, stdout=output, stderr="")
+        monkeypatch.setattr(machine.subprocess, "run", lambda *_, answer=done, **__: answer)
+        assert machine._nvlink() == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        ("import time; time.sleep(60)", "timed out after"),
+        (
+            "import sys; sys.exit('pyruntime: Nothing works.')",
+            "the 2 ranks ended with 1: pyruntime: Nothing works.",
+        ),
+    ],
+)
+def test_ranks_that_fail_are_reported(capsys, monkeypatch, program, sentence):
+    run = subprocess.run
+    monkeypatch.setattr(
+        doctor.subprocess, "run", lambda command, **options: run([sys.executable, "-c", program], **options)
+    )
+    doctor.start_tiers(doctor.Options(timeout_s=1.0), [])
+    shown = capsys.readouterr().out
+    assert shown.startswith("Tiers\n  not found out  ") and sentence in shown

@@ -1,0 +1,41 @@
+"""--help documents every field, with its unit where it has one."""
+
+import dataclasses
+import re
+
+import pytest
+
+from pyruntime.cli import main
+from pyruntime.cli.doctor import Options as DoctorOptions
+from pyruntime.cli.generate import Options as GenerateOptions
+from pyruntime.train.config import RunConfig
+
+
+def flags(config, prefix=""):
+    for field in dataclasses.fields(config):
+        value = field.default
+        if dataclasses.is_dataclass(value):
+            yield from flags(value, f"{field.name}.")
+        else:
+            yield f"--{prefix}{field.name}"
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [("train", RunConfig), ("generate", GenerateOptions), ("doctor", DoctorOptions)]
+)
+def test_help_shows_every_flag_with_a_sentence(capsys, monkeypatch, command, options):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([command, "--help"]) == 0
+    words = re.sub(r"[│─╭╮╰╯\s-]*\n[│─╭╮╰╯\s]*", " ", capsys.readouterr().out)
+    for flag in flags(options):
+        found = re.search(rf"{re.escape(flag)} (.*?) \((required|default: )", words)
+        assert found, f"{flag} is not shown"
+        assert re.search(r"[A-Z\]}] +\S.*\.$", found[1]), f"{flag} has no sentence: {found[1]}"
+
+
+def test_help_names_the_presets_and_the_commands(capsys):
+    main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "dim1024, dim256, main, tiny" in shown
+    assert main([]) == 0
+    assert "train" in capsys.readouterr().out

@@ -1,0 +1,122 @@
+"""Bad requests end with one sentence on stderr and exit code 2, before anything is started."""
+
+import pytest
+
+from pyruntime.cli import arguments, main, train
+from pyruntime.cli import main as run_command
+from pyruntime.cli.main import LAUNCHER_ENDS_US_S
+from pyruntime.train.errors import ConfigError
+
+
+def refused(capsys, *argv):
+    """Exit code 2 and exactly one line on stderr, which is returned."""
+    assert run_command(list(argv)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("pyruntime: ") and err.endswith(".\n") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["fly"], "There is no command fly; use train, generate or doctor."),
+        (["train", "--config", "no.toml"], "--config no.toml: there is no such file and no such preset;"),
+        (["train", "--config"], "--config needs a value."),
+        (["train", "--config", "--train.steps", "3"], "--config needs a value."),
+        (["train", "--optimizer.lr", "nan"], "optimizer.lr must be a positive finite number, found nan."),
+        (["train", "--optimizer.lr", "fast"], "optimizer.lr"),
+        (["train", "--train.steps", "1.5"], "train.steps"),
+        (["train", "--train.steps", "-3"], "train.steps must be at least 1, found -3."),
+        (["train", "--train.steps"], "train.steps"),
+        (["train", "--train.stepz", "3"], "train.stepz"),
+        (["train", "--train.dtype", "fp8"], "train.dtype"),
+        (["train", "--model.hidden_size", "wide"], "model.hidden_size"),
+        (["train", "stray"], "stray"),
+        (["train", "--parallel.tp", "3"], "parallel.tp=3 but 1 rank(s) were started"),
+        (["train", "--data.paths", "/nowhere"], "data.paths: /nowhere does not exist."),
+        (
+            ["train", "--checkpoint.resume", "/nowhere"],
+            "checkpoint.resume: the folder /nowhere does not exist.",
+        ),
+        (["generate"], "checkpoint"),
+        (["generate", "--checkpoint", "/nowhere"], "--checkpoint /nowhere: there is no such folder."),
+        (["generate", "--checkpoint", "/tmp", "--tokens", "0"], "--tokens must be at least 1, found 0."),
+        (["generate", "--checkpoint", "/tmp", "--seed", "-1"], "--seed must be at least 0 and below 2**63,"),
+        (["generate", "--checkpoint", "/tmp", "--seed", str(2**63)], "--seed must be at least 0"),
+        (["generate", "--checkpoint", "/tmp", "--deadline_s", "nan"], "--deadline_s must be above 0"),
+        (["generate", "--checkpoint", "/tmp", "--deadline_s", "1e7"], "at most 1000000 seconds"),
+        (["train", "--train.seed", str(2**63)], "train.seed must be at least 0 and below 2**63,"),
+        (["train", "--comm.deadline_s", "inf"], "comm.deadline_s must be above 0 and at most 1000000"),
+        (["train", "--comm.tier", "fused"], "comm.tier"),
+        (["doctor", "--timeout_s", "inf"], "--timeout_s must be above 0 and at most 1000000 seconds,"),
+        (["doctor", "--timeout_s", "0"], "--timeout_s must be above 0"),
+        (["doctor", "--rows", "0"], "--rows must be at least 1, found 0."),
+        (["doctor", "--ranks", "-1"], "--ranks must not be negative"),
+    ],
+)
+def test_a_bad_request_is_one_sentence_and_exit_code_2(capsys, argv, sentence):
+    assert sentence in refused(capsys, *argv)
+
+
+def test_an_unknown_key_in_the_file_is_refused(capsys, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[train]\nstep = 3\n")
+    assert f"{path}: [train] has no key step; the nearest is steps." in refused(
+        capsys, "train", "--config", str(path)
+    )
+
+
+def test_a_folder_without_checkpoint_cannot_be_resumed(capsys, tmp_path):
+    assert "holds no complete checkpoint" in refused(capsys, "train", "--checkpoint.resume", str(tmp_path))
+
+
+def test_a_wrong_number_of_ranks_in_the_environment_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert "WORLD_SIZE=many is not a number of ranks" in refused(capsys, "train", "--config", "tiny")
+
+
+def test_only_rank_0_speaks_and_the_others_end_with_2_too(capsys, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: waits.append(seconds))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, lines in (("0", 1), ("1", 0)):
+        waits = []
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", "--optimizer.lr", "nan"]) == 2
+        assert capsys.readouterr().err.count("\n") == lines
+        assert waits == ([] if rank == "0" else [LAUNCHER_ENDS_US_S])
+
+
+def test_flags_change_single_values_of_the_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[train]\nsteps = 7\ndtype = "fp32"\n')
+    config, name = train.read(["--config", str(path), "--train.steps", "9", "--data.paths", "a", "b"])
+    assert (config.train.steps, config.train.dtype, config.data.paths) == (9, "fp32", ("a", "b"))
+    assert name == "mine"
+    assert train.read([f"--config={path}"])[0].train.steps == 7
+    assert train.read(["--checkpoint.save_on_stop", "False"])[0].checkpoint.save_on_stop is False
+
+
+def test_resuming_takes_the_configuration_of_the_run(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "run.json").write_text("{}")
+    (tmp_path / "config.toml").write_text('[train]\nsteps = 77\n[output]\nrun_dir = "elsewhere"\n')
+    for folder in (tmp_path, checkpoint):
+        config, _ = train.read(["--checkpoint.resume", str(folder)])
+        assert (config.train.steps, config.output.run_dir) == (77, "")
+    assert train.read(["--checkpoint.resume", str(tmp_path), "--config", "tiny"])[0].train.steps == 20
+
+
+def test_the_first_paragraph_of_a_box_is_the_sentence():
+    box = "╭─ Value error ───╮\n│ Error parsing --a: │\n│ not a number. │\n│ ───── │\n│ more │\n╰────╯\n"
+    assert arguments.first_finding(box) == "Error parsing --a: not a number"
+    assert arguments.first_finding("") == ""
+
+
+def test_an_option_is_taken_out_of_the_command_line():
+    assert arguments.take_option(["a", "--config", "x", "b"], "config") == ("x", ["a", "b"])
+    assert arguments.take_option(["--config=x=y"], "config") == ("x=y", [])
+    assert arguments.take_option(["--configs", "x"], "config") == (None, ["--configs", "x"])
+    with pytest.raises(ConfigError, match=r"--config needs a value\."):
+        arguments.take_option(["--config"], "config")

@@ -1,0 +1,140 @@
+"""Builds the C++ tests: a program for each, plain and under the sanitizers.
+
+A program is tests/cpp/AREA/test_NAME.cpp, check.cpp and the files of csrc that it tests, linked with torch.
+All are built plain and for the address and undefined-behaviour sanitizers; those in which several threads
+meet for the thread sanitizer too. ninja compiles what changed; everything it makes lies in build/cpp_tests.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import include_paths, library_paths
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BUILD = ROOT / "build" / "cpp_tests"
+
+CORE = sorted(f"core/{path.name}" for path in (ROOT / "csrc/core").glob("*.cpp"))
+RING = [
+    *CORE,
+    "cpu/host_process.cpp",
+    "cpu/reduce.cpp",
+    "transport/control_line.cpp",
+    "transport/private_workspace.cpp",
+    "transport/ring.cpp",
+    "transport/ring_flight.cpp",
+    "transport/ring_schedule.cpp",
+    "transport/transport.cpp",
+]
+# What each test is built with, from csrc.
+PROGRAMS = {
+    "core/test_arbiter": [*CORE, "cpu/host_process.cpp"],
+    "core/test_chunk_plan": ["core/chunk_plan.cpp"],
+    "core/test_deadline": ["core/deadline.cpp", "core/error.cpp"],
+    "cpu/test_host_process": ["cpu/host_process.cpp"],
+    "cpu/test_reduce": ["cpu/reduce.cpp"],
+    "cpu/test_symmetric_memory": [
+        "core/deadline.cpp",
+        "core/error.cpp",
+        "core/store.cpp",
+        "cpu/host_process.cpp",
+        "cpu/symmetric_memory.cpp",
+    ],
+    "transport/test_ring": RING,
+    "transport/test_ring_failures": RING,
+    "transport/test_ring_schedule": RING,
+}
+# In these several threads meet.
+OF_THREADS = {"core/test_arbiter", "transport/test_ring", "transport/test_ring_failures"}
+VARIANTS = {
+    "plain": ["-O2"],
+    "sanitized": [
+        "-O1",
+        "-g",
+        "-fno-omit-frame-pointer",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+        "-fno-sanitize=vptr",  # it needs type information that torch's libraries do not all export
+    ],
+    "threads": [
+        "-O1",
+        "-g",
+        "-fno-omit-frame-pointer",
+        "-fsanitize=thread",
+        # GCC instruments the function that chooses among clones, which runs before the sanitizer has started.
+        "'-Dtarget_clones(...)='",
+    ],
+}
+
+
+def builds() -> list[tuple[str, str]]:
+    """All (program, variant) that there are."""
+    return [
+        (name, variant)
+        for variant in VARIANTS
+        for name in PROGRAMS
+        if variant != "threads" or name in OF_THREADS
+    ]
+
+
+def program(name: str, variant: str) -> Path:
+    """Where a built program lies."""
+    return BUILD / variant / name
+
+
+def ninja_file() -> str:
+    """The whole build as ninja reads it."""
+    flags = ["-std=c++20", "-fopenmp-simd", "-Wall", "-Wextra", "-Werror"]
+    flags += [f"-I{ROOT}/csrc", f"-I{ROOT}/tests/cpp"]
+    flags += [f"-isystem{path}" for path in include_paths()]
+    # ninja does not watch system headers; another torch is another command, which compiles everything anew.
+    flags.append(f"-DTORCH_OF_THE_BUILD={torch.__version__}")
+    libraries = [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    libraries += ["-Wl,--no-as-needed", "-ltorch_cpu", "-ltorch", "-lc10", "-pthread"]
+    lines = [
+        "ninja_required_version = 1.3",
+        f"cxx = {os.environ.get('CXX', 'c++')}",
+        f"flags = {' '.join(flags)}",
+        f"libraries = {' '.join(libraries)}",
+    ]
+    for variant, extra in VARIANTS.items():
+        lines += [
+            f"rule compile_{variant}",
+            f"  command = $cxx -MMD -MF $out.d $flags {' '.join(extra)} -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = compile $out",
+            f"rule link_{variant}",
+            f"  command = $cxx {' '.join(extra)} $in -o $out $libraries",
+            "  description = link $out",
+        ]
+        objects: dict[Path, Path] = {}
+        for name in (name for name, built in builds() if built == variant):
+            sources = [ROOT / "tests/cpp" / f"{name}.cpp", ROOT / "tests/cpp/check.cpp"]
+            sources += [ROOT / "csrc" / source for source in PROGRAMS[name]]
+            for source in sources:
+                if source not in objects:
+                    objects[source] = BUILD / variant / source.relative_to(ROOT).with_suffix(".o")
+                    lines.append(f"build {objects[source]}: compile_{variant} {source}")
+            linked = " ".join(str(objects[source]) for source in sources)
+            lines.append(f"build {program(name, variant)}: link_{variant} {linked}")
+    return "\n".join(lines) + "\n"
+
+
+def build() -> None:
+    """Builds all programs. Raises RuntimeError with the compiler's output when one does not compile."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    (BUILD / "build.ninja").write_text(ninja_file())
+    ninja = shutil.which(
+        "ninja", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    )
+    if ninja is None:
+        raise RuntimeError("the C++ tests are built by ninja, which was not found: run `pip install ninja`.")
+    built = subprocess.run([ninja, "-C", str(BUILD)], capture_output=True, text=True)
+    if built.returncode != 0:
+        raise RuntimeError(f"the C++ tests do not build:\n{built.stdout}{built.stderr}")

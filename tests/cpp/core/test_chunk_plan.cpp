@@ -1,0 +1,95 @@
+#include <cstdint>
+#include <set>
+#include <vector>
+
+#include "check.h"
+#include "core/chunk_plan.h"
+
+namespace {
+
+using pyruntime::Chunk;
+using pyruntime::ChunkPlan;
+
+constexpr int kLargestWorld = 9;
+constexpr int64_t kMostRows = 40;
+
+// torch.tensor_split by its definition: the first rows % P parts hold one row more.
+std::vector<int64_t> tensor_split(int64_t rows, int parts) {
+  std::vector<int64_t> sizes(parts, rows / parts);
+  for (int64_t i = 0; i < rows % parts; ++i) sizes[i] += 1;
+  return sizes;
+}
+
+template <typename Body>
+void for_every_plan(const Body& body) {
+  for (int world = 1; world <= kLargestWorld; ++world) {
+    for (int64_t rows = 0; rows <= kMostRows; ++rows) {
+      for (int rank = 0; rank < world; ++rank) body(ChunkPlan(rows, world, rank), rows, world, rank);
+    }
+  }
+}
+
+TEST(rows_are_cut_as_tensor_split_cuts_them) {
+  for_every_plan([](const ChunkPlan& plan, int64_t rows, int world, int rank) {
+    const auto sizes = tensor_split(rows, world);
+    int64_t begin = 0;
+    for (int owner = 0; owner < world; ++owner) {
+      EXPECT_EQ(plan.of(owner).owner, owner);
+      EXPECT_EQ(plan.of(owner).begin, begin);
+      EXPECT_EQ(plan.of(owner).rows, sizes[owner]);
+      EXPECT_EQ(pyruntime::rows_of_rank(rows, world, owner), sizes[owner]);
+      begin += sizes[owner];
+    }
+    EXPECT_EQ(begin, rows);
+    EXPECT_EQ(plan.rows(), rows);
+    EXPECT_EQ(plan.world_size(), world);
+    EXPECT_EQ(plan.own().owner, rank);
+    EXPECT_EQ(plan.max_rows(), sizes[0]);
+  });
+}
+
+TEST(rows_beyond_32_bits_are_cut_without_overflow) {
+  const int64_t rows = (int64_t{1} << 40) + 5;
+  const ChunkPlan plan(rows, 7, 6);
+  EXPECT_EQ(plan.of(6).begin + plan.of(6).rows, rows);
+}
+
+TEST(every_order_visits_every_chunk_once) {
+  for_every_plan([](const ChunkPlan& plan, int64_t, int world, int) {
+    for (const auto& order : {plan.gather_order(), plan.scatter_order()}) {
+      std::set<int> owners;
+      for (const Chunk& chunk : order) {
+        owners.insert(chunk.owner);
+        EXPECT_EQ(chunk.begin, plan.of(chunk.owner).begin);
+        EXPECT_EQ(chunk.rows, plan.of(chunk.owner).rows);
+      }
+      EXPECT_EQ(order.size(), static_cast<size_t>(world));
+      EXPECT_EQ(owners.size(), static_cast<size_t>(world));
+    }
+  });
+}
+
+TEST(a_gather_begins_and_a_scatter_ends_with_the_own_chunk) {
+  for_every_plan([](const ChunkPlan& plan, int64_t, int, int rank) {
+    EXPECT_EQ(plan.gather_order().front().owner, rank);
+    EXPECT_EQ(plan.scatter_order().back().owner, rank);
+  });
+}
+
+TEST(no_two_ranks_visit_the_same_peer_in_the_same_step) {
+  for (int world = 1; world <= kLargestWorld; ++world) {
+    for (int step = 0; step < world; ++step) {
+      std::set<int> gathered;
+      std::set<int> scattered;
+      for (int rank = 0; rank < world; ++rank) {
+        const ChunkPlan plan(3 * world + 1, world, rank);
+        gathered.insert(plan.gather_order()[step].owner);
+        scattered.insert(plan.scatter_order()[step].owner);
+      }
+      EXPECT_EQ(gathered.size(), static_cast<size_t>(world));
+      EXPECT_EQ(scattered.size(), static_cast<size_t>(world));
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,190 @@
+"""The processes behind tests/ranks.py.
+
+One template process imports torch and pyruntime once and forks every rank from there, so a rank starts in
+milliseconds and always from the same clean state. The template has one thread, or it could not fork safely.
+
+    pytest process  --socket-->  template  --fork-->  rank 0, rank 1, ...
+          ^------------------ one pipe for each rank ------------^
+
+A rank dies with its template and the template with pytest, even when that is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+STACKS_SIGNAL = signal.SIGUSR1
+LARGEST_REQUEST = 1 << 16  # bytes; a request to the template is a few hundred
+
+
+@dataclass(frozen=True)
+class SpawnRequest:
+    """What the template needs to fork one rank; the rank's end of its pipe travels beside it."""
+
+    environment: dict[str, str]
+    log: str  # path of the file that takes stdout and stderr
+    group_sizes: tuple[
+        int, ...
+    ]  # the gloo groups to build: of the first n ranks, each n; none: no torch.distributed
+
+
+@dataclass(frozen=True)
+class ReapRequest:
+    """Asks for the exit code of a rank: an int as subprocess gives it, None while the rank runs."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One function to run, with the group of the first `group_size` ranks (0: None) and args."""
+
+    module: str
+    qualname: str
+    group_size: int
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a Call on one rank; `error` is None also where the exception cannot be pickled."""
+
+    failed: bool
+    value: Any = None
+    error: BaseException | None = None
+    summary: str = ""  # "ValueError: tp=3 does not divide ..."
+    trace: str = ""
+    at: float = 0.0  # seconds on the host's monotonic clock, the same for all ranks
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent ends; `parent` is the pid it had at the fork."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it was gone before the kernel was asked
+        os._exit(1)
+
+
+def serve_requests(channel: socket.socket) -> tuple[SpawnRequest, int] | None:
+    """The template's loop. Returns what to be in a forked rank, None in the template when pytest hangs up."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(channel, LARGEST_REQUEST, 1)
+        if not message:
+            return None
+        request = pickle.loads(message)
+        if isinstance(request, ReapRequest):
+            pid, status = os.waitpid(request.pid, os.WNOHANG)
+            channel.send(pickle.dumps(os.waitstatus_to_exitcode(status) if pid else None))
+            continue
+        template = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(template)
+            channel.close()
+            return request, descriptors[0]
+        os.close(descriptors[0])
+        channel.send(pickle.dumps(pid))
+
+
+def become_rank(request: SpawnRequest) -> dict[int, Any]:
+    """Sets up this forked process and returns its process groups by their size, and None for size 0."""
+    os.setsid()  # Ctrl-C is for pytest, which ends its ranks itself
+    log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    os.environ.update(request.environment)
+    if not request.group_sizes:
+        return {0: None}
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return {0: None} | {size: dist.new_group(list(range(size))) for size in request.group_sizes}
+
+
+def run_call(call: Call, groups: dict[int, Any]) -> Outcome:
+    try:
+        function: Any = importlib.import_module(call.module)
+        for name in call.qualname.split("."):
+            function = getattr(function, name)
+        return Outcome(failed=False, value=function(groups[call.group_size], *call.args))
+    except Exception as error:
+        return failure(error)
+
+
+def failure(error: BaseException) -> Outcome:
+    summary, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+    carried: BaseException | None = error.with_traceback(None)
+    try:
+        pickle.loads(pickle.dumps(carried))
+    except Exception:
+        carried = None
+    return Outcome(failed=True, error=carried, summary=summary, trace=trace, at=time.monotonic())
+
+
+def packed(outcome: Outcome) -> bytes:
+    """Plain pickle: the tensors in it travel as bytes, not as shared memory that outlives a killed rank."""
+    try:
+        return pickle.dumps(outcome)
+    except Exception as error:
+        return pickle.dumps(failure(error))
+
+
+def serve_calls(pipe: Connection, groups: dict[int, Any]) -> int:
+    """The rank's loop: one Outcome for each Call until pytest hangs up. Returns the exit code."""
+    exit_code = 0
+    while True:
+        try:
+            call = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return exit_code
+        outcome = run_call(call, groups)
+        if outcome.failed:
+            exit_code = 1
+            print(outcome.trace, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pipe.send_bytes(packed(outcome))
+
+
+def main() -> int:
+    """The template process; its arguments are the descriptor of its socket and the pid of pytest."""
+    die_with_parent(int(sys.argv[2]))
+    # A shell's background jobs ignore Ctrl-C, and so would pytest's ranks if it is one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    import torch
+    import torch.distributed
+
+    import pyruntime  # noqa: F401
+
+    torch.set_num_threads(1)
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:
+        raise RuntimeError(
+            f"importing torch and pyruntime started {len(threads) - 1} threads, which a forked rank would "
+            "lack; start threads at their first use."
+        )
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        channel.send(b"ready")
+        task = serve_requests(channel)
+    if task is None:
+        return 0
+    request, descriptor = task
+    with Connection(descriptor) as pipe:
+        return serve_calls(pipe, become_rank(request))

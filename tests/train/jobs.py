@@ -1,0 +1,89 @@
+"""Small training jobs that tests run on ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pyruntime import comm
+from pyruntime.llama import Llama
+from pyruntime.train import corpus, shape
+from pyruntime.train.config import (
+    Checkpoint,
+    Data,
+    Model,
+    Optimizer,
+    Output,
+    RunConfig,
+    Train,
+)
+from pyruntime.train.loop import Trainer
+from pyruntime.train.metrics import StepMetrics
+from pyruntime.train.run import DTYPES
+from pyruntime.train.signals import StopRequest
+from pyruntime.train.tokenizer import ByteTokenizer
+
+
+def job(folder: Path, **train) -> RunConfig:
+    """A model of 64 features on fresh text: words drawn at random, so that there is something to learn."""
+    generator = np.random.default_rng()
+    words = [
+        "".join(map(chr, generator.integers(97, 123, size=int(n)))) for n in generator.integers(2, 8, 50)
+    ]
+    text = folder / "text.txt"
+    text.write_text(" ".join(generator.choice(words, 6000)))
+    return RunConfig(
+        model=Model(preset="debug", hidden_size=64, intermediate_size=128),
+        data=Data(paths=(str(text),)),
+        optimizer=Optimizer(lr=3e-3, warmup_steps=3),
+        train=Train(
+            **{
+                "steps": 20, "batch_size": 6, "micro_batch_size": 2, "seq_len": 33, "dtype": "fp32",
+                "val_every": 10, "val_sequences": 5, "threads": 1,
+            } | train
+        ),
+        checkpoint=Checkpoint(keep=10),
+        output=Output(run_dir=str(folder / "run"), progress="off", sample_tokens=8),
+    )  # fmt: skip
+
+
+def changed(config: RunConfig, section: str, **values) -> RunConfig:
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+
+
+def prepare(config: RunConfig) -> Path:
+    """Writes the tokens of the job where `trainer` finds them."""
+    folder = Path(config.output.run_dir)
+    corpus.build(config.data, ByteTokenizer(), folder)
+    return folder
+
+
+def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Trainer:
+    """This rank's trainer of a job that was prepared."""
+    size = comm.group_size(group)
+    wanted = shape.llama_config(config.model, 256, config.train.seq_len, size)
+    model = Llama(
+        wanted, group, dtype=DTYPES[config.train.dtype], seed=config.train.seed, tier=config.comm.tier
+    )
+    folder = Path(config.output.run_dir)
+    text = corpus.open_corpus(folder, config.train.seq_len)
+    return Trainer(config, model, wanted, text, group, folder, stop or StopRequest())
+
+
+def history(group, config: RunConfig, resume: Path | None = None) -> list[StepMetrics]:
+    """What every step of the job measured."""
+    made = trainer(group, config)
+    if resume:
+        made.resume(resume)
+    return list(made.fit())
+
+
+def full_state(group, config: RunConfig, resume: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, after it was loaded over the ranks of `group`."""
+    made = trainer(group, config)
+    made.resume(resume)
+    state = made.model.state_dict() | made.optimizer.state_dict()
+    return {name: value.full_tensor() for name, value in state.items()}

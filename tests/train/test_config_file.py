@@ -1,0 +1,84 @@
+"""A configuration survives the way through TOML, and what is wrong with a file is said in one sentence."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from pyruntime.train import config_file, validate
+from pyruntime.train.config import Comm, Data, Model, Optimizer, Output, Parallel, RunConfig, Train
+from pyruntime.train.errors import ConfigError
+
+
+def test_a_configuration_survives_toml(tmp_path):
+    config = RunConfig(
+        model=Model(hidden_size=96, tie_word_embeddings=True, rope_theta=5e5),
+        data=Data(paths=("a b", 'quote " and \\ and ü'), val_fraction=0.125),
+        optimizer=Optimizer(lr=3.25e-7),
+        train=Train(steps=7, dtype="fp32"),
+        parallel=Parallel(tp=4),
+        comm=Comm(tier="chunked", deadline_s=0.5),
+        output=Output(sample_prompt="tab\tnewline\n"),
+    )
+    path = tmp_path / "config.toml"
+    path.write_text(config_file.to_toml(config), encoding="utf-8")
+    assert config_file.load(path) == config
+    assert config_file.load(path) != dataclasses.replace(config, parallel=Parallel())
+
+
+@pytest.mark.parametrize("name", config_file.preset_names())
+def test_every_preset_is_valid(name):
+    config = config_file.load(config_file.find(name))
+    validate.check(config, world_size=2)
+
+
+def test_the_main_job_is_as_promised():
+    config = config_file.load(config_file.find("main"))
+    assert config.train.dtype == "bf16"
+    assert config.data == Data()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[trian]\n", "there is no section [trian]; the nearest is train."),
+        ("[train]\nstps = 3\n", "[train] has no key stps; the nearest is steps."),
+        ("[train]\nfrobnicate = 3\n", "[train] has no key frobnicate; there are steps, batch_size,"),
+        ("train = 3\n", "train must be a section of keys, as [train], found 3."),
+        ("[train]\nsteps = 1.5\n", "train.steps must be a whole number, found 1.5."),
+        ("[train]\nsteps = true\n", "train.steps must be a whole number, found True."),
+        ('[train]\nsteps = "3"\n', "train.steps must be a whole number, found '3'."),
+        ('[train]\ndtype = "fp8"\n', "train.dtype must be one of 'bf16', 'fp32', found 'fp8'."),
+        ('[optimizer]\nlr = "high"\n', "optimizer.lr must be a number, found 'high'."),
+        ('[model]\nhidden_size = "big"\n', "model.hidden_size must be a whole number, found 'big'."),
+        ('[data]\npaths = "a"\n', "data.paths must be a list, each item a string, found 'a'."),
+        ("[data]\npaths = [1]\n", "data.paths must be a list, each item a string, found [1]."),
+        ("[checkpoint]\nsave_on_stop = 1\n", "checkpoint.save_on_stop must be true or false, found 1."),
+        ("[train\n", "is not valid TOML:"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_sentence(tmp_path, text, sentence):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        config_file.load(path)
+    message = str(refused.value)
+    assert sentence in message
+    assert str(path) in message
+    assert "\n" not in message and message.endswith(".")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        config_file.load(path)
+
+
+def test_a_path_and_a_preset_are_found_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text("[train]\nsteps = 3\n")
+    assert config_file.load(config_file.find("mine.toml")).train.steps == 3
+    assert config_file.find("main").parent == config_file.PRESET_DIR
+    with pytest.raises(ConfigError, match=r"nothing\.toml: there is no such file and no such preset; .*main"):
+        config_file.find("nothing.toml")

@@ -1,0 +1,125 @@
+"""Files become tokens: all of them, once, split without overlap, the same every time."""
+
+import os
+import socket
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pyruntime.train import corpus
+from pyruntime.train.config import Data
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.tokenizer import ByteTokenizer
+
+
+def make_files(folder: Path, count: int = 40) -> dict[str, bytes]:
+    rng = np.random.default_rng()
+    contents = {}
+    for number in range(count):
+        content = b"%d:" % number + bytes(rng.integers(32, 127, size=int(rng.integers(1, 400))).tolist())
+        path = folder / f"{number % 3}" / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        contents[str(path)] = content
+    return contents
+
+
+def build(data: Data, folder: Path, seq_len: int = 8) -> corpus.Corpus:
+    corpus.build(data, ByteTokenizer(), folder)
+    return corpus.open_corpus(folder, seq_len)
+
+
+def test_every_document_is_there_once_and_the_split_is_disjoint(tmp_path):
+    contents = make_files(tmp_path / "text")
+    text = build(Data(paths=(str(tmp_path / "text"),), val_fraction=0.2), tmp_path / "run")
+    stored = text.train.tobytes() + text.val.tobytes()
+    assert sorted(stored.split(b"\0")[:-1]) == sorted(contents.values())
+    assert len(text.val) == round(0.2 * len(stored)) == text.facts.val_tokens == text.facts.val_bytes
+    assert text.facts.files == len(contents)
+    assert text.val_bytes_per_token == 1.0
+
+
+def test_the_split_does_not_depend_on_names_or_places(tmp_path):
+    make_files(tmp_path / "a")
+    for number, path in enumerate(sorted((tmp_path / "a").rglob("*.txt"))):
+        moved = tmp_path / "b" / f"{number}.md"
+        moved.parent.mkdir(exist_ok=True)
+        moved.write_bytes(path.read_bytes())
+    first = build(Data(paths=(str(tmp_path / "a"),)), tmp_path / "run_a")
+    second = build(Data(paths=(str(tmp_path / "b"),)), tmp_path / "run_b")
+    assert np.array_equal(first.train, second.train) and np.array_equal(first.val, second.val)
+
+
+def test_a_single_file_is_split_too(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_bytes(bytes(range(1, 201)))
+    text = build(Data(paths=(str(path),), val_fraction=0.25), tmp_path / "run")
+    assert text.train.tobytes() == bytes(range(1, 152))
+    assert text.val.tobytes() == bytes([*range(152, 201), 0])
+
+
+def test_bytes_that_are_no_utf8_are_kept_and_binaries_left_out(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "latin.txt").write_bytes(b"gr\xf6\xdfe" * 50)
+    (tmp_path / "text" / "image.bin").write_bytes(b"\x89PNG\0\0" * 50)
+    (tmp_path / "text" / "empty.txt").write_bytes(b"")
+    text = build(Data(paths=(str(tmp_path / "text"),)), tmp_path / "run")
+    assert (text.facts.files, text.facts.skipped) == (1, 1)
+    assert (text.train.tobytes() + text.val.tobytes()) == b"gr\xf6\xdfe" * 50 + b"\0"
+
+
+def test_the_pattern_chooses_files_of_folders(tmp_path):
+    contents = make_files(tmp_path / "text", 9)
+    data = Data(paths=(str(tmp_path / "text"),), pattern="[0-4].txt")
+    names = {path.name for path, _ in corpus.list_files(data)}
+    assert names == {f"{n}.txt" for n in range(5)} and len(contents) == 9
+
+
+def test_what_is_no_file_is_left_out(tmp_path):
+    folder = tmp_path / "text"
+    make_files(folder, 3)
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "nowhere.txt").symlink_to(tmp_path / "missing")
+    (folder / "link.txt").symlink_to(folder / "0" / "0.txt")
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(folder / "socket.txt"))
+        names = {path.name for path, _ in corpus.list_files(Data(paths=(str(folder),)))}
+    assert names == {"0.txt", "1.txt", "2.txt", "link.txt"}
+
+
+def test_the_default_text_is_the_standard_library_without_its_tests():
+    files = [path for path, _ in corpus.list_files(Data())]
+    root = Path(sysconfig.get_path("stdlib"))
+    assert root / "dataclasses.py" in files and root / "json" / "decoder.py" in files
+    inside = [path.relative_to(root).parts for path in files]
+    assert not [parts for parts in inside if {"test", "tests", "site-packages"} & set(parts)]
+    assert all(path.suffix == ".py" for path in files)
+    assert sum(path.stat().st_size for path in files) > 4e6
+
+
+def test_bytes_of_the_held_out_tokens_are_counted():
+    lengths = [(10, 40), (5, 10), (4, 20)]  # (tokens, bytes) of three documents
+    assert corpus._bytes_of_last(lengths, 4) == 20
+    assert corpus._bytes_of_last(lengths, 9) == 30
+    assert corpus._bytes_of_last(lengths, 14) == 30 + 20
+
+
+def test_too_little_text_is_refused(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("a few words, no more")
+    corpus.build(Data(paths=(str(path),)), ByteTokenizer(), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"train\.seq_len=64 needs at least 65 tokens on both sides"):
+        corpus.open_corpus(tmp_path / "run", 64)
+
+
+def test_no_text_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.paths: there is no text in .* with names like \*\.md"):
+        corpus.build(Data(paths=(str(tmp_path),), pattern="*.md"), ByteTokenizer(), tmp_path / "run")
+
+
+def test_a_python_without_sources_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(ConfigError, match=r"holds no source files to train on; name files or folders"):
+        corpus.list_files(Data())

@@ -1,0 +1,48 @@
+"""Every step leaves one line, and resuming drops the lines that are repeated."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from pyruntime.train.metrics import FILE_NAME, MetricsFile, StepMetrics, peak_memory_bytes, read
+
+REQUIRED = {
+    "step", "loss", "grad_norm", "lr", "tokens_per_second", "step_time_s", "exposed_comm_s", "memory_bytes",
+}  # fmt: skip
+
+
+def step(number, **more):
+    return StepMetrics(number, 2.5, 1.25, 1e-3, 4000.0, 0.5, 0.03125, 10**8, **more)
+
+
+def test_a_step_is_one_object_with_the_promised_keys(tmp_path):
+    with MetricsFile(tmp_path) as file:
+        file.write(step(1))
+        file.write(step(2, val_loss=2.25, val_loss_per_byte=1.5))
+        lines = (tmp_path / FILE_NAME).read_text().splitlines()  # while it is open: nothing waits in a buffer
+    first, second = map(json.loads, lines)
+    assert set(first) == REQUIRED
+    assert set(second) == REQUIRED | {"val_loss", "val_loss_per_byte"}
+    assert (second["step"], second["loss"], second["val_loss"]) == (2, 2.5, 2.25)
+    assert second["memory_bytes"] == 10**8
+
+
+def test_resuming_keeps_the_steps_before_and_survives_a_torn_line(tmp_path):
+    with MetricsFile(tmp_path) as file:
+        for number in range(1, 6):
+            file.write(step(number))
+    with open(tmp_path / FILE_NAME, "a") as torn:
+        torn.write('{"step": 6, "lo')
+    with MetricsFile(tmp_path, resume_at=3) as file:
+        file.write(step(4))
+    assert [line["step"] for line in read(tmp_path / FILE_NAME)] == [1, 2, 3, 4]
+
+
+def test_peak_memory_holds_what_was_touched_though_it_is_free_again():
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    block = np.ones(200_000_000 // 8)
+    size = block.nbytes
+    del block
+    assert peak_memory_bytes() >= resident + 0.9 * size

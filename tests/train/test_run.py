@@ -1,0 +1,165 @@
+"""A whole run leaves what it promises, and its model is a Hugging Face checkpoint for any tp."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyruntime.llama import load_hf
+from pyruntime.train import config_file
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.metrics import read
+from pyruntime.train.run import run
+from pyruntime.train.signals import StopRequest
+from pyruntime.train.tokenizer import ByteTokenizer, load_beside
+from tests.train import jobs
+
+REQUIRED = {
+    "step", "loss", "grad_norm", "lr", "tokens_per_second", "step_time_s", "exposed_comm_s", "memory_bytes",
+}  # fmt: skip
+
+
+def whole_run(group, config):
+    return run(config, "job", group, StopRequest())
+
+
+def logits(group, folder, ids):
+    with torch.no_grad():
+        return load_hf(folder, group)(ids)
+
+
+def refusal(group, config):
+    try:
+        whole_run(group, config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def finished(request, tmp_path_factory):
+    """The folder and configuration of a run at tp=2."""
+    ranks = request.getfixturevalue("ranks")
+    config = jobs.job(tmp_path_factory.mktemp("job"), steps=4, val_every=2)
+    (folder, _) = ranks.run(whole_run, 2, config)
+    return folder, config
+
+
+def test_metrics_hold_every_step_with_the_promised_keys(finished):
+    lines = read(finished[0] / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line.keys() >= REQUIRED for line in lines)
+    assert ["val_loss" in line for line in lines] == [False, True, False, True]
+    for line in lines:
+        assert line["tokens_per_second"] == pytest.approx(6 * 33 / line["step_time_s"])
+        assert 0 < line["exposed_comm_s"] < line["step_time_s"]
+        assert line["memory_bytes"] > 50e6
+
+
+def test_everything_that_was_promised_is_there(finished):
+    folder, config = finished
+    assert config_file.load(folder / "config.toml") == config
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "sample.txt").read_text().startswith("def ")
+    card = json.loads((folder / "scorecard.json").read_text())
+    assert card["ranks"] == 2 and card["bytes_per_step"] > 0 and 0 < card["exposed_share"] < 1
+    assert {use["op"] for use in card["tiers"]} >= {"all_gather_matmul", "matmul_reduce_scatter"}
+    assert "Overlap scorecard" in (folder / "scorecard.txt").read_text()
+    assert not (folder / "data").exists()
+
+
+def test_the_model_loads_at_any_tp(ranks, finished):
+    ids = torch.randint(256, (2, 17))
+    found = {tp: ranks.run(logits, tp, finished[0] / "model", ids)[0] for tp in (1, 2, 4)}
+    torch.testing.assert_close(found[2], found[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[4], found[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_starts_from_a_model_and_keeps_what_it_knows(ranks, finished, tmp_path):
+    folder, config = finished
+    last = read(folder / "metrics.jsonl")[-1]["loss"]
+    config = jobs.changed(config, "model", init_from=str(folder / "model"))
+    config = jobs.changed(config, "output", run_dir=str(tmp_path / "run"))
+    (again, _) = ranks.run(whole_run, 2, jobs.changed(config, "train", steps=4))
+    first = read(again / "metrics.jsonl")[0]["loss"]
+    fresh = read(folder / "metrics.jsonl")[0]["loss"]
+    assert first < (fresh + last) / 2
+
+
+def test_a_finished_run_is_not_overwritten(ranks, finished):
+    messages = ranks.run(refusal, 2, finished[1])
+    assert messages[0] == messages[1]
+    assert "holds a run already; name another folder, or go on with it through" in messages[0]
+
+
+def test_a_finished_run_is_lengthened(ranks, finished, tmp_path):
+    folder, config = finished
+    longer = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, steps=6),
+        checkpoint=dataclasses.replace(config.checkpoint, resume=str(folder)),
+        output=dataclasses.replace(config.output, run_dir=""),
+    )
+    assert ranks.run(whole_run, 2, longer) == [folder, folder]
+    assert [line["step"] for line in read(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_is_lengthened_in_its_folder_whatever_its_path(ranks, finished, tmp_path):
+    config = jobs.job(tmp_path, steps=2)
+    (folder, _) = ranks.run(whole_run, 2, config)
+    (tmp_path / "link").symlink_to(folder)
+    longer = jobs.changed(jobs.changed(config, "train", steps=3), "checkpoint", resume=str(folder))
+    again = tmp_path / "link"
+    assert ranks.run(whole_run, 2, jobs.changed(longer, "output", run_dir=str(again))) == [again, again]
+    assert [line["step"] for line in read(folder / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_vocabulary_larger_than_the_bytes_is_sampled_and_loaded(ranks, tmp_path):
+    config = jobs.changed(jobs.job(tmp_path, steps=1), "model", vocab_size=2048)
+    (folder, _) = ranks.run(whole_run, 2, jobs.changed(config, "output", sample_tokens=32))
+    assert (folder / "sample.txt").read_text().startswith("def ")
+    assert isinstance(load_beside(folder / "model", 2048), ByteTokenizer)
+
+
+def no_sample(group, config):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pyruntime.train.run.generate", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            whole_run(group, config)
+
+
+def test_plot_and_scorecard_are_there_though_sampling_fails(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=1)
+    ranks.run(no_sample, 2, config)
+    there = {path.name for path in Path(config.output.run_dir).iterdir()}
+    assert there >= {"loss.png", "scorecard.json", "scorecard.txt", "model"} and "sample.txt" not in there
+
+
+def test_runs_are_numbered(tmp_path, monkeypatch):
+    from pyruntime.train.run import _first_free
+
+    monkeypatch.chdir(tmp_path)
+    assert [_first_free(Path("runs"), "main") for _ in range(2)] == [Path("runs/main-1"), Path("runs/main-2")]
+
+
+def test_too_little_text_is_refused_on_every_rank(ranks, tmp_path):
+    config = jobs.job(tmp_path)
+    Path(config.data.paths[0]).write_text("short")
+    messages = ranks.run(refusal, 2, config)
+    assert messages[0] == messages[1]
+    assert "train.seq_len=33 needs at least 34 tokens on both sides" in messages[0]
+
+
+@pytest.mark.parametrize("damage", ["config.json", "model.safetensors"])
+def test_a_damaged_model_to_start_from_is_refused(ranks, finished, tmp_path, damage):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in (finished[0] / "model").iterdir():
+        content = path.read_bytes()
+        (folder / path.name).write_bytes(content[: len(content) // 2] if path.name == damage else content)
+    config = jobs.changed(jobs.job(tmp_path), "model", init_from=str(folder))
+    messages = ranks.run(refusal, 2, config)
+    assert messages[0] == messages[1]
+    assert damage in messages[0] and "\n" not in messages[0]

@@ -1,0 +1,68 @@
+"""Text becomes tokens and comes back."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from pyruntime.cli.generate import _decode_bytes
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.tokenizer import ByteTokenizer, JsonTokenizer, load_beside, open_tokenizer
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A byte-level BPE of a few hundred tokens, as a file."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(["def main(self):\n    return self\n"] * 3, trainer)
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@given(st.text())
+def test_bytes_come_back(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text.encode())
+    assert tokenizer.decode(ids.tolist()) == text
+    assert len(ids) == len(text.encode())
+
+
+def test_tokens_that_are_no_bytes_are_nothing():
+    assert ByteTokenizer().decode([104, 256, 105, 2047]) == "hi"
+    assert "".join(_decode_bytes(iter([104, 256, 0xC3, 2047, 0xBC]))) == "hü"
+
+
+def test_a_tokenizer_json_comes_back_and_knows_its_separator(bpe):
+    tokenizer = open_tokenizer(str(bpe))
+    ids = tokenizer.encode("def größe(self)".encode())
+    assert tokenizer.decode(ids.tolist()) == "def größe(self)"
+    assert len(ids) < len("def größe(self)".encode())
+    assert tokenizer.separator == 0
+    assert ids.max() < tokenizer.vocab_size
+
+
+def test_bytes_that_are_no_utf8_are_kept(bpe):
+    tokenizer = JsonTokenizer(bpe)
+    assert tokenizer.decode(tokenizer.encode(b"a\xffb").tolist()) == r"a\xffb"
+
+
+def test_a_checkpoints_tokenizer_is_found_beside_it(bpe, tmp_path):
+    assert isinstance(load_beside(tmp_path, 256), ByteTokenizer)
+    assert isinstance(load_beside(tmp_path, 2048), ByteTokenizer)
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json, and its vocabulary of 200 tokens"):
+        load_beside(tmp_path, 200)
+    JsonTokenizer(bpe).save(tmp_path)
+    assert load_beside(tmp_path, 300).vocab_size == JsonTokenizer(bpe).vocab_size
+
+
+def test_a_damaged_tokenizer_json_is_refused(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
+        JsonTokenizer(path)

@@ -1,0 +1,165 @@
+"""Training is the same at every tp, the same again, and the same when it is interrupted and resumed."""
+
+import signal
+
+import pytest
+import torch
+
+from pyruntime.train import checkpoint_folder
+from pyruntime.train.errors import ConfigError, TrainingError
+from pyruntime.train.signals import Stopped, StopRequest
+from tests.train import jobs
+
+
+def curve(steps, *names):
+    return [[getattr(step, name) for step in steps] for name in names or ("loss",)]
+
+
+def test_loss_curves_are_equal_at_tp_1_2_and_4(ranks, tmp_path):
+    config = jobs.job(tmp_path)
+    jobs.prepare(config)
+    curves = {}
+    for tp in (1, 2, 4):
+        steps = ranks.run(jobs.history, tp, config)[0]
+        assert [step.step for step in steps] == list(range(1, 21))
+        validation = [step.val_loss for step in steps if step.val_loss is not None]
+        assert len(validation) == 2
+        curves[tp] = torch.tensor([*curve(steps, "loss", "grad_norm"), validation * 10])
+    assert curves[1][0, -1] < curves[1][0, 0] - 1  # it learns
+    for tp in (2, 4):
+        torch.testing.assert_close(curves[tp], curves[1], rtol=0, atol=1e-4)
+
+
+def test_all_ranks_measure_the_same_and_a_second_run_is_bitwise_the_same(ranks, tmp_path):
+    config = jobs.changed(jobs.job(tmp_path, steps=6, dtype="bf16"), "comm", tier="chunked")
+    jobs.prepare(config)
+    first, second = (ranks.run(jobs.history, 2, config) for _ in range(2))
+    names = ("loss", "grad_norm", "val_loss", "exposed_comm_s", "memory_bytes")
+    assert curve(first[0], *names) == curve(first[1], *names)
+    assert curve(first[0], *names[:3]) == curve(second[0], *names[:3])
+    assert all(step.exposed_comm_s > 0 for step in first[0])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_resumed_run_goes_on_bitwise(ranks, tmp_path, dtype):
+    config = jobs.changed(jobs.job(tmp_path, steps=8, dtype=dtype), "comm", tier="chunked")
+    config = jobs.changed(config, "checkpoint", every_steps=5)
+    folder = jobs.prepare(config)
+    whole = ranks.run(jobs.history, 2, config)[0]
+    saved = checkpoint_folder.complete(folder / checkpoint_folder.FOLDER)
+    assert [path.name for path in saved] == ["step-000005", "step-000008"]
+    rest = ranks.run(jobs.history, 2, config, saved[0])[0]
+    assert [step.step for step in rest] == [6, 7, 8]
+    assert curve(rest, "loss", "grad_norm", "lr", "val_loss") == curve(
+        whole[5:], "loss", "grad_norm", "lr", "val_loss"
+    )
+
+
+def test_a_checkpoint_of_tp_2_is_taken_up_at_tp_1_and_4(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=4)
+    folder = jobs.prepare(config)
+    ranks.run(jobs.history, 2, config)
+    saved = checkpoint_folder.find(folder)
+    states = {tp: ranks.run(jobs.full_state, tp, config, saved)[0] for tp in (2, 1, 4)}
+    assert any(name.startswith("exp_avg.") for name in states[2])
+    for tp in (1, 4):
+        assert states[tp].keys() == states[2].keys()
+        assert all(torch.equal(states[tp][name], states[2][name]) for name in states[2])
+    longer = jobs.changed(config, "train", steps=6)
+    resumed = {tp: ranks.run(jobs.history, tp, longer, saved)[0] for tp in (1, 4)}
+    assert curve(resumed[1])[0] == pytest.approx(curve(resumed[4])[0], abs=1e-4)
+
+
+def stopped_by_rank_1(group, config, after=2):
+    """Rank 1 alone is sent SIGTERM once it has shown step `after`."""
+    stop = StopRequest()
+    made = jobs.trainer(group, config, stop)
+    steps = []
+    try:
+        for step in made.fit():
+            steps.append(step.step)
+            if step.step == after and group.rank() == 1:
+                stop.signum = signal.SIGTERM
+    except Stopped as stopped:
+        return steps, stopped.signum, str(stopped)
+    return steps, None, ""
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(ranks, tmp_path, save):
+    config = jobs.changed(jobs.job(tmp_path), "checkpoint", save_on_stop=save)
+    folder = jobs.prepare(config)
+    outcomes = ranks.run(stopped_by_rank_1, 2, config)
+    assert outcomes[0] == outcomes[1]
+    steps, signum, sentence = outcomes[0]
+    assert (steps, signum) == ([1, 2, 3], signal.SIGTERM)
+    assert sentence.startswith("Stopped by SIGTERM after step 3 of 20; ")
+    found = [path.name for path in checkpoint_folder.complete(folder / checkpoint_folder.FOLDER)]
+    assert found == (["step-000003"] if save else [])
+    assert ("--checkpoint.resume" in sentence) == save
+
+
+def test_a_signal_to_one_rank_behind_the_last_exchange_stops_all(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=3)
+    folder = jobs.prepare(config)
+    outcomes = ranks.run(stopped_by_rank_1, 2, config, 3)
+    sentence = (
+        f"Stopped by SIGTERM after step 3 of 3; go on with --checkpoint.resume {folder} (it holds step 3)."
+    )
+    assert outcomes == [([1, 2, 3], signal.SIGTERM, sentence)] * 2
+
+
+def diverges(group, config):
+    try:
+        jobs.history(group, config)
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_sentence(ranks, tmp_path):
+    config = jobs.changed(jobs.job(tmp_path), "optimizer", lr=1e30, clip_grad_norm=0.0)
+    jobs.prepare(config)
+    first, second = ranks.run(diverges, 2, config)
+    assert first == second
+    assert first.startswith("Step ") and "so training stopped with the weights of step" in first
+    assert "lower optimizer.lr=1e+30" in first
+
+
+def refused(group, config, checkpoint):
+    try:
+        jobs.history(group, config, checkpoint)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused_in_one_sentence(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=1)
+    folder = jobs.prepare(config)
+    ranks.run(jobs.history, 2, config)
+    saved = checkpoint_folder.find(folder)
+    longer = jobs.changed(config, "train", steps=2)
+
+    other = jobs.changed(longer, "model", hidden_size=32)
+    assert ranks.run(refused, 2, other, saved)[0].endswith(
+        "was saved with hidden_size=64, but the configuration asks for hidden_size=32."
+    )
+    lower = jobs.changed(longer, "train", dtype="bf16")
+    assert "was saved with train.dtype=fp32" in ranks.run(refused, 2, lower, saved)[1]
+
+    for part in sorted(saved.glob("*.distcp")):
+        part.write_bytes(part.read_bytes()[:500])
+    for message in ranks.run(refused, 2, longer, saved):
+        assert f"checkpoint.resume: {saved} is damaged or incomplete: " in message
+        assert "\n" not in message
+    (saved / "run.json").write_text("{")
+    assert "run.json is damaged: " in ranks.run(refused, 2, longer, saved)[0]
+
+
+def test_old_checkpoints_are_removed(ranks, tmp_path):
+    config = jobs.changed(jobs.job(tmp_path, steps=5), "checkpoint", every_steps=1, keep=2)
+    folder = jobs.prepare(config)
+    ranks.run(jobs.history, 1, config)
+    found = sorted(path.name for path in (folder / checkpoint_folder.FOLDER).iterdir())
+    assert found == ["step-000004", "step-000005"]

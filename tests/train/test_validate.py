@@ -1,0 +1,91 @@
+"""Every impossible value is refused in one sentence that names its key."""
+
+import dataclasses
+import math
+import os
+
+import pytest
+
+from pyruntime.train import validate
+from pyruntime.train.config import RunConfig
+from pyruntime.train.errors import ConfigError
+
+
+def with_value(key, value):
+    section, name = key.split(".")
+    config = RunConfig()
+    return dataclasses.replace(
+        config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("optimizer.lr", math.nan, "optimizer.lr must be a positive finite number, found nan."),
+        ("optimizer.lr", math.inf, "found inf."),
+        ("optimizer.lr", -1e-3, "found -0.001."),
+        ("optimizer.eps", 0.0, "optimizer.eps must be a positive finite number, found 0.0."),
+        ("optimizer.weight_decay", math.nan, "optimizer.weight_decay must be a finite number of at least 0,"),
+        ("optimizer.clip_grad_norm", -1.0, "optimizer.clip_grad_norm"),
+        ("optimizer.beta1", 1.0, "optimizer.beta1 must be at least 0 and below 1, found 1.0."),
+        ("optimizer.beta2", math.nan, "optimizer.beta2"),
+        ("optimizer.min_lr_fraction", 1.5, "optimizer.min_lr_fraction must be between 0 and 1, found 1.5."),
+        ("optimizer.warmup_steps", 10**6, "optimizer.warmup_steps must be between 0 and train.steps=200,"),
+        ("train.steps", 0, "train.steps must be at least 1, found 0."),
+        ("train.batch_size", -4, "train.batch_size must be at least 1, found -4."),
+        ("train.micro_batch_size", 3, "train.micro_batch_size=3 does not divide train.batch_size=8."),
+        ("train.seq_len", 0, "train.seq_len must be at least 1, found 0."),
+        ("train.seed", -1, "train.seed must be at least 0 and below 2**63, found -1."),
+        ("train.seed", 2**63, "train.seed must be at least 0 and below 2**63, found 9223372036854775808."),
+        ("train.val_every", -1, "train.val_every must not be negative, found -1."),
+        ("train.val_sequences", 0, "train.val_sequences must be at least 1, found 0."),
+        ("data.val_fraction", 0.0, "data.val_fraction must be above 0 and at most 0.5, found 0.0."),
+        ("data.val_fraction", math.nan, "data.val_fraction"),
+        ("data.paths", ("/nowhere/at/all",), "data.paths: /nowhere/at/all does not exist."),
+        (
+            "data.tokenizer",
+            "/nowhere/tokenizer.json",
+            "data.tokenizer: /nowhere/tokenizer.json is not a file;",
+        ),
+        ("model.init_from", "/nowhere", "model.init_from: /nowhere holds no config.json;"),
+        ("checkpoint.resume", "/nowhere", "checkpoint.resume: the folder /nowhere does not exist."),
+        ("checkpoint.keep", 0, "checkpoint.keep must be at least 1, found 0."),
+        ("checkpoint.every_steps", -1, "checkpoint.every_steps must not be negative, found -1."),
+        ("comm.deadline_s", 0.0, "comm.deadline_s must be above 0 and at most 1000000 seconds, found 0.0."),
+        ("comm.deadline_s", math.inf, "found inf."),
+        ("comm.deadline_s", math.nan, "found nan."),
+        ("comm.deadline_s", 1e7, "comm.deadline_s must be above 0 and at most 1000000 seconds,"),
+        ("comm.tier", "fused", "comm.tier must be one of auto, unfused, chunked, found fused."),
+        ("comm.tier", "fast", "comm.tier must be one of auto, unfused, chunked, found fast."),
+        ("data.paths", ("/dev/null",), "data.paths: /dev/null is neither a file nor a folder."),
+        ("parallel.tp", 0, "parallel.tp must be at least 1, found 0."),
+        ("parallel.tp", 3, "parallel.tp=3 but 2 rank(s) were started,"),
+        ("output.run_dir", __file__, f"output.run_dir: {__file__} exists and is not a folder."),
+        ("output.sample_tokens", -1, "output.sample_tokens must not be negative, found -1."),
+        ("output.temperature", math.nan, "output.temperature must be a finite number of at least 0,"),
+        ("output.log_every", 0, "output.log_every must be at least 1, found 0."),
+    ],
+)
+def test_an_impossible_value_is_refused_in_one_sentence(key, value, sentence):
+    with pytest.raises(ConfigError) as refused:
+        validate.check(with_value(key, value), world_size=2)
+    message = str(refused.value)
+    assert sentence in message
+    assert "\n" not in message and message.endswith(".")
+
+
+def test_a_pipe_is_no_text(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"data\.paths: .*pipe is neither a file nor a folder\."):
+        validate.check(with_value("data.paths", (str(tmp_path / "pipe"),)), world_size=1)
+
+
+def test_the_largest_seed_and_deadline_are_accepted():
+    validate.check(with_value("train.seed", 2**63 - 1), world_size=1)
+    validate.check(with_value("comm.deadline_s", 1e6), world_size=1)
+
+
+def test_the_defaults_are_accepted_on_any_number_of_ranks():
+    for world_size in (1, 2, 8):
+        validate.check(RunConfig(), world_size)

@@ -1,0 +1,45 @@
+"""Runs a rank function over each of the ways in which chunks may travel, on the ranks of the pool.
+
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_sum(ranks, transport):
+        ranks.run(on_transport, 3, transport, sums, torch.ones(3))
+
+The pool's ranks share one machine; where several hosts are needed the ranks are told that they are on some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pyruntime import comm
+from pyruntime.comm import group_size
+
+TRANSPORTS = ["symmetric_memory", "process_group", "hierarchical"]
+CHUNK_BYTES = 96  # so little that small operands, too, travel in many pieces
+
+
+def on_transport(group, transport: str, case: Callable[..., Any], *arguments: Any) -> Any:
+    """`case(group, *arguments)` while the group's chunks travel by `transport`."""
+    take(group, transport)
+    return case(group, *arguments)
+
+
+def take(group, transport: str) -> None:
+    """Opens the group anew unless it is open in this way. Of 4 ranks "hierarchical" makes 2 hosts of 2; other
+    sizes have no even hosts of several ranks, and take the ring."""
+    size = group_size(group)
+    if size == 1:
+        return
+    settings: dict[str, Any] = {"transport": transport}
+    expected = {"symmetric_memory": "symmetric memory", "process_group": "ring"}.get(transport, "")
+    if transport == "hierarchical":
+        hosts = [f"host {2 * rank // size}" for rank in range(size)]
+        settings = {"hosts": hosts}
+        expected = "hierarchical" if size == 4 else "ring"
+    if transport != "symmetric_memory":
+        settings["chunk_bytes"] = CHUNK_BYTES
+    if comm.transport_of(group).startswith(expected):
+        return
+    comm.close(group)
+    comm.configure(group, **settings)

@@ -1,0 +1,139 @@
+"""Makes the project's virtual environment around the torch that is there already, if one is.
+
+    python3 tools/make_venv.py VENV [--torch REQUIREMENT]
+
+A torch in a supported version that the running Python can import is used where it lies. Only where there is
+none, REQUIREMENT (what pip install takes, options too; by default torch==2.13.0) is installed into VENV.
+Nothing installed later pulls in a second torch: pip runs under a constraint that names the one in use.
+Afterwards the package itself is installed in place (editable), which builds the C++ core.
+
+Exit code 1 and one sentence on stderr where the machine lacks something.
+"""
+
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036  (said before anything here needs a newer Python)
+    sys.exit(
+        "pyruntime needs Python 3.11 or newer and {} is {}.{}: install one and name it, for example "
+        "`make PYTHON=python3.11 build`.".format(sys.executable, *sys.version_info[:2])
+    )
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH_VERSIONS = ("2.11", "2.12", "2.13")
+BUILD_TOOLS = ("setuptools>=77", "wheel")
+PROBE = """
+import json, pathlib
+try:
+    import torch
+except Exception:
+    print(json.dumps(None))
+else:
+    print(json.dumps([torch.__version__, str(pathlib.Path(torch.__file__).parent.parent)]))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("venv", type=Path)
+    parser.add_argument("--torch", metavar="REQUIREMENT", default="torch==2.13.0")
+    arguments = parser.parse_args()
+    if Path(sys.prefix).resolve() == arguments.venv.resolve():  # the environment itself is the active one
+        os.execv(sys._base_executable, [sys._base_executable, *sys.argv])
+    check_machine()
+
+    found = importable_torch(sys.executable)
+    if found is not None and not found[0].startswith(TORCH_VERSIONS):
+        print(f"Not using torch {found[0]} of {sys.executable}: supported are {', '.join(TORCH_VERSIONS)}.")
+        found = None
+    python = create(arguments.venv, shares_system_packages=found is not None)
+    if found is not None:
+        use_torch_of(python, found)
+    elif importable_torch(python) is None:
+        pip(python, *shlex.split(arguments.torch))
+    torch = importable_torch(python)
+    if torch is None:
+        sys.exit(f"torch does not import in {arguments.venv}: see what `{python} -c 'import torch'` says.")
+    print(f"Using torch {torch[0]} from {torch[1]}.", flush=True)
+
+    constraints = arguments.venv / "constraints.txt"
+    constraints.write_text(f"torch=={torch[0]}\n")
+    # Programs go into this environment even where the outer one has them: only this one's bin folder is used.
+    pip(python, "--quiet", "--ignore-installed", "--no-deps", *programs())
+    pip(python, "--quiet", "-c", str(constraints), *BUILD_TOOLS)
+    pip(python, "--quiet", "-c", str(constraints), "--no-build-isolation", "-e", f"{ROOT}[dev]")
+
+
+def check_machine() -> None:
+    """Ends with one sentence where the venv module or the C++ compiler is missing."""
+    missing = [module for module in ("venv", "ensurepip") if importlib.util.find_spec(module) is None]
+    if missing:
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        sys.exit(
+            f"{sys.executable} has no module {missing[0]}, which a virtual environment needs: install it, on "
+            f"Debian and Ubuntu with `apt-get install python{version}-venv`."
+        )
+    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    if shutil.which(compiler) is None:
+        sys.exit(
+            f"no C++ compiler was found on PATH (looked for {compiler}): install one, on Debian and Ubuntu "
+            "with `apt-get install g++`."
+        )
+
+
+def create(venv: Path, *, shares_system_packages: bool) -> str:
+    """Creates (or keeps, if it still works) the environment and returns the path of its Python."""
+    command = [sys.executable, "-m", "venv", str(venv)]
+    if shares_system_packages:
+        command.append("--system-site-packages")
+    if subprocess.run(command).returncode != 0:
+        sys.exit(f"`{' '.join(command)}` failed; its message stands above.")
+    return str(venv.absolute() / "bin" / "python")
+
+
+def importable_torch(python: str) -> tuple[str, str] | None:
+    """(version, folder that holds the package) of the torch that `python` imports, or None."""
+    probe = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
+    answer = json.loads(probe.stdout.splitlines()[-1]) if probe.returncode == 0 and probe.stdout else None
+    return tuple(answer) if answer else None
+
+
+def use_torch_of(python: str, found: tuple[str, str]) -> None:
+    """Makes `python` see the found torch also where it lies in a virtual environment of its own.
+
+    --system-site-packages looks into the base Python only; a .pth file adds the folder of that environment.
+    """
+    if importable_torch(python) is not None:
+        return
+    asked = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    Path(packages, "torch_of_outer_environment.pth").write_text(found[1] + "\n")
+
+
+def programs() -> list[str]:
+    """The requirements of the dev extra that are programs, not modules."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    return [line for line in extras["dev"] if re.match("clang-format|ninja|ruff", line)]
+
+
+def pip(python: str, *arguments: str) -> None:
+    command = [python, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+    print("+", " ".join(command), flush=True)
+    if subprocess.run(command).returncode != 0:
+        sys.exit(f"`{' '.join(command)}` failed; pip's own message stands above.")
+
+
+if __name__ == "__main__":
+    main()
