@@ -14,6 +14,7 @@
 #include <thread>
 #include <unistd.h>
 #include <utility>
+#include <vector>
 
 #include "core/arbiter.h"
 #include "core/deadline.h"
@@ -49,6 +50,14 @@ constexpr int kProbeTag = kTagBase - 1;
 int tag_of(int instance, uint64_t flight, int stream, size_t index) {
   return kTagBase | (instance % 128) << 23 | static_cast<int>(flight % 256) << 15 | stream << 14 |
          static_cast<int>(index);
+}
+
+// What the link may still read and write after its group has gone lives as long as the process.
+void keep_for_good(std::shared_ptr<void> memory) {
+  static std::mutex mutex;
+  static auto* kept = new std::vector<std::shared_ptr<void>>();  // never destroyed: transfers outlive statics
+  const std::lock_guard<std::mutex> lock(mutex);
+  kept->push_back(std::move(memory));
 }
 
 }  // namespace
@@ -135,12 +144,11 @@ class RingTransport : public Transport {
       }
     }
     if (context_.link_is_broken) {
-      auto* kept = new std::array<std::shared_ptr<RingFlight>, kSlots>();
-      for (int slot = 0; slot < kSlots; ++slot) {
-        (*kept)[slot] = slots_[slot].flight;
-        slots_[slot].scratch.leak();
+      for (SlotState& slot : slots_) {
+        keep_for_good(std::move(slot.flight));
+        keep_for_good(std::make_shared<Scratch>(std::move(slot.scratch)));
       }
-      [[maybe_unused]] auto* leaked = parts_.workspace.release();
+      keep_for_good(std::shared_ptr<HostWorkspace>(std::move(parts_.workspace)));
     }
   }
 

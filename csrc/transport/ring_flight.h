@@ -19,8 +19,6 @@ class Scratch {
   // Contents are undefined, old pointers too.
   char* claim(int64_t bytes);
   int64_t bytes() const { return bytes_; }
-  // The memory stays for ever: somebody may still write to it.
-  void leak() { [[maybe_unused]] char* kept = memory_.release(); }
 
  private:
   std::unique_ptr<char, decltype(&std::free)> memory_{nullptr, &std::free};

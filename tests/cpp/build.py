@@ -1,8 +1,9 @@
-"""Builds the C++ tests: a program for each, plain and under the sanitizers.
+"""Builds the C++ tests: a program for each, under the sanitizers.
 
 A program is tests/cpp/AREA/test_NAME.cpp, check.cpp and the files of csrc that it tests, linked with torch.
-All are built plain and for the address and undefined-behaviour sanitizers; those in which several threads
-meet for the thread sanitizer too. ninja compiles what changed; everything it makes lies in build/cpp_tests.
+All are built for the address and undefined-behaviour sanitizers; those in which several threads meet for the
+thread sanitizer too. torch's headers are compiled once a variant (prelude.h). ninja compiles what changed;
+everything it makes lies in build/cpp_tests.
 """
 
 from __future__ import annotations
@@ -52,10 +53,9 @@ PROGRAMS = {
 # In these several threads meet.
 OF_THREADS = {"core/test_arbiter", "transport/test_ring", "transport/test_ring_failures"}
 VARIANTS = {
-    "plain": ["-O2"],
     "sanitized": [
         "-O1",
-        "-g",
+        "-g1",
         "-fno-omit-frame-pointer",
         "-fsanitize=address,undefined",
         "-fno-sanitize-recover=all",
@@ -63,7 +63,7 @@ VARIANTS = {
     ],
     "threads": [
         "-O1",
-        "-g",
+        "-g1",
         "-fno-omit-frame-pointer",
         "-fsanitize=thread",
         # GCC instruments the function that chooses among clones, which runs before the sanitizer has started.
@@ -89,7 +89,7 @@ def program(name: str, variant: str) -> Path:
 
 def ninja_file() -> str:
     """The whole build as ninja reads it."""
-    flags = ["-std=c++20", "-fopenmp-simd", "-Wall", "-Wextra", "-Werror"]
+    flags = ["-std=c++20", "-fopenmp-simd", "-Wall", "-Wextra", "-Winvalid-pch", "-Werror"]
     flags += [f"-I{ROOT}/csrc", f"-I{ROOT}/tests/cpp"]
     flags += [f"-isystem{path}" for path in include_paths()]
     # ninja does not watch system headers; another torch is another command, which compiles everything anew.
@@ -103,9 +103,16 @@ def ninja_file() -> str:
         f"libraries = {' '.join(libraries)}",
     ]
     for variant, extra in VARIANTS.items():
+        prelude = BUILD / variant / "prelude.h"
         lines += [
+            f"rule precompile_{variant}",
+            f"  command = $cxx -MMD -MF $out.d $flags {' '.join(extra)} -x c++-header $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = compile $out",
+            f"build {prelude}.gch: precompile_{variant} {ROOT}/tests/cpp/prelude.h",
             f"rule compile_{variant}",
-            f"  command = $cxx -MMD -MF $out.d $flags {' '.join(extra)} -c $in -o $out",
+            f"  command = $cxx -MMD -MF $out.d $flags {' '.join(extra)} -include {prelude} -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
             "  description = compile $out",
@@ -120,7 +127,7 @@ def ninja_file() -> str:
             for source in sources:
                 if source not in objects:
                     objects[source] = BUILD / variant / source.relative_to(ROOT).with_suffix(".o")
-                    lines.append(f"build {objects[source]}: compile_{variant} {source}")
+                    lines.append(f"build {objects[source]}: compile_{variant} {source} | {prelude}.gch")
             linked = " ".join(str(objects[source]) for source in sources)
             lines.append(f"build {program(name, variant)}: link_{variant} {linked}")
     return "\n".join(lines) + "\n"

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.cpp.build import PROGRAMS, ROOT, VARIANTS, build, program
+from tests.cpp.build import PROGRAMS, ROOT, build, builds, program
 
 TIMEOUT_S = 120
 
@@ -17,8 +17,7 @@ def built() -> None:
     build()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "variant"), builds())
 def test_program(built: None, name: str, variant: str) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "UBSAN_OPTIONS": "print_stacktrace=1"}
     ran = subprocess.run(
