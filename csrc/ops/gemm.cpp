@@ -94,12 +94,15 @@ void linear_dgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor&
 }
 
 at::Tensor linear_wgrad(const at::Tensor& dy, const at::Tensor& x) {
-  const at::Tensor dy_matrix = as_matrix(dy.contiguous());
-  const at::Tensor x_matrix = as_matrix(x.contiguous());
-  if (dy_matrix.size(0) == 0) return at::zeros({dy.size(2), x.size(2)}, x.options());
+  if (dy.size(0) * dy.size(1) == 0) return at::zeros({dy.size(2), x.size(2)}, x.options());
   at::Tensor out = at::empty({dy.size(2), x.size(2)}, x.options());
-  multiply(out, dy_matrix.t(), x_matrix, {}, /*accumulate=*/false);
+  multiply(out, as_matrix(dy.contiguous()).t(), as_matrix(x.contiguous()), {}, /*accumulate=*/false);
   return out;
+}
+
+void add_linear_wgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x) {
+  if (dy.size(0) * dy.size(1) == 0) return;
+  multiply(out, as_matrix(dy.contiguous()).t(), as_matrix(x.contiguous()), {}, /*accumulate=*/true);
 }
 
 }  // namespace pyruntime

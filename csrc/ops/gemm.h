@@ -18,5 +18,7 @@ void linear_dgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor&
 
 // dy^T @ x summed over all rows of all blocks.  dy [b, m, N], x [b, m, K]; returns [N, K].
 at::Tensor linear_wgrad(const at::Tensor& dy, const at::Tensor& x);
+// out += dy^T @ x; out [N, K].
+void add_linear_wgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x);
 
 }  // namespace pyruntime

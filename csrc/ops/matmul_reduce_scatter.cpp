@@ -1,4 +1,5 @@
 // Y_shard = scatter(sum over ranks of X @ W^T): a chunk leaves as soon as its part of the product is written.
+#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
 
@@ -46,12 +47,22 @@ struct BackwardRequest {
   bool need_db;
 };
 
+// The bias was added to each row once, on the rank that owns it: all rows of dY give its whole gradient, on
+// every rank. Summed in fp32 over rows [blocks, *, N] that come in several parts.
+at::Tensor bias_grad(const Tensors& parts) {
+  const c10::ScalarType dtype = parts.front().scalar_type();
+  at::Tensor sum;
+  for (const at::Tensor& rows : parts) {
+    at::Tensor one = at::sum(rows, at::IntArrayRef{0, 1}, /*keepdim=*/false, at::toOpMathType(dtype));
+    sum = sum.defined() ? sum.add_(one) : one;
+  }
+  return sum.to(dtype);
+}
+
 // What needs all rows of dY at once.
 void append_parameter_grads(Tensors& result, const BackwardRequest& request, const at::Tensor& dy) {
   if (request.need_dw) result.push_back(linear_wgrad(dy, request.x.data));
-  // The bias was added to each row once, on the rank that owns it: all rows of dY give its whole gradient, on
-  // every rank.
-  if (request.need_db) result.push_back(at::sum(dy, at::IntArrayRef{0, 1}));
+  if (request.need_db) result.push_back(bias_grad({dy}));
 }
 
 Tensors backward_unfused(Group& group, const BackwardRequest& request, const at::Tensor& weight) {
@@ -67,15 +78,30 @@ Tensors backward_unfused(Group& group, const BackwardRequest& request, const at:
 
 Tensors backward_chunked(Transport& transport, const BackwardRequest& request, const at::Tensor& weight) {
   RowGather gather(transport, Op::kAllGatherMatmul, request.grad, request.x.rows);
+  // While chunks come over a network there is time for the own rows' part of dW; it is rounded once more.
+  const bool in_two_parts = request.need_dw && transport.crosses_hosts();
+  at::Tensor dx, dw;
   Tensors result;
   if (request.need_dx) {
     result.push_back(at::empty(request.x.sizes, request.grad.data.options()));
-    const at::Tensor dx = result[0].view(request.x.data.sizes());
-    for (const Chunk& chunk : gather.order()) {
+    dx = result[0].view(request.x.data.sizes());
+  }
+  for (const Chunk& chunk : gather.order()) {
+    if (request.need_dx) {
       linear_dgrad(request.x.rows_of(dx, chunk), gather.chunk(chunk), weight, /*accumulate=*/false);
     }
+    if (in_two_parts && chunk.owner == transport.rank()) {
+      dw = linear_wgrad(request.grad.data, request.x.rows_of(chunk));
+    }
   }
-  if (request.need_dw || request.need_db) append_parameter_grads(result, request, gather.collect());
+  if (in_two_parts) {
+    const at::Tensor others = gather.collect_others();
+    add_linear_wgrad(dw, others, gather.others_of(request.x.data));
+    result.push_back(dw);
+    if (request.need_db) result.push_back(bias_grad({request.grad.data, others}));
+  } else if (request.need_dw || request.need_db) {
+    append_parameter_grads(result, request, gather.collect());
+  }
   gather.finish();
   return result;
 }

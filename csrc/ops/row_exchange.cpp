@@ -1,5 +1,6 @@
 #include "ops/row_exchange.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
 #include <vector>
@@ -66,6 +67,31 @@ at::Tensor RowGather::collect() {
     shard_.rows_of(all, part).copy_(rows);
   }
   return all;
+}
+
+at::Tensor RowGather::collect_others() {
+  const Chunk& own = order().front();
+  at::Tensor others = at::empty({shard_.blocks, (rows_ - own.rows) * shard_.inner, shard_.width},
+                                shard_.data.options());
+  for (const Chunk& part : order()) {
+    if (part.owner == transport_.rank()) continue;
+    const at::Tensor rows = chunk(part);
+    const ScopedSeconds moving(transport_.stats().moving_s);
+    Chunk place = part;
+    if (part.begin > own.begin) place.begin -= own.rows;
+    shard_.rows_of(others, place).copy_(rows);
+  }
+  return others;
+}
+
+at::Tensor RowGather::others_of(const at::Tensor& all) const {
+  const Chunk& own = flight_->order().front();
+  const int64_t end = own.begin + own.rows;
+  const at::Tensor before = all.narrow(1, 0, own.begin * shard_.inner);
+  const at::Tensor after = all.narrow(1, end * shard_.inner, (rows_ - end) * shard_.inner);
+  if (own.begin == 0) return after;
+  if (end == rows_) return before;
+  return at::cat({before, after}, 1);
 }
 
 RowScatter::RowScatter(Transport& transport, Op op, const Operand& like, int64_t width, bool with_bias,

@@ -31,6 +31,10 @@ class RowGather {
   at::Tensor chunk(const Chunk& chunk);
   // All rows in order, [blocks, rows * inner, width], in new memory.
   at::Tensor collect();
+  // All rows but this rank's own, in order, [blocks, (rows - own rows) * inner, width], in new memory.
+  at::Tensor collect_others();
+  // The same rows of a tensor of the form [blocks, rows * inner, *], contiguous or not.
+  at::Tensor others_of(const at::Tensor& all) const;
   void finish() { flight_->finish(); }
 
  private:
