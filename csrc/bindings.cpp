@@ -12,8 +12,11 @@
 #include "core/late_report.h"
 #include "cpu/layers/layers.h"
 #include "cpu/symmetric_memory.h"
+#include "ops/gemm.h"
+#include "ops/line_exchange.h"
 #include "ops/register.h"
 #include "ops/tier.h"
+#include "ops/weight_gradient.h"
 #include "transport/group.h"
 
 TORCH_LIBRARY(pyruntime, library) {
@@ -181,6 +184,57 @@ void bind_comm(py::module_& m) {
   });
 }
 
+// Chunks as Python sees them: (first line, number of lines).
+py::list pairs_of(const std::vector<pyruntime::LineRange>& ranges) {
+  py::list result;
+  for (const pyruntime::LineRange& range : ranges) result.append(py::make_tuple(range.begin, range.count));
+  return result;
+}
+
+void bind_data_parallel(py::module_& m) {
+  using pyruntime::LineGather;
+  using pyruntime::LineScatter;
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<LineScatter>(m, "LineScatter", "A reduce-scatter or all-reduce of [lines, width] under way.")
+      .def(py::init([](const std::string& group, int64_t lines, int64_t width, at::ScalarType dtype,
+                       const std::string& device, bool all) {
+             return std::make_unique<LineScatter>(group, lines, width, dtype, c10::Device(device), all);
+           }),
+           py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"),
+           py::arg("all"), NoGil())
+      .def("chunks", [](const LineScatter& scatter) { return pairs_of(scatter.chunks()); })
+      .def("part", &LineScatter::part, NoGil())
+      .def("publish", &LineScatter::publish, NoGil())
+      .def("finish", &LineScatter::finish, NoGil());
+  py::class_<LineGather>(m, "LineGather", "An all-gather of [lines, width] under way.")
+      .def(py::init([](const std::string& group, const at::Tensor& lines, int64_t total) {
+             return std::make_unique<LineGather>(group, lines, total);
+           }),
+           py::arg("group"), py::arg("lines"), py::arg("total"), NoGil())
+      .def("chunks", [](const LineGather& gather) { return pairs_of(gather.chunks()); })
+      .def("chunk", &LineGather::chunk, NoGil())
+      .def("finish", &LineGather::finish, NoGil());
+  // The sink is called in backward(), without the GIL.
+  m.def("set_weight_gradient_sink", [](const at::Tensor& weight, const py::object& sink) {
+    if (sink.is_none()) return pyruntime::set_weight_gradient_sink(weight, {});
+    // Destroyed with the GIL, wherever the last copy goes.
+    const std::shared_ptr<py::object> shared(new py::object(sink), [](py::object* object) {
+      const py::gil_scoped_acquire gil;
+      delete object;
+    });
+    pyruntime::set_weight_gradient_sink(weight, [shared](const at::Tensor& dy, const at::Tensor& x) {
+      const py::gil_scoped_acquire gil;
+      (*shared)(dy, x);
+    });
+  });
+  m.def(
+      "write_weight_gradient",
+      [](const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {
+        pyruntime::write_linear_wgrad(out, dy, x, accumulate);
+      },
+      py::arg("out"), py::arg("dy"), py::arg("x"), py::arg("accumulate"), NoGil());
+}
+
 // glibc gives large freed buffers back to the system at once and page-faults them in anew on the next
 // allocation, which costs a training step 5 to 15 % of its time. Raising both thresholds keeps them.
 bool keep_freed_memory() {
@@ -199,5 +253,6 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "The C++ core of pyruntime; its operators are in torch.ops.pyruntime.";
   pyruntime::cpu::register_symmetric_memory();
   bind_comm(m);
+  bind_data_parallel(m);
   m.def("keep_freed_memory", &keep_freed_memory);
 }

@@ -8,6 +8,7 @@
 #include "ops/primitives.h"
 #include "ops/row_exchange.h"
 #include "ops/tier.h"
+#include "ops/weight_gradient.h"
 
 namespace pyruntime {
 
@@ -70,9 +71,11 @@ void write_dx(const at::Tensor& out, const std::vector<Operand>& grads, const Te
   }
 }
 
-Tensors wgrads(const std::vector<Operand>& grads, const at::Tensor& x_gathered) {
+Tensors wgrads(const Tensors& weights, const std::vector<Operand>& grads, const at::Tensor& x_gathered) {
   Tensors result;
-  for (const Operand& grad : grads) result.push_back(linear_wgrad(grad.data, x_gathered));
+  for (size_t i = 0; i < weights.size(); ++i) {
+    result.push_back(weight_gradient(weights[i], grads[i].data, x_gathered));
+  }
   return result;
 }
 
@@ -100,7 +103,7 @@ Tensors backward_unfused(Group& group, const BackwardRequest& request, const Ten
         dx.view(grad.sizes_with(rows_of_rank(grad.rows, group.world_size(), group.rank()), parts.width)));
   }
   if (request.need_dw) {
-    for (at::Tensor& dw : wgrads(request.grads, x)) result.push_back(std::move(dw));
+    for (at::Tensor& dw : wgrads(weights, request.grads, x)) result.push_back(std::move(dw));
   }
   return result;
 }
@@ -122,7 +125,7 @@ Tensors backward_chunked(Transport& transport, const BackwardRequest& request, c
   }
   Tensors dw;
   if (request.need_dw) {
-    dw = wgrads(request.grads, gather ? gather->collect() : request.x.data);
+    dw = wgrads(weights, request.grads, gather ? gather->collect() : request.x.data);
     if (gather) gather->finish();
   }
   Tensors result;
@@ -183,7 +186,7 @@ Tensors all_gather_matmul_backward(const Tensors& grads, const at::Tensor& x, bo
                Chunk{0, 0, grad.rows});
     }
     if (need_dw) {
-      for (at::Tensor& dw : wgrads(request.grads, request.x.data)) result.push_back(std::move(dw));
+      for (at::Tensor& dw : wgrads(weights, request.grads, request.x.data)) result.push_back(std::move(dw));
     }
     return result;
   }

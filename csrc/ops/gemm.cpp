@@ -4,7 +4,6 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/zeros.h>
 
 namespace at::native {
 // oneDNN's matmul inside libtorch_cpu: out = alpha * a @ b + beta * out. Exported, but in no public header;
@@ -94,15 +93,17 @@ void linear_dgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor&
 }
 
 at::Tensor linear_wgrad(const at::Tensor& dy, const at::Tensor& x) {
-  if (dy.size(0) * dy.size(1) == 0) return at::zeros({dy.size(2), x.size(2)}, x.options());
   at::Tensor out = at::empty({dy.size(2), x.size(2)}, x.options());
-  multiply(out, as_matrix(dy.contiguous()).t(), as_matrix(x.contiguous()), {}, /*accumulate=*/false);
+  write_linear_wgrad(out, as_matrix(dy.contiguous()), as_matrix(x.contiguous()), /*accumulate=*/false);
   return out;
 }
 
-void add_linear_wgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x) {
-  if (dy.size(0) * dy.size(1) == 0) return;
-  multiply(out, as_matrix(dy.contiguous()).t(), as_matrix(x.contiguous()), {}, /*accumulate=*/true);
+void write_linear_wgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {
+  if (dy.size(0) > 0) {
+    multiply(out, dy.t(), x, {}, accumulate);
+  } else if (!accumulate) {
+    out.zero_();
+  }
 }
 
 }  // namespace pyruntime

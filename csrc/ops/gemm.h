@@ -18,7 +18,8 @@ void linear_dgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor&
 
 // dy^T @ x summed over all rows of all blocks.  dy [b, m, N], x [b, m, K]; returns [N, K].
 at::Tensor linear_wgrad(const at::Tensor& dy, const at::Tensor& x);
-// out += dy^T @ x; out [N, K].
-void add_linear_wgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x);
+// out = dy^T @ x, or out += dy^T @ x.  dy [rows, N], which may be columns of a wider matrix, x [rows, K], out
+// [N, K] contiguous.
+void write_linear_wgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate);
 
 }  // namespace pyruntime

@@ -8,6 +8,7 @@
 #include "ops/primitives.h"
 #include "ops/row_exchange.h"
 #include "ops/tier.h"
+#include "ops/weight_gradient.h"
 
 namespace pyruntime {
 
@@ -63,9 +64,11 @@ void write_dx(const at::Tensor& out, const BackwardRequest& request, const Tenso
   }
 }
 
-void append_wgrads(Tensors& result, const BackwardRequest& request) {
+void append_wgrads(Tensors& result, const BackwardRequest& request, const Tensors& weights) {
   if (!request.need_dw) return;
-  for (const Operand& grad : request.grads) result.push_back(linear_wgrad(grad.data, request.x.data));
+  for (size_t i = 0; i < weights.size(); ++i) {
+    result.push_back(weight_gradient(weights[i], request.grads[i].data, request.x.data));
+  }
 }
 
 Tensors backward_local(const BackwardRequest& request, const Tensors& weights) {
@@ -74,7 +77,7 @@ Tensors backward_local(const BackwardRequest& request, const Tensors& weights) {
     result.push_back(at::empty(request.x.data.sizes(), request.x.data.options()));
     write_dx(result[0], request, weights, Chunk{0, 0, request.x.rows});
   }
-  append_wgrads(result, request);
+  append_wgrads(result, request, weights);
   return result;
 }
 
@@ -95,7 +98,7 @@ Tensors backward_chunked(Transport& transport, const BackwardRequest& request, c
     scatter.publish(chunk);
   }
   Tensors dw;
-  append_wgrads(dw, request);
+  append_wgrads(dw, request, weights);
   Tensors result{scatter.reduce_all({})};
   scatter.finish();
   for (at::Tensor& one : dw) result.push_back(std::move(one));

@@ -9,6 +9,7 @@
 #include "ops/primitives.h"
 #include "ops/row_exchange.h"
 #include "ops/tier.h"
+#include "ops/weight_gradient.h"
 
 namespace pyruntime {
 
@@ -47,6 +48,10 @@ struct BackwardRequest {
   bool need_db;
 };
 
+at::Tensor as_matrix(const at::Tensor& blocks) {
+  return blocks.reshape({-1, blocks.size(-1)});
+}
+
 // The bias was added to each row once, on the rank that owns it: all rows of dY give its whole gradient, on
 // every rank. Summed in fp32 over rows [blocks, *, N] that come in several parts.
 at::Tensor bias_grad(const Tensors& parts) {
@@ -60,8 +65,9 @@ at::Tensor bias_grad(const Tensors& parts) {
 }
 
 // What needs all rows of dY at once.
-void append_parameter_grads(Tensors& result, const BackwardRequest& request, const at::Tensor& dy) {
-  if (request.need_dw) result.push_back(linear_wgrad(dy, request.x.data));
+void append_parameter_grads(Tensors& result, const BackwardRequest& request, const at::Tensor& weight,
+                            const at::Tensor& dy) {
+  if (request.need_dw) result.push_back(weight_gradient(weight, dy, request.x.data));
   if (request.need_db) result.push_back(bias_grad({dy}));
 }
 
@@ -72,14 +78,14 @@ Tensors backward_unfused(Group& group, const BackwardRequest& request, const at:
     result.push_back(at::empty(request.x.sizes, dy.options()));
     linear_dgrad(result[0].view(request.x.data.sizes()), dy, weight, /*accumulate=*/false);
   }
-  append_parameter_grads(result, request, dy);
+  append_parameter_grads(result, request, weight, dy);
   return result;
 }
 
 Tensors backward_chunked(Transport& transport, const BackwardRequest& request, const at::Tensor& weight) {
   RowGather gather(transport, Op::kAllGatherMatmul, request.grad, request.x.rows);
   // While chunks come over a network there is time for the own rows' part of dW; it is rounded once more.
-  const bool in_two_parts = request.need_dw && transport.crosses_hosts();
+  const bool in_two_parts = request.need_dw && transport.crosses_hosts() && !has_weight_gradient_sink(weight);
   at::Tensor dx, dw;
   Tensors result;
   if (request.need_dx) {
@@ -96,11 +102,12 @@ Tensors backward_chunked(Transport& transport, const BackwardRequest& request, c
   }
   if (in_two_parts) {
     const at::Tensor others = gather.collect_others();
-    add_linear_wgrad(dw, others, gather.others_of(request.x.data));
+    write_linear_wgrad(dw, as_matrix(others), as_matrix(gather.others_of(request.x.data)),
+                       /*accumulate=*/true);
     result.push_back(dw);
     if (request.need_db) result.push_back(bias_grad({request.grad.data, others}));
   } else if (request.need_dw || request.need_db) {
-    append_parameter_grads(result, request, gather.collect());
+    append_parameter_grads(result, request, weight, gather.collect());
   }
   gather.finish();
   return result;
@@ -147,7 +154,7 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
       result.push_back(at::empty(x.sizes(), x.options()));
       linear_dgrad(result[0].view(request.x.data.sizes()), request.grad.data, weight, /*accumulate=*/false);
     }
-    append_parameter_grads(result, request, request.grad.data);
+    append_parameter_grads(result, request, weight, request.grad.data);
     return result;
   }
   Transport* transport = group.transport(x.device());

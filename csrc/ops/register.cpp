@@ -8,6 +8,7 @@
 
 #include "ops/checks.h"
 #include "ops/primitives.h"
+#include "ops/weight_gradient.h"
 #include "transport/group.h"
 
 // Autograd works on the registered operators, never on the C++ functions below them, so that torch.compile
@@ -352,8 +353,9 @@ class MatmulAllReduce : public Function<MatmulAllReduce> {
     variable_list result(5);
     if (ctx->needs_input_grad(0)) result[0] = at::matmul(grads[0], weight);
     if (ctx->needs_input_grad(1)) {
-      result[1] = at::mm(grads[0].reshape_symint({-1, grads[0].sym_size(-1)}).t(),
-                         x.reshape_symint({-1, x.sym_size(-1)}));
+      const at::Tensor dy = grads[0].reshape_symint({-1, grads[0].sym_size(-1)});
+      const at::Tensor rows = x.reshape_symint({-1, x.sym_size(-1)});
+      result[1] = has_weight_gradient_sink(weight) ? weight_gradient(weight, dy, rows) : at::mm(dy.t(), rows);
     }
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) result[2] = sum_over_rows(grads[0]);
     return result;
@@ -559,6 +561,8 @@ void register_primitives(torch::Library& m) {
   m.impl("all_reduce", torch::dispatch(kAutograd, TORCH_FN(all_reduce_autograd)));
   m.def("all_gather_stats(Tensor x, str group) -> Tensor");
   m.impl("all_gather_stats", torch::dispatch(kKernel, TORCH_FN(all_gather_stats_kernel)));
+
+  register_linear(m);
 
   // Its output is its input, so it is no functional operator of its own: always decomposed into autograd's
   // view and all_reduce.

@@ -6,5 +6,7 @@
 namespace pyruntime {
 
 void register_primitives(torch::Library& library);
+// linear.cpp; called by register_primitives.
+void register_linear(torch::Library& library);
 
 }  // namespace pyruntime

@@ -71,8 +71,8 @@ at::Tensor RowGather::collect() {
 
 at::Tensor RowGather::collect_others() {
   const Chunk& own = order().front();
-  at::Tensor others = at::empty({shard_.blocks, (rows_ - own.rows) * shard_.inner, shard_.width},
-                                shard_.data.options());
+  at::Tensor others =
+      at::empty({shard_.blocks, (rows_ - own.rows) * shard_.inner, shard_.width}, shard_.data.options());
   for (const Chunk& part : order()) {
     if (part.owner == transport_.rank()) continue;
     const at::Tensor rows = chunk(part);

@@ -54,8 +54,15 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
     from pyruntime.train.run import run as train
 
     torch.set_num_threads(threads(config.train.threads, world_size))
-    with Runtime.start(tp=world_size, device="cpu", deadline_s=config.comm.deadline_s) as runtime:
-        train(config, name, runtime.tp, stop)
+    parallel = config.parallel
+    with Runtime.start(
+        tp=parallel.tp,
+        dp=parallel.dp,
+        dp_replicate=parallel.dp_replicate,
+        device="cpu",
+        deadline_s=config.comm.deadline_s,
+    ) as runtime:
+        train(config, name, runtime.tp, stop, runtime.dp)
 
 
 def threads(asked: int, world_size: int) -> int:

@@ -33,26 +33,39 @@ class Runtime:
         self.deadline_s = deadline_s
         self._owns_process_groups = False
         self._groups = [group_name(mesh[axis]) for axis in mesh.mesh_dim_names]
+        if mesh.ndim > 1:
+            self._groups.append(group_name(dist.group.WORLD))
         for name in self._groups:
             set_deadline(name, deadline_s)
         _C.set_symmetric_memory_deadline(float(deadline_s))
 
     @classmethod
     def start(
-        cls, *, tp: int | None = None, device: str = "cpu", deadline_s: float = DEFAULT_DEADLINE_S
+        cls,
+        *,
+        tp: int | None = None,
+        dp: int = 1,
+        dp_replicate: int = 1,
+        device: str = "cpu",
+        deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> Runtime:
         """Joins the job that torchrun describes in the environment, or makes a job of one process where it
         does not.
 
-        tp: ranks in the tensor-parallel group; the world size by default, and today no other size.
-        Raises ValueError when tp is not the world size, CommTimeout when the other ranks do not come.
+        tp: ranks in a tensor-parallel group, neighbours by rank; by default those that were started, divided
+        by dp. dp: ranks in a data-parallel group. dp_replicate: how many groups of them hold everything once.
+
+        The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp).
+        Raises ValueError when the axes do not make up the world size, CommTimeout when the other ranks do not
+        come.
         """
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        tp = world_size if tp is None else tp
-        if tp != world_size:
+        tp = max(1, world_size // dp) if tp is None else tp
+        if tp * dp != world_size or dp % dp_replicate:
             raise ValueError(
-                f"tp={tp} was asked for and {world_size} rank(s) were started; "
-                f"start as many as tp (torchrun --nproc-per-node {tp}) or leave tp out."
+                f"tp={tp}, dp={dp}, dp_replicate={dp_replicate} were asked for and {world_size} rank(s) "
+                f"were started; start tp * dp of them (torchrun --nproc-per-node {tp * dp}) or leave tp out, "
+                "and let dp_replicate divide dp."
             )
         timeout = timedelta(seconds=deadline_s)
         if "RANK" in os.environ:
@@ -61,7 +74,13 @@ class Runtime:
             with tempfile.TemporaryDirectory() as folder:
                 store = dist.FileStore(os.path.join(folder, "store"), 1)
                 dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
-        runtime = cls(init_device_mesh(device, (tp,), mesh_dim_names=("tp",)), deadline_s=deadline_s)
+        axes = {"tp": tp}
+        if dp_replicate > 1:
+            axes = {"dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate} | axes
+        elif dp > 1:
+            axes = {"dp": dp} | axes
+        mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        runtime = cls(mesh, deadline_s=deadline_s)
         runtime._owns_process_groups = True
         return runtime
 
@@ -69,6 +88,12 @@ class Runtime:
     def tp(self) -> DeviceMesh:
         """The tensor-parallel axis."""
         return self.mesh["tp"]
+
+    @property
+    def dp(self) -> DeviceMesh | None:
+        """The data-parallel axis or axes, (dp) or (dp_replicate, dp_shard); None where there is none."""
+        names = tuple(name for name in self.mesh.mesh_dim_names or () if name.startswith("dp"))
+        return self.mesh[names] if names else None
 
     @property
     def rank(self) -> int:

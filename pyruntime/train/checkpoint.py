@@ -1,8 +1,8 @@
 """Checkpoints that a run is taken up from: weights, optimizer and step, in torch.distributed.checkpoint's
 format.
 
-RUN_DIR/checkpoints/step-000300/ holds them for any number of tensor-parallel ranks, because every tensor in
-it is a DTensor. A folder appears under its name only once it is complete.
+RUN_DIR/checkpoints/step-000300/ holds them for any number of ranks on either axis and any stage, because
+every tensor in it is a DTensor. A folder appears under its name only once it is complete.
 """
 
 from __future__ import annotations
@@ -17,14 +17,39 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from pyruntime.data_parallel import Sharded, ShardedAdamW
 from pyruntime.train.checkpoint_folder import FACTS_FILE, FOLDER, Facts, complete, read_matching
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.first_rank import on_first_rank
 from pyruntime.train.optimizer import AdamW
 
 
+@dataclasses.dataclass(frozen=True)
+class Checkpointed:
+    """What a checkpoint holds, as DTensors over the storage of weights and optimizer state: saving reads
+    them, loading writes into them. The names are the same whether the model is sharded or not."""
+
+    model: nn.Module
+    optimizer: AdamW | ShardedAdamW
+    sharded: Sharded | None
+
+    def state(self) -> dict:
+        model = self.model if self.sharded is None else self.sharded
+        optimizer = self.optimizer.state_dict()
+        # A run's own step says it for all parameters.
+        optimizer = {key: value for key, value in optimizer.items() if not key.startswith("steps.")}
+        return {"model": model.state_dict(), "optimizer": optimizer}
+
+    def loaded(self, step: int) -> None:
+        """The state was loaded, of a run that had taken `step` steps."""
+        if self.sharded is not None:
+            self.sharded.loaded()
+        if isinstance(self.optimizer, ShardedAdamW):
+            self.optimizer.resume(step)
+
+
 def save(
-    run_dir: Path, facts: Facts, model: nn.Module, optimizer: AdamW, group: dist.ProcessGroup, keep: int
+    run_dir: Path, facts: Facts, checkpointed: Checkpointed, group: dist.ProcessGroup, keep: int
 ) -> Path:
     """Writes the checkpoint of `facts.step` and removes all but the newest `keep`. Every rank of `group`
     calls this."""
@@ -44,14 +69,14 @@ def save(
 
     on_first_rank(group, start)
     try:
-        dcp.save(_state(model, optimizer), checkpoint_id=str(partial), process_group=group)
+        dcp.save(checkpointed.state(), checkpoint_id=str(partial), process_group=group)
     except (Exception, CheckpointException) as error:  # the latter is none of the former
         raise TrainingError(f"The checkpoint {final} cannot be written: {_first_cause(error)}.") from error
     on_first_rank(group, finish)
     return final
 
 
-def load(checkpoint: Path, facts: Facts, model: nn.Module, optimizer: AdamW, group: dist.ProcessGroup) -> int:
+def load(checkpoint: Path, facts: Facts, checkpointed: Checkpointed, group: dist.ProcessGroup) -> int:
     """Loads weights and optimizer state in place, at any number of ranks, and returns the step to go on
     after.
 
@@ -59,17 +84,12 @@ def load(checkpoint: Path, facts: Facts, model: nn.Module, optimizer: AdamW, gro
     """
     step = read_matching(checkpoint, facts).step
     try:
-        dcp.load(_state(model, optimizer), checkpoint_id=str(checkpoint), process_group=group)
+        dcp.load(checkpointed.state(), checkpoint_id=str(checkpoint), process_group=group)
     except (Exception, CheckpointException) as error:  # the latter is none of the former
         cause = _first_cause(error)
         raise ConfigError(f"checkpoint.resume: {checkpoint} is damaged or incomplete: {cause}.") from error
+    checkpointed.loaded(step)
     return step
-
-
-def _state(model: nn.Module, optimizer: AdamW) -> dict:
-    """DTensors over the storage of parameters and optimizer state: saving reads them, loading writes into
-    them."""
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 def _first_cause(error: BaseException) -> str:

@@ -86,7 +86,8 @@ class Train:
     batch_size: int = 8
     """Sequences per optimizer step, over all micro-batches."""
     micro_batch_size: int = 8
-    """Sequences per forward and backward pass; divides batch_size. The rest is gradient accumulation."""
+    """Sequences per forward and backward pass of a rank; times dp it divides batch_size. The rest is gradient
+    accumulation."""
     seq_len: int = 256
     """Tokens per sequence."""
     dtype: Dtype = "bf16"
@@ -106,7 +107,14 @@ class Parallel:
     """How the model is spread over the ranks."""
 
     tp: int | None = None
-    """Tensor-parallel ranks, with sequence parallelism; None: as many as torchrun started."""
+    """Tensor-parallel ranks, with sequence parallelism; None: those that torchrun started, divided by dp."""
+    dp: int = 1
+    """Data-parallel ranks, which share the sequences of a step; dp * tp ranks are started."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """What is cut over the data-parallel ranks: 0 nothing, 1 and 2 optimizer states and gradients, 3 the
+    weights too."""
+    dp_replicate: int = 1
+    """Groups of data-parallel ranks that each hold everything once (hybrid sharding); divides dp."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +183,8 @@ class RunConfig:
 
 
 def micro_batches(config: RunConfig) -> int:
-    """Forward and backward passes per optimizer step."""
-    return config.train.batch_size // config.train.micro_batch_size
+    """Forward and backward passes of a rank per optimizer step."""
+    return config.train.batch_size // (config.train.micro_batch_size * config.parallel.dp)
 
 
 def tokens_per_step(config: RunConfig) -> int:

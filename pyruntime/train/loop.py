@@ -1,17 +1,20 @@
 """The training loop: steps, validation, checkpoints.
 
-A step with A micro-batches, on each of P ranks:
+A step with A micro-batches, on each rank:
 
     for each micro-batch:   loss = model(ids, labels);  (loss / A).backward()
     one exchange            every rank's [loss, sums of squares, exposed seconds, memory, stop request]
     one pass                AdamW with the clipping coefficient as a factor on the gradients
 
-All ranks see the same batches and decide on the same exchanged numbers, so they stay in step without further
-messages.
+All ranks of a tensor-parallel group see the same batches; data-parallel ranks share the sequences of a step.
+All decide on the same exchanged numbers, so they stay in step without further messages. Over data-parallel
+ranks the gradients are reduced during the last micro-batch, and the pass and the norm are those of
+`pyruntime.data_parallel`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -20,8 +23,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm, ops
+from pyruntime.data_parallel import NonFiniteGradient, ShardedAdamW, shard
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.nn.explain import Report, explain
 from pyruntime.train import checkpoint
@@ -42,6 +47,7 @@ class Exchange:
 
     loss: float
     squared_norm: tuple[list[float], float]
+    """Of every tensor-parallel rank's shards, and of what they all hold; zeros over data-parallel ranks."""
     exposed_comm_s: float
     memory_bytes: int
     stop: int
@@ -49,7 +55,9 @@ class Exchange:
 
 
 class Trainer:
-    """Trains `model` of `shape` on `corpus` over the tensor-parallel `group`; every rank of it makes one."""
+    """Trains `model` of `shape` on `corpus` over the tensor-parallel `group` and the data-parallel mesh `dp`;
+    every rank makes one. With `dp`, `world` are all ranks, those of a tensor-parallel group one after
+    another."""
 
     def __init__(
         self,
@@ -60,13 +68,31 @@ class Trainer:
         group: comm.Group,
         run_dir: Path,
         stop: StopRequest,
+        dp: DeviceMesh | None = None,
+        world: comm.Group | None = None,
     ):
         train = config.train
         self._config, self._corpus, self._run_dir = config, corpus, run_dir
         self._stop = stop
-        self._group, self._group_name = comm.process_group(group), comm.group_name(group)
+        tp_size = comm.group_size(group)
+        self._group = comm.process_group(group if world is None else world)
+        self._group_name = comm.group_name(self._group)
+        self._dp_size = self._group.size() // tp_size
+        self._dp_rank = self._group.rank() // tp_size
+        axes = [] if dp is None else [dp[name] for name in dp.mesh_dim_names]
+        self._groups = {self._group_name, *(comm.group_name(axis) for axis in (group, *axes))}
         self.model = model
-        self.optimizer = AdamW(model, config.optimizer)
+        self.sharded = None if dp is None else shard(model, dp, stage=config.parallel.zero)
+        self.optimizer: AdamW | ShardedAdamW
+        if self.sharded is None:
+            self.optimizer = AdamW(model, config.optimizer)
+        else:
+            self.optimizer = self.sharded.adamw(
+                betas=(config.optimizer.beta1, config.optimizer.beta2),
+                eps=config.optimizer.eps,
+                weight_decay=config.optimizer.weight_decay,
+                max_norm=config.optimizer.clip_grad_norm,
+            )
         self.step = 0
         self.tiers = Report(())
         self._facts = Facts(step=0, dtype=train.dtype, model=dataclasses.asdict(shape))
@@ -79,7 +105,7 @@ class Trainer:
 
     def resume(self, folder: Path) -> None:
         """Takes up weights, optimizer state and step of the checkpoint in `folder`."""
-        self.step = checkpoint.load(folder, self._facts, self.model, self.optimizer, self._group)
+        self.step = checkpoint.load(folder, self._facts, self._checkpointed(), self._group)
 
     def fit(self) -> Iterator[StepMetrics]:
         """Runs the steps that are left, and yields what was measured after each, on every rank.
@@ -116,29 +142,42 @@ class Trainer:
 
     def validate(self) -> float:
         """Mean loss over the validation windows, in nats per token; the same on every rank."""
-        total = tokens = 0.0
+        total = 0.0
         self.model.eval()
         with torch.no_grad():
-            for ids, labels in self._validation:
-                total += float(self.model(ids, labels)) * ids.numel()
-                tokens += ids.numel()
+            # As many forward passes on every data-parallel rank: weights may be gathered under them.
+            for first in range(0, len(self._validation), self._dp_size):
+                index = first + self._dp_rank
+                ids, labels = self._validation[min(index, len(self._validation) - 1)]
+                loss = float(self.model(ids, labels))
+                total += loss * ids.numel() if index < len(self._validation) else 0.0
         self.model.train()
+        tokens = sum(ids.numel() for ids, _ in self._validation)
+        if self._dp_size > 1:
+            shares = ops.all_gather_stats(torch.tensor([total], dtype=torch.float64), self._group_name)
+            total = math.fsum(self._of_dp_ranks(shares.flatten().tolist()))
         return total / tokens
+
+    def _of_dp_ranks(self, of_all: list[float]) -> list[float]:
+        """What each data-parallel rank has said, of what all ranks have."""
+        return of_all[:: len(of_all) // self._dp_size]
 
     def _train_step(self, step: int) -> tuple[StepMetrics, int]:
         started = time.perf_counter()
         train = self._config.train
         ids, labels = training_batch(self._corpus.train, step, train.seed, train.batch_size, train.seq_len)
+        ids, labels = (whole.chunk(self._dp_size)[self._dp_rank] for whole in (ids, labels))
         loss = torch.zeros(())
         size = train.micro_batch_size
-        for ids_micro, labels_micro in zip(ids.split(size), labels.split(size), strict=True):
+        micro = list(zip(ids.split(size), labels.split(size), strict=True))
+        for index, (ids_micro, labels_micro) in enumerate(micro):
             loss_micro = self.model(ids_micro, labels_micro)
-            loss_micro.backward(self._backward_seed)
+            with self._accumulating(more=index + 1 < len(micro)):
+                loss_micro.backward(self._backward_seed)
             loss += loss_micro.detach() * self._backward_seed
         seen = self._exchange(float(loss))
-        norm = self._finite_norm(step, seen)
         lr = learning_rate(step, train.steps, self._config.optimizer)
-        self.optimizer.step(step, lr, clip_coefficient(norm, self._config.optimizer.clip_grad_norm))
+        norm = self._update(step, lr, seen)
         seconds = time.perf_counter() - started
         metrics = StepMetrics(
             step=step,
@@ -152,13 +191,32 @@ class Trainer:
         )
         return metrics, seen.stop
 
+    def _accumulating(self, more: bool) -> contextlib.AbstractContextManager[None]:
+        """Around a backward pass after which `more` follow in this step."""
+        return self.sharded.accumulate() if self.sharded is not None and more else contextlib.nullcontext()
+
+    def _update(self, step: int, lr: float, seen: Exchange) -> float:
+        """Takes the step, and returns the gradient's norm. Raises TrainingError where it is not finite,
+        before anything has changed."""
+        if isinstance(self.optimizer, AdamW):
+            norm = global_norm(*seen.squared_norm)
+            self._require_finite(step, seen.loss, norm)
+            self.optimizer.step(step, lr, clip_coefficient(norm, self._config.optimizer.clip_grad_norm))
+            return norm
+        self._require_finite(step, seen.loss, 0.0)
+        self.optimizer.lr = lr
+        try:
+            return self.optimizer.step().grad_norm
+        except NonFiniteGradient as error:
+            raise TrainingError(f"Step {step}: {error}") from error
+
     def _exchange(self, loss: float) -> Exchange:
         """One small all-gather; with it ends what counts as the step's exposed communication."""
         exposed_s = self._exposed_so_far()
         self._memory_bytes = max(self._memory_bytes, peak_memory_bytes())  # the kernel's figure is not exact
         mine = [
             loss,
-            *self.optimizer.squared_norms(),
+            *(self.optimizer.squared_norms() if isinstance(self.optimizer, AdamW) else (0.0, 0.0)),
             exposed_s - self._exposed_s,
             self._memory_bytes,
             self._stop.signum,
@@ -167,7 +225,7 @@ class Trainer:
         ranks = ops.all_gather_stats(torch.tensor(mine, dtype=torch.float64), self._group_name).tolist()
         losses, sharded, replicated, exposed, memory, stops = zip(*ranks, strict=True)
         return Exchange(
-            loss=losses[0],
+            loss=math.fsum(self._of_dp_ranks(losses)) / self._dp_size,
             squared_norm=(list(sharded), replicated[0]),
             exposed_comm_s=max(exposed),
             memory_bytes=int(max(memory)),
@@ -179,12 +237,11 @@ class Trainer:
         mine = torch.tensor([self._stop.signum], dtype=torch.float64)
         return int(ops.all_gather_stats(mine, self._group_name).max())
 
-    def _finite_norm(self, step: int, seen: Exchange) -> float:
-        norm = global_norm(*seen.squared_norm)
-        if math.isfinite(seen.loss) and math.isfinite(norm):
-            return norm
+    def _require_finite(self, step: int, loss: float, norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
         raise TrainingError(
-            f"Step {step}: the loss is {seen.loss} and the gradient norm {norm}, so training stopped with "
+            f"Step {step}: the loss is {loss} and the gradient norm {norm}, so training stopped with "
             f"the weights of step {step - 1}; lower optimizer.lr={self._config.optimizer.lr:g} or lengthen "
             "the warm-up."
         )
@@ -197,19 +254,21 @@ class Trainer:
         )
 
     def _exposed_so_far(self) -> float:
-        stats = comm.stats(self._group_name)
-        return stats.waiting_s + stats.moving_s
+        stats = [comm.stats(name) for name in self._groups]
+        return sum(each.waiting_s + each.moving_s for each in stats)
 
     def _save(self) -> None:
         checkpoint.save(
             self._run_dir,
             dataclasses.replace(self._facts, step=self.step),
-            self.model,
-            self.optimizer,
+            self._checkpointed(),
             self._group,
             self._config.checkpoint.keep,
         )
         self._exposed_s = self._exposed_so_far()
+
+    def _checkpointed(self) -> checkpoint.Checkpointed:
+        return checkpoint.Checkpointed(self.model, self.optimizer, self.sharded)
 
     def _stop_sentence(self, saved_at: int) -> str:
         steps = self._config.train.steps

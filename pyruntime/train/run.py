@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm
 from pyruntime.llama import Llama, generate, load_weights, save_hf
@@ -37,16 +38,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MODEL_FOLDER, DATA_FOLDER, SAMPLE_FILE = "model", "data", "sample.txt"
 
 
-def run(config: RunConfig, name: str, group: comm.Group, stop: StopRequest) -> Path:
-    """Trains as `config` says on the ranks of `group`, each of which calls this, and returns the run folder.
+def run(
+    config: RunConfig, name: str, group: comm.Group, stop: StopRequest, dp: DeviceMesh | None = None
+) -> Path:
+    """Trains as `config` says over the tensor-parallel `group` and the data-parallel mesh `dp`, on every rank
+    of which it is called, and returns the run folder.
 
     `name` is the configuration's, for the folder. Raises ConfigError, `Stopped`, TrainingError, or the
     communication errors of `pyruntime`.
     """
-    ranks = comm.process_group(group)
+    tp = comm.group_size(group)
+    ranks = comm.process_group(group) if dp is None else dist.group.WORLD
     first = ranks.rank() == 0
     tokenizer = open_tokenizer(config.data.tokenizer)
-    wanted = shape.llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, ranks.size())
+    wanted = shape.llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, tp)
     start_at, steps_done = _checkpoint(config, wanted)
     run_dir = on_first_rank(ranks, lambda: _make_run_dir(config, name, start_at))
     text = _corpus(config, tokenizer, run_dir, ranks)
@@ -58,21 +63,24 @@ def run(config: RunConfig, name: str, group: comm.Group, stop: StopRequest) -> P
         on_closed=lambda: stop.note(signal.SIGPIPE),
     )
     if first:
-        progress.say(_opening(config, wanted, text, run_dir, ranks.size()))
+        progress.say(_opening(config, wanted, text, run_dir, tp))
 
-    trainer = Trainer(config, model, wanted, text, group, run_dir, stop)
+    trainer = Trainer(config, model, wanted, text, group, run_dir, stop, dp, ranks)
     if start_at:
         trainer.resume(start_at)
     history: list[StepMetrics] = []
-    bytes_before = comm.stats(group).bytes
+    bytes_before = _bytes_read()
     with MetricsFile(run_dir, resume_at=steps_done) if first else contextlib.nullcontext() as file:
         for step in trainer.fit():
             history.append(step)
             if file:
                 file.write(step)
                 progress.show(step)
-    bytes_moved = comm.stats(group).bytes - bytes_before
-    save_hf(model, run_dir / MODEL_FOLDER)
+    bytes_moved = _bytes_read() - bytes_before
+    if trainer.sharded is not None:
+        trainer.sharded.close()
+    if ranks.rank() < tp:
+        save_hf(model, run_dir / MODEL_FOLDER)
 
     def report_training() -> None:
         tokenizer.save(run_dir / MODEL_FOLDER)
@@ -84,6 +92,10 @@ def run(config: RunConfig, name: str, group: comm.Group, stop: StopRequest) -> P
     if first:
         _close(run_dir, sample, progress)
     return run_dir
+
+
+def _bytes_read() -> int:
+    return sum(figures.bytes_read for figures in comm.traffic().values())
 
 
 def _checkpoint(config: RunConfig, wanted: LlamaConfig) -> tuple[Path | None, int]:
@@ -180,13 +192,16 @@ def _sample(config: RunConfig, model: Llama, tokenizer: Tokenizer) -> str | None
     return tokenizer.decode(ids[0].tolist())
 
 
-def _opening(config: RunConfig, wanted: LlamaConfig, text: Corpus, run_dir: Path, ranks: int) -> str:
-    facts, train = text.facts, config.train
+def _opening(config: RunConfig, wanted: LlamaConfig, text: Corpus, run_dir: Path, tp: int) -> str:
+    facts, train, parallel = text.facts, config.train, config.parallel
+    dp = f", dp={parallel.dp} at zero {parallel.zero}" if parallel.dp > 1 else ""
+    if parallel.dp_replicate > 1:
+        dp += f" in {parallel.dp_replicate} replicas"
     skipped = f" ({facts.skipped} without text left out)" if facts.skipped else ""
     return "\n".join(
         [
-            f"model  {wanted.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, tp={ranks} with "
-            f"sequence parallelism, {torch.get_num_threads()} thread(s) a rank",
+            f"model  {wanted.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, tp={tp} with "
+            f"sequence parallelism{dp}, {torch.get_num_threads()} thread(s) a rank",
             f"text   {facts.files} files{skipped}, {facts.tokens - facts.val_tokens:,} tokens to learn from, "
             f"{facts.val_tokens:,} held out",
             f"steps  {train.steps} of {tokens_per_step(config):,} tokens, in micro-batches of "

@@ -36,9 +36,12 @@ def _check_train(config: RunConfig) -> None:
         value = getattr(train, name)
         _require(value >= 0, f"train.{name} must not be negative, found {value}.")
     check_seed("train.seed", train.seed)
+    dp = config.parallel.dp
+    _require(dp >= 1, f"parallel.dp must be at least 1, found {dp}.")
+    ranks = f" times parallel.dp={dp}" if dp > 1 else ""
     _require(
-        train.batch_size % train.micro_batch_size == 0,
-        f"train.micro_batch_size={train.micro_batch_size} does not divide "
+        train.batch_size % (train.micro_batch_size * dp) == 0,
+        f"train.micro_batch_size={train.micro_batch_size}{ranks} does not divide "
         f"train.batch_size={train.batch_size}.",
     )
     fraction = config.data.val_fraction
@@ -123,15 +126,30 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
         f"comm.tier must be one of {', '.join(tiers)}, found {config.comm.tier}.",
     )
     check_seconds("comm.deadline_s", config.comm.deadline_s)
-    tp = config.parallel.tp
-    if tp is None:
-        return
-    _require(tp >= 1, f"parallel.tp must be at least 1, found {tp}.")
+    tp, dp, replicate = config.parallel.tp, config.parallel.dp, config.parallel.dp_replicate
+    zero = config.parallel.zero
+    _require(zero in (0, 1, 2, 3), f"parallel.zero must be 0, 1, 2 or 3, found {zero}.")
     _require(
-        tp == world_size,
-        f"parallel.tp={tp} but {world_size} rank(s) were started, and every rank belongs to the "
-        f"tensor-parallel group; start torchrun with --nproc-per-node {tp} or set parallel.tp to "
-        f"{world_size}.",
+        replicate >= 1 and dp % replicate == 0,
+        f"parallel.dp_replicate={replicate} does not divide parallel.dp={dp}.",
+    )
+    _require(
+        zero > 0 or replicate == 1,
+        f"parallel.dp_replicate={replicate} with parallel.zero=0, which cuts nothing: leave it at 1.",
+    )
+    _require(tp is None or tp >= 1, f"parallel.tp must be at least 1, found {tp}.")
+    if tp is None:
+        _require(
+            world_size % dp == 0,
+            f"parallel.dp={dp} but {world_size} rank(s) were started; start a multiple of {dp}.",
+        )
+        return
+    needed = tp * dp
+    _require(
+        needed == world_size,
+        f"parallel.tp={tp} and parallel.dp={dp} but {world_size} rank(s) were started, and every rank "
+        f"belongs to one group of each; start torchrun with --nproc-per-node {needed}, or leave parallel.tp "
+        "out.",
     )
 
 

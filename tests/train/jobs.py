@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyruntime import comm
 from pyruntime.llama import Llama
@@ -61,8 +62,27 @@ def prepare(config: RunConfig) -> Path:
     return folder
 
 
+_meshes: dict[tuple[int, int], DeviceMesh] = {}
+
+
+def mesh(config: RunConfig) -> DeviceMesh | None:
+    """The mesh of a job over the pool's four ranks, made once; None where it has no data-parallel ranks."""
+    dp, replicate = config.parallel.dp, config.parallel.dp_replicate
+    if dp == 1:
+        return None
+    if (dp, replicate) not in _meshes:
+        sizes = {"dp_replicate": replicate, "dp_shard": dp // replicate} if replicate > 1 else {"dp": dp}
+        sizes |= {"tp": 4 // dp}
+        _meshes[dp, replicate] = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _meshes[dp, replicate]
+
+
 def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Trainer:
-    """This rank's trainer of a job that was prepared."""
+    """This rank's trainer of a job that was prepared: tensor parallel over `group`, or, where the job has
+    data-parallel ranks, over what `mesh` makes of the group's four."""
+    whole, dp, world = mesh(config), None, None
+    if whole is not None:
+        dp, world, group = whole[whole.mesh_dim_names[:-1]], group, whole["tp"]
     size = comm.group_size(group)
     wanted = shape.llama_config(config.model, 256, config.train.seq_len, size)
     model = Llama(
@@ -70,7 +90,7 @@ def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Traine
     )
     folder = Path(config.output.run_dir)
     text = corpus.open_corpus(folder, config.train.seq_len)
-    return Trainer(config, model, wanted, text, group, folder, stop or StopRequest())
+    return Trainer(config, model, wanted, text, group, folder, stop or StopRequest(), dp, world)
 
 
 def history(group, config: RunConfig, resume: Path | None = None) -> list[StepMetrics]:
@@ -85,5 +105,6 @@ def full_state(group, config: RunConfig, resume: Path) -> dict[str, torch.Tensor
     """Every tensor of a checkpoint, whole, after it was loaded over the ranks of `group`."""
     made = trainer(group, config)
     made.resume(resume)
-    state = made.model.state_dict() | made.optimizer.state_dict()
+    state = made._checkpointed().state()
+    state = state["model"] | state["optimizer"]
     return {name: value.full_tensor() for name, value in state.items()}

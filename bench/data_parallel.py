@@ -1,0 +1,317 @@
+"""Training steps of data parallelism: every stage, next to ranks that train alone, DDP, ZeRO and FSDP2 of
+PyTorch.
+
+    torchrun --nproc-per-node 2 bench/data_parallel.py [--json FILE] [--shapes dim256 dim1024] [--dtype bf16]
+    python bench/netlab.py --hosts 2 --rate 1gbit -- python bench/data_parallel.py ...
+
+Every rank trains on its own sequences. The losses of the first two steps agree between all that exchange
+gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import Sample, facts, interleave, table, write_json
+from plain_llama import PlainLlama, Shape
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from train_workers import BETA1, BETA2, CLIP, DTYPES, EPS, LEARNING_RATE, WEIGHT_DECAY, our_names
+
+import pyruntime
+
+SHAPES = {
+    "dim256": Shape(256, 4, 8, 4, 768, 2048, seq=256, micro_batch=2, accumulate=1),
+    "dim1024": Shape(1024, 4, 16, 8, 2816, 8192, seq=512, micro_batch=1, accumulate=1),
+    "tiny": Shape(64, 2, 4, 2, 128, 256, seq=32, micro_batch=2, accumulate=1),
+}
+ALONE, PLAIN_ALONE = "pyruntime, each rank alone", "PyTorch, each rank alone"
+PEERS = ("DDP", "ZeroRedundancyOptimizer", "FSDP2 zero 2", "FSDP2 zero 3")
+STAGES = (0, 1, 2, 3)
+TOLERANCE = {"bf16": 2**-4, "fp32": 2e-3}  # nats, between pyruntime and PyTorch
+
+HOW = """\
+Seconds of a training step (forward, backward, clipping to norm {clip:g}, AdamW with fp32 states), of the
+slowest rank, medians over {rounds} rounds; within a round every line takes one turn of {steps} step(s), in
+shuffled order, started together. "Alone": every rank trains its own copy at the same time and nothing is
+exchanged; "of alone" is the seconds of its own kind alone divided by a line's, the median over rounds, and +-
+half its interquartile range. T_c: reduce-scatter of all gradients, then all-gather of all weights, unit by
+unit, by pyruntime, with nothing else to do. R = step / max(alone, T_c)."""
+
+Step = Callable[[Tensor, Tensor], float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contender. Seconds but the ratios."""
+
+    name: str
+    step_s: float
+    spread: float
+    of_alone: float
+    of_alone_spread: float
+    R: float
+    rounds: tuple[float, ...]
+
+
+def llama(shape: Shape, dtype: torch.dtype, group) -> nn.Module:
+    from pyruntime.llama import Llama, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.dim,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.seq,
+    )
+    model = Llama(config, group, dtype=dtype, seed=None)
+    model.load_state_dict(our_names(PlainLlama(shape, dtype, 0).state_dict()))
+    return model
+
+
+def ours_alone(shape: Shape, dtype: torch.dtype, group) -> Step:
+    from pyruntime.train.config import Optimizer
+    from pyruntime.train.optimizer import AdamW, clip_coefficient, global_norm
+
+    model = llama(shape, dtype, group)
+    settings = Optimizer(beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad_norm=CLIP)
+    optimizer = AdamW(model, settings)
+    steps = 0
+
+    def step(ids: Tensor, labels: Tensor) -> float:
+        nonlocal steps
+        steps += 1
+        loss = model(ids, labels)
+        loss.backward()
+        sharded, replicated = optimizer.squared_norms()
+        optimizer.step(steps, LEARNING_RATE, clip_coefficient(global_norm([sharded], replicated), CLIP))
+        return float(loss)
+
+    return step
+
+
+def ours(
+    shape: Shape, dtype: torch.dtype, group, mesh, stage: int
+) -> tuple[Step, pyruntime.data_parallel.Sharded]:
+    model = llama(shape, dtype, group)
+    handle = pyruntime.shard(model, mesh, stage=stage)
+    optimizer = handle.adamw(
+        lr=LEARNING_RATE, betas=(BETA1, BETA2), eps=EPS, weight_decay=WEIGHT_DECAY, max_norm=CLIP
+    )
+
+    def step(ids: Tensor, labels: Tensor) -> float:
+        loss = model(ids, labels)
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    return step, handle
+
+
+def plain(shape: Shape, dtype: torch.dtype, mesh, kind: str) -> Step:
+    """PyTorch's model, alone or by one of its own ways of data parallelism."""
+    model: nn.Module = PlainLlama(shape, dtype, 0)
+    if kind == "DDP" or kind == "ZeroRedundancyOptimizer":
+        model = nn.parallel.DistributedDataParallel(
+            model, process_group=mesh.get_group(), gradient_as_bucket_view=True
+        )
+    elif kind.startswith("FSDP2"):
+        from torch.distributed.fsdp import fully_shard
+
+        again = kind.endswith("3")
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=again)
+        fully_shard(model, mesh=mesh, reshard_after_forward=again)
+    settings: dict[str, Any] = {
+        "lr": LEARNING_RATE,
+        "betas": (BETA1, BETA2),
+        "eps": EPS,
+        "weight_decay": WEIGHT_DECAY,
+        "fused": True,
+    }
+    optimizer: Any
+    if kind == "ZeroRedundancyOptimizer":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, process_group=mesh.get_group(), **settings
+        )
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+
+    def step(ids: Tensor, labels: Tensor) -> float:
+        loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss)
+
+    return step
+
+
+def collectives(handle: pyruntime.data_parallel.Sharded, group: str) -> Callable[[], None]:
+    """What stages 1 and 2 exchange in a step, with nothing else to do."""
+    from pyruntime import ops
+
+    whole = [torch.randn(unit.lines, unit.width).to(unit.dtype) for unit in handle.units]
+    own = [torch.randn(unit.segment_lines, unit.width).to(unit.dtype) for unit in handle.units]
+
+    def run() -> None:
+        for gradient in whole:
+            ops.reduce_scatter(gradient, group)
+        for shard, gradient in zip(own, whole, strict=True):
+            ops.all_gather(shard, group, rows=len(gradient))
+
+    return run
+
+
+def measure(shape_name: str, dtype: str, args: argparse.Namespace, mesh, tp) -> dict[str, Any]:
+    shape, torch_dtype = SHAPES[shape_name], DTYPES[dtype]
+    steps: dict[str, Step] = {ALONE: ours_alone(shape, torch_dtype, tp)}
+    handle = None
+    for stage in args.stages:
+        steps[f"pyruntime zero {stage}"], handle = ours(shape, torch_dtype, tp, mesh, stage)
+    if args.peers:
+        steps[PLAIN_ALONE] = plain(shape, torch_dtype, mesh, "alone")
+        for kind in args.peers:
+            steps[kind] = plain(shape, torch_dtype, mesh, kind)
+    draw = torch.Generator().manual_seed(1 + mesh.get_local_rank())
+    size = (shape.micro_batch * shape.accumulate, shape.seq)
+    ids, labels = (torch.randint(shape.vocab, size, generator=draw) for _ in range(2))
+    compare_losses(steps, ids, labels, TOLERANCE[dtype])
+
+    def turn(step: Step) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(args.steps):
+                step(ids, labels)
+
+        return run
+
+    turns = {name: turn(step) for name, step in steps.items()}
+    if handle is not None and handle.axes.shard.size > 1:
+        turns["T_c"] = collectives(handle, handle.axes.shard.name)
+        turns["T_c"]()
+    samples = interleave(turns, args.rounds)
+    comm_s = samples.pop("T_c").median if "T_c" in samples else math.nan
+    lines = []
+    for name, sample in samples.items():
+        alone = samples[ALONE if name.startswith("pyruntime") else PLAIN_ALONE]
+        share = alone.over(sample)
+        seconds = Sample(tuple(value / args.steps for value in sample.rounds))
+        limit = max(alone.median / args.steps, 0.0 if math.isnan(comm_s) else comm_s)
+        lines.append(
+            Line(
+                name,
+                seconds.median,
+                seconds.spread,
+                share.median,
+                share.spread,
+                seconds.median / limit,
+                seconds.rounds,
+            )
+        )
+    return {
+        "shape_name": shape_name,
+        "shape": asdict(shape),
+        "dtype": dtype,
+        "T_c": comm_s,
+        "lines": [asdict(x) for x in lines],
+    }
+
+
+def compare_losses(steps: dict[str, Step], ids: Tensor, labels: Tensor, tolerance: float) -> None:
+    """Two steps of everybody, which warm up too. Raises RuntimeError where a loss is not that of the
+    others."""
+    for number in (1, 2):
+        losses = {name: step(ids, labels) for name, step in steps.items() if "alone" not in name}
+        for name, step in steps.items():
+            if "alone" in name:
+                step(ids, labels)
+        wanted = next(iter(losses.values()), 0.0)
+        for name, loss in losses.items():
+            if not abs(loss - wanted) <= tolerance:
+                raise RuntimeError(f"step {number}: the losses of this rank differ: {losses}; see {name}.")
+
+
+def show(result: dict[str, Any]) -> str:
+    head = ["", "step ms", "+-", "of alone", "+-", "R"]
+    rows = [
+        [
+            line["name"],
+            f"{line['step_s'] * 1e3:.1f}",
+            f"{line['spread']:.1%}",
+            f"{line['of_alone']:.3f}",
+            f"{line['of_alone_spread']:.1%}",
+            f"{line['R']:.3f}",
+        ]
+        for line in result["lines"]
+    ]
+    shape = result["shape"]
+    title = (
+        f"{result['shape_name']} {result['dtype']}: {shape['layers']} layers, "
+        f"{shape['micro_batch']} x {shape['seq']} tokens a step, T_c {result['T_c'] * 1e3:.1f} ms"
+    )
+    return "\n".join([title, table(head, rows)])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures, every round of them, to this file")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["dim256", "dim1024"])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
+    parser.add_argument("--stages", nargs="*", type=int, choices=STAGES, default=list(STAGES))
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2, help="of a turn; default 2")
+    args = parser.parse_args()
+    if args.rounds < 1 or args.steps < 1:
+        parser.error(f"--rounds {args.rounds} --steps {args.steps} measure nothing; use at least 1 of each.")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(1)
+    pyruntime.keep_freed_memory()
+    with contextlib.ExitStack() as stack:
+        if "RANK" not in os.environ:
+            print("bench/data_parallel.py: start it with torchrun, as --help says.", file=sys.stderr)
+            sys.exit(2)
+        dist.init_process_group("gloo")
+        stack.callback(dist.destroy_process_group)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+        stack.enter_context(pyruntime.Runtime(mesh))
+        first = dist.get_rank() == 0
+        where = facts()
+        how = HOW.format(clip=CLIP, rounds=args.rounds, steps=args.steps)
+        if first:
+            print(where["machine"])
+            versions = where["versions"]["torch"]
+            print(f"{dist.get_world_size()} ranks, 1 thread each, torch {versions}, {where['date']}\n\n{how}")
+        results = []
+        for shape in args.shapes:
+            for dtype in args.dtypes:
+                results.append(measure(shape, dtype, args, mesh["dp"], mesh["tp"]))
+                if first:
+                    print("\n" + show(results[-1]), flush=True)
+        if args.json and first:
+            write_json(args.json, where, {**vars(args), "how": how}, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+#include "ops/line_exchange.h"
+
+#include <ATen/ops/empty.h>
+
+namespace pyruntime {
+
+namespace {
+
+Transport& transport_of(const std::string& name, c10::Device device) {
+  Group& group = Group::get(name);
+  Transport* transport = group.transport(device);
+  TORCH_CHECK(transport != nullptr, "Parameters of ", device.str(), " cannot be exchanged over group '", name,
+              "': ", group.why_no_transport(device));
+  return *transport;
+}
+
+Operand lines_like(const at::Tensor& data, int64_t lines, int64_t width) {
+  Operand operand;
+  operand.data = data;
+  operand.blocks = 1;
+  operand.rows = lines;
+  operand.inner = 1;
+  operand.width = width;
+  operand.sizes = {lines, width};
+  operand.dim = 0;
+  return operand;
+}
+
+std::vector<LineRange> ranges(const std::vector<Chunk>& chunks) {
+  std::vector<LineRange> result;
+  for (const Chunk& chunk : chunks) result.push_back({chunk.begin, chunk.rows});
+  return result;
+}
+
+}  // namespace
+
+LineScatter::LineScatter(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
+                         c10::Device device, bool all)
+    : all_(all) {
+  const at::Tensor like = at::empty({0}, at::TensorOptions().dtype(dtype).device(device));
+  scatter_ =
+      std::make_unique<RowScatter>(transport_of(group, device), all ? Op::kAllReduce : Op::kReduceScatter,
+                                   lines_like(like, lines, width), width, /*with_bias=*/false, all);
+}
+
+std::vector<LineRange> LineScatter::chunks() const {
+  return ranges(scatter_->order());
+}
+
+at::Tensor LineScatter::part(size_t chunk) {
+  return scatter_->part(scatter_->order().at(chunk)).select(0, 0);
+}
+
+void LineScatter::publish(size_t chunk) {
+  scatter_->publish(scatter_->order().at(chunk));
+}
+
+at::Tensor LineScatter::finish() {
+  const at::Tensor sums = all_ ? scatter_->reduce_all({}) : scatter_->reduce({});
+  scatter_->finish();
+  return sums.select(0, 0);
+}
+
+LineGather::LineGather(const std::string& group, const at::Tensor& lines, int64_t total) {
+  gather_ = std::make_unique<RowGather>(transport_of(group, lines.device()), Op::kAllGather,
+                                        lines_like(lines.unsqueeze(0), lines.size(0), lines.size(1)), total);
+}
+
+std::vector<LineRange> LineGather::chunks() const {
+  return ranges(gather_->order());
+}
+
+at::Tensor LineGather::chunk(size_t chunk) {
+  return gather_->chunk(gather_->order().at(chunk)).select(0, 0);
+}
+
+}  // namespace pyruntime

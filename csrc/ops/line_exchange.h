@@ -1,0 +1,62 @@
+// The two movements of rows for operands that are not activations: lines of parameters and of their
+// gradients.
+//
+// A line is `width` elements. What all ranks hold together is [lines, width], cut as torch.tensor_split cuts
+// lines; where the ranks' number divides them, every rank has as many. An exchange is a flight that its owner
+// keeps open: others of the group may begin and end meanwhile, in the same order on every rank.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ops/row_exchange.h"
+
+namespace pyruntime {
+
+struct LineRange {
+  int64_t begin;  // first line, of all ranks' lines
+  int64_t count;
+};
+
+// Every rank writes its part of all lines, chunk by chunk; each owner gets the sum of its own.
+class LineScatter {
+ public:
+  // `all`: every rank will ask for all sums, in which all agree. Raises RuntimeError where the group has no
+  // transport for the device.
+  LineScatter(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
+              c10::Device device, bool all);
+
+  // Chunks in the order in which others wait for them.
+  std::vector<LineRange> chunks() const;
+  // Where this rank writes its part of that chunk, [count, width].
+  at::Tensor part(size_t chunk);
+  void publish(size_t chunk);
+  // The sums of this rank's lines, or of all where `all`, [*, width] in new memory; ends the flight.
+  at::Tensor finish();
+
+ private:
+  bool all_;
+  std::unique_ptr<RowScatter> scatter_;
+};
+
+// Every rank shows its lines; any rank reads any other's.
+class LineGather {
+ public:
+  // lines [own, width]; `total` over all ranks. They are copied, and on their way when this returns.
+  LineGather(const std::string& group, const at::Tensor& lines, int64_t total);
+
+  // Chunks in the order in which they are expected; this rank's own first.
+  std::vector<LineRange> chunks() const;
+  // The lines of that chunk where the transport has them, [count, width]; waits for them.
+  at::Tensor chunk(size_t chunk);
+  // They have been read.
+  void finish() { gather_->finish(); }
+
+ private:
+  std::unique_ptr<RowGather> gather_;
+};
+
+}  // namespace pyruntime

@@ -1,0 +1,96 @@
+"""The data-parallel axes: over which ranks gradients are summed, and over which of them states are cut."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pyruntime import comm
+
+MOST_FLIGHTS = 3  # under way at once in one group; a transport has room for four
+
+
+class Flight(Protocol):
+    """What is under way in a group until somebody needs it."""
+
+    def complete(self) -> None:
+        """Waits for it and uses it."""
+
+
+class Axis:
+    """The ranks of one axis, and the flights that this rank has under way among them, oldest first.
+
+    Flights must begin in the same order on every rank, and so this is the only place where they begin."""
+
+    def __init__(self, mesh: DeviceMesh | None):
+        self.mesh = mesh
+        self.size = 1 if mesh is None else comm.group_size(mesh)
+        self.rank = 0 if mesh is None else comm.group_rank(mesh)
+        self.name = "" if mesh is None else comm.group_name(mesh)
+        self._flights: deque[Flight] = deque()
+        if self.size > 1:
+            comm.configure(mesh, traffic_class="dp")
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return comm.process_group(self.mesh)
+
+    def has_room(self) -> bool:
+        return len(self._flights) < MOST_FLIGHTS
+
+    def make_room(self, most: int = MOST_FLIGHTS - 1) -> None:
+        """Completes the oldest flights until at most `most` are under way."""
+        while len(self._flights) > most:
+            self._flights.popleft().complete()
+
+    def add(self, flight: Flight) -> None:
+        self._flights.append(flight)
+
+    def complete_up_to(self, flight: Flight) -> None:
+        """Completes flights, oldest first, until that one has been."""
+        while flight in self._flights:
+            self._flights.popleft().complete()
+
+    def of_first_rank(self, value: list[int]) -> list[int]:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        told = [value]
+        group = self.process_group
+        dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
+        return told[0]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """`shard`: states are cut over its ranks. `replicate`: its ranks hold the same. Gradients are summed over
+    both."""
+
+    shard: Axis
+    replicate: Axis
+
+    @property
+    def size(self) -> int:
+        return self.shard.size * self.replicate.size
+
+
+def axes_of(mesh: DeviceMesh, stage: int) -> Axes:
+    """The axes of a mesh with one dimension (dp) or two (dp_replicate, dp_shard).
+
+    Raises ValueError where there are more, or two at stage 0, which cuts nothing.
+    """
+    if mesh.ndim == 1:
+        whole = Axis(mesh)
+        return Axes(Axis(None), whole) if stage == 0 else Axes(whole, Axis(None))
+    if mesh.ndim == 2 and stage > 0:
+        replicate, shard = mesh.mesh_dim_names or (0, 1)
+        return Axes(Axis(mesh[shard]), Axis(mesh[replicate]))
+    raise ValueError(
+        f"stage={stage} over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: pass one dimension "
+        '(mesh["dp"]), or at stages 1 to 3 two, of which states are cut over the last (mesh["dp_replicate", '
+        '"dp_shard"]).'
+    )

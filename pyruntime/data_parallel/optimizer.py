@@ -1,0 +1,221 @@
+"""AdamW on shards: every rank updates the rows it holds, as soon as their gradients are there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pyruntime import ops
+from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.states import as_dtensor
+from pyruntime.data_parallel.units import Part, Unit
+from pyruntime.data_parallel.weights import UnitWeights
+from pyruntime.ops.layers import adamw_, sum_of_squares
+
+NonFinite = Literal["raise", "skip", "ignore"]
+
+
+class NonFiniteGradient(RuntimeError):
+    """A gradient holds NaN or infinity; `parameters` names them, the same on every rank."""
+
+    def __init__(self, parameters: Sequence[str]):
+        super().__init__(
+            f"The gradient of {', '.join(parameters)} is not finite, and nothing was updated; lower the "
+            'learning rate, or skip such steps with nonfinite="skip".'
+        )
+        self.parameters = tuple(parameters)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step found, the same on every rank."""
+
+    grad_norm: float
+    """Norm of the whole model's mean gradient before clipping; NaN where nothing asked for it."""
+    skipped: bool
+    """Whether the gradient was not finite and nothing was updated."""
+
+
+class _State:
+    """One part's rows on this rank: what they are updated with."""
+
+    def __init__(self, unit: Unit, part: Part, rows: Tensor):
+        self.parameter, self.part, self.rows = unit.parameters[part.owner], part, rows
+        self.exp_avg = torch.zeros_like(rows, dtype=_state_dtype(rows))
+        self.exp_avg_sq = torch.zeros_like(rows, dtype=_state_dtype(rows))
+        self.has_master = rows.dtype != _state_dtype(rows)
+        self.master = rows.float() if self.has_master else torch.empty(0)
+        self.steps = 0
+        """Steps in which some rank had a gradient."""
+
+
+def _state_dtype(rows: Tensor) -> torch.dtype:
+    return torch.float64 if rows.dtype == torch.float64 else torch.float32
+
+
+class ShardedAdamW:
+    """AdamW (Loshchilov and Hutter 2019) over the shards of a model, with fp32 moments and, for parameters of
+    lower precision, fp32 master weights. Made by `Sharded.adamw`.
+
+    A parameter without a gradient on any rank is left alone, as torch.optim does. With max_norm=0 and
+    nonfinite="ignore" a unit is updated as soon as its gradient is reduced, during the backward pass;
+    otherwise the norm of all gradients comes first.
+
+    finish_gradients() has handed all gradients of the step to take(); weights_changed() is called after an
+    update. lr is the learning rate of the next step; where units are updated during the backward pass, it is
+    read then.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[UnitWeights],
+        axes: Axes,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float | dict[str, float],
+        max_norm: float,
+        nonfinite: NonFinite,
+        finish_gradients: Callable[[], None],
+        weights_changed: Callable[[], None],
+    ):
+        if nonfinite not in ("raise", "skip", "ignore"):
+            raise ValueError(f'nonfinite={nonfinite!r} is none of "raise", "skip" and "ignore".')
+        self.lr, self.max_norm = lr, max_norm
+        self._betas, self._eps, self._decay, self._nonfinite = betas, eps, weight_decay, nonfinite
+        self._axes, self._finish_gradients, self._weights_changed = axes, finish_gradients, weights_changed
+        self._states = {
+            id(each.unit): [
+                _State(each.unit, part, rows)
+                for part, rows in zip(each.unit.parts, each.local_views(), strict=True)
+            ]
+            for each in weights
+        }
+        self._reduced: list[tuple[Unit, Tensor]] = []
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a unit is updated as soon as it is reduced."""
+        return self.max_norm == 0 and self._nonfinite == "ignore"
+
+    def take(self, unit: Unit, gradient: Tensor) -> None:
+        """The sum over all ranks of this rank's rows has come."""
+        if self.at_once:
+            self._update([(unit, gradient)], 1.0)
+        else:
+            self._reduced.append((unit, gradient))
+
+    @torch.no_grad()
+    def step(self) -> StepReport:
+        """Reduces what is left of the gradients, updates the shards and sends the new weights on their way.
+        Every rank calls it.
+
+        Raises NonFiniteGradient on every rank, having updated nothing, where nonfinite="raise"; CommTimeout
+        or PeerLost.
+        """
+        self._finish_gradients()
+        reduced, self._reduced = self._reduced, []
+        if self.at_once:
+            self._weights_changed()
+            return StepReport(math.nan, False)
+        squares = self._squares(reduced)
+        norm = math.sqrt(math.fsum(squares.values()))
+        if self._nonfinite != "ignore" and not math.isfinite(norm):
+            if self._nonfinite == "raise":
+                raise NonFiniteGradient([key for key, square in squares.items() if not math.isfinite(square)])
+            return StepReport(norm, True)
+        self._update(reduced, min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0)
+        self._weights_changed()
+        return StepReport(norm, False)
+
+    def _squares(self, reduced: Iterable[tuple[Unit, Tensor]]) -> dict[str, float]:
+        """Sum of squares of the mean gradient of every part of the model, by its name in a state dict."""
+        states, own = [], []
+        for unit, gradient in reduced:
+            for state, rows in zip(self._states[id(unit)], self._rows(unit, gradient), strict=True):
+                states.append(state)
+                own.append(sum_of_squares([rows]))
+        total = torch.stack(own) if own else torch.zeros(0, dtype=torch.float64)
+        if self._axes.shard.size > 1:
+            total = ops.all_gather_stats(total, self._axes.shard.name).sum(0)
+        total = _sum_over_tp(total, states) / self._axes.size**2
+        return {state.part.key: value for state, value in zip(states, total.tolist(), strict=True)}
+
+    def _rows(self, unit: Unit, gradient: Tensor) -> list[Tensor]:
+        return unit.views(gradient, self._axes.shard.rank)
+
+    @torch.no_grad()
+    def _update(self, reduced: Iterable[tuple[Unit, Tensor]], scale: float) -> None:
+        by_steps: dict[int, list[tuple[_State, Tensor]]] = {}
+        for unit, gradient in reduced:
+            got = unit.got(gradient)
+            for state, rows in zip(self._states[id(unit)], self._rows(unit, gradient), strict=True):
+                if got[state.part.owner]:
+                    state.steps += 1
+                    if rows.numel() > 0:  # a rank may hold no row of a small parameter
+                        by_steps.setdefault(state.steps, []).append((state, rows))
+        for steps, group in by_steps.items():
+            states = [state for state, _ in group]
+            adamw_(
+                [state.rows for state in states],
+                [rows for _, rows in group],
+                [state.exp_avg for state in states],
+                [state.exp_avg_sq for state in states],
+                [state.master for state in states],
+                lr=self.lr,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                eps=self._eps,
+                weight_decay=[self._decay_of(state) for state in states],
+                step=steps,
+                grad_scale=scale / self._axes.size,
+            )
+
+    def _decay_of(self, state: _State) -> float:
+        if isinstance(self._decay, dict):
+            return self._decay.get(state.part.key, 0.0)
+        return self._decay if state.parameter.dim() >= 2 else 0.0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Moments, fp32 master weights and step counts, as DTensors over this rank's state: what is loaded
+        into them is loaded into the state. Keys: exp_avg.NAME, exp_avg_sq.NAME, master.NAME, steps.NAME."""
+        result: dict[str, Tensor] = {}
+        for state in self._all_states():
+            key = state.part.key
+            tensors = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq, "master": state.master}
+            for kind, tensor in tensors.items():
+                if kind != "master" or state.has_master:
+                    result[f"{kind}.{key}"] = as_dtensor(tensor, state.parameter, state.part, self._axes)
+            result[f"steps.{key}"] = torch.tensor(state.steps)
+        return result
+
+    def loaded(self, state: Mapping[str, Tensor]) -> None:
+        """Something was loaded into the tensors of `state_dict()`, `state`: takes up the step counts too."""
+        for one in self._all_states():
+            one.steps = int(state[f"steps.{one.part.key}"])
+
+    def resume(self, steps: int) -> None:
+        """Every parameter has taken so many steps."""
+        for one in self._all_states():
+            one.steps = steps
+
+    def _all_states(self) -> Iterator[_State]:
+        for states in self._states.values():
+            yield from states
+
+
+def _sum_over_tp(squares: Tensor, states: Sequence[_State]) -> Tensor:
+    """What is cut over tensor-parallel ranks is summed over them; what they all hold counts once."""
+    groups: dict[str, list[int]] = {}
+    for index, state in enumerate(states):
+        if getattr(state.parameter, "tp_dim", None) is not None and state.parameter.tp_group_name:
+            groups.setdefault(state.parameter.tp_group_name, []).append(index)
+    for name, indices in groups.items():
+        squares[indices] = ops.all_gather_stats(squares[indices], name).sum(0)
+    return squares

@@ -1,0 +1,205 @@
+"""shard(): data parallelism for any module, at stages 0 to 3.
+
+| stage | over the dp ranks are cut (Rajbhandari et al. 2020, section 5) |
+|---|---|
+| 0 | nothing: gradients are summed on every rank |
+| 1, 2 | optimizer states and reduced gradients; new weights are gathered under the next forward pass |
+| 3 | the weights too, but for small ones |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.distributed.device_mesh import DeviceMesh
+
+from pyruntime.data_parallel.axes import axes_of
+from pyruntime.data_parallel.gradients import GradientReducer
+from pyruntime.data_parallel.optimizer import NonFinite, ShardedAdamW
+from pyruntime.data_parallel.states import weights_state
+from pyruntime.data_parallel.units import Unit, cut_into_units
+from pyruntime.data_parallel.weights import GatherAhead, GatherPerUse, UnitWeights
+from pyruntime.nn.linear import ParallelLinear
+
+BUCKET_BYTES = 256 << 10
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    stage: int = 2,
+    reduce_dtype: torch.dtype | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    keep_gathered: int = 0,
+) -> Sharded:
+    """Makes `model`, which is the same on every rank of `mesh`, train on different data on each of them.
+
+        handle = pyruntime.shard(model, mesh["dp"], stage=2)
+        optimizer = handle.adamw(lr=1e-3)
+        for batch in micro_batches[:-1]:
+            with handle.accumulate():
+                loss(model, batch).backward()
+        loss(model, micro_batches[-1]).backward()
+        optimizer.step()
+
+    Gradients are averaged over the ranks: each computes the mean loss of its own data. They never appear in
+    `.grad`.
+
+    Args:
+        model: anything made of nn.Modules, parallel linears among them. Its parameters with requires_grad
+        train. mesh: one dimension, or two, (replicate, shard), for hybrid sharding. stage: 0 to 3; see the
+        module's docstring. reduce_dtype: what gradients travel as; by default the parameters' dtype. Sums are
+        fp32 in any case. bucket_bytes: smaller parameters travel together, up to so much; at stage 3 they
+        stay whole. keep_gathered: at stage 3, so many weights, the first that the forward pass reads, stay
+        whole until its
+            backward pass has read them.
+
+    Raises ValueError for another stage, a mesh that does not fit it, or a model without trainable parameters.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage} is none of 0, 1, 2 and 3.")
+    if getattr(model, "_pyruntime_sharded", False):
+        raise ValueError("This model is sharded already; call close() of its handle first.")
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient.")
+    return Sharded(model, mesh, stage, reduce_dtype, bucket_bytes, keep_gathered)
+
+
+class Sharded:
+    """A model whose gradients, optimizer states and weights are spread over data-parallel ranks. From
+    `shard`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        stage: int,
+        reduce_dtype: torch.dtype | None,
+        bucket_bytes: int,
+        keep_gathered: int,
+    ):
+        self.model, self.stage = model, stage
+        self.axes = axes_of(mesh, stage)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.units = cut_into_units(named, self.axes.shard.size, bucket_bytes)
+        self._weights = [UnitWeights(unit, self.axes.shard) for unit in self.units]
+        if stage == 3:
+            self._gatherer = GatherPerUse(model, self._weights, keep_gathered)
+        else:
+            self._gatherer = GatherAhead(model, self._weights)
+        self._reducer = GradientReducer(
+            self.units,
+            self.axes,
+            _linear_weights(model),
+            self._gatherer.begin_rest,
+            self._on_reduced,
+            reduce_dtype,
+        )
+        self._optimizer: ShardedAdamW | None = None
+        self._patched = _patch_linears(model)
+        model._pyruntime_sharded = True
+
+    def adamw(
+        self,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float | dict[str, float] = 0.1,
+        max_norm: float = 0.0,
+        nonfinite: NonFinite = "raise",
+    ) -> ShardedAdamW:
+        """The optimizer of this model; there is one.
+
+        weight_decay: of matrices (vectors do not decay), or by name in the state dict, 0 where it is not
+        named. max_norm: largest norm of the whole model's gradient, clipped as torch.nn.utils.clip_grad_norm_
+        clips; 0: no
+            clipping.
+        nonfinite: of a step whose gradient holds NaN or infinity: "raise" NonFiniteGradient, "skip" it, or
+        "ignore"
+            that, in which case, without clipping, units are updated during the backward pass.
+        """
+        if self._optimizer is not None:
+            raise ValueError("This model has an optimizer already.")
+        self._optimizer = ShardedAdamW(
+            self._weights,
+            self.axes,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            max_norm=max_norm,
+            nonfinite=nonfinite,
+            finish_gradients=self._reducer.finish,
+            weights_changed=self._gatherer.begin,
+        )
+        return self._optimizer
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes within add to the gradients, in fp32, and send nothing."""
+        return self._reducer.accumulate()
+
+    def complete(self) -> None:
+        """All parameters of the model are whole and current when it returns. Every rank calls it."""
+        self._gatherer.complete()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights as DTensors over this rank's shards; what is loaded into them comes to be with
+        `load`."""
+        return weights_state(self._weights, self.axes)
+
+    def loaded(self) -> None:
+        """Something was written into the tensors of `state_dict()`: the parameters follow."""
+        self._gatherer.begin()
+        self._gatherer.complete()
+
+    def close(self) -> None:
+        """The model is as it was, with its current weights; it can be sharded again. Every rank calls it."""
+        self._gatherer.close()
+        self._reducer.close()
+        for module in self._patched:
+            del module.forward
+        self.model._pyruntime_sharded = False
+
+    def _on_reduced(self, unit: Unit, gradient: Tensor) -> None:
+        if self._optimizer is None:
+            raise RuntimeError("Gradients came before the model had an optimizer; call handle.adamw() first.")
+        self._optimizer.take(unit, gradient)
+
+
+def _linear_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Weights whose only reader is a linear layer that hands (dY, X) over."""
+    readers: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            readers[id(parameter)] = readers.get(id(parameter), 0) + 1
+    return [
+        module.weight
+        for module in model.modules()
+        if (type(module) is nn.Linear or isinstance(module, ParallelLinear))
+        and module.weight.requires_grad
+        and readers[id(module.weight)] == 1
+    ]
+
+
+def _patch_linears(model: nn.Module) -> list[nn.Linear]:
+    patched = [
+        module for module in model.modules() if type(module) is nn.Linear and "forward" not in vars(module)
+    ]
+    for module in patched:
+        module.forward = types.MethodType(_linear_forward, module)
+    return patched
+
+
+def _linear_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    """nn.Linear's forward, whose backward hands the weight's gradient over."""
+    if is_compiling() or torch.is_autocast_enabled(x.device.type) or x.dim() < 2:
+        return F.linear(x, module.weight, module.bias)
+    return torch.ops.pyruntime.linear(x, module.weight, module.bias)

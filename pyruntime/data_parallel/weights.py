@@ -1,0 +1,271 @@
+"""Weights come back as they are read.
+
+After a step every rank holds the new values of its shards. Stages 1 and 2 gather them into the parameters
+under the next forward pass: three units are always on their way, in the order in which the first pass read
+them, and a module waits for its own weight before its forward. Small parameters, and weights that no module's
+forward announces, are gathered before the step returns.
+
+Stage 3 keeps the whole of a weight only while it is read: gathered before the module's forward and again
+before its backward, the next one of the order on its way meanwhile, its memory given back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyruntime.comm.core import _C
+from pyruntime.data_parallel.axes import Axis
+from pyruntime.data_parallel.units import Unit
+
+
+class UnitWeights:
+    """One unit's parameters, and this rank's shard of them.
+
+    shard [segment_lines, width]: what this rank sends, and what its optimizer writes; None where nothing is
+    cut.
+    """
+
+    def __init__(self, unit: Unit, axis: Axis):
+        self.unit, self._axis = unit, axis
+        self.shard: Tensor | None = None
+        self._flight: _Gather | None = None
+        self.is_current = True
+        """The parameters hold the values of all shards."""
+        if axis.size > 1:
+            self.shard = torch.zeros(unit.segment_lines, unit.width, dtype=unit.dtype, device=unit.device)
+            for part, own in zip(unit.parts, unit.views(self.shard, axis.rank), strict=True):
+                first = part.first_row + axis.rank * part.share
+                own.copy_(_rows_of(unit.parameters[part.owner])[first : first + len(own)].reshape(own.shape))
+
+    def local_views(self) -> list[Tensor]:
+        """This rank's rows of each part: of the shard, or of the parameters themselves."""
+        if self.shard is not None:
+            return self.unit.views(self.shard, self._axis.rank)
+        return [
+            _rows_of(self.unit.parameters[part.owner])[part.first_row : part.first_row + part.rows]
+            for part in self.unit.parts
+        ]
+
+    def has_changed(self) -> None:
+        """The optimizer wrote the shard."""
+        self.is_current = self.shard is None
+
+    def begin(self) -> None:
+        """The gather is under way when it returns, unless nothing has changed."""
+        if self.is_current or self._flight is not None:
+            return
+        self._axis.make_room()
+        self._flight = _Gather(self, self._axis)
+        self._axis.add(self._flight)
+
+    def complete(self) -> None:
+        """The parameters are current when it returns."""
+        self.begin()
+        if self._flight is not None:
+            self._axis.complete_up_to(self._flight)
+
+    def take(self, gather: _C.LineGather) -> None:
+        """Writes what a flight brought into the parameters."""
+        unit = self.unit
+        for parameter in unit.parameters:
+            _allocate(parameter)
+        whole = [unit.lines_of(owner, p.data) for owner, p in enumerate(unit.parameters)]
+        for index, (begin, count) in enumerate(gather.chunks()):
+            chunk = gather.chunk(index)
+            for span in unit.spans(begin, count):
+                whole[span.owner][span.source : span.source + span.count].copy_(
+                    chunk[span.place : span.place + span.count]
+                )
+        gather.finish()
+        self._flight = None
+        self.is_current = True
+
+    def is_under_way(self) -> bool:
+        return self._flight is not None
+
+    def of_first_rank(self, value: list[int]) -> list[int]:
+        """Rank 0's value, on every rank that holds a shard."""
+        return self._axis.of_first_rank(value)
+
+    def has_room(self) -> bool:
+        """Whether a flight may begin without waiting for another."""
+        return self._axis.has_room()
+
+    def free(self) -> None:
+        """Gives the parameters' memory back; their shapes stay."""
+        if self._flight is not None:
+            self.complete()
+        for parameter in self.unit.parameters:
+            parameter.untyped_storage().resize_(0)
+        self.is_current = False
+
+
+class _Gather:
+    def __init__(self, weights: UnitWeights, axis: Axis):
+        self._weights = weights
+        self._gather = _C.LineGather(axis.name, weights.shard, weights.unit.lines)
+
+    def complete(self) -> None:
+        self._weights.take(self._gather)
+
+
+def _allocate(parameter: Tensor) -> None:
+    storage = parameter.untyped_storage()
+    needed = (parameter.storage_offset() + parameter.numel()) * parameter.element_size()
+    if storage.size() < needed:
+        storage.resize_(needed)
+
+
+def _rows_of(parameter: Tensor) -> Tensor:
+    return parameter.data if parameter.dim() else parameter.data.view(1)
+
+
+class _Watched:
+    """Modules announce which units they are about to read; everything else is gathered before a step
+    returns."""
+
+    def __init__(self, model: nn.Module, weights: Sequence[UnitWeights]):
+        self._weights = list(weights)
+        self._order: list[UnitWeights] = []
+        """Units in the order in which modules read them first; rank 0's, once a step has been taken."""
+        self._is_agreed = False
+        self._hooks = [model.register_state_dict_pre_hook(lambda *_: self.complete())]
+        matrices = {id(each.unit.parameters[0]): each for each in weights if len(each.unit.parameters) == 1}
+        for module in model.modules():
+            read = [matrices[id(p)] for p in module.parameters(recurse=False) if id(p) in matrices]
+            if read and read[0].shard is not None:
+                self._watch(module, read)
+
+    def _watch(self, module: nn.Module, read: list[UnitWeights]) -> None:
+        self._hooks.append(module.register_forward_pre_hook(lambda *_: self._before(read)))
+
+    def _before(self, read: list[UnitWeights]) -> None:
+        for each in read:
+            if not self._is_agreed and each not in self._order:
+                self._order.append(each)
+            self._bring(each)
+
+    def _bring(self, each: UnitWeights) -> None:
+        """That unit is current when it returns."""
+        each.complete()
+
+    def complete(self) -> None:
+        """All parameters are current when it returns."""
+        for each in self._order:
+            self._bring(each)
+        for each in self._weights:
+            each.complete()
+
+    def begin(self) -> None:
+        """The optimizer has written all shards: begins to gather them."""
+        if not self._is_agreed:
+            self._agree()
+        for each in self._weights:
+            each.has_changed()
+        for each in self._weights:
+            if each not in self._order:
+                each.complete()
+
+    def begin_rest(self) -> None:
+        """Gathers that are still to begin begin now: other flights follow."""
+
+    def close(self) -> None:
+        """All parameters are whole and current, and nothing is watched any more."""
+        self.complete()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _agree(self) -> None:
+        numbers = [self._weights.index(each) for each in self._order]
+        agreed = self._weights[0].of_first_rank(numbers) if self._weights else []
+        self._order = [self._weights[number] for number in agreed]
+        self._is_agreed = True
+
+
+class GatherAhead(_Watched):
+    """Stages 1 and 2: the parameters stay; new values come while the modules before them compute.
+
+    Gathers begin in the order that was agreed on, whatever modules a rank's data lead it to."""
+
+    def __init__(self, model: nn.Module, weights: Sequence[UnitWeights]):
+        super().__init__(model, weights)
+        self._waiting: deque[UnitWeights] = deque()
+
+    def begin(self) -> None:
+        super().begin()
+        self._waiting = deque(self._order)
+        self._fill()
+
+    def begin_rest(self) -> None:
+        while self._waiting:
+            self._waiting.popleft().begin()
+
+    def _before(self, read: list[UnitWeights]) -> None:
+        super()._before(read)
+        self._fill()
+
+    def _bring(self, each: UnitWeights) -> None:
+        while self._waiting and not each.is_current and not each.is_under_way():
+            self._waiting.popleft().begin()
+        each.complete()
+
+    def _fill(self) -> None:
+        """As many units on their way as there is room for."""
+        while self._waiting and self._waiting[0].has_room():
+            self._waiting.popleft().begin()
+
+
+class GatherPerUse(_Watched):
+    """Stage 3: a weight is whole from shortly before a module reads it until the module is done.
+
+    keep: the first so many units of the order stay between forward and backward.
+    """
+
+    def __init__(self, model: nn.Module, weights: Sequence[UnitWeights], keep: int):
+        super().__init__(model, weights)
+        self._keep = keep
+        self._in_backward: list[UnitWeights] = []
+
+    def _watch(self, module: nn.Module, read: list[UnitWeights]) -> None:
+        super()._watch(module, read)
+        self._hooks.append(module.register_forward_hook(lambda _, __, output: self._after(read, output)))
+
+    def begin(self) -> None:
+        super().begin()
+        self._in_backward = []
+        for each in self._order:
+            each.free()
+
+    def _before(self, read: list[UnitWeights]) -> None:
+        super()._before(read)
+        self._prefetch(read[-1], +1)
+
+    def _after(self, read: list[UnitWeights], output: Any) -> None:
+        for each in read:
+            place = self._order.index(each)
+            stays = place < self._keep or place == len(self._order) - 1
+            if not (stays and torch.is_grad_enabled()):
+                each.free()
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._before_backward(read))
+
+    def _before_backward(self, read: list[UnitWeights]) -> None:
+        """Runs right before the backward of the module; that of the module before it is over."""
+        for each in self._in_backward:
+            if each not in read:
+                each.free()
+        self._in_backward = read
+        for each in read:
+            each.complete()
+        self._prefetch(read[0], -1)
+
+    def _prefetch(self, each: UnitWeights, step: int) -> None:
+        place = self._order.index(each) + step
+        if 0 <= place < len(self._order):
+            self._order[place].begin()

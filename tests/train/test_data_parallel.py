@@ -1,0 +1,99 @@
+"""Training over data-parallel ranks is training on one: every stage, with tensor parallelism, and from any
+checkpoint."""
+
+import math
+
+import pytest
+import torch
+
+from pyruntime.data_parallel import NonFiniteGradient
+from pyruntime.train import checkpoint_folder
+from tests.train import jobs
+
+SEQUENCES = {"batch_size": 8, "micro_batch_size": 1}
+
+
+def curve(steps, *names):
+    return [[getattr(step, name) for step in steps] for name in names or ("loss",)]
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory):
+    """A job, and what one rank makes of it."""
+    config = jobs.job(tmp_path_factory.mktemp("whole"), steps=8, val_every=4, **SEQUENCES)
+    jobs.prepare(config)
+    return config, ranks.run(jobs.history, 1, config)[0]
+
+
+@pytest.mark.parametrize(
+    ("dp", "replicate", "zero"), [(4, 1, 0), (4, 1, 2), (4, 1, 3), (4, 2, 1), (2, 1, 0), (2, 1, 1), (2, 1, 3)]
+)
+def test_loss_curves_equal_those_of_one_rank(ranks, whole, dp, replicate, zero):
+    config, expected = whole
+    config = jobs.changed(config, "parallel", dp=dp, dp_replicate=replicate, zero=zero)
+    found = ranks.run(jobs.history, 4, config)
+    names = ("loss", "grad_norm", "val_loss")
+    assert curve(found[0], *names) == curve(found[3], *names)
+    for name in names:
+        for one, other in zip(curve(found[0], name)[0], curve(expected, name)[0], strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or one == pytest.approx(other, abs=1e-4)
+
+
+def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=4, dtype="bf16", **SEQUENCES)
+    config = jobs.changed(config, "parallel", dp=2, zero=2)
+    jobs.prepare(config)
+    first, second = (ranks.run(jobs.history, 4, config)[0] for _ in range(2))
+    assert curve(first, "loss", "grad_norm", "val_loss") == curve(second, "loss", "grad_norm", "val_loss")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_is_taken_up_at_any_stage_and_number_of_ranks(ranks, tmp_path, dtype):
+    config = jobs.job(tmp_path, steps=3, dtype=dtype, val_every=0, **SEQUENCES)
+    folder = jobs.prepare(config)
+    ranks.run(jobs.history, 4, jobs.changed(config, "parallel", dp=2, zero=2))
+    saved = checkpoint_folder.find(folder)
+    layouts = [(1, 1, 1), (2, 1, 2), (2, 1, 3), (2, 1, 0), (4, 2, 1)]
+    states, losses = [], []
+    for dp, replicate, zero in layouts:
+        one = jobs.changed(config, "parallel", dp=dp, dp_replicate=replicate, zero=zero)
+        world = 4 if dp > 1 else 1
+        states.append(ranks.run(jobs.full_state, world, one, saved)[0])
+        longer = jobs.changed(jobs.changed(one, "train", steps=4), "checkpoint", every_steps=0)
+        losses.append(ranks.run(next_loss, world, longer, saved)[0])
+    assert any(name.startswith("exp_avg.") for name in states[0])
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(state[name], states[0][name]) for name in state)
+    tolerance = 1e-5 if dtype == "fp32" else 2e-2
+    assert all(loss == pytest.approx(losses[0], abs=tolerance) for loss in losses)
+
+
+def next_loss(group, config, saved):
+    made = jobs.trainer(group, config)
+    made.resume(saved)
+    metrics, _ = made._train_step(made.step + 1)
+    return metrics.loss
+
+
+def raises_on_nan(group, config):
+    made = jobs.trainer(group, config)
+    if group.rank() == 2:
+        made.model.layers[0].down.weight.register_hook(lambda grad: grad)  # keeps autograd's gradient in use
+        made.model.norm.weight.register_hook(lambda grad: grad * math.nan)
+    try:
+        list(made.fit())
+    except Exception as error:
+        return type(error.__cause__).__name__, str(error)
+    return "", ""
+
+
+def test_a_gradient_that_is_not_finite_is_named_on_every_rank(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=2, **SEQUENCES)
+    jobs.prepare(config)
+    outcomes = ranks.run(raises_on_nan, 4, jobs.changed(config, "parallel", dp=4, zero=2))
+    assert outcomes == outcomes[:1] * 4
+    kind, sentence = outcomes[0]
+    assert kind == NonFiniteGradient.__name__
+    assert sentence.startswith("Step 1: The gradient of norm.weight is not finite, and nothing was updated")
