@@ -157,6 +157,10 @@ void bind_comm(py::module_& m) {
       },
       NoGil());
   m.def(
+      "follow_settings",
+      [](const std::string& group, const std::string& other) { Group::get(group).follow(Group::get(other)); },
+      NoGil());
+  m.def(
       "set_traffic_class",
       [](const std::string& group, const std::string& name) {
         Group::get(group).set_traffic_class(pyruntime::traffic_class_named(name));

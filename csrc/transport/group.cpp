@@ -31,6 +31,17 @@ Registry& registry() {
   return *instance;
 }
 
+// A companion is called as the group whose ranks and process group it shares, and something after this.
+constexpr char kCompanion = '#';
+
+std::string first_of(const std::string& name) {
+  return name.substr(0, name.find(kCompanion));
+}
+
+bool is_companion(const std::string& name) {
+  return name.find(kCompanion) != std::string::npos;
+}
+
 }  // namespace
 
 TransportKind transport_kind_named(const std::string& name) {
@@ -47,7 +58,7 @@ TransportKind transport_kind_named(const std::string& name) {
 Group& Group::get(const std::string& name) {
   auto& [mutex, groups] = registry();
   const std::lock_guard<std::mutex> lock(mutex);
-  auto process_group = c10d::resolve_process_group(name);
+  auto process_group = c10d::resolve_process_group(first_of(name));
   auto& group = groups[name];
   // A name may come back with another process group after destroy_process_group().
   if (!group || &group->process_group() != process_group.get())
@@ -151,6 +162,13 @@ void Group::configure(GroupSettings settings) {
   transport_sought_ = false;
 }
 
+void Group::follow(const Group& other) {
+  context_.deadline_seconds = other.context_.deadline_seconds;
+  if (settings_ == other.settings_) return;
+  free_workspaces();
+  settings_ = other.settings_;
+}
+
 void Group::free_workspaces() {
   if (transport_) transport_->flush();
   transport_.reset();
@@ -161,7 +179,7 @@ void Group::free_workspaces() {
   FailureBoard::instance().clear([this](const std::string& failed) {
     if (failed == name()) return true;
     try {
-      c10d::resolve_process_group(failed);
+      c10d::resolve_process_group(first_of(failed));
       return false;
     } catch (const c10::Error&) {
       return true;
@@ -195,7 +213,12 @@ void Group::open_transport() {
                     " ranks are on ", by_host.hosts(),
                     " host(s); it needs several hosts with the same number of ranks, more than one.");
   if (one_host && asked != TransportKind::kProcessGroup) {
-    transport_ = make_one_host_transport(context_);
+    std::string workspace = name();
+    if (is_companion(workspace)) {
+      workspace += "/" + std::to_string(opening);
+      c10d::symmetric_memory::set_group_info(workspace, rank(), world_size(), process_group_->getStore());
+    }
+    transport_ = make_one_host_transport(context_, workspace);
   } else if (can_be_hierarchical && asked != TransportKind::kProcessGroup) {
     transport_ = make_ring(by_host, hosts, opening);
   } else {
@@ -270,7 +293,7 @@ std::unique_ptr<Transport> Group::make_ring(const HostLayout& layout, const std:
   };
   return make_ring_transport(context_,
                              {layout, names, std::move(workspace), std::move(link), std::move(lines),
-                              &Arbiter::instance(), static_cast<int>(opening)},
+                              &Arbiter::instance(), static_cast<int>(2 * opening + is_companion(name()))},
                              settings_.ring, agree);
 }
 

@@ -43,12 +43,15 @@ struct GroupSettings {
   // By rank, instead of what the ranks' hosts are called; empty: ask them.
   std::vector<std::string> hosts;
   RingOptions ring;
+
+  bool operator==(const GroupSettings&) const = default;
 };
 
 class Group {
  public:
-  // The group of that name. Made on first use; the first use that needs a transport is collective over the
-  // group.
+  // The group of that name: that of a process group, or NAME#anything, a companion with the ranks and the
+  // process group of NAME and workspaces and ops of its own. Made on first use; the first use that needs a
+  // transport is collective over the group.
   static Group& get(const std::string& name);
   // Forgets the group and frees its workspaces.
   static void close(const std::string& name);
@@ -77,6 +80,9 @@ class Group {
   std::string transport_description() const;
   // All ranks must settle the same, before the first op.
   void configure(GroupSettings settings);
+  // Settings and deadline as `other` has them; where that changes how chunks travel, what the group holds is
+  // freed. All ranks call it alike.
+  void follow(const Group& other);
   void set_traffic_class(TrafficClass traffic_class) { context_.traffic_class = traffic_class; }
   // Frees what the group holds; its deadline and its settings stay. The next op makes the workspaces anew,
   // collectively.

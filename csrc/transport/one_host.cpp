@@ -106,11 +106,11 @@ class OneHostScatter : public ScatterFlight {
 
 class OneHostTransport : public Transport {
  public:
-  explicit OneHostTransport(GroupContext& context) : Transport(context) {
+  OneHostTransport(GroupContext& context, const std::string& workspace) : Transport(context) {
     std::vector<int> ranks(context.world_size);
     std::iota(ranks.begin(), ranks.end(), 0);
-    workspace_ = make_symmetric_workspace(context, context.name, std::move(ranks), context.rank,
-                                          2 * context.world_size);
+    workspace_ =
+        make_symmetric_workspace(context, workspace, std::move(ranks), context.rank, 2 * context.world_size);
   }
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override {
@@ -138,8 +138,8 @@ class OneHostTransport : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_one_host_transport(GroupContext& context) {
-  return std::make_unique<OneHostTransport>(context);
+std::unique_ptr<Transport> make_one_host_transport(GroupContext& context, const std::string& workspace) {
+  return std::make_unique<OneHostTransport>(context, workspace);
 }
 
 }  // namespace pyruntime

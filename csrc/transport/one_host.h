@@ -9,6 +9,6 @@
 namespace pyruntime {
 
 // Collective over the group.
-std::unique_ptr<Transport> make_one_host_transport(GroupContext& context);
+std::unique_ptr<Transport> make_one_host_transport(GroupContext& context, const std::string& workspace);
 
 }  // namespace pyruntime

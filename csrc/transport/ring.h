@@ -43,7 +43,8 @@ struct RingParts {
   std::shared_ptr<PointToPoint> link;
   std::map<int, std::shared_ptr<ControlLine>> lines;  // by the neighbour's rank in the group
   Arbiter* arbiter;
-  int instance = 0;  // how often this group has been opened; keeps late data of an earlier one apart
+  // Differs between openings and from that of another transport over the same link: keeps their data apart.
+  int instance = 0;
 };
 
 // Flags that a workspace needs for a ring over the layout.

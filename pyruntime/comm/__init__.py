@@ -1,11 +1,11 @@
 """Groups, their figures and deadlines, and the Runtime that owns them."""
 
+from pyruntime.comm.companions import close, companion
 from pyruntime.comm.core import keep_freed_memory, symmetric_memory_bytes
 from pyruntime.comm.errors import CommError, CommTimeout, PeerLost
 from pyruntime.comm.groups import (
     Group,
     Traffic,
-    close,
     configure,
     deadline,
     group_name,
@@ -28,6 +28,7 @@ __all__ = [
     "Runtime",
     "Traffic",
     "close",
+    "companion",
     "configure",
     "deadline",
     "group_name",

@@ -170,11 +170,3 @@ def traffic() -> dict[str, Traffic]:
             }
         result[name] = Traffic(**figures)
     return result
-
-
-def close(group: Group) -> None:
-    """Frees the workspaces of `group`; its deadline and transport stay.
-
-    The next op makes the workspaces anew (collectively). The way back after an error, on all ranks.
-    """
-    _C.free_workspaces(group_name(group))

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pyruntime.comm import companions
 from pyruntime.comm.core import _C
 from pyruntime.comm.groups import group_name, group_size, set_deadline, stats
 
@@ -112,6 +113,7 @@ class Runtime:
     def close(self) -> None:
         """May be called again. Frees the workspaces; ends the process groups too where start() made them."""
         for name in self._groups:
+            companions.forget(name)
             _C.close_group(name)
         if self._owns_process_groups and dist.is_initialized():
             dist.destroy_process_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,24 +20,43 @@ class Flight(Protocol):
     def complete(self) -> None:
         """Waits for it and uses it."""
 
+    def drop(self) -> None:
+        """Lets go of it; nobody will use it."""
+
 
 class Axis:
     """The ranks of one axis, and the flights that this rank has under way among them, oldest first.
 
-    Flights must begin in the same order on every rank, and so this is the only place where they begin."""
+    Flights travel in the companion of the axis's group. They must begin in the same order on every rank, and
+    this is the only place where they begin; models that are sharded over one group share it. From `of`."""
+
+    _of_group: ClassVar[dict[str, Axis]] = {}
 
     def __init__(self, mesh: DeviceMesh | None):
         self.mesh = mesh
         self.size = 1 if mesh is None else comm.group_size(mesh)
         self.rank = 0 if mesh is None else comm.group_rank(mesh)
-        self.name = "" if mesh is None else comm.group_name(mesh)
+        self.name = ""
+        """Of the companion."""
         self._flights: deque[Flight] = deque()
-        if self.size > 1:
-            comm.configure(mesh, traffic_class="dp")
 
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        return comm.process_group(self.mesh)
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Axis:
+        """The axis of that group, with nothing under way. Every rank of it asks for it alike."""
+        if comm.group_size(mesh) == 1:
+            return cls(mesh)
+        own = comm.companion(mesh, "dp")
+        if own.drop is None:
+            axis = cls._of_group[own.name] = cls(mesh)
+            axis.name, own.drop = own.name, axis.drop
+        axis = cls._of_group[own.name]
+        axis.make_room(0)
+        return axis
+
+    def drop(self) -> None:
+        """Lets go of all flights."""
+        while self._flights:
+            self._flights.popleft().drop()
 
     def has_room(self) -> bool:
         return len(self._flights) < MOST_FLIGHTS
@@ -45,7 +64,7 @@ class Axis:
     def make_room(self, most: int = MOST_FLIGHTS - 1) -> None:
         """Completes the oldest flights until at most `most` are under way."""
         while len(self._flights) > most:
-            self._flights.popleft().complete()
+            self._complete_oldest()
 
     def add(self, flight: Flight) -> None:
         self._flights.append(flight)
@@ -53,14 +72,21 @@ class Axis:
     def complete_up_to(self, flight: Flight) -> None:
         """Completes flights, oldest first, until that one has been."""
         while flight in self._flights:
+            self._complete_oldest()
+
+    def _complete_oldest(self) -> None:
+        try:
             self._flights.popleft().complete()
+        except BaseException:
+            self.drop()  # the group has failed
+            raise
 
     def of_first_rank(self, value: list[int]) -> list[int]:
         """Rank 0's value, on every rank."""
         if self.size == 1:
             return value
         told = [value]
-        group = self.process_group
+        group = comm.process_group(self.mesh)
         dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
         return told[0]
 
@@ -84,11 +110,11 @@ def axes_of(mesh: DeviceMesh, stage: int) -> Axes:
     Raises ValueError where there are more, or two at stage 0, which cuts nothing.
     """
     if mesh.ndim == 1:
-        whole = Axis(mesh)
+        whole = Axis.of(mesh)
         return Axes(Axis(None), whole) if stage == 0 else Axes(whole, Axis(None))
     if mesh.ndim == 2 and stage > 0:
         replicate, shard = mesh.mesh_dim_names or (0, 1)
-        return Axes(Axis(mesh[shard]), Axis(mesh[replicate]))
+        return Axes(Axis.of(mesh[shard]), Axis.of(mesh[replicate]))
     raise ValueError(
         f"stage={stage} over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: pass one dimension "
         '(mesh["dp"]), or at stages 1 to 3 two, of which states are cut over the last (mesh["dp_replicate", '

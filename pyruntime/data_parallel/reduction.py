@@ -43,6 +43,9 @@ class _Sharded:
         self._scatter = _begin(unit, dtype, axis.name, unit.lines, write, every=False)
         axis.add(self)
 
+    def drop(self) -> None:
+        del self._scatter
+
     def complete(self) -> None:
         gradient = self._scatter.finish()
         del self._scatter
@@ -65,6 +68,9 @@ class _Replicated:
         axis.make_room()
         self._scatter = _begin(unit, dtype, axis.name, unit.segment_lines, write, every=True)
         axis.add(self)
+
+    def drop(self) -> None:
+        del self._scatter
 
     def complete(self) -> None:
         gradient = self._scatter.finish()

@@ -96,6 +96,10 @@ class UnitWeights:
         """Whether a flight may begin without waiting for another."""
         return self._axis.has_room()
 
+    def lost(self) -> None:
+        """The flight was dropped."""
+        self._flight = None
+
     def free(self) -> None:
         """Gives the parameters' memory back; their shapes stay."""
         if self._flight is not None:
@@ -111,7 +115,13 @@ class _Gather:
         self._gather = _C.LineGather(axis.name, weights.shard, weights.unit.lines)
 
     def complete(self) -> None:
-        self._weights.take(self._gather)
+        gather = self._gather
+        del self._gather
+        self._weights.take(gather)
+
+    def drop(self) -> None:
+        del self._gather
+        self._weights.lost()
 
 
 def _allocate(parameter: Tensor) -> None:

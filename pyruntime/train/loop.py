@@ -79,10 +79,11 @@ class Trainer:
         self._group_name = comm.group_name(self._group)
         self._dp_size = self._group.size() // tp_size
         self._dp_rank = self._group.rank() // tp_size
-        axes = [] if dp is None else [dp[name] for name in dp.mesh_dim_names]
-        self._groups = {self._group_name, *(comm.group_name(axis) for axis in (group, *axes))}
         self.model = model
         self.sharded = None if dp is None else shard(model, dp, stage=config.parallel.zero)
+        axes = None if self.sharded is None else self.sharded.axes
+        own = [] if axes is None else [axis.name for axis in (axes.shard, axes.replicate) if axis.name]
+        self._groups = {self._group_name, comm.group_name(group), *own}
         self.optimizer: AdamW | ShardedAdamW
         if self.sharded is None:
             self.optimizer = AdamW(model, config.optimizer)
