@@ -202,7 +202,7 @@ def measure(shape_name: str, dtype: str, args: argparse.Namespace, mesh, tp) -> 
 
     turns = {name: turn(step) for name, step in steps.items()}
     if handle is not None and handle.axes.shard.size > 1:
-        turns["T_c"] = collectives(handle, handle.axes.shard.name)
+        turns["T_c"] = collectives(handle, pyruntime.comm.group_name(mesh))
         turns["T_c"]()
     samples = interleave(turns, args.rounds)
     comm_s = samples.pop("T_c").median if "T_c" in samples else math.nan

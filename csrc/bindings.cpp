@@ -211,10 +211,14 @@ void bind_data_parallel(py::module_& m) {
       .def("publish", &LineScatter::publish, NoGil())
       .def("finish", &LineScatter::finish, NoGil());
   py::class_<LineGather>(m, "LineGather", "An all-gather of [lines, width] under way.")
-      .def(py::init([](const std::string& group, const at::Tensor& lines, int64_t total) {
-             return std::make_unique<LineGather>(group, lines, total);
+      .def(py::init([](const std::string& group, int64_t lines, int64_t width, at::ScalarType dtype,
+                       const std::string& device) {
+             return std::make_unique<LineGather>(group, lines, width, dtype, c10::Device(device));
            }),
-           py::arg("group"), py::arg("lines"), py::arg("total"), NoGil())
+           py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"), NoGil())
+      .def("own_chunks", [](const LineGather& gather) { return pairs_of(gather.own_chunks()); })
+      .def("own", &LineGather::own, NoGil())
+      .def("publish", &LineGather::publish, NoGil())
       .def("chunks", [](const LineGather& gather) { return pairs_of(gather.chunks()); })
       .def("chunk", &LineGather::chunk, NoGil())
       .def("finish", &LineGather::finish, NoGil());

@@ -61,17 +61,40 @@ at::Tensor LineScatter::finish() {
   return sums.select(0, 0);
 }
 
-LineGather::LineGather(const std::string& group, const at::Tensor& lines, int64_t total) {
-  gather_ = std::make_unique<RowGather>(transport_of(group, lines.device()), Op::kAllGather,
-                                        lines_like(lines.unsqueeze(0), lines.size(0), lines.size(1)), total);
+LineGather::LineGather(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
+                       c10::Device device)
+    : transport_(transport_of(group, device)) {
+  const int64_t own = rows_of_rank(lines, transport_.world_size(), transport_.rank());
+  flight_ = transport_.gather({Op::kAllGather, static_cast<int32_t>(dtype), lines, /*row_blocks=*/1,
+                               /*inner=*/1, width,
+                               /*with_bias=*/false, own});
 }
 
+std::vector<LineRange> LineGather::own_chunks() const {
+  return ranges(flight_->own());
+}
+
+at::Tensor LineGather::own(size_t chunk) {
+  return flight_->memory(flight_->own().at(chunk)).select(0, 0);
+}
+
+void LineGather::publish(size_t chunk) {
+  flight_->publish(flight_->own().at(chunk));
+}
+
+// The first chunk of the order is this rank's.
 std::vector<LineRange> LineGather::chunks() const {
-  return ranges(gather_->order());
+  std::vector<LineRange> all = ranges(flight_->order());
+  all.erase(all.begin());
+  return all;
 }
 
 at::Tensor LineGather::chunk(size_t chunk) {
-  return gather_->chunk(gather_->order().at(chunk)).select(0, 0);
+  const Chunk& wanted = flight_->order().at(chunk + 1);
+  flight_->wait(wanted);
+  at::Tensor lines = flight_->memory(wanted);
+  transport_.stats().bytes += static_cast<int64_t>(lines.nbytes());
+  return lines.select(0, 0);
 }
 
 }  // namespace pyruntime

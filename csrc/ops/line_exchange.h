@@ -45,18 +45,25 @@ class LineScatter {
 // Every rank shows its lines; any rank reads any other's.
 class LineGather {
  public:
-  // lines [own, width]; `total` over all ranks. They are copied, and on their way when this returns.
-  LineGather(const std::string& group, const at::Tensor& lines, int64_t total);
+  // `lines` over all ranks.
+  LineGather(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
+             c10::Device device);
 
-  // Chunks in the order in which they are expected; this rank's own first.
+  // This rank's chunks as they leave, and where each is to be written before it is published, [count, width].
+  std::vector<LineRange> own_chunks() const;
+  at::Tensor own(size_t chunk);
+  void publish(size_t chunk);
+
+  // The others' chunks in the order in which they are expected.
   std::vector<LineRange> chunks() const;
   // The lines of that chunk where the transport has them, [count, width]; waits for them.
   at::Tensor chunk(size_t chunk);
   // They have been read.
-  void finish() { gather_->finish(); }
+  void finish() { flight_->finish(); }
 
  private:
-  std::unique_ptr<RowGather> gather_;
+  Transport& transport_;
+  std::unique_ptr<GatherFlight> flight_;
 };
 
 }  // namespace pyruntime

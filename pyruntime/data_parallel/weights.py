@@ -20,40 +20,40 @@ from torch import Tensor, nn
 
 from pyruntime.comm.core import _C
 from pyruntime.data_parallel.axes import Axis
-from pyruntime.data_parallel.units import Unit
+from pyruntime.data_parallel.units import Part, Unit
 
 
 class UnitWeights:
-    """One unit's parameters, and this rank's shard of them.
+    """One unit's parameters, and which rows of them are this rank's.
 
-    shard [segment_lines, width]: what this rank sends, and what its optimizer writes; None where nothing is
-    cut.
+    apart: this rank's rows have memory of their own, because that of the parameters comes and goes.
     """
 
-    def __init__(self, unit: Unit, axis: Axis):
+    def __init__(self, unit: Unit, axis: Axis, *, apart: bool):
         self.unit, self._axis = unit, axis
-        self.shard: Tensor | None = None
+        self.is_cut = axis.size > 1
         self._flight: _Gather | None = None
         self.is_current = True
-        """The parameters hold the values of all shards."""
-        if axis.size > 1:
-            self.shard = torch.zeros(unit.segment_lines, unit.width, dtype=unit.dtype, device=unit.device)
-            for part, own in zip(unit.parts, unit.views(self.shard, axis.rank), strict=True):
-                first = part.first_row + axis.rank * part.share
-                own.copy_(_rows_of(unit.parameters[part.owner])[first : first + len(own)].reshape(own.shape))
+        """The parameters hold the values of all ranks' rows."""
+        self._rows = [self._own_rows(part) for part in unit.parts]
+        self._apart = apart and self.is_cut
+        if self._apart:
+            self._rows = [rows.clone() for rows in self._rows]
+
+    def _own_rows(self, part: Part) -> Tensor:
+        first = part.first_row + self._axis.rank * part.share
+        parameter = self.unit.parameters[part.owner].data
+        rows = parameter if parameter.dim() else parameter.view(1)
+        count = part.local_rows(self._axis.rank)
+        return rows[first : first + count] if count else rows[:0]
 
     def local_views(self) -> list[Tensor]:
-        """This rank's rows of each part: of the shard, or of the parameters themselves."""
-        if self.shard is not None:
-            return self.unit.views(self.shard, self._axis.rank)
-        return [
-            _rows_of(self.unit.parameters[part.owner])[part.first_row : part.first_row + part.rows]
-            for part in self.unit.parts
-        ]
+        """This rank's rows of each part, contiguous: what the optimizer updates."""
+        return self._rows
 
     def has_changed(self) -> None:
-        """The optimizer wrote the shard."""
-        self.is_current = self.shard is None
+        """The optimizer wrote this rank's rows."""
+        self.is_current = not self.is_cut
 
     def begin(self) -> None:
         """The gather is under way when it returns, unless nothing has changed."""
@@ -69,11 +69,27 @@ class UnitWeights:
         if self._flight is not None:
             self._axis.complete_up_to(self._flight)
 
+    def give(self, gather: _C.LineGather) -> None:
+        """Sends this rank's rows."""
+        unit = self.unit
+        own = [rows.view(-1, unit.width) for rows in self._rows]
+        for index, (begin, count) in enumerate(gather.own_chunks()):
+            chunk = gather.own(index)
+            start = begin % unit.segment_lines
+            for part, lines in zip(unit.parts, own, strict=True):
+                low, high = max(start, part.offset), min(start + count, part.offset + len(lines))
+                if low < high:
+                    chunk[low - start : high - start].copy_(lines[low - part.offset : high - part.offset])
+            gather.publish(index)
+
     def take(self, gather: _C.LineGather) -> None:
         """Writes what a flight brought into the parameters."""
         unit = self.unit
         for parameter in unit.parameters:
             _allocate(parameter)
+        if self._apart:
+            for part, rows in zip(unit.parts, self._rows, strict=True):
+                self._own_rows(part).copy_(rows)
         whole = [unit.lines_of(owner, p.data) for owner, p in enumerate(unit.parameters)]
         for index, (begin, count) in enumerate(gather.chunks()):
             chunk = gather.chunk(index)
@@ -112,7 +128,9 @@ class UnitWeights:
 class _Gather:
     def __init__(self, weights: UnitWeights, axis: Axis):
         self._weights = weights
-        self._gather = _C.LineGather(axis.name, weights.shard, weights.unit.lines)
+        unit = weights.unit
+        self._gather = _C.LineGather(axis.name, unit.lines, unit.width, unit.dtype, str(unit.device))
+        weights.give(self._gather)
 
     def complete(self) -> None:
         gather = self._gather
@@ -131,10 +149,6 @@ def _allocate(parameter: Tensor) -> None:
         storage.resize_(needed)
 
 
-def _rows_of(parameter: Tensor) -> Tensor:
-    return parameter.data if parameter.dim() else parameter.data.view(1)
-
-
 class _Watched:
     """Modules announce which units they are about to read; everything else is gathered before a step
     returns."""
@@ -148,7 +162,7 @@ class _Watched:
         matrices = {id(each.unit.parameters[0]): each for each in weights if len(each.unit.parameters) == 1}
         for module in model.modules():
             read = [matrices[id(p)] for p in module.parameters(recurse=False) if id(p) in matrices]
-            if read and read[0].shard is not None:
+            if read and read[0].is_cut:
                 self._watch(module, read)
 
     def _watch(self, module: nn.Module, read: list[UnitWeights]) -> None:
