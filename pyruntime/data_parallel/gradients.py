@@ -24,8 +24,8 @@ from pyruntime.data_parallel.reduction import Reduced, launch
 from pyruntime.data_parallel.units import Unit
 
 LEAST_PRODUCT = 1e8
-"""Floating-point operations of one chunk's product. Below it a weight gradient is multiplied whole and copied: on
-one core of Zen 4 products of 3e7 lose a third of their speed, of 1e8 a tenth."""
+"""Floating-point operations of one chunk's product. Below it a weight gradient is multiplied whole and
+copied: on one core of Zen 4 products of 3e7 lose a third of their speed, of 1e8 a tenth."""
 
 
 class _Inbox:

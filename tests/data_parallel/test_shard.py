@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import time
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
+from pyruntime import comm
 from tests.data_parallel import cases
 from tests.transports import TRANSPORTS, take
 
@@ -77,3 +84,119 @@ def test_hybrid_sharding_equals_one_process(ranks, stage):
 def test_equals_one_process_in_fp32(ranks, stage):
     results = ranks.run(trained, 2, "symmetric_memory", "dp", stage, False, torch.float32, 4, 1.0)
     check(results, expected(stage, False, torch.float32, 4, 1.0), 2e-6)
+
+
+def bitwise(group, stage, at_once, keep):
+    """Weights after a few steps in bf16, of a model with matrices large enough to leave chunk by chunk."""
+    torch.manual_seed(1)
+    whole = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)]).to(torch.bfloat16)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    handle = pyruntime.shard(whole, mesh, stage=stage, keep_gathered=keep)
+    settings = {"nonfinite": "ignore"} if at_once else {"max_norm": 1e9}
+    optimizer = handle.adamw(lr=1e-3, **settings)
+    generator = torch.Generator().manual_seed(group.rank())
+    for _ in range(3):
+        for more in (True, False):
+            x = torch.randn(800, 256, generator=generator).to(torch.bfloat16)
+            loss = whole(x).float().square().mean() / 2
+            with handle.accumulate() if more else contextlib.nullcontext():
+                loss.backward()
+        optimizer.step()
+    weights = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    handle.close()
+    return weights
+
+
+def test_stages_agree_bitwise_and_with_updates_during_the_backward_pass(ranks):
+    cases_ = [(1, False, 0), (2, True, 0), (3, False, 0), (3, True, 2)]
+    found = [ranks.run(bitwise, 2, *case)[0] for case in cases_]
+    for other in found[1:]:
+        for name, weight in found[0].items():
+            assert torch.equal(other[name], weight), name
+
+
+def again_and_again(group):
+    whole = cases.model(False, True, torch.float64)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    (ids, labels), *_ = cases.batches(1, 2)
+    found = []
+    with pytest.raises(ValueError, match="stage=4 is none of 0, 1, 2 and 3"):
+        pyruntime.shard(whole, mesh, stage=4)
+    with pytest.raises(ValueError, match="has no parameter that requires a gradient"):
+        pyruntime.shard(nn.Linear(2, 2).requires_grad_(False), mesh)
+    handle = pyruntime.shard(whole, mesh, stage=2, bucket_bytes=BUCKET)
+    with pytest.raises(ValueError, match="is sharded already"):
+        pyruntime.shard(whole, mesh)
+    with pytest.raises(ValueError, match="nonfinite='never'"):
+        handle.adamw(nonfinite="never")
+    optimizer = handle.adamw(max_norm=1.0)
+    for _ in range(2):
+        whole(ids, labels).backward()
+        optimizer.step()
+    whole(ids, labels).backward()
+    with pytest.raises(RuntimeError, match=r"backward\(\) ran twice without optimizer.step"):
+        whole(ids, labels).backward()
+    return found
+
+
+def test_misuse_is_told_of(ranks):
+    ranks.run(again_and_again, 2)
+
+
+def nonfinite(group, kind):
+    whole = cases.model(False, True, torch.float64)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    handle = pyruntime.shard(whole, mesh, stage=2, bucket_bytes=BUCKET)
+    optimizer = handle.adamw(nonfinite=kind)
+    before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    (ids, labels), *_ = cases.batches(1, 2)
+    loss = whole(ids, labels)
+    if group.rank() == 1:
+        loss = loss * whole.layers[1].up.weight[0, 0] * float("nan")
+    loss.backward()
+    if kind == "raise":
+        with pytest.raises(pyruntime.data_parallel.NonFiniteGradient) as caught:
+            optimizer.step()
+        assert "layers.1.up.weight" in caught.value.parameters
+    else:
+        assert optimizer.step().skipped
+    after = whole.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    handle.close()
+
+
+@pytest.mark.parametrize("kind", ["raise", "skip"])
+def test_a_gradient_that_is_not_finite_changes_nothing(ranks, kind):
+    ranks.run(nonfinite, 2, kind)
+
+
+def killed_in_backward(group, stage):
+    """Rank 1 dies in the middle of the third backward pass; what the others were told, and after how long."""
+    comm.configure(group, deadline_s=4.0)
+    whole = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    handle = pyruntime.shard(whole, DeviceMesh.from_group(group, "cpu"), stage=stage)
+    optimizer = handle.adamw()
+    started = 0.0
+    try:
+        for step in range(5):
+            y = whole(torch.randn(8, 256))
+            if step == 2 and group.rank() == 1:
+                whole[1].weight.register_hook(lambda _: None)
+                whole[1].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                y = whole(torch.randn(8, 256))
+            started = time.monotonic()
+            y.sum().backward()
+            optimizer.step()
+    except comm.CommError as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_rank_that_dies_in_backward_ends_the_others(ranks, stage):
+    outcomes = ranks.launch(killed_in_backward, 3, stage)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for rank in (0, 2):
+        kind, message, seconds = outcomes[rank].value
+        assert kind == "PeerLost" and "rank 1" in message, outcomes[rank]
+        assert seconds < 5.0
