@@ -30,7 +30,7 @@ train: $(BUILT)  ## train the main model: 2 ranks, tensor parallel
 	$(TORCHRUN) --nproc-per-node 2 -m pyruntime train --config main
 
 .PHONY: test
-test: lint  ## lint, then all tests, the C++ ones under sanitizers too
+test: lint  ## lint, then all tests, the C++ ones under sanitizers
 	$(RUN) -m pytest
 
 .PHONY: lint

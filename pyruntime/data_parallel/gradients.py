@@ -12,6 +12,7 @@ the pass, without marks.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -91,9 +92,19 @@ class GradientReducer:
                     )
                 )
             if id(unit.parameters[0]) in taken and len(unit.parameters) == 1:
-                _C.set_weight_gradient_sink(
-                    unit.parameters[0], lambda dy, x, index=index: self._on_product(index, dy, x)
-                )
+                _C.set_weight_gradient_sink(unit.parameters[0], self._sink(index))
+
+    def _sink(self, index: int) -> Callable[[Tensor, Tensor], None]:
+        """Does not keep this reducer, and with it the model, alive: the C++ core holds sinks for ever."""
+        reducer = weakref.ref(self)
+
+        def take(dy: Tensor, x: Tensor) -> None:
+            alive = reducer()
+            if alive is None:
+                raise RuntimeError("A sharded model outlived its handle; keep the handle, or close() it.")
+            alive._on_product(index, dy, x)
+
+        return take
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:

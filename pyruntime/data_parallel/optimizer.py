@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyruntime import ops
 from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.ranges import marked
 from pyruntime.data_parallel.states import as_dtensor
 from pyruntime.data_parallel.units import Part, Unit
 from pyruntime.data_parallel.weights import UnitWeights
@@ -161,7 +162,11 @@ class ShardedAdamW:
                     if rows.numel() > 0:  # a rank may hold no row of a small parameter
                         by_steps.setdefault(state.steps, []).append((state, rows))
         for steps, group in by_steps.items():
-            states = [state for state, _ in group]
+            self._update_group(steps, group, scale)
+
+    def _update_group(self, steps: int, group: Sequence[tuple[_State, Tensor]], scale: float) -> None:
+        states = [state for state, _ in group]
+        with marked("update"):
             adamw_(
                 [state.rows for state in states],
                 [rows for _, rows in group],

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyruntime.comm.core import _C
 from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.ranges import marked
 from pyruntime.data_parallel.units import Unit
 
 WriteChunk = Callable[[Tensor, int], None]
@@ -47,7 +48,8 @@ class _Sharded:
         del self._scatter
 
     def complete(self) -> None:
-        gradient = self._scatter.finish()
+        with marked("sum", self._unit.name):
+            gradient = self._scatter.finish()
         del self._scatter
         if self._axes.replicate.size == 1:
             self._on_reduced(self._unit, gradient)
@@ -73,7 +75,8 @@ class _Replicated:
         del self._scatter
 
     def complete(self) -> None:
-        gradient = self._scatter.finish()
+        with marked("sum", self._unit.name):
+            gradient = self._scatter.finish()
         del self._scatter
         self._on_reduced(self._unit, gradient)
 
@@ -83,6 +86,7 @@ def _begin(
 ) -> _C.LineScatter:
     scatter = _C.LineScatter(group, lines, unit.width, dtype, str(unit.device), every)
     for index, (begin, _) in enumerate(scatter.chunks()):
-        write(scatter.part(index), begin)
+        with marked("write chunk of", unit.name):
+            write(scatter.part(index), begin)
         scatter.publish(index)
     return scatter

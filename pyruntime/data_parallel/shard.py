@@ -90,6 +90,7 @@ class Sharded:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.units = cut_into_units(named, self.axes.shard.size, bucket_bytes)
         self._weights = [UnitWeights(unit, self.axes.shard, apart=stage == 3) for unit in self.units]
+        self._gatherer: GatherPerUse | GatherAhead
         if stage == 3:
             self._gatherer = GatherPerUse(model, self._weights, keep_gathered)
         else:

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -159,7 +159,7 @@ class Trainer:
             total = math.fsum(self._of_dp_ranks(shares.flatten().tolist()))
         return total / tokens
 
-    def _of_dp_ranks(self, of_all: list[float]) -> list[float]:
+    def _of_dp_ranks(self, of_all: Sequence[float]) -> Sequence[float]:
         """What each data-parallel rank has said, of what all ranks have."""
         return of_all[:: len(of_all) // self._dp_size]
 

@@ -1,4 +1,4 @@
-"""Runs the C++ tests, each plain and under the sanitizers."""
+"""Runs the C++ tests, each under the sanitizers."""
 
 from __future__ import annotations
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import time
+import weakref
 
 import pytest
 import torch
@@ -200,3 +202,20 @@ def test_a_rank_that_dies_in_backward_ends_the_others(ranks, stage):
         kind, message, seconds = outcomes[rank].value
         assert kind == "PeerLost" and "rank 1" in message, outcomes[rank]
         assert seconds < 5.0
+
+
+def dropped(group):
+    whole = nn.Linear(300, 300)
+    handle = pyruntime.shard(whole, DeviceMesh.from_group(group, "cpu"), stage=2)
+    optimizer = handle.adamw()
+    whole(torch.randn(4, 300)).sum().backward()
+    optimizer.step()
+    handle.complete()
+    gone = weakref.ref(whole.weight)
+    del whole, handle, optimizer
+    gc.collect()
+    return gone() is None
+
+
+def test_a_sharded_model_is_freed_when_nobody_holds_it(ranks):
+    assert ranks.run(dropped, 2) == [True, True]

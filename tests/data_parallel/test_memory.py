@@ -1,0 +1,50 @@
+"""What weights and optimizer states take at every stage, by the formula: bf16 weights 2 bytes a parameter,
+fp32 master and two moments 12 (Rajbhandari et al. 2020, section 5), each divided by the ranks where it is
+cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import pyruntime
+from pyruntime import comm
+
+LAYERS, WIDTH = 4, 500
+
+
+def held(group, stage):
+    """Bytes of weights, of states, and of what flights travel through, after two steps, between passes."""
+    whole = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]).to(torch.bfloat16)
+    handle = pyruntime.shard(whole, DeviceMesh.from_group(group, "cpu"), stage=stage)
+    optimizer = handle.adamw()
+    for _ in range(2):
+        whole(torch.randn(16, WIDTH).to(torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+    weights = {p.untyped_storage() for p in whole.parameters()}
+    weights |= {rows.untyped_storage() for each in handle._weights for rows in each.local_views()}
+    states = {
+        tensor.to_local().untyped_storage()
+        for key, tensor in optimizer.state_dict().items()
+        if not key.startswith("steps.")
+    }
+    axis = handle.axes.shard if stage else handle.axes.replicate
+    flights = comm.workspace_bytes(axis.name)
+    sizes = [sum({s.data_ptr(): s.nbytes() for s in kind}.values()) for kind in (weights, states)]
+    handle.close()
+    return (*sizes, flights)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_states_take_what_the_formula_says(ranks, stage, world):
+    parameters = LAYERS * WIDTH**2
+    weights = 2 * parameters / (world if stage == 3 else 1)
+    states = 12 * parameters / (world if stage else 1)
+    for rank in ranks.run(held, world, stage):
+        assert rank[0] == pytest.approx(weights, rel=0.1)
+        assert rank[1] == pytest.approx(states, rel=0.1)
+        # Four slots of the largest unit, whatever the number of layers.
+        assert rank[2] <= 4 * 1.1 * 2 * WIDTH**2 + (1 << 20)
