@@ -145,11 +145,11 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
         )
         return
     needed = tp * dp
+    axes = f"parallel.tp={tp}" + (f" times parallel.dp={dp}" if dp > 1 else "")
     _require(
         needed == world_size,
-        f"parallel.tp={tp} and parallel.dp={dp} but {world_size} rank(s) were started, and every rank "
-        f"belongs to one group of each; start torchrun with --nproc-per-node {needed}, or leave parallel.tp "
-        "out.",
+        f"{axes} but {world_size} rank(s) were started, and every rank belongs to a group of each axis; "
+        f"start torchrun with --nproc-per-node {needed}, or leave parallel.tp out.",
     )
 
 
