@@ -33,7 +33,8 @@ Key key_of(const at::Tensor& weight) {
 
 // Empty where there is none.
 WeightGradientSink sink_of(const at::Tensor& weight) {
-  if (!weight.has_storage()) return {};
+  // What torch.compile traces with has no memory to be known by.
+  if (!weight.has_storage() || weight.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return {};
   Sinks& all = sinks();
   const std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.by_weight.find(key_of(weight));

@@ -86,25 +86,20 @@ class GradientReducer:
         taken = {id(p) for p in linears}
         for index, unit in enumerate(units):
             for owner, parameter in enumerate(unit.parameters):
-                self._hooks.append(
-                    parameter.register_post_accumulate_grad_hook(
-                        lambda p, index=index, owner=owner: self._on_gradient(index, owner, p)
-                    )
-                )
+                hook = parameter.register_post_accumulate_grad_hook(self._hook(index, owner))
+                self._hooks.append(hook)
             if id(unit.parameters[0]) in taken and len(unit.parameters) == 1:
                 _C.set_weight_gradient_sink(unit.parameters[0], self._sink(index))
 
+    # Neither keeps this reducer, and with it the model, alive: torch and the C++ core hold them for good.
+
     def _sink(self, index: int) -> Callable[[Tensor, Tensor], None]:
-        """Does not keep this reducer, and with it the model, alive: the C++ core holds sinks for ever."""
         reducer = weakref.ref(self)
+        return lambda dy, x: _alive(reducer)._on_product(index, dy, x)
 
-        def take(dy: Tensor, x: Tensor) -> None:
-            alive = reducer()
-            if alive is None:
-                raise RuntimeError("A sharded model outlived its handle; keep the handle, or close() it.")
-            alive._on_product(index, dy, x)
-
-        return take
+    def _hook(self, index: int, owner: int) -> Callable[[Tensor], None]:
+        reducer = weakref.ref(self)
+        return lambda parameter: _alive(reducer)._on_gradient(index, owner, parameter)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -265,6 +260,13 @@ class GradientReducer:
         self._next += 1
         launch(unit, self._reduce_dtype or unit.dtype, self._axes, write, self._on_reduced)
         inbox.clear()
+
+
+def _alive(reducer: weakref.ref[GradientReducer]) -> GradientReducer:
+    found = reducer()
+    if found is None:
+        raise RuntimeError("A sharded model outlived its handle; keep the handle, or close() it.")
+    return found
 
 
 def _multiply(out: Tensor, dy: Tensor, x: Tensor) -> None:
