@@ -273,6 +273,8 @@ class GatherPerUse(_Watched):
         self._prefetch(read[-1], +1)
 
     def _after(self, read: list[UnitWeights], output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # a forward that is computed again for a backward pass, which is about to read them
         for each in read:
             place = self._order.index(each)
             stays = place < self._keep or place == len(self._order) - 1
@@ -287,7 +289,7 @@ class GatherPerUse(_Watched):
         for each in self._in_backward:
             if each not in read:
                 each.free()
-        self._in_backward = read
+        self._in_backward = list(read)
         for each in read:
             each.complete()
         self._prefetch(read[0], -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import pyruntime
 from pyruntime import comm
@@ -115,6 +117,32 @@ def test_stages_agree_bitwise_and_with_updates_during_the_backward_pass(ranks):
     for other in found[1:]:
         for name, weight in found[0].items():
             assert torch.equal(other[name], weight), name
+
+
+def checkpointed(group, stage):
+    """Weights after a few steps of a model whose layers are computed again in the backward pass, and of one
+    whose are not."""
+    found = []
+    for again in (False, True):
+        whole = cases.model(False, True, torch.float64)
+        if again:
+            for layer in whole.layers:
+                forward = layer.forward
+                layer.forward = functools.partial(checkpoint, forward, use_reentrant=False)
+        mesh = DeviceMesh.from_group(group, "cpu")
+        handle = pyruntime.shard(whole, mesh, stage=stage, bucket_bytes=BUCKET)
+        optimizer = handle.adamw(lr=1e-2)
+        cases.train(whole, handle, optimizer, cases.batches(STEPS, 4), group.rank(), 2)
+        found.append({name: p.clone() for name, p in whole.state_dict().items()})
+        handle.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_layers_that_are_computed_again_train_alike(ranks, stage):
+    for kept, again in ranks.run(checkpointed, 2, stage):
+        for name, weight in kept.items():
+            assert torch.equal(again[name], weight), name
 
 
 def again_and_again(group):
