@@ -26,7 +26,7 @@ from common import Sample, facts, interleave, table, write_json
 from plain_llama import PlainLlama, Shape
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from train_workers import BETA1, BETA2, CLIP, DTYPES, EPS, LEARNING_RATE, WEIGHT_DECAY, our_names
+from train_workers import BETA1, BETA2, CLIP, DTYPES, EPS, LEARNING_RATE, WEIGHT_DECAY, our_model
 
 import pyruntime
 
@@ -64,28 +64,11 @@ class Line:
     rounds: tuple[float, ...]
 
 
-def llama(shape: Shape, dtype: torch.dtype, group) -> nn.Module:
-    from pyruntime.llama import Llama, LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.dim,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.seq,
-    )
-    model = Llama(config, group, dtype=dtype, seed=None)
-    model.load_state_dict(our_names(PlainLlama(shape, dtype, 0).state_dict()))
-    return model
-
-
 def ours_alone(shape: Shape, dtype: torch.dtype, group) -> Step:
     from pyruntime.train.config import Optimizer
     from pyruntime.train.optimizer import AdamW, clip_coefficient, global_norm
 
-    model = llama(shape, dtype, group)
+    model = our_model(shape, dtype, group)
     settings = Optimizer(beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad_norm=CLIP)
     optimizer = AdamW(model, settings)
     steps = 0
@@ -105,7 +88,7 @@ def ours_alone(shape: Shape, dtype: torch.dtype, group) -> Step:
 def ours(
     shape: Shape, dtype: torch.dtype, group, mesh, stage: int
 ) -> tuple[Step, pyruntime.data_parallel.Sharded]:
-    model = llama(shape, dtype, group)
+    model = our_model(shape, dtype, group)
     handle = pyruntime.shard(model, mesh, stage=stage)
     optimizer = handle.adamw(
         lr=LEARNING_RATE, betas=(BETA1, BETA2), eps=EPS, weight_decay=WEIGHT_DECAY, max_norm=CLIP

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from plain_llama import PlainLlama, PlainStep, Shape, shard_with_dtensor
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -180,26 +180,33 @@ def _our_step(job: Job, stack: ExitStack) -> Callable[[Tensor, Tensor], float]:
     return OurStep(job.shape, DTYPES[job.dtype], stack.enter_context(pyruntime.Runtime(mesh)).tp)
 
 
+def our_model(shape: Shape, dtype: torch.dtype, group: DeviceMesh) -> nn.Module:
+    """pyruntime's Llama of that shape, with the plain model's weights."""
+    from pyruntime.llama import Llama, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.dim,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.seq,
+    )
+    model = Llama(config, group, dtype=dtype, seed=None)
+    model.load_state_dict(our_names(PlainLlama(shape, dtype, SEED).state_dict()))
+    return model
+
+
 class OurStep:
     """One training step of pyruntime's Llama as its trainer takes it, from the plain model's weights."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, group: DeviceMesh) -> None:
-        from pyruntime.llama import Llama, LlamaConfig
         from pyruntime.nn.parameters import TensorGroup
         from pyruntime.train.config import Optimizer
         from pyruntime.train.optimizer import AdamW
 
-        config = LlamaConfig(
-            vocab_size=shape.vocab,
-            hidden_size=shape.dim,
-            intermediate_size=shape.ffn,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            max_position_embeddings=shape.seq,
-        )
-        self.model = Llama(config, group, dtype=dtype, seed=None)
-        self.model.load_state_dict(our_names(PlainLlama(shape, dtype, SEED).state_dict()))
+        self.model = our_model(shape, dtype, group)
         self.group = TensorGroup.of(group)
         self.optimizer = AdamW(
             self.model,

@@ -213,11 +213,8 @@ void Group::open_transport() {
                     " ranks are on ", by_host.hosts(),
                     " host(s); it needs several hosts with the same number of ranks, more than one.");
   if (one_host && asked != TransportKind::kProcessGroup) {
-    std::string workspace = name();
-    if (is_companion(workspace)) {
-      workspace += "/" + std::to_string(opening);
-      c10d::symmetric_memory::set_group_info(workspace, rank(), world_size(), process_group_->getStore());
-    }
+    const std::string workspace = name() + "/" + std::to_string(opening);
+    c10d::symmetric_memory::set_group_info(workspace, rank(), world_size(), process_group_->getStore());
     transport_ = make_one_host_transport(context_, workspace);
   } else if (can_be_hierarchical && asked != TransportKind::kProcessGroup) {
     transport_ = make_ring(by_host, hosts, opening);

@@ -54,7 +54,9 @@ class Runtime:
         does not.
 
         tp: ranks in a tensor-parallel group, neighbours by rank; by default those that were started, divided
-        by dp. dp: ranks in a data-parallel group. dp_replicate: how many groups of them hold everything once.
+            by dp.
+        dp: ranks in a data-parallel group.
+        dp_replicate: how many groups of them hold everything once.
 
         The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp).
         Raises ValueError when the axes do not make up the world size, CommTimeout when the other ranks do not

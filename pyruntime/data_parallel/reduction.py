@@ -7,13 +7,13 @@ on_reduced  the unit's gradient of this rank, [segment_lines, width]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pyruntime.comm.core import _C
-from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.axes import Axes, Axis
 from pyruntime.data_parallel.ranges import marked
 from pyruntime.data_parallel.units import Unit
 
@@ -23,25 +23,41 @@ Reduced = Callable[[Unit, Tensor], None]
 
 
 def launch(unit: Unit, dtype: torch.dtype, axes: Axes, write: WriteChunk, on_reduced: Reduced) -> None:
-    """Begins to sum a unit's gradient, which `write` writes and which travels as `dtype`."""
-    if axes.shard.size > 1:
-        _Sharded(unit, dtype, axes, write, on_reduced)
-    elif axes.replicate.size > 1:
-        _Replicated(unit, dtype, axes, write, on_reduced)
+    """Begins to sum a unit's gradient, which `write` writes and which travels as `dtype`: over the ranks that
+    share the states, each of which keeps its segment, then over those that hold the same."""
+    todo = [axis for axis in (axes.shard, axes.replicate) if axis.size > 1]
+    if todo:
+        _Sum(unit, dtype, todo, write, on_reduced, cut=axes.shard.size > 1)
     else:
         gradient = torch.empty(unit.segment_lines, unit.width, dtype=dtype, device=unit.device)
         write(gradient, 0)
         on_reduced(unit, gradient)
 
 
-class _Sharded:
-    """Summed over the ranks that share the states; each keeps its segment."""
+class _Sum:
+    """A unit under way over the first of the axes `todo`.
 
-    def __init__(self, unit: Unit, dtype: torch.dtype, axes: Axes, write: WriteChunk, on_reduced: Reduced):
-        self._unit, self._dtype, self._axes, self._on_reduced = unit, dtype, axes, on_reduced
-        axis = axes.shard
+    cut: all segments are written, and every rank keeps its own; otherwise one segment, which all keep."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        dtype: torch.dtype,
+        todo: Sequence[Axis],
+        write: WriteChunk,
+        on_reduced: Reduced,
+        *,
+        cut: bool,
+    ):
+        self._unit, self._dtype, self._on_reduced = unit, dtype, on_reduced
+        axis, *self._rest = todo
         axis.make_room()
-        self._scatter = _begin(unit, dtype, axis.name, unit.lines, write, every=False)
+        lines = unit.lines if cut else unit.segment_lines
+        self._scatter = _C.LineScatter(axis.name, lines, unit.width, dtype, str(unit.device), not cut)
+        for index, (begin, _) in enumerate(self._scatter.chunks()):
+            with marked("write chunk of", unit.name):
+                write(self._scatter.part(index), begin)
+            self._scatter.publish(index)
         axis.add(self)
 
     def drop(self) -> None:
@@ -51,42 +67,11 @@ class _Sharded:
         with marked("sum", self._unit.name):
             gradient = self._scatter.finish()
         del self._scatter
-        if self._axes.replicate.size == 1:
+        if not self._rest:
             self._on_reduced(self._unit, gradient)
             return
 
         def write(chunk: Tensor, begin: int) -> None:
             chunk.copy_(gradient[begin : begin + len(chunk)])
 
-        _Replicated(self._unit, self._dtype, self._axes, write, self._on_reduced)
-
-
-class _Replicated:
-    """Summed over ranks that hold the same; each keeps all of it."""
-
-    def __init__(self, unit: Unit, dtype: torch.dtype, axes: Axes, write: WriteChunk, on_reduced: Reduced):
-        self._unit, self._on_reduced = unit, on_reduced
-        axis = axes.replicate
-        axis.make_room()
-        self._scatter = _begin(unit, dtype, axis.name, unit.segment_lines, write, every=True)
-        axis.add(self)
-
-    def drop(self) -> None:
-        del self._scatter
-
-    def complete(self) -> None:
-        with marked("sum", self._unit.name):
-            gradient = self._scatter.finish()
-        del self._scatter
-        self._on_reduced(self._unit, gradient)
-
-
-def _begin(
-    unit: Unit, dtype: torch.dtype, group: str, lines: int, write: WriteChunk, *, every: bool
-) -> _C.LineScatter:
-    scatter = _C.LineScatter(group, lines, unit.width, dtype, str(unit.device), every)
-    for index, (begin, _) in enumerate(scatter.chunks()):
-        with marked("write chunk of", unit.name):
-            write(scatter.part(index), begin)
-        scatter.publish(index)
-    return scatter
+        _Sum(self._unit, self._dtype, self._rest, write, self._on_reduced, cut=False)

@@ -53,12 +53,13 @@ def shard(
 
     Args:
         model: anything made of nn.Modules, parallel linears among them. Its parameters with requires_grad
-        train. mesh: one dimension, or two, (replicate, shard), for hybrid sharding. stage: 0 to 3; see the
-        module's docstring. reduce_dtype: what gradients travel as; by default the parameters' dtype. Sums are
-        fp32 in any case. bucket_bytes: smaller parameters travel together, up to so much; at stage 3 they
-        stay whole. keep_gathered: at stage 3, so many weights, the first that the forward pass reads, stay
-        whole until its
-            backward pass has read them.
+            train.
+        mesh: one dimension, or two, (replicate, shard), for hybrid sharding.
+        stage: 0 to 3; see the module's docstring.
+        reduce_dtype: what gradients travel as; by default the parameters' dtype. Sums are fp32 in any case.
+        bucket_bytes: smaller parameters travel together, up to so much; at stage 3 they stay whole.
+        keep_gathered: at stage 3, so many weights, the first that the forward pass reads, stay whole until
+            its backward pass has read them.
 
     Raises ValueError for another stage, a mesh that does not fit it, or a model without trainable parameters.
     """
@@ -120,12 +121,13 @@ class Sharded:
         """The optimizer of this model; there is one.
 
         weight_decay: of matrices (vectors do not decay), or by name in the state dict, 0 where it is not
-        named. max_norm: largest norm of the whole model's gradient, clipped as torch.nn.utils.clip_grad_norm_
-        clips; 0: no
-            clipping.
+            named.
+        max_norm: largest norm of the whole model's gradient, clipped as torch.nn.utils.clip_grad_norm_ clips;
+            0: no clipping.
         nonfinite: of a step whose gradient holds NaN or infinity: "raise" NonFiniteGradient, "skip" it, or
-        "ignore"
-            that, in which case, without clipping, units are updated during the backward pass.
+            "ignore" that, in which case, without clipping, units are updated during the backward pass.
+
+        Raises ValueError for another `nonfinite`, and where the model has an optimizer already.
         """
         if self._optimizer is not None:
             raise ValueError("This model has an optimizer already.")
@@ -152,8 +154,8 @@ class Sharded:
         self._gatherer.complete()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights as DTensors over this rank's shards; what is loaded into them comes to be with
-        `load`."""
+        """The weights as DTensors over this rank's shards. What is loaded into them reaches the model with
+        `loaded()`."""
         return weights_state(self._weights, self.axes)
 
     def loaded(self) -> None:

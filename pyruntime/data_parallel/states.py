@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.units import Part
 from pyruntime.data_parallel.weights import UnitWeights
+from pyruntime.nn.parameters import dtensor
 
 
 def weights_state(weights: Sequence[UnitWeights], axes: Axes) -> dict[str, Tensor]:
@@ -28,36 +28,17 @@ def as_dtensor(rows: Tensor, parameter: Tensor, part: Part, axes: Axes) -> Tenso
     cut_by_tp = getattr(parameter, "tp_dim", None)
     layout = getattr(parameter, "tp_layout", None)
     if layout is not None and layout.group.size > 1:
-        whole = next(each.shape for each in layout.parts if part.key.endswith(each.key))
+        whole = next(each.shape for each in layout.parts if f".{part.key}".endswith(f".{each.key}"))
         tp_mesh = layout.group.mesh(parameter.device.type)
         tp = Replicate() if cut_by_tp is None else Shard(cut_by_tp)
         if axes.shard.size == 1:
-            return _dtensor(rows, tp_mesh, [tp], whole)
-        return _dtensor(rows, _tp_and_shard(tp_mesh, axes.shard.mesh), [tp, Shard(0)], whole)
+            return dtensor(rows, tp_mesh, [tp], whole)
+        return dtensor(rows, _tp_and_shard(tp_mesh, axes.shard.mesh), [tp, Shard(0)], whole)
     shape = (part.rows, *parameter.shape[1:]) if parameter.dim() else ()
     if axes.shard.size == 1:
         mesh = axes.replicate.mesh
-        return (
-            _dtensor(rows.view(shape), mesh, [Replicate()], shape) if mesh is not None else rows.view(shape)
-        )
-    return _dtensor(rows, axes.shard.mesh, [Shard(0)], shape or (1,))
-
-
-def _dtensor(
-    rows: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
-) -> DTensor:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= size
-    return DTensor.from_local(
-        rows,
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(reversed(stride)),
-    )
+        return dtensor(rows.view(shape), mesh, [Replicate()], shape) if mesh is not None else rows.view(shape)
+    return dtensor(rows, axes.shard.mesh, [Shard(0)], shape or (1,))
 
 
 _meshes: dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh] = {}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pyruntime import comm
 from pyruntime.comm import Group
@@ -141,14 +141,7 @@ class Layout:
         mesh = self.group.mesh(local.device.type)
         placement = [Replicate() if self.dim is None else Shard(self.dim)]
         return {
-            part.key: DTensor.from_local(
-                shard,
-                mesh,
-                placement,
-                run_check=False,
-                shape=torch.Size(part.shape),
-                stride=_strides(part.shape),
-            )
+            part.key: dtensor(shard, mesh, placement, part.shape)
             for part, shard in zip(self.parts, self.split(local), strict=True)
         }
 
@@ -192,6 +185,20 @@ def mark(parameter: nn.Parameter, layout: Layout) -> None:
     parameter.tp_layout = layout
     parameter.tp_dim = layout.dim
     parameter.tp_group_name = layout.group.name
+
+
+def dtensor(
+    shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """A DTensor of `shape` over the storage of this rank's `shard`; no communication."""
+    return DTensor.from_local(
+        shard,
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=_strides(shape),
+    )
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
