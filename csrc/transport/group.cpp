@@ -4,9 +4,11 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
+#include <atomic>
 #include <cstdlib>
 #include <mutex>
 #include <sstream>
+#include <unistd.h>
 #include <utility>
 
 #include "core/arbiter.h"
@@ -36,6 +38,13 @@ constexpr char kCompanion = '#';
 
 std::string first_of(const std::string& name) {
   return name.substr(0, name.find(kCompanion));
+}
+
+// Of no other opening that this process is told of by any: torch keeps the names of groups of symmetric
+// memory for ever, and a group may be made anew under its name.
+std::string unique_name(const std::string& group) {
+  static std::atomic<int> openings{0};
+  return group + "/" + std::to_string(getpid()) + "." + std::to_string(++openings);
 }
 
 bool is_companion(const std::string& name) {
@@ -213,9 +222,8 @@ void Group::open_transport() {
                     " ranks are on ", by_host.hosts(),
                     " host(s); it needs several hosts with the same number of ranks, more than one.");
   if (one_host && asked != TransportKind::kProcessGroup) {
-    const std::string workspace = name() + "/" + std::to_string(opening);
-    c10d::symmetric_memory::set_group_info(workspace, rank(), world_size(), process_group_->getStore());
-    transport_ = make_one_host_transport(context_, workspace);
+    c10d::symmetric_memory::set_group_info(workspaces_, rank(), world_size(), process_group_->getStore());
+    transport_ = make_one_host_transport(context_, workspaces_);
   } else if (can_be_hierarchical && asked != TransportKind::kProcessGroup) {
     transport_ = make_ring(by_host, hosts, opening);
   } else {
@@ -236,13 +244,16 @@ std::vector<std::string> Group::meet(int64_t opening) {
   constexpr char kSeparator = '\x1f';
   std::vector<std::string> hosts;
   for (const std::string& theirs :
-       exchange("host/" + std::to_string(opening), settled + kSeparator + cpu::host_identity())) {
+       exchange("host/" + std::to_string(opening),
+                settled + kSeparator + cpu::host_identity() + kSeparator + unique_name(name()))) {
     const size_t end = theirs.find(kSeparator);
+    const size_t last = theirs.rfind(kSeparator);
+    if (hosts.empty()) workspaces_ = theirs.substr(last + 1);
     TORCH_CHECK_VALUE(theirs.substr(0, end) == settled, "The ranks of group '", name(),
                       "' were configured differently: rank ", rank(), " with ", settled, " and rank ",
                       hosts.size(), " with ", theirs.substr(0, end),
                       "; call pyruntime.comm.configure alike on all ranks.");
-    hosts.push_back(theirs.substr(end + 1));
+    hosts.push_back(theirs.substr(end + 1, last - end - 1));
   }
   return settings_.hosts.empty() ? hosts : settings_.hosts;
 }
@@ -263,8 +274,7 @@ std::unique_ptr<Transport> Group::make_ring(const HostLayout& layout, const std:
   if (layout.ranks_per_host() == 1) {
     workspace = make_private_workspace(context_, flags);
   } else {
-    const std::string host_group =
-        name() + "/host" + std::to_string(layout.host()) + "/" + std::to_string(opening);
+    const std::string host_group = workspaces_ + "/host" + std::to_string(layout.host());
     c10d::symmetric_memory::set_group_info(host_group, layout.local_rank(), layout.ranks_per_host(),
                                            process_group_->getStore());
     workspace = make_symmetric_workspace(context_, host_group, layout.ranks_of(layout.host()),

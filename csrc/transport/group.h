@@ -111,6 +111,7 @@ class Group {
   GroupSettings settings_;
   std::unique_ptr<Transport> transport_;
   bool transport_sought_ = false;
+  std::string workspaces_;  // what rank 0 calls this opening, on all ranks
   std::string why_no_transport_;
   std::map<std::string, TierTrials> tier_trials_;
 };
