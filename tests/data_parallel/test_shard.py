@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -247,3 +248,26 @@ def dropped(group):
 
 def test_a_sharded_model_is_freed_when_nobody_holds_it(ranks):
     assert ranks.run(dropped, 2) == [True, True]
+
+
+def made_anew(_group, folder):
+    """The process group and a sharded model, twice in one process."""
+    rank = int(os.environ["RANK"])
+    for turn in range(2):
+        store = dist.FileStore(f"{folder}/{turn}", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        whole = nn.Linear(300, 300)
+        handle = pyruntime.shard(whole, DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+        optimizer = handle.adamw()
+        for _ in range(2):
+            whole(torch.randn(4, 300)).sum().backward()
+            optimizer.step()
+        handle.close()
+        dist.barrier()
+        dist.destroy_process_group()
+    return turn
+
+
+def test_a_process_group_is_made_anew_under_its_name(ranks, tmp_path):
+    for outcome in ranks.launch(made_anew, 2, str(tmp_path), init=False):
+        assert outcome.value == 1, outcome.output
