@@ -33,7 +33,7 @@ class CannotStart(Exception):
 
 
 def say(sentence: str) -> None:
-    print(f"netlab: {sentence}", file=sys.stderr, flush=True)
+    print(f"netlab: {sentence}\n", end="", file=sys.stderr, flush=True)  # in one write: ranks write here too
 
 
 class Interrupts:

@@ -21,7 +21,7 @@ void report(const std::string& text) {
   if (installed_reporter) {
     installed_reporter(text);
   } else {
-    std::cerr << text << std::endl;
+    std::cerr << text + "\n" << std::flush;  // in one write: other ranks write here too
   }
 }
 

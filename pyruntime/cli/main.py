@@ -109,7 +109,12 @@ def _refuse(sentence: str) -> int:
 
 def _say_once(sentence: str) -> None:
     if started_rank() == 0:
-        print(f"pyruntime: {sentence}", file=sys.stderr, flush=True)
+        _say(f"pyruntime: {sentence}")
+
+
+def _say(text: str) -> None:
+    """In one write, newline and all, so that the lines of several ranks do not run into each other."""
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def _explain(error: Exception) -> None:
@@ -120,7 +125,7 @@ def _explain(error: Exception) -> None:
         _say_once(str(error))
     elif isinstance(error, CommError):
         sentence = f"pyruntime: rank {started_rank()}: {type(error).__name__}: {error}"
-        print(sentence, file=sys.stderr, flush=True)
+        _say(sentence)
     else:
         trace = "".join(traceback.format_exception(error))
-        print(f"pyruntime: rank {started_rank()} failed.\n{trace}", file=sys.stderr, flush=True)
+        _say(f"pyruntime: rank {started_rank()} failed.\n{trace}")

@@ -37,10 +37,16 @@ def main(deadline_s: float, seconds: float) -> int:
                 time.sleep(1e-3)
         except pyruntime.CommError as error:
             waited = time.monotonic() - start
-            print(f"rank {rank}: {type(error).__name__} after {waited:.2f} s: {error}", flush=True)
+            say(f"rank {rank}: {type(error).__name__} after {waited:.2f} s: {error}")
             return 1
-        print(f"rank {rank}: done", flush=True)
+        say(f"rank {rank}: done")
         return 0
+
+
+def say(line: str) -> None:
+    """In one write, newline and all, so that the lines of several ranks do not run into each other, also
+    where PYTHONUNBUFFERED is set."""
+    print(f"{line}\n", end="", flush=True)
 
 
 if __name__ == "__main__":
