@@ -15,7 +15,7 @@ from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.ranges import marked
 from pyruntime.data_parallel.states import as_dtensor
 from pyruntime.data_parallel.units import Part, Unit
-from pyruntime.data_parallel.weights import UnitWeights
+from pyruntime.data_parallel.weights import Gatherer, UnitWeights
 from pyruntime.ops.layers import adamw_, sum_of_squares
 
 NonFinite = Literal["raise", "skip", "ignore"]
@@ -67,8 +67,8 @@ class ShardedAdamW:
     nonfinite="ignore" a unit is updated as soon as its gradient is reduced, during the backward pass;
     otherwise the norm of all gradients comes first.
 
-    finish_gradients() has handed all gradients of the step to take(); weights_changed() is called after an
-    update. lr is the learning rate of the next step; where units are updated during the backward pass, it is
+    finish_gradients() has handed all gradients of the step to take(); `gatherer` is told what has been
+    updated. lr is the learning rate of the next step; where units are updated during the backward pass, it is
     read then.
     """
 
@@ -84,13 +84,13 @@ class ShardedAdamW:
         max_norm: float,
         nonfinite: NonFinite,
         finish_gradients: Callable[[], None],
-        weights_changed: Callable[[], None],
+        gatherer: Gatherer,
     ):
         if nonfinite not in ("raise", "skip", "ignore"):
             raise ValueError(f'nonfinite={nonfinite!r} is none of "raise", "skip" and "ignore".')
         self.lr, self.max_norm = lr, max_norm
         self._betas, self._eps, self._decay, self._nonfinite = betas, eps, weight_decay, nonfinite
-        self._axes, self._finish_gradients, self._weights_changed = axes, finish_gradients, weights_changed
+        self._axes, self._finish_gradients, self._gatherer = axes, finish_gradients, gatherer
         self._states = {
             id(each.unit): [
                 _State(each.unit, part, rows)
@@ -108,7 +108,7 @@ class ShardedAdamW:
     def take(self, unit: Unit, gradient: Tensor) -> None:
         """The sum over all ranks of this rank's rows has come."""
         if self.at_once:
-            self._update([(unit, gradient)], 1.0)
+            self._update(unit, gradient, 1.0)
         else:
             self._reduced.append((unit, gradient))
 
@@ -123,7 +123,9 @@ class ShardedAdamW:
         self._finish_gradients()
         reduced, self._reduced = self._reduced, []
         if self.at_once:
-            self._weights_changed()
+            for unit in self._gatherer.update_order():
+                self._gatherer.updated(unit)
+            self._gatherer.end_update()
             return StepReport(math.nan, False)
         squares = self._squares(reduced)
         norm = math.sqrt(math.fsum(squares.values()))
@@ -131,8 +133,13 @@ class ShardedAdamW:
             if self._nonfinite == "raise":
                 raise NonFiniteGradient([key for key, square in squares.items() if not math.isfinite(square)])
             return StepReport(norm, True)
-        self._update(reduced, min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0)
-        self._weights_changed()
+        scale = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
+        gradients = {id(unit): gradient for unit, gradient in reduced}
+        del reduced
+        for unit in self._gatherer.update_order():
+            self._update(unit, gradients.pop(id(unit)), scale)
+            self._gatherer.updated(unit)  # its new rows leave while the next unit is updated
+        self._gatherer.end_update()
         return StepReport(norm, False)
 
     def _squares(self, reduced: Iterable[tuple[Unit, Tensor]]) -> dict[str, float]:
@@ -152,15 +159,14 @@ class ShardedAdamW:
         return unit.views(gradient, self._axes.shard.rank)
 
     @torch.no_grad()
-    def _update(self, reduced: Iterable[tuple[Unit, Tensor]], scale: float) -> None:
+    def _update(self, unit: Unit, gradient: Tensor, scale: float) -> None:
         by_steps: dict[int, list[tuple[_State, Tensor]]] = {}
-        for unit, gradient in reduced:
-            got = unit.got(gradient)
-            for state, rows in zip(self._states[id(unit)], self._rows(unit, gradient), strict=True):
-                if got[state.part.owner]:
-                    state.steps += 1
-                    if rows.numel() > 0:  # a rank may hold no row of a small parameter
-                        by_steps.setdefault(state.steps, []).append((state, rows))
+        got = unit.got(gradient)
+        for state, rows in zip(self._states[id(unit)], self._rows(unit, gradient), strict=True):
+            if got[state.part.owner]:
+                state.steps += 1
+                if rows.numel() > 0:  # a rank may hold no row of a small parameter
+                    by_steps.setdefault(state.steps, []).append((state, rows))
         for steps, group in by_steps.items():
             self._update_group(steps, group, scale)
 

@@ -141,7 +141,7 @@ class Sharded:
             max_norm=max_norm,
             nonfinite=nonfinite,
             finish_gradients=self._reducer.finish,
-            weights_changed=self._gatherer.begin,
+            gatherer=self._gatherer,
         )
         return self._optimizer
 
@@ -160,7 +160,8 @@ class Sharded:
 
     def loaded(self) -> None:
         """Something was written into the tensors of `state_dict()`: the parameters follow."""
-        self._gatherer.begin()
+        for unit in self._gatherer.update_order():
+            self._gatherer.updated(unit)
         self._gatherer.complete()
 
     def close(self) -> None:

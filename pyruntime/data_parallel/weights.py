@@ -1,9 +1,9 @@
 """Weights come back as they are read.
 
-After a step every rank holds the new values of its shards. Stages 1 and 2 gather them into the parameters
-under the next forward pass: three units are always on their way, in the order in which the first pass read
-them, and a module waits for its own weight before its forward. Small parameters, and weights that no module's
-forward announces, are gathered before the step returns.
+In a step every rank writes the new values of its shards, and stages 1 and 2 gather them into the parameters
+under the rest of the update and the next forward pass: a few units are always on their way, in the order in
+which the first pass read them, and a module waits for its own weight before its forward. Small parameters,
+and weights that no module's forward announces, are gathered before the step returns.
 
 Stage 3 keeps the whole of a weight only while it is read: gathered before the module's forward and again
 before its backward, the next one of the order on its way meanwhile, its memory given back afterwards.
@@ -152,12 +152,16 @@ def _allocate(parameter: Tensor) -> None:
         storage.resize_(needed)
 
 
-class _Watched:
+class Gatherer:
     """Modules announce which units they are about to read; everything else is gathered before a step
-    returns."""
+    returns.
+
+    An update of the shards is: update_order(), updated(unit) for every unit in that order, end_update().
+    """
 
     def __init__(self, model: nn.Module, weights: Sequence[UnitWeights]):
         self._weights = list(weights)
+        self._of_unit = {id(each.unit): each for each in weights}
         self._order: list[UnitWeights] = []
         """Units in the order in which modules read them first; rank 0's, once a step has been taken."""
         self._is_agreed = False
@@ -188,15 +192,31 @@ class _Watched:
         for each in self._weights:
             each.complete()
 
-    def begin(self) -> None:
-        """The optimizer has written all shards: begins to gather them."""
+    def update_order(self) -> list[Unit]:
+        """All units, in the order in which their new values are wanted."""
         if not self._is_agreed:
             self._agree()
-        for each in self._weights:
-            each.has_changed()
+        unannounced = [each for each in self._weights if each not in self._order]
+        return [each.unit for each in (*unannounced, *self._order)]
+
+    def updated(self, unit: Unit) -> None:
+        """This rank's rows of that unit have been written."""
+        each = self._of_unit[id(unit)]
+        each.has_changed()
+        if each in self._order:
+            self._announced_changed(each)
+        elif each.has_room():
+            each.begin()
+
+    def end_update(self) -> None:
+        """Every unit has been updated."""
         for each in self._weights:
             if each not in self._order:
                 each.complete()
+
+    def _announced_changed(self, each: UnitWeights) -> None:
+        """A unit that modules announce has been written; nobody reads it before it is gathered."""
+        raise NotImplementedError
 
     def begin_rest(self) -> None:
         """Gathers that are still to begin begin now: other flights follow."""
@@ -214,7 +234,7 @@ class _Watched:
         self._is_agreed = True
 
 
-class GatherAhead(_Watched):
+class GatherAhead(Gatherer):
     """Stages 1 and 2: the parameters stay; new values come while the modules before them compute.
 
     Gathers begin in the order that was agreed on, whatever modules a rank's data lead it to."""
@@ -223,9 +243,12 @@ class GatherAhead(_Watched):
         super().__init__(model, weights)
         self._waiting: deque[UnitWeights] = deque()
 
-    def begin(self) -> None:
-        super().begin()
-        self._waiting = deque(self._order)
+    def _announced_changed(self, each: UnitWeights) -> None:
+        self._waiting.append(each)
+        self._fill()
+
+    def end_update(self) -> None:
+        super().end_update()
         self._fill()
 
     def begin_rest(self) -> None:
@@ -247,7 +270,7 @@ class GatherAhead(_Watched):
             self._waiting.popleft().begin()
 
 
-class GatherPerUse(_Watched):
+class GatherPerUse(Gatherer):
     """Stage 3: a weight is whole from shortly before a module reads it until the module is done.
 
     keep: the first so many units of the order stay between forward and backward.
@@ -262,11 +285,9 @@ class GatherPerUse(_Watched):
         super()._watch(module, read)
         self._hooks.append(module.register_forward_hook(lambda _, __, output: self._after(read, output)))
 
-    def begin(self) -> None:
-        super().begin()
+    def _announced_changed(self, each: UnitWeights) -> None:
         self._in_backward = []
-        for each in self._order:
-            each.free()
+        each.free()
 
     def _before(self, read: list[UnitWeights]) -> None:
         super()._before(read)
