@@ -198,6 +198,7 @@ py::list pairs_of(const std::vector<pyruntime::LineRange>& ranges) {
 void bind_data_parallel(py::module_& m) {
   using pyruntime::LineGather;
   using pyruntime::LineScatter;
+  using pyruntime::LineSend;
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<LineScatter>(m, "LineScatter", "A reduce-scatter or all-reduce of [lines, width] under way.")
       .def(py::init([](const std::string& group, int64_t lines, int64_t width, at::ScalarType dtype,
@@ -222,6 +223,17 @@ void bind_data_parallel(py::module_& m) {
       .def("chunks", [](const LineGather& gather) { return pairs_of(gather.chunks()); })
       .def("chunk", &LineGather::chunk, NoGil())
       .def("finish", &LineGather::finish, NoGil());
+  py::class_<LineSend>(m, "LineSend", "Lines [lines, width] on their way from one rank to the others.")
+      .def(py::init([](const std::string& group, int64_t lines, int64_t width, at::ScalarType dtype,
+                       const std::string& device, int source) {
+             return std::make_unique<LineSend>(group, lines, width, dtype, c10::Device(device), source);
+           }),
+           py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"),
+           py::arg("source"), NoGil())
+      .def("memory", &LineSend::memory, NoGil())
+      .def("publish", &LineSend::publish, NoGil())
+      .def("wait", &LineSend::wait, NoGil())
+      .def("finish", &LineSend::finish, NoGil());
   // The sink is called in backward(), without the GIL.
   m.def("set_weight_gradient_sink", [](const at::Tensor& weight, const py::object& sink) {
     if (sink.is_none()) return pyruntime::set_weight_gradient_sink(weight, {});

@@ -6,6 +6,7 @@ top of them,
 """
 
 from pyruntime.comm import CommError, CommTimeout, PeerLost, Runtime, keep_freed_memory
+from pyruntime.context import ring_attention
 from pyruntime.data_parallel import shard
 from pyruntime.nn.explain import explain
 from pyruntime.nn.parallelize import parallelize
@@ -38,5 +39,6 @@ __all__ = [
     "reduce_scatter",
     "replicate_grad",
     "replicated_matmul",
+    "ring_attention",
     "shard",
 ]

@@ -4,16 +4,18 @@
 
 namespace pyruntime {
 
-int64_t rows_of_rank(int64_t rows, int world_size, int rank) {
+int64_t rows_of_rank(int64_t rows, int world_size, int rank, int holder) {
+  if (holder != kEveryRank) return rank == holder ? rows : 0;
   return rows / world_size + (rank < rows % world_size ? 1 : 0);
 }
 
-ChunkPlan::ChunkPlan(int64_t rows, int world_size, int rank, int pieces)
-    : rows_(rows), rank_(rank), pieces_(pieces) {
+ChunkPlan::ChunkPlan(int64_t rows, int world_size, int rank, int pieces, int holder)
+    : rows_(rows), max_rows_(0), rank_(rank), pieces_(pieces) {
   chunks_.reserve(world_size);
   int64_t begin = 0;
   for (int owner = 0; owner < world_size; ++owner) {
-    const int64_t count = rows_of_rank(rows, world_size, owner);
+    const int64_t count = rows_of_rank(rows, world_size, owner, holder);
+    max_rows_ = std::max(max_rows_, count);
     chunks_.push_back({owner, begin, count});
     begin += count;
   }

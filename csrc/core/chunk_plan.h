@@ -18,17 +18,23 @@ struct Chunk {
   bool is_whole() const { return piece == kAll; }
 };
 
+// In place of a rank that holds all rows: every rank holds its share.
+inline constexpr int kEveryRank = -1;
+
+// Rows that rank `rank` of `world_size` holds of `rows`.
+int64_t rows_of_rank(int64_t rows, int world_size, int rank, int holder = kEveryRank);
+
 // Rows are cut as torch.tensor_split cuts them: rank r of P holds rows / P + (r < rows % P) rows, for any
-// rows >= 0. Each rank's rows are cut into `pieces` in the same way.
+// rows >= 0; or one rank holds them all. Each rank's rows are cut into `pieces` as torch.tensor_split does.
 class ChunkPlan {
  public:
-  ChunkPlan(int64_t rows, int world_size, int rank, int pieces = 1);
+  ChunkPlan(int64_t rows, int world_size, int rank, int pieces = 1, int holder = kEveryRank);
 
   int64_t rows() const { return rows_; }
   int world_size() const { return static_cast<int>(chunks_.size()); }
   const Chunk& of(int rank) const { return chunks_[rank]; }
   const Chunk& own() const { return chunks_[rank_]; }
-  int64_t max_rows() const { return chunks_.front().rows; }  // the first ranks hold the larger chunks
+  int64_t max_rows() const { return max_rows_; }  // of any rank
   int pieces() const { return pieces_; }
   Chunk piece(int owner, int piece) const { return run(owner, piece, 1); }
   // `count` pieces, one after the other.
@@ -44,12 +50,10 @@ class ChunkPlan {
 
  private:
   int64_t rows_;
+  int64_t max_rows_;
   int rank_;
   int pieces_;
   std::vector<Chunk> chunks_;
 };
-
-// Rows that rank `rank` of `world_size` holds of `rows`.
-int64_t rows_of_rank(int64_t rows, int world_size, int rank);
 
 }  // namespace pyruntime

@@ -9,8 +9,8 @@ namespace {
 Transport& transport_of(const std::string& name, c10::Device device) {
   Group& group = Group::get(name);
   Transport* transport = group.transport(device);
-  TORCH_CHECK(transport != nullptr, "Parameters of ", device.str(), " cannot be exchanged over group '", name,
-              "': ", group.why_no_transport(device));
+  TORCH_CHECK(transport != nullptr, "Lines of ", device.str(), " tensors cannot be exchanged over group '",
+              name, "': ", group.why_no_transport(device));
   return *transport;
 }
 
@@ -80,6 +80,29 @@ at::Tensor LineGather::own(size_t chunk) {
 
 void LineGather::publish(size_t chunk) {
   flight_->publish(flight_->own().at(chunk));
+}
+
+LineSend::LineSend(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
+                   c10::Device device, int source)
+    : transport_(transport_of(group, device)), all_{source, /*begin=*/0, lines} {
+  const int64_t own = rows_of_rank(lines, transport_.world_size(), transport_.rank(), source);
+  flight_ = transport_.gather({Op::kSend, static_cast<int32_t>(dtype), lines, /*row_blocks=*/1, /*inner=*/1,
+                               width, /*with_bias=*/false, own, source});
+}
+
+at::Tensor LineSend::memory() {
+  return flight_->memory(all_).select(0, 0);
+}
+
+void LineSend::publish() {
+  for (const Chunk& chunk : flight_->own()) flight_->publish(chunk);
+}
+
+void LineSend::wait() {
+  for (const Chunk& chunk : flight_->order()) {
+    if (chunk.owner == all_.owner) flight_->wait(chunk);
+  }
+  transport_.stats().bytes += static_cast<int64_t>(memory().nbytes());
 }
 
 // The first chunk of the order is this rank's.

@@ -66,4 +66,27 @@ class LineGather {
   std::unique_ptr<GatherFlight> flight_;
 };
 
+// The lines of one rank go to the others of its group; in a group of two, from one to the other.
+class LineSend {
+ public:
+  // `source`: the rank whose lines they are.
+  LineSend(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype, c10::Device device,
+           int source);
+
+  // The lines where the transport has them, [lines, width]. Of the source, to be written before publish(); of
+  // another rank, valid after wait() and until finish().
+  at::Tensor memory();
+  // They leave. Of the source.
+  void publish();
+  // They have come. Of any other rank.
+  void wait();
+  // They have been read; the source calls it when it has published.
+  void finish() { flight_->finish(); }
+
+ private:
+  Transport& transport_;
+  Chunk all_;
+  std::unique_ptr<GatherFlight> flight_;
+};
+
 }  // namespace pyruntime

@@ -4,9 +4,11 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
+#include <numeric>
 #include <sstream>
 #include <unistd.h>
 #include <utility>
@@ -33,8 +35,9 @@ Registry& registry() {
   return *instance;
 }
 
-// A companion is called as the group whose ranks and process group it shares, and something after this.
-constexpr char kCompanion = '#';
+// A companion is called FIRST#CLASS after the group whose process group it shares and a class of traffic, or
+// FIRST#CLASS:A>B where it is of the ranks A and B of that group alone.
+constexpr char kCompanion = '#', kEdge = ':', kTo = '>';
 
 std::string first_of(const std::string& name) {
   return name.substr(0, name.find(kCompanion));
@@ -47,8 +50,26 @@ std::string unique_name(const std::string& group) {
   return group + "/" + std::to_string(getpid()) + "." + std::to_string(++openings);
 }
 
-bool is_companion(const std::string& name) {
-  return name.find(kCompanion) != std::string::npos;
+// Of the groups that share a process group each has another, below kGroupsOfOne.
+constexpr int64_t kGroupsOfOne = 8;
+
+int64_t number_of(const std::string& name) {
+  const size_t at = name.find(kCompanion);
+  if (at == std::string::npos) return 0;
+  const std::string after = name.substr(at + 1);
+  return 1 + static_cast<int64_t>(traffic_class_named(after.substr(0, after.find(kEdge))));
+}
+
+// Which of the process group's ranks the group of that name has.
+std::vector<int> ranks_of(const std::string& name, int all) {
+  const size_t at = name.find(kEdge, std::min(name.size(), name.find(kCompanion)));
+  if (at == std::string::npos) {
+    std::vector<int> ranks(all);
+    std::iota(ranks.begin(), ranks.end(), 0);
+    return ranks;
+  }
+  const size_t to = name.find(kTo, at);
+  return {std::stoi(name.substr(at + 1, to - at - 1)), std::stoi(name.substr(to + 1))};
 }
 
 }  // namespace
@@ -119,8 +140,12 @@ std::map<TrafficClass, CommStats> Group::all_stats() {
 Group::Group(std::string name, c10::intrusive_ptr<c10d::ProcessGroup> process_group)
     : process_group_(std::move(process_group)) {
   context_.name = std::move(name);
-  context_.rank = process_group_->getRank();
-  context_.world_size = process_group_->getSize();
+  ranks_ = ranks_of(context_.name, process_group_->getSize());
+  const auto own = std::find(ranks_.begin(), ranks_.end(), process_group_->getRank());
+  TORCH_CHECK(own != ranks_.end(), "Rank ", process_group_->getRank(), " is not one of '", context_.name,
+              "'.");
+  context_.rank = static_cast<int>(own - ranks_.begin());
+  context_.world_size = static_cast<int>(ranks_.size());
   context_.deadline_seconds = kDefaultDeadlineSeconds;
   if (context_.world_size > 1) join_job();
 }
@@ -135,8 +160,9 @@ void Group::join_job() {
     store = const_cast<c10d::PrefixStore*>(prefixed)->getUnderlyingStore();
   }
   const char* rank = std::getenv("RANK");
-  FailureBoard::instance().join(std::move(store), rank == nullptr ? context_.rank : std::atoi(rank),
-                                context_.world_size);
+  FailureBoard::instance().join(std::move(store),
+                                rank == nullptr ? process_group_->getRank() : std::atoi(rank),
+                                process_group_->getSize());
 }
 
 Transport* Group::transport(c10::Device device) {
@@ -173,9 +199,18 @@ void Group::configure(GroupSettings settings) {
 
 void Group::follow(const Group& other) {
   context_.deadline_seconds = other.context_.deadline_seconds;
-  if (settings_ == other.settings_) return;
+  GroupSettings settings = other.settings_;
+  if (world_size() < other.world_size()) {
+    // What was asked for all ranks may not be possible among some: a host may have one of them.
+    if (settings.transport == TransportKind::kHierarchical) settings.transport = TransportKind::kAuto;
+    if (!settings.hosts.empty()) {
+      settings.hosts.clear();
+      for (const int rank : ranks_) settings.hosts.push_back(other.settings_.hosts.at(rank));
+    }
+  }
+  if (settings_ == settings) return;
   free_workspaces();
-  settings_ = other.settings_;
+  settings_ = std::move(settings);
 }
 
 void Group::free_workspaces() {
@@ -260,7 +295,7 @@ std::vector<std::string> Group::meet(int64_t opening) {
 
 std::unique_ptr<Transport> Group::make_ring(const HostLayout& layout, const std::vector<std::string>& hosts,
                                             int64_t opening) {
-  auto link = make_process_group_link(process_group_);
+  auto link = make_process_group_link(process_group_, ranks_);
   if (!link) {
     why_no_transport_ = "its process group has no backend for CPU tensors";
     return nullptr;
@@ -298,10 +333,11 @@ std::unique_ptr<Transport> Group::make_ring(const HostLayout& layout, const std:
     }
     return largest;
   };
-  return make_ring_transport(context_,
-                             {layout, names, std::move(workspace), std::move(link), std::move(lines),
-                              &Arbiter::instance(), static_cast<int>(2 * opening + is_companion(name()))},
-                             settings_.ring, agree);
+  return make_ring_transport(
+      context_,
+      {layout, names, std::move(workspace), std::move(link), std::move(lines), &Arbiter::instance(),
+       static_cast<int>((opening * kGroupsOfOne + number_of(name())) % (int64_t{1} << 30))},
+      settings_.ring, agree);
 }
 
 std::vector<std::string> Group::exchange(const std::string& topic, const std::string& own) {

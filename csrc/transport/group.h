@@ -49,9 +49,10 @@ struct GroupSettings {
 
 class Group {
  public:
-  // The group of that name: that of a process group, or NAME#anything, a companion with the ranks and the
-  // process group of NAME and workspaces and ops of its own. Made on first use; the first use that needs a
-  // transport is collective over the group.
+  // The group of that name: that of a process group; or NAME#CLASS, a companion with the ranks and the
+  // process group of NAME and workspaces and ops of its own for a class of traffic; or NAME#CLASS:A>B, the
+  // same for two ranks of NAME, of which A becomes rank 0. Made on first use; the
+  // first use that needs a transport is collective over the group.
   static Group& get(const std::string& name);
   // Forgets the group and frees its workspaces.
   static void close(const std::string& name);
@@ -80,8 +81,8 @@ class Group {
   std::string transport_description() const;
   // All ranks must settle the same, before the first op.
   void configure(GroupSettings settings);
-  // Settings and deadline as `other` has them; where that changes how chunks travel, what the group holds is
-  // freed. All ranks call it alike.
+  // Settings and deadline as `other` has them, of which this is a companion; where that changes how chunks
+  // travel, what the group holds is freed. All ranks call it alike.
   void follow(const Group& other);
   void set_traffic_class(TrafficClass traffic_class) { context_.traffic_class = traffic_class; }
   // Frees what the group holds; its deadline and its settings stay. The next op makes the workspaces anew,
@@ -107,6 +108,7 @@ class Group {
                                        int64_t opening);
 
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+  std::vector<int> ranks_;  // of the process group, by rank in this group
   GroupContext context_;
   GroupSettings settings_;
   std::unique_ptr<Transport> transport_;

@@ -24,7 +24,7 @@ class OneHostGather : public GatherFlight {
  public:
   OneHostGather(GroupContext& context, HostWorkspace& workspace, const FlightDescriptor& descriptor)
       : descriptor_(descriptor),
-        plan_(descriptor.rows, context.world_size, context.rank),
+        plan_(descriptor.rows, context.world_size, context.rank, /*pieces=*/1, descriptor.holder),
         order_(plan_.gather_order()),
         own_({plan_.own()}),
         flight_(workspace.begin(descriptor, plan_.max_rows() * descriptor.row_bytes())) {}

@@ -32,17 +32,17 @@ class PendingWork : public PendingTransfer {
 class ProcessGroupLink : public PointToPoint {
  public:
   ProcessGroupLink(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
-                   c10::intrusive_ptr<c10d::Backend> backend)
-      : process_group_(std::move(process_group)), backend_(std::move(backend)) {}
+                   c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> ranks)
+      : process_group_(std::move(process_group)), backend_(std::move(backend)), ranks_(std::move(ranks)) {}
 
   std::unique_ptr<PendingTransfer> send(const void* data, int64_t bytes, int peer, int tag) override {
     // Not written to: c10d has no const tensors.
     std::vector<at::Tensor> tensors{bytes_of(const_cast<void*>(data), bytes)};
-    return std::make_unique<PendingWork>(backend_->send(tensors, peer, tag));
+    return std::make_unique<PendingWork>(backend_->send(tensors, ranks_.at(peer), tag));
   }
   std::unique_ptr<PendingTransfer> receive(void* data, int64_t bytes, int peer, int tag) override {
     std::vector<at::Tensor> tensors{bytes_of(data, bytes)};
-    return std::make_unique<PendingWork>(backend_->recv(tensors, peer, tag));
+    return std::make_unique<PendingWork>(backend_->recv(tensors, ranks_.at(peer), tag));
   }
   std::string name() const override { return backend_->getBackendName(); }
 
@@ -51,15 +51,17 @@ class ProcessGroupLink : public PointToPoint {
 
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;  // keeps the backend's threads
   c10::intrusive_ptr<c10d::Backend> backend_;
+  std::vector<int> ranks_;
 };
 
 }  // namespace
 
-std::shared_ptr<PointToPoint> make_process_group_link(c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
+std::shared_ptr<PointToPoint> make_process_group_link(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                                                      std::vector<int> ranks) {
   try {
     auto backend = process_group->getBackend(c10::DeviceType::CPU);
     make_threads_prompt("gloo_tcp_loop");  // reads and writes gloo's sockets
-    return std::make_shared<ProcessGroupLink>(std::move(process_group), std::move(backend));
+    return std::make_shared<ProcessGroupLink>(std::move(process_group), std::move(backend), std::move(ranks));
   } catch (const c10::Error&) {
     return nullptr;  // the group was made for other devices only
   }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace pyruntime {
 
@@ -29,7 +30,9 @@ class PointToPoint {
   virtual std::string name() const = 0;
 };
 
-// Over the group's c10d backend for CPU tensors. nullptr where the group has none.
-std::shared_ptr<PointToPoint> make_process_group_link(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+// Over the group's c10d backend for CPU tensors, among its `ranks`: peers are numbered by their place there.
+// nullptr where the group has no such backend.
+std::shared_ptr<PointToPoint> make_process_group_link(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                                                      std::vector<int> ranks);
 
 }  // namespace pyruntime

@@ -46,9 +46,9 @@ constexpr double kHearsaySeconds = 0.4;
 constexpr int kTagBase = 1 << 30;
 constexpr int kProbeTag = kTagBase - 1;
 
-// 7 bits of opening, 8 of flight, 1 of stream, 14 of piece.
+// 9 bits of opening, 6 of flight, 1 of stream, 14 of piece.
 int tag_of(int instance, uint64_t flight, int stream, size_t index) {
-  return kTagBase | (instance % 128) << 23 | static_cast<int>(flight % 256) << 15 | stream << 14 |
+  return kTagBase | (instance % 512) << 21 | static_cast<int>(flight % 64) << 15 | stream << 14 |
          static_cast<int>(index);
 }
 
@@ -315,7 +315,8 @@ class RingTransport : public Transport {
   }
 
   int pieces_for(const FlightDescriptor& descriptor) const {
-    const int64_t rows = rows_of_rank(descriptor.rows, world_size(), 0);
+    const int64_t rows =
+        rows_of_rank(descriptor.rows, world_size(), std::max(0, descriptor.holder), descriptor.holder);
     const bool with_matmul = descriptor.op == Op::kAllGatherMatmul ||
                              descriptor.op == Op::kMatmulReduceScatter ||
                              descriptor.op == Op::kMatmulAllReduce;

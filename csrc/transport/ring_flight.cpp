@@ -40,7 +40,7 @@ RingFlight::RingFlight(GroupContext& context, const HostLayout& layout, FlightKi
       layout_(layout),
       kind_(kind),
       descriptor_(descriptor),
-      plan_(descriptor.rows, context.world_size, context.rank, pieces),
+      plan_(descriptor.rows, context.world_size, context.rank, pieces, descriptor.holder),
       wire_(wire) {
   const int most = pieces_at_once();
   if (kind == FlightKind::kGather) {

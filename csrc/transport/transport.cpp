@@ -20,6 +20,8 @@ const char* name_of(Op op) {
       return "matmul_reduce_scatter";
     case Op::kMatmulAllReduce:
       return "matmul_all_reduce";
+    case Op::kSend:
+      return "send";
   }
   return "unknown op";
 }
@@ -30,7 +32,7 @@ int64_t FlightDescriptor::row_bytes() const {
 
 bool FlightDescriptor::agrees_with(const FlightDescriptor& other) const {
   return other.op == op && other.dtype == dtype && other.rows == rows && other.row_blocks == row_blocks &&
-         other.with_bias == with_bias && other.inner * other.width == inner * width;
+         other.with_bias == with_bias && other.holder == holder && other.inner * other.width == inner * width;
 }
 
 std::string FlightDescriptor::text() const {
@@ -43,6 +45,7 @@ std::string FlightDescriptor::text() const {
   }
   text << " (in " << row_blocks << " blocks) of " << inner * width << " " << c10::toString(scalar_type())
        << (with_bias ? " and a bias" : "");
+  if (holder != kEveryRank) text << " of rank " << holder;
   return text.str();
 }
 

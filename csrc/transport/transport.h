@@ -30,6 +30,7 @@ enum class Op : int32_t {
   kAllGatherMatmul,
   kMatmulReduceScatter,
   kMatmulAllReduce,
+  kSend,
 };
 
 const char* name_of(Op op);
@@ -45,6 +46,7 @@ struct FlightDescriptor {
   int64_t width;       // size of the last dimension of what travels
   bool with_bias;      // the owners of rows add one to their sums
   int64_t own_rows;    // rows that this rank holds; may differ between ranks
+  int32_t holder = kEveryRank;  // the rank that holds all rows
 
   c10::ScalarType scalar_type() const { return static_cast<c10::ScalarType>(dtype); }
   // Of one row, over all blocks.

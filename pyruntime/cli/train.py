@@ -59,10 +59,11 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
         tp=parallel.tp,
         dp=parallel.dp,
         dp_replicate=parallel.dp_replicate,
+        cp=parallel.cp,
         device="cpu",
         deadline_s=config.comm.deadline_s,
     ) as runtime:
-        train(config, name, runtime.tp, stop, runtime.dp)
+        train(config, name, runtime.tp, stop, runtime.replicas, runtime.cp)
 
 
 def threads(asked: int, world_size: int) -> int:

@@ -1,8 +1,8 @@
-"""A second group of the same ranks, for ops that stay open.
+"""Further groups over a process group, for ops that stay open.
 
-A group has room for four ops at once, begun in one order on all ranks. What keeps ops open for long, such as
-data parallelism, has workspaces of its own over the same process group, so that whoever calls ops on the
-first need not know.
+A group has room for four ops at once, begun in one order on all ranks. What keeps ops open for long, such
+as data parallelism and the ring of context parallelism, has workspaces of its own over the same process
+group, so that whoever calls ops on the first need not know.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyruntime.comm.groups import Group, group_name, process_group
 
 @dataclass
 class Companion:
-    """The companion of a group. `name` is what ops of the C++ core know it by; torch does not."""
+    """A companion of a group. `name` is what ops of the C++ core know it by; torch does not."""
 
     first: dist.ProcessGroup
     name: str
@@ -27,41 +27,45 @@ class Companion:
 
 
 _companions: dict[str, Companion] = {}
-"""By the name of the first group."""
+"""By name."""
 
 
-def companion(group: Group, traffic_class: str) -> Companion:
-    """The companion of `group`, with its transport and deadline of this moment, in `traffic_class`. Every
-    rank of the group calls this alike."""
+def companion(group: Group, traffic_class: str, edge: tuple[int, int] | None = None) -> Companion:
+    """The companion of `group` in `traffic_class`, with the group's transport and deadline of this moment:
+    of all its ranks, or of the two of an `edge`. Every one of them calls this alike."""
     first = process_group(group)
-    name = group_name(first)
+    served = group_name(first)
+    name = f"{served}#{traffic_class}" + ("" if edge is None else f":{edge[0]}>{edge[1]}")
     known = _companions.get(name)
     if known is None or known.first is not first:
-        known = _companions[name] = Companion(first, f"{name}#{traffic_class}")
-    _C.follow_settings(known.name, name)
-    _C.set_traffic_class(known.name, traffic_class)
+        known = _companions[name] = Companion(first, name)
+    _C.follow_settings(name, served)
+    _C.set_traffic_class(name, traffic_class)
     return known
 
 
 def forget(name: str) -> None:
-    """Closes the companion of the group of that name, which ends."""
-    known = _companions.pop(name, None)
-    if known is not None:
+    """Closes the companions of the group of that name, which ends."""
+    for known in _of_group(name):
+        del _companions[known.name]
         _drop(known)
         _C.close_group(known.name)
 
 
 def close(group: Group) -> None:
-    """Frees the workspaces of `group` and of its companion; deadline and transport stay.
+    """Frees the workspaces of `group` and of its companions; deadline and transport stay.
 
     The next op makes the workspaces anew (collectively). The way back after an error, on all ranks. What data
     parallelism has under way is dropped: shard the model anew.
     """
     _C.free_workspaces(group_name(group))
-    known = _companions.get(group_name(group))
-    if known is not None:
+    for known in _of_group(group_name(group)):
         _drop(known)
         _C.free_workspaces(known.name)
+
+
+def _of_group(name: str) -> list[Companion]:
+    return [known for known in _companions.values() if known.name.partition("#")[0] == name]
 
 
 def _drop(known: Companion) -> None:

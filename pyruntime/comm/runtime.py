@@ -33,6 +33,7 @@ class Runtime:
         self.mesh = mesh
         self.deadline_s = deadline_s
         self._owns_process_groups = False
+        self._replicas: DeviceMesh | None = None
         self._groups = [group_name(mesh[axis]) for axis in mesh.mesh_dim_names]
         if mesh.ndim > 1:
             self._groups.append(group_name(dist.group.WORLD))
@@ -47,6 +48,7 @@ class Runtime:
         tp: int | None = None,
         dp: int = 1,
         dp_replicate: int = 1,
+        cp: int = 1,
         device: str = "cpu",
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> Runtime:
@@ -54,21 +56,22 @@ class Runtime:
         does not.
 
         tp: ranks in a tensor-parallel group, neighbours by rank; by default those that were started, divided
-            by dp.
+            by dp and cp.
         dp: ranks in a data-parallel group.
         dp_replicate: how many groups of them hold everything once.
+        cp: ranks in a context-parallel group.
 
-        The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp).
+        The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp), with cp before tp where it is above 1.
         Raises ValueError when the axes do not make up the world size, CommTimeout when the other ranks do not
         come.
         """
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        tp = max(1, world_size // dp) if tp is None else tp
-        if tp * dp != world_size or dp % dp_replicate:
+        tp = max(1, world_size // (dp * cp)) if tp is None else tp
+        if tp * dp * cp != world_size or dp % dp_replicate:
             raise ValueError(
-                f"tp={tp}, dp={dp}, dp_replicate={dp_replicate} were asked for and {world_size} rank(s) "
-                f"were started; start tp * dp of them (torchrun --nproc-per-node {tp * dp}) or leave tp out, "
-                "and let dp_replicate divide dp."
+                f"tp={tp}, dp={dp}, dp_replicate={dp_replicate}, cp={cp} were asked for and {world_size} "
+                f"rank(s) were started; start tp * dp * cp of them (torchrun --nproc-per-node "
+                f"{tp * dp * cp}) or leave tp out, and let dp_replicate divide dp."
             )
         timeout = timedelta(seconds=deadline_s)
         if "RANK" in os.environ:
@@ -77,7 +80,7 @@ class Runtime:
             with tempfile.TemporaryDirectory() as folder:
                 store = dist.FileStore(os.path.join(folder, "store"), 1)
                 dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
-        axes = {"tp": tp}
+        axes = {"tp": tp} if cp == 1 else {"cp": cp, "tp": tp}
         if dp_replicate > 1:
             axes = {"dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate} | axes
         elif dp > 1:
@@ -97,6 +100,25 @@ class Runtime:
         """The data-parallel axis or axes, (dp) or (dp_replicate, dp_shard); None where there is none."""
         names = tuple(name for name in self.mesh.mesh_dim_names or () if name.startswith("dp"))
         return self.mesh[names] if names else None
+
+    @property
+    def cp(self) -> DeviceMesh | None:
+        """The context-parallel axis; None where there is none."""
+        return self.mesh["cp"] if "cp" in (self.mesh.mesh_dim_names or ()) else None
+
+    @property
+    def replicas(self) -> DeviceMesh | None:
+        """The axes over which gradients are reduced: those of `dp`, each rank of the last with its ranks of
+        `cp`. None where there is but one."""
+        if self.dp is None or self.cp is None:
+            return self.cp if self.dp is None else self.dp
+        if self._replicas is None:
+            self._replicas = merge_context(self.mesh)
+            for axis in self._replicas.mesh_dim_names or ():
+                name = group_name(self._replicas[axis])
+                self._groups.append(name)
+                set_deadline(name, self.deadline_s)
+        return self._replicas
 
     @property
     def rank(self) -> int:
@@ -125,3 +147,13 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def merge_context(mesh: DeviceMesh) -> DeviceMesh:
+    """Of (.., dp, cp, tp) the mesh (.., dp_cp) over the same ranks, or (.., dp_shard_cp). Collective: every
+    rank calls it."""
+    names = tuple(mesh.mesh_dim_names or ())
+    *before, dp, cp, tp = names
+    ranks = mesh.mesh.flatten(-3, -2)
+    merged = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*before, f"{dp}_{cp}", tp))
+    return merged[(*before, f"{dp}_{cp}")]

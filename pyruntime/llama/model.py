@@ -10,6 +10,9 @@ V tokens::
 
 Rows are cut as `torch.tensor_split` cuts T, so any B and S will do. The head gives logits [T, V/P], which
 the loss reads where they are; they are gathered only for a caller who asks for logits.
+
+With context parallelism S is this rank's share of the sequence, and everything but attention, the angles of
+the positions and the number of labels is as without.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pyruntime import ops
+from pyruntime.context import Context
 from pyruntime.llama.attention import causal_attention
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.init import init_shard
@@ -56,6 +60,7 @@ class Step:
     key_value_heads: int  # of this rank
     cos: Tensor  # [seq, head_dim]
     sin: Tensor
+    context: Context | None  # of the ranks that share the sequence
 
 
 class Block(nn.Module):
@@ -96,7 +101,11 @@ class Block(nn.Module):
         )
         if cache is not None:
             k, v = cache.append(k, v)
-        attended = causal_attention(q, k, v).transpose(1, 2).reshape(rows, -1)
+        if step.context is None:
+            attended = causal_attention(q, k, v).transpose(1, 2)
+        else:
+            attended = step.context.attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        attended = attended.reshape(rows, -1)
         normed, x = add_rms_norm(self.out(attended), x, mlp_norm, self.eps)
         return add_rms_norm(self.down(swiglu(self.gate_up(normed, rows))), x, next_norm, self.eps)
 
@@ -111,6 +120,7 @@ class Llama(nn.Module):
         parameters uninitialised, for a caller that fills them.
     keep_gathered: column linears keep their gathered input (T * D elements each) for the backward instead of
         gathering it again; None: where the group spans hosts.
+    context: the ranks that share every sequence; None: this rank has it whole.
 
     Raises ValueError where the group does not divide the heads or the feed-forward columns.
     """
@@ -125,9 +135,10 @@ class Llama(nn.Module):
         tier: str = "auto",
         seed: int | None = 0,
         keep_gathered: bool | None = None,
+        context: Context | None = None,
     ):
         super().__init__()
-        self.config = config
+        self.config, self.context = config, context
         self.group = TensorGroup.of(group)
         config.check_tp(self.group.size)
         dtype = dtype or torch.get_default_dtype()
@@ -166,8 +177,11 @@ class Llama(nn.Module):
         labels: [B, S] int64, `labels[b, s]` being the token to predict at position s (the one that follows
             `ids[b, s]`: the caller has shifted already). -100 is left out of the mean.
 
-        Returns the fp32 scalar loss, bitwise the same on every rank (0 where every label is left out);
-        without labels the logits [B, S, V], gathered on every rank.
+        Returns the fp32 scalar loss, bitwise the same on every rank of `group` (0 where every label is left
+        out); without labels the logits [B, S, V], gathered on every rank of it. With a `context`, ids and
+        labels are this rank's shards of the sequences (`Context.shard`), and so are the logits; the loss is
+        this rank's share, of which the mean over the context's ranks is the mean over all labels, as data
+        parallelism over them makes it.
         """
         batch, seq = self._check_ids(ids)
         x = self.hidden(ids)
@@ -188,26 +202,34 @@ class Llama(nn.Module):
             ignore_index=IGNORE_INDEX,
             overwrite_logits=True,
         )
-        return losses.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)
+        count = (labels != IGNORE_INDEX).sum()
+        if self.context is not None:
+            count = self.context.sum(count.double().view(1))[0] / self.context.size
+        return losses.sum() / count.clamp(min=1 if self.context is None else 1 / self.context.size).float()
 
     def hidden(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """The last norm's output [T/P, D], this rank's rows of T = B * S tokens; ids continue a cache."""
         config = self.config
         batch, seq = self._check_ids(ids)
         start = 0 if cache is None else cache.length
-        if start + seq > config.max_position_embeddings:
+        # Generation goes token by token, each rank for itself.
+        context = self.context if cache is None else None
+        end = start + seq * (1 if context is None else context.size)
+        if end > config.max_position_embeddings:
             raise ValueError(
-                f"The sequence reaches position {start + seq}, but the model has max_position_embeddings="
+                f"The sequence reaches position {end}, but the model has max_position_embeddings="
                 f"{config.max_position_embeddings}; use shorter sequences or raise that number."
             )
-        cos, sin = self._rope(start + seq, ids.device)
+        cos, sin = self._rope(end, ids.device)
+        places = slice(start, end) if context is None else context.positions(end).to(ids.device)
         step = Step(
             batch,
             seq,
             config.num_attention_heads // self.group.size,
             config.num_key_value_heads // self.group.size,
-            cos[start : start + seq],
-            sin[start : start + seq],
+            cos[places],
+            sin[places],
+            context,
         )
         norms = self.norm_weights()
         x = self.embed(ids.reshape(-1))

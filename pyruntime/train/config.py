@@ -13,6 +13,8 @@ from typing import Literal
 
 Tier = Literal["auto", "unfused", "chunked"]
 Dtype = Literal["bf16", "fp32"]
+ContextLayout = Literal["zigzag", "striped", "contiguous"]
+ContextVariant = Literal["ring", "all_gather_kv", "ulysses", "auto"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,14 +109,27 @@ class Parallel:
     """How the model is spread over the ranks."""
 
     tp: int | None = None
-    """Tensor-parallel ranks, with sequence parallelism; None: those that torchrun started, divided by dp."""
+    """Tensor-parallel ranks, with sequence parallelism; None: those that torchrun started, divided by dp and
+    cp."""
+    cp: int = 1
+    """Context-parallel ranks, which share every sequence; seq_len divides by twice as many (zigzag)."""
     dp: int = 1
-    """Data-parallel ranks, which share the sequences of a step; dp * tp ranks are started."""
+    """Data-parallel ranks, which share the sequences of a step; dp * cp * tp ranks are started."""
     zero: Literal[0, 1, 2, 3] = 1
-    """What is cut over the data-parallel ranks: 0 nothing, 1 and 2 optimizer states and gradients, 3 the
-    weights too."""
+    """What is cut over the data- and context-parallel ranks: 0 nothing, 1 and 2 optimizer states and
+    gradients, 3 the weights too."""
     dp_replicate: int = 1
     """Groups of data-parallel ranks that each hold everything once (hybrid sharding); divides dp."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """How sequences are spread over the context-parallel ranks."""
+
+    layout: ContextLayout = "zigzag"
+    """Which tokens a rank holds: zigzag and striped share causal attention evenly, contiguous does not."""
+    variant: ContextVariant = "ring"
+    """How queries see the keys of other ranks; auto measures them in the first step and takes the fastest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +189,8 @@ class RunConfig:
     """How long and on how much at a time."""
     parallel: Parallel = Parallel()
     """How the model is spread over the ranks."""
+    context: Context = Context()
+    """How sequences are spread over the context-parallel ranks."""
     comm: Comm = Comm()
     """How the ranks talk to each other."""
     checkpoint: Checkpoint = Checkpoint()

@@ -6,10 +6,10 @@ A step with A micro-batches, on each rank:
     one exchange            every rank's [loss, sums of squares, exposed seconds, memory, stop request]
     one pass                AdamW with the clipping coefficient as a factor on the gradients
 
-All ranks of a tensor-parallel group see the same batches; data-parallel ranks share the sequences of a step.
-All decide on the same exchanged numbers, so they stay in step without further messages. Over data-parallel
-ranks the gradients are reduced during the last micro-batch, and the pass and the norm are those of
-`pyruntime.data_parallel`.
+All ranks of a tensor-parallel group see the same batches; data-parallel ranks share the sequences of a step,
+and context-parallel ranks the tokens of a sequence. All decide on the same exchanged numbers, so they stay in
+step without further messages. Over data- and context-parallel ranks the gradients are reduced during the last
+micro-batch, and the pass and the norm are those of `pyruntime.data_parallel`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm, ops
+from pyruntime.context import Context
 from pyruntime.data_parallel import NonFiniteGradient, ShardedAdamW, shard
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.nn.explain import Report, explain
@@ -47,7 +48,8 @@ class Exchange:
 
     loss: float
     squared_norm: tuple[list[float], float]
-    """Of every tensor-parallel rank's shards, and of what they all hold; zeros over data-parallel ranks."""
+    """Of every tensor-parallel rank's shards, and of what they all hold; zeros where gradients are reduced
+    over other ranks."""
     exposed_comm_s: float
     memory_bytes: int
     stop: int
@@ -55,9 +57,10 @@ class Exchange:
 
 
 class Trainer:
-    """Trains `model` of `shape` on `corpus` over the tensor-parallel `group` and the data-parallel mesh `dp`;
-    every rank makes one. With `dp`, `world` are all ranks, those of a tensor-parallel group one after
-    another."""
+    """Trains `model` of `shape` on `corpus` over the tensor-parallel `group` and the mesh `replicas`, over
+    which gradients are reduced: the data-parallel ranks, and with a `context` its ranks too. Every rank makes
+    one. With `replicas`, `world` are all ranks, those of a tensor-parallel group one after another, and those
+    of a context."""
 
     def __init__(
         self,
@@ -68,8 +71,9 @@ class Trainer:
         group: comm.Group,
         run_dir: Path,
         stop: StopRequest,
-        dp: DeviceMesh | None = None,
+        replicas: DeviceMesh | None = None,
         world: comm.Group | None = None,
+        context: Context | None = None,
     ):
         train = config.train
         self._config, self._corpus, self._run_dir = config, corpus, run_dir
@@ -77,10 +81,13 @@ class Trainer:
         tp_size = comm.group_size(group)
         self._group = comm.process_group(group if world is None else world)
         self._group_name = comm.group_name(self._group)
-        self._dp_size = self._group.size() // tp_size
-        self._dp_rank = self._group.rank() // tp_size
+        self._context = context
+        cp_size = 1 if context is None else context.size
+        self._replicas = self._group.size() // tp_size
+        self._dp_size = self._replicas // cp_size
+        self._dp_rank = self._group.rank() // (tp_size * cp_size)
         self.model = model
-        self.sharded = None if dp is None else shard(model, dp, stage=config.parallel.zero)
+        self.sharded = None if replicas is None else shard(model, replicas, stage=config.parallel.zero)
         axes = None if self.sharded is None else self.sharded.axes
         own = [] if axes is None else [axis.name for axis in (axes.shard, axes.replicate) if axis.name]
         self._groups = {self._group_name, comm.group_name(group), *own}
@@ -146,28 +153,36 @@ class Trainer:
         total = 0.0
         self.model.eval()
         with torch.no_grad():
-            # As many forward passes on every data-parallel rank: weights may be gathered under them.
+            # As many forward passes on every rank: weights may be gathered under them.
             for first in range(0, len(self._validation), self._dp_size):
                 index = first + self._dp_rank
-                ids, labels = self._validation[min(index, len(self._validation) - 1)]
+                ids, labels = self._shards(*self._validation[min(index, len(self._validation) - 1)])
                 loss = float(self.model(ids, labels))
                 total += loss * ids.numel() if index < len(self._validation) else 0.0
         self.model.train()
         tokens = sum(ids.numel() for ids, _ in self._validation)
-        if self._dp_size > 1:
+        if self._replicas > 1:
             shares = ops.all_gather_stats(torch.tensor([total], dtype=torch.float64), self._group_name)
-            total = math.fsum(self._of_dp_ranks(shares.flatten().tolist()))
+            total = math.fsum(self._of_replicas(shares.flatten().tolist()))
         return total / tokens
 
-    def _of_dp_ranks(self, of_all: Sequence[float]) -> Sequence[float]:
-        """What each data-parallel rank has said, of what all ranks have."""
-        return of_all[:: len(of_all) // self._dp_size]
+    def _of_replicas(self, of_all: Sequence[float]) -> Sequence[float]:
+        """What one rank of each tensor-parallel group has said, of what all ranks have."""
+        return of_all[:: len(of_all) // self._replicas]
+
+    def _shards(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's tokens of whole sequences."""
+        return (
+            (ids, labels)
+            if self._context is None
+            else (self._context.shard(ids), self._context.shard(labels))
+        )
 
     def _train_step(self, step: int) -> tuple[StepMetrics, int]:
         started = time.perf_counter()
         train = self._config.train
         ids, labels = training_batch(self._corpus.train, step, train.seed, train.batch_size, train.seq_len)
-        ids, labels = (whole.chunk(self._dp_size)[self._dp_rank] for whole in (ids, labels))
+        ids, labels = self._shards(*(whole.chunk(self._dp_size)[self._dp_rank] for whole in (ids, labels)))
         loss = torch.zeros(())
         size = train.micro_batch_size
         micro = list(zip(ids.split(size), labels.split(size), strict=True))
@@ -226,7 +241,7 @@ class Trainer:
         ranks = ops.all_gather_stats(torch.tensor(mine, dtype=torch.float64), self._group_name).tolist()
         losses, sharded, replicated, exposed, memory, stops = zip(*ranks, strict=True)
         return Exchange(
-            loss=math.fsum(self._of_dp_ranks(losses)) / self._dp_size,
+            loss=math.fsum(self._of_replicas(losses)) / self._replicas,
             squared_norm=(list(sharded), replicated[0]),
             exposed_comm_s=max(exposed),
             memory_bytes=int(max(memory)),

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm
+from pyruntime.context import Context
 from pyruntime.llama import Llama, generate, load_weights, save_hf
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.train import checkpoint_folder, config_file, corpus, metrics, report, shape
@@ -39,23 +40,30 @@ MODEL_FOLDER, DATA_FOLDER, SAMPLE_FILE = "model", "data", "sample.txt"
 
 
 def run(
-    config: RunConfig, name: str, group: comm.Group, stop: StopRequest, dp: DeviceMesh | None = None
+    config: RunConfig,
+    name: str,
+    group: comm.Group,
+    stop: StopRequest,
+    replicas: DeviceMesh | None = None,
+    cp: comm.Group | None = None,
 ) -> Path:
-    """Trains as `config` says over the tensor-parallel `group` and the data-parallel mesh `dp`, on every rank
-    of which it is called, and returns the run folder.
+    """Trains as `config` says over the tensor-parallel `group`, the mesh `replicas` over which gradients are
+    reduced and the context-parallel group `cp`, on every rank of which it is called, and returns the run
+    folder.
 
     `name` is the configuration's, for the folder. Raises ConfigError, `Stopped`, TrainingError, or the
     communication errors of `pyruntime`.
     """
     tp = comm.group_size(group)
-    ranks = comm.process_group(group) if dp is None else dist.group.WORLD
+    ranks = comm.process_group(group) if replicas is None else dist.group.WORLD
+    context = None if cp is None else Context(cp, config.context.layout, config.context.variant)
     first = ranks.rank() == 0
     tokenizer = open_tokenizer(config.data.tokenizer)
     wanted = shape.llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, tp)
     start_at, steps_done = _checkpoint(config, wanted)
     run_dir = on_first_rank(ranks, lambda: _make_run_dir(config, name, start_at))
     text = _corpus(config, tokenizer, run_dir, ranks)
-    model = _model(config, wanted, group)
+    model = _model(config, wanted, group, context)
     progress = Progress(
         config.train.steps,
         config.output.progress if first else "off",
@@ -65,7 +73,7 @@ def run(
     if first:
         progress.say(_opening(config, wanted, text, run_dir, tp))
 
-    trainer = Trainer(config, model, wanted, text, group, run_dir, stop, dp, ranks)
+    trainer = Trainer(config, model, wanted, text, group, run_dir, stop, replicas, ranks, context)
     if start_at:
         trainer.resume(start_at)
     history: list[StepMetrics] = []
@@ -160,8 +168,15 @@ def _corpus(config: RunConfig, tokenizer: Tokenizer, run_dir: Path, group: dist.
     return text
 
 
-def _model(config: RunConfig, wanted: LlamaConfig, group: comm.Group) -> Llama:
-    options = {"dtype": DTYPES[config.train.dtype], "tier": config.comm.tier}
+def _model(config: RunConfig, wanted: LlamaConfig, group: comm.Group, context: Context | None) -> Llama:
+    options = {"dtype": DTYPES[config.train.dtype], "tier": config.comm.tier, "context": context}
+    if context is not None and context.variant == "ulysses":
+        heads = wanted.num_key_value_heads // comm.group_size(group)
+        if heads % context.size:
+            raise ConfigError(
+                f"context.variant=ulysses deals out heads, and parallel.cp={context.size} does not divide "
+                f"the {heads} key/value heads of a tensor-parallel rank; use ring or all_gather_kv."
+            )
     if not config.model.init_from:
         return Llama(wanted, group, seed=config.train.seed, **options)
     model = Llama(wanted, group, seed=None, **options)
@@ -197,6 +212,8 @@ def _opening(config: RunConfig, wanted: LlamaConfig, text: Corpus, run_dir: Path
     dp = f", dp={parallel.dp} at zero {parallel.zero}" if parallel.dp > 1 else ""
     if parallel.dp_replicate > 1:
         dp += f" in {parallel.dp_replicate} replicas"
+    if parallel.cp > 1:
+        dp += f", cp={parallel.cp} ({config.context.layout}, {config.context.variant})"
     skipped = f" ({facts.skipped} without text left out)" if facts.skipped else ""
     return "\n".join(
         [

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from pyruntime.train.config import RunConfig, Tier
+from pyruntime.train.config import ContextLayout, ContextVariant, RunConfig, Tier
 from pyruntime.train.errors import ConfigError
 
 LONGEST_S = 1e6
@@ -127,6 +127,7 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
     )
     check_seconds("comm.deadline_s", config.comm.deadline_s)
     tp, dp, replicate = config.parallel.tp, config.parallel.dp, config.parallel.dp_replicate
+    cp = config.parallel.cp
     zero = config.parallel.zero
     _require(zero in (0, 1, 2, 3), f"parallel.zero must be 0, 1, 2 or 3, found {zero}.")
     _require(
@@ -138,18 +139,34 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
         f"parallel.dp_replicate={replicate} with parallel.zero=0, which cuts nothing: leave it at 1.",
     )
     _require(tp is None or tp >= 1, f"parallel.tp must be at least 1, found {tp}.")
+    _check_context(config)
+    others = [f"parallel.{name}={size}" for name, size in (("dp", dp), ("cp", cp)) if size > 1]
     if tp is None:
         _require(
-            world_size % dp == 0,
-            f"parallel.dp={dp} but {world_size} rank(s) were started; start a multiple of {dp}.",
+            world_size % (dp * cp) == 0,
+            f"{' times '.join(others)} but {world_size} rank(s) were started; start a multiple of {dp * cp}.",
         )
         return
-    needed = tp * dp
-    axes = f"parallel.tp={tp}" + (f" times parallel.dp={dp}" if dp > 1 else "")
+    needed = tp * dp * cp
+    axes = " times ".join([f"parallel.tp={tp}", *others])
     _require(
         needed == world_size,
         f"{axes} but {world_size} rank(s) were started, and every rank belongs to a group of each axis; "
         f"start torchrun with --nproc-per-node {needed}, or leave parallel.tp out.",
+    )
+
+
+def _check_context(config: RunConfig) -> None:
+    cp, context, seq_len = config.parallel.cp, config.context, config.train.seq_len
+    _require(cp >= 1, f"parallel.cp must be at least 1, found {cp}.")
+    for name, choices in (("layout", get_args(ContextLayout)), ("variant", get_args(ContextVariant))):
+        found = getattr(context, name)
+        _require(found in choices, f"context.{name} must be one of {', '.join(choices)}, found {found}.")
+    parts = 2 * cp if context.layout == "zigzag" and cp > 1 else cp
+    _require(
+        seq_len % parts == 0,
+        f"train.seq_len={seq_len} does not divide into the {parts} parts of the {context.layout} layout over "
+        f"parallel.cp={cp}; use {-(-seq_len // parts) * parts}.",
     )
 
 

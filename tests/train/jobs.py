@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from pyruntime import comm
+from pyruntime.context import Context
 from pyruntime.llama import Llama
 from pyruntime.train import corpus, shape
 from pyruntime.train.config import (
@@ -62,35 +63,41 @@ def prepare(config: RunConfig) -> Path:
     return folder
 
 
-_meshes: dict[tuple[int, int], DeviceMesh] = {}
+_runtimes: dict[tuple[int, int, int, int], comm.Runtime] = {}
 
 
-def mesh(config: RunConfig) -> DeviceMesh | None:
-    """The mesh of a job over the pool's four ranks, made once; None where it has no data-parallel ranks."""
-    dp, replicate = config.parallel.dp, config.parallel.dp_replicate
-    if dp == 1:
+def runtime(config: RunConfig, world: int) -> comm.Runtime | None:
+    """The mesh of a job over the pool's four ranks, or eight, made once; None where it has tensor-parallel
+    ranks alone."""
+    dp, replicate, cp = config.parallel.dp, config.parallel.dp_replicate, config.parallel.cp
+    if dp * cp == 1:
         return None
-    if (dp, replicate) not in _meshes:
+    key = (dp, replicate, cp, world)
+    if key not in _runtimes:
         sizes = {"dp_replicate": replicate, "dp_shard": dp // replicate} if replicate > 1 else {"dp": dp}
-        sizes |= {"tp": 4 // dp}
-        _meshes[dp, replicate] = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return _meshes[dp, replicate]
+        sizes = (sizes if dp > 1 else {}) | ({"cp": cp} if cp > 1 else {}) | {"tp": world // (dp * cp)}
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        _runtimes[key] = comm.Runtime(mesh)
+    return _runtimes[key]
 
 
 def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Trainer:
     """This rank's trainer of a job that was prepared: tensor parallel over `group`, or, where the job has
-    data-parallel ranks, over what `mesh` makes of the group's four."""
-    whole, dp, world = mesh(config), None, None
+    other ranks too, over what `runtime` makes of the group, which is all of them."""
+    whole, replicas, world, context = runtime(config, comm.group_size(group)), None, None, None
     if whole is not None:
-        dp, world, group = whole[whole.mesh_dim_names[:-1]], group, whole["tp"]
+        replicas, world, group = whole.replicas, group, whole.tp
+        if whole.cp is not None:
+            context = Context(whole.cp, config.context.layout, config.context.variant)
     size = comm.group_size(group)
     wanted = shape.llama_config(config.model, 256, config.train.seq_len, size)
-    model = Llama(
-        wanted, group, dtype=DTYPES[config.train.dtype], seed=config.train.seed, tier=config.comm.tier
-    )
+    options = {"dtype": DTYPES[config.train.dtype], "seed": config.train.seed, "tier": config.comm.tier}
+    model = Llama(wanted, group, context=context, **options)
     folder = Path(config.output.run_dir)
     text = corpus.open_corpus(folder, config.train.seq_len)
-    return Trainer(config, model, wanted, text, group, folder, stop or StopRequest(), dp, world)
+    return Trainer(
+        config, model, wanted, text, group, folder, stop or StopRequest(), replicas, world, context
+    )
 
 
 def history(group, config: RunConfig, resume: Path | None = None) -> list[StepMetrics]:

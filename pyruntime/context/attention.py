@@ -1,0 +1,177 @@
+"""Attention over a sequence that is cut over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyruntime.comm import Group, group_name, process_group
+from pyruntime.context.choice import choose
+from pyruntime.context.layouts import check_layout
+from pyruntime.context.mask import mask_of
+from pyruntime.context.variants import Attended, attend, attend_backward
+from pyruntime.ops.attention import statistics_dtype
+
+VARIANTS = ("ring", "all_gather_kv", "ulysses", "auto")
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    *,
+    causal: bool = True,
+    layout: str = "zigzag",
+    document_ids: Tensor | None = None,
+    scale: float | None = None,
+    variant: str = "ring",
+) -> Tensor:
+    """softmax(scale q k^T + mask) v over the sequence of all ranks -> [B, S/P, H, d], of q's dtype.
+
+    Exact: no approximation, and all sums in fp32 (fp64 for fp64). Differentiable in q, k and v; an op for
+    `torch.compile`. Every rank of the group calls it alike.
+
+    Args:
+        q: [B, S/P, H, d], this rank's tokens as `layout` deals them out (`positions` says which they are).
+            float32, bfloat16, float16 or float64.
+        k, v: [B, S/P, G, d]; G divides H, and query heads h H/G ... share key head h.
+        group: the P ranks that the sequence is cut over.
+        causal: a query sees the keys up to its own place in the sequence.
+        layout: "contiguous", "zigzag", "striped", or "balanced", by the work of the documents.
+        document_ids: integers [B, S] or [S], of the whole sequence in its order, the same on every rank: a
+            query sees only keys of its own document, a document being a run of one id.
+        scale: of the scores; 1 / sqrt(d) by default.
+        variant: "ring", "all_gather_kv", "ulysses" (see `pyruntime.context.variants`), or "auto", the fastest
+            of them, measured at the first call with such shapes and agreed upon by the ranks (which breaks
+            the graph of a compiled caller).
+
+    Raises ValueError for shapes that do not fit or that the layout cannot cut, TypeError for dtypes;
+    CommTimeout or PeerLost where a rank does not come.
+
+    Source: Liu et al. 2023 (arXiv 2310.01889); merge of blocks as in FlashAttention-2 (arXiv 2307.08691).
+    """
+    name = group_name(group)
+    if variant not in VARIANTS:
+        raise ValueError(f"variant={variant!r} is none of {', '.join(VARIANTS)}.")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if variant == "auto":
+        _check(q, k, v, document_ids, layout, variant, process_group(group).size())
+        variant = choose(q, k, v, document_ids, name, causal, layout, scale)
+    out, _, _ = torch.ops.pyruntime.ring_attention(
+        q, k, v, document_ids, name, causal, layout, scale, variant
+    )
+    return out
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None, layout: str, variant: str, ranks: int
+) -> None:
+    shapes = f"q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+    if q.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3:] != k.shape[3:]:
+        raise ValueError(f"ring_attention: {shapes}; they must be [B, S/P, H, d], and [B, S/P, G, d] twice.")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"ring_attention: {shapes}; the number of key/value heads must divide q's heads.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"ring_attention: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; cast them alike."
+        )
+    if variant == "ulysses" and k.shape[2] % ranks:
+        raise ValueError(
+            f'variant="ulysses" deals out heads, and {ranks} ranks do not divide {k.shape[2]} key/value '
+            'heads; use "ring" or "all_gather_kv".'
+        )
+    seq = q.shape[1] * ranks
+    check_layout(layout, seq, ranks)
+    if layout == "balanced" and document_ids is None:
+        raise ValueError(
+            'layout="balanced" deals out the work of documents; pass document_ids, or use "zigzag".'
+        )
+    if document_ids is None:
+        return
+    if document_ids.shape not in ((seq,), (q.shape[0], seq)) or document_ids.is_floating_point():
+        raise ValueError(
+            f"document_ids are {document_ids.dtype} of shape {list(document_ids.shape)}; they must be "
+            f"integers [{q.shape[0]}, {seq}] or [{seq}], of the whole sequence."
+        )
+
+
+@torch.library.custom_op("pyruntime::ring_attention", mutates_args=())
+def _op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document_ids: Tensor | None,
+    group: str,
+    causal: bool,
+    layout: str,
+    scale: float,
+    variant: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(q, k, v, document_ids, layout, variant, _size(group))
+    done = attend(variant, q, k, v, group, _mask(q, document_ids, group, causal, layout), scale)
+    return done.out, done.lse, done.kept
+
+
+@_op.register_fake
+def _(q, k, v, document_ids, group, causal, layout, scale, variant):
+    ranks = _size(group)
+    _check(q, k, v, document_ids, layout, variant, ranks)
+    batch, share, heads, dim = q.shape
+    out, statistics = q.new_empty(q.shape), statistics_dtype(q)
+    if variant != "ulysses":
+        return out, q.new_empty(batch, heads, share, dtype=statistics), q.new_empty(0)
+    lse = q.new_empty(batch, heads // ranks, share * ranks, dtype=statistics)
+    return out, lse, q.new_empty(batch, share * ranks, (heads + 2 * k.shape[2]) // ranks, dim)
+
+
+@torch.library.custom_op("pyruntime::ring_attention_backward", mutates_args=())
+def _backward_op(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kept: Tensor,
+    document_ids: Tensor | None,
+    group: str,
+    causal: bool,
+    layout: str,
+    scale: float,
+    variant: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask = _mask(q, document_ids, group, causal, layout)
+    done = Attended(out, lse, kept)
+    dq, dk, dv = attend_backward(variant, grad_out, q, k, v, done, group, mask, scale)
+    return dq.to(q.dtype, copy=True), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+
+
+@_backward_op.register_fake
+def _(grad_out, q, k, v, out, lse, kept, document_ids, group, causal, layout, scale, variant):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, document_ids, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.document_ids = document_ids
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate(ctx, grad_out, *_):
+    saved = ctx.saved_tensors
+    grads = torch.ops.pyruntime.ring_attention_backward(grad_out, *saved, ctx.document_ids, *ctx.settings)
+    return (*grads, *6 * [None])
+
+
+_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def _mask(q: Tensor, document_ids: Tensor | None, group: str, causal: bool, layout: str):
+    own = process_group(group)
+    return mask_of(layout, q.shape[1] * own.size(), own.size(), own.rank(), causal, document_ids)
+
+
+def _size(group: str) -> int:
+    return process_group(group).size()

@@ -1,0 +1,63 @@
+"""How a model's sequences are cut over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pyruntime import ops
+from pyruntime.comm import Group, companion, group_name, group_rank, group_size
+from pyruntime.context.attention import VARIANTS, ring_attention
+from pyruntime.context.layouts import check_layout, positions, take_shard
+
+MODEL_LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+@dataclass(frozen=True)
+class Context:
+    """The ranks that share a sequence, and which of its tokens each holds.
+
+    group: of the ranks. layout, variant: as `ring_attention` takes them; the layout is one that needs no
+    documents.
+
+    Raises ValueError for another layout or variant. Every rank of the group makes one alike.
+    """
+
+    group: Group
+    layout: str = "zigzag"
+    variant: str = "ring"
+    rank: int = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.layout not in MODEL_LAYOUTS or self.variant not in VARIANTS:
+            raise ValueError(
+                f"layout={self.layout!r} must be one of {', '.join(MODEL_LAYOUTS)}, and "
+                f"variant={self.variant!r} one of {', '.join(VARIANTS)}."
+            )
+        object.__setattr__(self, "rank", group_rank(self.group))
+        object.__setattr__(self, "size", group_size(self.group))
+        object.__setattr__(self, "group", group_name(self.group))
+
+    def check(self, seq: int) -> None:
+        """Raises ValueError unless sequences of `seq` tokens can be cut."""
+        check_layout(self.layout, seq, self.size)
+
+    def positions(self, seq: int) -> Tensor:
+        """Places [seq / size] in the sequence of this rank's tokens, int64."""
+        return positions(self.layout, seq, self.size)[self.rank]
+
+    def shard(self, tokens: Tensor) -> Tensor:
+        """This rank's part [B, S / size, ...] of [B, S, ...]."""
+        return take_shard(tokens, self.layout, self.size, self.rank)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention over the whole sequence; see `ring_attention`."""
+        return ring_attention(q, k, v, self.group, layout=self.layout, variant=self.variant)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the ranks of a small x, the same on each of them; no gradient."""
+        if self.size == 1:
+            return x
+        return ops.all_gather_stats(x, companion(self.group, "cp").name).sum(0)

@@ -1,0 +1,125 @@
+"""Which tokens of a sequence each rank holds, and which keys a query sees among another rank's.
+
+Every layout gives each rank as many tokens, in the order of their places in the sequence; so whatever the
+layout, the keys that a query sees among one rank's tokens, causal or not, in its document or in all, are a
+run. With P = 4 ranks and 16 tokens::
+
+    contiguous   0000 1111 2222 3333     rank 3 computes seven times what rank 0 does under a causal mask
+    zigzag       0011 2233 3322 1100     equal work: rank r has chunks r and 2 P - 1 - r
+    striped      0123 0123 0123 0123     nearly equal, and nearly so where documents are short
+    balanced     by the work of `document_ids`: chunks are dealt out, the costliest first
+
+Sources: arXiv 2310.01889 (ring attention), 2311.09431 (striped), zhuzilin/ring-flash-attention (zigzag).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
+MOST_CHUNKS = 16
+"""Of a rank, in the balanced layout."""
+LEAST_CHUNK = 64
+"""Tokens of a chunk of the balanced layout, where the sequence is that long: a block of queries."""
+
+
+def check_layout(layout: str, seq: int, ranks: int) -> None:
+    """Raises ValueError unless `layout` cuts `seq` tokens over so many ranks."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is none of {', '.join(LAYOUTS)}.")
+    unit = ranks * (2 if layout == "zigzag" and ranks > 1 else 1)
+    if seq % unit:
+        raise ValueError(
+            f"The {layout} layout over {ranks} ranks cuts a sequence into {unit} equal parts, and {seq} "
+            f"tokens do not divide by {unit}; pad the sequence to {-(-seq // unit) * unit} tokens."
+        )
+
+
+def positions(layout: str, seq: int, ranks: int, document_ids: Tensor | None = None) -> Tensor:
+    """Places in the sequence of each rank's tokens, [ranks, seq / ranks] int64, ascending.
+
+    document_ids: for the balanced layout, [seq] or [B, seq]; see `ring_attention`. The same on every rank.
+
+    Raises ValueError where the layout does not cut the sequence, or is balanced without documents.
+    """
+    check_layout(layout, seq, ranks)
+    if layout != "balanced":
+        return _positions(layout, seq, ranks)
+    if document_ids is None:
+        raise ValueError(
+            'layout="balanced" deals out the work of documents; pass document_ids, or use "zigzag".'
+        )
+    return _balanced(document_ids, ranks)
+
+
+def take_shard(
+    tokens: Tensor, layout: str, ranks: int, rank: int, document_ids: Tensor | None = None
+) -> Tensor:
+    """Rank `rank`'s part [B, S / ranks, ...] of what all tokens have, [B, S, ...]."""
+    places = positions(layout, tokens.shape[1], ranks, document_ids)[rank]
+    return tokens.index_select(1, places.to(tokens.device))
+
+
+@lru_cache(maxsize=64)
+def _positions(layout: str, seq: int, ranks: int) -> Tensor:
+    places = torch.arange(seq)
+    if layout == "contiguous" or ranks == 1:
+        return places.view(ranks, -1)
+    if layout == "striped":
+        return places.view(-1, ranks).T.contiguous()
+    chunks = places.view(2 * ranks, -1)
+    return torch.stack([torch.cat((chunks[r], chunks[2 * ranks - 1 - r])) for r in range(ranks)])
+
+
+def _balanced(document_ids: Tensor, ranks: int) -> Tensor:
+    """Longest processing time first, with as many chunks for every rank."""
+    starts, _ = document_bounds(document_ids)
+    seq = starts.shape[1]
+    share = seq // ranks
+    count = max(
+        n for n in range(1, MOST_CHUNKS + 1) if share % n == 0 and (n == 1 or share // n >= LEAST_CHUNK)
+    )
+    work = (torch.arange(seq) - starts + 1).sum(0).view(ranks * count, -1).sum(1).tolist()
+    load = [0] * ranks
+    chunks: list[list[int]] = [[] for _ in range(ranks)]
+    for chunk in sorted(range(len(work)), key=lambda chunk: (-work[chunk], chunk)):
+        rank = min((r for r in range(ranks) if len(chunks[r]) < count), key=lambda r: (load[r], r))
+        load[rank] += work[chunk]
+        chunks[rank].append(chunk)
+    places = torch.arange(seq).view(ranks * count, -1)
+    return torch.stack([places[sorted(own)].flatten() for own in chunks])
+
+
+def document_bounds(document_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each token's document begins and ends, both [B, seq] int64, from ids [B, seq] or [seq]: a
+    document is a run of one id."""
+    ids = document_ids.reshape(-1, document_ids.shape[-1]).cpu()
+    places = torch.arange(ids.shape[1]).expand(ids.shape)
+    is_first = torch.ones_like(ids, dtype=torch.bool)
+    is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    starts = torch.where(is_first, places, 0).cummax(1).values
+    is_last = torch.ones_like(is_first)
+    is_last[:, :-1] = is_first[:, 1:]
+    ends = torch.where(is_last, places + 1, ids.shape[1]).flip(1).cummin(1).values.flip(1)
+    return starts, ends
+
+
+def visible_keys(
+    queries: Tensor, keys: Tensor, causal: bool, bounds: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """The run of keys that each query sees, (begin, end) [B or 1, queries] int32.
+
+    queries, keys: their places in the sequence, ascending. bounds: `document_bounds` of all tokens.
+    """
+    first = torch.zeros_like(queries)[None] if bounds is None else bounds[0][:, queries]
+    if causal:
+        beyond = (queries + 1)[None].expand(first.shape)
+    elif bounds is None:
+        beyond = torch.full_like(first, int(keys[-1]) + 1)
+    else:
+        beyond = bounds[1][:, queries]
+    begin, end = torch.searchsorted(keys, first.contiguous()), torch.searchsorted(keys, beyond.contiguous())
+    return begin.int(), torch.maximum(begin, end).int()

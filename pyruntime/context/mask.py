@@ -1,0 +1,73 @@
+"""Which keys of each rank this rank's queries see, worked out once for a sequence."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pyruntime.context.layouts import document_bounds, positions, visible_keys
+
+Run = tuple[Tensor, Tensor]
+"""(begin, end) of the keys that each query sees, [B or 1, S / P] int32."""
+
+
+class Mask:
+    """What rank `rank` of `ranks` sees of a sequence of `seq` tokens."""
+
+    def __init__(
+        self, layout: str, seq: int, ranks: int, rank: int, causal: bool, document_ids: Tensor | None
+    ):
+        self._causal = causal
+        self._bounds = None if document_ids is None else document_bounds(document_ids)
+        self.positions = positions(layout, seq, ranks, document_ids)
+        self._queries = self.positions[rank]
+        self._of_rank: dict[int, Run] = {}
+        self._order: Tensor | None = None
+        self._whole: dict[bool, Run] = {}
+
+    def of_rank(self, rank: int) -> Run:
+        """What this rank's queries see of that rank's keys."""
+        if rank not in self._of_rank:
+            self._of_rank[rank] = visible_keys(
+                self._queries, self.positions[rank], self._causal, self._bounds
+            )
+        return self._of_rank[rank]
+
+    def of_sequence(self, *, all_queries: bool = False) -> Run:
+        """What this rank's queries, or those of all ranks in order, see of all keys in the order of the
+        sequence."""
+        if all_queries not in self._whole:
+            everything = torch.arange(self.positions.numel())
+            queries = everything if all_queries else self._queries
+            self._whole[all_queries] = visible_keys(queries, everything, self._causal, self._bounds)
+        return self._whole[all_queries]
+
+    def order(self) -> Tensor:
+        """Where each token of the sequence stands when the ranks' tokens are joined rank by rank, [seq]."""
+        if self._order is None:
+            self._order = self.positions.flatten().argsort()
+        return self._order
+
+
+_of_documents: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The masks of a tensor of document ids: every layer of a model asks for the same one."""
+
+
+def mask_of(layout: str, seq: int, ranks: int, rank: int, causal: bool, document_ids: Tensor | None) -> Mask:
+    """The mask, from the last times where nothing has changed."""
+    if document_ids is None:
+        return _without_documents(layout, seq, ranks, rank, causal)
+    masks = _of_documents.setdefault(document_ids, {})
+    key = (document_ids._version, layout, ranks, rank, causal)
+    if key not in masks:
+        masks.clear()
+        masks[key] = Mask(layout, seq, ranks, rank, causal, document_ids)
+    return masks[key]
+
+
+@lru_cache(maxsize=64)
+def _without_documents(layout: str, seq: int, ranks: int, rank: int, causal: bool) -> Mask:
+    return Mask(layout, seq, ranks, rank, causal, None)

@@ -1,0 +1,286 @@
+"""Three ways for a rank's queries to see the keys of all ranks, forward and backward.
+
+ring            K and V go round the ranks; the block that has come is computed while the next one travels. In
+                the backward pass dK and dV follow one step behind: rank r adds its part to that of rank r - 1
+                and sends the sum on, and the last one to add is the owner's neighbour. A few times S / P
+                tokens of K and V at a time (arXiv 2310.01889, 2311.09431).
+all_gather_kv   All of K and V first, then one block; dK and dV by reduce-scatter (Llama 3, arXiv 2407.21783,
+                section 3.3.2). Memory for S tokens of K and V.
+ulysses         All tokens of H / P heads instead of S / P tokens of all heads, by all-to-all (DeepSpeed-
+                Ulysses, arXiv 2309.14509). P must divide the key/value heads.
+
+All sum in fp32 (fp64 for fp64), whatever the inputs: out, log-sum-exp, dQ, dK and dV; what travels of dK and
+dV is fp32 too. Every sum has one order, so results are bitwise the same from run to run.
+
+Shapes: q [B, S/P, H, d]; k and v [B, S/P, G, d]; lse [B, H, S/P]. Blocks of the sequence are computed by
+`pyruntime.ops.attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyruntime import ops
+from pyruntime.comm import CommTimeout, companion, group_name, process_group
+from pyruntime.comm.ring import Ring, Shift
+from pyruntime.context.mask import Mask, Run
+from pyruntime.ops.attention import attention_block_, attention_block_backward_, statistics_dtype
+
+CLASS = "cp"
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What a forward pass gives."""
+
+    out: Tensor
+    """[B, S/P, H, d], of q's dtype."""
+    lse: Tensor
+    """Log-sum-exp of the scaled scores, of the queries that were computed here."""
+    kept: Tensor
+    """What the backward pass would have to fetch again; empty where that is nothing."""
+
+
+def attend(variant: str, q: Tensor, k: Tensor, v: Tensor, group: str, mask: Mask, scale: float) -> Attended:
+    """Forward by `variant`, which is none of "auto"."""
+    if variant == "ring":
+        out, lse = _ring(q, k, v, Ring(group, CLASS), mask, scale)
+        return Attended(out.to(q.dtype), lse, q.new_empty(0))
+    if variant == "all_gather_kv":
+        keys, values = _gather(k, v, group, mask)
+        out, lse = _new_sums(q)
+        _block(q, keys, values, mask.of_sequence(), scale, out, lse)
+        return Attended(out.to(q.dtype), lse, q.new_empty(0))
+    kept = torch.cat([_to_heads(x, group, mask) for x in (q, k, v)], dim=2)
+    queries, keys, values = _split_heads(kept, q, k, group)
+    out, lse = _new_sums(queries)
+    _block(queries, keys, values, mask.of_sequence(all_queries=True), scale, out, lse)
+    return Attended(_to_tokens(out.to(q.dtype), group, mask), lse, kept)
+
+
+def attend_backward(
+    variant: str,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    done: Attended,
+    group: str,
+    mask: Mask,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of the forward pass `done`, in fp32 (fp64)."""
+    delta = (grad_out.to(done.lse.dtype) * done.out).sum(-1)  # [B, S/P, H]
+    if variant == "ring":
+        delta = delta.transpose(1, 2).contiguous()
+        return _ring_backward(grad_out, q, k, v, delta, done.lse, Ring(group, CLASS), mask, scale)
+    if variant == "all_gather_kv":
+        keys, values = _gather(k, v, group, mask)
+        dq, dkv = _zeros(q, done.lse), _zeros(torch.stack((keys, values)), done.lse)
+        delta = delta.transpose(1, 2).contiguous()
+        run = mask.of_sequence()
+        _block_backward(grad_out, q, keys, values, run, delta, done.lse, scale, dq, dkv)
+        return dq, *_scatter(dkv, group, mask)
+    queries, keys, values = _split_heads(done.kept, q, k, group)
+    grads = _to_heads(grad_out, group, mask)
+    delta = _to_heads(delta.unsqueeze(-1), group, mask).squeeze(-1).transpose(1, 2).contiguous()
+    dq, dkv = _zeros(queries, done.lse), _zeros(torch.stack((keys, values)), done.lse)
+    run = mask.of_sequence(all_queries=True)
+    _block_backward(grads, queries, keys, values, run, delta, done.lse, scale, dq, dkv)
+    return _to_tokens(dq, group, mask), *(_to_tokens(each, group, mask) for each in dkv)
+
+
+# -- one block
+
+
+def _new_sums(q: Tensor) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, _ = q.shape
+    dtype = statistics_dtype(q)
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    return out, torch.full((batch, heads, queries), float("-inf"), dtype=dtype, device=q.device)
+
+
+def _zeros(like: Tensor, lse: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=lse.dtype, device=like.device)
+
+
+def _block(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, out: Tensor, lse: Tensor) -> None:
+    begin, end = _of_batch(run, q)
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    attention_block_(*heads, begin, end, scale, out.transpose(1, 2), lse)
+
+
+def _block_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    run: Run,
+    delta: Tensor,
+    lse: Tensor,
+    scale: float,
+    dq: Tensor,
+    dkv: Tensor,
+) -> None:
+    begin, end = _of_batch(run, q)
+    heads = (x.transpose(1, 2) for x in (grad_out, q, k, v))
+    sums = (x.transpose(1, 2) for x in (dq, dkv[0], dkv[1]))
+    attention_block_backward_(*heads, begin, end, delta, lse, scale, *sums)
+
+
+def _of_batch(run: Run, q: Tensor) -> tuple[Tensor, Tensor]:
+    begin, end = (x.expand(len(q), -1).to(q.device) for x in run)
+    return begin, end
+
+
+# -- ring
+
+
+def _ring(q: Tensor, k: Tensor, v: Tensor, ring: Ring, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = _new_sums(q)
+    kv = _KeysRound(ring, k, v)
+    for step in range(ring.size):
+        keys, values = kv.take()
+        _block(q, keys, values, mask.of_rank((ring.rank - step) % ring.size), scale, out, lse)
+        kv.done()
+    return out, lse
+
+
+def _ring_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    ring: Ring,
+    mask: Mask,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, own = _zeros(q, lse), _zeros(torch.stack((k, v)), lse)
+    lines, width = own.numel() // max(1, own.shape[-1]), own.shape[-1]
+    kv = _KeysRound(ring, k, v)
+    on_the_way: Shift | None = None
+    for step in range(ring.size):
+        keys, values = kv.take()
+        shift, sums = None, own
+        if step > 0:  # the sum for the rank `step` before this one, which the next rank goes on with
+            shift = ring.shift(lines, width, lse.dtype, q.device)
+            sums = shift.outgoing.view(own.shape).zero_()
+        run = mask.of_rank((ring.rank - step) % ring.size)
+        _block_backward(grad_out, q, keys, values, run, delta, lse, scale, dq, sums)
+        kv.done()
+        if on_the_way is not None:
+            sums.add_(on_the_way.receive().view(own.shape))
+            on_the_way.finish()
+        if shift is not None:
+            shift.send()
+        on_the_way = shift
+    if on_the_way is not None:
+        own.add_(on_the_way.receive().view(own.shape))
+        on_the_way.finish()
+    return dq, own[0], own[1]
+
+
+class _KeysRound:
+    """K and V of all ranks, one rank's after the other: this rank's, then that before it, and so on."""
+
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor):
+        self._ring, self._own = ring, (k, v)
+        self._left = ring.size
+        self._current: Shift | None = None
+        self._next: Shift | None = None
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The next rank's K and V, valid until done(); they are passed on before it returns, so that they
+        travel while this rank computes with them."""
+        k, v = self._own
+        if self._current is not None:
+            k, v = self._current.receive().view(2, *k.shape)
+        self._left -= 1
+        if self._left > 0:
+            width = k.shape[-1]
+            self._next = self._ring.shift(2 * k.numel() // max(1, width), width, k.dtype, k.device)
+            room = self._next.outgoing.view(2, *k.shape)
+            room[0].copy_(k)
+            room[1].copy_(v)
+            self._next.send()
+        return k, v
+
+    def done(self) -> None:
+        if self._current is not None:
+            self._current.finish()
+        self._current, self._next = self._next, None
+
+
+# -- all-gather of K and V
+
+
+def _gather(k: Tensor, v: Tensor, group: str, mask: Mask) -> tuple[Tensor, Tensor]:
+    """K and V of all ranks in the order of the sequence, [B, S, G, d]."""
+    ranks = len(mask.positions)
+    own = torch.stack((k, v))
+    if ranks > 1:
+        lines = ops.all_gather(own.flatten(0, -2), _companion(group), rows=ranks * own[..., 0].numel())
+        own = lines.view(ranks, *own.shape).movedim(0, 2).flatten(2, 3)
+    keys, values = own.index_select(2, mask.order().to(own.device))
+    return keys, values
+
+
+def _scatter(dkv: Tensor, group: str, mask: Mask) -> tuple[Tensor, Tensor]:
+    """This rank's dK and dV [B, S/P, G, d] of the sums over ranks of dkv [2, B, S, G, d]."""
+    ranks, share = mask.positions.shape
+    by_rank = dkv.index_select(2, mask.positions.flatten().to(dkv.device))
+    if ranks > 1:
+        lines = by_rank.unflatten(2, (ranks, share)).movedim(2, 0).flatten(0, -2)
+        own = ops.reduce_scatter(lines, _companion(group))
+        by_rank = own.view(*dkv.shape[:2], share, *dkv.shape[3:])
+    return by_rank[0], by_rank[1]
+
+
+def _companion(group: str) -> str:
+    return companion(group, CLASS).name
+
+
+# -- heads instead of tokens
+
+
+def _to_heads(x: Tensor, group: str, mask: Mask) -> Tensor:
+    """[B, S, H/P, d]: all tokens of this rank's heads, in order, of [B, S/P, H, d]."""
+    ranks = len(mask.positions)
+    by_rank = x.unflatten(2, (ranks, x.shape[2] // ranks)).movedim(2, 0)
+    tokens = _all_to_all(by_rank, group).movedim(0, 1).flatten(1, 2)
+    return tokens.index_select(1, mask.order().to(x.device))
+
+
+def _to_tokens(x: Tensor, group: str, mask: Mask) -> Tensor:
+    """[B, S/P, H, d]: all heads of this rank's tokens, of [B, S, H/P, d]."""
+    ranks, share = mask.positions.shape
+    by_rank = x.index_select(1, mask.positions.flatten().to(x.device)).unflatten(1, (ranks, share))
+    return _all_to_all(by_rank.movedim(1, 0), group).movedim(0, 2).flatten(2, 3)
+
+
+def _split_heads(joined: Tensor, q: Tensor, k: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    ranks = process_group(group).size()
+    queries, keys, values = joined.split([q.shape[2] // ranks, *2 * [k.shape[2] // ranks]], dim=2)
+    return queries, keys, values
+
+
+def _all_to_all(by_rank: Tensor, group: str) -> Tensor:
+    """by_rank [P, ...]: what goes to each rank; what came from each."""
+    sent = by_rank.contiguous()
+    if len(sent) == 1:
+        return sent
+    received = torch.empty_like(sent)
+    try:
+        dist.all_to_all_single(received, sent, group=process_group(group))
+    except RuntimeError as error:
+        raise CommTimeout(
+            f"all_to_all of group '{group_name(group)}', rank {process_group(group).rank()}: a rank did not "
+            f"come within the process group's timeout, or has ended: {str(error).splitlines()[0]}"
+        ) from error
+    return received

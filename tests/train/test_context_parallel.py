@@ -1,0 +1,100 @@
+"""Training with sequences that are cut over ranks is training on one rank: alone, with tensor and data
+parallelism, in every layout and variant."""
+
+import pytest
+import torch
+
+from pyruntime.context import Context, positions
+from pyruntime.llama import Llama
+from pyruntime.llama.presets import preset
+from pyruntime.train import checkpoint_folder
+from tests.train import jobs
+
+JOB = {"batch_size": 4, "micro_batch_size": 2, "seq_len": 32}
+
+
+def curve(steps, name):
+    return [getattr(step, name) for step in steps]
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory):
+    """A job, and what one rank makes of it."""
+    config = jobs.job(tmp_path_factory.mktemp("whole"), steps=8, val_every=4, **JOB)
+    jobs.prepare(config)
+    return config, ranks.run(jobs.history, 1, config)[0]
+
+
+def check(found, expected):
+    for name in ("loss", "grad_norm", "val_loss"):
+        assert curve(found[0], name) == curve(found[-1], name)
+        for one, other in zip(curve(found[0], name), curve(expected, name), strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or one == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("world", "cp", "dp", "zero", "layout", "variant"),
+    [
+        (2, 2, 1, 1, "zigzag", "ring"),
+        (4, 4, 1, 1, "zigzag", "ring"),
+        (4, 4, 1, 3, "striped", "all_gather_kv"),
+        (2, 2, 1, 0, "contiguous", "ulysses"),
+        (2, 2, 1, 2, "zigzag", "auto"),
+        (4, 2, 1, 2, "zigzag", "ring"),  # times tp = 2
+        (4, 2, 2, 1, "zigzag", "ring"),
+        (4, 2, 2, 3, "zigzag", "ring"),
+        (8, 2, 2, 2, "zigzag", "ring"),  # times tp = 2
+    ],
+)
+def test_loss_curves_equal_those_of_one_rank(ranks, whole, world, cp, dp, zero, layout, variant):
+    config, expected = whole
+    config = jobs.changed(config, "parallel", cp=cp, dp=dp, zero=zero)
+    config = jobs.changed(config, "context", layout=layout, variant=variant)
+    check(ranks.run(jobs.history, world, config), expected)
+
+
+def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=4, dtype="bf16", **JOB)
+    config = jobs.changed(config, "parallel", cp=2)
+    jobs.prepare(config)
+    first, second = (ranks.run(jobs.history, 4, config)[0] for _ in range(2))
+    assert curve(first, "loss") == curve(second, "loss")
+
+
+def test_a_checkpoint_goes_on_with_other_ranks(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=3, val_every=0, **JOB)
+    folder = jobs.prepare(config)
+    ranks.run(jobs.history, 4, jobs.changed(config, "parallel", cp=2, dp=2, zero=2))
+    saved = checkpoint_folder.find(folder)
+    states = [
+        ranks.run(jobs.full_state, world, jobs.changed(config, "parallel", cp=cp, dp=dp), saved)[0]
+        for world, cp, dp in [(1, 1, 1), (2, 2, 1), (4, 2, 2), (4, 2, 1)]
+    ]
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(state[name], states[0][name]) for name in state)
+
+
+def losses(group, ids, labels):
+    """Of one sequence in which labels are left out, most of them on one rank, and its gradient."""
+    context = Context(group) if group.size() > 1 else None
+    model = Llama(preset("debug", vocab_size=64, max_position_embeddings=64), seed=1, context=context)
+    if context is not None:
+        ids, labels = context.shard(ids), context.shard(labels)
+    loss = model(ids, labels)
+    loss.backward()
+    return float(loss), model.embed.weight.grad, model(ids).detach()
+
+
+def test_labels_that_are_left_out_count_nowhere(ranks):
+    ids = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(0))
+    labels = ids.roll(-1, 1)
+    labels[:, :5] = labels[0, 8:] = -100
+    loss, gradient, logits = ranks.run(losses, 1, ids, labels)[0]
+    parts = ranks.run(losses, 3, ids, labels)
+    assert sum(part[0] for part in parts) / 3 == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(sum(part[1] for part in parts) / 3, gradient, rtol=1e-4, atol=1e-6)
+    order = positions("zigzag", 24, 3).flatten().argsort()
+    found = torch.cat([part[2] for part in parts], 1)[:, order]
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
