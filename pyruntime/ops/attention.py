@@ -1,9 +1,10 @@
-"""Causal grouped-query attention as one op: C++ on CPU (csrc/cpu/layers), a composite of ATen ops elsewhere.
+"""Grouped-query attention as ops: C++ on CPU (csrc/cpu/layers), a composite of ATen ops elsewhere.
 
-Differentiable, traceable by `torch.compile(fullgraph=True)`, and bitwise the same whatever the number of
-threads. Inputs are float32, bfloat16, float16 or float64; scores, softmax and sums are float32 (float64 for
-float64). Bad arguments raise ValueError (shapes) or TypeError (dtypes) with what was found and what is
-needed.
+`causal_attention` is that of whole sequences; `attention_block_` and `attention_block_backward_` are one step
+of an attention whose keys are spread over ranks. All are traceable by `torch.compile(fullgraph=True)` and
+bitwise the same whatever the number of threads; the first is differentiable. Inputs are float32, bfloat16,
+float16 or float64; scores, softmax and sums are float32 (float64 for float64). Bad arguments raise ValueError
+(shapes, strides) or TypeError (dtypes) with what was found and what is needed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,63 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
     return torch.ops.pyruntime.causal_attention(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
+def attention_block_(
+    q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> None:
+    """Merges the attention over one block of keys into `out` and `lse`, that over the keys before.
+
+    q [B, H, Sq, D], k and v [B, Hkv, Sk, D] as in `causal_attention`, but that Sq and Sk are independent and
+    may be 0. Query i of batch b sees keys begin[b, i] <= j < end[b, i], none where begin >= end; begin and
+    end [B, Sq] int32 of any strides. out [B, H, Sq, D] and lse [B, H, Sq] are float32 (float64 for float64);
+    out of any strides with the last one 1, as a view of [B, Sq, H, D] has them, and lse contiguous. With
+    P = exp(scale q k^T) where a key is seen and 0 elsewhere, what is written is
+
+        lse' = log(exp(lse) + rowsum(P))        out' = exp(lse - lse') out + exp(-lse') P v
+
+    computed as an online softmax, which does not overflow (Dao 2023, FlashAttention-2, arXiv:2307.08691,
+    algorithm 1; Liu et al. 2023, Ring Attention, arXiv:2310.01889). A query that has seen nothing has lse
+    -inf and out 0, which is how to start, and stays so while it sees nothing. Blocks come in any order; a
+    block costs what its queries see of it, but for edges.
+
+    Not differentiable (RuntimeError where a gradient is required): `attention_block_backward_` is the
+    backward. The composite of other devices holds all
+    scores while it runs, B * H * Sq * Sk elements.
+    """
+    torch.ops.pyruntime.attention_block_(q, k, v, begin, end, scale, out, lse)
+
+
+def attention_block_backward_(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    scale: float,
+) -> None:
+    """Adds one block's part of the gradients of its queries, keys and values into `dq`, `dk` and `dv`.
+
+    q, k, v, begin and end as in `attention_block_`; grad_out [B, H, Sq, D] of the dtype of q, any strides.
+    lse [B, H, Sq] is the log-sum-exp over all blocks and delta [B, H, Sq] = rowsum(grad_out * out) with the
+    final out, both float32 (float64 for float64). dq [B, H, Sq, D], dk and dv [B, Hkv, Sk, D] are of the
+    dtype of lse whatever that of q is, and of any strides with the last one 1. With
+    P = exp(scale q k^T - lse) where a key is seen and 0 elsewhere (Dao 2023, FlashAttention-2,
+    arXiv:2307.08691, algorithm 2),
+
+        dv += P^T grad_out      dS = P * (grad_out v^T - delta)      dq += scale dS k      dk += scale dS^T q
+
+    summed over the query heads of a key head. Queries whose lse is -inf contribute nothing.
+    """
+    torch.ops.pyruntime.attention_block_backward_(
+        grad_out, q, k, v, begin, end, delta, lse, scale, dq, dk, dv
+    )
+
+
 # ---- fake kernels ----
 
 
@@ -46,3 +104,13 @@ def _(q, k, v, scale):
 @torch.library.register_fake("pyruntime::causal_attention_backward")
 def _(grad_out, q, k, v, out, lse, scale):
     return _like_heads(q), _like_heads(k), _like_heads(v)
+
+
+@torch.library.register_fake("pyruntime::attention_block_")
+def _(q, k, v, begin, end, scale, out, lse):
+    return None
+
+
+@torch.library.register_fake("pyruntime::attention_block_backward_")
+def _(grad_out, q, k, v, begin, end, delta, lse, scale, dq, dk, dv):
+    return None

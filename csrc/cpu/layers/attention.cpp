@@ -1,21 +1,21 @@
-// Causal grouped-query attention; the algorithm and its equations are in attention_kernels.h.
+// Causal grouped-query attention; the algorithm and its equations are in attention_kernels.h, to which it is
+// the case of ranges that begin at key 0 and end after the query's own place, with no result before.
 //
 // q [B, H, S, D], k and v [B, Hkv, S, D] with Hkv dividing H: query heads h * H / Hkv ... share key head h,
 // and a query sees the keys up to its own place. out [B, S, H * D], as the output projection reads it; lse
 // [B, H, S], the log-sum-exp of a query's scaled scores, float32 (float64 for float64). dq, dk and dv are
 // transposed views of contiguous [B, S, heads, D].
 //
-// Saved for the backward: q, k, v, out and lse. One thread computes all that belongs to one key head, so that
-// no result depends on the number of threads.
+// Saved for the backward: q, k, v, out and lse.
 
-#include <c10/core/CPUAllocator.h>
+#include "attention.h"
 
 #include <array>
 #include <limits>
+#include <numeric>
 #include <tuple>
+#include <vector>
 
-#include "attention_kernels.h"
-#include "common.h"
 #include "layers.h"
 
 namespace pyruntime::layers {
@@ -23,23 +23,10 @@ namespace {
 
 // ---- checks ----
 
-void check_heads(const char* op, const Tensor& q, const Tensor& k, const Tensor& v) {
-  check_floating(q, op, "q");
-  check_same_dtype(q, "q", k, "k", op);
-  check_same_dtype(q, "q", v, "v", op);
-  TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(0) == k.size(0) &&
-                        q.size(2) == k.size(2) && q.size(3) == k.size(3) && q.size(3) > 0,
-                    op, ": q, k and v have shapes ", q.sizes(), ", ", k.sizes(), " and ", v.sizes(),
-                    "; they must be [B, H, S, D], [B, Hkv, S, D] and [B, Hkv, S, D] with D at least 1.");
-  TORCH_CHECK_VALUE(k.size(1) > 0 && q.size(1) % k.size(1) == 0, op, ": q has ", q.size(1),
-                    " heads and k and v have ", k.size(1),
-                    "; the number of key/value heads must divide the number of query heads.");
-}
-
 void check_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                     const Tensor& out, const Tensor& lse) {
   constexpr auto op = "causal_attention_backward";
-  check_heads(op, q, k, v);
+  check_heads(op, q, k, v, /*as_many_keys_as_queries=*/true);
   check_same_dtype(q, "q", grad_out, "grad_out", op);
   check_same_dtype(q, "q", out, "out", op);
   const std::array<int64_t, 3> out_shape{q.size(0), q.size(2), q.size(1) * q.size(3)};
@@ -54,10 +41,6 @@ void check_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, co
 
 // ---- ops on the CPU ----
 
-Tensor with_contiguous_rows(const Tensor& tensor) {
-  return tensor.stride(-1) == 1 || tensor.size(-1) == 1 ? tensor : tensor.contiguous();
-}
-
 Tensor new_heads(const Tensor& like) {
   return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options()).transpose(1, 2);
 }
@@ -67,70 +50,30 @@ Tensor as_heads(const Tensor& tokens, const Tensor& like) {
   return tokens.unflatten(-1, {like.size(1), like.size(3)}).transpose(1, 2);
 }
 
-template <typename T>
-attention::Rows<T> rows_of(const Tensor& heads, int64_t batch, int64_t head) {
-  const int64_t offset = batch * heads.stride(0) + head * heads.stride(1);
-  using Stored = std::remove_const_t<T>;
-  if constexpr (std::is_const_v<T>) {
-    return {heads.const_data_ptr<Stored>() + offset, heads.stride(2)};
-  } else {
-    return {heads.mutable_data_ptr<Stored>() + offset, heads.stride(2)};
-  }
-}
-
-// Scratch memory of this thread. It is kept from call to call, because fresh memory costs a page fault every
-// 4 KiB, unless it is large.
-class Scratch {
+// begin = 0 and end = i + 1 for query i, the same in every batch.
+class CausalRanges {
  public:
-  explicit Scratch(int64_t bytes) {
-    constexpr int64_t kKept = int64_t{16} << 20;
-    thread_local c10::DataPtr kept;
-    thread_local int64_t kept_bytes = 0;
-    if (bytes <= kKept && bytes > kept_bytes) {
-      kept = c10::GetCPUAllocator()->allocate(bytes);
-      kept_bytes = bytes;
-    } else if (bytes > kKept) {
-      own_ = c10::GetCPUAllocator()->allocate(bytes);
-    }
-    memory_ = static_cast<char*>(own_ ? own_.get() : kept.get());
-  }
+  explicit CausalRanges(int64_t seq) : begin_(seq, 0), end_(seq) { std::iota(end_.begin(), end_.end(), 1); }
 
-  char* memory() const { return memory_; }
+  attention::Visible visible() const {
+    return {begin_.data(), end_.data(), static_cast<int64_t>(end_.size())};
+  }
 
  private:
-  c10::DataPtr own_;
-  char* memory_;
+  std::vector<int32_t> begin_, end_;
 };
-
-// Calls f(operands, T) with the operands that tensors of `dtype` are multiplied as and their element type.
-template <typename F>
-void with_operands(at::ScalarType dtype, F&& f) {
-#ifdef PYRUNTIME_TILE_X86
-  if (dtype == at::kBFloat16 && Bf16Pairs::available()) return f(Bf16Pairs(), c10::BFloat16());
-#endif
-  PYRUNTIME_DISPATCH_FLOAT(dtype, "causal_attention", [&] { f(Plain<acc_t<scalar_t>>(), scalar_t()); });
-}
-
-// Calls f(worker, batch, kv_head) for every key head, with a Worker that has its scratch memory.
-template <typename Worker, typename F>
-void for_each_key_head(const attention::Sizes& sizes, const Tensor& k, const F& f) {
-  const int64_t kv_heads = k.size(1), bytes = Worker(sizes, nullptr).bytes();
-  at::parallel_for(0, k.size(0) * kv_heads, 1, [&](int64_t begin, int64_t end) {
-    const Scratch scratch(bytes);
-    Worker worker(sizes, scratch.memory());
-    for (int64_t task = begin; task < end; ++task) f(worker, task / kv_heads, task % kv_heads);
-  });
-}
 
 std::tuple<Tensor, Tensor> causal_attention_cpu(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                                 double scale) {
-  check_heads("causal_attention", q_in, k_in, v_in);
+  check_heads("causal_attention", q_in, k_in, v_in, /*as_many_keys_as_queries=*/true);
   const Tensor q = with_contiguous_rows(q_in), k = with_contiguous_rows(k_in), v = with_contiguous_rows(v_in);
   const int64_t seq = q.size(2), group = q.size(1) / k.size(1);
   const Tensor out = at::empty({q.size(0), seq, q.size(1) * q.size(3)}, q.options());
-  const Tensor lse = at::empty(q.sizes().slice(0, 3), q.options().dtype(statistics_dtype(q.scalar_type())));
+  const Tensor lse = at::full(q.sizes().slice(0, 3), -std::numeric_limits<double>::infinity(),
+                              q.options().dtype(statistics_dtype(q.scalar_type())));
   if (out.numel() == 0) return {out, lse};
   const Tensor out_heads = as_heads(out, q);
+  const CausalRanges ranges(seq);
   with_operands(q.scalar_type(), [&](auto operands, auto element) {
     using T = decltype(element);
     using A = typename decltype(operands)::accumulate_t;
@@ -140,7 +83,7 @@ std::tuple<Tensor, Tensor> causal_attention_cpu(const Tensor& q_in, const Tensor
     for_each_key_head<Worker>(sizes, k, [&](Worker& worker, int64_t batch, int64_t kv_head) {
       worker.load_keys(rows_of<const T>(k, batch, kv_head), rows_of<const T>(v, batch, kv_head));
       for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        worker.head(rows_of<const T>(q, batch, head), rows_of<T>(out_heads, batch, head),
+        worker.head(rows_of<const T>(q, batch, head), ranges.visible(), rows_of<T>(out_heads, batch, head),
                     lse_data + (batch * q.size(1) + head) * seq);
       }
     });
@@ -159,18 +102,26 @@ std::tuple<Tensor, Tensor, Tensor> causal_attention_backward_cpu(const Tensor& g
   const int64_t seq = q.size(2), group = q.size(1) / k.size(1);
   const Tensor dq = new_heads(q), dk = new_heads(k), dv = new_heads(v);
   if (dk.numel() == 0) return {dq, dk, dv};
+  const CausalRanges ranges(seq);
   with_operands(q.scalar_type(), [&](auto operands, auto element) {
     using T = decltype(element);
     using A = typename decltype(operands)::accumulate_t;
-    using Worker = attention::Backward<decltype(operands), T>;
+    using Worker = attention::Backward<decltype(operands), T, attention::StoreRows>;
     const A* lse_data = lse.const_data_ptr<A>();
     const attention::Sizes sizes{seq, q.size(3), scale};
     for_each_key_head<Worker>(sizes, k, [&](Worker& worker, int64_t batch, int64_t kv_head) {
       worker.load_keys(rows_of<const T>(k, batch, kv_head), rows_of<const T>(v, batch, kv_head));
       for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        worker.head(rows_of<const T>(q, batch, head), rows_of<const T>(grad_out, batch, head),
-                    rows_of<const T>(out, batch, head), lse_data + (batch * q.size(1) + head) * seq,
-                    rows_of<T>(dq, batch, head));
+        const auto grad_rows = rows_of<const T>(grad_out, batch, head);
+        const auto out_rows = rows_of<const T>(out, batch, head);
+        std::array<A, attention::kQueries> delta;
+        const auto delta_of = [&](int64_t query, int64_t rows) {
+          simd_run<attention::RowDots>(grad_rows.from(query), out_rows.from(query), rows, q.size(3),
+                                       delta.data());
+          return delta.data();
+        };
+        worker.head(rows_of<const T>(q, batch, head), ranges.visible(), grad_rows,
+                    lse_data + (batch * q.size(1) + head) * seq, delta_of, rows_of<T>(dq, batch, head));
       }
       worker.store_keys(rows_of<T>(dk, batch, kv_head), rows_of<T>(dv, batch, kv_head));
     });
@@ -179,11 +130,6 @@ std::tuple<Tensor, Tensor, Tensor> causal_attention_backward_cpu(const Tensor& g
 }
 
 // ---- ops on every other device ----
-
-// [B, H, S, D] as [B, Hkv, H / Hkv, S, D] in the dtype of the statistics.
-Tensor grouped(const Tensor& heads, int64_t kv_heads) {
-  return heads.to(statistics_dtype(heads.scalar_type())).unflatten(1, {kv_heads, heads.size(1) / kv_heads});
-}
 
 // Scaled scores [B, Hkv, H / Hkv, S, S], -inf where a key comes after its query.
 Tensor masked_scores(const Tensor& q, const Tensor& k, double scale) {
@@ -199,7 +145,7 @@ Tensor to_layout_of_heads(const Tensor& heads, at::ScalarType dtype) {
 
 std::tuple<Tensor, Tensor> causal_attention_composite(const Tensor& q_in, const Tensor& k_in,
                                                       const Tensor& v_in, double scale) {
-  check_heads("causal_attention", q_in, k_in, v_in);
+  check_heads("causal_attention", q_in, k_in, v_in, /*as_many_keys_as_queries=*/true);
   const int64_t kv_heads = k_in.size(1);
   const Tensor q = grouped(q_in, kv_heads), k = grouped(k_in, kv_heads), v = grouped(v_in, kv_heads);
   const Tensor scores = masked_scores(q, k, scale);

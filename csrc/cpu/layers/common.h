@@ -71,6 +71,25 @@ inline void refuse_autograd(torch::Library& m, const char* name) {
   implement_autograd(m, name, torch::autograd::autogradNotImplementedFallback());
 }
 
+// Runs an op that returns nothing, unless it would have to be differentiated.
+inline void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    TORCH_CHECK(!at::GradMode::is_enabled() || !values[i].isTensor() || !values[i].toTensor().requires_grad(),
+                op.schema().name(), ": ", arguments[i].name(),
+                " requires a gradient, which does not flow through this op; call it under torch.no_grad() or "
+                "in a torch.autograd.Function.");
+  }
+  at::AutoDispatchBelowAutograd below_autograd;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+// The same for an op that returns nothing, on whose outputs autograd could not report the error later.
+inline void refuse_autograd_in_place(torch::Library& m, const char* name) {
+  implement_autograd(m, name, torch::CppFunction::makeFromBoxedFunction<&refuse_gradients>());
+}
+
 // Tells autograd that an op wrote to `tensor`, so that a backward that had saved it is refused.
 inline void mark_written(const Tensor& tensor) {
   if (!tensor.is_inference()) {

@@ -13,6 +13,7 @@ void register_rms_norm(torch::Library& m);
 void register_swiglu(torch::Library& m);
 void register_rope(torch::Library& m);
 void register_attention(torch::Library& m);
+void register_attention_block(torch::Library& m);
 void register_cross_entropy(torch::Library& m);
 void register_adamw(torch::Library& m);
 void register_sum_of_squares(torch::Library& m);
