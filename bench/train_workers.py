@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -180,8 +181,8 @@ def _our_step(job: Job, stack: ExitStack) -> Callable[[Tensor, Tensor], float]:
     return OurStep(job.shape, DTYPES[job.dtype], stack.enter_context(pyruntime.Runtime(mesh)).tp)
 
 
-def our_model(shape: Shape, dtype: torch.dtype, group: DeviceMesh) -> nn.Module:
-    """pyruntime's Llama of that shape, with the plain model's weights."""
+def our_model(shape: Shape, dtype: torch.dtype, group: DeviceMesh, **options: Any) -> nn.Module:
+    """pyruntime's Llama of that shape, with the plain model's weights; `options` as Llama takes them."""
     from pyruntime.llama import Llama, LlamaConfig
 
     config = LlamaConfig(
@@ -193,7 +194,7 @@ def our_model(shape: Shape, dtype: torch.dtype, group: DeviceMesh) -> nn.Module:
         num_key_value_heads=shape.kv_heads,
         max_position_embeddings=shape.seq,
     )
-    model = Llama(config, group, dtype=dtype, seed=None)
+    model = Llama(config, group, dtype=dtype, seed=None, **options)
     model.load_state_dict(our_names(PlainLlama(shape, dtype, SEED).state_dict()))
     return model
 

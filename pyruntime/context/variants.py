@@ -110,8 +110,7 @@ def _zeros(like: Tensor, lse: Tensor) -> Tensor:
 
 def _block(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, out: Tensor, lse: Tensor) -> None:
     begin, end = _of_batch(run, q)
-    heads = (x.transpose(1, 2) for x in (q, k, v))
-    attention_block_(*heads, begin, end, scale, out.transpose(1, 2), lse)
+    attention_block_(_heads(q), _heads(k), _heads(v), begin, end, _heads(out), lse, scale)
 
 
 def _block_backward(
@@ -127,9 +126,25 @@ def _block_backward(
     dkv: Tensor,
 ) -> None:
     begin, end = _of_batch(run, q)
-    heads = (x.transpose(1, 2) for x in (grad_out, q, k, v))
-    sums = (x.transpose(1, 2) for x in (dq, dkv[0], dkv[1]))
-    attention_block_backward_(*heads, begin, end, delta, lse, scale, *sums)
+    attention_block_backward_(
+        _heads(grad_out),
+        _heads(q),
+        _heads(k),
+        _heads(v),
+        begin,
+        end,
+        delta,
+        lse,
+        _heads(dq),
+        _heads(dkv[0]),
+        _heads(dkv[1]),
+        scale,
+    )
+
+
+def _heads(tokens: Tensor) -> Tensor:
+    """[B, heads, S, d]."""
+    return tokens.transpose(1, 2)
 
 
 def _of_batch(run: Run, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """What the attention of tensors like x is summed in: float32, or float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T + causal mask) v, where query i sees keys 0 .. i.
 
@@ -48,8 +53,7 @@ def attention_block_(
     block costs what its queries see of it, but for edges.
 
     Not differentiable (RuntimeError where a gradient is required): `attention_block_backward_` is the
-    backward. The composite of other devices holds all
-    scores while it runs, B * H * Sq * Sk elements.
+    backward. The composite of other devices holds all scores while it runs, B * H * Sq * Sk elements.
     """
     torch.ops.pyruntime.attention_block_(q, k, v, begin, end, scale, out, lse)
 
@@ -97,8 +101,7 @@ def _like_heads(x: Tensor) -> Tensor:
 @torch.library.register_fake("pyruntime::causal_attention")
 def _(q, k, v, scale):
     batch, heads, seq, dim = q.shape
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(batch, seq, heads * dim), q.new_empty(batch, heads, seq, dtype=statistics)
+    return q.new_empty(batch, seq, heads * dim), q.new_empty(batch, heads, seq, dtype=statistics_dtype(q))
 
 
 @torch.library.register_fake("pyruntime::causal_attention_backward")

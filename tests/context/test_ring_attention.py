@@ -158,12 +158,12 @@ def test_extreme_scores_neither_overflow_nor_vanish(ranks, dtype):
 def compiled_like_eager(group, whole, layout):
     q, k, v, _ = (take_shard(x, layout, group.size(), group.rank()) for x in whole)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    compiled = torch.compile(
-        lambda q, k, v: ring_attention(2 * q, k, v, group.group_name, layout=layout).sum(), backend="aot_eager",
-        fullgraph=True,
-    )  # fmt: skip
-    eager = ring_attention(2 * leaves[0], *leaves[1:], group, layout=layout).sum()
-    expected = torch.autograd.grad(eager, leaves)
+
+    def attend(q, k, v):
+        return ring_attention(2 * q, k, v, group.group_name, layout=layout).sum()
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    expected = torch.autograd.grad(attend(*leaves), leaves)
     found = torch.autograd.grad(compiled(*leaves), leaves)
     return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 

@@ -36,11 +36,10 @@ def check(found, expected):
 @pytest.mark.parametrize(
     ("world", "cp", "dp", "zero", "layout", "variant"),
     [
-        (2, 2, 1, 1, "zigzag", "ring"),
         (4, 4, 1, 1, "zigzag", "ring"),
         (4, 4, 1, 3, "striped", "all_gather_kv"),
-        (2, 2, 1, 0, "contiguous", "ulysses"),
-        (2, 2, 1, 2, "zigzag", "auto"),
+        (4, 2, 2, 0, "contiguous", "ulysses"),
+        (4, 2, 2, 2, "zigzag", "auto"),
         (4, 2, 1, 2, "zigzag", "ring"),  # times tp = 2
         (4, 2, 2, 1, "zigzag", "ring"),
         (4, 2, 2, 3, "zigzag", "ring"),
@@ -69,7 +68,7 @@ def test_a_checkpoint_goes_on_with_other_ranks(ranks, tmp_path):
     saved = checkpoint_folder.find(folder)
     states = [
         ranks.run(jobs.full_state, world, jobs.changed(config, "parallel", cp=cp, dp=dp), saved)[0]
-        for world, cp, dp in [(1, 1, 1), (2, 2, 1), (4, 2, 2), (4, 2, 1)]
+        for world, cp, dp in [(1, 1, 1), (4, 2, 2), (4, 4, 1), (4, 2, 1)]
     ]
     for state in states[1:]:
         assert state.keys() == states[0].keys()
