@@ -192,7 +192,7 @@ def training_step(shape: Shape, dtype: torch.dtype, tp, mesh, context: Context |
         loss = model(ids, labels)
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return loss.item()
 
     return run
 

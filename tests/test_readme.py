@@ -23,11 +23,13 @@ def test_links_of_the_readme_lead_somewhere():
     assert links and all((README.parent / link).is_file() for link in links)
 
 
-def test_the_readme_has_three_programs():
-    assert len(programs()) == 3
+def test_the_readme_has_four_programs():
+    assert len(programs()) == 4
 
 
-@pytest.mark.parametrize(("number", "printed"), [(0, r"replicated_matmul.* chunked"), (1, None), (2, None)])
+@pytest.mark.parametrize(
+    ("number", "printed"), [(0, r"replicated_matmul.* chunked"), (1, None), (2, None), (3, None)]
+)
 def test_readme_program_runs_on_two_ranks(ranks, number, printed):
     outcomes = ranks.launch(run_program, 2, number, init=False)
     for rank in outcomes:

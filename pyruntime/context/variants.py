@@ -18,6 +18,7 @@ Shapes: q [B, S/P, H, d]; k and v [B, S/P, G, d]; lse [B, H, S/P]. Blocks of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +27,15 @@ from torch import Tensor
 
 from pyruntime import ops
 from pyruntime.comm import CommTimeout, companion, group_name, process_group
+from pyruntime.comm.ranges import marked
 from pyruntime.comm.ring import Ring, Shift
 from pyruntime.context.mask import Mask, Run
 from pyruntime.ops.attention import attention_block_, attention_block_backward_, statistics_dtype
 
 CLASS = "cp"
+FIRST_KEYS = 0.25
+"""Share of this rank's own keys that the backward pass of the ring begins with. What travels meanwhile is
+half as many bytes (of bf16) as what travels at the end."""
 
 
 @dataclass(frozen=True)
@@ -75,23 +80,23 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of the forward pass `done`, in fp32 (fp64)."""
     delta = (grad_out.to(done.lse.dtype) * done.out).sum(-1)  # [B, S/P, H]
+    if variant == "ulysses":
+        queries, keys, values = _split_heads(done.kept, q, k, group)
+        delta = _to_heads(delta.unsqueeze(-1), group, mask).squeeze(-1)
+        grad_out = _to_heads(grad_out, group, mask)
+        backward = _Backward(grad_out, queries, delta.transpose(1, 2).contiguous(), done.lse, scale)
+        dkv = backward.zeros((2, *keys.shape))
+        backward.block(keys, values, mask.of_sequence(all_queries=True), dkv)
+        return tuple(_to_tokens(each, group, mask) for each in (backward.dq, dkv[0], dkv[1]))
+    backward = _Backward(grad_out, q, delta.transpose(1, 2).contiguous(), done.lse, scale)
     if variant == "ring":
-        delta = delta.transpose(1, 2).contiguous()
-        return _ring_backward(grad_out, q, k, v, delta, done.lse, Ring(group, CLASS), mask, scale)
-    if variant == "all_gather_kv":
+        dkv = _ring_backward(backward, k, v, Ring(group, CLASS), mask)
+    else:
         keys, values = _gather(k, v, group, mask)
-        dq, dkv = _zeros(q, done.lse), _zeros(torch.stack((keys, values)), done.lse)
-        delta = delta.transpose(1, 2).contiguous()
-        run = mask.of_sequence()
-        _block_backward(grad_out, q, keys, values, run, delta, done.lse, scale, dq, dkv)
-        return dq, *_scatter(dkv, group, mask)
-    queries, keys, values = _split_heads(done.kept, q, k, group)
-    grads = _to_heads(grad_out, group, mask)
-    delta = _to_heads(delta.unsqueeze(-1), group, mask).squeeze(-1).transpose(1, 2).contiguous()
-    dq, dkv = _zeros(queries, done.lse), _zeros(torch.stack((keys, values)), done.lse)
-    run = mask.of_sequence(all_queries=True)
-    _block_backward(grads, queries, keys, values, run, delta, done.lse, scale, dq, dkv)
-    return _to_tokens(dq, group, mask), *(_to_tokens(each, group, mask) for each in dkv)
+        whole = backward.zeros((2, *keys.shape))
+        backward.block(keys, values, mask.of_sequence(), whole)
+        dkv = _scatter(whole, group, mask)
+    return backward.dq, dkv[0], dkv[1]
 
 
 # -- one block
@@ -104,42 +109,38 @@ def _new_sums(q: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.full((batch, heads, queries), float("-inf"), dtype=dtype, device=q.device)
 
 
-def _zeros(like: Tensor, lse: Tensor) -> Tensor:
-    return torch.zeros(like.shape, dtype=lse.dtype, device=like.device)
-
-
 def _block(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, out: Tensor, lse: Tensor) -> None:
     begin, end = _of_batch(run, q)
     attention_block_(_heads(q), _heads(k), _heads(v), begin, end, _heads(out), lse, scale)
 
 
-def _block_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    run: Run,
-    delta: Tensor,
-    lse: Tensor,
-    scale: float,
-    dq: Tensor,
-    dkv: Tensor,
-) -> None:
-    begin, end = _of_batch(run, q)
-    attention_block_backward_(
-        _heads(grad_out),
-        _heads(q),
-        _heads(k),
-        _heads(v),
-        begin,
-        end,
-        delta,
-        lse,
-        _heads(dq),
-        _heads(dkv[0]),
-        _heads(dkv[1]),
-        scale,
-    )
+class _Backward:
+    """The gradients of this rank's queries, to which blocks of keys add their parts."""
+
+    def __init__(self, grad_out: Tensor, q: Tensor, delta: Tensor, lse: Tensor, scale: float):
+        self._grad_out, self._q, self._delta, self._lse, self._scale = grad_out, q, delta, lse, scale
+        self.dq = self.zeros(q.shape)
+
+    def zeros(self, shape: Sequence[int]) -> Tensor:
+        return torch.zeros(shape, dtype=self._lse.dtype, device=self._lse.device)
+
+    def block(self, k: Tensor, v: Tensor, run: Run, dkv: Tensor) -> None:
+        """Adds the part of these keys into dq, and that of these queries into dkv [2, B, keys, G, d]."""
+        begin, end = _of_batch(run, self._q)
+        attention_block_backward_(
+            _heads(self._grad_out),
+            _heads(self._q),
+            _heads(k),
+            _heads(v),
+            begin,
+            end,
+            self._delta,
+            self._lse,
+            _heads(self.dq),
+            _heads(dkv[0]),
+            _heads(dkv[1]),
+            self._scale,
+        )
 
 
 def _heads(tokens: Tensor) -> Tensor:
@@ -160,45 +161,51 @@ def _ring(q: Tensor, k: Tensor, v: Tensor, ring: Ring, mask: Mask, scale: float)
     kv = _KeysRound(ring, k, v)
     for step in range(ring.size):
         keys, values = kv.take()
-        _block(q, keys, values, mask.of_rank((ring.rank - step) % ring.size), scale, out, lse)
+        owner = (ring.rank - step) % ring.size
+        with marked("cp forward block of rank", str(owner)):
+            _block(q, keys, values, mask.of_rank(owner), scale, out, lse)
         kv.done()
     return out, lse
 
 
-def _ring_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    delta: Tensor,
-    lse: Tensor,
-    ring: Ring,
-    mask: Mask,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, own = _zeros(q, lse), _zeros(torch.stack((k, v)), lse)
+def _ring_backward(backward: _Backward, k: Tensor, v: Tensor, ring: Ring, mask: Mask) -> Tensor:
+    """dK and dV [2, B, S/P, G, d]. This rank's own keys come first and last: the others' K and V arrive under
+    the one, the sums of its own gradients under the other."""
+    own = backward.zeros((2, *k.shape))
     lines, width = own.numel() // max(1, own.shape[-1]), own.shape[-1]
+    first = k.shape[1] if ring.size == 1 else int(k.shape[1] * FIRST_KEYS)
+    begin, end = mask.of_rank(ring.rank)
     kv = _KeysRound(ring, k, v)
     on_the_way: Shift | None = None
-    for step in range(ring.size):
+    kv.take()
+    with marked("cp backward block of rank", str(ring.rank)):
+        backward.block(k[:, :first], v[:, :first], (begin, end), own[:, :, :first])
+    kv.done()
+    for step in range(1, ring.size):
+        owner = (ring.rank - step) % ring.size
         keys, values = kv.take()
-        shift, sums = None, own
-        if step > 0:  # the sum for the rank `step` before this one, which the next rank goes on with
-            shift = ring.shift(lines, width, lse.dtype, q.device)
-            sums = shift.outgoing.view(own.shape).zero_()
-        run = mask.of_rank((ring.rank - step) % ring.size)
-        _block_backward(grad_out, q, keys, values, run, delta, lse, scale, dq, sums)
+        shift = ring.shift(lines, width, own.dtype, own.device)
+        sums = shift.outgoing.view(own.shape).zero_()  # of that rank's keys; the next rank goes on with them
+        with marked("cp backward block of rank", str(owner)):
+            backward.block(keys, values, mask.of_rank(owner), sums)
         kv.done()
         if on_the_way is not None:
-            sums.add_(on_the_way.receive().view(own.shape))
-            on_the_way.finish()
-        if shift is not None:
+            _add(sums, on_the_way)
+        with marked("cp send gradients"):
             shift.send()
         on_the_way = shift
     if on_the_way is not None:
-        own.add_(on_the_way.receive().view(own.shape))
-        on_the_way.finish()
-    return dq, own[0], own[1]
+        with marked("cp backward block of rank", str(ring.rank)):
+            backward.block(k[:, first:], v[:, first:], (begin - first, end - first), own[:, :, first:])
+        _add(own, on_the_way)
+    return own
+
+
+def _add(sums: Tensor, shift: Shift) -> None:
+    """What the rank before has summed of the same gradients."""
+    with marked("cp take gradients"):
+        sums.add_(shift.receive().view(sums.shape))
+        shift.finish()
 
 
 class _KeysRound:
@@ -215,16 +222,21 @@ class _KeysRound:
         travel while this rank computes with them."""
         k, v = self._own
         if self._current is not None:
-            k, v = self._current.receive().view(2, *k.shape)
+            with marked("cp take keys"):
+                k, v = self._current.receive().view(2, *k.shape)
         self._left -= 1
         if self._left > 0:
-            width = k.shape[-1]
-            self._next = self._ring.shift(2 * k.numel() // max(1, width), width, k.dtype, k.device)
-            room = self._next.outgoing.view(2, *k.shape)
-            room[0].copy_(k)
-            room[1].copy_(v)
-            self._next.send()
+            with marked("cp send keys"):
+                self._send(k, v)
         return k, v
+
+    def _send(self, k: Tensor, v: Tensor) -> None:
+        width = k.shape[-1]
+        self._next = self._ring.shift(2 * k.numel() // max(1, width), width, k.dtype, k.device)
+        room = self._next.outgoing.view(2, *k.shape)
+        room[0].copy_(k)
+        room[1].copy_(v)
+        self._next.send()
 
     def done(self) -> None:
         if self._current is not None:
@@ -246,15 +258,15 @@ def _gather(k: Tensor, v: Tensor, group: str, mask: Mask) -> tuple[Tensor, Tenso
     return keys, values
 
 
-def _scatter(dkv: Tensor, group: str, mask: Mask) -> tuple[Tensor, Tensor]:
-    """This rank's dK and dV [B, S/P, G, d] of the sums over ranks of dkv [2, B, S, G, d]."""
+def _scatter(dkv: Tensor, group: str, mask: Mask) -> Tensor:
+    """This rank's dK and dV [2, B, S/P, G, d] of the sums over ranks of dkv [2, B, S, G, d]."""
     ranks, share = mask.positions.shape
     by_rank = dkv.index_select(2, mask.positions.flatten().to(dkv.device))
-    if ranks > 1:
-        lines = by_rank.unflatten(2, (ranks, share)).movedim(2, 0).flatten(0, -2)
-        own = ops.reduce_scatter(lines, _companion(group))
-        by_rank = own.view(*dkv.shape[:2], share, *dkv.shape[3:])
-    return by_rank[0], by_rank[1]
+    if ranks == 1:
+        return by_rank
+    lines = by_rank.unflatten(2, (ranks, share)).movedim(2, 0).flatten(0, -2)
+    own = ops.reduce_scatter(lines, _companion(group))
+    return own.view(*dkv.shape[:2], share, *dkv.shape[3:])
 
 
 def _companion(group: str) -> str:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pyruntime import ops
+from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axes
-from pyruntime.data_parallel.ranges import marked
 from pyruntime.data_parallel.states import as_dtensor
 from pyruntime.data_parallel.units import Part, Unit
 from pyruntime.data_parallel.weights import Gatherer, UnitWeights
@@ -172,7 +172,7 @@ class ShardedAdamW:
 
     def _update_group(self, steps: int, group: Sequence[tuple[_State, Tensor]], scale: float) -> None:
         states = [state for state, _ in group]
-        with marked("update"):
+        with marked("dp update"):
             adamw_(
                 [state.rows for state in states],
                 [rows for _, rows in group],

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pyruntime.comm.core import _C
+from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axes, Axis
-from pyruntime.data_parallel.ranges import marked
 from pyruntime.data_parallel.units import Unit
 
 WriteChunk = Callable[[Tensor, int], None]
@@ -55,7 +55,7 @@ class _Sum:
         lines = unit.lines if cut else unit.segment_lines
         self._scatter = _C.LineScatter(axis.name, lines, unit.width, dtype, str(unit.device), not cut)
         for index, (begin, _) in enumerate(self._scatter.chunks()):
-            with marked("write chunk of", unit.name):
+            with marked("dp write chunk of", unit.name):
                 write(self._scatter.part(index), begin)
             self._scatter.publish(index)
         axis.add(self)
@@ -64,7 +64,7 @@ class _Sum:
         del self._scatter
 
     def complete(self) -> None:
-        with marked("sum", self._unit.name):
+        with marked("dp sum", self._unit.name):
             gradient = self._scatter.finish()
         del self._scatter
         if not self._rest:

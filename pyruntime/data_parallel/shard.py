@@ -10,12 +10,9 @@
 from __future__ import annotations
 
 import contextlib
-import types
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime.data_parallel.axes import axes_of
@@ -24,7 +21,7 @@ from pyruntime.data_parallel.optimizer import NonFinite, ShardedAdamW
 from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.units import Unit, cut_into_units
 from pyruntime.data_parallel.weights import GatherAhead, GatherPerUse, UnitWeights
-from pyruntime.nn.linear import ParallelLinear
+from pyruntime.nn.handed_over import hand_over, handing_weights, take_back
 
 BUCKET_BYTES = 256 << 10
 
@@ -99,13 +96,13 @@ class Sharded:
         self._reducer = GradientReducer(
             self.units,
             self.axes,
-            _linear_weights(model),
+            handing_weights(model),
             self._gatherer.begin_rest,
             self._on_reduced,
             reduce_dtype,
         )
         self._optimizer: ShardedAdamW | None = None
-        self._patched = _patch_linears(model)
+        self._patched = hand_over(model)
         model._pyruntime_sharded = True
 
     def adamw(
@@ -168,42 +165,10 @@ class Sharded:
         """The model is as it was, with its current weights; it can be sharded again. Every rank calls it."""
         self._gatherer.close()
         self._reducer.close()
-        for module in self._patched:
-            del module.forward
+        take_back(self._patched)
         self.model._pyruntime_sharded = False
 
     def _on_reduced(self, unit: Unit, gradient: Tensor) -> None:
         if self._optimizer is None:
             raise RuntimeError("Gradients came before the model had an optimizer; call handle.adamw() first.")
         self._optimizer.take(unit, gradient)
-
-
-def _linear_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Weights whose only reader is a linear layer that hands (dY, X) over."""
-    readers: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            readers[id(parameter)] = readers.get(id(parameter), 0) + 1
-    return [
-        module.weight
-        for module in model.modules()
-        if (type(module) is nn.Linear or isinstance(module, ParallelLinear))
-        and module.weight.requires_grad
-        and readers[id(module.weight)] == 1
-    ]
-
-
-def _patch_linears(model: nn.Module) -> list[nn.Linear]:
-    patched = [
-        module for module in model.modules() if type(module) is nn.Linear and "forward" not in vars(module)
-    ]
-    for module in patched:
-        module.forward = types.MethodType(_linear_forward, module)
-    return patched
-
-
-def _linear_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    """nn.Linear's forward, whose backward hands the weight's gradient over."""
-    if is_compiling() or torch.is_autocast_enabled(x.device.type) or x.dim() < 2:
-        return F.linear(x, module.weight, module.bias)
-    return torch.ops.pyruntime.linear(x, module.weight, module.bias)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from pyruntime.comm.core import _C
+from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axis
-from pyruntime.data_parallel.ranges import marked
 from pyruntime.data_parallel.units import Part, Unit
 
 
@@ -131,13 +131,13 @@ class _Gather:
         self._weights = weights
         unit = weights.unit
         self._gather = _C.LineGather(axis.name, unit.lines, unit.width, unit.dtype, str(unit.device))
-        with marked("send weights", unit.name):
+        with marked("dp send weights", unit.name):
             weights.give(self._gather)
 
     def complete(self) -> None:
         gather = self._gather
         del self._gather
-        with marked("take weights", self._weights.unit.name):
+        with marked("dp take weights", self._weights.unit.name):
             self._weights.take(gather)
 
     def drop(self) -> None:

@@ -11,12 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
 from pyruntime import comm
+from tests.transports import take
 
 LAYERS, WIDTH = 4, 500
 
 
 def held(group, stage):
     """Bytes of weights, of states, and of what flights travel through, after two steps, between passes."""
+    take(group, "symmetric_memory")
     whole = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]).to(torch.bfloat16)
     handle = pyruntime.shard(whole, DeviceMesh.from_group(group, "cpu"), stage=stage)
     optimizer = handle.adamw()
