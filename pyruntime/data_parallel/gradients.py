@@ -88,7 +88,7 @@ class GradientReducer:
             for owner, parameter in enumerate(unit.parameters):
                 hook = parameter.register_post_accumulate_grad_hook(self._hook(index, owner))
                 self._hooks.append(hook)
-            if id(unit.parameters[0]) in taken and len(unit.parameters) == 1:
+            if id(unit.parameters[0]) in taken and unit.is_matrix():
                 _C.set_weight_gradient_sink(unit.parameters[0], self._sink(index))
 
     # Neither keeps this reducer, and with it the model, alive: torch and the C++ core hold them for good.

@@ -94,6 +94,10 @@ class Unit:
     def lines(self) -> int:
         return self.segments * self.segment_lines
 
+    def is_matrix(self) -> bool:
+        """One parameter, whose rows are the lines."""
+        return len(self.parameters) == 1 and self.width == max(1, self.parameters[0][:1].numel())
+
     def lines_of(self, owner: int, tensor: Tensor) -> Tensor:
         """A tensor of the shape of parameter `owner` as lines [-1, width]."""
         return tensor.reshape(-1, self.width)

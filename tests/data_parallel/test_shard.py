@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyruntime
 from pyruntime import comm
+from pyruntime.data_parallel import gradients
 from tests.data_parallel import cases
 from tests.transports import TRANSPORTS, take
 
@@ -26,7 +28,22 @@ BUCKET = 400  # bytes: most matrices travel alone, vectors together
 STEPS = 5
 
 
-def trained(group, transport, mesh_kind, stage, tied, dtype, sequences, max_norm, keep=0):
+def trained(group, *arguments, cut=True):
+    """cut: products are multiplied chunk by chunk however small they are."""
+    least, gradients.LEAST_PRODUCT = gradients.LEAST_PRODUCT, 0.0 if cut else math.inf
+    try:
+        return trained_as_it_is(group, *arguments)
+    finally:
+        gradients.LEAST_PRODUCT = least
+
+
+def trained_whole(group, *arguments):
+    return trained(group, *arguments, cut=False)
+
+
+def trained_as_it_is(
+    group, transport, mesh_kind, stage, tied, dtype, sequences, max_norm, keep=0, bucket=BUCKET
+):
     if mesh_kind == "hsdp":
         mesh = cases.two_by_two()
         rank, size = 2 * mesh.get_local_rank(0) + mesh.get_local_rank(1), 4
@@ -35,7 +52,7 @@ def trained(group, transport, mesh_kind, stage, tied, dtype, sequences, max_norm
         mesh = DeviceMesh.from_group(group, "cpu")
         rank, size = mesh.get_rank(), mesh.size()
     whole = cases.model(tied, stage == 3, dtype)
-    handle = pyruntime.shard(whole, mesh, stage=stage, bucket_bytes=BUCKET, keep_gathered=keep)
+    handle = pyruntime.shard(whole, mesh, stage=stage, bucket_bytes=bucket, keep_gathered=keep)
     optimizer = handle.adamw(lr=1e-2, max_norm=max_norm)
     losses, norms = cases.train(whole, handle, optimizer, cases.batches(STEPS, sequences), rank, size)
     assert all(p.grad is None for p in whole.parameters())
@@ -70,6 +87,14 @@ def test_equals_one_process(ranks, stage, world, sequences):
     arguments = (torch.float64, sequences, 0.5)
     results = ranks.run(trained, world, "symmetric_memory", "dp", stage, False, *arguments)
     check(results, expected(stage, False, *arguments), 1e-9)
+
+
+@pytest.mark.parametrize("bucket", [1, 1600, 1 << 20])  # 1600: some buckets hold one matrix
+@pytest.mark.parametrize("run", [trained, trained_whole])
+def test_equals_one_process_whatever_travels_together(ranks, run, bucket):
+    arguments = (torch.float64, 2, 0.5)
+    results = ranks.run(run, 2, "symmetric_memory", "dp", 2, False, *arguments, 0, bucket)
+    check(results, expected(2, False, *arguments), 1e-9)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
