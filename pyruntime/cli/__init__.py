@@ -1,4 +1,4 @@
-"""`python -m pyruntime train | generate | doctor`."""
+"""`python -m pyruntime train | generate | doctor | schedule`."""
 
 from pyruntime.cli.main import main
 

@@ -24,6 +24,7 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
   train      train a Llama on text; torchrun --nproc-per-node N -m pyruntime train for N ranks
   generate   continue a prompt with a trained checkpoint
   doctor     show what was built, what hardware there is, and which tier each operation takes
+  schedule   show, check and simulate a pipeline schedule
 
 python -m pyruntime COMMAND --help documents every option."""
 
@@ -85,8 +86,12 @@ def _dispatch(argv: list[str], stop: StopRequest) -> int:
         from pyruntime.cli import doctor
 
         doctor.main(rest)
+    elif command == "schedule":
+        from pyruntime.cli import schedule
+
+        schedule.main(rest)
     else:
-        raise ConfigError(f"There is no command {command}; use train, generate or doctor.")
+        raise ConfigError(f"There is no command {command}; use train, generate, doctor or schedule.")
     return 0
 
 

@@ -8,6 +8,7 @@ import pytest
 from pyruntime.cli import main
 from pyruntime.cli.doctor import Options as DoctorOptions
 from pyruntime.cli.generate import Options as GenerateOptions
+from pyruntime.cli.schedule import Options as ScheduleOptions
 from pyruntime.train.config import RunConfig
 
 
@@ -21,7 +22,13 @@ def flags(config, prefix=""):
 
 
 @pytest.mark.parametrize(
-    ("command", "options"), [("train", RunConfig), ("generate", GenerateOptions), ("doctor", DoctorOptions)]
+    ("command", "options"),
+    [
+        ("train", RunConfig),
+        ("generate", GenerateOptions),
+        ("doctor", DoctorOptions),
+        ("schedule", ScheduleOptions),
+    ],
 )
 def test_help_shows_every_flag_with_a_sentence(capsys, monkeypatch, command, options):
     monkeypatch.setenv("COLUMNS", "80")

@@ -20,7 +20,7 @@ def refused(capsys, *argv):
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["fly"], "There is no command fly; use train, generate or doctor."),
+        (["fly"], "There is no command fly; use train, generate, doctor or schedule."),
         (["train", "--config", "no.toml"], "--config no.toml: there is no such file and no such preset;"),
         (["train", "--config"], "--config needs a value."),
         (["train", "--config", "--train.steps", "3"], "--config needs a value."),
@@ -53,6 +53,13 @@ def refused(capsys, *argv):
         (["doctor", "--timeout_s", "0"], "--timeout_s must be above 0"),
         (["doctor", "--rows", "0"], "--rows must be at least 1, found 0."),
         (["doctor", "--ranks", "-1"], "--ranks must not be negative"),
+        (["schedule", "--kind", "2f2b"], "kind"),
+        (["schedule", "--stages", "0"], "--stages must be at least 1, found 0."),
+        (["schedule", "--slices", "2"], "1f1b does not cut sequences, and slices=2 were asked for;"),
+        (["schedule", "--forward", "-1"], "forward must be finite seconds of at least 0, found -1.0."),
+        (["schedule", "--from_csv", "/nowhere"], "--from_csv /nowhere cannot be read:"),
+        (["schedule", "--plot", "/nowhere/a.png"], "/nowhere/a.png: cannot be written:"),
+        (["schedule", "--from_csv", "/nowhere", "--stages", "2"], "--stages is said by the file of"),
     ],
 )
 def test_a_bad_request_is_one_sentence_and_exit_code_2(capsys, argv, sentence):

@@ -1,0 +1,121 @@
+"""`python -m pyruntime schedule`: what a pipeline schedule looks like, and how long its ranks idle."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+from pyruntime import pipeline
+from pyruntime.cli.arguments import parse
+from pyruntime.pipeline import Costs, KindName, Schedule, Timeline
+from pyruntime.train.errors import ConfigError
+
+PROGRAM = "python -m pyruntime schedule"
+DESCRIPTION = """Makes a pipeline schedule or reads one, checks it, simulates it with the costs given, and
+prints who computes what when, how long it takes, how long ranks idle, and how much they store. Nothing is
+trained and no ranks are started."""
+MADE_BY = ("kind", "stages", "micro_batches", "virtual", "slices")
+"""Options that say which schedule is made."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    kind: KindName = "1f1b"
+    """Which schedule."""
+    stages: int = 4
+    """Ranks of the pipeline."""
+    micro_batches: int = 8
+    """Micro-batches of a step."""
+    virtual: int = 1
+    """Stages of each rank, for interleaved; zb-v always has 2, the others 1."""
+    slices: int = 1
+    """Parts that each sequence is cut into, for terapipe and seq1f1b."""
+    forward: float = 1.0
+    """Seconds of the forward of one stage, for one slice of a micro-batch."""
+    backward_input: float = 1.0
+    """Seconds of the gradient of its input."""
+    backward_weight: float = 1.0
+    """Seconds of the gradient of its weights."""
+    transfer: float = 0.0
+    """Seconds from the send to the arrival of a message."""
+    plot: str = ""
+    """PNG file to draw the schedule into; empty: none."""
+    csv: str = ""
+    """CSV file to write the schedule into; empty: none."""
+    from_csv: str = ""
+    """CSV file to read the schedule from, in place of making one."""
+
+
+def main(argv: list[str]) -> None:
+    options = parse(Options, argv, PROGRAM, DESCRIPTION)
+    try:
+        costs = Costs.uniform(
+            options.forward, options.backward_input, options.backward_weight, options.transfer
+        )
+        schedule = _read(options) if options.from_csv else _make(options)
+        pipeline.check(schedule)
+        timeline = pipeline.simulate(schedule, costs)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    _write(options, schedule, timeline)
+    print(pipeline.text(timeline, shutil.get_terminal_size((110, 24)).columns))
+    print(_summary(timeline, pipeline.closed_form_bubble(schedule, costs)))
+
+
+def _make(options: Options) -> Schedule:
+    if options.stages < 1:
+        raise ConfigError(f"--stages must be at least 1, found {options.stages}.")
+    return pipeline.make_schedule(
+        options.kind,
+        options.stages,
+        options.micro_batches,
+        virtual=options.virtual,
+        slices=options.slices,
+    )
+
+
+def _read(options: Options) -> Schedule:
+    for name in MADE_BY:
+        if getattr(options, name) != getattr(Options, name):
+            raise ConfigError(f"--{name} is said by the file of --from_csv; leave one of the two out.")
+    path = options.from_csv
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--from_csv {path} cannot be read: {error}.") from error
+    try:
+        return pipeline.from_csv(text)
+    except ValueError as error:
+        raise ConfigError(f"--from_csv {path}: {error}") from error
+
+
+def _write(options: Options, schedule: Schedule, timeline: Timeline) -> None:
+    try:
+        if options.csv:
+            Path(options.csv).write_text(pipeline.to_csv(schedule), encoding="utf-8")
+        if options.plot:
+            pipeline.png(timeline, options.plot)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}.") from error
+
+
+def _summary(timeline: Timeline, formula: float | None) -> str:
+    schedule = timeline.schedule
+    lines = [
+        "",
+        f"{schedule.kind}: {schedule.ranks} rank(s), {schedule.stages} stage(s), {schedule.micro_batches} "
+        f"micro-batch(es), {schedule.slices} slice(s)",
+        f"makespan     {timeline.makespan:g} s",
+    ]
+    if formula is not None:
+        lines.append(f"closed form  {formula:g} s of bubble on every rank")
+    lines += ["", "rank  bubble (s)   share  waits inside (s)  peak in flight (stage forwards)"]
+    for rank in range(schedule.ranks):
+        bubble = timeline.bubble(rank)
+        share = bubble / timeline.makespan if timeline.makespan else 0.0
+        lines.append(
+            f"{rank:>4}  {bubble:>10.4g}  {share:>5.1%}  {timeline.waits(rank):>16.4g}  "
+            f"{timeline.peak_in_flight(rank):>31}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,194 @@
+"""What a rank of a pipeline does, and the lists of it that make a schedule: data, without tensors.
+
+A model is cut into stages 0 .. stages - 1, a step into micro-batches, and a micro-batch, where sequences are
+cut too, into slices. Every stage computes one forward and one backward of every slice; between neighbouring
+stages on different ranks activations travel down and gradients up.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    """What an action does; the value is its code in tables and on the terminal."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Gradients of the input and of the weights together."""
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_ACTIVATION = "SA"
+    RECEIVE_ACTIVATION = "RA"
+    SEND_GRADIENT = "SG"
+    RECEIVE_GRADIENT = "RG"
+
+    @property
+    def is_send(self) -> bool:
+        return self in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+
+    @property
+    def is_receive(self) -> bool:
+        return self in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
+
+    @property
+    def is_compute(self) -> bool:
+        return not (self.is_send or self.is_receive)
+
+    @property
+    def makes_input_gradient(self) -> bool:
+        return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+COUNTERPARTS = {
+    Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
+    Kind.RECEIVE_ACTIVATION: (Kind.SEND_ACTIVATION, -1),
+    Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
+    Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT, 1),
+}
+"""The other end of a transfer: its kind, and how far away its stage is."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that the rank of `stage` does for one slice of one micro-batch.
+
+    A send belongs to the stage that sends: activations go to stage + 1, gradients to stage - 1. A receive
+    belongs to the stage that receives: activations come from stage - 1, gradients from stage + 1.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    slice: int = 0
+
+    def __str__(self) -> str:
+        """F0.3, and F0.3/1 for a slice that is not the first."""
+        return f"{self.kind.value}{self.stage}.{self.micro_batch}" + (f"/{self.slice}" if self.slice else "")
+
+    def as_kind(self, kind: Kind) -> Action:
+        """Another action of the same stage and slice."""
+        return Action(kind, self.stage, self.micro_batch, self.slice)
+
+    @property
+    def counterpart(self) -> Action:
+        """The receive of a send, the send of a receive. Raises KeyError for a compute."""
+        kind, distance = COUNTERPARTS[self.kind]
+        return Action(kind, self.stage + distance, self.micro_batch, self.slice)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank of a pipeline does in one step, in order."""
+
+    kind: str
+    """Name of the schedule."""
+    micro_batches: int
+    slices: int
+    """Parts that each sequence is cut into."""
+    placement: tuple[int, ...]
+    """Rank of each stage."""
+    actions: tuple[tuple[Action, ...], ...]
+    """By rank."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that `rank` holds, ascending."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    def peak_in_flight(self, rank: int) -> int:
+        """Most forwards of `rank` whose backward (the input's part) has not run: what it stores, in units of
+        one forward of one stage for one slice."""
+        peak = stored = 0
+        for action in self.actions[rank]:
+            stored += (action.kind is Kind.FORWARD) - action.kind.makes_input_gradient
+            peak = max(peak, stored)
+        return peak
+
+
+def sent_after(compute: Action, placement: Sequence[int]) -> Action | None:
+    """The send of what `compute` makes; None where nobody on another rank needs it."""
+    stage = compute.stage
+    if compute.kind is Kind.FORWARD and stage + 1 < len(placement):
+        send, to = Kind.SEND_ACTIVATION, stage + 1
+    elif compute.kind.makes_input_gradient and stage > 0:
+        send, to = Kind.SEND_GRADIENT, stage - 1
+    else:
+        return None
+    return compute.as_kind(send) if placement[to] != placement[stage] else None
+
+
+def received_before(compute: Action, placement: Sequence[int]) -> Action | None:
+    """The receive of what `compute` needs from another stage; None where that stage is on the same rank, or
+    there is none."""
+    stage = compute.stage
+    if compute.kind is Kind.FORWARD and stage > 0:
+        receive, source = Kind.RECEIVE_ACTIVATION, stage - 1
+    elif compute.kind.makes_input_gradient and stage + 1 < len(placement):
+        receive, source = Kind.RECEIVE_GRADIENT, stage + 1
+    else:
+        return None
+    return compute.as_kind(receive) if placement[source] != placement[stage] else None
+
+
+def with_transfers(
+    computes: Sequence[Sequence[Action]], placement: Sequence[int]
+) -> tuple[tuple[Action, ...], ...]:
+    """The computes of each rank with the sends and receives between them.
+
+    A send stands right after the compute that makes its data, a receive right before the compute that needs
+    it. From one rank to another messages arrive in the order in which they were sent; so before it receives
+    a message, a rank receives all that the same rank sent earlier, although it may need them later.
+    """
+    pending = _messages(computes, placement)
+    return tuple(
+        tuple(_rank_with_transfers(own, rank, pending, placement)) for rank, own in enumerate(computes)
+    )
+
+
+def _messages(
+    computes: Sequence[Sequence[Action]], placement: Sequence[int]
+) -> dict[tuple[int, int], deque[Action]]:
+    """The receives of each directed pair of ranks (from, to), in the order of sending."""
+    messages: dict[tuple[int, int], deque[Action]] = {}
+    for rank, own in enumerate(computes):
+        for compute in own:
+            send = sent_after(compute, placement)
+            if send is not None:
+                receive = send.counterpart
+                messages.setdefault((rank, placement[receive.stage]), deque()).append(receive)
+    return messages
+
+
+def _rank_with_transfers(
+    computes: Sequence[Action],
+    rank: int,
+    pending: dict[tuple[int, int], deque[Action]],
+    placement: Sequence[int],
+) -> Iterator[Action]:
+    received = set()
+    for compute in computes:
+        needed = received_before(compute, placement)
+        if needed is not None and needed not in received:
+            queue = pending.get((placement[needed.counterpart.stage], rank), deque())
+            # A message that nobody sends is left for the validator to name.
+            for _ in range(queue.index(needed) + 1 if needed in queue else 0):
+                received.add(queue[0])
+                yield queue.popleft()
+            if needed not in received:
+                received.add(needed)
+                yield needed
+        yield compute
+        send = sent_after(compute, placement)
+        if send is not None:
+            yield send

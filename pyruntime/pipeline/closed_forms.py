@@ -1,0 +1,51 @@
+"""Bubbles by formula: what the simulation must find where every stage costs the same and messages nothing."""
+
+from __future__ import annotations
+
+from pyruntime.pipeline.actions import Schedule
+from pyruntime.pipeline.simulate import Costs
+
+
+def bubble_1f1b(ranks: int, forward: float, backward: float) -> float:
+    """Seconds that every rank idles under GPipe and 1F1B: (p - 1)(t_f + t_b) (arXiv 2104.04473,
+    section 2.2.1).
+
+    forward, backward: seconds of a rank's stage for one micro-batch. With those of one slice it holds for
+    TeraPipe and Seq1F1B where all slices cost the same (derived: a slice is a micro-batch there).
+    """
+    return (ranks - 1) * (forward + backward)
+
+
+def bubble_interleaved(ranks: int, virtual: int, forward: float, backward: float) -> float:
+    """Seconds that every rank idles under interleaved 1F1B: (p - 1)(t_f + t_b) / v (arXiv 2104.04473,
+    section 2.2.2).
+
+    forward, backward: seconds of all `virtual` stages of a rank together, for one micro-batch.
+    """
+    return (ranks - 1) * (forward + backward) / virtual
+
+
+def bubble_zb_h1(ranks: int, forward: float, backward_input: float, backward_weight: float) -> float:
+    """Seconds that every rank idles under ZB-H1: (p - 1)(T_F + T_B - T_W) (arXiv 2401.10241, table 2).
+
+    It holds from micro_batches = ranks on where weights cost no more than either of the others (derived:
+    simulated).
+    """
+    return (ranks - 1) * (forward + backward_input - backward_weight)
+
+
+def closed_form_bubble(schedule: Schedule, costs: Costs) -> float | None:
+    """Seconds that every rank of `schedule` idles, by the formula of its kind; None where there is none."""
+    seconds = (costs.forward, costs.backward_input, costs.backward_weight)
+    if costs.transfer or not all(isinstance(part, (int, float)) for part in seconds):
+        return None
+    forward, of_input, of_weight = (float(part) for part in seconds if isinstance(part, (int, float)))
+    ranks, virtual = schedule.ranks, schedule.stages // schedule.ranks
+    match schedule.kind:
+        case "gpipe" | "1f1b" | "terapipe" | "seq1f1b":
+            return bubble_1f1b(ranks, forward, of_input + of_weight)
+        case "interleaved":
+            return bubble_interleaved(ranks, virtual, virtual * forward, virtual * (of_input + of_weight))
+        case "zb-h1" if schedule.micro_batches >= ranks and of_weight <= min(forward, of_input):
+            return bubble_zb_h1(ranks, forward, of_input, of_weight)
+    return None

@@ -1,0 +1,141 @@
+"""The schedules by name: in which order each rank of a pipeline computes.
+
+Sources: GPipe arXiv 1811.06965; 1F1B and interleaved 1F1B arXiv 2104.04473 (Megatron-LM); ZB-H1
+arXiv 2401.10241 (zero bubble); ZB-V arXiv 2405.15362 (V schedules); TeraPipe arXiv 2102.07988; Seq1F1B
+arXiv 2406.03488. In all but TeraPipe a stage adds up the weight gradients of the micro-batches in ascending
+order, so their sums are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers
+from pyruntime.pipeline.v_schedule import zb_v
+
+KindName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "terapipe", "seq1f1b"]
+KINDS: tuple[str, ...] = get_args(KindName)
+SLICED_KINDS = ("terapipe", "seq1f1b")
+
+
+def make_schedule(
+    kind: str, ranks: int, micro_batches: int, *, virtual: int = 1, slices: int = 1
+) -> Schedule:
+    """The schedule `kind`, one of KINDS, for one step of so many micro-batches over `ranks` ranks.
+
+    virtual: stages of each rank, for "interleaved"; rank r holds stages r, r + ranks, ... "zb-v" has two,
+    r and 2 ranks - 1 - r, the others one.
+    slices: parts that each sequence is cut into, for "terapipe" and "seq1f1b". The gradients of the keys and
+    values of a slice come from the slices after it, so slices go backward last to first.
+
+    Raises ValueError for an unknown kind and for numbers that the kind has no schedule for.
+    """
+    _check(kind, ranks, micro_batches, virtual, slices)
+    placement = tuple(rank for _ in range(virtual) for rank in range(ranks))
+    if kind == "gpipe":
+        computes = [_all_forwards_first(rank, micro_batches) for rank in range(ranks)]
+    elif kind == "terapipe":
+        computes = [_terapipe(rank, micro_batches, slices) for rank in range(ranks)]
+    elif kind == "interleaved" and virtual > 1:
+        computes = [_interleaved(rank, ranks, micro_batches, virtual) for rank in range(ranks)]
+    elif kind == "zb-h1":
+        computes = [_zb_h1(rank, ranks, micro_batches) for rank in range(ranks)]
+    elif kind == "zb-v":
+        placement = (*range(ranks), *reversed(range(ranks)))
+        computes = zb_v(ranks, micro_batches)
+    else:  # Of one stage a rank interleaved 1F1B is 1F1B, and so is Seq1F1B of one slice.
+        computes = [_seq1f1b(rank, ranks, micro_batches, slices) for rank in range(ranks)]
+    return Schedule(kind, micro_batches, slices, placement, with_transfers(computes, placement))
+
+
+def _check(kind: str, ranks: int, micro_batches: int, virtual: int, slices: int) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"There is no schedule {kind}; use one of {', '.join(KINDS)}.")
+    sizes = {"ranks": ranks, "micro_batches": micro_batches, "virtual": virtual, "slices": slices}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, found {value}.")
+    if virtual > 1 and kind != "interleaved":
+        raise ValueError(
+            f"virtual={virtual} stages of a rank were asked for, and {kind} fixes their number; leave it at "
+            "1, or use interleaved."
+        )
+    if slices > 1 and kind not in SLICED_KINDS:
+        raise ValueError(
+            f"{kind} does not cut sequences, and slices={slices} were asked for; leave it at 1, or use "
+            f"{' or '.join(SLICED_KINDS)}."
+        )
+    if kind == "interleaved" and micro_batches % ranks:
+        raise ValueError(
+            f"interleaved runs micro-batches in groups of ranks={ranks}, which does not divide "
+            f"micro_batches={micro_batches}; use {-(-micro_batches // ranks) * ranks}."
+        )
+
+
+def _all_forwards_first(stage: int, micro_batches: int) -> list[Action]:
+    """GPipe, figure 2c; backwards in ascending order instead, which costs the same."""
+    return [
+        Action(kind, stage, micro_batch)
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        for micro_batch in range(micro_batches)
+    ]
+
+
+def _terapipe(stage: int, micro_batches: int, slices: int) -> list[Action]:
+    units = [(micro_batch, part) for micro_batch in range(micro_batches) for part in range(slices)]
+    forwards = [Action(Kind.FORWARD, stage, *unit) for unit in units]
+    return forwards + [Action(Kind.BACKWARD, stage, *unit) for unit in reversed(units)]
+
+
+def _seq1f1b(rank: int, ranks: int, micro_batches: int, slices: int) -> list[Action]:
+    """Seq1F1B, section 3.2; with one slice 1F1B: warm-up, then one forward, one backward."""
+    batches = range(micro_batches)
+    forwards = [Action(Kind.FORWARD, rank, batch, part) for batch in batches for part in range(slices)]
+    backwards = [
+        Action(Kind.BACKWARD, rank, batch, part) for batch in batches for part in reversed(range(slices))
+    ]
+    return _alternate(forwards, backwards, ranks - rank - 2 + slices)
+
+
+def _interleaved(rank: int, ranks: int, micro_batches: int, virtual: int) -> list[Action]:
+    """Megatron-LM, section 2.2: groups of `ranks` micro-batches go through the stages of a rank in turn."""
+    group = ranks * virtual
+
+    def unit(kind: Kind, number: int) -> Action:
+        chunk = number % group // ranks
+        if kind is Kind.BACKWARD:
+            chunk = virtual - 1 - chunk
+        return Action(kind, chunk * ranks + rank, number // group * ranks + number % ranks)
+
+    units = range(micro_batches * virtual)
+    forwards = [unit(Kind.FORWARD, number) for number in units]
+    backwards = [unit(Kind.BACKWARD, number) for number in units]
+    return _alternate(forwards, backwards, 2 * (ranks - rank - 1) + (virtual - 1) * ranks)
+
+
+def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
+    """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    warm_up = min(warm_up, len(forwards))
+    pairs = zip(forwards[warm_up:], backwards, strict=False)
+    steady = [action for pair in pairs for action in pair]
+    return [*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :]]
+
+
+def _zb_h1(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """1F1B whose weight gradients wait: on rank r those of the newest r micro-batches (arXiv 2401.10241,
+    section 2.1, in the form that its authors ship for Megatron-LM)."""
+    if rank == 0:  # Nobody waits for the input's gradient of stage 0.
+        return _seq1f1b(rank, ranks, micro_batches, 1)
+    computes: list[Action] = []
+    waiting: deque[Action] = deque()
+    for action in _seq1f1b(rank, ranks, micro_batches, 1):
+        if action.kind is Kind.FORWARD:
+            computes.append(action)
+            continue
+        computes.append(action.as_kind(Kind.BACKWARD_INPUT))
+        waiting.append(action.as_kind(Kind.BACKWARD_WEIGHT))
+        if len(waiting) > rank:
+            computes.append(waiting.popleft())
+    return [*computes, *waiting]

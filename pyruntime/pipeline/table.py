@@ -1,0 +1,128 @@
+"""Schedules as CSV, to be read, edited and written by hand.
+
+A header line, then one line a rank with its actions in order::
+
+    kind,1f1b,micro_batches,2,slices,1,placement,0 1
+    F0.0,F0.1,B0.0,B0.1
+    F1.0,B1.0,F1.1,B1.1
+
+F1.0 is the forward (F; B, I and W the backward and its two halves) of stage 1 for micro-batch 0; slice 2 of
+it is F1.0/2. `placement` is the rank of each stage. Sends and receives (SA, RA, SG, RG) may be left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers
+
+NAMES = ("kind", "micro_batches", "slices", "placement")
+"""Every second cell of the header."""
+CELL = re.compile(r"([A-Z]+)([0-9]+)\.([0-9]+)(?:/([0-9]+))?")
+KINDS = {kind.value: kind for kind in Kind}
+
+
+def to_csv(schedule: Schedule) -> str:
+    """`schedule` as CSV, from which `from_csv` makes the same again where `check` accepts it.
+
+    Sends and receives are left out where they stand where `with_transfers` puts them.
+    """
+    actions = tuple(tuple(action for action in own if action.kind.is_compute) for own in schedule.actions)
+    if with_transfers(actions, schedule.placement) != schedule.actions:
+        actions = schedule.actions
+    values = (
+        schedule.kind,
+        str(schedule.micro_batches),
+        str(schedule.slices),
+        " ".join(map(str, schedule.placement)),
+    )
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow(cell for pair in zip(NAMES, values, strict=True) for cell in pair)
+    writer.writerows(map(str, own) for own in actions)
+    return lines.getvalue()
+
+
+def from_csv(text: str) -> Schedule:
+    """The schedule in `text`; where it has neither sends nor receives, `with_transfers` puts them in. Empty
+    cells are skipped.
+
+    Raises ValueError, one sentence that names line and cell, for what cannot be read. Whether the schedule
+    works is for `check` to say.
+    """
+    rows = _rows(text)
+    if not rows:
+        raise ValueError(
+            f"The table is empty; its first line must be {','.join(NAMES)}, each with its value."
+        )
+    kind, micro_batches, slices, placement = _header(rows[0])
+    ranks = max(placement) + 1
+    lines = rows[1:]
+    while len(lines) > ranks and not any(cell.strip() for cell in lines[-1]):
+        lines.pop()
+    if len(lines) != ranks:
+        raise ValueError(
+            f"line 1, cell 8: stages are placed on {ranks} rank(s), but there are {len(lines)} line(s) of "
+            "actions below it; write one a rank."
+        )
+    actions = tuple(
+        tuple(
+            _action(cell.strip(), f"line {number}, cell {column}", len(placement))
+            for column, cell in enumerate(line, start=1)
+            if cell.strip()
+        )
+        for number, line in enumerate(lines, start=2)
+    )
+    if all(action.kind.is_compute for own in actions for action in own):
+        actions = with_transfers(actions, placement)
+    return Schedule(kind, micro_batches, slices, placement, actions)
+
+
+def _rows(text: str) -> list[list[str]]:
+    try:
+        return list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ValueError(f"The table is not CSV: {error}.") from error
+
+
+def _header(cells: list[str]) -> tuple[str, int, int, tuple[int, ...]]:
+    stripped = [cell.strip() for cell in cells]
+    while len(stripped) > 2 * len(NAMES) and not stripped[-1]:
+        stripped.pop()
+    for index, name in enumerate(NAMES):
+        found = stripped[2 * index] if 2 * index < len(stripped) else ""
+        if found != name:
+            raise ValueError(f"line 1, cell {2 * index + 1}: expected {name}, found {found or 'nothing'}.")
+    if len(stripped) != 2 * len(NAMES):
+        raise ValueError(f"line 1: expected {2 * len(NAMES)} cells, found {len(stripped)}.")
+    _, micro_batches, slices, placement = stripped[1::2]
+    stages = placement.split()
+    if not stages:
+        raise ValueError("line 1, cell 8: expected the rank of each stage, found nothing; write e.g. 0 1.")
+    return (
+        cells[1],
+        _number(micro_batches, "line 1, cell 4"),
+        _number(slices, "line 1, cell 6"),
+        tuple(_number(rank, "line 1, cell 8") for rank in stages),
+    )
+
+
+def _number(cell: str, where: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", cell):
+        raise ValueError(f"{where}: expected a number, found {cell or 'nothing'}.")
+    return int(cell)
+
+
+def _action(cell: str, where: str, stages: int) -> Action:
+    match = CELL.fullmatch(cell)
+    if match is None:
+        raise ValueError(f"{where}: {cell} is no action; write e.g. F0.3, or F0.3/1 for slice 1.")
+    code, *numbers = match.groups(default="0")
+    if code not in KINDS:
+        raise ValueError(f"{where}: {cell} begins with none of {', '.join(KINDS)}.")
+    action = Action(KINDS[code], *(_number(number, where) for number in numbers))
+    if action.stage >= stages:
+        raise ValueError(f"{where}: {cell} is of stage {action.stage}, and line 1 places {stages} stage(s).")
+    return action

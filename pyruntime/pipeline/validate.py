@@ -1,0 +1,262 @@
+"""Says what is wrong with a schedule before a rank runs it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+
+from pyruntime.pipeline.actions import Action, Kind, Schedule, received_before, sent_after
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run, or that is not of the step it names. The message is one sentence."""
+
+
+def check(
+    schedule: Schedule, *, most_in_flight: Sequence[int] | None = None, channel_capacity: int = 4
+) -> None:
+    """Raises ScheduleError, one sentence, for the first thing in `schedule` that is wrong.
+
+    Every slice of every micro-batch must go forward and backward once through every stage, on the rank of
+    that stage, be sent and received exactly where neighbouring stages are on different ranks, and no order of
+    events may leave ranks waiting for each other.
+
+    most_in_flight: bound on `schedule.peak_in_flight(rank)` by rank, in forwards of a stage for one slice.
+    channel_capacity: messages from one rank to another that may be sent and not yet received; a send waits
+    while there are so many. Raises ValueError unless it is at least 1.
+    """
+    if channel_capacity < 1:
+        raise ValueError(f"channel_capacity must be at least 1, found {channel_capacity}.")
+    _check_sizes(schedule)
+    for rank in range(schedule.ranks):
+        _check_actions(schedule, rank)
+    _check_weights_last(schedule)
+    _check_order_of_messages(schedule)
+    _Execution(schedule, channel_capacity).run()
+    if most_in_flight is not None:
+        _check_memory(schedule, most_in_flight)
+
+
+def _check_sizes(schedule: Schedule) -> None:
+    for name in ("micro_batches", "slices", "stages", "ranks"):
+        value = getattr(schedule, name)
+        _require(value >= 1, f"{name} must be at least 1, found {value}.")
+    for stage, rank in enumerate(schedule.placement):
+        _require(
+            0 <= rank < schedule.ranks,
+            f"Stage {stage} is placed on rank {rank}, and there are actions for {schedule.ranks} rank(s).",
+        )
+    for rank in range(schedule.ranks):
+        _require(rank in schedule.placement, f"No stage is placed on rank {rank}.")
+
+
+def _check_actions(schedule: Schedule, rank: int) -> None:
+    """What `rank` runs is what its stages need, each once."""
+    found = Counter(schedule.actions[rank])
+    for action, times in found.items():
+        _check_place(schedule, rank, action)
+        _require(times == 1, f"Rank {rank} runs {action} {times} times.")
+    units = [
+        (stage, micro_batch, part)
+        for stage in schedule.stages_of(rank)
+        for micro_batch in range(schedule.micro_batches)
+        for part in range(schedule.slices)
+    ]
+    wanted: set[Action] = set()
+    for unit in units:
+        whole, of_input, of_weight = (
+            Action(kind, *unit) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        )
+        halves = [half for half in (of_input, of_weight) if half in found]
+        _require(
+            not (whole in found and halves),
+            f"Rank {rank} runs {whole} and also {' and '.join(map(str, halves))}, which is a part of it.",
+        )
+        computes = (Action(Kind.FORWARD, *unit), *((of_input, of_weight) if halves else (whole,)))
+        for compute in computes:
+            send, receive = (find(compute, schedule.placement) for find in (sent_after, received_before))
+            wanted.update(action for action in (receive, compute, send) if action is not None)
+    _check_same(rank, wanted, found)
+
+
+def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
+    bounds = (
+        ("stage", schedule.stages),
+        ("micro_batch", schedule.micro_batches),
+        ("slice", schedule.slices),
+    )
+    for name, bound in bounds:
+        value = getattr(action, name)
+        _require(
+            0 <= value < bound,
+            f"Rank {rank} runs {action}, whose {name} {value} does not exist: the schedule has {bound}.",
+        )
+    owner = schedule.placement[action.stage]
+    _require(owner == rank, f"Rank {rank} runs {action}, but stage {action.stage} is on rank {owner}.")
+
+
+def _check_same(rank: int, wanted: set[Action], found: Counter[Action]) -> None:
+    missing = sorted(wanted - found.keys(), key=_place)
+    if missing:
+        raise ScheduleError(f"Rank {rank} never runs {missing[0]}{_more(missing)}.")
+    needless = sorted(found.keys() - wanted, key=_place)
+    if needless:
+        raise ScheduleError(
+            f"Rank {rank} runs {needless[0]}{_more(needless)}, but the stage at the other end is on the same "
+            "rank or does not exist."
+        )
+
+
+def _place(action: Action) -> tuple[int, int, int, str]:
+    return (action.micro_batch, action.slice, action.stage, action.kind.value)
+
+
+def _more(actions: list[Action]) -> str:
+    return f" (and {len(actions) - 1} more)" if len(actions) > 1 else ""
+
+
+def _check_weights_last(schedule: Schedule) -> None:
+    for rank, actions in enumerate(schedule.actions):
+        seen: set[Action] = set()
+        for action in actions:
+            _require(
+                action.kind is not Kind.BACKWARD_WEIGHT or action.as_kind(Kind.BACKWARD_INPUT) in seen,
+                f"Rank {rank} runs {action} before {action.as_kind(Kind.BACKWARD_INPUT)}.",
+            )
+            seen.add(action)
+
+
+def _check_order_of_messages(schedule: Schedule) -> None:
+    sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    received: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.kind.is_compute:
+                continue
+            other = schedule.placement[action.counterpart.stage]
+            if action.kind.is_send:
+                sent[rank, other].append(action.counterpart)
+            else:
+                received[other, rank].append(action)
+    for (source, to), order in sent.items():
+        for expected, receive in zip(order, received[source, to], strict=True):
+            _require(
+                expected == receive,
+                f"Rank {to} receives {receive} where the next message that rank {source} sends it is "
+                f"{expected.counterpart}.",
+            )
+
+
+def _check_memory(schedule: Schedule, most_in_flight: Sequence[int]) -> None:
+    if len(most_in_flight) != schedule.ranks:
+        raise ValueError(
+            f"most_in_flight has {len(most_in_flight)} bounds and the schedule {schedule.ranks} ranks; give "
+            "one a rank."
+        )
+    for rank, bound in enumerate(most_in_flight):
+        peak = schedule.peak_in_flight(rank)
+        _require(peak <= bound, f"Rank {rank} stores {peak} forwards at once, more than the {bound} allowed.")
+
+
+class _Execution:
+    """Runs the lists without tensors: every rank as far as it comes, again and again."""
+
+    def __init__(self, schedule: Schedule, channel_capacity: int) -> None:
+        self.schedule = schedule
+        self.channel_capacity = channel_capacity
+        self.next = [0] * schedule.ranks
+        """Of each rank, the place in its list."""
+        self.whole = {action for own in schedule.actions for action in own if action.kind is Kind.BACKWARD}
+        self.done: set[Action] = set()
+        self.channels: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
+        """Messages of each directed pair of ranks that are sent and not received."""
+
+    def run(self) -> None:
+        ranks = range(self.schedule.ranks)
+        progress = True
+        while progress:
+            progress = sum([self._advance(rank) for rank in ranks]) > 0
+        stuck = [rank for rank in ranks if self._current(rank) is not None]
+        if stuck:
+            raise ScheduleError(self._deadlock(stuck[0]))
+
+    def _current(self, rank: int) -> Action | None:
+        actions = self.schedule.actions[rank]
+        return actions[self.next[rank]] if self.next[rank] < len(actions) else None
+
+    def _advance(self, rank: int) -> int:
+        """Runs `rank` until it has to wait; how many actions it ran."""
+        start = self.next[rank]
+        while (action := self._current(rank)) is not None and self._wait(rank, action) is None:
+            if action.kind.is_send:
+                self._channel(action).append(action)
+            elif action.kind.is_receive:
+                self._channel(action.counterpart).popleft()
+            self.done.add(action)
+            self.next[rank] += 1
+        return self.next[rank] - start
+
+    def _channel(self, send: Action) -> deque[Action]:
+        placement = self.schedule.placement
+        return self.channels[placement[send.stage], placement[send.counterpart.stage]]
+
+    def _wait(self, rank: int, action: Action) -> tuple[str, int] | None:
+        """What `rank` must wait for before `action`, and the rank that can end it; None: nothing."""
+        for need in self._needs(action):
+            if need not in self.done:
+                owner = self.schedule.placement[need.stage]
+                whose = "its own" if owner == rank else f"rank {owner} to run"
+                return f"{whose} {need}", owner
+        if action.kind.is_send:
+            to = self.schedule.placement[action.counterpart.stage]
+            channel = self._channel(action)
+            if len(channel) >= self.channel_capacity:
+                return f"rank {to} to receive {channel[0]}", to
+        return None
+
+    def _needs(self, action: Action) -> Iterator[Action]:
+        """What must have run before `action`."""
+        stage, micro_batch, part = action.stage, action.micro_batch, action.slice
+        receive = received_before(action, self.schedule.placement)
+        if receive is not None:
+            yield receive
+        match action.kind:
+            case Kind.RECEIVE_ACTIVATION | Kind.RECEIVE_GRADIENT:
+                yield action.counterpart
+            case Kind.SEND_ACTIVATION:
+                yield action.as_kind(Kind.FORWARD)
+            case Kind.SEND_GRADIENT | Kind.BACKWARD_WEIGHT:
+                yield self._backward(stage, micro_batch, part)
+            case Kind.FORWARD:
+                if receive is None and stage > 0:
+                    yield Action(Kind.FORWARD, stage - 1, micro_batch, part)
+                if part > 0:
+                    yield Action(Kind.FORWARD, stage, micro_batch, part - 1)
+            case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+                yield action.as_kind(Kind.FORWARD)
+                if receive is None and stage + 1 < self.schedule.stages:
+                    yield self._backward(stage + 1, micro_batch, part)
+                if part + 1 < self.schedule.slices:
+                    yield self._backward(stage, micro_batch, part + 1)
+
+    def _backward(self, stage: int, micro_batch: int, part: int) -> Action:
+        """The backward that makes the input's gradient: whole or not, as the schedule has it."""
+        whole = Action(Kind.BACKWARD, stage, micro_batch, part)
+        return whole if whole in self.whole else whole.as_kind(Kind.BACKWARD_INPUT)
+
+    def _deadlock(self, rank: int) -> str:
+        """The circle of ranks that wait for each other, found by asking each for whom it waits."""
+        waits: dict[int, str] = {}
+        while rank not in waits:
+            action = self._current(rank)
+            wait = action and self._wait(rank, action)
+            assert wait, "a rank that another waits for is stuck itself"
+            waits[rank] = f"rank {rank} waits at {action} for {wait[0]}"
+            rank = wait[1]
+        circle = list(waits)[list(waits).index(rank) :]
+        return f"Deadlock: {', '.join(waits[rank] for rank in circle)}."
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ScheduleError(sentence)
