@@ -1,0 +1,97 @@
+"""Messages from one rank of a group to another, in the order in which they are sent.
+
+A channel is an edge of a group (`companions.py`): through shared memory where both ranks are on one host,
+otherwise over the group's c10d backend, in chunks and in the channel's class of traffic. The receiver makes
+room ahead, so that a message leaves as soon as it is sent; the sender goes on at once and waits only for
+room, when four messages have not been received.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from pyruntime.comm.companions import companion
+from pyruntime.comm.core import _C
+from pyruntime.comm.groups import Group, group_rank
+
+ROOM = 4
+"""Messages of a channel that may be under way."""
+AHEAD = 3
+"""Messages that a receiver has made room for before it asks for them."""
+
+
+class Channels:
+    """The channels of this rank among `edges` (sender, receiver) of a group, for messages of up to
+    [lines, width] of one dtype.
+
+    Every rank of the group makes them alike, with all edges; where two ranks meet for the first time they
+    wait for each other. Raises CommTimeout and PeerLost, as its methods do.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        traffic_class: str,
+        edges: Iterable[tuple[int, int]],
+        lines: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        self._width, self._dtype, self._device = width, dtype, str(device)
+        rank = group_rank(group)
+        # In one order on all ranks, so that no wait of two ranks for each other goes round.
+        self._names = {
+            edge: companion(group, traffic_class, edge).name for edge in sorted(set(edges)) if rank in edge
+        }
+        self._posted: dict[int, deque[_C.LineSend]] = {
+            sender: deque() for sender, to in self._names if to == rank
+        }
+        self._expected: dict[int, deque[int]] = {sender: deque() for sender in self._posted}
+        self._rank = rank
+        for edge in self._names:
+            self._grow(edge, lines)
+
+    def _grow(self, edge: tuple[int, int], lines: int) -> None:
+        """Claims the memory of all messages that may be under way, which both ranks do together."""
+        for _ in range(ROOM):
+            message = self._message(edge, lines)
+            if edge[0] == self._rank:
+                message.publish()
+            else:
+                message.wait()
+            message.finish()
+
+    def _message(self, edge: tuple[int, int], lines: int) -> _C.LineSend:
+        return _C.LineSend(self._names[edge], lines, self._width, self._dtype, self._device, 0)
+
+    def expect(self, sender: int, lines: Iterable[int]) -> None:
+        """Messages of so many lines each will come from that rank, and receive() will take them."""
+        self._expected[sender].extend(lines)
+        self._post(sender)
+
+    def _post(self, sender: int) -> None:
+        posted, expected = self._posted[sender], self._expected[sender]
+        while expected and len(posted) < AHEAD:
+            posted.append(self._message((sender, self._rank), expected.popleft()))
+
+    def send(self, receiver: int, x: Tensor) -> None:
+        """x, of any shape with the channel's width last, is on its way when this returns."""
+        lines = x.reshape(-1, self._width)
+        message = self._message((self._rank, receiver), len(lines))
+        message.memory().copy_(lines)
+        message.publish()
+        message.finish()
+
+    def receive(self, sender: int) -> Tensor:
+        """The next message from that rank, [lines, width], in memory of its own."""
+        message = self._posted[sender].popleft()
+        message.wait()
+        x = message.memory().clone()
+        message.finish()
+        self._post(sender)
+        return x

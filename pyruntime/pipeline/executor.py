@@ -1,0 +1,200 @@
+"""Runs a schedule: one loop over this rank's actions.
+
+What travels between stages goes through channels of traffic class pp. Room for what comes is made ahead, and
+a send is a copy into memory that leaves by itself. Backward passes that are split (zero bubble) compute the
+gradient of their input at once and that of their linear weights when the schedule says: a linear's backward
+hands (dY, X) over, and the product dW = dY^T X waits as data, written straight into `.grad`, or, where the
+model is data parallel, into what is reduced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyruntime.comm import Group, group_rank, group_size
+from pyruntime.comm.channel import Channels
+from pyruntime.comm.ranges import marked
+from pyruntime.pipeline.actions import Action, Kind, Schedule
+from pyruntime.pipeline.slices import Carry
+from pyruntime.pipeline.validate import check
+from pyruntime.pipeline.weight_gradients import Product, WeightGradients
+
+Loss = Callable[[Tensor, int, int], Tensor]
+"""(output of the last stage, micro-batch, slice) -> scalar, of which the backward pass is taken."""
+
+_TRANSFERS = {
+    Kind.SEND_ACTIVATION: +1,
+    Kind.RECEIVE_ACTIVATION: -1,
+    Kind.SEND_GRADIENT: -1,
+    Kind.RECEIVE_GRADIENT: +1,
+}
+"""Where the stage at the other end is, from the action's."""
+
+
+class Pipeline:
+    """This rank's stages of a model, and the schedule that runs them.
+
+    Args:
+        schedule: for as many ranks as `group` has.
+        stages: this rank's, by number. A stage is called with the output of the one before, the first one
+            with what `step` is given; where sequences are sliced, also with a `Carry`.
+        group: the pipeline's ranks, in the order of the schedule's.
+        shapes: of what travels between stages for a micro-batch, one for each slice; all with the same last
+            dimension.
+        dtype: of what travels.
+        take_product: what is to become of (weight, dY, X) of linear weights, instead of weight.grad.
+
+    Raises ValueError where schedule, stages and group do not fit together, `ScheduleError` for a schedule
+    that would not end, CommTimeout and PeerLost. Every rank of the group makes one alike.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, nn.Module],
+        group: Group,
+        *,
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        take_product: Callable[[nn.Parameter, Tensor, Tensor], None] | None = None,
+    ):
+        self.schedule = schedule
+        self._rank = group_rank(group)
+        if schedule.ranks != group_size(group):
+            raise ValueError(
+                f"The schedule is for {schedule.ranks} ranks and the group has {group_size(group)}; make it "
+                "for as many."
+            )
+        if tuple(sorted(stages)) != tuple(schedule.stages_of(self._rank)):
+            raise ValueError(
+                f"The schedule gives rank {self._rank} the stages {list(schedule.stages_of(self._rank))}, "
+                f"and it was given {sorted(stages)}."
+            )
+        self._shapes = [tuple(shape) for shape in shapes]
+        if len(self._shapes) != schedule.slices or len({shape[-1] for shape in self._shapes}) != 1:
+            raise ValueError(
+                f"shapes={self._shapes} must be {schedule.slices}, one for each slice, with the same last "
+                "dimension."
+            )
+        check(schedule)
+        self._stages = dict(stages)
+        self._lines = [math.prod(shape[:-1]) for shape in self._shapes]
+        edges = [
+            (rank, schedule.placement[action.stage + _TRANSFERS[action.kind]])
+            for rank, actions in enumerate(schedule.actions)
+            for action in actions
+            if action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+        ]
+        self._channels = Channels(group, "pp", edges, max(self._lines), self._shapes[0][-1], dtype)
+        self._weights = WeightGradients(stages.values(), take_product)
+
+    def close(self) -> None:
+        """Gives the weights' gradients back to autograd."""
+        self._weights.close()
+
+    def step(self, inputs: Sequence[Sequence[Any]] | None, loss: Loss | None) -> list[list[Tensor]]:
+        """Forward and backward of all micro-batches; gradients are added to `.grad`.
+
+        inputs: by micro-batch and slice, on the rank of the first stage. loss: on the rank of the last one.
+        Returns the losses by micro-batch and slice there, detached, and nothing elsewhere.
+
+        Raises CommTimeout or PeerLost where another stage does not come.
+        """
+        run = _Run()
+        self._expect()
+        losses: list[list[Tensor]] = [[] for _ in range(self.schedule.micro_batches)]
+        for action in self.schedule.actions[self._rank]:
+            with marked(
+                f"pp {action.kind.value} of stage {action.stage}, micro-batch", str(action.micro_batch)
+            ):
+                self._execute(action, run, inputs, loss, losses)
+        return losses if any(losses) else []
+
+    def _expect(self) -> None:
+        coming: dict[int, list[int]] = {}
+        for action in self.schedule.actions[self._rank]:
+            if action.kind in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT):
+                coming.setdefault(self._peer(action), []).append(self._lines[action.slice])
+        for sender, lines in coming.items():
+            self._channels.expect(sender, lines)
+
+    def _peer(self, action: Action) -> int:
+        return self.schedule.placement[action.stage + _TRANSFERS[action.kind]]
+
+    def _execute(self, action: Action, run: _Run, inputs: Any, loss: Loss | None, losses: list) -> None:
+        key = (action.stage, action.micro_batch, action.slice)
+        match action.kind:
+            case Kind.RECEIVE_ACTIVATION:
+                run.inputs[key] = self._channels.receive(self._peer(action)).view(self._shapes[action.slice])
+            case Kind.RECEIVE_GRADIENT:
+                run.gradients[key] = self._channels.receive(self._peer(action))
+            case Kind.SEND_ACTIVATION:
+                self._channels.send(self._peer(action), run.outgoing.pop(("activation", *key)))
+            case Kind.SEND_GRADIENT:
+                self._channels.send(self._peer(action), run.outgoing.pop(("gradient", *key)))
+            case Kind.FORWARD:
+                self._forward(key, run, inputs, loss, losses)
+            case Kind.BACKWARD:
+                self._backward(key, run)
+            case Kind.BACKWARD_INPUT:
+                with self._weights.deferred() as products:
+                    self._backward(key, run)
+                run.products[key] = products
+            case Kind.BACKWARD_WEIGHT:
+                self._weights.take(run.products.pop(key))
+
+    def _forward(self, key: tuple, run: _Run, inputs: Any, loss: Loss | None, losses: list) -> None:
+        stage, micro_batch, part = key
+        x = inputs[micro_batch][part] if stage == 0 else run.inputs.pop(key).requires_grad_()
+        sliced = self.schedule.slices > 1
+        arguments = [x]
+        if sliced:
+            arguments.append(run.carry(stage, micro_batch).begin(part))
+        y = self._stages[stage](*arguments)
+        if stage + 1 == self.schedule.stages:
+            assert loss is not None
+            y = loss(y, micro_batch, part)
+            losses[micro_batch].append(y.detach())
+        elif self.schedule.placement[stage + 1] == self._rank:
+            run.inputs[stage + 1, micro_batch, part] = y.detach()
+        else:
+            run.outgoing["activation", *key] = y.detach()
+        run.done[key] = (x if stage > 0 else None, y)
+
+    def _backward(self, key: tuple, run: _Run) -> None:
+        stage, micro_batch, part = key
+        x, y = run.done.pop(key)
+        roots, gradients = [y], [None]
+        if stage + 1 < self.schedule.stages:
+            gradients = [run.gradients.pop(key).view(y.shape)]
+        if self.schedule.slices > 1:
+            more, of_more = run.carry(stage, micro_batch).roots(part)
+            roots, gradients = [*roots, *more], [*gradients, *of_more]
+        torch.autograd.backward(roots, gradients)
+        if x is None:
+            return
+        gradient, x.grad = x.grad, None
+        if self.schedule.placement[stage - 1] == self._rank:
+            run.gradients[stage - 1, micro_batch, part] = gradient
+        else:
+            run.outgoing["gradient", *key] = gradient
+
+
+class _Run:
+    """What a step holds between its actions, by (stage, micro-batch, slice)."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[tuple, Tensor] = {}
+        self.gradients: dict[tuple, Tensor] = {}
+        self.outgoing: dict[tuple, Tensor] = {}
+        self.done: dict[tuple, tuple[Tensor | None, Tensor]] = {}
+        self.products: dict[tuple, list[Product]] = {}
+        self._carries: dict[tuple[int, int], Carry] = {}
+
+    def carry(self, stage: int, micro_batch: int) -> Carry:
+        return self._carries.setdefault((stage, micro_batch), Carry())

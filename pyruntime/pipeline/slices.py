@@ -1,0 +1,53 @@
+"""What later slices of a sequence read of earlier ones, and the gradients that come back.
+
+A stage runs a sequence slice by slice. Attention in slice s sees the keys and values of slices 0 .. s, so
+those of earlier slices are kept, cut off from their graphs; what the backward pass of a later slice leaves in
+their gradients is fed into the backward pass of the slice that made them (TeraPipe, arXiv 2102.07988,
+section 3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Carry:
+    """Keys and values of one sequence in one stage, by layer and slice."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        """Tokens of the slices before the current one."""
+        self._next_length = 0
+        self._made: list[list[tuple[Tensor, Tensor]]] = []  # by slice, in the order of the layers
+        self._kept: list[list[tuple[Tensor, Tensor]]] = []  # the same, cut off
+
+    def begin(self, part: int) -> Carry:
+        """Slice `part` is the next to run."""
+        assert part == len(self._made)
+        self.length = self._next_length
+        self._made.append([])
+        self._kept.append([])
+        return self
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the next layer, keys and values [B, G, S, d] of this slice -> those of all slices so far."""
+        layer = len(self._made[-1])
+        self._made[-1].append((k, v))
+        self._kept[-1].append((k.detach().requires_grad_(), v.detach().requires_grad_()))
+        self._next_length = self.length + k.shape[2]
+        earlier = [kept[layer] for kept in self._kept[:-1]]
+        if not earlier:
+            return k, v
+        return torch.cat([*(x for x, _ in earlier), k], 2), torch.cat([*(x for _, x in earlier), v], 2)
+
+    def roots(self, part: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values that slice `part` made and later slices read, and their gradients."""
+        tensors, gradients = [], []
+        for made, kept in zip(self._made[part], self._kept[part], strict=True):
+            for tensor, leaf in zip(made, kept, strict=True):
+                if leaf.grad is not None and tensor.requires_grad:
+                    tensors.append(tensor)
+                    gradients.append(leaf.grad)
+        self._made[part], self._kept[part] = [], []
+        return tensors, gradients

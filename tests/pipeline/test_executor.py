@@ -1,0 +1,181 @@
+"""A model that is run stage by stage over ranks trains as the whole of it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyruntime import comm
+from pyruntime.comm import CommError
+from pyruntime.pipeline.executor import Pipeline
+from pyruntime.pipeline.schedules import make_schedule
+from pyruntime.pipeline.split import split_layers
+from tests.transports import TRANSPORTS, take
+
+WIDTH, BATCH, LAYERS = 6, 3, 7  # no number of stages divides the layers
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [Layer().double() for _ in range(LAYERS)]
+
+
+def batches(micro_batches: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(micro_batches)]
+
+
+def loss_of(output: torch.Tensor, micro_batch: int, part: int) -> torch.Tensor:
+    return ((micro_batch + 1) * output.square()).mean()
+
+
+def whole(micro_batches: int):
+    """Losses, and gradients by layer and name, of two passes."""
+    model = nn.Sequential(*layers())
+    losses = []
+    for _ in range(2):
+        for index, x in enumerate(batches(micro_batches)):
+            loss = loss_of(model(x), index, 0)
+            loss.backward()
+            losses.append(loss.item())
+    return losses, {name: p.grad for name, p in model.named_parameters()}
+
+
+def piped(group, transport, kind, micro_batches, virtual):
+    take(group, transport)
+    schedule = make_schedule(kind, group.size(), micro_batches, virtual=virtual)
+    own = layers()
+    runs = split_layers([1.0] * LAYERS, schedule.stages)
+    modules = {
+        stage: nn.Sequential(*[own[i] for i in runs[stage]]) for stage in schedule.stages_of(group.rank())
+    }
+    pipeline = Pipeline(schedule, modules, group, shapes=[(BATCH, WIDTH)], dtype=torch.float64)
+    inputs = [[x] for x in batches(micro_batches)]
+    losses = []
+    for _ in range(2):
+        losses += [float(parts[0]) for parts in pipeline.step(inputs, loss_of)]
+    pipeline.close()
+    gradients = {
+        f"{runs[stage][int(name.split('.')[0])]}.{name.partition('.')[2]}": p.grad
+        for stage, module in modules.items()
+        for name, p in module.named_parameters()
+    }
+    return losses, gradients
+
+
+def check(results, micro_batches):
+    losses, gradients = whole(micro_batches)
+    assert [each for each, _ in results if each] == [pytest.approx(losses, rel=1e-12)]
+    found = {name: grad for _, part in results for name, grad in part.items()}
+    assert found.keys() == gradients.keys()
+    for name, grad in gradients.items():
+        torch.testing.assert_close(
+            found[name], grad, rtol=1e-11, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("kind", "virtual", "micro_batches"),
+    [
+        ("gpipe", 1, 3),
+        ("gpipe", 1, 9),
+        ("1f1b", 1, 1),
+        ("1f1b", 1, 5),
+        ("zb-h1", 1, 4),
+        ("zb-h1", 1, 9),
+    ],
+)
+def test_equals_the_whole_model(ranks, world, kind, virtual, micro_batches):
+    check(ranks.run(piped, world, "symmetric_memory", kind, micro_batches, virtual), micro_batches)
+
+
+@pytest.mark.parametrize(("world", "virtual", "micro_batches"), [(2, 2, 4), (3, 2, 6), (2, 3, 2)])
+def test_interleaved_stages_equal_the_whole_model(ranks, world, virtual, micro_batches):
+    check(ranks.run(piped, world, "symmetric_memory", "interleaved", micro_batches, virtual), micro_batches)
+
+
+@pytest.mark.parametrize(("world", "micro_batches"), [(2, 3), (2, 8), (3, 6)])
+def test_v_placed_stages_equal_the_whole_model(ranks, world, micro_batches):
+    check(ranks.run(piped, world, "symmetric_memory", "zb-v", micro_batches, 1), micro_batches)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("kind", "virtual"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_over_any_transport(ranks, transport, kind, virtual):
+    world = 4 if virtual == 1 else 3
+    check(ranks.run(piped, world, transport, kind, 6, virtual), 6)
+
+
+def test_more_messages_than_there_is_room_for(ranks):
+    check(ranks.run(piped, 2, "symmetric_memory", "gpipe", 30, 1), 30)
+
+
+def misfits(group):
+    raised = []
+    schedule = make_schedule("1f1b", 2, 2)
+    modules = {group.rank(): nn.Linear(WIDTH, WIDTH)}
+    cases = [
+        (make_schedule("1f1b", 3, 2), modules, [(BATCH, WIDTH)]),
+        (schedule, {1 - group.rank(): nn.Linear(2, 2)}, [(BATCH, WIDTH)]),
+        (schedule, modules, [(BATCH, WIDTH), (1, WIDTH)]),
+    ]
+    for case, stages, shapes in cases:
+        try:
+            Pipeline(case, stages, group, shapes=shapes, dtype=torch.float32)
+        except ValueError as error:
+            raised.append(str(error))
+    return raised
+
+
+def test_what_does_not_fit_is_said(ranks):
+    for rank, raised in enumerate(ranks.run(misfits, 2)):
+        assert "is for 3 ranks and the group has 2" in raised[0]
+        assert f"gives rank {rank} the stages [{rank}], and it was given [{1 - rank}]" in raised[1]
+        assert "must be 1, one for each slice" in raised[2]
+
+
+def faulty(group, fault):
+    comm.set_deadline(group, 3.0)
+    schedule = make_schedule("1f1b", 3, 4)
+    module = nn.Linear(WIDTH, WIDTH)
+    pipeline = Pipeline(schedule, {group.rank(): module}, group, shapes=[(BATCH, WIDTH)], dtype=torch.float32)
+    inputs = [[torch.randn(BATCH, WIDTH)] for _ in range(4)]
+    begin = time.monotonic()
+    try:
+        for step in range(200):
+            if step == 10 and group.rank() == 1:
+                if fault == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(60)
+            begin = time.monotonic()
+            pipeline.step(inputs, loss_of)
+    except CommError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", 0.0
+
+
+def test_a_killed_stage_ends_all(ranks):
+    outcomes = ranks.launch(faulty, 3, "killed")
+    for rank in (0, 2):
+        name, message, seconds = outcomes[rank].value
+        assert name == "PeerLost" and seconds < 3.5, (rank, message)
+    causes = {outcomes[rank].value[1].split(" reports: ")[-1] for rank in (0, 2)}
+    assert len(causes) == 1, causes
