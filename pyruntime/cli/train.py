@@ -60,10 +60,11 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
         dp=parallel.dp,
         dp_replicate=parallel.dp_replicate,
         cp=parallel.cp,
+        pp=parallel.pp,
         device="cpu",
         deadline_s=config.comm.deadline_s,
     ) as runtime:
-        train(config, name, runtime.tp, stop, runtime.replicas, runtime.cp)
+        train(config, name, runtime.tp, stop, runtime.replicas, runtime.cp, runtime.pp)
 
 
 def threads(asked: int, world_size: int) -> int:

@@ -49,6 +49,7 @@ class Runtime:
         dp: int = 1,
         dp_replicate: int = 1,
         cp: int = 1,
+        pp: int = 1,
         device: str = "cpu",
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> Runtime:
@@ -56,22 +57,24 @@ class Runtime:
         does not.
 
         tp: ranks in a tensor-parallel group, neighbours by rank; by default those that were started, divided
-            by dp and cp.
+            by the others.
         dp: ranks in a data-parallel group.
         dp_replicate: how many groups of them hold everything once.
         cp: ranks in a context-parallel group.
+        pp: ranks in a pipeline.
 
-        The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp), with cp before tp where it is above 1.
+        The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp), with cp before tp and pp before all where
+        they are above 1.
         Raises ValueError when the axes do not make up the world size, CommTimeout when the other ranks do not
         come.
         """
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        tp = max(1, world_size // (dp * cp)) if tp is None else tp
-        if tp * dp * cp != world_size or dp % dp_replicate:
+        tp = max(1, world_size // (dp * cp * pp)) if tp is None else tp
+        if tp * dp * cp * pp != world_size or dp % dp_replicate:
             raise ValueError(
-                f"tp={tp}, dp={dp}, dp_replicate={dp_replicate}, cp={cp} were asked for and {world_size} "
-                f"rank(s) were started; start tp * dp * cp of them (torchrun --nproc-per-node "
-                f"{tp * dp * cp}) or leave tp out, and let dp_replicate divide dp."
+                f"tp={tp}, dp={dp}, dp_replicate={dp_replicate}, cp={cp}, pp={pp} were asked for and "
+                f"{world_size} rank(s) were started; start tp * dp * cp * pp of them (torchrun "
+                f"--nproc-per-node {tp * dp * cp * pp}) or leave tp out, and let dp_replicate divide dp."
             )
         timeout = timedelta(seconds=deadline_s)
         if "RANK" in os.environ:
@@ -85,6 +88,8 @@ class Runtime:
             axes = {"dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate} | axes
         elif dp > 1:
             axes = {"dp": dp} | axes
+        if pp > 1:
+            axes = {"pp": pp} | axes
         mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
         runtime = cls(mesh, deadline_s=deadline_s)
         runtime._owns_process_groups = True
@@ -105,6 +110,11 @@ class Runtime:
     def cp(self) -> DeviceMesh | None:
         """The context-parallel axis; None where there is none."""
         return self.mesh["cp"] if "cp" in (self.mesh.mesh_dim_names or ()) else None
+
+    @property
+    def pp(self) -> DeviceMesh | None:
+        """The pipeline's axis; None where there is none."""
+        return self.mesh["pp"] if "pp" in (self.mesh.mesh_dim_names or ()) else None
 
     @property
     def replicas(self) -> DeviceMesh | None:

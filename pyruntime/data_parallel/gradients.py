@@ -75,6 +75,11 @@ class GradientReducer:
         self._axes, self._reduce_dtype = axes, reduce_dtype
         self._before_leaving, self._on_reduced = before_leaving, on_reduced
         self._inboxes = [_Inbox(unit) for unit in units]
+        self._place_of = {
+            id(parameter): (inbox, owner)
+            for inbox in self._inboxes
+            for owner, parameter in enumerate(inbox.unit.parameters)
+        }
         self._order: list[int] | None = None
         self._seen: list[int] = []  # units in the order of their completion, in the first pass
         self._used_again: set[int] = set()  # more than once in a pass: complete only when it ends
@@ -109,6 +114,13 @@ class GradientReducer:
             yield
         finally:
             self._accumulating = False
+
+    @torch.no_grad()
+    def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+        """Adds dY^T X to the gradients that are accumulated, outside of a backward pass."""
+        if not self._accumulating:
+            raise RuntimeError("add_product() adds to gradients within accumulate().")
+        self._accumulate_product(*self._place_of[id(weight)], dy, x)
 
     def finish(self) -> None:
         """All gradients of this step are reduced when it returns; afterwards a new step begins."""
@@ -151,7 +163,7 @@ class GradientReducer:
         self._begin_pass(index)
         inbox = self._inboxes[index]
         if self._accumulating:
-            self._accumulate_product(inbox, dy, x)
+            self._accumulate_product(inbox, 0, dy, x)
         elif self._may_leave(index) and inbox.whole[0] is None and self._is_worth_cutting(inbox.unit, dy):
             self._leave(index, product=(dy, x))
             self._leave_what_waits()
@@ -166,14 +178,14 @@ class GradientReducer:
         smallest = min(part.lines for part in unit.parts) * unit.width
         return 2 * smallest * len(dy) >= LEAST_PRODUCT
 
-    def _accumulate_product(self, inbox: _Inbox, dy: Tensor, x: Tensor) -> None:
-        parameter = inbox.unit.parameters[0]
-        if inbox.earlier[0] is not None and inbox.earlier[0].dtype == dy.dtype:
-            _C.write_weight_gradient(inbox.earlier[0], dy, x, True)
+    def _accumulate_product(self, inbox: _Inbox, owner: int, dy: Tensor, x: Tensor) -> None:
+        earlier = inbox.earlier[owner]
+        if earlier is not None and earlier.dtype == dy.dtype:
+            _C.write_weight_gradient(earlier, dy, x, True)
             return
-        gradient = torch.empty_like(parameter)
+        gradient = torch.empty_like(inbox.unit.parameters[owner])
         _C.write_weight_gradient(gradient, dy, x, False)
-        _add(inbox.earlier, 0, gradient)
+        _add(inbox.earlier, owner, gradient)
 
     def _begin_pass(self, index: int) -> None:
         if self._ended or self._inboxes[index].left:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyruntime import ops
+from pyruntime.comm import Group
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.states import as_dtensor
@@ -85,12 +86,14 @@ class ShardedAdamW:
         nonfinite: NonFinite,
         finish_gradients: Callable[[], None],
         gatherer: Gatherer,
+        parts: Group | None = None,
     ):
         if nonfinite not in ("raise", "skip", "ignore"):
             raise ValueError(f'nonfinite={nonfinite!r} is none of "raise", "skip" and "ignore".')
         self.lr, self.max_norm = lr, max_norm
         self._betas, self._eps, self._decay, self._nonfinite = betas, eps, weight_decay, nonfinite
         self._axes, self._finish_gradients, self._gatherer = axes, finish_gradients, gatherer
+        self._parts = parts
         self._states = {
             id(each.unit): [
                 _State(each.unit, part, rows)
@@ -128,10 +131,11 @@ class ShardedAdamW:
             self._gatherer.end_update()
             return StepReport(math.nan, False)
         squares = self._squares(reduced)
-        norm = math.sqrt(math.fsum(squares.values()))
+        norm = math.sqrt(self._of_all_parts(math.fsum(squares.values())))
         if self._nonfinite != "ignore" and not math.isfinite(norm):
             if self._nonfinite == "raise":
-                raise NonFiniteGradient([key for key, square in squares.items() if not math.isfinite(square)])
+                own = [key for key, square in squares.items() if not math.isfinite(square)]
+                raise NonFiniteGradient(own or ["a parameter of another stage"])
             return StepReport(norm, True)
         scale = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
         gradients = {id(unit): gradient for unit, gradient in reduced}
@@ -141,6 +145,12 @@ class ShardedAdamW:
             self._gatherer.updated(unit)  # its new rows leave while the next unit is updated
         self._gatherer.end_update()
         return StepReport(norm, False)
+
+    def _of_all_parts(self, square: float) -> float:
+        if self._parts is None:
+            return square
+        mine = torch.tensor([square], dtype=torch.float64)
+        return math.fsum(ops.all_gather_stats(mine, self._parts).flatten().tolist())
 
     def _squares(self, reduced: Iterable[tuple[Unit, Tensor]]) -> dict[str, float]:
         """Sum of squares of the mean gradient of every part of the model, by its name in a state dict."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pyruntime.comm import Group
 from pyruntime.data_parallel.axes import axes_of
 from pyruntime.data_parallel.gradients import GradientReducer
 from pyruntime.data_parallel.optimizer import NonFinite, ShardedAdamW
@@ -114,6 +115,7 @@ class Sharded:
         weight_decay: float | dict[str, float] = 0.1,
         max_norm: float = 0.0,
         nonfinite: NonFinite = "raise",
+        parts: Group | None = None,
     ) -> ShardedAdamW:
         """The optimizer of this model; there is one.
 
@@ -123,6 +125,8 @@ class Sharded:
             0: no clipping.
         nonfinite: of a step whose gradient holds NaN or infinity: "raise" NonFiniteGradient, "skip" it, or
             "ignore" that, in which case, without clipping, units are updated during the backward pass.
+        parts: the ranks, this one among them, whose models are the parts of one (the stages of a pipeline):
+            the norm is that of all of them.
 
         Raises ValueError for another `nonfinite`, and where the model has an optimizer already.
         """
@@ -139,12 +143,17 @@ class Sharded:
             nonfinite=nonfinite,
             finish_gradients=self._reducer.finish,
             gatherer=self._gatherer,
+            parts=parts,
         )
         return self._optimizer
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes within add to the gradients, in fp32, and send nothing."""
         return self._reducer.accumulate()
+
+    def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+        """Adds dY^T X to the gradient of a linear weight, within `accumulate()`."""
+        self._reducer.add_product(weight, dy, x)
 
     def complete(self) -> None:
         """All parameters of the model are whole and current when it returns. Every rank calls it."""

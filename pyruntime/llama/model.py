@@ -18,8 +18,8 @@ the positions and the number of labels is as without.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ from pyruntime.nn.parameters import Group, TensorGroup
 from pyruntime.ops.layers import add_rms_norm, apply_rope_qkv, rms_norm, swiglu
 
 if TYPE_CHECKING:
-    from pyruntime.llama.generate import KVCache, LayerCache
+    from pyruntime.llama.generate import KVCache
 
 IGNORE_INDEX = -100  # labels of this value are left out of the loss, as in torch.nn.functional.cross_entropy
 
@@ -61,6 +61,37 @@ class Step:
     cos: Tensor  # [seq, head_dim]
     sin: Tensor
     context: Context | None  # of the ranks that share the sequence
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens."""
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of this layer, [B, G, S, d], behind what is there; returns all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a pipeline's rank holds of a model."""
+
+    layers: tuple[int, ...]
+    embed: bool
+    head: bool
+    """And the last norm."""
+
+
+class Layers(nn.ModuleList):
+    """Decoder layers by their numbers in the whole model."""
+
+    def __init__(self, numbers: Sequence[int], layers: Iterable[nn.Module]):
+        super().__init__()
+        for number, layer in zip(numbers, layers, strict=True):
+            self.add_module(str(number), layer)
+        self.numbers = tuple(numbers)
+
+    def of(self, number: int) -> Block:
+        """The layer of that number."""
+        return self._modules[str(number)]
 
 
 class Block(nn.Module):
@@ -87,13 +118,13 @@ class Block(nn.Module):
         normed: Tensor,
         x: Tensor,
         mlp_norm: Tensor,
-        next_norm: Tensor,
+        next_norm: Tensor | None,
         step: Step,
-        cache: LayerCache | None,
+        cache: Cache | None,
     ) -> tuple[Tensor, Tensor]:
         """`normed` and `x` [T/P, D] are this layer's normalised input and the residual stream; returns both
         for the next layer: adding to the stream and normalising it is one pass over memory, so a layer ends
-        with the norm of the layer that follows it."""
+        with the norm of the layer that follows it. Where that is on another rank, both are the stream."""
         rows = step.batch * step.seq
         qkv = self.qkv(normed, rows)
         q, k, v = apply_rope_qkv(
@@ -107,7 +138,11 @@ class Block(nn.Module):
             attended = step.context.attention(*(x.transpose(1, 2) for x in (q, k, v)))
         attended = attended.reshape(rows, -1)
         normed, x = add_rms_norm(self.out(attended), x, mlp_norm, self.eps)
-        return add_rms_norm(self.down(swiglu(self.gate_up(normed, rows))), x, next_norm, self.eps)
+        mlp = self.down(swiglu(self.gate_up(normed, rows)))
+        if next_norm is None:
+            x = x + mlp
+            return x, x
+        return add_rms_norm(mlp, x, next_norm, self.eps)
 
 
 class Llama(nn.Module):
@@ -121,8 +156,10 @@ class Llama(nn.Module):
     keep_gathered: column linears keep their gathered input (T * D elements each) for the backward instead of
         gathering it again; None: where the group spans hosts.
     context: the ranks that share every sequence; None: this rank has it whole.
+    part: what this rank holds of the model, in a pipeline; None: all of it.
 
-    Raises ValueError where the group does not divide the heads or the feed-forward columns.
+    Raises ValueError where the group does not divide the heads or the feed-forward columns, or where a part
+    of a model with tied embeddings lacks one of the two.
     """
 
     def __init__(
@@ -136,9 +173,16 @@ class Llama(nn.Module):
         seed: int | None = 0,
         keep_gathered: bool | None = None,
         context: Context | None = None,
+        part: Part | None = None,
     ):
         super().__init__()
         self.config, self.context = config, context
+        self.part = Part(tuple(range(config.num_hidden_layers)), True, True) if part is None else part
+        if config.tie_word_embeddings and self.part.embed != self.part.head:
+            raise ValueError(
+                "The embedding and the head share a weight, and this part of the model has one of them "
+                "alone; untie them (tie_word_embeddings=False), or keep both on one rank."
+            )
         self.group = TensorGroup.of(group)
         config.check_tp(self.group.size)
         dtype = dtype or torch.get_default_dtype()
@@ -146,12 +190,14 @@ class Llama(nn.Module):
         place = {"group": self.group, "dtype": dtype, "device": "meta"}
         options = {**place, "tier": tier}
         hidden, vocab = config.hidden_size, config.vocab_size
-        self.embed = VocabParallelEmbedding(vocab, hidden, **place)
-        self.layers = nn.ModuleList(
-            Block(config, options, keep_gathered) for _ in range(config.num_hidden_layers)
+        if self.part.embed:
+            self.embed = VocabParallelEmbedding(vocab, hidden, **place)
+        self.layers = Layers(
+            self.part.layers, (Block(config, options, keep_gathered) for _ in self.part.layers)
         )
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, group=self.group, dtype=dtype, device="meta")
-        self.head = ColumnParallelLinear(hidden, vocab, keep_gathered=keep_gathered, **options)
+        if self.part.head:
+            self.norm = RMSNorm(hidden, config.rms_norm_eps, group=self.group, dtype=dtype, device="meta")
+            self.head = ColumnParallelLinear(hidden, vocab, keep_gathered=keep_gathered, **options)
         self._tie()
         for name, module in self.named_modules():
             if isinstance(module, ParallelModule):
@@ -192,36 +238,58 @@ class Llama(nn.Module):
             raise ValueError(
                 f"labels have shape {list(labels.shape)}, but ids {list(ids.shape)}; they must be equal."
             )
+        return self.loss(logits, labels)
+
+    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | None = None) -> Tensor:
+        """The loss, as `forward` returns it, of this rank's logits [T, V/P], which are overwritten.
+
+        count: of the labels that the mean is over, where these are not all of them.
+        """
         labels = labels.reshape(-1)
         losses = vocab_parallel_cross_entropy(
             logits,
             labels,
             self.group,
-            vocab_start=self.embed.vocab_start,
+            vocab_start=self.head.vocab_start,
             vocab_size=self.config.vocab_size,
             ignore_index=IGNORE_INDEX,
             overwrite_logits=True,
         )
-        count = (labels != IGNORE_INDEX).sum()
+        if count is None:
+            count = (labels != IGNORE_INDEX).sum()
         if self.context is not None:
             count = self.context.sum(count.double().view(1))[0] / self.context.size
         return losses.sum() / count.clamp(min=1 if self.context is None else 1 / self.context.size).float()
 
     def hidden(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """The last norm's output [T/P, D], this rank's rows of T = B * S tokens; ids continue a cache."""
-        config = self.config
         batch, seq = self._check_ids(ids)
+        caches = None if cache is None else cache.layers
         start = 0 if cache is None else cache.length
+        return self.run(self.embed(ids.reshape(-1)), self.part.layers, batch, seq, start, caches)
+
+    def run(
+        self,
+        x: Tensor,
+        layers: Sequence[int],
+        batch: int,
+        seq: int,
+        start: int = 0,
+        caches: Sequence[Cache] | None = None,
+    ) -> Tensor:
+        """The residual stream [T/P, D] through some layers, and through the last norm where they are the last
+        ones. seq: tokens of each sequence, which follow `start` earlier ones. caches: one for each layer."""
+        config = self.config
         # Generation goes token by token, each rank for itself.
-        context = self.context if cache is None else None
+        context = self.context if caches is None else None
         end = start + seq * (1 if context is None else context.size)
         if end > config.max_position_embeddings:
             raise ValueError(
                 f"The sequence reaches position {end}, but the model has max_position_embeddings="
                 f"{config.max_position_embeddings}; use shorter sequences or raise that number."
             )
-        cos, sin = self._rope(end, ids.device)
-        places = slice(start, end) if context is None else context.positions(end).to(ids.device)
+        cos, sin = self._rope(end, x.device)
+        places = slice(start, end) if context is None else context.positions(end).to(x.device)
         step = Step(
             batch,
             seq,
@@ -231,28 +299,32 @@ class Llama(nn.Module):
             sin[places],
             context,
         )
-        norms = self.norm_weights()
-        x = self.embed(ids.reshape(-1))
+        norms = self.norm_weights(layers)
         normed = rms_norm(x, norms[0], config.rms_norm_eps)
-        for index, layer in enumerate(self.layers):
-            layer_cache = None if cache is None else cache.layers[index]
-            normed, x = layer(normed, x, norms[2 * index + 1], norms[2 * index + 2], step, layer_cache)
+        for index, number in enumerate(layers):
+            cache = None if caches is None else caches[index]
+            following = norms[2 * index + 2] if 2 * index + 2 < len(norms) else None
+            normed, x = self.layers.of(number)(normed, x, norms[2 * index + 1], following, step, cache)
         return normed
 
-    def norm_weights(self) -> Sequence[Tensor]:
-        """Weights of all norms in the order of their use: attention and MLP of each layer, then the last.
+    def norm_weights(self, layers: Sequence[int]) -> Sequence[Tensor]:
+        """Weights of the norms of some layers in the order of their use: attention and MLP of each, then the
+        last norm where these are the last layers.
 
         Every rank applies them to its own tokens, so their gradients must be summed over the group. Stacked,
         that is one collective per backward pass instead of 2 L + 1.
         """
-        modules = [norm for layer in self.layers for norm in (layer.attention_norm, layer.mlp_norm)]
-        weights = [norm.weight for norm in (*modules, self.norm)]
+        of_layers = [self.layers.of(number) for number in layers]
+        modules = [norm for layer in of_layers for norm in (layer.attention_norm, layer.mlp_norm)]
+        if layers[-1] == self.config.num_hidden_layers - 1:
+            modules.append(self.norm)
+        weights = [norm.weight for norm in modules]
         if self.group.size == 1:
             return weights
         return ops.replicate_grad(torch.stack(weights), self.group.name).unbind()
 
     def _tie(self) -> None:
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and self.part.head:
             self.head.weight = self.embed.weight
 
     def _rope(self, length: int, device: torch.device) -> Tensor:

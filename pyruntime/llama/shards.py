@@ -47,16 +47,19 @@ class Shard:
 
 
 def shards(model: Llama) -> Iterator[Shard]:
-    """Every tensor of the checkpoint, in the order in which the model uses them; the same on every rank.
+    """Every tensor of the checkpoint that the model's part has, in the order in which the model uses them;
+    the same on every rank of its group.
 
     A tied head has no tensor of its own.
     """
-    yield from _shards_of(model.embed, {"": _MODEL["embed"]})
-    for index, layer in enumerate(model.layers):
+    if model.part.embed:
+        yield from _shards_of(model.embed, {"": _MODEL["embed"]})
+    for number in model.part.layers:
         for module, names in _LAYER.items():
-            yield from _shards_of(getattr(layer, module), names, f"model.layers.{index}.")
-    yield from _shards_of(model.norm, {"": _MODEL["norm"]})
-    if not model.config.tie_word_embeddings:
+            yield from _shards_of(getattr(model.layers.of(number), module), names, f"model.layers.{number}.")
+    if model.part.head:
+        yield from _shards_of(model.norm, {"": _MODEL["norm"]})
+    if model.part.head and not model.config.tie_word_embeddings:
         yield from _shards_of(model.head, {"": _MODEL["head"]})
 
 

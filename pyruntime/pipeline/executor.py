@@ -19,21 +19,13 @@ from torch import Tensor, nn
 from pyruntime.comm import Group, group_rank, group_size
 from pyruntime.comm.channel import Channels
 from pyruntime.comm.ranges import marked
-from pyruntime.pipeline.actions import Action, Kind, Schedule
+from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers
 from pyruntime.pipeline.slices import Carry
 from pyruntime.pipeline.validate import check
 from pyruntime.pipeline.weight_gradients import Product, WeightGradients
 
 Loss = Callable[[Tensor, int, int], Tensor]
 """(output of the last stage, micro-batch, slice) -> scalar, of which the backward pass is taken."""
-
-_TRANSFERS = {
-    Kind.SEND_ACTIVATION: +1,
-    Kind.RECEIVE_ACTIVATION: -1,
-    Kind.SEND_GRADIENT: -1,
-    Kind.RECEIVE_GRADIENT: +1,
-}
-"""Where the stage at the other end is, from the action's."""
 
 
 class Pipeline:
@@ -83,14 +75,14 @@ class Pipeline:
             )
         check(schedule)
         self._stages = dict(stages)
-        self._lines = [math.prod(shape[:-1]) for shape in self._shapes]
+        most = max(math.prod(shape[:-1]) for shape in self._shapes)
         edges = [
-            (rank, schedule.placement[action.stage + _TRANSFERS[action.kind]])
+            (rank, schedule.placement[action.counterpart.stage])
             for rank, actions in enumerate(schedule.actions)
             for action in actions
-            if action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+            if action.kind.is_send
         ]
-        self._channels = Channels(group, "pp", edges, max(self._lines), self._shapes[0][-1], dtype)
+        self._channels = Channels(group, "pp", edges, most, self._shapes[0][-1], dtype)
         self._weights = WeightGradients(stages.values(), take_product)
 
     def close(self) -> None:
@@ -105,26 +97,60 @@ class Pipeline:
 
         Raises CommTimeout or PeerLost where another stage does not come.
         """
+        actions = self.schedule.actions[self._rank]
+        return self._run(actions, self.schedule.micro_batches, inputs, loss)
+
+    def evaluate(
+        self,
+        inputs: Sequence[Sequence[Any]] | None,
+        loss: Loss | None,
+        shapes: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[Tensor]]:
+        """Forward passes alone, of as many micro-batches as `inputs` has (on every rank alike), in their
+        order. shapes: as the pipeline was given them, where these are smaller. Otherwise as `step`."""
+        micro_batches = 1 if inputs is None else len(inputs)
+        trained, self._shapes = self._shapes, [tuple(shape) for shape in shapes or self._shapes]
+        try:
+            return self._run(self._forwards(micro_batches), micro_batches, inputs, loss)
+        finally:
+            self._shapes = trained
+
+    def _forwards(self, micro_batches: int) -> Sequence[Action]:
+        """This rank's actions of forward passes alone."""
+        computes = [
+            [
+                Action(Kind.FORWARD, stage, micro_batch, part)
+                for micro_batch in range(micro_batches)
+                for stage in self.schedule.stages_of(rank)
+                for part in range(self.schedule.slices)
+            ]
+            for rank in range(self.schedule.ranks)
+        ]
+        return with_transfers(computes, self.schedule.placement)[self._rank]
+
+    def _run(
+        self, actions: Sequence[Action], micro_batches: int, inputs: Any, loss: Loss | None
+    ) -> list[list[Tensor]]:
         run = _Run()
-        self._expect()
-        losses: list[list[Tensor]] = [[] for _ in range(self.schedule.micro_batches)]
-        for action in self.schedule.actions[self._rank]:
-            with marked(
-                f"pp {action.kind.value} of stage {action.stage}, micro-batch", str(action.micro_batch)
-            ):
+        self._expect(actions)
+        losses: list[list[Tensor]] = [[] for _ in range(micro_batches)]
+        for action in actions:
+            what = f"pp {action.kind.value} of stage {action.stage}, micro-batch"
+            with marked(what, str(action.micro_batch)):
                 self._execute(action, run, inputs, loss, losses)
         return losses if any(losses) else []
 
-    def _expect(self) -> None:
+    def _expect(self, actions: Sequence[Action]) -> None:
         coming: dict[int, list[int]] = {}
-        for action in self.schedule.actions[self._rank]:
-            if action.kind in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT):
-                coming.setdefault(self._peer(action), []).append(self._lines[action.slice])
-        for sender, lines in coming.items():
-            self._channels.expect(sender, lines)
+        for action in actions:
+            if action.kind.is_receive:
+                lines = math.prod(self._shapes[action.slice][:-1])
+                coming.setdefault(self._peer(action), []).append(lines)
+        for sender, lines_of in coming.items():
+            self._channels.expect(sender, lines_of)
 
     def _peer(self, action: Action) -> int:
-        return self.schedule.placement[action.stage + _TRANSFERS[action.kind]]
+        return self.schedule.placement[action.counterpart.stage]
 
     def _execute(self, action: Action, run: _Run, inputs: Any, loss: Loss | None, losses: list) -> None:
         key = (action.stage, action.micro_batch, action.slice)

@@ -18,6 +18,8 @@ class Carry:
     def __init__(self) -> None:
         self.length = 0
         """Tokens of the slices before the current one."""
+        self.part = 0
+        """The current slice."""
         self._next_length = 0
         self._made: list[list[tuple[Tensor, Tensor]]] = []  # by slice, in the order of the layers
         self._kept: list[list[tuple[Tensor, Tensor]]] = []  # the same, cut off
@@ -25,7 +27,7 @@ class Carry:
     def begin(self, part: int) -> Carry:
         """Slice `part` is the next to run."""
         assert part == len(self._made)
-        self.length = self._next_length
+        self.length, self.part = self._next_length, part
         self._made.append([])
         self._kept.append([])
         return self

@@ -92,6 +92,11 @@ def load(checkpoint: Path, facts: Facts, checkpointed: Checkpointed, group: dist
     return step
 
 
+def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Loads the weights alone, in place, at any number of ranks."""
+    dcp.load({"model": model.state_dict()}, checkpoint_id=str(checkpoint), process_group=group)
+
+
 def _first_cause(error: BaseException) -> str:
     failures = getattr(error, "failures", None)  # CheckpointException: {rank: (exception, traceback)}
     if failures:

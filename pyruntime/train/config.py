@@ -13,6 +13,7 @@ from typing import Literal
 
 Tier = Literal["auto", "unfused", "chunked"]
 Dtype = Literal["bf16", "fp32"]
+PipelineKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "terapipe", "seq1f1b"]
 ContextLayout = Literal["zigzag", "striped", "contiguous"]
 ContextVariant = Literal["ring", "all_gather_kv", "ulysses", "auto"]
 
@@ -109,17 +110,31 @@ class Parallel:
     """How the model is spread over the ranks."""
 
     tp: int | None = None
-    """Tensor-parallel ranks, with sequence parallelism; None: those that torchrun started, divided by dp and
-    cp."""
+    """Tensor-parallel ranks, with sequence parallelism; None: those that torchrun started, divided by the
+    others."""
+    pp: int = 1
+    """Pipeline stages' ranks, which share the layers; the [pipeline] section says how they take turns."""
     cp: int = 1
     """Context-parallel ranks, which share every sequence; seq_len divides by twice as many (zigzag)."""
     dp: int = 1
-    """Data-parallel ranks, which share the sequences of a step; dp * cp * tp ranks are started."""
+    """Data-parallel ranks, which share the sequences of a step; pp * dp * cp * tp ranks are started."""
     zero: Literal[0, 1, 2, 3] = 1
     """What is cut over the data- and context-parallel ranks: 0 nothing, 1 and 2 optimizer states and
     gradients, 3 the weights too."""
     dp_replicate: int = 1
     """Groups of data-parallel ranks that each hold everything once (hybrid sharding); divides dp."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """In which order the stages of a pipeline compute; `python -m pyruntime schedule` draws them."""
+
+    kind: PipelineKind = "1f1b"
+    """Schedule: gpipe, 1f1b, interleaved, zb-h1 and zb-v (zero bubble), terapipe and seq1f1b (slices)."""
+    virtual: int = 1
+    """Stages of a rank, of the interleaved schedule."""
+    slices: int = 1
+    """Parts that every sequence is cut into, of the sliced schedules, in tokens as equal as may be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +204,8 @@ class RunConfig:
     """How long and on how much at a time."""
     parallel: Parallel = Parallel()
     """How the model is spread over the ranks."""
+    pipeline: Pipeline = Pipeline()
+    """In which order the stages of a pipeline compute; `python -m pyruntime schedule` draws them."""
     context: Context = Context()
     """How sequences are spread over the context-parallel ranks."""
     comm: Comm = Comm()

@@ -9,7 +9,8 @@ A step with A micro-batches, on each rank:
 All ranks of a tensor-parallel group see the same batches; data-parallel ranks share the sequences of a step,
 and context-parallel ranks the tokens of a sequence. All decide on the same exchanged numbers, so they stay in
 step without further messages. Over data- and context-parallel ranks the gradients are reduced during the last
-micro-batch, and the pass and the norm are those of `pyruntime.data_parallel`.
+micro-batch, and the pass and the norm are those of `pyruntime.data_parallel`. The stages of a pipeline run
+the micro-batches as their schedule says (`pipelined.py`); the last one has the losses.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from pyruntime.train.corpus import Corpus
 from pyruntime.train.errors import TrainingError
 from pyruntime.train.metrics import StepMetrics, peak_memory_bytes
 from pyruntime.train.optimizer import AdamW, clip_coefficient, global_norm
+from pyruntime.train.pipelined import Pipelined
 from pyruntime.train.schedule import learning_rate
 from pyruntime.train.signals import Stopped, StopRequest
 
@@ -59,8 +61,9 @@ class Exchange:
 class Trainer:
     """Trains `model` of `shape` on `corpus` over the tensor-parallel `group` and the mesh `replicas`, over
     which gradients are reduced: the data-parallel ranks, and with a `context` its ranks too. Every rank makes
-    one. With `replicas`, `world` are all ranks, those of a tensor-parallel group one after another, and those
-    of a context."""
+    one. With `replicas` or a pipeline `pp`, `world` are all ranks, those of a tensor-parallel group one after
+    another, then those of a context, of data parallelism, and of the pipeline. With `pp`, `model` is this
+    rank's part of it."""
 
     def __init__(
         self,
@@ -74,18 +77,20 @@ class Trainer:
         replicas: DeviceMesh | None = None,
         world: comm.Group | None = None,
         context: Context | None = None,
+        pp: comm.Group | None = None,
     ):
         train = config.train
         self._config, self._corpus, self._run_dir = config, corpus, run_dir
         self._stop = stop
-        tp_size = comm.group_size(group)
+        self._tp_size = tp_size = comm.group_size(group)
         self._group = comm.process_group(group if world is None else world)
         self._group_name = comm.group_name(self._group)
         self._context = context
         cp_size = 1 if context is None else context.size
-        self._replicas = self._group.size() // tp_size
+        self._pp_size = 1 if pp is None else comm.group_size(pp)
+        self._replicas = self._group.size() // (tp_size * self._pp_size)
         self._dp_size = self._replicas // cp_size
-        self._dp_rank = self._group.rank() // (tp_size * cp_size)
+        self._dp_rank = self._group.rank() // (tp_size * cp_size) % self._dp_size
         self.model = model
         self.sharded = None if replicas is None else shard(model, replicas, stage=config.parallel.zero)
         axes = None if self.sharded is None else self.sharded.axes
@@ -100,7 +105,9 @@ class Trainer:
                 eps=config.optimizer.eps,
                 weight_decay=config.optimizer.weight_decay,
                 max_norm=config.optimizer.clip_grad_norm,
+                parts=pp,
             )
+        self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
         self.step = 0
         self.tiers = Report(())
         self._facts = Facts(step=0, dtype=train.dtype, model=dataclasses.asdict(shape))
@@ -114,6 +121,13 @@ class Trainer:
     def resume(self, folder: Path) -> None:
         """Takes up weights, optimizer state and step of the checkpoint in `folder`."""
         self.step = checkpoint.load(folder, self._facts, self._checkpointed(), self._group)
+
+    def close(self) -> None:
+        """The model is as it was, with its current weights."""
+        if self._pipelined is not None:
+            self._pipelined.close()
+        if self.sharded is not None:
+            self.sharded.close()
 
     def fit(self) -> Iterator[StepMetrics]:
         """Runs the steps that are left, and yields what was measured after each, on every rank.
@@ -157,18 +171,24 @@ class Trainer:
             for first in range(0, len(self._validation), self._dp_size):
                 index = first + self._dp_rank
                 ids, labels = self._shards(*self._validation[min(index, len(self._validation) - 1)])
-                loss = float(self.model(ids, labels))
+                loss = self._loss(ids, labels)
                 total += loss * ids.numel() if index < len(self._validation) else 0.0
         self.model.train()
         tokens = sum(ids.numel() for ids, _ in self._validation)
-        if self._replicas > 1:
+        if self._group.size() > self._tp_size:
             shares = ops.all_gather_stats(torch.tensor([total], dtype=torch.float64), self._group_name)
-            total = math.fsum(self._of_replicas(shares.flatten().tolist()))
+            total = math.fsum(self._of_tp_groups(shares.flatten().tolist()))
         return total / tokens
 
-    def _of_replicas(self, of_all: Sequence[float]) -> Sequence[float]:
+    def _of_tp_groups(self, of_all: Sequence[float]) -> Sequence[float]:
         """What one rank of each tensor-parallel group has said, of what all ranks have."""
-        return of_all[:: len(of_all) // self._replicas]
+        return of_all[:: self._tp_size]
+
+    def _loss(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
+        """Mean loss of a batch, without gradients; in a pipeline its last stage's, and 0 elsewhere."""
+        if self._pipelined is not None:
+            return self._pipelined.evaluate(ids, labels)
+        return float(self.model(ids, labels))
 
     def _shards(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's tokens of whole sequences."""
@@ -183,15 +203,11 @@ class Trainer:
         train = self._config.train
         ids, labels = training_batch(self._corpus.train, step, train.seed, train.batch_size, train.seq_len)
         ids, labels = self._shards(*(whole.chunk(self._dp_size)[self._dp_rank] for whole in (ids, labels)))
-        loss = torch.zeros(())
-        size = train.micro_batch_size
-        micro = list(zip(ids.split(size), labels.split(size), strict=True))
-        for index, (ids_micro, labels_micro) in enumerate(micro):
-            loss_micro = self.model(ids_micro, labels_micro)
-            with self._accumulating(more=index + 1 < len(micro)):
-                loss_micro.backward(self._backward_seed)
-            loss += loss_micro.detach() * self._backward_seed
-        seen = self._exchange(float(loss))
+        if self._pipelined is None:
+            loss = self._forward_and_backward(ids, labels)
+        else:
+            loss = self._pipelined.step(ids, labels, float(self._backward_seed))
+        seen = self._exchange(loss)
         lr = learning_rate(step, train.steps, self._config.optimizer)
         norm = self._update(step, lr, seen)
         seconds = time.perf_counter() - started
@@ -206,6 +222,18 @@ class Trainer:
             memory_bytes=seen.memory_bytes,
         )
         return metrics, seen.stop
+
+    def _forward_and_backward(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
+        """Of all micro-batches; their mean loss."""
+        loss = torch.zeros(())
+        size = self._config.train.micro_batch_size
+        micro = list(zip(ids.split(size), labels.split(size), strict=True))
+        for index, (ids_micro, labels_micro) in enumerate(micro):
+            loss_micro = self.model(ids_micro, labels_micro)
+            with self._accumulating(more=index + 1 < len(micro)):
+                loss_micro.backward(self._backward_seed)
+            loss += loss_micro.detach() * self._backward_seed
+        return float(loss)
 
     def _accumulating(self, more: bool) -> contextlib.AbstractContextManager[None]:
         """Around a backward pass after which `more` follow in this step."""
@@ -241,12 +269,16 @@ class Trainer:
         ranks = ops.all_gather_stats(torch.tensor(mine, dtype=torch.float64), self._group_name).tolist()
         losses, sharded, replicated, exposed, memory, stops = zip(*ranks, strict=True)
         return Exchange(
-            loss=math.fsum(self._of_replicas(losses)) / self._replicas,
-            squared_norm=(list(sharded), replicated[0]),
+            loss=math.fsum(self._of_tp_groups(losses)) / self._replicas,
+            squared_norm=(list(sharded), math.fsum(self._of_stages(replicated))),
             exposed_comm_s=max(exposed),
             memory_bytes=int(max(memory)),
             stop=int(max(stops)),
         )
+
+    def _of_stages(self, of_all: Sequence[float]) -> Sequence[float]:
+        """What the first rank of each stage has said."""
+        return of_all[:: len(of_all) // self._pp_size]
 
     def _exchange_stop(self) -> int:
         """Signal that any rank was sent, the same on all; 0: none."""

@@ -24,13 +24,15 @@ from pyruntime import comm
 from pyruntime.context import Context
 from pyruntime.llama import Llama, generate, load_weights, save_hf
 from pyruntime.llama.config import LlamaConfig
-from pyruntime.train import checkpoint_folder, config_file, corpus, metrics, report, shape
+from pyruntime.llama.model import Part
+from pyruntime.train import checkpoint, checkpoint_folder, config_file, corpus, metrics, report, shape
 from pyruntime.train.config import RunConfig, tokens_per_step
 from pyruntime.train.corpus import Corpus
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.first_rank import on_first_rank
 from pyruntime.train.loop import Trainer
 from pyruntime.train.metrics import MetricsFile, StepMetrics
+from pyruntime.train.pipelined import part_of
 from pyruntime.train.progress import Progress
 from pyruntime.train.signals import StopRequest
 from pyruntime.train.tokenizer import Tokenizer, open_tokenizer
@@ -46,16 +48,17 @@ def run(
     stop: StopRequest,
     replicas: DeviceMesh | None = None,
     cp: comm.Group | None = None,
+    pp: comm.Group | None = None,
 ) -> Path:
     """Trains as `config` says over the tensor-parallel `group`, the mesh `replicas` over which gradients are
-    reduced and the context-parallel group `cp`, on every rank of which it is called, and returns the run
-    folder.
+    reduced, the context-parallel group `cp` and the pipeline `pp`, on every rank of which it is called, and
+    returns the run folder.
 
     `name` is the configuration's, for the folder. Raises ConfigError, `Stopped`, TrainingError, or the
     communication errors of `pyruntime`.
     """
     tp = comm.group_size(group)
-    ranks = comm.process_group(group) if replicas is None else dist.group.WORLD
+    ranks = comm.process_group(group) if replicas is None and pp is None else dist.group.WORLD
     context = None if cp is None else Context(cp, config.context.layout, config.context.variant)
     first = ranks.rank() == 0
     tokenizer = open_tokenizer(config.data.tokenizer)
@@ -63,7 +66,8 @@ def run(
     start_at, steps_done = _checkpoint(config, wanted)
     run_dir = on_first_rank(ranks, lambda: _make_run_dir(config, name, start_at))
     text = _corpus(config, tokenizer, run_dir, ranks)
-    model = _model(config, wanted, group, context)
+    part = None if pp is None else part_of(config, wanted, comm.group_rank(pp))
+    model = _model(config, wanted, group, context, part)
     progress = Progress(
         config.train.steps,
         config.output.progress if first else "off",
@@ -73,7 +77,7 @@ def run(
     if first:
         progress.say(_opening(config, wanted, text, run_dir, tp))
 
-    trainer = Trainer(config, model, wanted, text, group, run_dir, stop, replicas, ranks, context)
+    trainer = Trainer(config, model, wanted, text, group, run_dir, stop, replicas, ranks, context, pp)
     if start_at:
         trainer.resume(start_at)
     history: list[StepMetrics] = []
@@ -85,9 +89,11 @@ def run(
                 file.write(step)
                 progress.show(step)
     bytes_moved = _bytes_read() - bytes_before
-    if trainer.sharded is not None:
-        trainer.sharded.close()
-    if ranks.rank() < tp:
+    trainer.close()
+    is_first_group = ranks.rank() < tp
+    if pp is not None and is_first_group:
+        model = _whole_model(config, wanted, group, run_dir)
+    if is_first_group:
         save_hf(model, run_dir / MODEL_FOLDER)
 
     def report_training() -> None:
@@ -96,7 +102,7 @@ def run(
         _report(run_dir, card, progress)
 
     on_first_rank(ranks, report_training, slow=True)
-    sample = _sample(config, model, tokenizer)
+    sample = _sample(config, model, tokenizer) if pp is None or is_first_group else None
     if first:
         _close(run_dir, sample, progress)
     return run_dir
@@ -168,8 +174,23 @@ def _corpus(config: RunConfig, tokenizer: Tokenizer, run_dir: Path, group: dist.
     return text
 
 
-def _model(config: RunConfig, wanted: LlamaConfig, group: comm.Group, context: Context | None) -> Llama:
-    options = {"dtype": DTYPES[config.train.dtype], "tier": config.comm.tier, "context": context}
+def _whole_model(config: RunConfig, wanted: LlamaConfig, group: comm.Group, run_dir: Path) -> Llama:
+    """All stages' weights, from the checkpoint that the last step left."""
+    model = Llama(wanted, group, dtype=DTYPES[config.train.dtype], tier=config.comm.tier, seed=None)
+    folder = checkpoint_folder.find(run_dir)
+    checkpoint.load_weights(folder, model, comm.process_group(group))
+    return model
+
+
+def _model(
+    config: RunConfig, wanted: LlamaConfig, group: comm.Group, context: Context | None, part: Part | None
+) -> Llama:
+    options = {
+        "dtype": DTYPES[config.train.dtype],
+        "tier": config.comm.tier,
+        "context": context,
+        "part": part,
+    }
     if context is not None and context.variant == "ulysses":
         heads = wanted.num_key_value_heads // comm.group_size(group)
         if heads % context.size:
@@ -212,6 +233,8 @@ def _opening(config: RunConfig, wanted: LlamaConfig, text: Corpus, run_dir: Path
     dp = f", dp={parallel.dp} at zero {parallel.zero}" if parallel.dp > 1 else ""
     if parallel.dp_replicate > 1:
         dp += f" in {parallel.dp_replicate} replicas"
+    if parallel.pp > 1:
+        dp += f", pp={parallel.pp} ({config.pipeline.kind})"
     if parallel.cp > 1:
         dp += f", cp={parallel.cp} ({config.context.layout}, {config.context.variant})"
     skipped = f" ({facts.skipped} without text left out)" if facts.skipped else ""

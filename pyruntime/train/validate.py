@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from pyruntime.train.config import ContextLayout, ContextVariant, RunConfig, Tier
+from pyruntime.train.config import ContextLayout, ContextVariant, PipelineKind, RunConfig, Tier
 from pyruntime.train.errors import ConfigError
 
 LONGEST_S = 1e6
@@ -127,7 +127,7 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
     )
     check_seconds("comm.deadline_s", config.comm.deadline_s)
     tp, dp, replicate = config.parallel.tp, config.parallel.dp, config.parallel.dp_replicate
-    cp = config.parallel.cp
+    cp, pp = config.parallel.cp, config.parallel.pp
     zero = config.parallel.zero
     _require(zero in (0, 1, 2, 3), f"parallel.zero must be 0, 1, 2 or 3, found {zero}.")
     _require(
@@ -140,19 +140,47 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
     )
     _require(tp is None or tp >= 1, f"parallel.tp must be at least 1, found {tp}.")
     _check_context(config)
-    others = [f"parallel.{name}={size}" for name, size in (("dp", dp), ("cp", cp)) if size > 1]
+    _check_pipeline(config)
+    others = [f"parallel.{name}={size}" for name, size in (("pp", pp), ("dp", dp), ("cp", cp)) if size > 1]
     if tp is None:
         _require(
-            world_size % (dp * cp) == 0,
-            f"{' times '.join(others)} but {world_size} rank(s) were started; start a multiple of {dp * cp}.",
+            world_size % (pp * dp * cp) == 0,
+            f"{' times '.join(others)} but {world_size} rank(s) were started; start a multiple of "
+            f"{pp * dp * cp}.",
         )
         return
-    needed = tp * dp * cp
+    needed = tp * pp * dp * cp
     axes = " times ".join([f"parallel.tp={tp}", *others])
     _require(
         needed == world_size,
         f"{axes} but {world_size} rank(s) were started, and every rank belongs to a group of each axis; "
         f"start torchrun with --nproc-per-node {needed}, or leave parallel.tp out.",
+    )
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    pp, pipeline = config.parallel.pp, config.pipeline
+    _require(pp >= 1, f"parallel.pp must be at least 1, found {pp}.")
+    kinds = get_args(PipelineKind)
+    _require(
+        pipeline.kind in kinds, f"pipeline.kind must be one of {', '.join(kinds)}, found {pipeline.kind}."
+    )
+    for name in ("virtual", "slices"):
+        value = getattr(pipeline, name)
+        _require(value >= 1, f"pipeline.{name} must be at least 1, found {value}.")
+        _require(pp > 1 or value == 1, f"pipeline.{name}={value} without a pipeline; set parallel.pp.")
+    _require(
+        pp == 1 or config.parallel.zero < 3,
+        "parallel.zero=3 gathers weights for every micro-batch of a pipeline anew; use 0, 1 or 2.",
+    )
+    _require(
+        pipeline.slices == 1 or config.parallel.cp == 1,
+        f"pipeline.slices={pipeline.slices} and parallel.cp={config.parallel.cp} both cut sequences; use "
+        "one of them.",
+    )
+    _require(
+        pipeline.slices <= config.train.seq_len,
+        f"pipeline.slices={pipeline.slices} of train.seq_len={config.train.seq_len} tokens; use fewer.",
     )
 
 

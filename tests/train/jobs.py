@@ -24,6 +24,7 @@ from pyruntime.train.config import (
 )
 from pyruntime.train.loop import Trainer
 from pyruntime.train.metrics import StepMetrics
+from pyruntime.train.pipelined import part_of
 from pyruntime.train.run import DTYPES
 from pyruntime.train.signals import StopRequest
 from pyruntime.train.tokenizer import ByteTokenizer
@@ -63,19 +64,21 @@ def prepare(config: RunConfig) -> Path:
     return folder
 
 
-_runtimes: dict[tuple[int, int, int, int], comm.Runtime] = {}
+_runtimes: dict[tuple[int, ...], comm.Runtime] = {}
 
 
 def runtime(config: RunConfig, world: int) -> comm.Runtime | None:
     """The mesh of a job over the pool's four ranks, or eight, made once; None where it has tensor-parallel
     ranks alone."""
     dp, replicate, cp = config.parallel.dp, config.parallel.dp_replicate, config.parallel.cp
-    if dp * cp == 1:
+    pp = config.parallel.pp
+    if dp * cp * pp == 1:
         return None
-    key = (dp, replicate, cp, world)
+    key = (pp, dp, replicate, cp, world)
     if key not in _runtimes:
         sizes = {"dp_replicate": replicate, "dp_shard": dp // replicate} if replicate > 1 else {"dp": dp}
-        sizes = (sizes if dp > 1 else {}) | ({"cp": cp} if cp > 1 else {}) | {"tp": world // (dp * cp)}
+        sizes = ({"pp": pp} if pp > 1 else {}) | (sizes if dp > 1 else {}) | ({"cp": cp} if cp > 1 else {})
+        sizes |= {"tp": world // (pp * dp * cp)}
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         _runtimes[key] = comm.Runtime(mesh)
     return _runtimes[key]
@@ -85,6 +88,7 @@ def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Traine
     """This rank's trainer of a job that was prepared: tensor parallel over `group`, or, where the job has
     other ranks too, over what `runtime` makes of the group, which is all of them."""
     whole, replicas, world, context = runtime(config, comm.group_size(group)), None, None, None
+    pp = None if whole is None else whole.pp
     if whole is not None:
         replicas, world, group = whole.replicas, group, whole.tp
         if whole.cp is not None:
@@ -92,12 +96,12 @@ def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Traine
     size = comm.group_size(group)
     wanted = shape.llama_config(config.model, 256, config.train.seq_len, size)
     options = {"dtype": DTYPES[config.train.dtype], "seed": config.train.seed, "tier": config.comm.tier}
-    model = Llama(wanted, group, context=context, **options)
+    part = None if pp is None else part_of(config, wanted, comm.group_rank(pp))
+    model = Llama(wanted, group, context=context, part=part, **options)
     folder = Path(config.output.run_dir)
     text = corpus.open_corpus(folder, config.train.seq_len)
-    return Trainer(
-        config, model, wanted, text, group, folder, stop or StopRequest(), replicas, world, context
-    )
+    stop = stop or StopRequest()
+    return Trainer(config, model, wanted, text, group, folder, stop, replicas, world, context, pp)
 
 
 def history(group, config: RunConfig, resume: Path | None = None) -> list[StepMetrics]:

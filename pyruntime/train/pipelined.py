@@ -1,0 +1,133 @@
+"""The training loop's forward and backward passes over the stages of a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from pyruntime import comm
+from pyruntime.data_parallel import Sharded
+from pyruntime.llama import Llama
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.model import Part
+from pyruntime.llama.stage import LlamaStage
+from pyruntime.pipeline import Schedule, make_schedule
+from pyruntime.pipeline.executor import Pipeline
+from pyruntime.pipeline.split import split_layers
+from pyruntime.train.config import RunConfig, micro_batches
+from pyruntime.train.errors import ConfigError
+
+
+def schedule_of(config: RunConfig) -> Schedule:
+    """The schedule that a configuration asks for. Raises ConfigError where there is none."""
+    pipeline = config.pipeline
+    try:
+        return make_schedule(
+            pipeline.kind,
+            config.parallel.pp,
+            micro_batches(config),
+            virtual=pipeline.virtual,
+            slices=pipeline.slices,
+        )
+    except ValueError as error:
+        raise ConfigError(f"[pipeline]: {error}") from error
+
+
+def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
+    """Which layers each stage holds. The head counts as the layers that take as long as its product. Raises
+    ConfigError where there are fewer layers than stages, or head and embedding share a weight."""
+    if shape.tie_word_embeddings:
+        raise ConfigError(
+            "model.tie_word_embeddings: a pipeline has the embedding in its first stage and the head in its "
+            "last; set it to false."
+        )
+    hidden, ffn = shape.hidden_size, shape.intermediate_size
+    heads = shape.num_attention_heads + shape.num_key_value_heads
+    layer = 2 * hidden * heads * shape.head_dim + 3 * hidden * ffn
+    head = hidden * shape.vocab_size / layer
+    try:
+        return split_layers([1.0] * shape.num_hidden_layers, schedule_of(config).stages, last=head)
+    except ValueError as error:
+        raise ConfigError(f"parallel.pp: {error}") from error
+
+
+def part_of(config: RunConfig, shape: LlamaConfig, rank: int) -> Part:
+    """What rank `rank` of the pipeline holds of the model."""
+    runs = layers_of_stages(config, shape)
+    own = [runs[stage] for stage in schedule_of(config).stages_of(rank)]
+    layers = tuple(number for run in own for number in run)
+    return Part(layers, embed=0 in layers, head=shape.num_hidden_layers - 1 in layers)
+
+
+class Pipelined:
+    """This rank's stages of `model`, which has the `part_of` this rank; over the pipeline's ranks `pp`.
+
+    sharded: the model over data-parallel ranks, whose gradients it takes.
+    """
+
+    def __init__(self, config: RunConfig, model: Llama, pp: comm.Group, sharded: Sharded | None):
+        schedule = schedule_of(config)
+        train = config.train
+        self._model, self._sharded = model, sharded
+        tokens = train.seq_len // (1 if model.context is None else model.context.size)
+        self._slices = [len(part) for part in torch.arange(tokens).tensor_split(schedule.slices)]
+        runs = layers_of_stages(config, model.config)
+        self._stages = {
+            stage: LlamaStage(model, runs[stage], train.micro_batch_size, self._slices)
+            for stage in schedule.stages_of(comm.group_rank(pp))
+        }
+        self._dtype = next(model.parameters()).dtype
+        self._pipeline = Pipeline(
+            schedule,
+            self._stages,
+            pp,
+            shapes=self._shapes(train.micro_batch_size),
+            dtype=self._dtype,
+            take_product=None if sharded is None else sharded.add_product,
+        )
+
+    def _shapes(self, batch: int) -> list[tuple[int, int]]:
+        """Of this tensor-parallel rank's part of the residual stream, by slice."""
+        group = self._model.group
+        rows = (len(torch.arange(batch * seq).tensor_split(group.size)[group.rank]) for seq in self._slices)
+        return [(count, self._model.config.hidden_size) for count in rows]
+
+    def step(self, ids: Tensor, labels: Tensor, scale: float) -> float:
+        """Forward and backward of all micro-batches [m B, S]; the gradients are those of `scale` times the
+        losses. Returns their sum, of which the last stage alone has any."""
+        accumulating = contextlib.nullcontext() if self._sharded is None else self._sharded.accumulate()
+        with accumulating:
+            losses = self._pipeline.step(self._cut(ids), self._loss(labels, scale))
+        return sum(float(part) for parts in losses for part in parts)
+
+    @torch.no_grad()
+    def evaluate(self, ids: Tensor, labels: Tensor) -> float:
+        """Mean loss of one batch [B, S], in the last stage; 0 in others."""
+        batch = len(ids)
+        for stage in self._stages.values():
+            trained, stage.batch = stage.batch, batch
+        losses = self._pipeline.evaluate(
+            [list(ids.split(self._slices, 1))], self._loss(labels, 1.0, batch), self._shapes(batch)
+        )
+        for stage in self._stages.values():
+            stage.batch = trained
+        return sum(float(part) for parts in losses for part in parts)
+
+    def close(self) -> None:
+        self._pipeline.close()
+
+    def _cut(self, ids: Tensor) -> list[list[Tensor]]:
+        batch = next(iter(self._stages.values())).batch
+        return [list(each.split(self._slices, 1)) for each in ids.split(batch)]
+
+    def _loss(self, labels: Tensor, scale: float, batch: int | None = None):
+        whole = labels.split(batch or next(iter(self._stages.values())).batch)
+        cut = [each.split(self._slices, 1) for each in whole]
+
+        def loss(logits: Tensor, micro_batch: int, part: int) -> Tensor:
+            count = torch.tensor(whole[micro_batch].numel())
+            return self._model.loss(logits, cut[micro_batch][part].contiguous(), count) * scale
+
+        return loss

@@ -1,0 +1,119 @@
+"""Training over the stages of a pipeline is training on one rank: every schedule, alone and with the other
+axes."""
+
+import pytest
+import torch
+
+from pyruntime.train import checkpoint_folder
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.pipelined import layers_of_stages, schedule_of
+from pyruntime.train.shape import llama_config
+from tests.train import jobs
+
+JOB = {"batch_size": 8, "micro_batch_size": 1, "seq_len": 32}
+
+
+def curve(steps, name):
+    return [getattr(step, name) for step in steps]
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory):
+    """A job, and what one rank makes of it."""
+    config = jobs.job(tmp_path_factory.mktemp("whole"), steps=6, val_every=3, **JOB)
+    config = jobs.changed(config, "model", num_hidden_layers=7)
+    jobs.prepare(config)
+    return config, ranks.run(jobs.history, 1, config)[0]
+
+
+def check(found, expected, tolerance=1e-4):
+    for name in ("loss", "grad_norm", "val_loss"):
+        assert curve(found[0], name) == curve(found[-1], name)
+        for one, other in zip(curve(found[0], name), curve(expected, name), strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or one == pytest.approx(other, abs=tolerance)
+
+
+def layers_held(group, config):
+    return jobs.trainer(group, config).model.part.layers
+
+
+def test_every_layer_is_on_one_stage(ranks, whole):
+    config, _ = whole
+    held = ranks.run(layers_held, 4, with_pipeline(config, 2, "interleaved", virtual=3))
+    assert held == [(0, 1, 3, 5), (0, 1, 3, 5), (2, 4, 6), (2, 4, 6)]
+
+
+def with_pipeline(config, pp, kind, virtual=1, slices=1, **parallel):
+    config = jobs.changed(config, "pipeline", kind=kind, virtual=virtual, slices=slices)
+    return jobs.changed(config, "parallel", pp=pp, **parallel)
+
+
+@pytest.mark.parametrize(
+    ("pp", "kind", "virtual", "slices"),
+    [
+        (4, "gpipe", 1, 1),
+        (4, "1f1b", 1, 1),
+        (2, "1f1b", 1, 1),  # times tp = 2
+        (2, "interleaved", 2, 1),
+        (4, "zb-h1", 1, 1),
+        (2, "zb-v", 1, 1),
+        (4, "terapipe", 1, 3),
+        (2, "terapipe", 1, 2),
+        (4, "seq1f1b", 1, 2),
+        (2, "seq1f1b", 1, 5),
+    ],
+)
+def test_loss_curves_equal_those_of_one_rank(ranks, whole, pp, kind, virtual, slices):
+    config, expected = whole
+    check(ranks.run(jobs.history, 4, with_pipeline(config, pp, kind, virtual, slices)), expected)
+
+
+@pytest.mark.parametrize(
+    ("world", "pp", "dp", "cp", "zero", "kind"),
+    [
+        (4, 2, 2, 1, 0, "1f1b"),
+        (4, 2, 2, 1, 2, "zb-h1"),
+        (4, 2, 1, 2, 1, "1f1b"),
+        (8, 2, 2, 1, 1, "zb-h1"),  # times tp = 2
+    ],
+)
+def test_with_the_other_axes(ranks, whole, world, pp, dp, cp, zero, kind):
+    config, expected = whole
+    config = with_pipeline(config, pp, kind, dp=dp, cp=cp, zero=zero)
+    check(ranks.run(jobs.history, world, config), expected)
+
+
+def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):
+    config = with_pipeline(jobs.job(tmp_path, steps=4, dtype="bf16", **JOB), 2, "zb-h1")
+    jobs.prepare(config)
+    first, second = (ranks.run(jobs.history, 4, config)[0] for _ in range(2))
+    assert curve(first, "loss") == curve(second, "loss")
+
+
+def test_a_checkpoint_goes_on_with_other_ranks(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=3, val_every=0, **JOB)
+    folder = jobs.prepare(config)
+    ranks.run(jobs.history, 4, with_pipeline(config, 2, "zb-h1"))
+    saved = checkpoint_folder.find(folder)
+    state = ranks.run(jobs.full_state, 1, config, saved)[0]
+    found: dict[str, torch.Tensor] = {}
+    for part in ranks.run(jobs.full_state, 4, with_pipeline(config, 2, "1f1b", dp=2, zero=1), saved):
+        found |= part
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"kind": "interleaved", "virtual": 2, "pp": 3}, r"\[pipeline\]: "),
+        ({"kind": "1f1b", "slices": 2, "pp": 2}, r"\[pipeline\]: "),
+        ({"kind": "1f1b", "pp": 4}, "parallel.pp: 2 layers cannot be cut into 4 stages"),
+    ],
+)
+def test_what_does_not_fit_is_said(tmp_path, changes, sentence):
+    config = with_pipeline(jobs.job(tmp_path, **JOB), **changes)
+    with pytest.raises(ConfigError, match=sentence):
+        layers_of_stages(config, llama_config(config.model, 256, 32, 1))
+        schedule_of(config)
