@@ -11,13 +11,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from plain_llama import PlainLlama, PlainStep, Shape, shard_with_dtensor
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+if TYPE_CHECKING:
+    from pyruntime.llama import LlamaConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LEAD_S = 0.005  # from sending the orders of a turn to its start
@@ -181,11 +184,11 @@ def _our_step(job: Job, stack: ExitStack) -> Callable[[Tensor, Tensor], float]:
     return OurStep(job.shape, DTYPES[job.dtype], stack.enter_context(pyruntime.Runtime(mesh)).tp)
 
 
-def our_model(shape: Shape, dtype: torch.dtype, group: DeviceMesh, **options: Any) -> nn.Module:
-    """pyruntime's Llama of that shape, with the plain model's weights; `options` as Llama takes them."""
-    from pyruntime.llama import Llama, LlamaConfig
+def llama_config(shape: Shape) -> LlamaConfig:
+    """The configuration of pyruntime's Llama of that shape."""
+    from pyruntime.llama import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.dim,
         intermediate_size=shape.ffn,
@@ -194,7 +197,13 @@ def our_model(shape: Shape, dtype: torch.dtype, group: DeviceMesh, **options: An
         num_key_value_heads=shape.kv_heads,
         max_position_embeddings=shape.seq,
     )
-    model = Llama(config, group, dtype=dtype, seed=None, **options)
+
+
+def our_model(shape: Shape, dtype: torch.dtype, group: DeviceMesh, **options: Any) -> nn.Module:
+    """pyruntime's Llama of that shape, with the plain model's weights; `options` as Llama takes them."""
+    from pyruntime.llama import Llama
+
+    model = Llama(llama_config(shape), group, dtype=dtype, seed=None, **options)
     model.load_state_dict(our_names(PlainLlama(shape, dtype, SEED).state_dict()))
     return model
 

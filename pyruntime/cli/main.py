@@ -25,6 +25,7 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
   generate   continue a prompt with a trained checkpoint
   doctor     show what was built, what hardware there is, and which tier each operation takes
   schedule   show, check and simulate a pipeline schedule
+  profile    time a stage of a model and find the best slices of a sequence for a pipeline
 
 python -m pyruntime COMMAND --help documents every option."""
 
@@ -90,8 +91,12 @@ def _dispatch(argv: list[str], stop: StopRequest) -> int:
         from pyruntime.cli import schedule
 
         schedule.main(rest)
+    elif command == "profile":
+        from pyruntime.cli import profile
+
+        profile.main(rest)
     else:
-        raise ConfigError(f"There is no command {command}; use train, generate, doctor or schedule.")
+        raise ConfigError(f"There is no command {command}; use train, generate, doctor, schedule or profile.")
     return 0
 
 

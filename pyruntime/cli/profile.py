@@ -1,0 +1,109 @@
+"""`python -m pyruntime profile`: how a sequence is best cut into slices for a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pyruntime.cli.arguments import parse
+from pyruntime.train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyruntime.llama.profile import Profile
+
+PROGRAM = "python -m pyruntime profile"
+DESCRIPTION = """Times a stage of a Llama (forward and backward) on this machine over lengths of slices and
+what came before them, fits TeraPipe's model of the costs, and finds the slicing of a sequence that is fastest
+through a pipeline, by its dynamic program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    preset: str = "3m"
+    """Shape of the model, as in train --model.preset."""
+    layers: int = 2
+    """Layers of a stage."""
+    seq_len: int = 1024
+    """Tokens of a sequence."""
+    step: int = 64
+    """Slices are multiples of so many tokens; divides seq_len."""
+    stages: int = 4
+    """Ranks of the pipeline that the slicing is for."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Type of weights and activations."""
+    threads: int = 1
+    """CPU threads."""
+    json: str = ""
+    """File to write the fitted costs and the slicing to; empty: none."""
+
+
+def main(argv: list[str]) -> None:
+    options = parse(Options, argv, PROGRAM, DESCRIPTION)
+    for name in ("layers", "seq_len", "step", "stages", "threads"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, found {getattr(options, name)}.")
+    if options.seq_len % options.step or options.seq_len // options.step < 4:
+        raise ConfigError(
+            f"--step={options.step} must divide --seq-len={options.seq_len} into at least 4 parts."
+        )
+    import torch
+
+    from pyruntime.llama.presets import preset
+    from pyruntime.llama.profile import profile_stage
+    from pyruntime.train.run import DTYPES
+
+    torch.set_num_threads(options.threads)
+    try:
+        shape = preset(options.preset, max_position_embeddings=2 * options.seq_len)
+    except ValueError as error:
+        raise ConfigError(f"--preset: {error}") from error
+    lengths = list(range(options.step, options.seq_len + 1, options.step))
+    contexts = lengths[:: max(1, len(lengths) // 8)]
+    found = profile_stage(shape, options.layers, DTYPES[options.dtype], lengths, contexts)
+    print(_report(options, found))
+
+
+def _report(options: Options, found: Profile) -> str:
+    from pyruntime.plan import best_slicing, best_uniform_slicing, table, uniform_slicing
+
+    costs = table(found.fitted.cost, options.seq_len, options.step)
+    best = best_slicing(costs, options.stages)
+    uniform = best_uniform_slicing(costs, options.stages)
+    whole = uniform_slicing(costs, options.stages, 1)
+    cost = found.fitted.cost
+    if options.json:
+        document = {
+            "options": dataclasses.asdict(options),
+            "cost": json.loads(cost.to_json()),
+            "slices": [length * options.step for length in best.lengths],
+            "seconds": best.total,
+        }
+        try:
+            Path(options.json).write_text(json.dumps(document, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--json: {options.json} cannot be written: {error.strerror}.") from error
+    of_share = found.seconds[0] * len(found.lengths) / found.seconds[-1]
+    rows = [
+        ("a whole sequence through a stage", f"{found.seconds[-1] * 1e3:.1f} ms"),
+        ("its first slice", f"{found.seconds[0] * 1e3:.2f} ms, {of_share:.2f} times its share"),
+        (
+            "what context adds",
+            f"{cost.a0:.2e} + {cost.a1:.2e} i + {cost.a2:.2e} j + {cost.a3:.2e} i j seconds",
+        ),
+        (
+            "error of the fit",
+            f"{found.fitted.error:.1%} of a slice's time, {found.fitted.context_error:.1%} of what context "
+            "adds, on points that were held out",
+        ),
+        (f"whole through {options.stages} stages", f"{whole.total * 1e3:.1f} ms"),
+        ("best equal slices", f"{uniform.total * 1e3:.1f} ms, {_lengths(uniform.lengths, options.step)}"),
+        ("best slices", f"{best.total * 1e3:.1f} ms, {_lengths(best.lengths, options.step)}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _lengths(lengths: tuple[int, ...], step: int) -> str:
+    return " + ".join(str(length * step) for length in lengths) + " tokens"

@@ -1,0 +1,89 @@
+"""How long a stage of a Llama takes for a slice of a sequence, by its length and by what came before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.model import Llama, Part
+from pyruntime.pipeline.slices import Carry
+from pyruntime.plan import Fit, fit
+
+ROUNDS = 5
+"""Of which the least counts, after one that does not: what else the machine does only ever adds."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured seconds (forward and backward) of slices, and TeraPipe's model of them."""
+
+    lengths: tuple[int, ...]
+    """Of slices at the beginning of a sequence."""
+    seconds: tuple[float, ...]
+    contexts: tuple[tuple[int, int, float], ...]
+    """(length, tokens before it, seconds)."""
+    fitted: Fit
+
+
+class StageClock:
+    """Times `layers` decoder layers of a model, without embedding and head, for one sequence at a time."""
+
+    def __init__(self, config: LlamaConfig, layers: int, dtype: torch.dtype):
+        self._layers = tuple(range(1, layers + 1))
+        # Neither the first nor the last of the model: nothing but layers is timed.
+        deep = dataclasses.replace(config, num_hidden_layers=layers + 2, tie_word_embeddings=False)
+        self._model = Llama(deep, dtype=dtype, part=Part(self._layers, embed=False, head=False))
+        self._config, self._dtype = deep, dtype
+
+    def seconds(self, length: int, context: int) -> float:
+        """Of a forward and a backward pass of a slice of so many tokens after so many."""
+        taken = [self._once(length, context) for _ in range(1 + ROUNDS)]
+        return min(taken[1:])
+
+    def _once(self, length: int, context: int) -> float:
+        x = self._random(length, self._config.hidden_size).requires_grad_()
+        grad = self._random(length, self._config.hidden_size)
+        carry = self._carry(context)
+        begin = time.perf_counter()
+        y = self._model.run(x, self._layers, 1, length, carry.length, [carry] * len(self._layers))
+        y.backward(grad)
+        taken = time.perf_counter() - begin
+        self._model.zero_grad()
+        return taken
+
+    def _carry(self, context: int) -> Carry:
+        """The keys and values of so many tokens, and a slice that begins."""
+        carry = Carry()
+        if context == 0:
+            return carry.begin(0)
+        carry.begin(0)
+        shape = (1, context, self._config.num_key_value_heads, self._config.head_dim)
+        for _ in self._layers:
+            carry.append(*(self._random(*shape).transpose(1, 2) for _ in range(2)))
+        return carry.begin(1)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float32).to(self._dtype)
+
+
+def profile_stage(
+    config: LlamaConfig, layers: int, dtype: torch.dtype, lengths: Sequence[int], contexts: Sequence[int]
+) -> Profile:
+    """Times slices of `lengths` tokens at the beginning of a sequence, and of those lengths after `contexts`
+    tokens that stay within the longest one; and fits TeraPipe's model (arXiv 2102.07988, equation 9)."""
+    clock = StageClock(config, layers, dtype)
+    base = [clock.seconds(length, 0) for length in lengths]
+    longest = max(lengths)
+    # A quarter of the lengths, spread evenly, is enough for four coefficients.
+    some = lengths[:: max(1, len(lengths) // 8)]
+    pairs = [(length, context) for length in some for context in contexts if 0 < context <= longest - length]
+    later = [clock.seconds(length, context) for length, context in pairs]
+    fitted = fit([length for length, _ in pairs], [context for _, context in pairs], later, lengths, base)
+    measured = tuple((*pair, each) for pair, each in zip(pairs, later, strict=True))
+    return Profile(tuple(lengths), tuple(base), measured, fitted)
