@@ -46,10 +46,10 @@ KINDS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 1}
 PEERS = ("torch 1F1B", "torch interleaved", "torch zero bubble")
 
 HOW = """\
-Seconds of the slowest rank for forward and backward of all micro-batches, medians over {rounds} rounds;
-within a round every line takes one turn, in shuffled order, started together. Limit: every rank runs the whole
-model at once, for as many micro-batches, and its seconds are divided by the ranks (PyTorch's model for its own
-lines). "of limit" is limit / line. Bound: the limit and the schedule's bubble by its closed form with the
+Seconds of the slowest rank, forward and backward of all micro-batches, medians over {rounds} rounds; within
+a round every line takes one turn, in shuffled order, started together. Limit: every rank runs the whole
+model at once, for as many micro-batches, and its seconds are divided by the ranks (PyTorch's model for its
+own lines). "of limit" is limit / line. Bound: the limit and the schedule's bubble by its closed form with the
 stages' measured costs; simulated: the schedule's makespan with those costs, stage by stage."""
 
 Turn = Callable[[], Any]

@@ -225,11 +225,12 @@ void bind_data_parallel(py::module_& m) {
       .def("finish", &LineGather::finish, NoGil());
   py::class_<LineSend>(m, "LineSend", "Lines [lines, width] on their way from one rank to the others.")
       .def(py::init([](const std::string& group, int64_t lines, int64_t width, at::ScalarType dtype,
-                       const std::string& device, int source) {
-             return std::make_unique<LineSend>(group, lines, width, dtype, c10::Device(device), source);
+                       const std::string& device, int source, int64_t agreement) {
+             return std::make_unique<LineSend>(group, lines, width, dtype, c10::Device(device), source,
+                                               agreement);
            }),
            py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"),
-           py::arg("source"), NoGil())
+           py::arg("source"), py::arg("agreement") = 0, NoGil())
       .def("memory", &LineSend::memory, NoGil())
       .def("publish", &LineSend::publish, NoGil())
       .def("wait", &LineSend::wait, NoGil())

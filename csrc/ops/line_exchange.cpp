@@ -83,11 +83,11 @@ void LineGather::publish(size_t chunk) {
 }
 
 LineSend::LineSend(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
-                   c10::Device device, int source)
+                   c10::Device device, int source, int64_t agreement)
     : transport_(transport_of(group, device)), all_{source, /*begin=*/0, lines} {
   const int64_t own = rows_of_rank(lines, transport_.world_size(), transport_.rank(), source);
   flight_ = transport_.gather({Op::kSend, static_cast<int32_t>(dtype), lines, /*row_blocks=*/1, /*inner=*/1,
-                               width, /*with_bias=*/false, own, source});
+                               width, /*with_bias=*/false, own, source, agreement});
 }
 
 at::Tensor LineSend::memory() {

@@ -69,9 +69,9 @@ class LineGather {
 // The lines of one rank go to the others of its group; in a group of two, from one to the other.
 class LineSend {
  public:
-  // `source`: the rank whose lines they are.
+  // `source`: the rank whose lines they are. `agreement`: a number that must be the same on all ranks.
   LineSend(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype, c10::Device device,
-           int source);
+           int source, int64_t agreement);
 
   // The lines where the transport has them, [lines, width]. Of the source, to be written before publish(); of
   // another rank, valid after wait() and until finish().

@@ -129,7 +129,7 @@ class Meeting {
         prefix_(prefix),
         context_(context),
         end_(monotonic_seconds() + context.deadline_seconds),
-        where_("rank " + std::to_string(context.rank) + " of group '" + context.name + "'") {
+        where_("rank " + std::to_string(context.own_rank()) + " of group '" + context.name + "'") {
     Address address = own_address();
     set_port(address, 0);
     listener_ = UniqueFd(socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -158,16 +158,17 @@ class Meeting {
     UniqueFd connection(socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (!connection.valid()) fail("open a socket", where_);
     if (connect(connection.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
-      fail(("reach rank " + std::to_string(peer) + " at " + text_of(address)).c_str(), where_);
+      fail(("reach rank " + std::to_string(context_.told(peer)) + " at " + text_of(address)).c_str(), where_);
     }
     await_io(connection.get(), POLLOUT, peer);
     int error = 0;
     socklen_t size = sizeof(error);
     getsockopt(connection.get(), SOL_SOCKET, SO_ERROR, &error, &size);
     errno = error;
-    if (error != 0) fail(("reach rank " + std::to_string(peer) + " at " + text_of(address)).c_str(), where_);
+    if (error != 0)
+      fail(("reach rank " + std::to_string(context_.told(peer)) + " at " + text_of(address)).c_str(), where_);
     if (::send(connection.get(), &hello, sizeof(hello), MSG_NOSIGNAL) != sizeof(hello)) {
-      fail(("greet rank " + std::to_string(peer)).c_str(), where_);
+      fail(("greet rank " + std::to_string(context_.told(peer))).c_str(), where_);
     }
     return connection;
   }
@@ -209,9 +210,9 @@ class Meeting {
   [[noreturn]] void late(int peer, const char* what) {
     raise_for_all({CommErrorKind::kTimeout,
                    "opening group '" + context_.name + "' over the network, rank " +
-                       std::to_string(context_.rank) + " waiting for rank " + std::to_string(peer) + " to " +
-                       what + ": not within the deadline of " + std::to_string(context_.deadline_seconds) +
-                       " s.",
+                       std::to_string(context_.own_rank()) + " waiting for rank " +
+                       std::to_string(context_.told(peer)) + " to " + what + ": not within the deadline of " +
+                       std::to_string(context_.deadline_seconds) + " s.",
                    context_.name});
   }
 

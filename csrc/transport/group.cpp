@@ -146,6 +146,7 @@ Group::Group(std::string name, c10::intrusive_ptr<c10d::ProcessGroup> process_gr
               "'.");
   context_.rank = static_cast<int>(own - ranks_.begin());
   context_.world_size = static_cast<int>(ranks_.size());
+  context_.told_ranks = ranks_;
   context_.deadline_seconds = kDefaultDeadlineSeconds;
   if (context_.world_size > 1) join_job();
 }
@@ -200,7 +201,7 @@ void Group::configure(GroupSettings settings) {
 void Group::follow(const Group& other) {
   context_.deadline_seconds = other.context_.deadline_seconds;
   GroupSettings settings = other.settings_;
-  if (world_size() < other.world_size()) {
+  if (ranks_ != other.ranks_) {
     // What was asked for all ranks may not be possible among some: a host may have one of them.
     if (settings.transport == TransportKind::kHierarchical) settings.transport = TransportKind::kAuto;
     if (!settings.hosts.empty()) {
@@ -221,7 +222,8 @@ void Group::free_workspaces() {
   why_no_transport_.clear();
   // A rank that is not in the group that failed follows its job when it closes any group.
   FailureBoard::instance().clear([this](const std::string& failed) {
-    if (failed == name()) return true;
+    // Of this group, or of a companion, which some of its ranks may not have.
+    if (failed == name() || first_of(failed) == name()) return true;
     try {
       c10d::resolve_process_group(first_of(failed));
       return false;
@@ -349,8 +351,9 @@ std::vector<std::string> Group::exchange(const std::string& topic, const std::st
     const std::string key = prefix + std::to_string(peer);
     if (!await_key(*store, key, deadline_seconds())) {
       raise_for_all({CommErrorKind::kTimeout,
-                     "Group '" + name() + "', rank " + std::to_string(rank()) + ": rank " +
-                         std::to_string(peer) + " did not come to the first op of the group within " +
+                     "Group '" + name() + "', rank " + std::to_string(context_.own_rank()) + ": rank " +
+                         std::to_string(context_.told(peer)) +
+                         " did not come to the first op of the group within " +
                          std::to_string(deadline_seconds()) + " s.",
                      name()});
     }

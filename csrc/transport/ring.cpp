@@ -213,8 +213,8 @@ class RingTransport : public Transport {
     const auto site = [&] {
       std::ostringstream text;
       text << name_of(flight.descriptor().op) << " (op " << flight.host().number() << " of group '"
-           << context_.name << "'), rank " << context_.rank << " waiting for rank " << peer << " to "
-           << what();
+           << context_.name << "'), rank " << context_.own_rank() << " waiting for rank "
+           << context_.told(peer) << " to " << what();
       return text.str();
     };
     LateReport report(context_.deadline_seconds, site);
@@ -464,8 +464,8 @@ class RingTransport : public Transport {
     if (!ours.agrees_with(theirs)) {
       std::ostringstream text;
       text << "Ranks disagree on op " << flight.number() << " of group '" << context_.name << "': rank "
-           << context_.rank << " called " << ours.text() << " and rank " << peer << " called "
-           << theirs.text()
+           << context_.own_rank() << " called " << ours.text() << " and rank " << context_.told(peer)
+           << " called " << theirs.text()
            << "; all ranks must call the same ops with the same shapes and dtypes, in the same order.";
       set_failure({CommErrorKind::kDisagree, text.str(), context_.name});
       return;
@@ -598,8 +598,8 @@ class RingTransport : public Transport {
     std::string host = layout().ranks_per_host() > 1 || layout().hosts() < world_size()
                            ? " on host " + std::to_string(layout().host_of(peer))
                            : "";
-    set_failure(
-        {CommErrorKind::kPeerLost, "rank " + std::to_string(peer) + host + " " + what, context_.name});
+    set_failure({CommErrorKind::kPeerLost, "rank " + std::to_string(context_.told(peer)) + host + " " + what,
+                 context_.name});
   }
 
   // Under the lock. The first one counts.
@@ -622,7 +622,7 @@ class RingTransport : public Transport {
       const std::string op = flight ? std::string(name_of(flight->descriptor().op)) + " (op " +
                                           std::to_string(last_number_) + " of group '" + context_.name + "')"
                                     : "group '" + context_.name + "'";
-      failure.message = op + ", rank " + std::to_string(context_.rank) + ": " + failure.message + ".";
+      failure.message = op + ", rank " + std::to_string(context_.own_rank()) + ": " + failure.message + ".";
     }
     raise_for_all(failure);
   }
@@ -634,7 +634,7 @@ class RingTransport : public Transport {
       const std::lock_guard<std::mutex> lock(mutex_);
       for (const auto& [peer, line] : parts_.lines) {
         if (closed_.count(peer) == 0) return;
-        who += (who.empty() ? "rank " : " and rank ") + std::to_string(peer);
+        who += (who.empty() ? "rank " : " and rank ") + std::to_string(context_.told(peer));
       }
       set_failure({CommErrorKind::kPeerLost,
                    who + " closed the group, or ended, before this op: ranks must call the same ops",
@@ -676,7 +676,8 @@ class RingTransport : public Transport {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       for (const auto& [peer, line] : parts_.lines) {
-        if (begun_[peer].last < number) return "; rank " + std::to_string(peer) + " has not begun it";
+        if (begun_[peer].last < number)
+          return "; rank " + std::to_string(context_.told(peer)) + " has not begun it";
       }
       round = ++probe_round_;
     }
@@ -691,7 +692,7 @@ class RingTransport : public Transport {
       return silent < 0;
     };
     if (wait_until(all_answered, kAnswerSeconds, [] {})) return "";
-    return "; rank " + std::to_string(silent) + " does not answer: it is stopped, or cut off";
+    return "; rank " + std::to_string(context_.told(silent)) + " does not answer: it is stopped, or cut off";
   }
 
   std::string neighbours_text() {
@@ -699,7 +700,7 @@ class RingTransport : public Transport {
     std::ostringstream text;
     for (const auto& [peer, line] : parts_.lines) {
       const auto found = begun_.find(peer);
-      text << (text.tellp() > 0 ? ", " : "") << "rank " << peer << " last began op "
+      text << (text.tellp() > 0 ? ", " : "") << "rank " << context_.told(peer) << " last began op "
            << (found == begun_.end() ? 0 : found->second.last);
     }
     return text.str();
@@ -757,7 +758,7 @@ class RingTransport : public Transport {
     } catch (const std::exception& error) {
       const bool late = monotonic_seconds() - start >= context_.deadline_seconds;
       raise_for_all({late ? CommErrorKind::kTimeout : CommErrorKind::kPeerLost,
-                     "opening group '" + context_.name + "', rank " + std::to_string(rank()) +
+                     "opening group '" + context_.name + "', rank " + std::to_string(context_.own_rank()) +
                          " measuring the link to its neighbours: " + first_line(error.what()),
                      context_.name});
     }

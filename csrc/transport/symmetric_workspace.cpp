@@ -175,8 +175,8 @@ class SymmetricWorkspace : public HostWorkspace {
     for (size_t peer = 0; peer < peers_.size(); ++peer) {
       if (!peers_[peer].gone()) continue;
       const std::string message =
-          name_of(op_) + (" on group '" + context_.name + "', rank " + std::to_string(context_.rank)) +
-          " waiting for rank " + std::to_string(ranks_[peer]) + " to make room: its process " +
+          name_of(op_) + (" on group '" + context_.name + "', rank " + std::to_string(context_.own_rank())) +
+          " waiting for rank " + std::to_string(context_.told(ranks_[peer])) + " to make room: its process " +
           std::to_string(peers_[peer].pid()) + " has ended.";
       fail(CommErrorKind::kPeerLost, message);
     }
@@ -214,8 +214,8 @@ class SymmetricWorkspace : public HostWorkspace {
     if (!descriptor.agrees_with(other)) {
       std::ostringstream text;
       text << "Ranks disagree on op " << number << " of group '" << context_.name << "': rank "
-           << context_.rank << " called " << descriptor.text() << " and rank " << ranks_[peer] << " called "
-           << other.text()
+           << context_.own_rank() << " called " << descriptor.text() << " and rank "
+           << context_.told(ranks_[peer]) << " called " << other.text()
            << "; all ranks must call the same ops with the same shapes and dtypes, in the same order.";
       fail(CommErrorKind::kDisagree, text.str());
     }
@@ -229,7 +229,7 @@ class SymmetricWorkspace : public HostWorkspace {
     const auto site = [&] {
       std::ostringstream text;
       text << name_of(op) << " (op " << op_number << " of group '" << context_.name << "'), rank "
-           << context_.rank << " waiting for rank " << ranks_[peer] << " to " << what;
+           << context_.own_rank() << " waiting for rank " << context_.told(ranks_[peer]) << " to " << what;
       return text.str();
     };
     LateReport report(context_.deadline_seconds, site);

@@ -32,7 +32,8 @@ int64_t FlightDescriptor::row_bytes() const {
 
 bool FlightDescriptor::agrees_with(const FlightDescriptor& other) const {
   return other.op == op && other.dtype == dtype && other.rows == rows && other.row_blocks == row_blocks &&
-         other.with_bias == with_bias && other.holder == holder && other.inner * other.width == inner * width;
+         other.with_bias == with_bias && other.holder == holder && other.agreement == agreement &&
+         other.inner * other.width == inner * width;
 }
 
 std::string FlightDescriptor::text() const {
@@ -45,7 +46,7 @@ std::string FlightDescriptor::text() const {
   }
   text << " (in " << row_blocks << " blocks) of " << inner * width << " " << c10::toString(scalar_type())
        << (with_bias ? " and a bias" : "");
-  if (holder != kEveryRank) text << " of rank " << holder;
+  if (agreement != 0) text << ", its other arguments having the digest " << agreement;
   return text.str();
 }
 

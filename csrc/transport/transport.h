@@ -47,6 +47,7 @@ struct FlightDescriptor {
   bool with_bias;      // the owners of rows add one to their sums
   int64_t own_rows;    // rows that this rank holds; may differ between ranks
   int32_t holder = kEveryRank;  // the rank that holds all rows
+  int64_t agreement = 0;        // of whatever else the ranks must agree on, a digest
 
   c10::ScalarType scalar_type() const { return static_cast<c10::ScalarType>(dtype); }
   // Of one row, over all blocks.
@@ -66,10 +67,16 @@ struct GroupContext {
   std::string name;
   int rank;
   int world_size;
+  // What messages call the group's ranks, where that is not their number here: the ranks of another group of
+  // which this one has some.
+  std::vector<int> told_ranks;
   double deadline_seconds;
   TrafficClass traffic_class = TrafficClass::kTp;
   CommStats stats;
   bool link_is_broken = false;  // an op failed with chunks under way, which the link may still hold
+
+  int told(int of) const { return told_ranks.empty() ? of : told_ranks.at(of); }
+  int own_rank() const { return told(rank); }
 };
 
 // Every rank shows its rows; any rank reads any other's.

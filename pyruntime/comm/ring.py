@@ -18,8 +18,10 @@ from pyruntime.comm.groups import Group, group_rank, group_size
 class Ring:
     """The ranks of a group in a ring, with the group's transport and deadline of this moment."""
 
-    def __init__(self, group: Group, traffic_class: str):
+    def __init__(self, group: Group, traffic_class: str, agreement: int = 0):
+        """agreement: a number that must be the same on all ranks, or what they send raises ValueError."""
         self.rank, self.size = group_rank(group), group_size(group)
+        self._agreement = agreement
         before, own = (self.rank - 1) % self.size, self.rank
         # Edge e leads from rank e to the next one.
         self._edges = {
@@ -35,7 +37,8 @@ class Ring:
         Raises CommTimeout where a neighbour still reads what went before, and PeerLost.
         """
         sends = {
-            edge: _C.LineSend(name, lines, width, dtype, str(device), 0) for edge, name in self._edges.items()
+            edge: _C.LineSend(name, lines, width, dtype, str(device), 0, self._agreement)
+            for edge, name in self._edges.items()
         }
         return Shift(sends[self.rank], sends[(self.rank - 1) % self.size])
 

@@ -119,13 +119,14 @@ class Runtime:
     @property
     def replicas(self) -> DeviceMesh | None:
         """The axes over which gradients are reduced: those of `dp`, each rank of the last with its ranks of
-        `cp`. None where there is but one."""
+        `cp`. None where there is but one. With both, the first call is collective over all ranks."""
         if self.dp is None or self.cp is None:
             return self.cp if self.dp is None else self.dp
         if self._replicas is None:
             self._replicas = merge_context(self.mesh)
-            for axis in self._replicas.mesh_dim_names or ():
-                name = group_name(self._replicas[axis])
+            root = self._replicas._get_root_mesh()
+            for axis in root.mesh_dim_names or ():
+                name = root.get_group(axis).group_name
                 self._groups.append(name)
                 set_deadline(name, self.deadline_s)
         return self._replicas
@@ -160,10 +161,25 @@ class Runtime:
 
 
 def merge_context(mesh: DeviceMesh) -> DeviceMesh:
-    """Of (.., dp, cp, tp) the mesh (.., dp_cp) over the same ranks, or (.., dp_shard_cp). Collective: every
-    rank calls it."""
-    names = tuple(mesh.mesh_dim_names or ())
-    *before, dp, cp, tp = names
-    ranks = mesh.mesh.flatten(-3, -2)
-    merged = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*before, f"{dp}_{cp}", tp))
-    return merged[(*before, f"{dp}_{cp}")]
+    """Of a mesh with axes (.., dp, cp, ..) the mesh (dp_cp) of this rank's pipeline stage and tensor-parallel
+    place, or with dp_replicate and dp_shard (dp_replicate, dp_shard_cp). Collective when it is first asked
+    for, of that mesh.
+
+    Raises ValueError unless cp follows the last data-parallel axis.
+    """
+    known = getattr(mesh, "_pyruntime_replicas", None)  # its process groups live as long as the mesh's
+    if known is not None:
+        return known
+    names = list(mesh.mesh_dim_names or ())
+    at = names.index("cp")
+    if at == 0 or not names[at - 1].startswith("dp"):
+        raise ValueError(
+            f"The mesh has axes {tuple(names)}; gradients are reduced over the data-parallel axes and cp, so "
+            "let cp follow the last of them, as in (dp, cp, tp)."
+        )
+    merged = f"{names[at - 1]}_cp"
+    ranks = mesh.mesh.flatten(at - 1, at)
+    names[at - 1 : at + 1] = [merged]
+    whole = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(names))
+    mesh._pyruntime_replicas = whole[tuple(name for name in names if name.startswith("dp"))]
+    return mesh._pyruntime_replicas

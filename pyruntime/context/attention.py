@@ -54,6 +54,7 @@ def ring_attention(
     name = group_name(group)
     if variant not in VARIANTS:
         raise ValueError(f"variant={variant!r} is none of {', '.join(VARIANTS)}.")
+    _check_tensors(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if variant == "auto":
         _check(q, k, v, document_ids, layout, variant, process_group(group).size())
@@ -64,18 +65,33 @@ def ring_attention(
     return out
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None, layout: str, variant: str, ranks: int
-) -> None:
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
-    if q.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3:] != k.shape[3:]:
-        raise ValueError(f"ring_attention: {shapes}; they must be [B, S/P, H, d], and [B, S/P, G, d] twice.")
+    fits = q.dim() == 4 and k.shape == v.shape and k.dim() == 4
+    if not fits or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.shape[3] == 0:
+        raise ValueError(
+            f"ring_attention: {shapes}; they must be [B, S/P, H, d], and [B, S/P, G, d] twice, d at least 1."
+        )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"ring_attention: {shapes}; the number of key/value heads must divide q's heads.")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"ring_attention: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; cast them alike."
         )
+    if q.dtype not in DTYPES:
+        raise TypeError(
+            f"ring_attention: q, k and v are {q.dtype}; use float32, bfloat16, float16 or float64."
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(f"ring_attention: q, k and v are on {q.device}, {k.device} and {v.device}; use one.")
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None, layout: str, variant: str, ranks: int
+) -> None:
     if variant == "ulysses" and k.shape[2] % ranks:
         raise ValueError(
             f'variant="ulysses" deals out heads, and {ranks} ranks do not divide {k.shape[2]} key/value '
@@ -144,7 +160,11 @@ def _backward_op(
     mask = _mask(q, document_ids, group, causal, layout)
     done = Attended(out, lse, kept)
     dq, dk, dv = attend_backward(variant, grad_out, q, k, v, done, group, mask, scale)
-    return dq.to(q.dtype, copy=True), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+    return _result(dq, q), _result(dk, k), _result(dv, v)
+
+
+def _result(grad: Tensor, like: Tensor) -> Tensor:
+    return grad.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 @_backward_op.register_fake
@@ -154,14 +174,12 @@ def _(grad_out, q, k, v, out, lse, kept, document_ids, group, causal, layout, sc
 
 def _save(ctx, inputs, output):
     q, k, v, document_ids, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.document_ids = document_ids
+    ctx.save_for_backward(q, k, v, *output, document_ids)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _differentiate(ctx, grad_out, *_):
-    saved = ctx.saved_tensors
-    grads = torch.ops.pyruntime.ring_attention_backward(grad_out, *saved, ctx.document_ids, *ctx.settings)
+    grads = torch.ops.pyruntime.ring_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
     return (*grads, *6 * [None])
 
 

@@ -34,7 +34,17 @@ def choose(
     """The variant whose slowest rank was the fastest, forward and backward together; remembered by group,
     shapes, dtype, layout and mask. The first call tries them all, on every rank alike."""
     has_documents = document_ids is not None
-    key = (group, tuple(q.shape), tuple(k.shape), q.dtype, q.device.type, causal, layout, has_documents)
+    key = (
+        group,
+        id(process_group(group)),
+        tuple(q.shape),
+        tuple(k.shape),
+        q.dtype,
+        q.device.type,
+        causal,
+        layout,
+        has_documents,
+    )
     if key not in _chosen:
         own = process_group(group)
         ranks = own.size()

@@ -118,7 +118,7 @@ def visible_keys(
     if causal:
         beyond = (queries + 1)[None].expand(first.shape)
     elif bounds is None:
-        beyond = torch.full_like(first, int(keys[-1]) + 1)
+        beyond = torch.full_like(first, int(keys[-1]) + 1 if len(keys) else 0)
     else:
         beyond = bounds[1][:, queries]
     begin, end = torch.searchsorted(keys, first.contiguous()), torch.searchsorted(keys, beyond.contiguous())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from functools import lru_cache
 
 import torch
@@ -21,6 +22,9 @@ class Mask:
         self, layout: str, seq: int, ranks: int, rank: int, causal: bool, document_ids: Tensor | None
     ):
         self._causal = causal
+        documents = b"" if document_ids is None else document_ids.cpu().contiguous().numpy().tobytes()
+        self.digest = zlib.crc32(f"{layout} {seq} {causal}".encode() + documents)
+        """Of the arguments that are the same on every rank."""
         self._bounds = None if document_ids is None else document_bounds(document_ids)
         self.positions = positions(layout, seq, ranks, document_ids)
         self._queries = self.positions[rank]
@@ -53,7 +57,8 @@ class Mask:
 
 
 _of_documents: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The masks of a tensor of document ids: every layer of a model asks for the same one."""
+"""The masks of a tensor of document ids, and what the ids were: every layer of a model asks for the same
+one."""
 
 
 def mask_of(layout: str, seq: int, ranks: int, rank: int, causal: bool, document_ids: Tensor | None) -> Mask:
@@ -61,9 +66,11 @@ def mask_of(layout: str, seq: int, ranks: int, rank: int, causal: bool, document
     if document_ids is None:
         return _without_documents(layout, seq, ranks, rank, causal)
     masks = _of_documents.setdefault(document_ids, {})
-    key = (document_ids._version, layout, ranks, rank, causal)
-    if key not in masks:
+    key = (layout, seq, ranks, rank, causal)
+    if "ids" not in masks or not torch.equal(masks["ids"], document_ids):
         masks.clear()
+        masks["ids"] = document_ids.clone()
+    if key not in masks:
         masks[key] = Mask(layout, seq, ranks, rank, causal, document_ids)
     return masks[key]
 

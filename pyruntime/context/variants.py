@@ -20,15 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pyruntime import ops
-from pyruntime.comm import CommTimeout, companion, group_name, process_group
+from pyruntime.comm import CommTimeout, companion, deadline, group_name, process_group
 from pyruntime.comm.ranges import marked
 from pyruntime.comm.ring import Ring, Shift
+from pyruntime.context.agreement import agree
 from pyruntime.context.mask import Mask, Run
 from pyruntime.ops.attention import attention_block_, attention_block_backward_, statistics_dtype
 
@@ -51,9 +53,10 @@ class Attended:
 
 
 def attend(variant: str, q: Tensor, k: Tensor, v: Tensor, group: str, mask: Mask, scale: float) -> Attended:
-    """Forward by `variant`, which is none of "auto"."""
+    """Forward by `variant`, which is none of "auto". Raises ValueError where the ranks' arguments differ."""
+    agreement = agree(variant, q, k, group, mask, scale)
     if variant == "ring":
-        out, lse = _ring(q, k, v, Ring(group, CLASS), mask, scale)
+        out, lse = _ring(q, k, v, Ring(group, CLASS, agreement), mask, scale)
         return Attended(out.to(q.dtype), lse, q.new_empty(0))
     if variant == "all_gather_kv":
         keys, values = _gather(k, v, group, mask)
@@ -79,6 +82,7 @@ def attend_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of the forward pass `done`, in fp32 (fp64)."""
+    agreement = agree(variant, q, k, group, mask, scale)
     delta = (grad_out.to(done.lse.dtype) * done.out).sum(-1)  # [B, S/P, H]
     if variant == "ulysses":
         queries, keys, values = _split_heads(done.kept, q, k, group)
@@ -90,7 +94,7 @@ def attend_backward(
         return tuple(_to_tokens(each, group, mask) for each in (backward.dq, dkv[0], dkv[1]))
     backward = _Backward(grad_out, q, delta.transpose(1, 2).contiguous(), done.lse, scale)
     if variant == "ring":
-        dkv = _ring_backward(backward, k, v, Ring(group, CLASS), mask)
+        dkv = _ring_backward(backward, k, v, Ring(group, CLASS, agreement), mask)
     else:
         keys, values = _gather(k, v, group, mask)
         whole = backward.zeros((2, *keys.shape))
@@ -288,7 +292,7 @@ def _to_tokens(x: Tensor, group: str, mask: Mask) -> Tensor:
     """[B, S/P, H, d]: all heads of this rank's tokens, of [B, S, H/P, d]."""
     ranks, share = mask.positions.shape
     by_rank = x.index_select(1, mask.positions.flatten().to(x.device)).unflatten(1, (ranks, share))
-    return _all_to_all(by_rank.movedim(1, 0), group).movedim(0, 2).flatten(2, 3)
+    return _all_to_all(by_rank.movedim(1, 0), group).movedim(0, 2).flatten(2, 3).contiguous()
 
 
 def _split_heads(joined: Tensor, q: Tensor, k: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -303,11 +307,13 @@ def _all_to_all(by_rank: Tensor, group: str) -> Tensor:
     if len(sent) == 1:
         return sent
     received = torch.empty_like(sent)
+    seconds = deadline(group)
     try:
-        dist.all_to_all_single(received, sent, group=process_group(group))
+        work = dist.all_to_all_single(received, sent, group=process_group(group), async_op=True)
+        work.wait(timedelta(seconds=seconds))
     except RuntimeError as error:
         raise CommTimeout(
-            f"all_to_all of group '{group_name(group)}', rank {process_group(group).rank()}: a rank did not "
-            f"come within the process group's timeout, or has ended: {str(error).splitlines()[0]}"
+            f"all_to_all of group '{group_name(group)}', rank {process_group(group).rank()}: not within the "
+            f"deadline of {seconds:g} s, or a rank has ended: {str(error).splitlines()[0]}"
         ) from error
     return received

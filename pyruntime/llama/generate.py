@@ -138,7 +138,7 @@ def next_logits(model: Llama, ids: Tensor, cache: KVCache | None = None) -> Tens
     `ids` [B, S] continue what the cache holds. Only the last positions reach the head.
     """
     batch, seq = ids.shape
-    hidden = model.hidden(ids, cache)
+    hidden = model.hidden(ids, cache, whole=True)  # every rank of a context generates for itself
     if model.group.size > 1:
         hidden = ops.all_gather(hidden, model.group.name, dim=0, rows=batch * seq)
     last = hidden.view(batch, seq, -1)[:, -1]

@@ -261,12 +261,14 @@ class Llama(nn.Module):
             count = self.context.sum(count.double().view(1))[0] / self.context.size
         return losses.sum() / count.clamp(min=1 if self.context is None else 1 / self.context.size).float()
 
-    def hidden(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
-        """The last norm's output [T/P, D], this rank's rows of T = B * S tokens; ids continue a cache."""
+    def hidden(self, ids: Tensor, cache: KVCache | None = None, *, whole: bool = False) -> Tensor:
+        """The last norm's output [T/P, D], this rank's rows of T = B * S tokens; ids continue a cache. whole:
+        the ids are those of whole sequences, also where there is a context."""
         batch, seq = self._check_ids(ids)
         caches = None if cache is None else cache.layers
         start = 0 if cache is None else cache.length
-        return self.run(self.embed(ids.reshape(-1)), self.part.layers, batch, seq, start, caches)
+        context = None if whole or caches is not None else self.context
+        return self.run(self.embed(ids.reshape(-1)), self.part.layers, batch, seq, start, caches, context)
 
     def run(
         self,
@@ -276,12 +278,12 @@ class Llama(nn.Module):
         seq: int,
         start: int = 0,
         caches: Sequence[Cache] | None = None,
+        context: Context | None = None,
     ) -> Tensor:
         """The residual stream [T/P, D] through some layers, and through the last norm where they are the last
-        ones. seq: tokens of each sequence, which follow `start` earlier ones. caches: one for each layer."""
+        ones. seq: tokens of each sequence, which follow `start` earlier ones. caches: one for each layer.
+        context: of the ranks that share the sequences, of which seq is this rank's share."""
         config = self.config
-        # Generation goes token by token, each rank for itself.
-        context = self.context if caches is None else None
         end = start + seq * (1 if context is None else context.size)
         if end > config.max_position_embeddings:
             raise ValueError(

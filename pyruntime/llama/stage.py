@@ -38,5 +38,6 @@ class LlamaStage(nn.Module):
             x = model.embed(x.reshape(-1))
         caches = None if carry is None else [carry] * len(self._numbers)
         start = 0 if carry is None else carry.length
-        x = model.run(x, self._numbers, self.batch, seq, start, caches)
+        context = model.context if carry is None else None
+        x = model.run(x, self._numbers, self.batch, seq, start, caches, context)
         return model.head(x, self.batch * seq) if self.is_last else x

@@ -93,9 +93,6 @@ class Trainer:
         self._dp_rank = self._group.rank() // (tp_size * cp_size) % self._dp_size
         self.model = model
         self.sharded = None if replicas is None else shard(model, replicas, stage=config.parallel.zero)
-        axes = None if self.sharded is None else self.sharded.axes
-        own = [] if axes is None else [axis.name for axis in (axes.shard, axes.replicate) if axis.name]
-        self._groups = {self._group_name, comm.group_name(group), *own}
         self.optimizer: AdamW | ShardedAdamW
         if self.sharded is None:
             self.optimizer = AdamW(model, config.optimizer)
@@ -302,8 +299,7 @@ class Trainer:
         )
 
     def _exposed_so_far(self) -> float:
-        stats = [comm.stats(name) for name in self._groups]
-        return sum(each.waiting_s + each.moving_s for each in stats)
+        return sum(each.waiting_s + each.moving_s for each in comm.traffic().values())
 
     def _save(self) -> None:
         checkpoint.save(

@@ -293,3 +293,120 @@ def test_each_rank_sends_keys_and_values_of_all_but_one_rank(ranks):
         own = 2 * 32 * 2 * DIM * 4
         for sent in ranks.run(traffic, world):
             assert sent == (world - 1) * own
+
+
+# -- ranks that do not agree, and the way back
+
+
+def disagrees(group, variant, changes):
+    comm.set_deadline(group, 3.0)
+    take(group, "symmetric_memory")
+    comm.close(group)
+    options = {"variant": variant}
+    shape = [2, 8, 4, DIM]
+    if group.rank() == 1:
+        options |= {name: value for name, value in changes.items() if name != "shape"}
+        shape = changes.get("shape", shape)
+    q = torch.randn(shape, dtype=torch.float64)
+    try:
+        ring_attention(q, q, q, group, **options)
+    except ValueError as error:
+        return str(error)
+    except CommError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout": "striped"},
+        {"causal": False},
+        {"scale": 0.5},
+        {"document_ids": torch.arange(16) // 5},
+        {"shape": [4, 4, 4, DIM]},
+        {"shape": [2, 4, 8, DIM]},
+    ],
+    ids=str,
+)
+def test_ranks_that_disagree_are_told_so(ranks, variant, changes):
+    told = ranks.run(disagrees, 2, variant, changes)
+    assert all("disagree" in message.lower() for message in told), told
+    assert ranks.run(all_well, 2) == [True] * 2
+
+
+def all_well(group):
+    comm.close(group)
+    torch.distributed.barrier(group)
+    comm.set_deadline(group, 60.0)
+    x = torch.randn(1, 4, 2, DIM)
+    return bool(ring_attention(x, x, x, group).isfinite().all())
+
+
+def late_then_closed(group):
+    comm.set_deadline(group, 1.0)
+    x = torch.randn(1, 4, 2, DIM)
+    ring_attention(x, x, x, group)
+    message = ""
+    try:
+        if group.rank() == 1:
+            time.sleep(3)
+        for _ in range(20):
+            ring_attention(x, x, x, group)
+    except CommError as error:
+        message = str(error)
+    time.sleep(1)
+    return message, all_well(group)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_group_that_failed_works_again_when_it_is_closed(ranks, world):
+    outcomes = ranks.launch(late_then_closed, world)
+    assert [outcome.value[1] for outcome in outcomes] == [True] * world, outcomes
+    causes = {outcome.value[0].split(" reports: ")[-1] for outcome in outcomes}
+    assert any(re.search(r"rank \d waiting for rank 1 to", cause) for cause in causes), causes
+
+
+def refused_then_well(group):
+    x = torch.ones(1, 4, 2, DIM, dtype=torch.int32)
+    with pytest.raises(TypeError, match="use float32, bfloat16, float16 or float64"):
+        ring_attention(x, x, x, group)
+    y = torch.randn(1, 4, 2, DIM)
+    return bool(ring_attention(y, y, y, group).isfinite().all())
+
+
+def test_a_refusal_leaves_nothing_behind(ranks):
+    assert ranks.run(refused_then_well, 3) == [True] * 3
+
+
+def documents_change(group):
+    ids = torch.zeros(16, dtype=torch.long)
+    x = torch.randn(1, 8, 2, DIM, dtype=torch.float64)
+    one = ring_attention(x, x, x, group, document_ids=ids)
+    ids.numpy()[8:] = 1  # which torch does not see
+    other = ring_attention(x, x, x, group, document_ids=ids)
+    leaf = x.clone().requires_grad_()
+    out = ring_attention(leaf, x, x, group, document_ids=ids)
+    ids += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    return bool((one != other).any())
+
+
+def test_documents_that_change_are_seen(ranks):
+    assert any(ranks.run(documents_change, 2))
+
+
+def checked(group, variant):
+    q = torch.randn(1, 4, 2 * group.size(), DIM, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(1, 4, group.size(), DIM, dtype=torch.float64, requires_grad=True)
+    arguments = (q, k, k, None, group.group_name, True, "zigzag", 0.3, variant)
+    torch.library.opcheck(torch.ops.pyruntime.ring_attention.default, arguments)
+    return True
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_is_what_torch_asks_of_an_op(ranks, variant):
+    """One key head for each rank, where a transposed result would pass for contiguous."""
+    assert ranks.run(checked, 2, variant) == [True, True]

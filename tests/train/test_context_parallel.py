@@ -3,9 +3,11 @@ parallelism, in every layout and variant."""
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+from pyruntime.comm import Runtime
 from pyruntime.context import Context, positions
-from pyruntime.llama import Llama
+from pyruntime.llama import Llama, generate
 from pyruntime.llama.presets import preset
 from pyruntime.train import checkpoint_folder
 from tests.train import jobs
@@ -97,3 +99,29 @@ def test_labels_that_are_left_out_count_nowhere(ranks):
     order = positions("zigzag", 24, 3).flatten().argsort()
     found = torch.cat([part[2] for part in parts], 1)[:, order]
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+
+
+def generated(group, ids):
+    config = preset("debug", vocab_size=64, max_position_embeddings=64)
+    model = Llama(config, seed=1, context=Context(group) if group.size() > 1 else None)
+    return generate(model, ids, 5, temperature=0.0, use_cache=False)
+
+
+def test_every_rank_generates_for_itself(ranks):
+    ids = torch.randint(64, (1, 9), generator=torch.Generator().manual_seed(0))
+    alone = ranks.run(generated, 1, ids)[0]
+    assert all(torch.equal(tokens, alone) for tokens in ranks.run(generated, 2, ids))
+
+
+def merged(_group):
+    mesh = init_device_mesh("cpu", (1, 2, 2, 1), mesh_dim_names=("pp", "dp", "cp", "tp"))
+    with Runtime(mesh) as runtime:
+        found = runtime.replicas.mesh_dim_names, runtime.replicas.mesh.tolist()
+    wrong = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "tp", "cp"))
+    with pytest.raises(ValueError, match="let cp follow the last of them"):
+        _ = Runtime(wrong).replicas
+    return found
+
+
+def test_gradients_are_reduced_over_data_and_context_ranks_alone(ranks):
+    assert ranks.run(merged, 4) == [(("dp_cp",), [0, 1, 2, 3])] * 4

@@ -1,0 +1,37 @@
+"""All ranks of a context must call attention alike: what would otherwise be garbage is an error."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from pyruntime import ops
+from pyruntime.comm import companion, process_group
+from pyruntime.context.mask import Mask
+
+_agreed: set[tuple[int, int]] = set()
+"""(process group, digest) on which its ranks have agreed."""
+
+
+def agree(variant: str, q: Tensor, k: Tensor, group: str, mask: Mask, scale: float) -> int:
+    """A digest of all that the ranks must have in common, 1 or more.
+
+    The ring compares it with what it sends. The other variants compare it once, by a small all-gather. Raises
+    ValueError on all ranks where it differs.
+    """
+    said = f"{variant} {scale!r} {tuple(q.shape)} {tuple(k.shape)} {q.dtype} {mask.digest}"
+    digest = 1 + zlib.crc32(said.encode())
+    own = process_group(group)
+    if variant == "ring" or own.size() == 1 or (id(own), digest) in _agreed:
+        return digest
+    found = ops.all_gather_stats(torch.tensor([digest], dtype=torch.float64), companion(group, "cp").name)
+    if not (found == digest).all():
+        others = [rank for rank, other in enumerate(found.flatten().tolist()) if other != digest]
+        raise ValueError(
+            f"ring_attention: the ranks of group '{group}' disagree: rank {own.rank()} was called with "
+            f"{said}, and rank(s) {', '.join(map(str, others))} with something else; call it alike on all."
+        )
+    _agreed.add((id(own), digest))
+    return digest
