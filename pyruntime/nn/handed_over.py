@@ -8,12 +8,10 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from pyruntime.nn.linear import ParallelLinear
+from pyruntime.ops.primitives import linear
 
 
 def handing_weights(model: nn.Module) -> list[nn.Parameter]:
@@ -48,7 +46,4 @@ def take_back(patched: Iterable[nn.Linear]) -> None:
 
 
 def _linear_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    """nn.Linear's forward, whose backward hands the weight's gradient over."""
-    if is_compiling() or torch.is_autocast_enabled(x.device.type) or x.dim() < 2:
-        return F.linear(x, module.weight, module.bias)
-    return torch.ops.pyruntime.linear(x, module.weight, module.bias)
+    return linear(x, module.weight, module.bias)

@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -32,6 +31,7 @@ from pyruntime.nn.gather import gather_features
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
 from pyruntime.nn.tiers import OpUse, check_tier, refuse_slow_tier
+from pyruntime.ops import primitives
 
 
 class ParallelLinear(ParallelModule):
@@ -151,7 +151,7 @@ class _ColumnLinear(ParallelLinear):
                 f"{list(x.shape)}; a column-parallel linear needs every feature of x (only rows may be cut)."
             )
         if self._alone:
-            y = F.linear(x, self.weight, self.bias)
+            y = primitives.linear(x, self.weight, self.bias)
         elif self.sequence_parallel:
             y = ops.all_gather_matmul(
                 x,
@@ -337,7 +337,7 @@ class RowParallelLinear(ParallelLinear):
             )
         group = self.group.name
         if self._alone:
-            y = F.linear(x, self.weight, self.bias)
+            y = primitives.linear(x, self.weight, self.bias)
         elif self.sequence_parallel:
             y = ops.matmul_reduce_scatter(x, self.weight, group, dim=self.dim, bias=self.bias, tier=self.tier)
         else:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyruntime.comm.core import _C
@@ -150,3 +151,11 @@ def tier_of(
     op: a primitive's name, or that with "_backward".
     """
     return _C.explain_tier(op, rows, n, k, dtype, group_name(group), device, tier)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias without communication, as torch.nn.functional.linear, whose backward hands (dY, X) over to
+    whoever asked for the weight's (csrc/ops/weight_gradient.h)."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or x.dim() < 2:
+        return F.linear(x, weight, bias)
+    return torch.ops.pyruntime.linear(x, weight, bias)

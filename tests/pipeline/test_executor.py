@@ -13,9 +13,14 @@ from torch import nn
 
 from pyruntime import comm
 from pyruntime.comm import CommError
+from pyruntime.llama import Llama
+from pyruntime.llama.model import Part
+from pyruntime.llama.presets import preset
+from pyruntime.llama.stage import LlamaStage
 from pyruntime.pipeline.executor import Pipeline
 from pyruntime.pipeline.schedules import make_schedule
 from pyruntime.pipeline.split import split_layers
+from pyruntime.pipeline.weight_gradients import WeightGradients
 from tests.transports import TRANSPORTS, take
 
 WIDTH, BATCH, LAYERS = 6, 3, 7  # no number of stages divides the layers
@@ -179,3 +184,24 @@ def test_a_killed_stage_ends_all(ranks):
         assert name == "PeerLost" and seconds < 3.5, (rank, message)
     causes = {outcomes[rank].value[1].split(" reports: ")[-1] for rank in (0, 2)}
     assert len(causes) == 1, causes
+
+
+def split_backward(group):
+    """What a backward pass of a Llama's layers leaves for later."""
+    config = preset("debug", vocab_size=64, num_hidden_layers=3)
+    model = Llama(config, None if group.size() == 1 else group, part=Part((1,), False, False))
+    stage = LlamaStage(model, [1], 2, [8])
+    weights = WeightGradients([stage])
+    rows = len(torch.arange(16).tensor_split(group.size())[group.rank()])
+    y = stage(torch.randn(rows, config.hidden_size, requires_grad=True))
+    with weights.deferred() as products:
+        y.sum().backward()
+    before = [p.grad is None for p in stage.parameters() if p.dim() == 2]
+    weights.take(products)
+    return len(products), before, [p.grad is not None for p in stage.parameters()]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_weight_gradients_of_all_linears_wait(ranks, world):
+    for count, before, after in ranks.run(split_backward, world):
+        assert count == 4 and all(before) and all(after)
