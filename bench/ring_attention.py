@@ -127,14 +127,10 @@ class Exposed:
         self._turn, self.seconds, self.turns = turn, 0.0, 0
 
     def __call__(self) -> None:
-        before = _exposed_s()
+        before = comm.exposed_s()
         self._turn()
-        self.seconds += _exposed_s() - before
+        self.seconds += comm.exposed_s() - before
         self.turns += 1
-
-
-def _exposed_s() -> float:
-    return sum(each.waiting_s + each.moving_s for each in comm.traffic().values())
 
 
 def lines_of(turns: dict[str, Turn], ranks: int, rounds: int) -> tuple[list[Line], float, float]:

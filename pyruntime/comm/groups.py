@@ -145,6 +145,12 @@ class Traffic:
     recent_transfer_s: tuple[float, ...] = ()
 
 
+def exposed_s() -> float:
+    """Seconds in which this rank has done nothing but wait for peers, copy and sum, over all its open groups
+    and their companions."""
+    return sum(stats.waiting_s + stats.moving_s for stats in _C.group_stats_by_class().values())
+
+
 def traffic() -> dict[str, Traffic]:
     """The figures of this process by class of traffic ("tp", "cp", ...), over all its open groups."""
     read, sent = _C.group_stats_by_class(), _C.traffic()

@@ -135,6 +135,9 @@ class Pipeline:
     """Stages of a rank, of the interleaved schedule."""
     slices: int = 1
     """Parts that every sequence is cut into, of the sliced schedules, in tokens as equal as may be."""
+    layers: tuple[int, ...] = ()
+    """Layers of each stage, in order; empty: shared out evenly, the head counting for what its product
+    costs."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,7 +136,7 @@ class Trainer:
         saved_at = self.step
         comm.keep_freed_memory()
         with self._stop.deferred():
-            self._exposed_s = self._exposed_so_far()
+            self._exposed_s = comm.exposed_s()
             while self.step < train.steps:
                 metrics, signum = self._train_step(self.step + 1)
                 self.step += 1
@@ -253,7 +253,7 @@ class Trainer:
 
     def _exchange(self, loss: float) -> Exchange:
         """One small all-gather; with it ends what counts as the step's exposed communication."""
-        exposed_s = self._exposed_so_far()
+        exposed_s = comm.exposed_s()
         self._memory_bytes = max(self._memory_bytes, peak_memory_bytes())  # the kernel's figure is not exact
         mine = [
             loss,
@@ -293,13 +293,10 @@ class Trainer:
 
     def _with_validation(self, metrics: StepMetrics) -> StepMetrics:
         loss = self.validate()
-        self._exposed_s = self._exposed_so_far()  # waiting in validation is not the next step's
+        self._exposed_s = comm.exposed_s()  # waiting in validation is not the next step's
         return dataclasses.replace(
             metrics, val_loss=loss, val_loss_per_byte=loss / self._corpus.val_bytes_per_token
         )
-
-    def _exposed_so_far(self) -> float:
-        return sum(each.waiting_s + each.moving_s for each in comm.traffic().values())
 
     def _save(self) -> None:
         checkpoint.save(
@@ -309,7 +306,7 @@ class Trainer:
             self._group,
             self._config.checkpoint.keep,
         )
-        self._exposed_s = self._exposed_so_far()
+        self._exposed_s = comm.exposed_s()
 
     def _checkpointed(self) -> checkpoint.Checkpointed:
         return checkpoint.Checkpointed(self.model, self.optimizer, self.sharded)

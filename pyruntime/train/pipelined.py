@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
             "model.tie_word_embeddings: a pipeline has the embedding in its first stage and the head in its "
             "last; set it to false."
         )
+    if config.pipeline.layers:
+        return _by_hand(config, shape)
     hidden, ffn = shape.hidden_size, shape.intermediate_size
     heads = shape.num_attention_heads + shape.num_key_value_heads
     layer = 2 * hidden * heads * shape.head_dim + 3 * hidden * ffn
@@ -51,6 +54,17 @@ def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
         return split_layers([1.0] * shape.num_hidden_layers, schedule_of(config).stages, last=head)
     except ValueError as error:
         raise ConfigError(f"parallel.pp: {error}") from error
+
+
+def _by_hand(config: RunConfig, shape: LlamaConfig) -> list[range]:
+    counts, stages = config.pipeline.layers, schedule_of(config).stages
+    if len(counts) != stages or min(counts) < 1 or sum(counts) != shape.num_hidden_layers:
+        raise ConfigError(
+            f"pipeline.layers={list(counts)} must be {stages} numbers, one for each stage, of at least 1, "
+            f"that add up to {shape.num_hidden_layers} layers."
+        )
+    ends = list(itertools.accumulate(counts))
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def part_of(config: RunConfig, shape: LlamaConfig, rank: int) -> Part:

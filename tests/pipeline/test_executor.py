@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -169,7 +170,7 @@ def faulty(group, fault):
             if step == 10 and group.rank() == 1:
                 if fault == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(60)
+                time.sleep(6)
             begin = time.monotonic()
             pipeline.step(inputs, loss_of)
     except CommError as error:
@@ -184,6 +185,15 @@ def test_a_killed_stage_ends_all(ranks):
         assert name == "PeerLost" and seconds < 3.5, (rank, message)
     causes = {outcomes[rank].value[1].split(" reports: ")[-1] for rank in (0, 2)}
     assert len(causes) == 1, causes
+
+
+def test_a_stage_that_stops_ends_all_at_the_deadline(ranks):
+    outcomes = ranks.launch(faulty, 3, "stopped")
+    for rank in (0, 2):
+        name, message, seconds = outcomes[rank].value
+        assert name == "CommTimeout" and seconds < 4.5, (rank, message)
+        assert re.search(r"rank [02] waiting for rank 1 to", message), message
+    assert outcomes[1].value[0] == "CommTimeout", "it is told when it wakes up"
 
 
 def split_backward(group):

@@ -44,6 +44,12 @@ def test_every_layer_is_on_one_stage(ranks, whole):
     assert held == [(0, 1, 3, 5), (0, 1, 3, 5), (2, 4, 6), (2, 4, 6)]
 
 
+def test_layers_may_be_given_to_stages_by_hand(ranks, whole):
+    config, _ = whole
+    config = jobs.changed(with_pipeline(config, 2, "1f1b"), "pipeline", layers=(5, 2))
+    assert ranks.run(layers_held, 4, config) == 2 * [(0, 1, 2, 3, 4)] + 2 * [(5, 6)]
+
+
 def with_pipeline(config, pp, kind, virtual=1, slices=1, **parallel):
     config = jobs.changed(config, "pipeline", kind=kind, virtual=virtual, slices=slices)
     return jobs.changed(config, "parallel", pp=pp, **parallel)
@@ -110,10 +116,13 @@ def test_a_checkpoint_goes_on_with_other_ranks(ranks, tmp_path):
         ({"kind": "interleaved", "virtual": 2, "pp": 3}, r"\[pipeline\]: "),
         ({"kind": "1f1b", "slices": 2, "pp": 2}, r"\[pipeline\]: "),
         ({"kind": "1f1b", "pp": 4}, "parallel.pp: 2 layers cannot be cut into 4 stages"),
+        ({"kind": "1f1b", "pp": 2, "layers": (2, 1)}, r"pipeline.layers=\[2, 1\] must be 2 numbers"),
     ],
 )
 def test_what_does_not_fit_is_said(tmp_path, changes, sentence):
+    layers = changes.pop("layers", ())
     config = with_pipeline(jobs.job(tmp_path, **JOB), **changes)
+    config = jobs.changed(config, "pipeline", layers=layers)
     with pytest.raises(ConfigError, match=sentence):
         layers_of_stages(config, llama_config(config.model, 256, 32, 1))
         schedule_of(config)
