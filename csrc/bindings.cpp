@@ -234,7 +234,8 @@ void bind_data_parallel(py::module_& m) {
       .def("memory", &LineSend::memory, NoGil())
       .def("publish", &LineSend::publish, NoGil())
       .def("wait", &LineSend::wait, NoGil())
-      .def("finish", &LineSend::finish, NoGil());
+      .def("finish", &LineSend::finish, NoGil())
+      .def("abandon", &LineSend::abandon, NoGil());
   // The sink is called in backward(), without the GIL.
   m.def("set_weight_gradient_sink", [](const at::Tensor& weight, const py::object& sink) {
     if (sink.is_none()) return pyruntime::set_weight_gradient_sink(weight, {});

@@ -90,16 +90,21 @@ LineSend::LineSend(const std::string& group, int64_t lines, int64_t width, c10::
                                width, /*with_bias=*/false, own, source, agreement});
 }
 
+GatherFlight& LineSend::flight() {
+  TORCH_CHECK(flight_ != nullptr, "The group of this send has been closed.");
+  return *flight_;
+}
+
 at::Tensor LineSend::memory() {
-  return flight_->memory(all_).select(0, 0);
+  return flight().memory(all_).select(0, 0);
 }
 
 void LineSend::publish() {
-  for (const Chunk& chunk : flight_->own()) flight_->publish(chunk);
+  for (const Chunk& chunk : flight().own()) flight_->publish(chunk);
 }
 
 void LineSend::wait() {
-  for (const Chunk& chunk : flight_->order()) {
+  for (const Chunk& chunk : flight().order()) {
     if (chunk.owner == all_.owner) flight_->wait(chunk);
   }
   transport_.stats().bytes += static_cast<int64_t>(memory().nbytes());

@@ -81,9 +81,14 @@ class LineSend {
   // They have come. Of any other rank.
   void wait();
   // They have been read; the source calls it when it has published.
-  void finish() { flight_->finish(); }
+  void finish() { flight().finish(); }
+  // Before what the group holds is freed: nothing may be done with it afterwards.
+  void abandon() { flight_.reset(); }
 
  private:
+  // Raises RuntimeError where it was abandoned.
+  GatherFlight& flight();
+
   Transport& transport_;
   Chunk all_;
   std::unique_ptr<GatherFlight> flight_;

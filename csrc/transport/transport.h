@@ -67,13 +67,13 @@ struct GroupContext {
   std::string name;
   int rank;
   int world_size;
-  // What messages call the group's ranks, where that is not their number here: the ranks of another group of
-  // which this one has some.
-  std::vector<int> told_ranks;
   double deadline_seconds;
   TrafficClass traffic_class = TrafficClass::kTp;
   CommStats stats;
   bool link_is_broken = false;  // an op failed with chunks under way, which the link may still hold
+  // What messages call the group's ranks, where that is not their number here: the ranks of another group of
+  // which this one has some.
+  std::vector<int> told_ranks;
 
   int told(int of) const { return told_ranks.empty() ? of : told_ranks.at(of); }
   int own_rank() const { return told(rank); }

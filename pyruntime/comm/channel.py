@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from pyruntime.comm.companions import companion
+from pyruntime.comm.companions import companion, line_send
 from pyruntime.comm.core import _C
 from pyruntime.comm.groups import Group, group_rank
 
@@ -67,7 +67,7 @@ class Channels:
             message.finish()
 
     def _message(self, edge: tuple[int, int], lines: int) -> _C.LineSend:
-        return _C.LineSend(self._names[edge], lines, self._width, self._dtype, self._device, 0)
+        return line_send(self._names[edge], lines, self._width, self._dtype, self._device)
 
     def expect(self, sender: int, lines: Iterable[int]) -> None:
         """Messages of so many lines each will come from that rank, and receive() will take them."""

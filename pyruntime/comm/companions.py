@@ -8,8 +8,10 @@ group, so that whoever calls ops on the first need not know.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 
 from pyruntime.comm.core import _C
@@ -24,6 +26,8 @@ class Companion:
     name: str
     drop: Callable[[], None] | None = None
     """Called before what the companion holds is freed: lets go of the ops that are open."""
+    sends: WeakSet[_C.LineSend] = field(default_factory=WeakSet)
+    """Those that somebody still holds, be it the traceback of an error."""
 
 
 _companions: dict[str, Companion] = {}
@@ -44,6 +48,15 @@ def companion(group: Group, traffic_class: str, edge: tuple[int, int] | None = N
     return known
 
 
+def line_send(
+    name: str, lines: int, width: int, dtype: torch.dtype, device: str, agreement: int = 0
+) -> _C.LineSend:
+    """A send of [lines, width] from rank 0 of the companion of that name, which is of two ranks."""
+    send = _C.LineSend(name, lines, width, dtype, device, 0, agreement)
+    _companions[name].sends.add(send)
+    return send
+
+
 def forget(name: str) -> None:
     """Closes the companions of the group of that name, which ends."""
     for known in _of_group(name):
@@ -58,9 +71,11 @@ def close(group: Group) -> None:
     The next op makes the workspaces anew (collectively). The way back after an error, on all ranks. What data
     parallelism has under way is dropped: shard the model anew.
     """
-    _C.free_workspaces(group_name(group))
-    for known in _of_group(group_name(group)):
+    companions = _of_group(group_name(group))
+    for known in companions:
         _drop(known)
+    _C.free_workspaces(group_name(group))
+    for known in companions:
         _C.free_workspaces(known.name)
 
 
@@ -71,3 +86,5 @@ def _of_group(name: str) -> list[Companion]:
 def _drop(known: Companion) -> None:
     if known.drop is not None:
         known.drop()
+    for send in list(known.sends):
+        send.abandon()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyruntime.comm.companions import companion
+from pyruntime.comm.companions import companion, line_send
 from pyruntime.comm.core import _C
 from pyruntime.comm.groups import Group, group_rank, group_size
 
@@ -37,7 +37,7 @@ class Ring:
         Raises CommTimeout where a neighbour still reads what went before, and PeerLost.
         """
         sends = {
-            edge: _C.LineSend(name, lines, width, dtype, str(device), 0, self._agreement)
+            edge: line_send(name, lines, width, dtype, str(device), self._agreement)
             for edge, name in self._edges.items()
         }
         return Shift(sends[self.rank], sends[(self.rank - 1) % self.size])

@@ -23,7 +23,8 @@ NonFinite = Literal["raise", "skip", "ignore"]
 
 
 class NonFiniteGradient(RuntimeError):
-    """A gradient holds NaN or infinity; `parameters` names them, the same on every rank."""
+    """A gradient holds NaN or infinity; `parameters` names them, the same on every rank that has the same
+    part of the model."""
 
     def __init__(self, parameters: Sequence[str]):
         super().__init__(

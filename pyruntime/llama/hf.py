@@ -66,7 +66,8 @@ def load_weights(model: Llama, directory: str | os.PathLike[str]) -> None:
     directory = Path(directory)
     files = _find_tensors(directory)
     wanted = {shard.name: shard for shard in shards(model)}
-    _check_names(directory, wanted, files, tied=model.config.tie_word_embeddings)
+    whole = {shard.name for shard in shards(Llama(model.config, device="meta", seed=None))}
+    _check_names(directory, wanted, whole, files, tied=model.config.tie_word_embeddings)
     for path in sorted({files[name] for name in wanted}):
         with _open(path) as file:
             for name in wanted:
@@ -219,14 +220,15 @@ def _find_tensors(directory: Path) -> dict[str, Path]:
 
 
 def _check_names(
-    directory: Path, wanted: Mapping[str, Shard], files: Mapping[str, Path], *, tied: bool
+    directory: Path, wanted: Mapping[str, Shard], whole: set[str], files: Mapping[str, Path], *, tied: bool
 ) -> None:
+    """wanted: what this rank's part of the model has; whole: the names of all of it."""
     missing = [name for name in wanted if name not in files]
     # Checkpoints of old transformers carry tables that are computed here, and a tied head may be written out.
     unexpected = [
         name
         for name in files
-        if name not in wanted
+        if name not in whole
         and not name.endswith("rotary_emb.inv_freq")
         and not (tied and name == "lm_head.weight")
     ]

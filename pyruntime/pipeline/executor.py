@@ -75,6 +75,7 @@ class Pipeline:
             )
         check(schedule)
         self._stages = dict(stages)
+        self._is_broken = False
         most = max(math.prod(shape[:-1]) for shape in self._shapes)
         edges = [
             (rank, schedule.placement[action.counterpart.stage])
@@ -121,8 +122,8 @@ class Pipeline:
             [
                 Action(Kind.FORWARD, stage, micro_batch, part)
                 for micro_batch in range(micro_batches)
-                for stage in self.schedule.stages_of(rank)
                 for part in range(self.schedule.slices)
+                for stage in self.schedule.stages_of(rank)
             ]
             for rank in range(self.schedule.ranks)
         ]
@@ -131,6 +132,9 @@ class Pipeline:
     def _run(
         self, actions: Sequence[Action], micro_batches: int, inputs: Any, loss: Loss | None
     ) -> list[list[Tensor]]:
+        if self._is_broken:
+            raise RuntimeError("An earlier step of this pipeline ended in an error; make the pipeline anew.")
+        self._is_broken = True  # unless all goes well: messages of a step that ends early stay on their way
         run = _Run()
         self._expect(actions)
         losses: list[list[Tensor]] = [[] for _ in range(micro_batches)]
@@ -138,6 +142,7 @@ class Pipeline:
             what = f"pp {action.kind.value} of stage {action.stage}, micro-batch"
             with marked(what, str(action.micro_batch)):
                 self._execute(action, run, inputs, loss, losses)
+        self._is_broken = False
         return losses if any(losses) else []
 
     def _expect(self, actions: Sequence[Action]) -> None:

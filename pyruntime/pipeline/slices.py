@@ -33,7 +33,16 @@ class Carry:
         return self
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the next layer, keys and values [B, G, S, d] of this slice -> those of all slices so far."""
+        """Of the next layer, keys and values [B, G, S, d] of this slice -> those of all slices so far.
+
+        Raises RuntimeError in a forward that is computed again for a backward pass: the keys of later slices
+        are here already.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "Layers of a sequence that is cut into slices cannot be computed again in the backward pass; "
+                "leave out activation checkpointing, or the slices."
+            )
         layer = len(self._made[-1])
         self._made[-1].append((k, v))
         self._kept[-1].append((k.detach().requires_grad_(), v.detach().requires_grad_()))

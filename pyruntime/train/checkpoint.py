@@ -64,7 +64,8 @@ def save(
         (partial / FACTS_FILE).write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n")
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        for old in complete(run_dir / FOLDER)[:-keep]:
+        others = [folder for folder in complete(run_dir / FOLDER) if folder != final]
+        for old in others[: len(others) - keep + 1]:
             shutil.rmtree(old)
 
     on_first_rank(group, start)

@@ -108,6 +108,8 @@ class Trainer:
         self.step = 0
         self.tiers = Report(())
         self._facts = Facts(step=0, dtype=train.dtype, model=dataclasses.asdict(shape))
+        self.saved: Path | None = None
+        """The checkpoint of the last step, where one has been taken."""
         self._exposed_s = 0.0
         self._memory_bytes = 0
         self._validation = validation_batches(
@@ -299,7 +301,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        checkpoint.save(
+        self.saved = checkpoint.save(
             self._run_dir,
             dataclasses.replace(self._facts, step=self.step),
             self._checkpointed(),

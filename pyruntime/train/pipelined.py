@@ -122,11 +122,13 @@ class Pipelined:
         batch = len(ids)
         for stage in self._stages.values():
             trained, stage.batch = stage.batch, batch
-        losses = self._pipeline.evaluate(
-            [list(ids.split(self._slices, 1))], self._loss(labels, 1.0, batch), self._shapes(batch)
-        )
-        for stage in self._stages.values():
-            stage.batch = trained
+        try:
+            losses = self._pipeline.evaluate(
+                [list(ids.split(self._slices, 1))], self._loss(labels, 1.0, batch), self._shapes(batch)
+            )
+        finally:
+            for stage in self._stages.values():
+                stage.batch = trained
         return sum(float(part) for parts in losses for part in parts)
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ def run(
     trainer.close()
     is_first_group = ranks.rank() < tp
     if pp is not None and is_first_group:
-        model = _whole_model(config, wanted, group, run_dir)
+        model = _whole_model(config, wanted, group, trainer.saved or start_at)
     if is_first_group:
         save_hf(model, run_dir / MODEL_FOLDER)
 
@@ -174,10 +174,10 @@ def _corpus(config: RunConfig, tokenizer: Tokenizer, run_dir: Path, group: dist.
     return text
 
 
-def _whole_model(config: RunConfig, wanted: LlamaConfig, group: comm.Group, run_dir: Path) -> Llama:
-    """All stages' weights, from the checkpoint that the last step left."""
+def _whole_model(config: RunConfig, wanted: LlamaConfig, group: comm.Group, folder: Path | None) -> Llama:
+    """All stages' weights, from the checkpoint in `folder`, which the last step left."""
+    assert folder is not None  # a run that takes no step has been resumed
     model = Llama(wanted, group, dtype=DTYPES[config.train.dtype], tier=config.comm.tier, seed=None)
-    folder = checkpoint_folder.find(run_dir)
     checkpoint.load_weights(folder, model, comm.process_group(group))
     return model
 

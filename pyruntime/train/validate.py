@@ -170,6 +170,10 @@ def _check_pipeline(config: RunConfig) -> None:
         _require(value >= 1, f"pipeline.{name} must be at least 1, found {value}.")
         _require(pp > 1 or value == 1, f"pipeline.{name}={value} without a pipeline; set parallel.pp.")
     _require(
+        pp > 1 or not pipeline.layers,
+        f"pipeline.layers={list(pipeline.layers)} without a pipeline; set parallel.pp.",
+    )
+    _require(
         pp == 1 or config.parallel.zero < 3,
         "parallel.zero=3 gathers weights for every micro-batch of a pipeline anew; use 0, 1 or 2.",
     )

@@ -215,3 +215,88 @@ def split_backward(group):
 def test_weight_gradients_of_all_linears_wait(ranks, world):
     for count, before, after in ranks.run(split_backward, world):
         assert count == 4 and all(before) and all(after)
+
+
+# -- slices of sequences
+
+SEQS, DEEP = (5, 1, 4), 4
+
+
+def tokens(micro_batches):
+    generator = torch.Generator().manual_seed(2)
+    size = (micro_batches, 2, sum(SEQS))
+    return torch.randint(64, size, generator=generator), torch.randint(64, size, generator=generator)
+
+
+def llama(part=None):
+    config = preset("debug", vocab_size=64, num_hidden_layers=DEEP, num_key_value_heads=2)
+    return Llama(config, dtype=torch.float32, seed=1, part=part)
+
+
+def gradients_of(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def sliced(group, kind, micro_batches):
+    take(group, "symmetric_memory")
+    schedule = make_schedule(kind, group.size(), micro_batches, slices=len(SEQS))
+    run = split_layers([1.0] * DEEP, group.size())[group.rank()]
+    model = llama(Part(tuple(run), 0 in run, DEEP - 1 in run))
+    stage = LlamaStage(model, run, 2, SEQS)
+    shapes = [(2 * seq, model.config.hidden_size) for seq in SEQS]
+    pipeline = Pipeline(schedule, {group.rank(): stage}, group, shapes=shapes, dtype=torch.float32)
+    ids, labels = tokens(micro_batches)
+
+    def loss(logits, micro_batch, part):
+        wanted = labels[micro_batch].split(SEQS, 1)[part].contiguous()
+        return model.loss(logits, wanted, torch.tensor(labels[micro_batch].numel()))
+
+    pipeline.step([list(one.split(SEQS, 1)) for one in ids], loss)
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize("kind", ["terapipe", "seq1f1b"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_gradients_of_slices_are_those_of_whole_sequences(ranks, world, kind):
+    ids, labels = tokens(3)
+    model = llama()
+    for one, wanted in zip(ids, labels, strict=True):
+        model(one, wanted).backward()
+    found = {name: grad for part in ranks.run(sliced, world, kind, 3) for name, grad in part.items()}
+    expected = gradients_of(model)
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert (found[name] - grad).norm() <= 2e-6 * grad.norm(), name
+
+
+def closed_after_an_error(group):
+    comm.set_deadline(group, 1.5)
+    schedule = make_schedule("1f1b", 2, 4)
+    stage = nn.Linear(WIDTH, WIDTH)
+    pipeline = Pipeline(schedule, {group.rank(): stage}, group, shapes=[(BATCH, WIDTH)], dtype=torch.float32)
+    inputs = [[torch.randn(BATCH, WIDTH)] for _ in range(4)]
+    kept = None
+    try:
+        for step in range(5):
+            if step == 3 and group.rank() == 1:
+                time.sleep(4)
+            pipeline.step(inputs, loss_of)
+    except CommError as error:
+        kept = error
+    with pytest.raises(RuntimeError, match="make the pipeline anew"):
+        pipeline.step(inputs, loss_of)
+    time.sleep(1)
+    comm.close(group)
+    del pipeline
+    told = type(kept).__name__
+    del kept  # its traceback holds messages that were on their way
+    torch.distributed.barrier(group)
+    comm.set_deadline(group, 30)
+    again = Pipeline(schedule, {group.rank(): stage}, group, shapes=[(BATCH, WIDTH)], dtype=torch.float32)
+    again.step(inputs, loss_of)
+    return told
+
+
+def test_a_pipeline_is_made_anew_after_an_error(ranks):
+    outcomes = ranks.launch(closed_after_an_error, 2)
+    assert [outcome.value for outcome in outcomes] == ["CommTimeout"] * 2, outcomes

@@ -32,7 +32,8 @@ def check(found, expected):
         assert curve(found[0], name) == curve(found[-1], name)
         for one, other in zip(curve(found[0], name), curve(expected, name), strict=True):
             assert (one is None) == (other is None)
-            assert one is None or one == pytest.approx(other, abs=1e-4)
+            # A norm far above 1 has more digits that rounding reaches.
+            assert one is None or one == pytest.approx(other, abs=1e-4, rel=1e-3 * (name == "grad_norm"))
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,18 @@ def whole(ranks, tmp_path_factory):
     """A job, and what one rank makes of it."""
     config = jobs.job(tmp_path_factory.mktemp("whole"), steps=6, val_every=3, **JOB)
     config = jobs.changed(config, "model", num_hidden_layers=7)
+    config = jobs.changed(config, "optimizer", lr=3e-4)  # at which seven layers are steady
     jobs.prepare(config)
     return config, ranks.run(jobs.history, 1, config)[0]
 
 
-def check(found, expected, tolerance=1e-4):
+def check(found, expected):
     for name in ("loss", "grad_norm", "val_loss"):
         assert curve(found[0], name) == curve(found[-1], name)
         for one, other in zip(curve(found[0], name), curve(expected, name), strict=True):
             assert (one is None) == (other is None)
-            assert one is None or one == pytest.approx(other, abs=tolerance)
+            # A norm far above 1 has more digits that rounding reaches.
+            assert one is None or one == pytest.approx(other, abs=1e-4, rel=1e-3 * (name == "grad_norm"))
 
 
 def layers_held(group, config):
