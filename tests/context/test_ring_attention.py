@@ -334,6 +334,7 @@ def test_ranks_that_disagree_are_told_so(ranks, variant, changes):
     told = ranks.run(disagrees, 2, variant, changes)
     assert all("disagree" in message.lower() for message in told), told
     assert ranks.run(all_well, 2) == [True] * 2
+    assert ranks.run(all_well, 4) == [True] * 4  # the pool's other ranks have heard of the failure too
 
 
 def all_well(group):
