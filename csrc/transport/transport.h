@@ -73,7 +73,7 @@ struct GroupContext {
   bool link_is_broken = false;  // an op failed with chunks under way, which the link may still hold
   // What messages call the group's ranks, where that is not their number here: the ranks of another group of
   // which this one has some.
-  std::vector<int> told_ranks;
+  std::vector<int> told_ranks = {};
 
   int told(int of) const { return told_ranks.empty() ? of : told_ranks.at(of); }
   int own_rank() const { return told(rank); }
