@@ -7,9 +7,12 @@ slowest rank, and a variant's time is the median over rounds.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import datetime
 import gc
 import json
+import math
 import os
 import platform
 import random
@@ -17,13 +20,14 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 LEAD_S = 0.001  # from agreeing on a start to starting: longer than the message that agrees takes
 
@@ -94,6 +98,58 @@ def interleave(variants: Mapping[str, Callable[[], object]], rounds: int, seed: 
     if dist.is_initialized():
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return {name: Sample(tuple(row)) for name, row in zip(variants, slowest.tolist(), strict=True)}
+
+
+@contextlib.contextmanager
+def started(program: str, axes: Mapping[str, int]) -> Iterator[Any]:
+    """A pyruntime.Runtime over the ranks that torchrun or netlab started, one thread each; one of the `axes`
+    is -1, all ranks that the others leave. Ends with exit code 2 where nobody started ranks."""
+    import pyruntime
+
+    if "RANK" not in os.environ:
+        print(f"bench/{program}: start it with torchrun, as --help says.", file=sys.stderr)
+        sys.exit(2)
+    torch.set_num_threads(1)
+    pyruntime.keep_freed_memory()
+    dist.init_process_group("gloo")
+    try:
+        rest = dist.get_world_size() // math.prod(size for size in axes.values() if size > 0)
+        sizes = tuple(rest if size < 0 else size for size in axes.values())
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
+        with pyruntime.Runtime(mesh) as runtime:
+            yield runtime
+    finally:
+        dist.destroy_process_group()
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the benchmark's docstring."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+
+class Report:
+    """Prints on rank 0 what was found as it is found, and keeps it for the JSON file."""
+
+    def __init__(self, args: argparse.Namespace, how: str):
+        self._args, self._how, self._facts = args, how, facts()
+        self._results: list[dict[str, Any]] = []
+        self._is_first = not dist.is_initialized() or dist.get_rank() == 0
+        if self._is_first:
+            where = self._facts
+            print(where["machine"])
+            print(f"{where['ranks']} ranks, torch {where['versions']['torch']}, {where['date']}\n\n{how}")
+
+    def add(self, result: dict[str, Any], text: str) -> None:
+        self._results.append(result)
+        if self._is_first:
+            print(f"\n{text}", flush=True)
+
+    def write(self, path: str | None) -> None:
+        """To a file, where one was asked for."""
+        if path and self._is_first:
+            write_json(path, self._facts, {**vars(self._args), "how": self._how}, self._results)
 
 
 def rounds_for(seconds: float, least: int, one_round: Callable[[], object], most: int = 100) -> int:

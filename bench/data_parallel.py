@@ -11,21 +11,16 @@ gradients.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from common import Sample, facts, interleave, table, write_json
+from common import Report, Sample, interleave, parser_of, started, table
 from plain_llama import PlainLlama, Shape
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from train_workers import BETA1, BETA2, CLIP, DTYPES, EPS, LEARNING_RATE, WEIGHT_DECAY, our_model
 
 import pyruntime
@@ -251,9 +246,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the figures, every round of them, to this file")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["dim256", "dim1024"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
@@ -269,31 +262,13 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    torch.set_num_threads(1)
-    pyruntime.keep_freed_memory()
-    with contextlib.ExitStack() as stack:
-        if "RANK" not in os.environ:
-            print("bench/data_parallel.py: start it with torchrun, as --help says.", file=sys.stderr)
-            sys.exit(2)
-        dist.init_process_group("gloo")
-        stack.callback(dist.destroy_process_group)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
-        stack.enter_context(pyruntime.Runtime(mesh))
-        first = dist.get_rank() == 0
-        where = facts()
-        how = HOW.format(clip=CLIP, rounds=args.rounds, steps=args.steps)
-        if first:
-            print(where["machine"])
-            versions = where["versions"]["torch"]
-            print(f"{dist.get_world_size()} ranks, 1 thread each, torch {versions}, {where['date']}\n\n{how}")
-        results = []
+    with started("data_parallel.py", {"dp": -1, "tp": 1}) as runtime:
+        report = Report(args, HOW.format(clip=CLIP, rounds=args.rounds, steps=args.steps))
         for shape in args.shapes:
             for dtype in args.dtypes:
-                results.append(measure(shape, dtype, args, mesh["dp"], mesh["tp"]))
-                if first:
-                    print("\n" + show(results[-1]), flush=True)
-        if args.json and first:
-            write_json(args.json, where, {**vars(args), "how": how}, results)
+                result = measure(shape, dtype, args, runtime.dp, runtime.tp)
+                report.add(result, show(result))
+        report.write(args.json)
 
 
 if __name__ == "__main__":

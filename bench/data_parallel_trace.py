@@ -6,16 +6,13 @@ torchrun --nproc-per-node 2 bench/data_parallel_trace.py --plot docs/data-parall
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 
 import torch
 import torch.distributed as dist
+from common import parser_of, started
 from data_parallel import SHAPES, ours
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
-
-import pyruntime
+from traces import Spans, of_all_ranks, spans_of, write
 
 COLOURS = {
     "write chunk of": ("#d1495b", "product of a chunk, where it leaves from"),
@@ -26,7 +23,7 @@ COLOURS = {
 }
 
 
-def spans(args: argparse.Namespace, mesh) -> list[tuple[str, float, float]]:
+def spans(args: argparse.Namespace, mesh) -> Spans:
     """(name, start, seconds) of what this rank did with units, in two steps; seconds since the first step
     began."""
     torch.manual_seed(dist.get_rank())
@@ -40,17 +37,11 @@ def spans(args: argparse.Namespace, mesh) -> list[tuple[str, float, float]]:
         for number in range(2):
             with torch.profiler.record_function(f"step {number}"):
                 step(ids, labels)
-    events = [event for event in profiled.events() if event.name.startswith(("dp ", "step "))]
-    start = min(event.time_range.start for event in events)
-    return [
-        (event.name, (event.time_range.start - start) * 1e-6, event.time_range.elapsed_us() * 1e-6)
-        for event in events
-    ]
+    return spans_of(profiled, ("dp ", "step "))
 
 
-def plot(path: str, ranks: list[list[tuple[str, float, float]]], unit: str) -> None:
+def plot(path: str, ranks: list[Spans], unit: str) -> None:
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(11, 3.6), dpi=130, layout="constrained")
     axes = figure.subplots()
@@ -65,42 +56,21 @@ def plot(path: str, ranks: list[list[tuple[str, float, float]]], unit: str) -> N
                     rank, seconds * 1e3, 0.72 if own else 0.3, start * 1e3, color=COLOURS[kind][0],
                     alpha=1.0 if own else 0.35,
                 )  # fmt: skip
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
     axes.set_xlabel("ms; two steps, the rest of the box is forward and backward")
     axes.set_title(f"The gradient of {unit} (tall) among the others (short)", fontsize=10)
-    axes.legend(
-        handles=[Patch(color=colour, label=label) for colour, label in COLOURS.values()],
-        ncols=len(COLOURS),
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.2),
-        fontsize=8,
-        frameon=False,
-    )
-    figure.savefig(path)
+    write(path, figure, axes, ranks, COLOURS)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--plot", required=True, metavar="FILE", help="PNG to write")
     parser.add_argument("--shape", choices=SHAPES, default="dim1024")
     parser.add_argument("--unit", default="layers.2.gate_up.weight", help="the weight whose way is shown")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        print("bench/data_parallel_trace.py: start it with torchrun, as --help says.", file=sys.stderr)
-        sys.exit(2)
-    torch.set_num_threads(1)
-    pyruntime.keep_freed_memory()
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
-    with pyruntime.Runtime(mesh):
-        found = spans(args, mesh)
-        ranks: list = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, found)
-        if dist.get_rank() == 0:
+    with started("data_parallel_trace.py", {"dp": -1, "tp": 1}) as runtime:
+        ranks = of_all_ranks(spans(args, runtime.mesh))
+        if runtime.rank == 0:
             plot(args.plot, ranks, args.unit)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -10,31 +10,26 @@ The losses of all schedules are those of the whole model.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import sys
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import facts, interleave, start_together, table, write_json
+from common import Report, interleave, parser_of, start_together, started, table
 from plain_llama import PlainLlama, Shape
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from train_workers import DTYPES, llama_config
 
-import pyruntime
 from pyruntime import comm
 from pyruntime.llama import Llama
-from pyruntime.llama.model import Part
-from pyruntime.llama.stage import LlamaStage
+from pyruntime.llama.stage import LlamaStage, layers_of_stages, part_of_layers
 from pyruntime.pipeline import Costs, Schedule, closed_form_bubble, make_schedule, simulate
-from pyruntime.pipeline.executor import Pipeline
+from pyruntime.pipeline.executor import Loss, Pipeline
 from pyruntime.pipeline.split import split_layers
 from pyruntime.pipeline.weight_gradients import WeightGradients
 
@@ -113,36 +108,34 @@ def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def stages_of(shape: Shape, schedule: Schedule, rank: int, dtype: torch.dtype) -> dict[int, LlamaStage]:
     config = llama_config(shape)
-    layer = 2 * shape.dim * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.dim * shape.ffn
-    head = shape.dim * shape.vocab / layer
-    runs = split_layers([1.0] * shape.layers, schedule.stages, last=head)
-    layers = tuple(number for stage in schedule.stages_of(rank) for number in runs[stage])
-    part = Part(layers, embed=0 in layers, head=shape.layers - 1 in layers)
-    model = Llama(config, dtype=dtype, part=part)
-    return {
-        stage: LlamaStage(model, runs[stage], shape.micro_batch, [shape.seq])
-        for stage in schedule.stages_of(rank)
-    }
+    runs = layers_of_stages(config, schedule.stages)
+    own = schedule.stages_of(rank)
+    model = Llama(config, dtype=dtype, part=part_of_layers(config, [runs[stage] for stage in own]))
+    return {stage: LlamaStage(model, runs[stage], shape.micro_batch, [shape.seq]) for stage in own}
+
+
+def loss_of(stages: dict[int, LlamaStage], labels: Sequence[Tensor]) -> Loss:
+    def loss(logits: Tensor, micro_batch: int, _: int) -> Tensor:
+        (last,) = (stage for stage in stages.values() if stage.is_last)
+        return last.loss(logits, labels[micro_batch])
+
+    return loss
 
 
 def pipelined(
-    shape: Shape, dtype: torch.dtype, schedule: Schedule, group
-) -> tuple[Turn, dict[int, LlamaStage]]:
-    stages = stages_of(shape, schedule, group.rank(), dtype)
+    shape: Shape, dtype: torch.dtype, schedule: Schedule, stages: dict[int, LlamaStage], group
+) -> Turn:
     lines = shape.micro_batch * shape.seq
     pipeline = Pipeline(schedule, stages, group, shapes=[(lines, shape.dim)], dtype=dtype)
     ids, labels = batches(shape, schedule.micro_batches)
-
-    def loss(logits: Tensor, micro_batch: int, _: int) -> Tensor:
-        (last,) = (stage for stage in stages.values() if stage.is_last)
-        return last._model[0].loss(logits, labels[micro_batch])
+    loss = loss_of(stages, labels)
 
     def run() -> float:
         for stage in stages.values():
             stage.zero_grad()
         return sum(float(part) for parts in pipeline.step([[one] for one in ids], loss) for part in parts)
 
-    return run, stages
+    return run
 
 
 def costs_of(shape: Shape, stages: dict[int, LlamaStage], schedule: Schedule, group) -> Costs:
@@ -150,8 +143,7 @@ def costs_of(shape: Shape, stages: dict[int, LlamaStage], schedule: Schedule, gr
     ids, labels = batches(shape, 1)
     own: dict[int, list[float]] = {}
     weights = WeightGradients(stages.values())
-    for _ in range(2 if len(stages) < 2 else 1):
-        start_together()
+    start_together()
     for number, stage in stages.items():
         seconds: list[list[float]] = [[], [], []]
         for _ in range(5):
@@ -161,7 +153,7 @@ def costs_of(shape: Shape, stages: dict[int, LlamaStage], schedule: Schedule, gr
             begin = time.perf_counter()
             y = stage(x)
             if stage.is_last:
-                y = stage._model[0].loss(y, labels[0])
+                y = stage.loss(y, labels[0])
             seconds[0].append(time.perf_counter() - begin)
             grad = torch.ones_like(y)
             begin = time.perf_counter()
@@ -243,13 +235,11 @@ def measure(shape_name: str, dtype: str, args: argparse.Namespace, group) -> dic
     wanted = turns["alone"]()
     for kind in args.kinds:
         schedule = make_schedule(kind, ranks, count, virtual=KINDS[kind])
-        turns[kind], stages = pipelined(shape, DTYPES[dtype], schedule, group)
-        agree(kind, turns[kind](), wanted, dtype, group)
+        stages = stages_of(shape, schedule, group.rank(), DTYPES[dtype])
         costs = costs_of(shape, stages, schedule, group)
-        again, _ = pipelined(shape, DTYPES[dtype], schedule, group)  # its sinks are the pipeline's again
-        turns[kind] = again
-        again()
-        bounds[kind] = bound_of(schedule, costs), simulate(schedule, costs).makespan
+        turns[kind] = pipelined(shape, DTYPES[dtype], schedule, stages, group)
+        agree(kind, turns[kind](), wanted, dtype, group)
+        bounds[kind] = bubble_of(schedule, costs), simulate(schedule, costs).makespan
     if args.peers:
         turns["PyTorch alone"] = plain_alone(shape, DTYPES[dtype], count)
         wanted = turns["PyTorch alone"]()
@@ -262,7 +252,7 @@ def measure(shape_name: str, dtype: str, args: argparse.Namespace, group) -> dic
         if "alone" in name:
             continue
         limit = samples["PyTorch alone" if name.startswith("torch") else "alone"]
-        bubble, simulated = bounds.get(name, (float("nan"), float("nan")))
+        bubble, simulated = bounds.get(name, (math.nan, math.nan))
         ideal = limit.median / ranks
         lines.append(
             Line(
@@ -285,17 +275,12 @@ def measure(shape_name: str, dtype: str, args: argparse.Namespace, group) -> dic
     }
 
 
-def bound_of(schedule: Schedule, costs: Costs) -> float:
-    """Seconds of bubble by the closed form, with the mean costs of a rank's stages."""
-    stages, per_rank = schedule.stages, schedule.stages // schedule.ranks
-    means = [
-        sum(each[stage][0] for stage in range(stages)) / stages
-        for each in (costs.forward, costs.backward_input, costs.backward_weight)
-    ]
-    even = Costs.uniform(*(mean for mean in means))
-    assert per_rank >= 1
-    found = closed_form_bubble(schedule, even)
-    return float("nan") if found is None else found
+def bubble_of(schedule: Schedule, costs: Costs) -> float:
+    """Seconds of bubble by the closed form, with the mean costs of the stages; NaN where there is none."""
+    tables = (costs.forward, costs.backward_input, costs.backward_weight)
+    means = (fmean(table[stage][0] for stage in range(schedule.stages)) for table in tables)
+    found = closed_form_bubble(schedule, Costs.uniform(*means))
+    return math.nan if found is None else found
 
 
 def agree(name: str, found: float, wanted: float, dtype: str, group) -> None:
@@ -328,9 +313,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the figures, every round of them, to this file")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["dim1024"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
@@ -346,31 +329,13 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    torch.set_num_threads(1)
-    pyruntime.keep_freed_memory()
-    with contextlib.ExitStack() as stack:
-        if "RANK" not in os.environ:
-            print("bench/pipeline.py: start it with torchrun, as --help says.", file=sys.stderr)
-            sys.exit(2)
-        dist.init_process_group("gloo")
-        stack.callback(dist.destroy_process_group)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("pp", "tp"))
-        stack.enter_context(pyruntime.Runtime(mesh))
-        group = comm.process_group(mesh["pp"])
-        first = dist.get_rank() == 0
-        where, how = facts(), HOW.format(rounds=args.rounds)
-        if first:
-            print(where["machine"])
-            versions = where["versions"]["torch"]
-            print(f"{dist.get_world_size()} ranks, 1 thread each, torch {versions}, {where['date']}\n\n{how}")
-        found = []
+    with started("pipeline.py", {"pp": -1, "tp": 1}) as runtime:
+        report = Report(args, HOW.format(rounds=args.rounds))
         for shape in args.shapes:
             for dtype in args.dtypes:
-                found.append(measure(shape, dtype, args, group))
-                if first:
-                    print("\n" + show(found[-1]), flush=True)
-        if args.json and first:
-            write_json(args.json, where, {**vars(args), "how": how}, found)
+                result = measure(shape, dtype, args, comm.process_group(runtime.pp))
+                report.add(result, show(result))
+        report.write(args.json)
 
 
 if __name__ == "__main__":

@@ -5,24 +5,17 @@ torchrun --nproc-per-node 2 bench/pipeline_trace.py --kind zb-h1 --plot docs/pip
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import start_together
-from pipeline import SHAPES, batches, costs_of, stages_of
-from torch.distributed.device_mesh import init_device_mesh
+from common import parser_of, start_together, started
+from pipeline import KINDS, SHAPES, batches, costs_of, loss_of, stages_of
 
-import pyruntime
 from pyruntime import comm
 from pyruntime.pipeline import Action, Schedule, Span, Timeline, make_schedule, png, simulate
 from pyruntime.pipeline.executor import Pipeline
-
-KINDS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 1}
 
 
 class Traced(Pipeline):
@@ -45,11 +38,7 @@ def measured(schedule: Schedule, shape, dtype: torch.dtype, group) -> tuple[Time
     lines = shape.micro_batch * shape.seq
     pipeline = Traced(schedule, stages, group, shapes=[(lines, shape.dim)], dtype=dtype)
     ids, labels = batches(shape, schedule.micro_batches)
-
-    def loss(logits, micro_batch, _):
-        (last,) = (stage for stage in stages.values() if stage.is_last)
-        return last._model[0].loss(logits, labels[micro_batch])
-
+    loss = loss_of(stages, labels)
     for _ in range(3):
         pipeline.seen.clear()
         dist.barrier()
@@ -69,9 +58,7 @@ def measured(schedule: Schedule, shape, dtype: torch.dtype, group) -> tuple[Time
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--plot", required=True, metavar="FOLDER", help="for KIND-measured.png, KIND-simulated.png"
     )
@@ -79,22 +66,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="dim1024")
     parser.add_argument("--micro-batches", type=int, default=8)
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        print("bench/pipeline_trace.py: start it with torchrun, as --help says.", file=sys.stderr)
-        sys.exit(2)
-    torch.set_num_threads(1)
-    pyruntime.keep_freed_memory()
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("pp", "tp"))
-    with pyruntime.Runtime(mesh):
-        group = comm.process_group(mesh["pp"])
+    with started("pipeline_trace.py", {"pp": -1, "tp": 1}) as runtime:
+        group = comm.process_group(runtime.pp)
         schedule = make_schedule(args.kind, group.size(), args.micro_batches, virtual=KINDS[args.kind])
         timelines = measured(schedule, SHAPES[args.shape], torch.bfloat16, group)
-        if dist.get_rank() == 0:
+        if runtime.rank == 0:
             for name, timeline in zip(("measured", "simulated"), timelines, strict=True):
                 png(timeline, Path(args.plot) / f"{args.kind}-{name}.png")
                 print(f"{args.kind} {name}: {timeline.makespan * 1e3:.0f} ms")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -9,19 +9,15 @@ Every line computes the same attention: the first call of each is compared with 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import facts, interleave, table, write_json
+from common import Report, interleave, parser_of, started, table
 from plain_llama import Shape
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from train_workers import BETA1, BETA2, CLIP, DTYPES, EPS, LEARNING_RATE, WEIGHT_DECAY, our_model
 
 import pyruntime
@@ -233,9 +229,7 @@ def show(found: dict[str, Any]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the figures, every round of them, to this file")
     parser.add_argument(
         "--seq", nargs="*", type=int, default=[8192, 32768], help="lengths of the whole sequence"
@@ -252,38 +246,16 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    torch.set_num_threads(1)
-    pyruntime.keep_freed_memory()
-    with contextlib.ExitStack() as stack:
-        if "RANK" not in os.environ:
-            print("bench/ring_attention.py: start it with torchrun, as --help says.", file=sys.stderr)
-            sys.exit(2)
-        dist.init_process_group("gloo")
-        stack.callback(dist.destroy_process_group)
-        ranks = dist.get_world_size()
-        mesh = init_device_mesh("cpu", (1, ranks, 1), mesh_dim_names=("dp", "cp", "tp"))
-        runtime = stack.enter_context(pyruntime.Runtime(mesh))
-        group = comm.process_group(mesh["cp"])
-        first = dist.get_rank() == 0
-        where = facts()
-        how = HOW.format(rounds=args.rounds)
-        if first:
-            print(where["machine"])
-            print(
-                f"{ranks} ranks, 1 thread each, torch {where['versions']['torch']}, {where['date']}\n\n{how}"
-            )
-        found = []
+    with started("ring_attention.py", {"dp": 1, "cp": -1, "tp": 1}) as runtime:
+        report = Report(args, HOW.format(rounds=args.rounds))
         for dtype in args.dtypes:
             for seq in args.seq:
-                found.append(measure_attention(seq, dtype, args, group))
-                if first:
-                    print("\n" + show(found[-1]), flush=True)
+                result = measure_attention(seq, dtype, args, comm.process_group(runtime.cp))
+                report.add(result, show(result))
             for model in args.models:
-                found.append(measure_training(model, dtype, args, mesh["cp"], runtime.tp, mesh["dp"]))
-                if first:
-                    print("\n" + show(found[-1]), flush=True)
-        if args.json and first:
-            write_json(args.json, where, {**vars(args), "how": how}, found)
+                result = measure_training(model, dtype, args, runtime.cp, runtime.tp, runtime.dp)
+                report.add(result, show(result))
+        report.write(args.json)
 
 
 if __name__ == "__main__":

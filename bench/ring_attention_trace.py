@@ -6,17 +6,13 @@ python bench/netlab.py --hosts 2 --rate 1gbit -- python bench/ring_attention_tra
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from common import parser_of, started
 from ring_attention import inputs, over_ranks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
+from traces import Spans, of_all_ranks, spans_of, write
 
-import pyruntime
 from pyruntime import comm
 
 COLOURS = {
@@ -29,7 +25,7 @@ COLOURS = {
 }
 
 
-def spans(seq: int, group) -> list[tuple[str, float, float]]:
+def spans(seq: int, group) -> Spans:
     """(name, start, seconds) of what this rank did, in one forward and backward pass; seconds since its
     start."""
     turn = over_ranks(inputs(seq, torch.bfloat16), group, "ring", "zigzag")
@@ -38,17 +34,11 @@ def spans(seq: int, group) -> list[tuple[str, float, float]]:
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         turn()
-    events = [event for event in profiled.events() if event.name.startswith("cp ")]
-    start = min(event.time_range.start for event in events)
-    return [
-        (event.name, (event.time_range.start - start) * 1e-6, event.time_range.elapsed_us() * 1e-6)
-        for event in events
-    ]
+    return spans_of(profiled, ("cp ",))
 
 
-def plot(path: str, ranks: list[list[tuple[str, float, float]]]) -> None:
+def plot(path: str, ranks: list[Spans]) -> None:
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(11, 0.9 + 0.7 * len(ranks)), dpi=130, layout="constrained")
     axes = figure.subplots()
@@ -63,39 +53,19 @@ def plot(path: str, ranks: list[list[tuple[str, float, float]]]) -> None:
             if is_block:
                 place = (start + seconds / 2) * 1e3
                 axes.text(place, rank, f"K, V of {name[-1]}", ha="center", va="center", color="w", fontsize=7)
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
-    axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.legend(
-        handles=[Patch(color=colour, label=label) for colour, label in COLOURS.values()],
-        ncols=len(COLOURS),
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.22),
-        fontsize=8,
-        frameon=False,
-    )
-    figure.savefig(path)
+    write(path, figure, axes, ranks, COLOURS)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--plot", required=True, metavar="FILE", help="PNG to write")
     parser.add_argument("--seq", type=int, default=4096, help="tokens of the whole sequence")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        print("bench/ring_attention_trace.py: start it with torchrun, as --help says.", file=sys.stderr)
-        sys.exit(2)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("cp", "tp"))
-    with pyruntime.Runtime(mesh):
-        ranks: list = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, spans(args.seq, comm.process_group(mesh["cp"])))
-        if dist.get_rank() == 0:
+    with started("ring_attention_trace.py", {"cp": -1, "tp": 1}) as runtime:
+        ranks = of_all_ranks(spans(args.seq, comm.process_group(runtime.cp)))
+        if runtime.rank == 0:
             plot(args.plot, ranks)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -6,20 +6,15 @@ torchrun --nproc-per-node 2 bench/terapipe.py [--json FILE] [--seq 2048] [--step
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Sample, facts, interleave, start_together, table, write_json
+from common import Report, Sample, interleave, parser_of, start_together, started, table
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from train_workers import DTYPES
 
-import pyruntime
 from pyruntime import comm, plan
 from pyruntime.llama import Llama
 from pyruntime.llama.model import Part
@@ -136,9 +131,7 @@ def show(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the figures, every round of them, to this file")
     parser.add_argument("--preset", default="dim1024")
     parser.add_argument("--layers", type=int, default=2, help="of a stage")
@@ -147,24 +140,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        print("bench/terapipe.py: start it with torchrun, as --help says.", file=sys.stderr)
-        sys.exit(2)
-    torch.set_num_threads(1)
-    pyruntime.keep_freed_memory()
-    with contextlib.ExitStack() as stack:
-        dist.init_process_group("gloo")
-        stack.callback(dist.destroy_process_group)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("pp", "tp"))
-        stack.enter_context(pyruntime.Runtime(mesh))
-        group = comm.process_group(mesh["pp"])
-        where = facts()
-        how = HOW.format(stages=group.size(), layers=args.layers, rounds=args.rounds)
-        found = measure(args, group)
-        if dist.get_rank() == 0:
-            print(f"{where['machine']}\n{where['date']}\n\n{how}\n\n{show(found)}")
-            if args.json:
-                write_json(args.json, where, {**vars(args), "how": how}, [found])
+    with started("terapipe.py", {"pp": -1, "tp": 1}) as runtime:
+        group = comm.process_group(runtime.pp)
+        report = Report(args, HOW.format(stages=group.size(), layers=args.layers, rounds=args.rounds))
+        result = measure(args, group)
+        report.add(result, show(result))
+        report.write(args.json)
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def _work(orders: Connection, job: Job) -> None:
                 orders.send(Turn(started, time.perf_counter(), time.process_time() - cpu, loss))
         except EOFError:
             pass
-        except Exception:
+        except Exception:  # told to the parent, which ends the benchmark with it
             orders.send(traceback.format_exc())
 
 

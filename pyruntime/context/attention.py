@@ -13,6 +13,7 @@ from pyruntime.context.variants import Attended, attend, attend_backward
 from pyruntime.ops.attention import statistics_dtype
 
 VARIANTS = ("ring", "all_gather_kv", "ulysses", "auto")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def ring_attention(
@@ -63,9 +64,6 @@ def ring_attention(
         q, k, v, document_ids, name, causal, layout, scale, variant
     )
     return out
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

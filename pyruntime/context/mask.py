@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -56,23 +57,29 @@ class Mask:
         return self._order
 
 
-_of_documents: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The masks of a tensor of document ids, and what the ids were: every layer of a model asks for the same
-one."""
+@dataclass
+class _Documents:
+    """What document ids were, as nobody says when they change, and their masks."""
+
+    ids: Tensor
+    masks: dict[tuple, Mask] = field(default_factory=dict)
+
+
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""_Documents by the tensor of ids: every layer of a model asks for the same one."""
 
 
 def mask_of(layout: str, seq: int, ranks: int, rank: int, causal: bool, document_ids: Tensor | None) -> Mask:
     """The mask, from the last times where nothing has changed."""
-    if document_ids is None:
-        return _without_documents(layout, seq, ranks, rank, causal)
-    masks = _of_documents.setdefault(document_ids, {})
     key = (layout, seq, ranks, rank, causal)
-    if "ids" not in masks or not torch.equal(masks["ids"], document_ids):
-        masks.clear()
-        masks["ids"] = document_ids.clone()
-    if key not in masks:
-        masks[key] = Mask(layout, seq, ranks, rank, causal, document_ids)
-    return masks[key]
+    if document_ids is None:
+        return _without_documents(*key)
+    documents = _known.get(document_ids)
+    if documents is None or not torch.equal(documents.ids, document_ids):
+        documents = _known[document_ids] = _Documents(document_ids.clone())
+    if key not in documents.masks:
+        documents.masks[key] = Mask(*key, document_ids)
+    return documents.masks[key]
 
 
 @lru_cache(maxsize=64)

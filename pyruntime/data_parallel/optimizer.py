@@ -17,6 +17,7 @@ from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.states import as_dtensor
 from pyruntime.data_parallel.units import Part, Unit
 from pyruntime.data_parallel.weights import Gatherer, UnitWeights
+from pyruntime.ops.attention import statistics_dtype
 from pyruntime.ops.layers import adamw_, sum_of_squares
 
 NonFinite = Literal["raise", "skip", "ignore"]
@@ -49,16 +50,12 @@ class _State:
 
     def __init__(self, unit: Unit, part: Part, rows: Tensor):
         self.parameter, self.part, self.rows = unit.parameters[part.owner], part, rows
-        self.exp_avg = torch.zeros_like(rows, dtype=_state_dtype(rows))
-        self.exp_avg_sq = torch.zeros_like(rows, dtype=_state_dtype(rows))
-        self.has_master = rows.dtype != _state_dtype(rows)
+        self.exp_avg = torch.zeros_like(rows, dtype=statistics_dtype(rows))
+        self.exp_avg_sq = torch.zeros_like(rows, dtype=statistics_dtype(rows))
+        self.has_master = rows.dtype != statistics_dtype(rows)
         self.master = rows.float() if self.has_master else torch.empty(0)
         self.steps = 0
         """Steps in which some rank had a gradient."""
-
-
-def _state_dtype(rows: Tensor) -> torch.dtype:
-    return torch.float64 if rows.dtype == torch.float64 else torch.float32
 
 
 class ShardedAdamW:

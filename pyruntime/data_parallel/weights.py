@@ -11,6 +11,7 @@ before its backward, the next one of the order on its way meanwhile, its memory 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -152,7 +153,7 @@ def _allocate(parameter: Tensor) -> None:
         storage.resize_(needed)
 
 
-class Gatherer:
+class Gatherer(ABC):
     """Modules announce which units they are about to read; everything else is gathered before a step
     returns.
 
@@ -214,10 +215,11 @@ class Gatherer:
             if each not in self._order:
                 each.complete()
 
+    @abstractmethod
     def _announced_changed(self, each: UnitWeights) -> None:
         """A unit that modules announce has been written; nobody reads it before it is gathered."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin_rest(self) -> None:
         """Gathers that are still to begin begin now: other flights follow."""
 
@@ -288,6 +290,9 @@ class GatherPerUse(Gatherer):
     def _announced_changed(self, each: UnitWeights) -> None:
         self._in_backward = []
         each.free()
+
+    def begin_rest(self) -> None:
+        """None: weights are gathered where they are used."""
 
     def _before(self, read: list[UnitWeights]) -> None:
         super()._before(read)

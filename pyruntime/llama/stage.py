@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from pyruntime.llama.model import Llama
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.model import Llama, Part
 from pyruntime.pipeline.slices import Carry
+from pyruntime.pipeline.split import split_layers
 
 
 class LlamaStage(nn.Module):
@@ -20,6 +22,7 @@ class LlamaStage(nn.Module):
     def __init__(self, model: Llama, layers: Sequence[int], batch: int, seqs: Sequence[int]):
         super().__init__()
         self.batch = batch
+        # In a list, as the stage holds its own layers of the model and no others.
         self._model, self._numbers, self._seqs = [model], tuple(layers), tuple(seqs)
         self.is_first = layers[0] == 0
         self.is_last = layers[-1] == model.config.num_hidden_layers - 1
@@ -41,3 +44,25 @@ class LlamaStage(nn.Module):
         context = model.context if carry is None else None
         x = model.run(x, self._numbers, self.batch, seq, start, caches, context)
         return model.head(x, self.batch * seq) if self.is_last else x
+
+    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | None = None) -> Tensor:
+        """Of the last stage: see `Llama.loss`."""
+        (model,) = self._model
+        return model.loss(logits, labels, count)
+
+
+def layers_of_stages(config: LlamaConfig, stages: int) -> list[range]:
+    """Layers of each stage, so that the costliest stage costs least; the head counts as so many layers as its
+    product costs. Raises ValueError where there are fewer layers than stages."""
+    heads = config.num_attention_heads + config.num_key_value_heads
+    layer = (
+        2 * config.hidden_size * heads * config.head_dim + 3 * config.hidden_size * config.intermediate_size
+    )
+    head = config.hidden_size * config.vocab_size / layer
+    return split_layers([1.0] * config.num_hidden_layers, stages, last=head)
+
+
+def part_of_layers(config: LlamaConfig, runs: Sequence[Sequence[int]]) -> Part:
+    """What a rank with the stages of these layers holds."""
+    layers = tuple(number for run in runs for number in run)
+    return Part(layers, embed=0 in layers, head=config.num_hidden_layers - 1 in layers)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """What the attention of tensors like x is summed in: float32, or float64 for float64."""
+    """What statistics, sums and optimizer states of tensors like x are kept in: float32, or float64 for
+    float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

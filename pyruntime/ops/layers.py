@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyruntime.ops.attention import statistics_dtype
+
 _ops = torch.ops.pyruntime
 
 
@@ -167,22 +169,18 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 # ---- fake kernels: the shapes, dtypes and strides of the results, for torch.compile and friends ----
 
 
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _heads(x: Tensor, batch: int, seq: int, heads: int, head_dim: int) -> Tensor:
     return x.new_empty(batch, seq, heads, head_dim).transpose(1, 2)
 
 
 @torch.library.register_fake("pyruntime::rms_norm")
 def _(x, weight, eps):
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=_statistics_dtype(x))
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=statistics_dtype(x))
 
 
 @torch.library.register_fake("pyruntime::add_rms_norm")
 def _(x, residual, weight, eps):
-    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=_statistics_dtype(x))
+    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=statistics_dtype(x))
 
 
 @torch.library.register_fake("pyruntime::rms_norm_backward")
@@ -214,7 +212,7 @@ def _(dq, dk, dv, cos, sin):
 
 @torch.library.register_fake("pyruntime::cross_entropy_stats")
 def _(logits, labels, vocab_start):
-    return logits.new_empty(logits.shape[0], 3, dtype=_statistics_dtype(logits))
+    return logits.new_empty(logits.shape[0], 3, dtype=statistics_dtype(logits))
 
 
 @torch.library.register_fake("pyruntime::cross_entropy_loss")

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from pyruntime import comm
 from pyruntime.data_parallel import Sharded
-from pyruntime.llama import Llama
+from pyruntime.llama import Llama, stage
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Part
 from pyruntime.llama.stage import LlamaStage
 from pyruntime.pipeline import Schedule, make_schedule
 from pyruntime.pipeline.executor import Pipeline
-from pyruntime.pipeline.split import split_layers
 from pyruntime.train.config import RunConfig, micro_batches
 from pyruntime.train.errors import ConfigError
 
@@ -46,12 +45,8 @@ def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
         )
     if config.pipeline.layers:
         return _by_hand(config, shape)
-    hidden, ffn = shape.hidden_size, shape.intermediate_size
-    heads = shape.num_attention_heads + shape.num_key_value_heads
-    layer = 2 * hidden * heads * shape.head_dim + 3 * hidden * ffn
-    head = hidden * shape.vocab_size / layer
     try:
-        return split_layers([1.0] * shape.num_hidden_layers, schedule_of(config).stages, last=head)
+        return stage.layers_of_stages(shape, schedule_of(config).stages)
     except ValueError as error:
         raise ConfigError(f"parallel.pp: {error}") from error
 
@@ -70,9 +65,7 @@ def _by_hand(config: RunConfig, shape: LlamaConfig) -> list[range]:
 def part_of(config: RunConfig, shape: LlamaConfig, rank: int) -> Part:
     """What rank `rank` of the pipeline holds of the model."""
     runs = layers_of_stages(config, shape)
-    own = [runs[stage] for stage in schedule_of(config).stages_of(rank)]
-    layers = tuple(number for run in own for number in run)
-    return Part(layers, embed=0 in layers, head=shape.num_hidden_layers - 1 in layers)
+    return stage.part_of_layers(shape, [runs[number] for number in schedule_of(config).stages_of(rank)])
 
 
 class Pipelined:
@@ -89,8 +82,8 @@ class Pipelined:
         self._slices = [len(part) for part in torch.arange(tokens).tensor_split(schedule.slices)]
         runs = layers_of_stages(config, model.config)
         self._stages = {
-            stage: LlamaStage(model, runs[stage], train.micro_batch_size, self._slices)
-            for stage in schedule.stages_of(comm.group_rank(pp))
+            number: LlamaStage(model, runs[number], train.micro_batch_size, self._slices)
+            for number in schedule.stages_of(comm.group_rank(pp))
         }
         self._dtype = next(model.parameters()).dtype
         self._pipeline = Pipeline(
@@ -120,15 +113,15 @@ class Pipelined:
     def evaluate(self, ids: Tensor, labels: Tensor) -> float:
         """Mean loss of one batch [B, S], in the last stage; 0 in others."""
         batch = len(ids)
-        for stage in self._stages.values():
-            trained, stage.batch = stage.batch, batch
+        for each in self._stages.values():
+            trained, each.batch = each.batch, batch
         try:
             losses = self._pipeline.evaluate(
                 [list(ids.split(self._slices, 1))], self._loss(labels, 1.0, batch), self._shapes(batch)
             )
         finally:
-            for stage in self._stages.values():
-                stage.batch = trained
+            for each in self._stages.values():
+                each.batch = trained
         return sum(float(part) for parts in losses for part in parts)
 
     def close(self) -> None:

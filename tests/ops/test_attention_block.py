@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pyruntime.ops.attention import attention_block_, attention_block_backward_, causal_attention
+from tests.ops.test_attention import cpu, dtypes, implementations, seed, statistics_dtype  # noqa: F401
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Queries and keys: within a tile, over a block of queries, over several blocks of keys.
 LENGTHS = [(1, 1), (1, 257), (3, 17), (17, 3), (65, 65), (65, 530), (257, 1), (257, 65)]
 LENGTHS += [(257, 530), (530, 257), (530, 530)]
@@ -19,30 +19,6 @@ INFINITY = float("inf")
 ops = torch.ops.pyruntime
 
 # ---- helpers ----
-
-
-def cpu(op, *args):
-    """The kernel that tensors on the CPU get."""
-    return op(*args)
-
-
-def composite(op, *args):
-    """The composite that every other device gets, here run on CPU tensors."""
-    other_device = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    return op.default.redispatch(other_device, *args)
-
-
-implementations = pytest.mark.parametrize("run", [cpu, composite])
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def heads(batch: int, count: int, seq: int, dim: int, dtype: torch.dtype) -> Tensor:

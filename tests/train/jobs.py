@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -119,3 +120,17 @@ def full_state(group, config: RunConfig, resume: Path) -> dict[str, torch.Tensor
     state = made._checkpointed().state()
     state = state["model"] | state["optimizer"]
     return {name: value.full_tensor() for name, value in state.items()}
+
+
+def curve(steps: list[StepMetrics], name: str) -> list:
+    return [getattr(step, name) for step in steps]
+
+
+def check_curves(found: list[list[StepMetrics]], expected: list[StepMetrics]) -> None:
+    """What every rank found is what was expected, losses to 1e-4, and bitwise the same on first and last."""
+    for name in ("loss", "grad_norm", "val_loss"):
+        assert curve(found[0], name) == curve(found[-1], name)
+        for one, other in zip(curve(found[0], name), curve(expected, name), strict=True):
+            assert (one is None) == (other is None)
+            # A norm far above 1 has more digits that rounding reaches.
+            assert one is None or one == pytest.approx(other, abs=1e-4, rel=1e-3 * (name == "grad_norm"))

@@ -15,25 +15,12 @@ from tests.train import jobs
 JOB = {"batch_size": 4, "micro_batch_size": 2, "seq_len": 32}
 
 
-def curve(steps, name):
-    return [getattr(step, name) for step in steps]
-
-
 @pytest.fixture(scope="module")
 def whole(ranks, tmp_path_factory):
     """A job, and what one rank makes of it."""
     config = jobs.job(tmp_path_factory.mktemp("whole"), steps=8, val_every=4, **JOB)
     jobs.prepare(config)
     return config, ranks.run(jobs.history, 1, config)[0]
-
-
-def check(found, expected):
-    for name in ("loss", "grad_norm", "val_loss"):
-        assert curve(found[0], name) == curve(found[-1], name)
-        for one, other in zip(curve(found[0], name), curve(expected, name), strict=True):
-            assert (one is None) == (other is None)
-            # A norm far above 1 has more digits that rounding reaches.
-            assert one is None or one == pytest.approx(other, abs=1e-4, rel=1e-3 * (name == "grad_norm"))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +40,7 @@ def test_loss_curves_equal_those_of_one_rank(ranks, whole, world, cp, dp, zero, 
     config, expected = whole
     config = jobs.changed(config, "parallel", cp=cp, dp=dp, zero=zero)
     config = jobs.changed(config, "context", layout=layout, variant=variant)
-    check(ranks.run(jobs.history, world, config), expected)
+    jobs.check_curves(ranks.run(jobs.history, world, config), expected)
 
 
 def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):
@@ -61,7 +48,7 @@ def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):
     config = jobs.changed(config, "parallel", cp=2)
     jobs.prepare(config)
     first, second = (ranks.run(jobs.history, 4, config)[0] for _ in range(2))
-    assert curve(first, "loss") == curve(second, "loss")
+    assert jobs.curve(first, "loss") == jobs.curve(second, "loss")
 
 
 def test_a_checkpoint_goes_on_with_other_ranks(ranks, tmp_path):

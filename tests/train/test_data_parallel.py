@@ -13,10 +13,6 @@ from tests.train import jobs
 SEQUENCES = {"batch_size": 8, "micro_batch_size": 1}
 
 
-def curve(steps, *names):
-    return [[getattr(step, name) for step in steps] for name in names or ("loss",)]
-
-
 @pytest.fixture(scope="module")
 def whole(ranks, tmp_path_factory):
     """A job, and what one rank makes of it."""
@@ -32,12 +28,7 @@ def test_loss_curves_equal_those_of_one_rank(ranks, whole, dp, replicate, zero):
     config, expected = whole
     config = jobs.changed(config, "parallel", dp=dp, dp_replicate=replicate, zero=zero)
     found = ranks.run(jobs.history, 4, config)
-    names = ("loss", "grad_norm", "val_loss")
-    assert curve(found[0], *names) == curve(found[3], *names)
-    for name in names:
-        for one, other in zip(curve(found[0], name)[0], curve(expected, name)[0], strict=True):
-            assert (one is None) == (other is None)
-            assert one is None or one == pytest.approx(other, abs=1e-4)
+    jobs.check_curves(found, expected)
 
 
 def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):
@@ -45,7 +36,8 @@ def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):
     config = jobs.changed(config, "parallel", dp=2, zero=2)
     jobs.prepare(config)
     first, second = (ranks.run(jobs.history, 4, config)[0] for _ in range(2))
-    assert curve(first, "loss", "grad_norm", "val_loss") == curve(second, "loss", "grad_norm", "val_loss")
+    for name in ("loss", "grad_norm", "val_loss"):
+        assert jobs.curve(first, name) == jobs.curve(second, name)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

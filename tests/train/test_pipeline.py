@@ -13,10 +13,6 @@ from tests.train import jobs
 JOB = {"batch_size": 8, "micro_batch_size": 1, "seq_len": 32}
 
 
-def curve(steps, name):
-    return [getattr(step, name) for step in steps]
-
-
 @pytest.fixture(scope="module")
 def whole(ranks, tmp_path_factory):
     """A job, and what one rank makes of it."""
@@ -25,15 +21,6 @@ def whole(ranks, tmp_path_factory):
     config = jobs.changed(config, "optimizer", lr=3e-4)  # at which seven layers are steady
     jobs.prepare(config)
     return config, ranks.run(jobs.history, 1, config)[0]
-
-
-def check(found, expected):
-    for name in ("loss", "grad_norm", "val_loss"):
-        assert curve(found[0], name) == curve(found[-1], name)
-        for one, other in zip(curve(found[0], name), curve(expected, name), strict=True):
-            assert (one is None) == (other is None)
-            # A norm far above 1 has more digits that rounding reaches.
-            assert one is None or one == pytest.approx(other, abs=1e-4, rel=1e-3 * (name == "grad_norm"))
 
 
 def layers_held(group, config):
@@ -74,7 +61,7 @@ def with_pipeline(config, pp, kind, virtual=1, slices=1, **parallel):
 )
 def test_loss_curves_equal_those_of_one_rank(ranks, whole, pp, kind, virtual, slices):
     config, expected = whole
-    check(ranks.run(jobs.history, 4, with_pipeline(config, pp, kind, virtual, slices)), expected)
+    jobs.check_curves(ranks.run(jobs.history, 4, with_pipeline(config, pp, kind, virtual, slices)), expected)
 
 
 @pytest.mark.parametrize(
@@ -89,14 +76,14 @@ def test_loss_curves_equal_those_of_one_rank(ranks, whole, pp, kind, virtual, sl
 def test_with_the_other_axes(ranks, whole, world, pp, dp, cp, zero, kind):
     config, expected = whole
     config = with_pipeline(config, pp, kind, dp=dp, cp=cp, zero=zero)
-    check(ranks.run(jobs.history, world, config), expected)
+    jobs.check_curves(ranks.run(jobs.history, world, config), expected)
 
 
 def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):
     config = with_pipeline(jobs.job(tmp_path, steps=4, dtype="bf16", **JOB), 2, "zb-h1")
     jobs.prepare(config)
     first, second = (ranks.run(jobs.history, 4, config)[0] for _ in range(2))
-    assert curve(first, "loss") == curve(second, "loss")
+    assert jobs.curve(first, "loss") == jobs.curve(second, "loss")
 
 
 def test_a_checkpoint_goes_on_with_other_ranks(ranks, tmp_path):

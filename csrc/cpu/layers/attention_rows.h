@@ -255,31 +255,28 @@ struct DivideRows {
   }
 };
 
-// out = factor * in.
-struct StoreRows {
+// out = factor * in, or, where kAdd, out += factor * in.
+template <bool kAdd>
+struct WriteRows {
   template <typename A, typename T>
   static PYRUNTIME_INLINE void run(const A* in, int64_t stride, Rows<T> out, int64_t rows, int64_t columns,
                                    A factor) {
     for (int64_t i = 0; i < rows; ++i, in += stride) {
       T* to = out.data + i * out.stride;
       PYRUNTIME_SIMD
-      for (int64_t j = 0; j < columns; ++j) store(to[j], in[j] * factor);
+      for (int64_t j = 0; j < columns; ++j) {
+        if constexpr (kAdd) {
+          store(to[j], load(to[j]) + in[j] * factor);
+        } else {
+          store(to[j], in[j] * factor);
+        }
+      }
     }
   }
 };
 
-// out += factor * in.
-struct AddRows {
-  template <typename A, typename T>
-  static PYRUNTIME_INLINE void run(const A* in, int64_t stride, Rows<T> out, int64_t rows, int64_t columns,
-                                   A factor) {
-    for (int64_t i = 0; i < rows; ++i, in += stride) {
-      T* to = out.data + i * out.stride;
-      PYRUNTIME_SIMD
-      for (int64_t j = 0; j < columns; ++j) store(to[j], load(to[j]) + in[j] * factor);
-    }
-  }
-};
+using StoreRows = WriteRows<false>;
+using AddRows = WriteRows<true>;
 
 struct RowDots {
   template <typename A, typename T>
