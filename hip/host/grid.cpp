@@ -258,10 +258,11 @@ void Grid::report_stuck() const {
   for (size_t b = 0; b < blocks_.size(); ++b) {
     const Block& block = blocks_[b];
     if (block.ended == block.meeting.members) continue;
-    std::fprintf(stderr,
-                 "host dialect: block %zu is stuck: of its %d threads %d have ended and %zu wait at a barrier "
-                 "of the block; the others wait for their warp. Every thread must reach every barrier.\n",
-                 b, block.meeting.members, block.ended, block.meeting.waiting.size());
+    std::fprintf(
+        stderr,
+        "host dialect: block %zu is stuck: of its %d threads %d have ended and %zu wait at a barrier "
+        "of the block; the others wait for their warp. Every thread must reach every barrier.\n",
+        b, block.meeting.members, block.ended, block.meeting.waiting.size());
   }
   std::abort();
 }

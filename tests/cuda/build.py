@@ -1,9 +1,9 @@
 """Builds the tests that execute the CUDA kernels without a GPU: csrc/cuda compiled by the C++ compiler in the
 host dialect (hip/compat.h), and a program for each tests/cuda/test_NAME.cpp.
 
-Nothing of torch is in them. Two variants: warps of 32 lanes with the instructions of NVIDIA's GPUs, under the address
-and undefined-behaviour sanitizers, which find what reads or writes past an end; and warps of 64 with those of AMD's.
-ninja compiles what changed; everything lies in build/cuda_tests.
+Nothing of torch is in them. Two variants: warps of 32 lanes with the instructions of NVIDIA's GPUs, under the
+address and undefined-behaviour sanitizers, which find what reads or writes past an end; and warps of 64 with
+those of AMD's. ninja compiles what changed; everything lies in build/cuda_tests.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ BUILD = ROOT / "build" / "cuda_tests"
 FOLDER = ROOT / "tests" / "cuda"
 
 # Blocks are fibers of one thread, and kernels read and write what is 16-bit as 16 bytes, as CUDA allows.
-FLAGS = "-std=c++17 -fno-strict-aliasing -Wall -Wextra -Wno-unknown-pragmas -Werror".split()
-SANITIZE = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all".split()
-VARIANTS = {"warp32": SANITIZE, "warp64": ["-O1", "-DPYRUNTIME_HOST_WARP=64"]}
+FLAGS = ["-std=c++17", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
+SANITIZED = ["-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+VARIANTS = {"warp32": ["-O1", *SANITIZED], "warp64": ["-O1", "-DPYRUNTIME_HOST_WARP=64"]}
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("test_*.cpp"))
 OF_VARIANT = {
     "warp32": PROGRAMS,
@@ -41,7 +41,9 @@ def program(name: str, variant: str) -> Path:
 
 def ninja_file() -> str:
     """The whole build as ninja reads it."""
-    includes = [f"-I{ROOT / folder}" for folder in ("csrc", "csrc/cuda", "csrc/cuda/portable", "hip", "tests/cpp")]
+    includes = [
+        f"-I{ROOT / folder}" for folder in ("csrc", "csrc/cuda", "csrc/cuda/portable", "hip", "tests/cpp")
+    ]
     lines = [
         "ninja_required_version = 1.3",
         f"cxx = {os.environ.get('CXX', 'c++')}",
@@ -64,10 +66,9 @@ def ninja_file() -> str:
             objects.append(str(BUILD / variant / f"{name}.o"))
             lines += [f"build {objects[-1]}: compile_{variant} {source}", f"  macros = {' '.join(macros)}"]
         for name in OF_VARIANT[variant]:
-            lines.append(f"build {program(name, variant)}.o: compile_{variant} {FOLDER / name}.cpp")
-            lines.append(
-                f"build {program(name, variant)}: link_{variant} {program(name, variant)}.o {' '.join(objects)}"
-            )
+            made = program(name, variant)
+            lines.append(f"build {made}.o: compile_{variant} {FOLDER / name}.cpp")
+            lines.append(f"build {made}: link_{variant} {made}.o {' '.join(objects)}")
     return "\n".join(lines) + "\n"
 
 

@@ -36,8 +36,20 @@ struct Gather {
   int64_t ldb() const { return p.layout == PYRUNTIME_NT ? p.k : p.n; }
 
   PyruntimeMatmul request(int rank, std::vector<T>& c) const {
-    return {dtype_of<T>(), p.layout, p.tiles, p.m, p.n, p.k, whole.data() + shard_begin(p, rank) * p.k,
-            weight.data(), p.with_bias ? bias.data() : nullptr, c.data(), p.k, ldb(), p.n, 0};
+    return {dtype_of<T>(),
+            p.layout,
+            p.tiles,
+            p.m,
+            p.n,
+            p.k,
+            whole.data() + shard_begin(p, rank) * p.k,
+            weight.data(),
+            p.with_bias ? bias.data() : nullptr,
+            c.data(),
+            p.k,
+            ldb(),
+            p.n,
+            0};
   }
 
   void check(const std::vector<T>& c) const {
@@ -76,12 +88,24 @@ struct Scatter {
   int64_t ldb() const { return p.layout == PYRUNTIME_NT ? p.k : p.n; }
 
   PyruntimeMatmul request(int rank, std::vector<T>& c) const {
-    return {dtype_of<T>(), p.layout, p.tiles, p.m, p.n, p.k, a[rank].data(), b[rank].data(),
-            p.with_bias ? bias.data() : nullptr, c.data(), lda(), ldb(), p.n, 0};
+    return {dtype_of<T>(),
+            p.layout,
+            p.tiles,
+            p.m,
+            p.n,
+            p.k,
+            a[rank].data(),
+            b[rank].data(),
+            p.with_bias ? bias.data() : nullptr,
+            c.data(),
+            lda(),
+            ldb(),
+            p.n,
+            0};
   }
 
-  // Bit for bit: every rank's product is rounded, then summed in rank order in fp32, then rounded; against fp64
-  // within what the roundings allow.
+  // Bit for bit: every rank's product is rounded, then summed in rank order in fp32, then rounded; against
+  // fp64 within what the roundings allow.
   void check(int rank, const std::vector<T>& c) const {
     const int64_t begin = shard_begin(p, rank), rows = shard_rows(p, rank);
     std::vector<float> sums(p.m * p.n);
@@ -91,7 +115,8 @@ struct Scatter {
       PyruntimeMatmul alone = request(source, part);
       alone.bias = nullptr;
       EXPECT_OK(pyruntime_matmul(&alone, nullptr));
-      const Reference reference = product(p.layout, p.m, p.n, p.k, a[source].data(), lda(), b[source].data(), ldb());
+      const Reference reference =
+          product(p.layout, p.m, p.n, p.k, a[source].data(), lda(), b[source].data(), ldb());
       for (int64_t i = 0; i < p.m * p.n; ++i) {
         sums[i] += to_float(part[i]);
         exact[i] += reference.c[i];
@@ -112,9 +137,10 @@ struct Scatter {
       check::fail(__FILE__, __LINE__, "element " + std::to_string(i) + " is not the sum in rank order");
       break;
     }
-    expect_close("scattered product", c.data(), p.n, rows, p.n,
-                 [&](int64_t i, int64_t j) { return exact[first + i * p.n + j]; },
-                 [&](int64_t i, int64_t j) { return allowed[first + i * p.n + j]; });
+    expect_close(
+        "scattered product", c.data(), p.n, rows, p.n,
+        [&](int64_t i, int64_t j) { return exact[first + i * p.n + j]; },
+        [&](int64_t i, int64_t j) { return allowed[first + i * p.n + j]; });
   }
 };
 
@@ -127,7 +153,8 @@ inline PyruntimeWorkspace scatter_shape(const Problem& p, int dtype) {
 // ---- epochs; the call's number chooses the slot, as a caller would ----
 
 template <class T>
-std::vector<T> gather_once(const Gather<T>& gather, const Workspaces& workspaces, int rank, int call, int engine) {
+std::vector<T> gather_once(const Gather<T>& gather, const Workspaces& workspaces, int rank, int call,
+                           int engine) {
   std::vector<T> c = poison<T>(gather.p.m * gather.p.n);
   const PyruntimeMatmul matmul = gather.request(rank, c);
   const PyruntimeGroup group = workspaces.group(rank, call % PYRUNTIME_SLOTS);

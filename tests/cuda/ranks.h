@@ -1,5 +1,5 @@
-// What tests of kernels in the host dialect share: memory that forked ranks see, workspaces in it, random numbers
-// and products in fp64.
+// What tests of kernels in the host dialect share: memory that forked ranks see, workspaces in it, random
+// numbers and products in fp64.
 #pragma once
 
 #include <algorithm>
@@ -32,8 +32,9 @@ inline void nap_ms(long ms) {
   nanosleep(&time, nullptr);
 }
 
-#define EXPECT_OK(call) \
-  check::equal(__FILE__, __LINE__, #call, std::string((call) == 0 ? "ok" : pyruntime_error()), std::string("ok"))
+#define EXPECT_OK(call)                                                                        \
+  check::equal(__FILE__, __LINE__, #call, std::string((call) == 0 ? "ok" : pyruntime_error()), \
+               std::string("ok"))
 
 // Fresh numbers in every run, drawn before any rank is forked, so that all have the same.
 inline const uint64_t kSeed = [] {
@@ -74,13 +75,16 @@ struct Reference {
 };
 
 template <class T>
-Reference product(int layout, int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb) {
+Reference product(int layout, int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b,
+                  int64_t ldb) {
   std::vector<float> left(m * k), right(n * k);
   for (int64_t i = 0; i < m; ++i) {
-    for (int64_t e = 0; e < k; ++e) left[i * k + e] = to_float(layout == PYRUNTIME_TN ? a[e * lda + i] : a[i * lda + e]);
+    for (int64_t e = 0; e < k; ++e)
+      left[i * k + e] = to_float(layout == PYRUNTIME_TN ? a[e * lda + i] : a[i * lda + e]);
   }
   for (int64_t j = 0; j < n; ++j) {
-    for (int64_t e = 0; e < k; ++e) right[j * k + e] = to_float(layout == PYRUNTIME_NT ? b[j * ldb + e] : b[e * ldb + j]);
+    for (int64_t e = 0; e < k; ++e)
+      right[j * k + e] = to_float(layout == PYRUNTIME_NT ? b[j * ldb + e] : b[e * ldb + j]);
   }
   Reference reference{std::vector<double>(m * n), std::vector<double>(m * n)};
   for (int64_t i = 0; i < m; ++i) {

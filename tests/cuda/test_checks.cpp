@@ -19,9 +19,23 @@ void expect_refused(int code, const std::string& words, int line) {
 
 struct Given {
   std::vector<Bf16> a = random_values<Bf16>(16 * 16, 1), c = poison<Bf16>(16 * 16);
-  PyruntimeMatmul matmul{PYRUNTIME_BF16, PYRUNTIME_NT, PYRUNTIME_TILES_SMALL, 16, 16, 16, a.data(), a.data(),
-                         nullptr, c.data(), 16, 16, 16, 0};
-  ~Given() { EXPECT(std::all_of(c.begin(), c.end(), [](Bf16 x) { return x.bits == 0xffff; })); }
+  PyruntimeMatmul matmul{PYRUNTIME_BF16,
+                         PYRUNTIME_NT,
+                         PYRUNTIME_TILES_SMALL,
+                         16,
+                         16,
+                         16,
+                         a.data(),
+                         a.data(),
+                         nullptr,
+                         c.data(),
+                         16,
+                         16,
+                         16,
+                         0};
+  ~Given() {
+    EXPECT(std::all_of(c.begin(), c.end(), [](Bf16 x) { return x.bits == 0xffff; }));
+  }
 };
 
 TEST(a_product_is_refused_for_every_wrong_argument) {
@@ -50,7 +64,8 @@ TEST(a_product_is_refused_for_every_wrong_argument) {
 
 TEST(a_group_is_refused_for_every_wrong_argument) {
   using Change = std::function<void(PyruntimeGroup&)>;
-  const Workspaces workspaces(gather_shape({2, PYRUNTIME_NT, PYRUNTIME_TILES_SMALL, 16, 16, 16}, PYRUNTIME_BF16));
+  const Workspaces workspaces(
+      gather_shape({2, PYRUNTIME_NT, PYRUNTIME_TILES_SMALL, 16, 16, 16}, PYRUNTIME_BF16));
   static void* misplaced[2] = {reinterpret_cast<void*>(16), reinterpret_cast<void*>(8)};
   const std::vector<std::pair<Change, std::string>> cases{
       {[](auto& g) { g.shape.world_size = 0; }, "world_size=0; a group has 1 to 72 ranks."},
@@ -73,7 +88,8 @@ TEST(a_group_is_refused_for_every_wrong_argument) {
   Given given;
   given.matmul.layout = PYRUNTIME_TN;
   const PyruntimeGroup group = workspaces.group(0);
-  EXPECT_REFUSED(pyruntime_all_gather_matmul(&group, &given.matmul, 0, nullptr), "layout 2 (TN) gathers no rows");
+  EXPECT_REFUSED(pyruntime_all_gather_matmul(&group, &given.matmul, 0, nullptr),
+                 "layout 2 (TN) gathers no rows");
 }
 
 TEST(shapes_of_workspaces_are_checked) {
@@ -91,18 +107,23 @@ TEST(support_kernels_check_their_arguments) {
   const void* parts[1] = {x};
   EXPECT_REFUSED(pyruntime_copy(x, nullptr, 4, 0, nullptr), "one end of the copy is a null pointer.");
   EXPECT_REFUSED(pyruntime_copy(x, x, -4, 0, nullptr), "bytes=-4");
-  EXPECT_REFUSED(pyruntime_reduce(x, parts, 0, 8, PYRUNTIME_FP32, nullptr, 1, nullptr), "0 parts; there may be 1 to 72.");
-  EXPECT_REFUSED(pyruntime_reduce(x, parts, 1, 8, 7, nullptr, 1, nullptr), "dtype=7; use 0 (bf16), 1 (fp16) or 2 (fp32).");
+  EXPECT_REFUSED(pyruntime_reduce(x, parts, 0, 8, PYRUNTIME_FP32, nullptr, 1, nullptr),
+                 "0 parts; there may be 1 to 72.");
+  EXPECT_REFUSED(pyruntime_reduce(x, parts, 1, 8, 7, nullptr, 1, nullptr),
+                 "dtype=7; use 0 (bf16), 1 (fp16) or 2 (fp32).");
   EXPECT_REFUSED(pyruntime_reduce(x, parts, 1, 8, PYRUNTIME_FP32, x, 0, nullptr), "width=0");
   EXPECT_REFUSED(pyruntime_signal(nullptr, 1, nullptr), "the flag is a null pointer.");
-  EXPECT_REFUSED(pyruntime_lse_merge(x, x, nullptr, x, 1, 1, 1, 8, PYRUNTIME_FP32, nullptr), "is a null pointer.");
+  EXPECT_REFUSED(pyruntime_lse_merge(x, x, nullptr, x, 1, 1, 1, 8, PYRUNTIME_FP32, nullptr),
+                 "is a null pointer.");
   PyruntimeAdamwOptions options{1e-3, 0.9, 0.99, 1e-8, 1};
   const PyruntimeAdamwTensor tensor{x, x, nullptr, x, x, 8, 0.0};
-  EXPECT_REFUSED(pyruntime_adamw(&tensor, 1, PYRUNTIME_BF16, PYRUNTIME_BF16, &options, nullptr, nullptr, nullptr),
-                 "tensor 0 has a null pointer among");
+  EXPECT_REFUSED(
+      pyruntime_adamw(&tensor, 1, PYRUNTIME_BF16, PYRUNTIME_BF16, &options, nullptr, nullptr, nullptr),
+      "tensor 0 has a null pointer among");
   options.beta2 = 1;
-  EXPECT_REFUSED(pyruntime_adamw(nullptr, 0, PYRUNTIME_BF16, PYRUNTIME_BF16, &options, nullptr, nullptr, nullptr),
-                 "beta1=0.9, beta2=1; both must be in [0, 1).");
+  EXPECT_REFUSED(
+      pyruntime_adamw(nullptr, 0, PYRUNTIME_BF16, PYRUNTIME_BF16, &options, nullptr, nullptr, nullptr),
+      "beta1=0.9, beta2=1; both must be in [0, 1).");
 }
 
 TEST(tiles_are_chosen_by_the_sizes) {

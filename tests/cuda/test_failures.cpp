@@ -11,7 +11,8 @@ constexpr int64_t kPatience = 30 * kSecond;
 
 template <class T>
 bool all_poisoned(const std::vector<T>& values, int64_t begin, int64_t end) {
-  return std::all_of(values.begin() + begin, values.begin() + end, [](T value) { return value.bits == 0xffff; });
+  return std::all_of(values.begin() + begin, values.begin() + end,
+                     [](T value) { return value.bits == 0xffff; });
 }
 
 TEST(a_gather_whose_peer_never_sends_names_it_and_writes_only_its_own_rows) {
@@ -26,8 +27,9 @@ TEST(a_gather_whose_peer_never_sends_names_it_and_writes_only_its_own_rows) {
     EXPECT_OK(pyruntime_push_chunk(&group, &matmul, 0, 1, nullptr));
     EXPECT_OK(pyruntime_all_gather_matmul(&group, &matmul, 0, nullptr));
     EXPECT_EQ(description(failure_of(group)),
-              std::string("all_gather_matmul, rank 0 waiting for rank 1 to send chunk 0 into slot 1 (expected epoch "
-                          "1, seen 0): the deadline has passed."));
+              std::string(
+                  "all_gather_matmul, rank 0 waiting for rank 1 to send chunk 0 into slot 1 (expected epoch "
+                  "1, seen 0): the deadline has passed."));
     EXPECT(!all_poisoned(c, 0, 10 * p.n));
     EXPECT(all_poisoned(c, 10 * p.n, 20 * p.n));
   });
@@ -44,9 +46,10 @@ TEST(a_scatter_whose_peer_never_sends_names_the_tile_and_leaves_the_result_alone
     const PyruntimeGroup group = workspaces.group(rank, 0, rank == 0 ? kDeadline : kPatience);
     EXPECT_OK(pyruntime_matmul_reduce_scatter(&group, &matmul, nullptr));
     // Rank 1 has patience; it ends because rank 0 told it to, with the same cause.
-    EXPECT_EQ(description(failure_of(group)),
-              std::string("matmul_reduce_scatter, rank 0 waiting for rank 2 to send chunk 0 into slot 0 (expected "
-                          "epoch 1, seen 0): the deadline has passed."));
+    EXPECT_EQ(
+        description(failure_of(group)),
+        std::string("matmul_reduce_scatter, rank 0 waiting for rank 2 to send chunk 0 into slot 0 (expected "
+                    "epoch 1, seen 0): the deadline has passed."));
     EXPECT(all_poisoned(c, 0, 4 * p.n));
   });
 }
@@ -68,8 +71,9 @@ void push_without_leave(int engine) {
     const PyruntimeFailure failure = failure_of(group);
     EXPECT_EQ(failure.op, PYRUNTIME_OP_PUSH);
     EXPECT_EQ(description(failure),
-              std::string("push of rows, rank 0 waiting for rank 1 to have done with slot 0 (expected epoch 1, seen "
-                          "0): the deadline has passed."));
+              std::string(
+                  "push of rows, rank 0 waiting for rank 1 to have done with slot 0 (expected epoch 1, seen "
+                  "0): the deadline has passed."));
   });
 }
 
@@ -151,9 +155,10 @@ TEST(a_wait_of_its_own_ends_at_the_signal_or_at_the_deadline) {
     EXPECT_OK(pyruntime_wait(&group, word, 7, 1, 2, nullptr));
     EXPECT_EQ(failure_of(group).state, static_cast<uint32_t>(PYRUNTIME_NO_FAILURE));
     EXPECT_OK(pyruntime_wait(&group, word, 8, 1, 2, nullptr));
-    EXPECT_EQ(description(failure_of(group)),
-              std::string("wait, rank 0 waiting for rank 1 to send chunk 2 into slot 0 (expected epoch 8, seen 7): "
-                          "the deadline has passed."));
+    EXPECT_EQ(
+        description(failure_of(group)),
+        std::string("wait, rank 0 waiting for rank 1 to send chunk 2 into slot 0 (expected epoch 8, seen 7): "
+                    "the deadline has passed."));
   });
 }
 

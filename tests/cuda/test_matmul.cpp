@@ -35,8 +35,20 @@ struct Case {
   }
 
   PyruntimeMatmul request() {
-    return {dtype_of<T>(), layout, tiles, m, n, k, a.data() + shift, b.data() + shift,
-            with_bias ? bias.data() : nullptr, c.data() + shift, lda, ldb, ldc, 0};
+    return {dtype_of<T>(),
+            layout,
+            tiles,
+            m,
+            n,
+            k,
+            a.data() + shift,
+            b.data() + shift,
+            with_bias ? bias.data() : nullptr,
+            c.data() + shift,
+            lda,
+            ldb,
+            ldc,
+            0};
   }
 
   void run_and_check() {

@@ -9,7 +9,8 @@ using namespace kernels;
 TEST(a_copy_of_any_size_and_address_moves_every_byte_and_no_other) {
   std::mt19937_64 draw(kSeed);
   for (int round = 0; round < 30; ++round) {
-    const int64_t bytes = random_size(draw, 0, 70000), from_shift = random_size(draw, 0, 1) * random_size(draw, 0, 17);
+    const int64_t bytes = random_size(draw, 0, 70000),
+                  from_shift = random_size(draw, 0, 1) * random_size(draw, 0, 17);
     const int64_t to_shift = from_shift == 0 ? 0 : random_size(draw, 0, 17);
     std::vector<unsigned char> from(bytes + 32), to(bytes + 64, 0xa5);
     for (auto& byte : from) byte = static_cast<unsigned char>(draw());
@@ -33,14 +34,15 @@ void reduces(int parts, int64_t count, bool with_bias, int64_t shift) {
   const int64_t width = 13;
   const std::vector<T> bias = random_values<T>(width, 99);
   std::vector<T> out = poison<T>(count + 1);
-  EXPECT_OK(pyruntime_reduce(out.data(), pointers.data(), parts, count, dtype_of<T>(), with_bias ? bias.data() : nullptr,
-                             width, nullptr));
+  EXPECT_OK(pyruntime_reduce(out.data(), pointers.data(), parts, count, dtype_of<T>(),
+                             with_bias ? bias.data() : nullptr, width, nullptr));
   for (int64_t i = 0; i < count; ++i) {
     float sum = 0;
     for (const auto& part : values) sum += to_float(part[i + shift]);
     if (with_bias) sum += to_float(bias[i % width]);
     const T wanted = portable::round_to<T>(sum);
-    if (std::memcmp(&out[i], &wanted, sizeof(T)) != 0) check::fail(__FILE__, __LINE__, "element " + std::to_string(i));
+    if (std::memcmp(&out[i], &wanted, sizeof(T)) != 0)
+      check::fail(__FILE__, __LINE__, "element " + std::to_string(i));
   }
   EXPECT(std::isnan(to_float(out[count])));
 }
@@ -58,8 +60,8 @@ struct AdamwState {
   std::vector<double> master64, exp_avg64, exp_avg_sq64;
 };
 
-void step_in_fp64(AdamwState& state, const std::vector<double>& grad, double decay, const PyruntimeAdamwOptions& o,
-                  double scale) {
+void step_in_fp64(AdamwState& state, const std::vector<double>& grad, double decay,
+                  const PyruntimeAdamwOptions& o, double scale) {
   for (size_t i = 0; i < grad.size(); ++i) {
     const double g = grad[i] * scale;
     double &m = state.exp_avg64[i], &v = state.exp_avg_sq64[i], &p = state.master64[i];
@@ -99,15 +101,16 @@ void adamw_steps(bool options_on_device, const std::vector<int64_t>& sizes) {
       for (int64_t i = 0; i < sizes[t]; ++i) grad[i] = to_float(grads[t][i]);
       step_in_fp64(states[t], grad, decay, options, scale);
     }
-    EXPECT_OK(pyruntime_adamw(tensors.data(), static_cast<int32_t>(tensors.size()), dtype_of<P>(), dtype_of<G>(),
-                              options_on_device ? nullptr : &options, options_on_device ? &options : nullptr, &scale,
-                              nullptr));
+    EXPECT_OK(pyruntime_adamw(tensors.data(), static_cast<int32_t>(tensors.size()), dtype_of<P>(),
+                              dtype_of<G>(), options_on_device ? nullptr : &options,
+                              options_on_device ? &options : nullptr, &scale, nullptr));
   }
   for (size_t t = 0; t < sizes.size(); ++t) {
     const AdamwState& state = states[t];
-    expect_close("master", state.master.data(), sizes[t], 1, sizes[t],
-                 [&](int64_t, int64_t j) { return state.master64[j]; },
-                 [&](int64_t, int64_t j) { return 1e-6 * (1 + std::fabs(state.master64[j])); });
+    expect_close(
+        "master", state.master.data(), sizes[t], 1, sizes[t],
+        [&](int64_t, int64_t j) { return state.master64[j]; },
+        [&](int64_t, int64_t j) { return 1e-6 * (1 + std::fabs(state.master64[j])); });
     for (int64_t i = 0; i < sizes[t]; ++i) {
       EXPECT_EQ(params[t][i].bits, portable::round_to<P>(state.master[i]).bits);
     }
@@ -132,27 +135,30 @@ void merges(int64_t batch, int64_t tokens, int64_t heads, int64_t width) {
   std::mt19937_64 draw(kSeed);
   std::uniform_real_distribution<float> score(-40.0f, 40.0f);
   for (int64_t i = 0; i < rows; ++i) {
-    lse[i] = i % 5 == 1 || i % 5 == 3 ? -INFINITY : score(draw);  // some have seen no keys yet, some never will
+    lse[i] =
+        i % 5 == 1 || i % 5 == 3 ? -INFINITY : score(draw);  // some have seen no keys yet, some never will
     block_lse[i] = i % 5 == 2 || i % 5 == 3 ? -INFINITY : score(draw);
   }
   std::vector<double> wanted(rows * width), wanted_lse(rows);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t head = row % heads, token = row / heads % tokens, b = row / heads / tokens;
     const int64_t at = (b * heads + head) * tokens + token;
-    const double mine = std::exp(static_cast<double>(lse[at])), theirs = std::exp(static_cast<double>(block_lse[at]));
+    const double mine = std::exp(static_cast<double>(lse[at])),
+                 theirs = std::exp(static_cast<double>(block_lse[at]));
     wanted_lse[at] = std::log(mine + theirs);
-    if (mine == 0) std::fill_n(out.begin() + row * width, width, NAN);  // what no keys have given counts nothing
+    if (mine == 0)
+      std::fill_n(out.begin() + row * width, width, NAN);  // what no keys have given counts nothing
     for (int64_t i = 0; i < width; ++i) {
       const double left = mine > 0 ? mine * out[row * width + i] : 0;
       const double right = theirs > 0 ? theirs * to_float(block[row * width + i]) : 0;
       wanted[row * width + i] = mine + theirs > 0 ? (left + right) / (mine + theirs) : 0;
     }
   }
-  EXPECT_OK(pyruntime_lse_merge(out.data(), lse.data(), block.data(), block_lse.data(), batch, tokens, heads, width,
-                                dtype_of<T>(), nullptr));
-  expect_close("out", out.data(), width, rows, width,
-               [&](int64_t i, int64_t j) { return wanted[i * width + j]; },
-               [&](int64_t i, int64_t j) { return 1e-5 * (1 + std::fabs(wanted[i * width + j])); });
+  EXPECT_OK(pyruntime_lse_merge(out.data(), lse.data(), block.data(), block_lse.data(), batch, tokens, heads,
+                                width, dtype_of<T>(), nullptr));
+  expect_close(
+      "out", out.data(), width, rows, width, [&](int64_t i, int64_t j) { return wanted[i * width + j]; },
+      [&](int64_t i, int64_t j) { return 1e-5 * (1 + std::fabs(wanted[i * width + j])); });
   for (int64_t i = 0; i < rows; ++i) {
     const bool both_empty = std::isinf(wanted_lse[i]);
     EXPECT(both_empty ? std::isinf(lse[i]) && lse[i] < 0 : std::fabs(lse[i] - wanted_lse[i]) <= 1e-4);

@@ -26,7 +26,8 @@ void expect_order(const ChunkPlan& plan, const std::vector<Chunk>& order, int64_
               tile.row / tile_rows * schedule.tiles_across() + tile.column / tile_columns);
     if (owners.empty() || owners.back() != tile.chunk.owner) owners.push_back(tile.chunk.owner);
     for (int i = 0; i < tile.rows; ++i) {
-      for (int j = 0; j < tile.columns; ++j) ++visits[(chunk.begin + tile.row + i) * columns + tile.column + j];
+      for (int j = 0; j < tile.columns; ++j)
+        ++visits[(chunk.begin + tile.row + i) * columns + tile.column + j];
     }
   }
   EXPECT_EQ(number, schedule.count());
@@ -43,7 +44,8 @@ TEST(tiles_follow_the_chunks_of_the_cpu_path_and_cover_every_element_once) {
   for (int round = 0; round < 200; ++round) {
     const int world = static_cast<int>(random_size(draw, 1, 9));
     const int64_t rows = random_size(draw, 0, 120), columns = random_size(draw, 0, 40);
-    const int tile_rows = static_cast<int>(random_size(draw, 1, 9)), tile_columns = static_cast<int>(random_size(draw, 1, 9));
+    const int tile_rows = static_cast<int>(random_size(draw, 1, 9)),
+              tile_columns = static_cast<int>(random_size(draw, 1, 9));
     const ChunkPlan plan(rows, world, static_cast<int>(random_size(draw, 0, world - 1)));
     expect_order(plan, plan.gather_order(), columns, tile_rows, tile_columns);
     expect_order(plan, plan.scatter_order(), columns, tile_rows, tile_columns);
@@ -56,7 +58,8 @@ TEST(pieces_are_cut_as_the_cpu_path_cuts_them) {
       const ChunkPlan plan(rows, 1, 0, pieces);
       for (int piece = 0; piece < pieces; ++piece) {
         EXPECT_EQ(first_row_of_piece(rows, pieces, piece), plan.piece(0, piece).begin);
-        EXPECT_EQ(first_row_of_piece(rows, pieces, piece + 1), plan.piece(0, piece).begin + plan.piece(0, piece).rows);
+        EXPECT_EQ(first_row_of_piece(rows, pieces, piece + 1),
+                  plan.piece(0, piece).begin + plan.piece(0, piece).rows);
       }
     }
   }

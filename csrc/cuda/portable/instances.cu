@@ -1,5 +1,5 @@
-// One configuration of one kernel. The build compiles this file once for every (job, tiles, dtype), with the three
-// names below defined (tools/build_cuda.py).
+// One configuration of one kernel. The build compiles this file once for every (job, tiles, dtype), with the
+// three names below defined (tools/build_cuda.py).
 #include "all_gather_matmul.cuh"
 #include "launch.cuh"
 #include "matmul_reduce_scatter.cuh"
