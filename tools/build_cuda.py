@@ -1,8 +1,8 @@
 """Builds the CUDA kernels: `python tools/build_cuda.py` makes pyruntime/libpyruntime_cuda.so.
 
 nvcc compiles csrc/cuda, which knows no torch, into one library for several GPUs that links nothing but the
-CUDA runtime (statically). TORCH_CUDA_ARCH_LIST chooses the GPUs as it does for torch's extensions. ninja compiles
-what changed; objects and the assembler's reports (registers, spills) lie in build/cuda.
+CUDA runtime (statically). TORCH_CUDA_ARCH_LIST chooses the GPUs as it does for torch's extensions. ninja
+compiles what changed; objects and the assembler's reports (registers, spills) lie in build/cuda.
 
 Who builds it when: docs/cuda.md.
 """

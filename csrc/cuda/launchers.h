@@ -102,7 +102,8 @@ typedef struct {
   const void* bias; /* [n] or nullptr, added before rounding */
   void* c;
   int64_t lda, ldb, ldc; /* elements from row to row, as the matrix lies in memory */
-  int32_t most_blocks;   /* 0: as many as fit; fewer where another kernel must run beside it */
+  int32_t most_blocks;   /* 0: as many as are resident at once; fewer where ranks share a GPU */
+  int32_t spare_blocks;  /* fewer than that, so that other kernels find room while this one waits */
 } PyruntimeMatmul;
 
 /* Which tiles a product is quickest with: a rule of the sizes and the number of multiprocessors, so ranks

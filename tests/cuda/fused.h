@@ -49,6 +49,7 @@ struct Gather {
             p.k,
             ldb(),
             p.n,
+            0,
             0};
   }
 
@@ -101,6 +102,7 @@ struct Scatter {
             lda(),
             ldb(),
             p.n,
+            0,
             0};
   }
 

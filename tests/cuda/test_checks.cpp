@@ -32,6 +32,7 @@ struct Given {
                          16,
                          16,
                          16,
+                         0,
                          0};
   ~Given() {
     EXPECT(std::all_of(c.begin(), c.end(), [](Bf16 x) { return x.bits == 0xffff; }));
@@ -49,7 +50,7 @@ TEST(a_product_is_refused_for_every_wrong_argument) {
       {[](auto& m) { m.lda = 15; }, "lda=15, but a row has 16 elements."},
       {[](auto& m) { m.ldb = 15; }, "ldb=15, but a row has 16 elements."},
       {[](auto& m) { m.ldc = 15; }, "ldc=15, but a row has 16 elements."},
-      {[](auto& m) { m.most_blocks = -2; }, "most_blocks=-2; use 0 for as many as fit."},
+      {[](auto& m) { m.most_blocks = -2; }, "most_blocks=-2, spare_blocks=0; neither may be negative"},
       {[](auto& m) { m.a = nullptr; }, "a is a null pointer."},
       {[](auto& m) { m.b = nullptr; }, "b is a null pointer."},
       {[](auto& m) { m.c = nullptr; }, "c is a null pointer."},

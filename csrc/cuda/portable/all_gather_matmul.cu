@@ -57,7 +57,11 @@ int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatm
         const GatherJob<T> job{
             make_schedule(plan.gather_order(), matmul->n, Config::kTileRows, Config::kTileColumns), matmul->k,
             matrices_of<T>(*matmul), view, hold != 0};
-        launch_tiles<Config>(job, matmul->layout, matmul->most_blocks, static_cast<runtime::Stream>(stream));
+        PyruntimeMatmul request = *matmul;
+        // Room for this rank's own push and its signals: while all multiprocessors were full of blocks that
+        // wait for the others' pushes, and those of the others likewise, nobody would ever send.
+        if (view.world_size() > 1 && request.spare_blocks == 0) request.spare_blocks = 1;
+        launch_tiles<Config>(job, request, static_cast<runtime::Stream>(stream));
       });
     });
   });

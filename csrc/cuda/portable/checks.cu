@@ -72,7 +72,8 @@ void check_matmul(const PyruntimeMatmul* matmul) {
   const auto is_size = [](int64_t size) { return size >= 0 && size < int64_t{1} << 31; };
   require(is_size(matmul->m) && is_size(matmul->n) && is_size(matmul->k), "m=", matmul->m, ", n=", matmul->n,
           ", k=", matmul->k, "; sizes must not be negative, and below 2^31.");
-  require(matmul->most_blocks >= 0, "most_blocks=", matmul->most_blocks, "; use 0 for as many as fit.");
+  require(matmul->most_blocks >= 0 && matmul->spare_blocks >= 0, "most_blocks=", matmul->most_blocks,
+          ", spare_blocks=", matmul->spare_blocks, "; neither may be negative (0: as many blocks as fit).");
   check_pitch("lda", matmul->lda, layout == PYRUNTIME_TN ? matmul->m : matmul->k);
   check_pitch("ldb", matmul->ldb, layout == PYRUNTIME_NT ? matmul->k : matmul->n);
   check_pitch("ldc", matmul->ldc, matmul->n);

@@ -27,7 +27,7 @@ int pyruntime_matmul(const PyruntimeMatmul* matmul, void* stream) {
         const MatmulJob<T> job{
             make_schedule(plan.gather_order(), matmul->n, Config::kTileRows, Config::kTileColumns), matmul->k,
             matrices_of<T>(*matmul)};
-        launch_tiles<Config>(job, matmul->layout, matmul->most_blocks, static_cast<runtime::Stream>(stream));
+        launch_tiles<Config>(job, *matmul, static_cast<runtime::Stream>(stream));
       });
     });
   });

@@ -68,7 +68,7 @@ int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, const Pyruntime
             view,
             part_elements(matmul->m, matmul->n, view.world_size()),
             (matmul->n + 7) / 8 * 8};
-        launch_tiles<Config>(job, matmul->layout, matmul->most_blocks, static_cast<runtime::Stream>(stream));
+        launch_tiles<Config>(job, *matmul, static_cast<runtime::Stream>(stream));
       });
     });
   });
