@@ -199,6 +199,11 @@ Grid::Grid(int blocks, int threads, size_t shared_bytes, const std::function<voi
 }
 
 Fiber* Grid::next() {
+  if (schedule_seed % 2 != 0) {
+    Fiber* fiber = ready_.back();
+    ready_.pop_back();
+    return fiber;
+  }
   if (random_ != 0) {  // xorshift (Marsaglia 2003)
     random_ ^= random_ << 13;
     random_ ^= random_ >> 7;
@@ -241,7 +246,11 @@ void Grid::meet(Meeting& meeting, bool x) {
 
 void Grid::give_way() {
   ++given_way_;
-  ready_.push_back(running_);
+  if (schedule_seed % 2 != 0) {
+    ready_.push_front(running_);  // behind all others, in that order too
+  } else {
+    ready_.push_back(running_);
+  }
   leave();
 }
 

@@ -20,7 +20,9 @@ FOLDER = ROOT / "tests" / "cuda"
 # Blocks are fibers of one thread, and kernels read and write what is 16-bit as 16 bytes, as CUDA allows.
 FLAGS = ["-std=c++17", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
 SANITIZED = ["-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-VARIANTS = {"warp32": ["-O1", *SANITIZED], "warp64": ["-O1", "-DPYRUNTIME_HOST_WARP=64"]}
+VARIANTS = {"warp32": ["-O1", *SANITIZED], "warp64": ["-O1", "-fPIC", "-DPYRUNTIME_HOST_WARP=64"]}
+LIBRARY = BUILD / "libpyruntime_host.so"
+"""The kernels as Python loads them, with tensors in the CPU's memory."""
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("test_*.cpp"))
 OF_VARIANT = {
     "warp32": PROGRAMS,
@@ -57,7 +59,7 @@ def ninja_file() -> str:
             "  deps = gcc",
             "  description = compile $out",
             f"rule link_{variant}",
-            f"  command = $cxx {' '.join(extra)} $in -o $out",
+            f"  command = $cxx {' '.join(extra)} $shared $in -o $out",
             "  description = link $out",
         ]
         common = [("grid", ROOT / "hip/host/grid.cpp", ()), ("check", ROOT / "tests/cpp/check.cpp", ())]
@@ -65,6 +67,10 @@ def ninja_file() -> str:
         for name, source, macros in [*sources(), *common]:
             objects.append(str(BUILD / variant / f"{name}.o"))
             lines += [f"build {objects[-1]}: compile_{variant} {source}", f"  macros = {' '.join(macros)}"]
+        if variant == "warp64":
+            kernels = [made for made in objects if not made.endswith("/check.o")]
+            lines.append(f"build {LIBRARY}: link_{variant} {' '.join(kernels)}")
+            lines.append("  shared = -shared")
         for name in OF_VARIANT[variant]:
             made = program(name, variant)
             lines.append(f"build {made}.o: compile_{variant} {FOLDER / name}.cpp")

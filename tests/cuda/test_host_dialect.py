@@ -7,18 +7,13 @@ import subprocess
 
 import pytest
 
-from tests.cuda.build import build, builds, program
+from tests.cuda.build import builds, program
 
 TIMEOUT_S = 120
 
 
-@pytest.fixture(scope="session")
-def built() -> None:
-    build()
-
-
 @pytest.mark.parametrize(("name", "variant"), builds())
-def test_program(built: None, name: str, variant: str) -> None:
+def test_program(host_kernels: None, name: str, variant: str) -> None:
     ran = subprocess.run(
         [program(name, variant)],
         capture_output=True,
