@@ -46,8 +46,8 @@ extern thread_local Thread* current;
 void run_grid(int blocks, int threads, size_t shared_bytes, const std::function<void()>& body);
 
 // The order in which threads that can run do so: 0, the default, is first come, first served; with odd seeds
-// the latest comes first, so that a warp runs ahead of the others as far as barriers let it; other seeds draw.
-// What a kernel computes must not depend on it.
+// the latest comes first, so that a warp runs ahead of the others as far as barriers let it; other seeds
+// draw. What a kernel computes must not depend on it.
 void set_schedule(uint64_t seed);
 
 // How many multiprocessors the host claims to have, so that small problems have several blocks.

@@ -1,7 +1,7 @@
-"""The fused kernels of a group on one host: its workspaces in torch's symmetric memory, and the two primitives.
+"""The fused kernels of a group on one host: its workspaces in torch's symmetric memory, and the primitives.
 
-The protocol is told in docs/cuda.md. A workspace grows when a product needs more; all ranks come to that at the
-same call, because they call the same products in the same order.
+The protocol is told in docs/cuda.md. A workspace grows when a product needs more; all ranks come to that at
+the same call, because they call the same products in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pyruntime.cuda.kernels import Kernels, dtype_code, product_sizes, stream_of
 from pyruntime.cuda.library import CudaLibraryError, Library
 
 PIECES = 4
-"""Signals that the rows of one rank are sent with: the last piece alone is what a product waits for at the end."""
+"""Signals that the rows of one rank are sent with: at the end a product waits for the last piece alone."""
 
 
 def rows_of_rank(rows: int, world_size: int, rank: int) -> int:
@@ -46,7 +46,7 @@ class SharedWorkspace:
 
 
 class FusedGroup:
-    """`all_gather_matmul` and `matmul_reduce_scatter` of a group whose ranks share one host, in one kernel each.
+    """`all_gather_matmul` and `matmul_reduce_scatter` of a group whose ranks share one host, a kernel each.
 
     All ranks call the same products with the same sizes in the same order. On a GPU the calls are ordered by
     the current stream and nothing waits for the device; `check()` does, and raises CommTimeout where a wait
@@ -87,9 +87,7 @@ class FusedGroup:
         group = self._begin("gather", shape)
         with self._beside_the_current_stream():
             engine = self.device.type == "cuda"
-            self._library.call(
-                "push_chunk", byref(group), byref(request), engine, 0, stream_of(x_shard)
-            )
+            self._library.call("push_chunk", byref(group), byref(request), engine, 0, stream_of(x_shard))
         self._library.call("all_gather_matmul", byref(group), byref(request), False, stream_of(x_shard))
         if self._push_stream is not None:
             # What writes x_shard next must wait until it has been sent, and so must the slot's next push.
@@ -99,16 +97,14 @@ class FusedGroup:
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, layout: str = "NT", bias: Tensor | None = None
     ) -> Tensor:
-        """This rank's rows of the sum over ranks of X W^T (+ bias): x [M, K], weight [N, K] (NT) or [K, N] (NN);
-        TN: x [K, M], weight [K, N]. Summed in rank order."""
+        """This rank's rows of the sum over ranks, in rank order, of X W^T (+ bias): x [M, K], weight [N, K]
+        (NT) or [K, N] (NN); TN: x [K, M], weight [K, N]."""
         m, n, _ = product_sizes(layout, x, weight)
         y = x.new_empty(rows_of_rank(m, self._world_size, self._rank), n)
         tiles = self._library.choose_tiles(rows_of_rank(m, self._world_size, 0), m, n)
         request = self.kernels.request(layout, x, weight, bias, y, m, tiles)
         shape = abi.Workspace()
-        self._library.call(
-            "scatter_workspace", self._world_size, m, n, dtype_code(x), tiles, byref(shape)
-        )
+        self._library.call("scatter_workspace", self._world_size, m, n, dtype_code(x), tiles, byref(shape))
         group = self._begin("scatter", shape)
         self._library.call("matmul_reduce_scatter", byref(group), byref(request), stream_of(x))
         return y
@@ -119,7 +115,7 @@ class FusedGroup:
             self._library.raise_failure(self._view(workspace, 0), stream_of(workspace.memory))
 
     def close(self) -> None:
-        """Waits for the device and lets go of the workspaces; on all ranks, none of which uses them any more."""
+        """Waits for the device and lets go of the workspaces; on all ranks, when none uses them any more."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._workspaces.clear()
@@ -128,8 +124,8 @@ class FusedGroup:
         wanted = rows_of_rank(rows, self._world_size, self._rank)
         if found != wanted:
             raise ValueError(
-                f"{name} has {found} rows on rank {self._rank}; of {rows} rows over {self._world_size} ranks it "
-                f"holds {wanted}."
+                f"{name} has {found} rows on rank {self._rank}; of {rows} rows over {self._world_size} ranks "
+                f"it holds {wanted}."
             )
 
     def _begin(self, kind: str, shape: abi.Workspace) -> abi.Group:

@@ -18,7 +18,9 @@ LAYOUTS = {"NT": abi.NT, "NN": abi.NN, "TN": abi.TN}
 
 def dtype_code(tensor: Tensor) -> int:
     if tensor.dtype not in DTYPES:
-        raise ValueError(f"a tensor has dtype {tensor.dtype}; the kernels take bfloat16, float16 and float32.")
+        raise ValueError(
+            f"a tensor has dtype {tensor.dtype}; the kernels take bfloat16, float16 and float32."
+        )
     return DTYPES[tensor.dtype]
 
 
@@ -31,8 +33,8 @@ def pitch(matrix: Tensor, name: str) -> int:
     """Elements from row to row. Raises ValueError where the elements of a row do not lie side by side."""
     if matrix.dim() != 2 or (matrix.size(1) > 1 and matrix.stride(1) != 1):
         raise ValueError(
-            f"{name} has shape {list(matrix.shape)} and strides {list(matrix.stride())}; it must be a matrix whose "
-            "rows are contiguous."
+            f"{name} has shape {list(matrix.shape)} and strides {list(matrix.stride())}; it must be a matrix "
+            "whose rows are contiguous."
         )
     return matrix.stride(0) if matrix.size(0) > 1 else max(matrix.size(1), 1)
 
@@ -104,7 +106,7 @@ class Kernels:
         return c
 
     def reduce(self, parts: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
-        """round(parts[0] + parts[1] + ... [+ bias, along the last dimension]), summed in that order in fp32."""
+        """round(parts[0] + parts[1] + ... [+ bias, along the last dimension]), in that order, in fp32."""
         if not parts:
             raise ValueError("there are no parts to sum.")
         first = parts[0]
@@ -114,9 +116,7 @@ class Kernels:
                 raise ValueError("the parts must be contiguous and have one shape and one dtype.")
         width = first.size(-1) if first.dim() else 1
         if bias is not None and (list(bias.shape) != [width] or bias.dtype != first.dtype):
-            raise ValueError(
-                f"bias is {bias.dtype} {list(bias.shape)}; it must be {first.dtype} [{width}]."
-            )
+            raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; it must be {first.dtype} [{width}].")
         out = torch.empty_like(first)
         pointers = (c_void_p * len(parts))(*(part.data_ptr() for part in parts))
         self.library.call(
@@ -163,8 +163,8 @@ class Kernels:
                 self.check_device(tensor)
                 if tensor.shape != param.shape or tensor.dtype != wanted or not tensor.is_contiguous():
                     raise ValueError(
-                        f"{name}[{i}] is {tensor.dtype} {list(tensor.shape)}; it must be contiguous, {wanted} "
-                        f"{list(param.shape)}."
+                        f"{name}[{i}] is {tensor.dtype} {list(tensor.shape)}; it must be contiguous, "
+                        f"{wanted} {list(param.shape)}."
                     )
         if grad_scale is not None and (grad_scale.dtype != torch.float32 or grad_scale.numel() != 1):
             raise ValueError("grad_scale must be one float32 element.")
@@ -194,8 +194,8 @@ class Kernels:
     def lse_merge_(self, out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
         """Attention over some keys (out, lse) becomes that over others (block_out, block_lse) too.
 
-        out fp32 and block_out [B, S, heads, d]; lse and block_lse fp32 [B, heads, S], -inf where there were no
-        keys.
+        out fp32 and block_out [B, S, heads, d]; lse and block_lse fp32 [B, heads, S], -inf where there were
+        no keys.
         """
         batch, tokens, heads, width = out.shape
         statistics = [batch, heads, tokens]
@@ -208,8 +208,8 @@ class Kernels:
             self.check_device(tensor)
             if list(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
                 raise ValueError(
-                    f"lse_merge_: a tensor is {tensor.dtype} {list(tensor.shape)}; it must be contiguous, {dtype} "
-                    f"{shape}."
+                    f"lse_merge_: a tensor is {tensor.dtype} {list(tensor.shape)}; it must be contiguous, "
+                    f"{dtype} {shape}."
                 )
         pointers = [ctypes.c_void_p(address(tensor)) for tensor in (out, lse, block_out, block_lse)]
         self.library.call(

@@ -108,7 +108,9 @@ def check_lse_merge(kernels: Kernels, device) -> None:
         torch.testing.assert_close(seen, wanted, rtol=1e-5, atol=1e-5)
 
 
-def fused_steps(fused: FusedGroup, group: dist.ProcessGroup, calls: list[tuple[int, int, int]]) -> list[float]:
+def fused_steps(
+    fused: FusedGroup, group: dist.ProcessGroup, calls: list[tuple[int, int, int]]
+) -> list[float]:
     """Gathers and scatters of sizes (m, n, k) on fresh numbers that all ranks draw alike; the errors."""
     rank, world_size, device = group.rank(), group.size(), fused.device
     errors = []

@@ -1,5 +1,5 @@
-"""The kernels' Python face, on tensors in the CPU's memory through the host dialect; tests/cuda/test_gpu.py has the
-same on GPUs."""
+"""The kernels' Python face, on tensors in the CPU's memory through the host dialect; tests/cuda/test_gpu.py has
+the same on GPUs."""
 
 from __future__ import annotations
 
@@ -71,24 +71,14 @@ def scattered_by_both(group, x, weight):
 
 
 def test_a_scatter_adds_in_the_order_of_the_cpu_path(host_kernels, ranks):
-    # Small integers, whose products are exact on both sides: what is left is the order and the rounding of sums.
+    # Small integers, whose products are exact on both sides: what is left is the order and rounding of sums.
     x = torch.randint(-40, 41, (3, 25, 16)).bfloat16()
     weight = torch.randint(-40, 41, (11, 16)).bfloat16()
     for fused, chunked in ranks.run(scattered_by_both, 3, x, weight):
         assert torch.equal(fused, chunked)
 
 
-def with_an_absent_peer(group):
-    if group.rank() == 1:
-        return None
-    fused = FusedGroup(Library(build.LIBRARY), group, "cpu", deadline_s=0.1)
-    fused._begin  # noqa: B018
-    x = torch.zeros(8, 8, dtype=torch.bfloat16)
-    fused.matmul_reduce_scatter(x, x)
-    fused.check()
-
-
-def late_peer(group):
+def without_the_second_call_of_rank_1(group):
     fused = FusedGroup(Library(build.LIBRARY), group, "cpu", deadline_s=0.2)
     x = torch.ones(8, 8, dtype=torch.bfloat16)
     fused.matmul_reduce_scatter(x, x)  # both make the workspace
@@ -104,8 +94,8 @@ def late_peer(group):
 
 
 def test_a_peer_that_does_not_come_is_named(host_kernels, ranks):
-    said = ranks.run(late_peer, 2)[0]
+    said = ranks.run(without_the_second_call_of_rank_1, 2)[0]
     assert said == (
-        "matmul_reduce_scatter, rank 0 waiting for rank 1 to send chunk 0 into slot 0 (expected epoch 1, seen 0): "
-        "the deadline has passed."
+        "matmul_reduce_scatter, rank 0 waiting for rank 1 to send chunk 0 into slot 0 "
+        "(expected epoch 1, seen 0): the deadline has passed."
     )
