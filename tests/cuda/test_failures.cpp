@@ -1,4 +1,5 @@
 // Ranks that do not come: every wait ends, says who was waited for, and nothing is written afterwards.
+#include "checks.h"
 #include "fused.h"
 
 namespace {
@@ -31,6 +32,23 @@ TEST(a_gather_whose_peer_never_sends_names_it_and_writes_only_its_own_rows) {
                   "all_gather_matmul, rank 0 waiting for rank 1 to send chunk 0 into slot 1 (expected epoch "
                   "1, seen 0): the deadline has passed."));
     EXPECT(!all_poisoned(c, 0, 10 * p.n));
+    EXPECT(all_poisoned(c, 10 * p.n, 20 * p.n));
+  });
+}
+
+TEST(a_tile_waits_for_every_piece_that_it_has_rows_in) {
+  const Problem p{2, PYRUNTIME_NT, PYRUNTIME_TILES_SMALL, 20, 12, 16, 3};
+  const Workspaces workspaces(gather_shape(p, PYRUNTIME_BF16));
+  check::in_ranks(1, [&](int) {
+    const Gather<Bf16> gather(p, 1);
+    std::vector<Bf16> c = poison<Bf16>(p.m * p.n);
+    const PyruntimeMatmul matmul = gather.request(0, c);
+    const PyruntimeGroup group = workspaces.group(0, 0, kDeadline);
+    const portable::Group view = portable::checked_group(&group, PYRUNTIME_OP_WAIT);
+    for (const int piece : {0, 2}) EXPECT_OK(pyruntime_signal(view.flag(0, 1, piece), 1, nullptr));
+    EXPECT_OK(pyruntime_all_gather_matmul(&group, &matmul, 0, nullptr));
+    EXPECT_EQ(failure_of(group).peer, 1);
+    EXPECT_EQ(failure_of(group).chunk, 1);
     EXPECT(all_poisoned(c, 10 * p.n, 20 * p.n));
   });
 }
