@@ -145,6 +145,10 @@ int resident_blocks(Kernel kernel, int threads, int shared_bytes) {
 inline void copy_rows(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t row_bytes,
                       size_t rows, Stream stream) {
   if (rows == 0 || row_bytes == 0) return;
+  if (to_pitch == row_bytes && from_pitch == row_bytes) {  // one stretch, which every copy engine can take
+    cudaMemcpyAsync(to, from, rows * row_bytes, cudaMemcpyDefault, stream);
+    return;
+  }
   cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, row_bytes, rows, cudaMemcpyDefault, stream);
 }
 
