@@ -62,7 +62,7 @@ class FusedGroup:
         self._library = library
         self._group = process_group(group)
         self._rank, self._world_size = group_rank(group), group_size(group)
-        self._deadline_ns = int(deadline_s * 1e9)
+        self.deadline_s = deadline_s
         self._workspaces: dict[str, SharedWorkspace] = {}
         on_gpu = self.device.type == "cuda"
         # Its waits and signals must be scheduled before the blocks of a product that waits for the peers.
@@ -154,7 +154,7 @@ class FusedGroup:
         return made
 
     def _view(self, workspace: SharedWorkspace, slot: int) -> abi.Group:
-        return abi.Group(workspace.shape, self._rank, slot, self._deadline_ns, workspace.addresses)
+        return abi.Group(workspace.shape, self._rank, slot, int(self.deadline_s * 1e9), workspace.addresses)
 
     def _beside_the_current_stream(self):
         if self._push_stream is None:

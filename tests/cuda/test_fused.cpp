@@ -76,10 +76,11 @@ TEST(a_scatter_with_fewer_rows_than_ranks) {
 
 // Ranks wander apart as far as the slots let them: each naps for itself, and none is ever told that another
 // has ended. Inputs change from call to call; outputs are poisoned.
+constexpr double kLongest = 100.0;  // seconds
 #if defined(__SANITIZE_ADDRESS__)
 constexpr int kCalls = 8;  // several times slower
 #else
-constexpr int kCalls = 60;
+constexpr int kCalls = 40;
 #endif
 
 void late_at_random(int rank, int call) {
@@ -90,40 +91,49 @@ void late_at_random(int rank, int call) {
 TEST(many_gathers_with_late_ranks_and_changing_inputs) {
   const Problem p{3, PYRUNTIME_NT, PYRUNTIME_TILES_SMALL, 50, 20, 24, 2};
   const Workspaces workspaces(gather_shape(p, PYRUNTIME_BF16));
-  check::in_ranks(p.world_size, [&](int rank) {
-    for (int call = 0; call < kCalls; ++call) {
-      late_at_random(rank, call);
-      const Gather<Bf16> gather(p, call);
-      gather.check(gather_once(gather, workspaces, rank, call, call % 2));
-    }
-  });
+  check::in_ranks(
+      p.world_size,
+      [&](int rank) {
+        for (int call = 0; call < kCalls; ++call) {
+          late_at_random(rank, call);
+          const Gather<Bf16> gather(p, call);
+          gather.check(gather_once(gather, workspaces, rank, call, call % 2));
+        }
+      },
+      kLongest);
 }
 
 TEST(many_scatters_with_late_ranks_and_changing_inputs) {
   const Problem p{3, PYRUNTIME_NT, PYRUNTIME_TILES_SMALL, 40, 20, 24, 1, true};
   const Workspaces workspaces(scatter_shape(p, PYRUNTIME_BF16));
-  check::in_ranks(p.world_size, [&](int rank) {
-    for (int call = 0; call < kCalls; ++call) {
-      late_at_random(rank, call);
-      const Scatter<Bf16> scatter(p, call);
-      scatter.check(rank, scatter_once(scatter, workspaces, rank, call));
-    }
-  });
+  check::in_ranks(
+      p.world_size,
+      [&](int rank) {
+        for (int call = 0; call < kCalls; ++call) {
+          late_at_random(rank, call);
+          const Scatter<Bf16> scatter(p, call);
+          scatter.check(rank, scatter_once(scatter, workspaces, rank, call));
+        }
+      },
+      kLongest);
 }
 
 // What a captured graph does: the same launches with the same arguments, in one slot.
 TEST(one_slot_is_enough_for_calls_that_are_replayed) {
   const Problem p{2, PYRUNTIME_NN, PYRUNTIME_TILES_SMALL, 20, 9, 11};
   const Workspaces gathered(gather_shape(p, PYRUNTIME_BF16)), scattered(scatter_shape(p, PYRUNTIME_BF16));
-  check::in_ranks(p.world_size, [&](int rank) {
-    for (int call = 0; call < kCalls; ++call) {
-      late_at_random(rank, call);
-      const Gather<Bf16> gather(p, call);
-      gather.check(gather_once(gather, gathered, rank, 0, call / (kCalls / 2)));
-      const Scatter<Bf16> scatter(p, call);
-      scatter.check(rank, scatter_once(scatter, scattered, rank, 0));
-    }
-  });
+  check::in_ranks(
+      p.world_size,
+      [&](int rank) {
+        for (int call = 0; call < kCalls; ++call) {
+          late_at_random(rank, call);
+          const Gather<Bf16> gather(p, call);
+          gather.check(gather_once(gather, gathered, rank, 0, call / (kCalls / 2)));
+          const Scatter<Bf16> scatter(p, call);
+          scatter.check(rank, scatter_once(scatter, scattered, rank, 0));
+        }
+      },
+      kLongest);
 }
 
 TEST(a_held_slot_serves_several_products_and_can_be_read) {
