@@ -125,7 +125,7 @@ class Build(BuildExtension):
             return
         package = ROOT / "pyruntime" if self.inplace else Path(self.build_lib).resolve() / "pyruntime"
         try:
-            build_cuda.build(package / build_cuda.LIBRARY.name)
+            build_cuda.build(package / build_cuda.LIBRARY.name, strict=self.for_development)
         except RuntimeError as error:
             if self.for_development:
                 raise SystemExit(str(error)) from None

@@ -20,11 +20,9 @@
 // and, in namespace pyruntime::device,
 //
 //   kWarpSize                  a compile-time constant, which warpSize is not everywhere
-//   kSyncCopy                  whether copy_async() copies at once (there is no asynchronous copy)
 //   load_acquire_system(p)     8 bytes that another rank or device may write; what it wrote before is seen
-//   store_release_system(p, v) and the other side; of the calling thread's stores, and of those that came
-//   before a
-//                              publishing_barrier() of its block
+//   store_release_system(p, v) and the other side: of the calling thread's stores, and of those that its
+//                              block made before a publishing_barrier()
 //   publishing_barrier()       __syncthreads() after which one thread's release covers the stores of all
 //   barrier_and(x)             __syncthreads() that tells all threads whether x was true in each
 //   warp_barrier()             memory of the warp's lanes before and after it is in order
@@ -35,7 +33,7 @@
 //   load_streaming(p)          16 bytes that another rank wrote, past caches that may be stale
 //   copy_async(to, from, n)    16 bytes into shared memory, of which n come from `from` and the rest is zero
 //   copy_async_commit(), copy_async_wait<n>()
-//   to_float(Half), to_half(float)
+//   half_to_float(bits), float_to_half(x)
 //
 // and, in namespace pyruntime::runtime, what launchers ask of the machine: Stream, last_error(),
 // multiprocessors(), shared_bytes_per_block(), allow_shared_bytes(), resident_blocks(), copy_rows(),

@@ -16,7 +16,6 @@
 namespace pyruntime::device {
 
 constexpr int kWarpSize = 32;
-constexpr bool kSyncCopy = false;
 
 PYRUNTIME_DEVICE uint64_t load_acquire_system(const uint64_t* p) {
   uint64_t value;

@@ -17,7 +17,6 @@
 namespace pyruntime::device {
 
 constexpr int kWarpSize = 64;
-constexpr bool kSyncCopy = true;
 
 PYRUNTIME_DEVICE uint64_t load_acquire_system(const uint64_t* p) {
   // Plain or cached polling never ends where a stale line lies in L2.

@@ -57,7 +57,6 @@ inline uint32_t atomicCAS(uint32_t* p, uint32_t expected, uint32_t value) {
 namespace pyruntime::device {
 
 constexpr int kWarpSize = host::kWarpSize;
-constexpr bool kSyncCopy = false;
 
 inline uint64_t load_acquire_system(const uint64_t* p) {
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);

@@ -37,9 +37,15 @@ class SharedWorkspace:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._handle = symm_mem.rendezvous(self.memory, group_name(group))
-        self._handle.barrier(channel=0)  # nobody signals into a workspace that is being prepared
+        self.meet()  # nobody signals into a workspace that is being prepared
         self.addresses = (c_void_p * group_size(group))(*self._handle.buffer_ptrs)
         self.calls = 0
+
+    def meet(self) -> None:
+        """Returns when all ranks have come here and ended what they had put on their current streams."""
+        self._handle.barrier(channel=0)
+        if self.memory.is_cuda:
+            torch.cuda.synchronize(self.memory.device)
 
     def holds(self, shape: abi.Workspace) -> bool:
         return shape.flags <= self.shape.flags and shape.slot_bytes <= self.shape.slot_bytes
@@ -144,9 +150,9 @@ class FusedGroup:
                     "a workspace cannot grow while a CUDA graph is captured; run the products once before."
                 )
             # The old memory may go when every rank has ended its flights: check() waits for this rank's, the
-            # barrier for the others'.
+            # barrier for the others', whose last stores are the credits that they give here.
             self.check()
-            before._handle.barrier(channel=0)
+            before.meet()
             shape.slot_bytes = max(shape.slot_bytes, before.shape.slot_bytes)
             shape.flags = max(shape.flags, before.shape.flags)
         made = SharedWorkspace(self._library, self._group, shape, self.device)
