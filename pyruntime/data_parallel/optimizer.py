@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyruntime import ops
 from pyruntime.comm import Group
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.shared import Shared
 from pyruntime.data_parallel.states import as_dtensor
 from pyruntime.data_parallel.units import Part, Unit
 from pyruntime.data_parallel.weights import Gatherer, UnitWeights
@@ -84,14 +85,20 @@ class ShardedAdamW:
         nonfinite: NonFinite,
         finish_gradients: Callable[[], None],
         gatherer: Gatherer,
-        parts: Group | None = None,
+        parts: Group | None,
+        shared: Shared,
     ):
         if nonfinite not in ("raise", "skip", "ignore"):
             raise ValueError(f'nonfinite={nonfinite!r} is none of "raise", "skip" and "ignore".')
         self.lr, self.max_norm = lr, max_norm
         self._betas, self._eps, self._decay, self._nonfinite = betas, eps, weight_decay, nonfinite
         self._axes, self._finish_gradients, self._gatherer = axes, finish_gradients, gatherer
-        self._parts = parts
+        self._parts, self._shared = parts, dict(shared)
+        if self._shared and self.at_once:
+            raise ValueError(
+                "Units are updated during the backward pass, where the gradients of parameters that other "
+                'parts of the model share cannot be summed; set max_norm, or nonfinite to "raise" or "skip".'
+            )
         self._states = {
             id(each.unit): [
                 _State(each.unit, part, rows)
@@ -128,6 +135,7 @@ class ShardedAdamW:
                 self._gatherer.updated(unit)
             self._gatherer.end_update()
             return StepReport(math.nan, False)
+        self._sum_shared(reduced)
         squares = self._squares(reduced)
         norm = math.sqrt(self._of_all_parts(math.fsum(squares.values())))
         if self._nonfinite != "ignore" and not math.isfinite(norm):
@@ -144,6 +152,20 @@ class ShardedAdamW:
         self._gatherer.end_update()
         return StepReport(norm, False)
 
+    def _sum_shared(self, reduced: Iterable[tuple[Unit, Tensor]]) -> None:
+        if not self._shared:
+            return
+        for unit, gradient in reduced:
+            for part, rows in zip(unit.parts, self._rows(unit, gradient), strict=True):
+                holders = self._shared.get(unit.parameters[part.owner])
+                if holders is not None and rows.numel() > 0:
+                    rows.copy_(holders.sum(rows))
+
+    def _is_counted(self, parameter: nn.Parameter) -> bool:
+        """Whether the norm of all parts counts it here."""
+        holders = self._shared.get(parameter)
+        return holders is None or holders.counts
+
     def _of_all_parts(self, square: float) -> float:
         if self._parts is None:
             return square
@@ -155,8 +177,9 @@ class ShardedAdamW:
         states, own = [], []
         for unit, gradient in reduced:
             for state, rows in zip(self._states[id(unit)], self._rows(unit, gradient), strict=True):
-                states.append(state)
-                own.append(sum_of_squares([rows]))
+                if self._is_counted(state.parameter):
+                    states.append(state)
+                    own.append(sum_of_squares([rows]))
         total = torch.stack(own) if own else torch.zeros(0, dtype=torch.float64)
         if self._axes.shard.size > 1:
             total = ops.all_gather_stats(total, self._axes.shard.name).sum(0)

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from pyruntime.data_parallel.shared import Shared
 from pyruntime.ops.layers import adamw_, sum_of_squares
 from pyruntime.train.config import Optimizer
 
@@ -22,7 +23,9 @@ class AdamW:
     the parameter its rounding.
     """
 
-    def __init__(self, model: nn.Module, settings: Optimizer):
+    def __init__(self, model: nn.Module, settings: Optimizer, shared: Shared | None = None):
+        """shared: parameters that are another rank's too, with the same gradients there; the norm counts them
+        once."""
         self._settings = settings
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names, self._parameters = list(named), list(named.values())
@@ -31,8 +34,10 @@ class AdamW:
         self._exp_avg_sq = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
         low_precision = any(p.dtype != torch.float32 for p in self._parameters)
         self._master = [p.detach().float() for p in self._parameters] if low_precision else []
-        self._sharded = [p for p in self._parameters if p.tp_dim is not None]
-        self._replicated = [p for p in self._parameters if p.tp_dim is None]
+        shared = shared or {}
+        counted = [p for p in self._parameters if p not in shared or shared[p].counts]
+        self._sharded = [p for p in counted if p.tp_dim is not None]
+        self._replicated = [p for p in counted if p.tp_dim is None]
 
     def squared_norms(self) -> tuple[float, float]:
         """Sums of squares of this rank's gradients: of sharded parameters, to be summed over the ranks, and

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyruntime import comm
+from pyruntime.comm.companions import companion
 from pyruntime.data_parallel import Sharded
+from pyruntime.data_parallel.shared import Holders
 from pyruntime.llama import Llama, stage
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Part
@@ -37,12 +38,7 @@ def schedule_of(config: RunConfig) -> Schedule:
 
 def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
     """Which layers each stage holds. The head counts as the layers that take as long as its product. Raises
-    ConfigError where there are fewer layers than stages, or head and embedding share a weight."""
-    if shape.tie_word_embeddings:
-        raise ConfigError(
-            "model.tie_word_embeddings: a pipeline has the embedding in its first stage and the head in its "
-            "last; set it to false."
-        )
+    ConfigError where there are fewer layers than stages."""
     if config.pipeline.layers:
         return _by_hand(config, shape)
     try:
@@ -68,6 +64,16 @@ def part_of(config: RunConfig, shape: LlamaConfig, rank: int) -> Part:
     return stage.part_of_layers(shape, [runs[number] for number in schedule_of(config).stages_of(rank)])
 
 
+def shared_weights(config: RunConfig, model: Llama, pp: comm.Group) -> dict[nn.Parameter, Holders]:
+    """The weights of this rank that another rank of the pipeline holds too: that of tied embeddings, on the
+    ranks of the first and the last stage where these are not one."""
+    placement = schedule_of(config).placement
+    rank, ends = comm.group_rank(pp), (placement[0], placement[-1])
+    if not model.config.tie_word_embeddings or ends[0] == ends[1] or rank not in ends:
+        return {}
+    return {model.embed.weight: Holders(companion(pp, "dp", ends).name, counts=rank == ends[0])}
+
+
 class Pipelined:
     """This rank's stages of `model`, which has the `part_of` this rank; over the pipeline's ranks `pp`.
 
@@ -77,7 +83,8 @@ class Pipelined:
     def __init__(self, config: RunConfig, model: Llama, pp: comm.Group, sharded: Sharded | None):
         schedule = schedule_of(config)
         train = config.train
-        self._model, self._sharded = model, sharded
+        self._model = model
+        self._shared = shared_weights(config, model, pp) if sharded is None else {}
         tokens = train.seq_len // (1 if model.context is None else model.context.size)
         self._slices = [len(part) for part in torch.arange(tokens).tensor_split(schedule.slices)]
         runs = layers_of_stages(config, model.config)
@@ -92,7 +99,7 @@ class Pipelined:
             pp,
             shapes=self._shapes(train.micro_batch_size),
             dtype=self._dtype,
-            take_product=None if sharded is None else sharded.add_product,
+            gradients=sharded,
         )
 
     def _shapes(self, batch: int) -> list[tuple[int, int]]:
@@ -104,9 +111,10 @@ class Pipelined:
     def step(self, ids: Tensor, labels: Tensor, scale: float) -> float:
         """Forward and backward of all micro-batches [m B, S]; the gradients are those of `scale` times the
         losses. Returns their sum, of which the last stage alone has any."""
-        accumulating = contextlib.nullcontext() if self._sharded is None else self._sharded.accumulate()
-        with accumulating:
-            losses = self._pipeline.step(self._cut(ids), self._loss(labels, scale))
+        losses = self._pipeline.step(self._cut(ids), self._loss(labels, scale))
+        for weight, holders in self._shared.items():
+            assert weight.grad is not None
+            weight.grad = holders.sum(weight.grad)
         return sum(float(part) for parts in losses for part in parts)
 
     @torch.no_grad()

@@ -79,6 +79,92 @@ def test_with_the_other_axes(ranks, whole, world, pp, dp, cp, zero, kind):
     jobs.check_curves(ranks.run(jobs.history, world, config), expected)
 
 
+def first_moments(group, config):
+    """After one step of a new optimizer: of every parameter, its gradient times a constant."""
+    made = jobs.trainer(group, config)
+    (_,) = made.fit()
+    states = made.optimizer.state_dict()
+    return {name: state.full_tensor() for name, state in states.items() if name.startswith("exp_avg.")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "virtual", "slices"),
+    [
+        ("gpipe", 1, 1),
+        ("1f1b", 1, 1),
+        ("interleaved", 2, 1),
+        ("zb-h1", 1, 1),
+        ("zb-v", 1, 1),
+        ("terapipe", 1, 3),
+        ("seq1f1b", 1, 2),
+    ],
+)
+def test_every_gradient_with_all_axes_is_that_of_one_rank(ranks, tmp_path, kind, virtual, slices):
+    config = jobs.job(tmp_path, steps=1, val_every=0, **JOB)
+    config = jobs.changed(config, "model", num_hidden_layers=5)
+    config = jobs.changed(config, "optimizer", clip_grad_norm=0.0, warmup_steps=0)
+    jobs.prepare(config)
+    expected = ranks.run(first_moments, 1, config)[0]
+    found: dict[str, torch.Tensor] = {}
+    config = with_pipeline(config, 2, kind, virtual, slices, tp=2, dp=2, zero=2)
+    for part in ranks.run(first_moments, 8, config):
+        for name, moment in part.items():
+            assert torch.equal(found.setdefault(name, moment), moment), name
+    assert found.keys() == expected.keys()
+    for name, moment in expected.items():
+        assert (found[name] - moment).abs().max() <= 2e-6 * moment.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    ("world", "pp", "dp", "zero", "kind"),
+    [
+        (4, 2, 1, 0, "1f1b"),  # times tp = 2
+        (4, 4, 1, 0, "zb-h1"),
+        (4, 2, 1, 0, "zb-v"),  # embedding and head on one rank
+        (4, 2, 2, 0, "1f1b"),
+        (4, 2, 2, 1, "zb-h1"),
+        (4, 2, 2, 2, "zb-v"),
+        (8, 2, 2, 1, "1f1b"),  # times tp = 2
+    ],
+)
+def test_tied_embeddings_on_two_stages_train_as_one_weight(ranks, tmp_path, world, pp, dp, zero, kind):
+    config = jobs.job(tmp_path, steps=4, val_every=2, **JOB)
+    config = jobs.changed(config, "model", num_hidden_layers=4, tie_word_embeddings=True)
+    folder = jobs.prepare(config)
+    expected = ranks.run(jobs.history, 1, config)[0]
+    piped = with_pipeline(config, pp, kind, dp=dp, zero=zero)
+    jobs.check_curves(ranks.run(jobs.history, world, piped), expected)
+    saved = checkpoint_folder.find(folder)
+    state = ranks.run(jobs.full_state, 1, config, saved)[0]
+    for part in ranks.run(jobs.full_state, world, piped, saved):
+        assert all(torch.equal(value, state[name]) for name, value in part.items())
+
+
+def units_that_left(group, config):
+    """How many of this rank's units had left when the optimizer's turn came, by step; how many it has."""
+    made = jobs.trainer(group, config)
+    reducer, left = made.sharded._reducer, []
+    update = made.optimizer.step
+
+    def counted():
+        left.append(sum(inbox.left for inbox in reducer._inboxes))
+        return update()
+
+    made.optimizer.step = counted
+    for _ in made.fit():
+        pass
+    return left, len(reducer._inboxes)
+
+
+@pytest.mark.parametrize(("kind", "virtual"), [("1f1b", 1), ("interleaved", 1), ("zb-h1", 1), ("zb-v", 1)])
+def test_gradients_leave_in_the_backward_passes(ranks, tmp_path, kind, virtual):
+    config = jobs.job(tmp_path, steps=2, val_every=0, **JOB)
+    config = jobs.changed(config, "model", num_hidden_layers=4)
+    jobs.prepare(config)
+    for left, units in ranks.run(units_that_left, 4, with_pipeline(config, 2, kind, virtual, dp=2)):
+        assert left == [0, units]  # the first step finds out in which order they come
+
+
 def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):
     config = with_pipeline(jobs.job(tmp_path, steps=4, dtype="bf16", **JOB), 2, "zb-h1")
     jobs.prepare(config)
