@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pyruntime import ops
 from pyruntime.context import Context
@@ -156,6 +157,8 @@ class Llama(nn.Module):
     keep_gathered: column linears keep their gathered input (T * D elements each) for the backward instead of
         gathering it again; None: where the group spans hosts.
     context: the ranks that share every sequence; None: this rank has it whole.
+    recompute: the backward pass computes every layer's activations anew from the layer's input (Chen et al.
+        2016, arXiv 1604.06174), so that only inputs are kept: 2 T/P D elements a layer.
     part: what this rank holds of the model, in a pipeline; None: all of it. Where embedding and head are
         tied, a part with one of the two holds the weight, as `embed.weight`.
 
@@ -173,10 +176,11 @@ class Llama(nn.Module):
         seed: int | None = 0,
         keep_gathered: bool | None = None,
         context: Context | None = None,
+        recompute: bool = False,
         part: Part | None = None,
     ):
         super().__init__()
-        self.config, self.context = config, context
+        self.config, self.context, self.recompute = config, context, recompute
         self.part = Part(tuple(range(config.num_hidden_layers)), True, True) if part is None else part
         self.group = TensorGroup.of(group)
         config.check_tp(self.group.size)
@@ -301,7 +305,14 @@ class Llama(nn.Module):
         for index, number in enumerate(layers):
             cache = None if caches is None else caches[index]
             following = norms[2 * index + 2] if 2 * index + 2 < len(norms) else None
-            normed, x = self.layers.of(number)(normed, x, norms[2 * index + 1], following, step, cache)
+            arguments = (normed, x, norms[2 * index + 1], following, step, cache)
+            if self.recompute and torch.is_grad_enabled():
+                # Nothing in a layer is random.
+                normed, x = checkpoint(
+                    self.layers.of(number), *arguments, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                normed, x = self.layers.of(number)(*arguments)
         return normed
 
     def norm_weights(self, layers: Sequence[int]) -> Sequence[Tensor]:

@@ -51,7 +51,7 @@ class StageClock:
         grad = self._random(length, self._config.hidden_size)
         carry = self._carry(context)
         begin = time.perf_counter()
-        y = self._model.run(x, self._layers, 1, length, carry.length, [carry] * len(self._layers))
+        y = self._model.run(x, self._layers, 1, length, carry.length, carry.of_layers(len(self._layers)))
         y.backward(grad)
         taken = time.perf_counter() - begin
         self._model.zero_grad()
@@ -64,8 +64,8 @@ class StageClock:
             return carry.begin(0)
         carry.begin(0)
         shape = (1, context, self._config.num_key_value_heads, self._config.head_dim)
-        for _ in self._layers:
-            carry.append(*(self._random(*shape).transpose(1, 2) for _ in range(2)))
+        for layer in carry.of_layers(len(self._layers)):
+            layer.append(*(self._random(*shape).transpose(1, 2) for _ in range(2)))
         return carry.begin(1)
 
     def _random(self, *shape: int) -> Tensor:

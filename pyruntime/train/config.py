@@ -95,6 +95,9 @@ class Train:
     """Tokens per sequence."""
     dtype: Dtype = "bf16"
     """Type of weights, activations and gradients; with bf16 the optimizer keeps an fp32 master copy."""
+    activation_checkpointing: bool = False
+    """Keep of a layer's activations its input alone and compute the rest anew in the backward pass: less
+    memory, a third more work."""
     seed: int = 0
     """Seed of the weights, the batches and the sample; the same seed gives bitwise the same run."""
     val_every: int = 50
