@@ -137,10 +137,13 @@ class Pipeline:
     virtual: int = 1
     """Stages of a rank, of the interleaved schedule."""
     slices: int = 1
-    """Parts that every sequence is cut into, of the sliced schedules, in tokens as equal as may be."""
+    """Parts that every sequence is cut into, of the sliced schedules, in tokens as equal as may be; 0: those
+    that the file of `costs` found best."""
     layers: tuple[int, ...] = ()
-    """Layers of each stage, in order; empty: shared out evenly, the head counting for what its product
-    costs."""
+    """Layers of each stage, in order; empty: shared out so that the stages take alike, by `costs`, or without
+    by the products that layers and head compute."""
+    costs: str = ""
+    """File that `python -m pyruntime profile --json` wrote for this model on this machine; empty: none."""
 
 
 @dataclasses.dataclass(frozen=True)

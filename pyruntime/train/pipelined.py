@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from pyruntime.llama.model import Part
 from pyruntime.llama.stage import LlamaStage
 from pyruntime.pipeline import Schedule, make_schedule
 from pyruntime.pipeline.executor import Pipeline
+from pyruntime.pipeline.split import split_layers
+from pyruntime.plan import StageCosts, stage_costs
 from pyruntime.train.config import RunConfig, micro_batches
 from pyruntime.train.errors import ConfigError
 
@@ -30,19 +33,48 @@ def schedule_of(config: RunConfig) -> Schedule:
             config.parallel.pp,
             micro_batches(config),
             virtual=pipeline.virtual,
-            slices=pipeline.slices,
+            slices=len(slice_lengths(config)),
         )
     except ValueError as error:
         raise ConfigError(f"[pipeline]: {error}") from error
 
 
+def slice_lengths(config: RunConfig) -> list[int]:
+    """Tokens of each slice of a sequence, on a context-parallel rank of its share. Raises ConfigError where
+    they are to be those of pipeline.costs, and it has none for such sequences."""
+    tokens = config.train.seq_len // config.parallel.cp
+    if config.pipeline.slices:
+        return [len(part) for part in torch.arange(tokens).tensor_split(config.pipeline.slices)]
+    found = _costs(config)
+    if found.seq_len != tokens:
+        raise ConfigError(
+            f"pipeline.slices=0 with pipeline.costs={config.pipeline.costs} of {found.seq_len} tokens, but "
+            f"train.seq_len={tokens}; run `python -m pyruntime profile` with --seq-len {tokens}."
+        )
+    return list(found.slices)
+
+
+def _costs(config: RunConfig) -> StageCosts:
+    file = Path(config.pipeline.costs)
+    try:
+        return stage_costs.read(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"pipeline.costs: {file} cannot be used, as {error}; write it with `python -m pyruntime profile "
+            "--json`."
+        ) from error
+
+
 def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
-    """Which layers each stage holds. The head counts as the layers that take as long as its product. Raises
-    ConfigError where there are fewer layers than stages."""
+    """Which layers each stage holds. Raises ConfigError where there are fewer layers than stages."""
     if config.pipeline.layers:
         return _by_hand(config, shape)
+    stages = schedule_of(config).stages
     try:
-        return stage.layers_of_stages(shape, schedule_of(config).stages)
+        if config.pipeline.costs:
+            found, layers = _costs(config), shape.num_hidden_layers
+            return split_layers([found.layer] * layers, stages, first=found.embedding, last=found.head)
+        return stage.layers_of_stages(shape, stages)
     except ValueError as error:
         raise ConfigError(f"parallel.pp: {error}") from error
 
@@ -85,8 +117,7 @@ class Pipelined:
         train = config.train
         self._model = model
         self._shared = shared_weights(config, model, pp) if sharded is None else {}
-        tokens = train.seq_len // (1 if model.context is None else model.context.size)
-        self._slices = [len(part) for part in torch.arange(tokens).tensor_split(schedule.slices)]
+        self._slices = slice_lengths(config)
         runs = layers_of_stages(config, model.config)
         self._stages = {
             number: LlamaStage(model, runs[number], train.micro_batch_size, self._slices)

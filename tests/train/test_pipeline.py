@@ -1,12 +1,14 @@
 """Training over the stages of a pipeline is training on one rank: every schedule, alone and with the other
 axes."""
 
+import json
+
 import pytest
 import torch
 
 from pyruntime.train import checkpoint_folder
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.pipelined import layers_of_stages, schedule_of
+from pyruntime.train.pipelined import layers_of_stages, schedule_of, slice_lengths
 from pyruntime.train.shape import llama_config
 from tests.train import jobs
 
@@ -37,6 +39,37 @@ def test_layers_may_be_given_to_stages_by_hand(ranks, whole):
     config, _ = whole
     config = jobs.changed(with_pipeline(config, 2, "1f1b"), "pipeline", layers=(5, 2))
     assert ranks.run(layers_held, 4, config) == 2 * [(0, 1, 2, 3, 4)] + 2 * [(5, 6)]
+
+
+def costs_file(folder, **changes):
+    costs = {"seq_len": 32, "layer": 1.0, "embedding": 0.5, "head": 3.2, "slices": [15, 9, 8]} | changes
+    file = folder / "costs.json"
+    file.write_text(json.dumps(costs))
+    return str(file)
+
+
+def test_layers_are_shared_out_by_measured_costs_and_sequences_cut_as_was_found_best(ranks, whole, tmp_path):
+    config, expected = whole
+    config = with_pipeline(config, 4, "terapipe", slices=0)
+    config = jobs.changed(config, "pipeline", costs=costs_file(tmp_path))
+    # 7 layers and the head's 3.2 make 2.6 a stage; the last has the head and one layer.
+    assert ranks.run(layers_held, 4, config) == [(0, 1), (2, 3), (4, 5), (6,)]
+    assert slice_lengths(config) == [15, 9, 8]
+    jobs.check_curves(ranks.run(jobs.history, 4, config), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"seq_len": 40, "slices": [40]}, "of 40 tokens, but train.seq_len=32; run `python -m pyruntime"),
+        ({"slices": [32, 1]}, "cannot be used, as slices=.* add up to seq_len=32"),
+    ],
+)
+def test_costs_of_something_else_are_refused(tmp_path, changes, sentence):
+    config = with_pipeline(jobs.job(tmp_path, **JOB), 2, "terapipe", slices=0)
+    config = jobs.changed(config, "pipeline", costs=costs_file(tmp_path, **changes))
+    with pytest.raises(ConfigError, match=sentence):
+        schedule_of(config)
 
 
 def with_pipeline(config, pp, kind, virtual=1, slices=1, **parallel):
