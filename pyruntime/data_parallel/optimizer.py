@@ -19,8 +19,9 @@ from pyruntime.data_parallel.states import as_dtensor
 from pyruntime.data_parallel.units import Part, Unit
 from pyruntime.data_parallel.weights import Gatherer, UnitWeights
 from pyruntime.ops.attention import statistics_dtype
-from pyruntime.ops.layers import adamw_, sum_of_squares
+from pyruntime.ops.layers import adamw_, random_rounding, sum_of_squares
 
+Rounding = Literal["nearest", "stochastic"]
 NonFinite = Literal["raise", "skip", "ignore"]
 
 
@@ -49,11 +50,13 @@ class StepReport:
 class _State:
     """One part's rows on this rank: what they are updated with."""
 
-    def __init__(self, unit: Unit, part: Part, rows: Tensor):
+    def __init__(self, unit: Unit, part: Part, rows: Tensor, first: int, with_master: bool):
         self.parameter, self.part, self.rows = unit.parameters[part.owner], part, rows
         self.exp_avg = torch.zeros_like(rows, dtype=statistics_dtype(rows))
         self.exp_avg_sq = torch.zeros_like(rows, dtype=statistics_dtype(rows))
-        self.has_master = rows.dtype != statistics_dtype(rows)
+        self.first = first
+        """Index of the first element in the whole part."""
+        self.has_master = with_master and rows.dtype != statistics_dtype(rows)
         self.master = rows.float() if self.has_master else torch.empty(0)
         self.steps = 0
         """Steps in which some rank had a gradient."""
@@ -61,7 +64,7 @@ class _State:
 
 class ShardedAdamW:
     """AdamW (Loshchilov and Hutter 2019) over the shards of a model, with fp32 moments and, for parameters of
-    lower precision, fp32 master weights. Made by `Sharded.adamw`.
+    lower precision, fp32 master weights, or none and stochastic rounding. Made by `Sharded.adamw`.
 
     A parameter without a gradient on any rank is left alone, as torch.optim does. With max_norm=0 and
     nonfinite="ignore" a unit is updated as soon as its gradient is reduced, during the backward pass;
@@ -83,6 +86,7 @@ class ShardedAdamW:
         weight_decay: float | dict[str, float],
         max_norm: float,
         nonfinite: NonFinite,
+        rounding: Rounding,
         finish_gradients: Callable[[], None],
         gatherer: Gatherer,
         parts: Group | None,
@@ -93,6 +97,9 @@ class ShardedAdamW:
         self.lr, self.max_norm = lr, max_norm
         self._betas, self._eps, self._decay, self._nonfinite = betas, eps, weight_decay, nonfinite
         self._axes, self._finish_gradients, self._gatherer = axes, finish_gradients, gatherer
+        if rounding not in ("nearest", "stochastic"):
+            raise ValueError(f'rounding={rounding!r} is neither "nearest" nor "stochastic".')
+        self._rounding = rounding
         self._parts, self._shared = parts, dict(shared)
         if self._shared and self.at_once:
             raise ValueError(
@@ -101,7 +108,13 @@ class ShardedAdamW:
             )
         self._states = {
             id(each.unit): [
-                _State(each.unit, part, rows)
+                _State(
+                    each.unit,
+                    part,
+                    rows,
+                    first=axes.shard.rank * part.lines * each.unit.width,
+                    with_master=rounding == "nearest",
+                )
                 for part, rows in zip(each.unit.parts, each.local_views(), strict=True)
             ]
             for each in weights
@@ -217,6 +230,9 @@ class ShardedAdamW:
                 weight_decay=[self._decay_of(state) for state in states],
                 step=steps,
                 grad_scale=scale / self._axes.size,
+                rounding=()
+                if self._rounding == "nearest"
+                else [random_rounding(state.part.key, steps, state.first) for state in states],
             )
 
     def _decay_of(self, state: _State) -> float:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime.comm import Group
 from pyruntime.data_parallel.axes import axes_of
 from pyruntime.data_parallel.gradients import GradientReducer
-from pyruntime.data_parallel.optimizer import NonFinite, ShardedAdamW
+from pyruntime.data_parallel.optimizer import NonFinite, Rounding, ShardedAdamW
 from pyruntime.data_parallel.shared import Shared
 from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.units import Unit, cut_into_units
@@ -116,6 +116,7 @@ class Sharded:
         weight_decay: float | dict[str, float] = 0.1,
         max_norm: float = 0.0,
         nonfinite: NonFinite = "raise",
+        rounding: Rounding = "nearest",
         parts: Group | None = None,
         shared: Shared | None = None,
     ) -> ShardedAdamW:
@@ -127,13 +128,16 @@ class Sharded:
             0: no clipping.
         nonfinite: of a step whose gradient holds NaN or infinity: "raise" NonFiniteGradient, "skip" it, or
             "ignore" that, in which case, without clipping, units are updated during the backward pass.
+        rounding: of bf16 weights: "nearest", from fp32 master weights; or "stochastic", without these (4
+            bytes a parameter less), up or down at random so that the mean is exact, the same way at every
+            stage and number of ranks.
         parts: the ranks, this one among them, whose models are the parts of one (the stages of a pipeline):
             the norm is that of all of them.
         shared: parameters that another part has too (tied embeddings): their gradients are summed over
             their holders, and the norm counts them once.
 
-        Raises ValueError for another `nonfinite`, for shared parameters where units are updated during the
-        backward pass, and where the model has an optimizer already.
+        Raises ValueError for another `nonfinite` or `rounding`, for shared parameters where units are updated
+        during the backward pass, and where the model has an optimizer already.
         """
         if self._optimizer is not None:
             raise ValueError("This model has an optimizer already.")
@@ -146,6 +150,7 @@ class Sharded:
             weight_decay=weight_decay,
             max_norm=max_norm,
             nonfinite=nonfinite,
+            rounding=rounding,
             finish_gradients=self._reducer.finish,
             gatherer=self._gatherer,
             parts=parts,

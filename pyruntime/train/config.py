@@ -76,6 +76,9 @@ class Optimizer:
     """Added to the root of the mean squared gradient, in gradient units."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices (vectors are left alone), in shares of the weight per unit of lr."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Of bf16 weights: to the nearest, from fp32 master weights; or without these, up or down at random so
+    that the mean is exact."""
     clip_grad_norm: float = 1.0
     """Largest global gradient norm, in gradient units; 0 turns clipping off."""
 

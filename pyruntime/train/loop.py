@@ -103,6 +103,7 @@ class Trainer:
                 eps=config.optimizer.eps,
                 weight_decay=config.optimizer.weight_decay,
                 max_norm=config.optimizer.clip_grad_norm,
+                rounding=config.optimizer.rounding,
                 parts=pp,
                 shared=shared,
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyruntime.data_parallel.shared import Shared
-from pyruntime.ops.layers import adamw_, sum_of_squares
+from pyruntime.ops.layers import adamw_, random_rounding, sum_of_squares
 from pyruntime.train.config import Optimizer
 
 
@@ -20,7 +20,7 @@ class AdamW:
         w = w (1 - lr * decay) - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
     Matrices decay, vectors (norm weights, biases) do not. With bf16 parameters w is the fp32 master copy and
-    the parameter its rounding.
+    the parameter its rounding, or, with rounding="stochastic", the parameter itself, rounded at random.
     """
 
     def __init__(self, model: nn.Module, settings: Optimizer, shared: Shared | None = None):
@@ -33,6 +33,7 @@ class AdamW:
         self._exp_avg = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
         self._exp_avg_sq = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
         low_precision = any(p.dtype != torch.float32 for p in self._parameters)
+        low_precision &= settings.rounding == "nearest"
         self._master = [p.detach().float() for p in self._parameters] if low_precision else []
         shared = shared or {}
         counted = [p for p in self._parameters if p not in shared or shared[p].counts]
@@ -65,6 +66,9 @@ class AdamW:
             weight_decay=self._weight_decay,
             step=step,
             grad_scale=grad_scale,
+            rounding=[random_rounding(name, step) for name in self._names]
+            if settings.rounding == "stochastic"
+            else (),
         )
         for parameter in self._parameters:
             parameter.grad = None

@@ -50,6 +50,10 @@ def _check_train(config: RunConfig) -> None:
 
 def _check_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
+    _require(
+        optimizer.rounding in ("nearest", "stochastic"),
+        f"optimizer.rounding must be nearest or stochastic, found {optimizer.rounding}.",
+    )
     for name in ("lr", "eps"):
         value = getattr(optimizer, name)
         _require(
