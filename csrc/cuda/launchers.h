@@ -1,0 +1,186 @@
+/* What libpyruntime_cuda offers: plain C, raw pointers, sizes and a stream. No torch, and no CUDA header needed to
+   call it; a stream is a cudaStream_t (hipStream_t), and nullptr the default stream.
+
+   Every function that returns int returns 0, or one of the codes below; then pyruntime_error() says in a sentence
+   what was wrong. All arguments are checked before anything is launched. Nothing is allocated and nothing waits for
+   the device, except where it says so.
+
+   How ranks meet (workspaces, slots, epochs, signals, deadlines) is told in docs/cuda.md. */
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PYRUNTIME_API __attribute__((visibility("default")))
+
+enum { PYRUNTIME_OK = 0, PYRUNTIME_INVALID = 1, PYRUNTIME_DEVICE_ERROR = 2 };
+
+/* Ranks of one group: more share no memory anywhere. */
+enum { PYRUNTIME_MOST_RANKS = 72 };
+
+/* A flight uses one slot of a workspace; while it is read, the next may fill the other. */
+enum { PYRUNTIME_SLOTS = 2 };
+
+typedef enum { PYRUNTIME_BF16 = 0, PYRUNTIME_FP16 = 1, PYRUNTIME_FP32 = 2 } PyruntimeDtype;
+
+/* How the operands of C [m, n] = A B lie in memory; all are row-major.
+     NT  A [m, k], B [n, k]   forward        Y = X W^T
+     NN  A [m, k], B [k, n]   gradient of X  dX = dY W
+     TN  A [k, m], B [k, n]   gradient of W  dW = dY^T X */
+typedef enum { PYRUNTIME_NT = 0, PYRUNTIME_NN = 1, PYRUNTIME_TN = 2 } PyruntimeLayout;
+
+/* Tiles of the product. All ranks of a group must name the same one: tiles are what they signal. */
+typedef enum { PYRUNTIME_TILES_SMALL = 0, PYRUNTIME_TILES_LARGE = 1 } PyruntimeTiles;
+
+/* The sentence for this thread's last error. */
+PYRUNTIME_API const char* pyruntime_error(void);
+
+/* "cuda", "hip" or "host". */
+PYRUNTIME_API const char* pyruntime_dialect(void);
+
+/* ---- groups ---- */
+
+typedef struct {
+  int32_t world_size;
+  int32_t flags;      /* of one source rank in one slot: pieces of a gather, tiles of a scatter */
+  int64_t slot_bytes; /* of data */
+} PyruntimeWorkspace;
+
+typedef struct {
+  PyruntimeWorkspace shape; /* the same on all ranks */
+  int32_t rank;
+  int32_t slot;            /* which slot this flight uses; the same on all ranks */
+  int64_t deadline_ns;     /* of every single wait */
+  void* const* workspaces; /* [world_size], on the host: where this rank sees each rank's workspace */
+} PyruntimeGroup;
+
+/* Bytes of a rank's workspace; negative: the error code's negative. */
+PYRUNTIME_API int64_t pyruntime_workspace_bytes(const PyruntimeWorkspace* shape);
+/* Once, before any rank uses it. The only time that anything is zeroed. */
+PYRUNTIME_API int pyruntime_prepare_workspace(const PyruntimeWorkspace* shape, void* workspace, void* stream);
+
+typedef enum {
+  PYRUNTIME_NO_FAILURE = 0,
+  PYRUNTIME_FAILURE_CLAIMED = 1, /* being written; not seen once the stream has ended */
+  PYRUNTIME_FAILED = 2
+} PyruntimeFailureState;
+
+typedef enum {
+  PYRUNTIME_OP_WAIT = 0,
+  PYRUNTIME_OP_PUSH = 1,
+  PYRUNTIME_OP_ALL_GATHER_MATMUL = 2,
+  PYRUNTIME_OP_MATMUL_REDUCE_SCATTER = 3
+} PyruntimeOp;
+
+typedef struct {
+  uint32_t state;    /* PyruntimeFailureState; the first failure stays */
+  int32_t op;        /* PyruntimeOp */
+  int32_t rank;      /* that waited */
+  int32_t peer;      /* that was waited for */
+  int32_t chunk;     /* piece or tile; -1: leave to write into the peer's workspace */
+  int32_t slot;
+  uint64_t expected; /* epoch */
+  uint64_t seen;
+} PyruntimeFailure;
+
+/* Waits for the stream, then copies the failure record: this rank's, or that of the rank which told it to stop. After
+   a failure the workspaces are of no use until all ranks have prepared them anew. */
+PYRUNTIME_API int pyruntime_failure(const PyruntimeGroup* group, PyruntimeFailure* out, void* stream);
+/* The record as a sentence, cut to `size` with its final zero. */
+PYRUNTIME_API int pyruntime_describe_failure(const PyruntimeFailure* failure, char* out, int64_t size);
+
+/* ---- matrix products; bf16 and fp16, summed in fp32; any m, n, k >= 0 ---- */
+
+typedef struct {
+  int32_t dtype, layout, tiles;
+  int64_t m, n, k; /* m over all ranks */
+  const void* a;
+  const void* b;
+  const void* bias; /* [n] or nullptr, added before rounding */
+  void* c;
+  int64_t lda, ldb, ldc; /* elements from row to row, as the matrix lies in memory */
+  int32_t most_blocks;   /* 0: as many as fit; fewer where another kernel must run beside it */
+} PyruntimeMatmul;
+
+/* Which tiles a product is quickest with: a rule of the sizes and the number of multiprocessors, so ranks with
+   equal devices and equal sizes choose alike. `chunk_rows` are the rows of one rank. */
+PYRUNTIME_API int pyruntime_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n);
+
+PYRUNTIME_API int pyruntime_matmul(const PyruntimeMatmul* matmul, void* stream);
+
+/* C [m, n] = gather(A_shard) B; A_shard holds this rank's rows of [m, k]; NT or NN. The others' rows come into the
+   slot by their pyruntime_push_chunk(). `hold`: the slot stays readable until pyruntime_finish().
+   The workspace is made with pyruntime_gather_workspace(). */
+PYRUNTIME_API int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
+                                              int32_t hold, void* stream);
+/* This rank's rows to all others, nearest first. `engine`: by copy engines, for which the stream must not be the one
+   of the product; otherwise by `blocks` blocks of a kernel. Before the next push into the same slot, and before
+   A_shard is written, the product's stream must wait for this one. */
+PYRUNTIME_API int pyruntime_push_chunk(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
+                                       int32_t engine, int32_t blocks, void* stream);
+/* This rank has read all that it wanted of a held slot. */
+PYRUNTIME_API int pyruntime_finish(const PyruntimeGroup* group, void* stream);
+/* The rows of all ranks, as they lie in the slot: [m, k] from *data on, *pitch elements from row to row. This rank's
+   own rows are not among them. */
+PYRUNTIME_API int pyruntime_gathered(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, void** data,
+                                     int64_t* pitch);
+/* What the shape of a gather's workspace must be; `pieces` of each rank's rows that are signalled one by one. */
+PYRUNTIME_API int pyruntime_gather_workspace(int32_t world_size, int64_t m, int64_t k, int32_t dtype,
+                                             int32_t pieces, PyruntimeWorkspace* out);
+
+/* C = this rank's rows of sum over ranks of A B, C [rows of this rank, n]: parts are rounded to dtype, summed in rank
+   order in fp32 (+ bias) and rounded once. All in one launch. */
+PYRUNTIME_API int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
+                                                  void* stream);
+PYRUNTIME_API int pyruntime_scatter_workspace(int32_t world_size, int64_t m, int64_t n, int32_t dtype,
+                                              int32_t tiles, PyruntimeWorkspace* out);
+
+/* ---- support ---- */
+
+/* Stores `value` with release order at system scope. */
+PYRUNTIME_API int pyruntime_signal(uint64_t* flag, uint64_t value, void* stream);
+/* Waits until *flag >= value; a failure is recorded in `workspace` with the group's numbers and `peer`, `chunk`. */
+PYRUNTIME_API int pyruntime_wait(const PyruntimeGroup* group, const uint64_t* flag, uint64_t value,
+                                 int32_t peer, int32_t chunk, void* stream);
+/* By `blocks` blocks of a kernel (0: as many as there are multiprocessors). */
+PYRUNTIME_API int pyruntime_copy(void* to, const void* from, int64_t bytes, int32_t blocks, void* stream);
+/* out[i] = round(parts[0][i] + parts[1][i] + ... [+ bias[i % width]]), summed in that order in fp32. */
+PYRUNTIME_API int pyruntime_reduce(void* out, const void* const* parts, int32_t count_of_parts, int64_t count,
+                                   int32_t dtype, const void* bias, int64_t width, void* stream);
+
+typedef struct {
+  void* param;        /* dtype; nullptr where the master is the parameter itself */
+  float* master;      /* read and updated */
+  const void* grad;   /* grad_dtype */
+  float* exp_avg;
+  float* exp_avg_sq;
+  int64_t count;
+  double weight_decay;
+} PyruntimeAdamwTensor;
+
+typedef struct {
+  double lr, beta1, beta2, eps;
+  int64_t step; /* the first is 1 */
+} PyruntimeAdamwOptions;
+
+/* `tensors` lies on the host. grad_scale: one float on the device, or nullptr. `device_options`: a
+   PyruntimeAdamwOptions on the device that is read in place of `options` when the kernel runs, for CUDA graphs;
+   or nullptr. */
+PYRUNTIME_API int pyruntime_adamw(const PyruntimeAdamwTensor* tensors, int32_t count_of_tensors,
+                                  int32_t param_dtype, int32_t grad_dtype, const PyruntimeAdamwOptions* options,
+                                  const PyruntimeAdamwOptions* device_options, const float* grad_scale,
+                                  void* stream);
+
+/* Attention over some keys, (out, lse), and over others, (block_out, block_lse), become that over both, in place:
+   out fp32 and block_out of `dtype` [batch, tokens, heads, width], lse and block_lse fp32 [batch, heads, tokens].
+   lse = -inf says that there were no keys. */
+PYRUNTIME_API int pyruntime_lse_merge(float* out, float* lse, const void* block_out, const float* block_lse,
+                                      int64_t batch, int64_t tokens, int64_t heads, int64_t width,
+                                      int32_t dtype, void* stream);
+
+#ifdef __cplusplus
+}
+#endif

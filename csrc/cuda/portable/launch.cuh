@@ -1,0 +1,64 @@
+// How a job is launched: one declaration for the launchers, one definition for each (tiles, job), compiled by
+// instances.cu in objects of their own, because they are what takes long to compile.
+#pragma once
+
+#include <type_traits>
+
+#include "checks.h"
+#include "tile_gemm.cuh"
+
+namespace pyruntime::portable {
+
+template <class Config, class Job>
+void launch_tiles(const Job& job, int32_t layout, int32_t most_blocks, runtime::Stream stream);
+
+template <class Config, int kLayout, class Job>
+void launch_layout(const Job& job, int32_t most_blocks, runtime::Stream stream) {
+  const auto kernel = tile_gemm<Config, typename Job::Element, kLayout, Job>;
+  runtime::allow_shared_bytes(kernel, Config::kSharedBytes);
+  const int resident = runtime::resident_blocks(kernel, Config::kThreads, Config::kSharedBytes);
+  // A grid that is resident as a whole: its blocks wait for other ranks.
+  const int blocks = blocks_for(job.schedule.count(), most_blocks, resident < 1 ? 1 : resident);
+  PYRUNTIME_LAUNCH(kernel, blocks, Config::kThreads, Config::kSharedBytes, stream, job);
+}
+
+// Calls use(Config{}) with the tiles that are asked for.
+template <class Use>
+void with_tiles(int32_t tiles, const Use& use) {
+  const int room = runtime::shared_bytes_per_block();
+  check_device("the search for a device");
+  const auto checked = [&](auto config) {
+    using Config = decltype(config);
+    require(Config::kSharedBytes <= room, "these tiles need ", Config::kSharedBytes,
+            " bytes of shared memory, and a block has ", room, " here; use small tiles (0).");
+    use(config);
+  };
+  if (tiles == PYRUNTIME_TILES_LARGE) {
+    checked(LargeTiles{});
+  } else {
+    checked(SmallTiles{});
+  }
+}
+
+// Calls use(T{}) with bf16 or fp16.
+template <class Use>
+void with_dtype(int32_t dtype, const Use& use) {
+  if (dtype == PYRUNTIME_BF16) {
+    use(Bf16{});
+  } else {
+    use(Fp16{});
+  }
+}
+
+template <class T>
+Matrices<T> matrices_of(const PyruntimeMatmul& matmul) {
+  return {static_cast<const T*>(matmul.a),
+          static_cast<const T*>(matmul.b),
+          static_cast<const T*>(matmul.bias),
+          static_cast<T*>(matmul.c),
+          matmul.lda,
+          matmul.ldb,
+          matmul.ldc};
+}
+
+}  // namespace pyruntime::portable

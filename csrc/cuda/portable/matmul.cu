@@ -1,0 +1,34 @@
+#include "matmul.cuh"
+
+#include "launch.cuh"
+
+using namespace pyruntime;
+using namespace pyruntime::portable;
+
+int pyruntime_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n) {
+  if (runtime::shared_bytes_per_block() < LargeTiles::kSharedBytes) return PYRUNTIME_TILES_SMALL;
+  // Large tiles are the quicker ones where they are filled, and where there is one for every multiprocessor.
+  const auto tiles = [](int64_t size, int64_t tile) { return (size + tile - 1) / tile; };
+  const int64_t across = tiles(n, LargeTiles::kTileColumns);
+  const int64_t count = tiles(m, LargeTiles::kTileRows) * across;
+  const bool filled = 4 * chunk_rows >= 3 * LargeTiles::kTileRows * tiles(chunk_rows, LargeTiles::kTileRows);
+  return filled && count >= runtime::multiprocessors() ? PYRUNTIME_TILES_LARGE : PYRUNTIME_TILES_SMALL;
+}
+
+int pyruntime_matmul(const PyruntimeMatmul* matmul, void* stream) {
+  return guarded("matmul", [&] {
+    check_matmul(matmul);
+    require(matmul->m == 0 || matmul->k == 0 || matmul->a != nullptr, "a is a null pointer.");
+    require(matmul->m == 0 || matmul->n == 0 || matmul->c != nullptr, "c is a null pointer.");
+    with_tiles(matmul->tiles, [&](auto tiles) {
+      with_dtype(matmul->dtype, [&](auto element) {
+        using T = decltype(element);
+        using Config = decltype(tiles);
+        const ChunkPlan plan(matmul->m, 1, 0);
+        const MatmulJob<T> job{make_schedule(plan.gather_order(), matmul->n, Config::kTileRows, Config::kTileColumns),
+                               matmul->k, matrices_of<T>(*matmul)};
+        launch_tiles<Config>(job, matmul->layout, matmul->most_blocks, static_cast<runtime::Stream>(stream));
+      });
+    });
+  });
+}

@@ -1,0 +1,75 @@
+#include "matmul_reduce_scatter.cuh"
+
+#include "launch.cuh"
+
+using namespace pyruntime;
+using namespace pyruntime::portable;
+
+namespace {
+
+int64_t tiles_of_chunk(int64_t rows, int64_t n, int32_t tiles) {
+  const auto count = [&](auto config) {
+    using Config = decltype(config);
+    return (rows + Config::kTileRows - 1) / Config::kTileRows *
+           ((n + Config::kTileColumns - 1) / Config::kTileColumns);
+  };
+  return tiles == PYRUNTIME_TILES_LARGE ? count(LargeTiles{}) : count(SmallTiles{});
+}
+
+// Of the largest part of any rank.
+int64_t part_elements(int64_t m, int64_t n, int world_size) {
+  return rows_of_rank(m, world_size, 0) * ((n + 7) / 8 * 8);
+}
+
+void check_scatter(const Group& group, const PyruntimeMatmul& matmul) {
+  const int world_size = group.world_size();
+  const int64_t bytes =
+      world_size * part_elements(matmul.m, matmul.n, world_size) * element_bytes(matmul.dtype);
+  const int64_t flags = tiles_of_chunk(rows_of_rank(matmul.m, world_size, 0), matmul.n, matmul.tiles);
+  require(bytes <= group.layout.slot_bytes && flags <= group.layout.flags, "the parts of all ranks take ", bytes,
+          " bytes and ", flags, " flags, and a slot has ", group.layout.slot_bytes, " and ", group.layout.flags,
+          "; ask pyruntime_scatter_workspace() for its shape.");
+  require(matmul.m == 0 || matmul.k == 0 || matmul.a != nullptr, "a is a null pointer.");
+  require(rows_of_rank(matmul.m, world_size, group.rank) == 0 || matmul.n == 0 || matmul.c != nullptr,
+          "c is a null pointer.");
+}
+
+}  // namespace
+
+int pyruntime_scatter_workspace(int32_t world_size, int64_t m, int64_t n, int32_t dtype, int32_t tiles,
+                                PyruntimeWorkspace* out) {
+  return guarded("scatter_workspace", [&] {
+    check_dtype(dtype, /*with_fp32=*/false);
+    require(m >= 0 && n >= 0, "m=", m, ", n=", n, "; sizes must not be negative.");
+    require(world_size >= 1, "world_size=", world_size, "; a group has at least one rank.");
+    require(out != nullptr, "there is nowhere to write the shape.");
+    const int64_t flags = tiles_of_chunk(rows_of_rank(m, world_size, 0), n, tiles);
+    require(flags < int64_t{1} << 31, "a chunk would have ", flags, " tiles; cut the product.");
+    *out = {world_size, static_cast<int32_t>(flags < 1 ? 1 : flags),
+            world_size * part_elements(m, n, world_size) * element_bytes(dtype)};
+    check_workspace(out);
+  });
+}
+
+int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, void* stream) {
+  return guarded("matmul_reduce_scatter", [&] {
+    const Group view = checked_group(group, PYRUNTIME_OP_MATMUL_REDUCE_SCATTER);
+    check_matmul(matmul);
+    check_scatter(view, *matmul);
+    with_tiles(matmul->tiles, [&](auto tiles) {
+      with_dtype(matmul->dtype, [&](auto element) {
+        using T = decltype(element);
+        using Config = decltype(tiles);
+        const ChunkPlan plan(matmul->m, view.world_size(), view.rank);
+        const ScatterJob<T> job{
+            make_schedule(plan.scatter_order(), matmul->n, Config::kTileRows, Config::kTileColumns),
+            matmul->k,
+            matrices_of<T>(*matmul),
+            view,
+            part_elements(matmul->m, matmul->n, view.world_size()),
+            (matmul->n + 7) / 8 * 8};
+        launch_tiles<Config>(job, matmul->layout, matmul->most_blocks, static_cast<runtime::Stream>(stream));
+      });
+    });
+  });
+}

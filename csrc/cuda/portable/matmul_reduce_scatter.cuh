@@ -1,0 +1,102 @@
+// C = this rank's rows of the sum over ranks of A B in one kernel. Tiles of the next rank's rows come first and this
+// rank's own last. A finished tile goes into its owner's slot, with a flag of its own; an own tile, when it is
+// finished, is summed with those that the others have sent meanwhile, straight from shared memory. So nothing
+// is left to do when the last product ends.
+//
+// No block waits for another's own tile, and tiles for others wait only for the epoch before, so there is
+// always someone who can go on.
+#pragma once
+
+#include "matmul.cuh"
+#include "workspace.cuh"
+
+namespace pyruntime::portable {
+
+template <class T>
+struct ScatterJob {
+  using Element = T;
+  static constexpr bool kTransposesA = true;
+
+  TileSchedule schedule;
+  int64_t k;
+  Matrices<T> matrices;
+  Group group;
+  int64_t part_elements;  // of one rank's part in the slot
+  int64_t part_pitch;     // whole vectors
+
+  PYRUNTIME_DEVICE const T* early_bias() const { return nullptr; }
+
+  struct Run {
+    const ScatterJob& job;
+    uint64_t epoch;
+
+    PYRUNTIME_DEVICE bool is_own(const Tile& tile) const { return tile.chunk.owner == job.group.rank; }
+
+    // Where `source`'s part of an element of the tile lies in the owner's slot.
+    PYRUNTIME_DEVICE T* part(const Tile& tile, int source, int row, int column) const {
+      return job.group.template data<T>(tile.chunk.owner) + source * job.part_elements +
+             (tile.row + row) * job.part_pitch + tile.column + column;
+    }
+
+    PYRUNTIME_DEVICE bool begin(const Tile& tile) {
+      const auto may_go_on = [&] {
+        return is_own(tile) ? !has_failed(job.group) : wait_for_credit(job.group, tile.chunk.owner, epoch);
+      };
+      return device::barrier_and(threadIdx.x != 0 || may_go_on());
+    }
+    template <int kLayout>
+    PYRUNTIME_DEVICE Operand<T> a(const Tile& tile) const {
+      return operand_a<kLayout>(job.matrices.a, job.matrices.lda, tile.chunk.begin + tile.row, tile.rows);
+    }
+    template <int kLayout>
+    PYRUNTIME_DEVICE Operand<T> b(const Tile& tile) const {
+      return operand_b<kLayout>(job.matrices, tile);
+    }
+
+    PYRUNTIME_DEVICE bool before_store(const Tile& tile) {
+      const Group& group = job.group;
+      const int peer = static_cast<int>(threadIdx.x);
+      const bool waits = is_own(tile) && peer < group.world_size() && peer != group.rank;
+      const auto arrived = [&] {
+        return wait_for(group, group.flag(group.rank, peer, tile.index_in_chunk), epoch, peer,
+                        tile.index_in_chunk);
+      };
+      return device::barrier_and(!waits || arrived());
+    }
+
+    PYRUNTIME_DEVICE void store(const Tile& tile, int row, int column, const Vector<T>& vector) {
+      if (!is_own(tile)) return store_vector(part(tile, job.group.rank, row, column), vector);
+      const int existing = tile.columns - column;
+      float sums[8] = {};
+      for (int source = 0; source < job.group.world_size(); ++source) {
+        const Vector<T> one = source == job.group.rank
+                                  ? vector
+                                  : load_vector_streaming(part(tile, source, row, column));
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sums[e] += to_float(one.values[e]);
+      }
+      const T* bias = job.matrices.bias;
+      Vector<T> rounded;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (bias != nullptr && e < existing) sums[e] += to_float(bias[tile.column + column + e]);
+        rounded.values[e] = round_to<T>(sums[e]);
+      }
+      store_existing(job.matrices.c + (tile.row + row) * job.matrices.ldc + tile.column + column, rounded,
+                     existing);
+    }
+
+    PYRUNTIME_DEVICE void after_store(const Tile& tile) {
+      device::publishing_barrier();
+      if (!is_own(tile) && threadIdx.x == 0) {
+        const Group& group = job.group;
+        device::store_release_system(group.flag(tile.chunk.owner, group.rank, tile.index_in_chunk), epoch);
+      }
+    }
+    PYRUNTIME_DEVICE void end() { end_flight(job.group, epoch, true); }
+  };
+
+  PYRUNTIME_DEVICE Run start() const { return {*this, group.control().epochs + 1}; }
+};
+
+}  // namespace pyruntime::portable

@@ -1,0 +1,85 @@
+// Which tile of a product comes when. Chunks are visited in the order of ChunkPlan, the very code of the CPU
+// path; no tile spans two chunks. Inside a chunk, kGroup rows of tiles are taken column by column, so that
+// the blocks that run at one time share operands in L2.
+#pragma once
+
+#include <vector>
+
+#include "compat.h"
+#include "core/chunk_plan.h"
+#include "cuda/launchers.h"
+
+namespace pyruntime::portable {
+
+struct Visit {
+  int64_t begin;  // first row of the chunk
+  int32_t rows;
+  int32_t owner;
+};
+
+struct Tile {
+  Visit chunk;
+  int row, column;      // of the tile's first element, within the chunk and within the product
+  int rows, columns;    // that exist
+  int index_in_chunk;   // row-major
+};
+
+struct TileSchedule {
+  static constexpr int kGroup = 8;
+
+  int visits, tile_rows, tile_columns, columns;
+  Visit visit[PYRUNTIME_MOST_RANKS];
+
+  PYRUNTIME_HOST_DEVICE int tiles_across() const { return (columns + tile_columns - 1) / tile_columns; }
+  PYRUNTIME_HOST_DEVICE int tiles_down(int rows) const { return (rows + tile_rows - 1) / tile_rows; }
+  PYRUNTIME_HOST_DEVICE int64_t tiles_of(int rows) const {
+    return static_cast<int64_t>(tiles_down(rows)) * tiles_across();
+  }
+
+  // The tile with this number; false beyond the last.
+  PYRUNTIME_HOST_DEVICE bool at(int64_t number, Tile& tile) const {
+    for (int step = 0; step < visits; ++step) {
+      const int64_t tiles = tiles_of(visit[step].rows);
+      if (number < tiles) {
+        tile.chunk = visit[step];
+        place(static_cast<int>(number), tile);
+        return true;
+      }
+      number -= tiles;
+    }
+    return false;
+  }
+
+  int64_t count() const {
+    int64_t tiles = 0;
+    for (int step = 0; step < visits; ++step) tiles += tiles_of(visit[step].rows);
+    return tiles;
+  }
+
+ private:
+  PYRUNTIME_HOST_DEVICE void place(int number, Tile& tile) const {
+    const int across = tiles_across(), down = tiles_down(tile.chunk.rows);
+    const int group = number / (kGroup * across), within = number % (kGroup * across);
+    const int height = down - group * kGroup < kGroup ? down - group * kGroup : kGroup;
+    const int m = group * kGroup + within % height, n = within / height;
+    tile.row = m * tile_rows;
+    tile.column = n * tile_columns;
+    tile.rows = tile.chunk.rows - tile.row < tile_rows ? tile.chunk.rows - tile.row : tile_rows;
+    tile.columns = columns - tile.column < tile_columns ? columns - tile.column : tile_columns;
+    tile.index_in_chunk = m * across + n;
+  }
+};
+
+inline TileSchedule make_schedule(const std::vector<Chunk>& order, int64_t columns, int tile_rows,
+                                  int tile_columns) {
+  TileSchedule schedule{};
+  schedule.tile_rows = tile_rows;
+  schedule.tile_columns = tile_columns;
+  schedule.columns = static_cast<int>(columns);
+  for (const Chunk& chunk : order) {
+    schedule.visit[schedule.visits++] = {chunk.begin, static_cast<int32_t>(chunk.rows), chunk.owner};
+  }
+  return schedule;
+}
+
+}  // namespace pyruntime::portable

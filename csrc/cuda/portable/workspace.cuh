@@ -1,0 +1,164 @@
+// A rank's workspace as every rank addresses it, and the waits and signals on it. The protocol is told in
+// docs/cuda.md; this is its only implementation.
+//
+//   header               this rank's failure record; `stopped_by`: the rank that failed first, plus 1
+//   slot 0, slot 1, each
+//     SlotControl        what its owner counts
+//     credits [P]        u64, written by peer p: it has done with that epoch of its own slot, so this rank
+//                        may write the next there
+//     flags [P][flags]   u64, written by peer p: the piece or tile of that epoch is here
+//     tickets [P][flags] u32, of the owner's blocks: who comes last, signals
+//     data
+#pragma once
+
+#include "compat.h"
+#include "cuda/launchers.h"
+
+namespace pyruntime::portable {
+
+struct alignas(128) WorkspaceHeader {
+  PyruntimeFailure failure;
+  alignas(64) uint64_t stopped_by;
+};
+
+constexpr int64_t kHeaderBytes = sizeof(WorkspaceHeader);
+
+// Local to its owner. Epochs count how often a slot was used: the device counts, so that a captured graph
+// can be replayed.
+struct SlotControl {
+  uint64_t epochs;  // flights that ended here
+  uint64_t pushes;  // of this rank's rows into the others' slots; they run beside the flights
+  uint32_t ticket;  // of a flight's blocks
+  uint32_t unused[27];
+};
+static_assert(sizeof(SlotControl) == 128);
+
+struct WorkspaceLayout {
+  int32_t world_size, flags;
+  int64_t slot_bytes;
+
+  static constexpr PYRUNTIME_HOST_DEVICE int64_t round_up(int64_t bytes) { return (bytes + 127) / 128 * 128; }
+
+  PYRUNTIME_HOST_DEVICE int64_t flag_count() const { return static_cast<int64_t>(world_size) * flags; }
+  PYRUNTIME_HOST_DEVICE int64_t credits_at() const { return sizeof(SlotControl); }
+  PYRUNTIME_HOST_DEVICE int64_t flags_at() const { return round_up(credits_at() + 8 * world_size); }
+  PYRUNTIME_HOST_DEVICE int64_t tickets_at() const { return flags_at() + 8 * flag_count(); }
+  PYRUNTIME_HOST_DEVICE int64_t data_at() const { return round_up(tickets_at() + 4 * flag_count()); }
+  PYRUNTIME_HOST_DEVICE int64_t slot_at(int slot) const {
+    return kHeaderBytes + slot * (data_at() + round_up(slot_bytes));
+  }
+  PYRUNTIME_HOST_DEVICE int64_t bytes() const { return slot_at(PYRUNTIME_SLOTS); }
+};
+
+// A kernel's view of the group.
+struct Group {
+  WorkspaceLayout layout;
+  int32_t rank, slot, op;
+  uint64_t deadline_ns;
+  unsigned char* bases[PYRUNTIME_MOST_RANKS];
+
+  PYRUNTIME_HOST_DEVICE int world_size() const { return layout.world_size; }
+  PYRUNTIME_HOST_DEVICE unsigned char* slot_of(int owner) const {
+    return bases[owner] + layout.slot_at(slot);
+  }
+  PYRUNTIME_HOST_DEVICE SlotControl& control() const { return *reinterpret_cast<SlotControl*>(slot_of(rank)); }
+  // In `owner`'s slot, written by `writer`.
+  PYRUNTIME_HOST_DEVICE uint64_t* credit(int owner, int writer) const {
+    return reinterpret_cast<uint64_t*>(slot_of(owner) + layout.credits_at()) + writer;
+  }
+  PYRUNTIME_HOST_DEVICE uint64_t* flag(int owner, int writer, int index) const {
+    return reinterpret_cast<uint64_t*>(slot_of(owner) + layout.flags_at()) +
+           static_cast<int64_t>(writer) * layout.flags + index;
+  }
+  PYRUNTIME_HOST_DEVICE uint32_t* ticket(int peer, int index) const {
+    return reinterpret_cast<uint32_t*>(slot_of(rank) + layout.tickets_at()) +
+           static_cast<int64_t>(peer) * layout.flags + index;
+  }
+  template <class T>
+  PYRUNTIME_HOST_DEVICE T* data(int owner) const {
+    return reinterpret_cast<T*>(slot_of(owner) + layout.data_at());
+  }
+  PYRUNTIME_HOST_DEVICE WorkspaceHeader& header(int owner) const {
+    return *reinterpret_cast<WorkspaceHeader*>(bases[owner]);
+  }
+};
+
+// ---- waiting; by one thread ----
+
+PYRUNTIME_DEVICE bool has_failed(const Group& group) {
+  return device::load_acquire_system(&group.header(group.rank).stopped_by) != 0;
+}
+
+// The first failure of this rank is its cause. All ranks are told to stop, before this rank does anything that could
+// spoil what they read (a copy engine cannot be told): who is not told has read nothing spoilt.
+PYRUNTIME_DEVICE void record_failure(const Group& group, int peer, int chunk, uint64_t expected,
+                                     uint64_t seen) {
+  PyruntimeFailure& failure = group.header(group.rank).failure;
+  if (atomicCAS(&failure.state, PYRUNTIME_NO_FAILURE, PYRUNTIME_FAILURE_CLAIMED) != PYRUNTIME_NO_FAILURE) {
+    return;
+  }
+  failure.op = group.op;
+  failure.rank = group.rank;
+  failure.peer = peer;
+  failure.chunk = chunk;
+  failure.slot = group.slot;
+  failure.expected = expected;
+  failure.seen = seen;
+  device::fence_system();
+  atomicCAS(&failure.state, PYRUNTIME_FAILURE_CLAIMED, PYRUNTIME_FAILED);
+  for (int step = 0; step < group.world_size(); ++step) {
+    const int peer = (group.rank + step) % group.world_size();
+    device::store_release_system(&group.header(peer).stopped_by, group.rank + 1);
+  }
+}
+
+// Waits until *flag >= expected. False when that took longer than the deadline, or something else failed: the
+// caller must write nothing more.
+PYRUNTIME_DEVICE bool wait_for(const Group& group, const uint64_t* flag, uint64_t expected, int peer,
+                               int chunk) {
+  if (device::load_acquire_system(flag) >= expected) return !has_failed(group);
+  const uint64_t start = device::global_time_ns();
+  for (;;) {
+    device::nap();
+    // The clock is read before the flag: a thread that slept past its deadline still looks once more.
+    const uint64_t waited = device::global_time_ns() - start;
+    const uint64_t seen = device::load_acquire_system(flag);
+    if (seen >= expected) return !has_failed(group);
+    if (has_failed(group)) return false;
+    if (waited > group.deadline_ns) {
+      record_failure(group, peer, chunk, expected, seen);
+      return false;
+    }
+  }
+}
+
+constexpr int kCredit = -1;  // in place of a chunk: leave to write
+
+// Leave to write epoch `epoch` into the peer's slot.
+PYRUNTIME_DEVICE bool wait_for_credit(const Group& group, int peer, uint64_t epoch) {
+  return wait_for(group, group.credit(group.rank, peer), epoch - 1, peer, kCredit);
+}
+
+// ---- ending; by all threads of all blocks of a flight ----
+
+// Tells the peers that this rank has read all of the slot, and counts the epoch.
+PYRUNTIME_DEVICE void close_slot(const Group& group, uint64_t epoch) {
+  group.control().epochs = epoch;
+  for (int step = 1; step < group.world_size(); ++step) {
+    const int peer = (group.rank + step) % group.world_size();
+    device::store_release_system(group.credit(peer, group.rank), epoch);
+  }
+}
+
+// The block that ends last closes the slot. What failed stays open for good: a peer that was told to go on
+// could write over what is still being read.
+PYRUNTIME_DEVICE void end_flight(const Group& group, uint64_t epoch, bool close) {
+  device::publishing_barrier();
+  if (threadIdx.x != 0) return;
+  device::fence_device();
+  const bool last = atomicInc(&group.control().ticket, gridDim.x - 1) == gridDim.x - 1;
+  device::fence_device();
+  if (last && close && !has_failed(group)) close_slot(group, epoch);
+}
+
+}  // namespace pyruntime::portable

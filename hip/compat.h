@@ -1,0 +1,49 @@
+// One kernel source, three dialects. Kernels are written as CUDA spells them; what the three do not spell
+// alike, and every operation whose order other ranks rely on, is named here and written by hand for each:
+//
+//   CUDA    nvcc: dialect_cuda.h
+//   HIP     hipcc or clang -x hip: dialect_hip.h
+//   host    any C++17 compiler: dialect_host.h, which runs every thread of a grid as a fiber of the calling
+//           thread (host/grid.h). It exists for tests: ranks as processes, real flags, no GPU.
+//
+// Each dialect defines
+//
+//   PYRUNTIME_DEVICE           of functions that kernels call
+//   PYRUNTIME_HOST_DEVICE      of functions that both sides call
+//   PYRUNTIME_KERNEL(threads, blocks)  of a kernel with so many threads a block, at least so many blocks a
+//                              multiprocessor
+//   PYRUNTIME_PARAMETER        of a kernel's parameter that is indexed at run time: it is read where it lies
+//                              and not copied into local memory
+//   PYRUNTIME_SHARED(name)     declares `unsigned char* name`, the block's dynamic shared memory, 128-byte aligned
+//   PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...)
+//
+// and, in namespace pyruntime::device,
+//
+//   kWarpSize                  a compile-time constant, which warpSize is not everywhere
+//   kSyncCopy                  whether copy_async() copies at once (there is no asynchronous copy)
+//   load_acquire_system(p)     8 bytes that another rank or device may write; what it wrote before is seen
+//   store_release_system(p, v) and the other side; of the calling thread's stores, and of those that came before a
+//                              publishing_barrier() of its block
+//   publishing_barrier()       __syncthreads() after which one thread's release covers the stores of all
+//   barrier_and(x)             __syncthreads() that tells all threads whether x was true in each
+//   warp_barrier()             memory of the warp's lanes before and after it is in order
+//   fence_device(), fence_system()
+//   global_time_ns()           a clock that goes on while the block waits
+//   nap()                      gives way to others in a loop that waits
+//   shuffle_xor(x, mask)       over the whole warp
+//   load_streaming(p)          16 bytes that another rank wrote, past caches that may be stale
+//   copy_async(to, from, n)    16 bytes into shared memory, of which n come from `from` and the rest is zero
+//   copy_async_commit(), copy_async_wait<n>()
+//   to_float(Half), to_half(float)
+//
+// and, in namespace pyruntime::runtime, what launchers ask of the machine: Stream, last_error(),
+// multiprocessors(), shared_bytes_per_block(), allow_shared_bytes(), resident_blocks(), copy_rows(), set_zero(), read().
+#pragma once
+
+#if defined(__CUDACC__)
+#include "dialect_cuda.h"
+#elif defined(__HIP__) || defined(__HIPCC__)
+#include "dialect_hip.h"
+#else
+#include "dialect_host.h"
+#endif

@@ -1,0 +1,165 @@
+// The HIP dialect of compat.h, for CDNA (gfx90a, gfx942). Flags and buffers that peers write must be uncached
+// or fine-grained memory (hipExtMallocWithFlags): in ordinary memory a line of L2 can be stale for good.
+#pragma once
+
+#include <hip/hip_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#define PYRUNTIME_DEVICE __device__ __forceinline__
+#define PYRUNTIME_HOST_DEVICE __host__ __device__ __forceinline__
+#define PYRUNTIME_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads)
+#define PYRUNTIME_PARAMETER const
+#define PYRUNTIME_SHARED(name) extern __shared__ __attribute__((aligned(128))) unsigned char name[]
+#define PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
+  hipLaunchKernelGGL(kernel, dim3(blocks), dim3(threads), shared_bytes, stream, __VA_ARGS__)
+
+namespace pyruntime::device {
+
+constexpr int kWarpSize = 64;
+constexpr bool kSyncCopy = true;
+
+PYRUNTIME_DEVICE uint64_t load_acquire_system(const uint64_t* p) {
+  // Plain or cached polling never ends where a stale line lies in L2.
+  return __hip_atomic_load(p, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+
+PYRUNTIME_DEVICE void drain_stores() {
+  asm volatile("s_waitcnt vmcnt(0)" ::: "memory");
+}
+
+PYRUNTIME_DEVICE void store_release_system(uint64_t* p, uint64_t value) {
+  // A release store alone may be compiled to a write-back and then the store with no wait between them, so
+  // that the flag passes the data.
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+  drain_stores();
+  __hip_atomic_store(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+
+PYRUNTIME_DEVICE void publishing_barrier() {
+  // A barrier of the workgroup does not wait for its stores to reach L2, and another wave's drain does not
+  // cover them.
+  drain_stores();
+  __syncthreads();
+}
+
+PYRUNTIME_DEVICE bool barrier_and(bool x) {
+  return __syncthreads_and(x) != 0;
+}
+
+PYRUNTIME_DEVICE void warp_barrier() {
+  // A wave runs in lockstep; what is left is to keep the compiler from moving accesses across.
+  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+  __builtin_amdgcn_wave_barrier();
+}
+
+PYRUNTIME_DEVICE void fence_device() {
+  __threadfence();
+}
+
+PYRUNTIME_DEVICE void fence_system() {
+  __threadfence_system();
+}
+
+PYRUNTIME_DEVICE uint64_t global_time_ns() {
+  return __builtin_amdgcn_s_memrealtime() * 10;  // it counts at 100 MHz
+}
+
+PYRUNTIME_DEVICE void nap() {
+  __builtin_amdgcn_s_sleep(2);
+}
+
+PYRUNTIME_DEVICE float shuffle_xor(float x, int mask) {
+  return __shfl_xor(x, mask);
+}
+
+PYRUNTIME_DEVICE uint4 load_streaming(const void* p) {
+  return *static_cast<const uint4*>(p);
+}
+
+PYRUNTIME_DEVICE void copy_async(void* to, const void* from, int bytes) {
+  uint4 value = make_uint4(0, 0, 0, 0);
+  if (bytes == 16) {
+    value = *static_cast<const uint4*>(from);
+  } else {
+    auto* halves = reinterpret_cast<uint16_t*>(&value);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (2 * i < bytes) halves[i] = static_cast<const uint16_t*>(from)[i];
+    }
+  }
+  *static_cast<uint4*>(to) = value;
+}
+
+PYRUNTIME_DEVICE void copy_async_commit() {}
+
+template <int kGroupsLeft>
+PYRUNTIME_DEVICE void copy_async_wait() {}
+
+PYRUNTIME_DEVICE float half_to_float(uint16_t bits) {
+  _Float16 value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return static_cast<float>(value);
+}
+
+PYRUNTIME_DEVICE uint16_t float_to_half(float value) {
+  const auto half = static_cast<_Float16>(value);
+  uint16_t bits;
+  __builtin_memcpy(&bits, &half, sizeof(bits));
+  return bits;
+}
+
+}  // namespace pyruntime::device
+
+namespace pyruntime::runtime {
+
+using Stream = hipStream_t;
+
+inline const char* last_error() {
+  const hipError_t error = hipGetLastError();
+  return error == hipSuccess ? nullptr : hipGetErrorString(error);
+}
+
+inline int attribute(hipDeviceAttribute_t which) {
+  int device = 0, value = 0;
+  if (hipGetDevice(&device) != hipSuccess) return 0;
+  return hipDeviceGetAttribute(&value, which, device) == hipSuccess ? value : 0;
+}
+
+inline int multiprocessors() {
+  return attribute(hipDeviceAttributeMultiprocessorCount);
+}
+
+inline int shared_bytes_per_block() {
+  return attribute(hipDeviceAttributeMaxSharedMemoryPerBlock);
+}
+
+template <class Kernel>
+void allow_shared_bytes(Kernel, int) {}
+
+template <class Kernel>
+int resident_blocks(Kernel kernel, int threads, int shared_bytes) {
+  int blocks = 0;
+  static_cast<void>(
+      hipOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
+  return blocks;
+}
+
+inline void copy_rows(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t row_bytes,
+                      size_t rows, Stream stream) {
+  if (rows == 0 || row_bytes == 0) return;
+  static_cast<void>(
+      hipMemcpy2DAsync(to, to_pitch, from, from_pitch, row_bytes, rows, hipMemcpyDefault, stream));
+}
+
+inline void set_zero(void* to, size_t bytes, Stream stream) {
+  static_cast<void>(hipMemsetAsync(to, 0, bytes, stream));
+}
+
+inline void read(void* to, const void* from, size_t bytes, Stream stream) {
+  static_cast<void>(hipMemcpyAsync(to, from, bytes, hipMemcpyDefault, stream));
+  static_cast<void>(hipStreamSynchronize(stream));
+}
+
+}  // namespace pyruntime::runtime

@@ -1,0 +1,175 @@
+"""Builds the CUDA kernels: `python tools/build_cuda.py` makes pyruntime/libpyruntime_cuda.so.
+
+nvcc compiles csrc/cuda, which knows no torch, into one library for several GPUs that links nothing but the CUDA
+runtime (statically). TORCH_CUDA_ARCH_LIST chooses the GPUs as it does for torch's extensions. ninja compiles
+what changed; objects and the assembler's reports (registers, spills) lie in build/cuda.
+
+Who builds it when: docs/cuda.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "cuda"
+LIBRARY = ROOT / "pyruntime" / "libpyruntime_cuda.so"
+PORTABLE = ROOT / "csrc" / "cuda" / "portable"
+
+DEFAULT_ARCHITECTURES = "8.0+PTX;9.0a"
+"""sm_80, sm_90a, and PTX that the driver compiles for any other GPU from 8.0 on."""
+OLDEST_ARCHITECTURE = (8, 0)
+NAMED_ARCHITECTURES = {"Ampere": "8.0;8.6", "Ada": "8.9", "Hopper": "9.0", "Blackwell": "10.0;12.0"}
+
+JOBS = ("MatmulJob", "GatherJob", "ScatterJob")
+TILES = ("SmallTiles", "LargeTiles")
+TYPES = ("Bf16", "Fp16")
+
+
+def sources() -> list[tuple[str, Path, tuple[str, ...]]]:
+    """Every object: its name, its source and its macros. One configuration of a fused kernel is one object."""
+    found: list[tuple[str, Path, tuple[str, ...]]] = [
+        ("chunk_plan", ROOT / "csrc" / "core" / "chunk_plan.cpp", ())
+    ]
+    for path in sorted(PORTABLE.glob("*.cu")):
+        if path.stem != "instances":
+            found.append((path.stem, path, ()))
+    for job, tiles, element in itertools.product(JOBS, TILES, TYPES):
+        macros = (
+            f"-DPYRUNTIME_INSTANCE_JOB={job}",
+            f"-DPYRUNTIME_INSTANCE_TILES={tiles}",
+            f"-DPYRUNTIME_INSTANCE_TYPE={element}",
+        )
+        found.append((f"{job}_{tiles}_{element}", PORTABLE / "instances.cu", macros))
+    return found
+
+
+def find_nvcc() -> Path | None:
+    """nvcc of CUDA_HOME or CUDA_PATH (as torch has them), of PATH, or where CUDA installs itself."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            nvcc = Path(os.environ[variable]) / "bin" / "nvcc"
+            return nvcc if nvcc.exists() else None
+    on_path = shutil.which("nvcc")
+    if on_path:
+        return Path(on_path)
+    usual = Path("/usr/local/cuda/bin/nvcc")
+    return usual if usual.exists() else None
+
+
+def architecture_flags(wanted: str | None = None) -> list[str]:
+    """-gencode flags for a list as TORCH_CUDA_ARCH_LIST has it ("8.0;9.0a+PTX", "Hopper").
+
+    Raises ValueError for what is no architecture, and for GPUs older than 8.0.
+    """
+    wanted = wanted or DEFAULT_ARCHITECTURES
+    for name, numbers in NAMED_ARCHITECTURES.items():
+        wanted = wanted.replace(f"{name}+PTX", f"{numbers}+PTX").replace(name, numbers)
+    flags = []
+    for item in filter(None, re.split(r"[;,\s]+", wanted)):
+        match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)
+        if match is None:
+            raise ValueError(
+                f"TORCH_CUDA_ARCH_LIST names {item!r}; write numbers such as 8.0, 9.0a or 9.0+PTX, with ; between."
+            )
+        major, minor, suffix, ptx = match.groups()
+        if (int(major), int(minor)) < OLDEST_ARCHITECTURE:
+            raise ValueError(
+                f"TORCH_CUDA_ARCH_LIST names {item}, and these kernels need 8.0 or newer; leave it out."
+            )
+        number = f"{major}{minor}{suffix}"
+        codes = f"[sm_{number},compute_{number}]" if ptx else f"sm_{number}"
+        flags.append(f"-gencode=arch=compute_{number},code={codes}")
+    return flags
+
+
+def ninja_file(nvcc: Path, architectures: Iterable[str], library: Path) -> str:
+    """The whole build as ninja reads it."""
+    flags = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", f"-I{ROOT}/csrc", f"-I{ROOT}/hip"]
+    flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror", "-Werror", "all-warnings"]
+    lines = [
+        "ninja_required_version = 1.3",
+        f"nvcc = {nvcc}",
+        f"flags = {' '.join([*flags, *architectures])}",
+        "rule compile",
+        # The assembler's report is kept; it is shown only where something fails.
+        "  command = $nvcc -MD -MF $out.d $flags $macros -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = nvcc $out",
+        "rule link",
+        "  command = $nvcc -shared -cudart static -Xlinker --exclude-libs,ALL $in -o $out",
+        "  description = link $out",
+    ]
+    objects = []
+    for name, source, macros in sources():
+        objects.append(str(BUILD / f"{name}.o"))
+        lines += [f"build {objects[-1]}: compile {source}", f"  macros = {' '.join(macros)}"]
+    lines.append(f"build {library}: link {' '.join(objects)}")
+    return "\n".join(lines) + "\n"
+
+
+def find_ninja() -> str:
+    """ninja, also where the environment of this Python is not activated. Raises RuntimeError."""
+    folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    ninja = shutil.which("ninja", path=folders)
+    if ninja is None:
+        raise RuntimeError("the CUDA kernels are built by ninja, which was not found: run `pip install ninja`.")
+    return ninja
+
+
+def build(library: Path = LIBRARY) -> Path:
+    """Builds what changed and returns the library. Raises RuntimeError with a sentence where it cannot."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise RuntimeError(
+            "the CUDA kernels are compiled by nvcc, which is neither on PATH nor in CUDA_HOME or /usr/local/cuda."
+        )
+    try:
+        architectures = architecture_flags(os.environ.get("TORCH_CUDA_ARCH_LIST"))
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
+    BUILD.mkdir(parents=True, exist_ok=True)
+    recipe = BUILD / "build.ninja"
+    recipe.write_text(ninja_file(nvcc, architectures, library))
+    jobs = os.environ.get("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+    ran = subprocess.run([find_ninja(), "-C", str(BUILD), "-j", jobs], capture_output=True, text=True)
+    if ran.returncode != 0:
+        raise RuntimeError(f"the CUDA kernels do not build:\n{ran.stdout}{ran.stderr}")
+    return library
+
+
+def resource_reports() -> Iterator[tuple[str, str, int, int, int]]:
+    """What ptxas said of each kernel of the last build: (kernel, architecture, registers, bytes of stack,
+    bytes of spills)."""
+    entry = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
+    frame = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+    registers = re.compile(r"Used (\d+) registers")
+    for name, _, _ in sources():
+        kernel = architecture = ""
+        stack = spills = 0
+        for line in (BUILD / f"{name}.o.log").read_text().splitlines():
+            if match := entry.search(line):
+                kernel, architecture = match.groups()
+            elif match := frame.search(line):
+                stack, spills = int(match[1]), int(match[2]) + int(match[3])
+            elif match := registers.search(line):
+                yield f"{name}:{kernel}", architecture, int(match[1]), stack, spills
+
+
+def main() -> None:
+    try:
+        print(build())
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()
