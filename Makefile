@@ -18,7 +18,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
-CPP := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h')
+CPP := $(shell find csrc hip tests/cpp tests/cuda -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BUILT := build/.built
 
 .PHONY: help
@@ -52,6 +52,11 @@ bench: $(BUILT)  ## the linear benchmark on 2 ranks
 
 .PHONY: build
 build: $(BUILT)  ## the environment and the C++ core, built in place
+
+# Not a part of `build`: what docs/cuda.md says of who builds it when.
+.PHONY: cuda
+cuda: $(VENV)/.made  ## the CUDA kernels, with nvcc; no GPU is needed
+	$(RUN) tools/build_cuda.py
 
 # The folders are prerequisites too: their time changes when a file goes away.
 $(BUILT): $(VENV)/.made setup.py $(shell find csrc -type d -o -name '*.cpp' -o -name '*.h')

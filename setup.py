@@ -1,4 +1,5 @@
-"""Builds pyruntime._C, the C++ core, against the torch that is installed; for the rest see pyproject.toml."""
+"""Builds pyruntime._C, the C++ core, against the torch that is installed, and for a torch with CUDA the
+kernels of csrc/cuda; for the rest see pyproject.toml."""
 
 from __future__ import annotations
 
@@ -14,6 +15,9 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))  # not there where pip runs this file
+import build_cuda  # noqa: E402
+
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 
 try:
@@ -108,6 +112,24 @@ class Build(BuildExtension):
             (ext,) = self.extensions
             ext.extra_compile_args = [*ext.extra_compile_args, *self.precompiled_header()]
         super().build_extensions()
+        if torch.version.cuda:  # another torch has nothing to give to the kernels
+            self.build_cuda_kernels()
+
+    def build_cuda_kernels(self) -> None:
+        """The kernels of csrc/cuda, where nvcc is; without it the build is one for CPUs, and the doctor says
+        so.
+
+        An installation, whose nvcc may be any, goes on without them; a build in place does not.
+        """
+        if build_cuda.find_nvcc() is None:
+            return
+        package = ROOT / "pyruntime" if self.inplace else Path(self.build_lib).resolve() / "pyruntime"
+        try:
+            build_cuda.build(package / build_cuda.LIBRARY.name)
+        except RuntimeError as error:
+            if self.for_development:
+                raise SystemExit(str(error)) from None
+            warnings.warn(f"pyruntime is installed without CUDA kernels: {error}", stacklevel=1)
 
     def precompiled_header(self) -> list[str]:
         """Parses csrc/precompiled.h once for all sources, which halves the time of a full build; GCC only.

@@ -14,15 +14,16 @@
 //                              multiprocessor
 //   PYRUNTIME_PARAMETER        of a kernel's parameter that is indexed at run time: it is read where it lies
 //                              and not copied into local memory
-//   PYRUNTIME_SHARED(name)     declares `unsigned char* name`, the block's dynamic shared memory, 128-byte aligned
-//   PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...)
+//   PYRUNTIME_SHARED(name)     declares `unsigned char* name`, the block's dynamic shared memory, 128-byte
+//   aligned PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...)
 //
 // and, in namespace pyruntime::device,
 //
 //   kWarpSize                  a compile-time constant, which warpSize is not everywhere
 //   kSyncCopy                  whether copy_async() copies at once (there is no asynchronous copy)
 //   load_acquire_system(p)     8 bytes that another rank or device may write; what it wrote before is seen
-//   store_release_system(p, v) and the other side; of the calling thread's stores, and of those that came before a
+//   store_release_system(p, v) and the other side; of the calling thread's stores, and of those that came
+//   before a
 //                              publishing_barrier() of its block
 //   publishing_barrier()       __syncthreads() after which one thread's release covers the stores of all
 //   barrier_and(x)             __syncthreads() that tells all threads whether x was true in each
@@ -37,7 +38,8 @@
 //   to_float(Half), to_half(float)
 //
 // and, in namespace pyruntime::runtime, what launchers ask of the machine: Stream, last_error(),
-// multiprocessors(), shared_bytes_per_block(), allow_shared_bytes(), resident_blocks(), copy_rows(), set_zero(), read().
+// multiprocessors(), shared_bytes_per_block(), allow_shared_bytes(), resident_blocks(), copy_rows(),
+// set_zero(), read().
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,10 +1,9 @@
 // The CUDA dialect of compat.h, for compute capability 8.0 and up.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstddef>
 #include <cstdint>
+#include <cuda_runtime.h>
 
 #define PYRUNTIME_DEVICE __device__ __forceinline__
 #define PYRUNTIME_HOST_DEVICE __host__ __device__ __forceinline__

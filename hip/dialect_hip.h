@@ -2,10 +2,9 @@
 // or fine-grained memory (hipExtMallocWithFlags): in ordinary memory a line of L2 can be stale for good.
 #pragma once
 
-#include <hip/hip_runtime.h>
-
 #include <cstddef>
 #include <cstdint>
+#include <hip/hip_runtime.h>
 
 #define PYRUNTIME_DEVICE __device__ __forceinline__
 #define PYRUNTIME_HOST_DEVICE __host__ __device__ __forceinline__
@@ -141,8 +140,7 @@ void allow_shared_bytes(Kernel, int) {}
 template <class Kernel>
 int resident_blocks(Kernel kernel, int threads, int shared_bytes) {
   int blocks = 0;
-  static_cast<void>(
-      hipOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
+  static_cast<void>(hipOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
   return blocks;
 }
 

@@ -140,6 +140,7 @@ inline uint16_t float_to_half(float value) {
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
   const float size = std::fabs(value);
   if (std::isnan(value)) return sign | 0x7e00;
+  if (size == 0) return sign;
   if (size >= 65520.0f) return sign | 0x7c00;  // what rounds to 65536 is infinite
   int exponent = 0;
   std::frexp(size, &exponent);
@@ -178,7 +179,8 @@ int resident_blocks(Kernel, int, int) {
 inline void copy_rows(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t row_bytes,
                       size_t rows, Stream) {
   for (size_t row = 0; row < rows && row_bytes > 0; ++row) {
-    std::memcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, row_bytes);
+    std::memcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch,
+                row_bytes);
   }
 }
 

@@ -1,8 +1,8 @@
 """Builds the CUDA kernels: `python tools/build_cuda.py` makes pyruntime/libpyruntime_cuda.so.
 
-nvcc compiles csrc/cuda, which knows no torch, into one library for several GPUs that links nothing but the CUDA
-runtime (statically). TORCH_CUDA_ARCH_LIST chooses the GPUs as it does for torch's extensions. ninja compiles
-what changed; objects and the assembler's reports (registers, spills) lie in build/cuda.
+nvcc compiles csrc/cuda, which knows no torch, into one library for several GPUs that links nothing but the
+CUDA runtime (statically). TORCH_CUDA_ARCH_LIST chooses the GPUs as it does for torch's extensions. ninja
+compiles what changed; objects and the assembler's reports (registers, spills) lie in build/cuda.
 
 Who builds it when: docs/cuda.md.
 """
@@ -34,7 +34,7 @@ TYPES = ("Bf16", "Fp16")
 
 
 def sources() -> list[tuple[str, Path, tuple[str, ...]]]:
-    """Every object: its name, its source and its macros. One configuration of a fused kernel is one object."""
+    """Every object: its name, its source and its macros. A configuration of a fused kernel is one object."""
     found: list[tuple[str, Path, tuple[str, ...]]] = [
         ("chunk_plan", ROOT / "csrc" / "core" / "chunk_plan.cpp", ())
     ]
@@ -77,7 +77,7 @@ def architecture_flags(wanted: str | None = None) -> list[str]:
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)
         if match is None:
             raise ValueError(
-                f"TORCH_CUDA_ARCH_LIST names {item!r}; write numbers such as 8.0, 9.0a or 9.0+PTX, with ; between."
+                f"TORCH_CUDA_ARCH_LIST names {item!r}; write numbers such as 8.0 or 9.0a+PTX, with ; between."
             )
         major, minor, suffix, ptx = match.groups()
         if (int(major), int(minor)) < OLDEST_ARCHITECTURE:
@@ -100,7 +100,8 @@ def ninja_file(nvcc: Path, architectures: Iterable[str], library: Path) -> str:
         f"flags = {' '.join([*flags, *architectures])}",
         "rule compile",
         # The assembler's report is kept; it is shown only where something fails.
-        "  command = $nvcc -MD -MF $out.d $flags $macros -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)",
+        "  command = $nvcc -MD -MF $out.d $flags $macros -c $in -o $out > $out.log 2>&1 "
+        "|| (cat $out.log; exit 1)",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = nvcc $out",
@@ -121,7 +122,9 @@ def find_ninja() -> str:
     folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     ninja = shutil.which("ninja", path=folders)
     if ninja is None:
-        raise RuntimeError("the CUDA kernels are built by ninja, which was not found: run `pip install ninja`.")
+        raise RuntimeError(
+            "the CUDA kernels are built by ninja, which was not found: run `pip install ninja`."
+        )
     return ninja
 
 
@@ -130,7 +133,7 @@ def build(library: Path = LIBRARY) -> Path:
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError(
-            "the CUDA kernels are compiled by nvcc, which is neither on PATH nor in CUDA_HOME or /usr/local/cuda."
+            "the CUDA kernels are compiled by nvcc, which is not on PATH, in CUDA_HOME or in /usr/local/cuda."
         )
     try:
         architectures = architecture_flags(os.environ.get("TORCH_CUDA_ARCH_LIST"))

@@ -1,9 +1,9 @@
-/* What libpyruntime_cuda offers: plain C, raw pointers, sizes and a stream. No torch, and no CUDA header needed to
-   call it; a stream is a cudaStream_t (hipStream_t), and nullptr the default stream.
+/* What libpyruntime_cuda offers: plain C, raw pointers, sizes and a stream. No torch, and no CUDA header
+   needed to call it; a stream is a cudaStream_t (hipStream_t), and nullptr the default stream.
 
-   Every function that returns int returns 0, or one of the codes below; then pyruntime_error() says in a sentence
-   what was wrong. All arguments are checked before anything is launched. Nothing is allocated and nothing waits for
-   the device, except where it says so.
+   Every function that returns int returns 0, or one of the codes below; then pyruntime_error() says in a
+   sentence what was wrong. All arguments are checked before anything is launched. Nothing is allocated and
+   nothing waits for the device, except where it says so.
 
    How ranks meet (workspaces, slots, epochs, signals, deadlines) is told in docs/cuda.md. */
 #pragma once
@@ -76,18 +76,18 @@ typedef enum {
 } PyruntimeOp;
 
 typedef struct {
-  uint32_t state;    /* PyruntimeFailureState; the first failure stays */
-  int32_t op;        /* PyruntimeOp */
-  int32_t rank;      /* that waited */
-  int32_t peer;      /* that was waited for */
-  int32_t chunk;     /* piece or tile; -1: leave to write into the peer's workspace */
+  uint32_t state; /* PyruntimeFailureState; the first failure stays */
+  int32_t op;     /* PyruntimeOp */
+  int32_t rank;   /* that waited */
+  int32_t peer;   /* that was waited for */
+  int32_t chunk;  /* piece or tile; -1: leave to write into the peer's workspace */
   int32_t slot;
   uint64_t expected; /* epoch */
   uint64_t seen;
 } PyruntimeFailure;
 
-/* Waits for the stream, then copies the failure record: this rank's, or that of the rank which told it to stop. After
-   a failure the workspaces are of no use until all ranks have prepared them anew. */
+/* Waits for the stream, then copies the failure record: this rank's, or that of the rank which told it to
+   stop. After a failure the workspaces are of no use until all ranks have prepared them anew. */
 PYRUNTIME_API int pyruntime_failure(const PyruntimeGroup* group, PyruntimeFailure* out, void* stream);
 /* The record as a sentence, cut to `size` with its final zero. */
 PYRUNTIME_API int pyruntime_describe_failure(const PyruntimeFailure* failure, char* out, int64_t size);
@@ -102,37 +102,39 @@ typedef struct {
   const void* bias; /* [n] or nullptr, added before rounding */
   void* c;
   int64_t lda, ldb, ldc; /* elements from row to row, as the matrix lies in memory */
-  int32_t most_blocks;   /* 0: as many as fit; fewer where another kernel must run beside it */
+  int32_t most_blocks;   /* 0: as many as are resident at once; fewer where ranks share a GPU */
+  int32_t spare_blocks;  /* fewer than that, so that other kernels find room while this one waits */
 } PyruntimeMatmul;
 
-/* Which tiles a product is quickest with: a rule of the sizes and the number of multiprocessors, so ranks with
-   equal devices and equal sizes choose alike. `chunk_rows` are the rows of one rank. */
+/* Which tiles a product is quickest with: a rule of the sizes and the number of multiprocessors, so ranks
+   with equal devices and equal sizes choose alike. `chunk_rows` are the rows of one rank. */
 PYRUNTIME_API int pyruntime_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n);
 
 PYRUNTIME_API int pyruntime_matmul(const PyruntimeMatmul* matmul, void* stream);
 
-/* C [m, n] = gather(A_shard) B; A_shard holds this rank's rows of [m, k]; NT or NN. The others' rows come into the
-   slot by their pyruntime_push_chunk(). `hold`: the slot stays readable until pyruntime_finish().
+/* C [m, n] = gather(A_shard) B; A_shard holds this rank's rows of [m, k]; NT or NN. The others' rows come
+   into the slot by their pyruntime_push_chunk(). `hold`: the slot stays readable until pyruntime_finish().
    The workspace is made with pyruntime_gather_workspace(). */
 PYRUNTIME_API int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
                                               int32_t hold, void* stream);
-/* This rank's rows to all others, nearest first. `engine`: by copy engines, for which the stream must not be the one
-   of the product; otherwise by `blocks` blocks of a kernel. Before the next push into the same slot, and before
-   A_shard is written, the product's stream must wait for this one. */
+/* This rank's rows to all others, nearest first. `engine`: by copy engines, for which the stream must not be
+   the one of the product; otherwise by `blocks` blocks of a kernel. Before the next push into the same slot,
+   and before A_shard is written, the product's stream must wait for this one. */
 PYRUNTIME_API int pyruntime_push_chunk(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
                                        int32_t engine, int32_t blocks, void* stream);
 /* This rank has read all that it wanted of a held slot. */
 PYRUNTIME_API int pyruntime_finish(const PyruntimeGroup* group, void* stream);
-/* The rows of all ranks, as they lie in the slot: [m, k] from *data on, *pitch elements from row to row. This rank's
-   own rows are not among them. */
+/* The rows of all ranks, as they lie in the slot: [m, k] from *data on, *pitch elements from row to row. This
+   rank's own rows are not among them. */
 PYRUNTIME_API int pyruntime_gathered(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, void** data,
                                      int64_t* pitch);
-/* What the shape of a gather's workspace must be; `pieces` of each rank's rows that are signalled one by one. */
+/* What the shape of a gather's workspace must be; `pieces` of each rank's rows that are signalled one by one.
+ */
 PYRUNTIME_API int pyruntime_gather_workspace(int32_t world_size, int64_t m, int64_t k, int32_t dtype,
                                              int32_t pieces, PyruntimeWorkspace* out);
 
-/* C = this rank's rows of sum over ranks of A B, C [rows of this rank, n]: parts are rounded to dtype, summed in rank
-   order in fp32 (+ bias) and rounded once. All in one launch. */
+/* C = this rank's rows of sum over ranks of A B, C [rows of this rank, n]: parts are rounded to dtype, summed
+   in rank order in fp32 (+ bias) and rounded once. All in one launch. */
 PYRUNTIME_API int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
                                                   void* stream);
 PYRUNTIME_API int pyruntime_scatter_workspace(int32_t world_size, int64_t m, int64_t n, int32_t dtype,
@@ -159,7 +161,8 @@ PYRUNTIME_API int pyruntime_slot_data(const PyruntimeGroup* group, void** data);
 
 /* Stores `value` with release order at system scope. */
 PYRUNTIME_API int pyruntime_signal(uint64_t* flag, uint64_t value, void* stream);
-/* Waits until *flag >= value; a failure is recorded in `workspace` with the group's numbers and `peer`, `chunk`. */
+/* Waits until *flag >= value; a failure is recorded in `workspace` with the group's numbers and `peer`,
+ * `chunk`. */
 PYRUNTIME_API int pyruntime_wait(const PyruntimeGroup* group, const uint64_t* flag, uint64_t value,
                                  int32_t peer, int32_t chunk, void* stream);
 /* By `blocks` blocks of a kernel (0: as many as there are multiprocessors). */
@@ -169,9 +172,9 @@ PYRUNTIME_API int pyruntime_reduce(void* out, const void* const* parts, int32_t 
                                    int32_t dtype, const void* bias, int64_t width, void* stream);
 
 typedef struct {
-  void* param;        /* dtype; nullptr where the master is the parameter itself */
-  float* master;      /* read and updated */
-  const void* grad;   /* grad_dtype */
+  void* param;      /* dtype; nullptr where the master is the parameter itself */
+  float* master;    /* read and updated */
+  const void* grad; /* grad_dtype */
   float* exp_avg;
   float* exp_avg_sq;
   int64_t count;
@@ -184,16 +187,17 @@ typedef struct {
 } PyruntimeAdamwOptions;
 
 /* `tensors` lies on the host. grad_scale: one float on the device, or nullptr. `device_options`: a
-   PyruntimeAdamwOptions on the device that is read in place of `options` when the kernel runs, for CUDA graphs;
-   or nullptr. */
+   PyruntimeAdamwOptions on the device that is read in place of `options` when the kernel runs, for CUDA
+   graphs; or nullptr. */
 PYRUNTIME_API int pyruntime_adamw(const PyruntimeAdamwTensor* tensors, int32_t count_of_tensors,
-                                  int32_t param_dtype, int32_t grad_dtype, const PyruntimeAdamwOptions* options,
+                                  int32_t param_dtype, int32_t grad_dtype,
+                                  const PyruntimeAdamwOptions* options,
                                   const PyruntimeAdamwOptions* device_options, const float* grad_scale,
                                   void* stream);
 
-/* Attention over some keys, (out, lse), and over others, (block_out, block_lse), become that over both, in place:
-   out fp32 and block_out of `dtype` [batch, tokens, heads, width], lse and block_lse fp32 [batch, heads, tokens].
-   lse = -inf says that there were no keys. */
+/* Attention over some keys, (out, lse), and over others, (block_out, block_lse), become that over both, in
+   place: out fp32 and block_out of `dtype` [batch, tokens, heads, width], lse and block_lse fp32 [batch,
+   heads, tokens]. lse = -inf says that there were no keys. */
 PYRUNTIME_API int pyruntime_lse_merge(float* out, float* lse, const void* block_out, const float* block_lse,
                                       int64_t batch, int64_t tokens, int64_t heads, int64_t width,
                                       int32_t dtype, void* stream);

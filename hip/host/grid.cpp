@@ -199,6 +199,11 @@ Grid::Grid(int blocks, int threads, size_t shared_bytes, const std::function<voi
 }
 
 Fiber* Grid::next() {
+  if (schedule_seed % 2 != 0) {
+    Fiber* fiber = ready_.back();
+    ready_.pop_back();
+    return fiber;
+  }
   if (random_ != 0) {  // xorshift (Marsaglia 2003)
     random_ ^= random_ << 13;
     random_ ^= random_ >> 7;
@@ -241,7 +246,11 @@ void Grid::meet(Meeting& meeting, bool x) {
 
 void Grid::give_way() {
   ++given_way_;
-  ready_.push_back(running_);
+  if (schedule_seed % 2 != 0) {
+    ready_.push_front(running_);  // behind all others, in that order too
+  } else {
+    ready_.push_back(running_);
+  }
   leave();
 }
 
@@ -258,10 +267,11 @@ void Grid::report_stuck() const {
   for (size_t b = 0; b < blocks_.size(); ++b) {
     const Block& block = blocks_[b];
     if (block.ended == block.meeting.members) continue;
-    std::fprintf(stderr,
-                 "host dialect: block %zu is stuck: of its %d threads %d have ended and %zu wait at a barrier "
-                 "of the block; the others wait for their warp. Every thread must reach every barrier.\n",
-                 b, block.meeting.members, block.ended, block.meeting.waiting.size());
+    std::fprintf(
+        stderr,
+        "host dialect: block %zu is stuck: of its %d threads %d have ended and %zu wait at a barrier "
+        "of the block; the others wait for their warp. Every thread must reach every barrier.\n",
+        b, block.meeting.members, block.ended, block.meeting.waiting.size());
   }
   std::abort();
 }

@@ -45,7 +45,8 @@ extern thread_local Thread* current;
 // Runs body() in every thread of the grid and returns when all have ended.
 void run_grid(int blocks, int threads, size_t shared_bytes, const std::function<void()>& body);
 
-// The order in which threads that can run do so: 0, the default, is first come, first served; other seeds
+// The order in which threads that can run do so: 0, the default, is first come, first served; with odd seeds
+// the latest comes first, so that a warp runs ahead of the others as far as barriers let it; other seeds
 // draw. What a kernel computes must not depend on it.
 void set_schedule(uint64_t seed);
 

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -92,6 +93,7 @@ def built() -> Rows:
     return [
         ("pyruntime", f"{pyruntime.__version__} in {Path(pyruntime.__file__).parent}"),
         ("extension", f"{extension.name}, {compiler(extension)}"),
+        ("CUDA kernels", cuda_kernels()),
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
         ("torch", f"{torch.__version__}, {torch_kind()}"),
         ("torch's CPU kernels", torch.backends.cpu.get_cpu_capability()),
@@ -101,6 +103,22 @@ def built() -> Rows:
             f"{torch.get_num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')})",
         ),
     ]
+
+
+def cuda_kernels() -> str:
+    """Whether the kernels of csrc/cuda were built, and what keeps them from being used here."""
+    from pyruntime.cuda import library_path, why_not
+
+    path = library_path()
+    if path.exists():
+        reason = why_not() or "no op asks for them yet."
+        return f"{path.name}, {path.stat().st_size / 1e6:.0f} MB; not used here: {reason}"
+    nvcc = shutil.which("nvcc")
+    return (
+        f"not built: `make cuda` builds them with {nvcc}"
+        if nvcc
+        else "none (CPU-only build: no nvcc on PATH)"
+    )
 
 
 def compiler(extension: Path) -> str:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from pyruntime import cuda
 from pyruntime.cli import doctor, machine
 
 
@@ -22,6 +23,14 @@ def test_the_compiler_is_read_from_the_library(tmp_path):
     assert doctor.compiler(library) == "compiled by GCC: (Debian 12.2.0-14) 12.2.0, clang version 17.0.1 (x)"
     library.write_bytes(b"\x7fELF")
     assert doctor.compiler(library) == "compiler unknown"
+
+
+def test_the_cuda_kernels_are_said_to_be_missing_and_how_to_get_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(cuda, "library_path", lambda: tmp_path / "libpyruntime_cuda.so")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert doctor.cuda_kernels() == "none (CPU-only build: no nvcc on PATH)"
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/local/bin/{name}")
+    assert doctor.cuda_kernels() == "not built: `make cuda` builds them with /usr/local/bin/nvcc"
 
 
 def test_missing_files_are_unknown(monkeypatch, tmp_path):

@@ -1,5 +1,5 @@
-// AdamW (Loshchilov and Hutter 2019, algorithm 2) over a list of tensors, one pass over each: the equations of
-// csrc/cpu/layers/adamw.cpp.
+// AdamW (Loshchilov and Hutter 2019, algorithm 2) over a list of tensors, one pass over each: the equations
+// of csrc/cpu/layers/adamw.cpp.
 //
 //   g = grad * grad_scale      m = b1 m + (1 - b1) g      v = b2 v + (1 - b2) g^2
 //   p = p (1 - lr * decay) - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
@@ -73,8 +73,7 @@ PYRUNTIME_DEVICE void update(const PyruntimeAdamwTensor& tensor, const Constants
     const float v = c.beta2 * exp_avg_sq.values[e] + c.one_minus_beta2 * (g * g);
     exp_avg.values[e] = m;
     exp_avg_sq.values[e] = v;
-    master.values[e] =
-        master.values[e] * keep - c.step_size * m / (sqrtf(v) * c.root_correction + c.eps);
+    master.values[e] = master.values[e] * keep - c.step_size * m / (sqrtf(v) * c.root_correction + c.eps);
     rounded.values[e] = round_to<P>(master.values[e]);
   }
   pack<float, kCount>(tensor.exp_avg + i) = exp_avg;
@@ -91,7 +90,8 @@ PYRUNTIME_DEVICE bool takes_packs(const PyruntimeAdamwTensor& tensor) {
 template <class P, class G>
 PYRUNTIME_KERNEL(kThreads, 2)
 adamw_step(PYRUNTIME_PARAMETER Batch batch) {
-  const PyruntimeAdamwOptions options = batch.device_options != nullptr ? *batch.device_options : batch.options;
+  const PyruntimeAdamwOptions options =
+      batch.device_options != nullptr ? *batch.device_options : batch.options;
   const Constants c = constants_of(options, batch.grad_scale != nullptr ? *batch.grad_scale : 1.0f);
   int t = 0;
   for (int block = blockIdx.x; block < batch.first_block[batch.count]; block += gridDim.x) {
@@ -100,8 +100,10 @@ adamw_step(PYRUNTIME_PARAMETER Batch batch) {
     const auto keep = static_cast<float>(1 - c.lr * tensor.weight_decay);
     const int64_t begin = (block - batch.first_block[t]) * kElementsPerBlock;
     const int64_t end = begin + kElementsPerBlock < tensor.count ? begin + kElementsPerBlock : tensor.count;
-    const int64_t packed = takes_packs(tensor) ? begin + (end - begin) / kElementsPerThread * kElementsPerThread : begin;
-    for (int64_t i = begin + threadIdx.x * kElementsPerThread; i < packed; i += kThreads * kElementsPerThread) {
+    const int64_t packed =
+        takes_packs(tensor) ? begin + (end - begin) / kElementsPerThread * kElementsPerThread : begin;
+    for (int64_t i = begin + threadIdx.x * kElementsPerThread; i < packed;
+         i += kThreads * kElementsPerThread) {
       update<P, G, kElementsPerThread>(tensor, c, keep, i);
     }
     for (int64_t i = packed + threadIdx.x; i < end; i += kThreads) update<P, G, 1>(tensor, c, keep, i);
@@ -147,9 +149,10 @@ int pyruntime_adamw(const PyruntimeAdamwTensor* tensors, int32_t count_of_tensor
     check_dtype(grad_dtype, /*with_fp32=*/true);
     require(options != nullptr || device_options != nullptr, "there are no options.");
     if (options != nullptr) check_options(*options);
-    require(count_of_tensors >= 0 && (tensors != nullptr || count_of_tensors == 0), "a list of ", count_of_tensors,
-            " tensors at a null pointer.");
-    for (int t = 0; t < count_of_tensors; ++t) check_tensor(t, tensors[t]);  // all, before anything is written
+    require(count_of_tensors >= 0 && (tensors != nullptr || count_of_tensors == 0), "a list of ",
+            count_of_tensors, " tensors at a null pointer.");
+    for (int t = 0; t < count_of_tensors; ++t)
+      check_tensor(t, tensors[t]);  // all, before anything is written
     Batch batch{};
     if (options != nullptr) batch.options = *options;
     batch.device_options = device_options;
@@ -166,8 +169,8 @@ int pyruntime_adamw(const PyruntimeAdamwTensor* tensors, int32_t count_of_tensor
     };
     for (int t = 0; t < count_of_tensors; ++t) {
       const int64_t blocks = (tensors[t].count + kElementsPerBlock - 1) / kElementsPerBlock;
-      const bool full = batch.count == kTensorsPerLaunch ||
-                        batch.first_block[batch.count] + blocks >= int64_t{1} << 31;
+      const bool full =
+          batch.count == kTensorsPerLaunch || batch.first_block[batch.count] + blocks >= int64_t{1} << 31;
       if (full) flush();
       batch.tensors[batch.count] = tensors[t];
       batch.first_block[batch.count + 1] = batch.first_block[batch.count] + static_cast<int32_t>(blocks);

@@ -1,5 +1,4 @@
 #include "all_gather_matmul.cuh"
-
 #include "launch.cuh"
 
 using namespace pyruntime;
@@ -14,8 +13,9 @@ void check_gather(const Group& group, const PyruntimeMatmul* matmul) {
   const int64_t bytes = matmul->m * padded_width(matmul->k) * element_bytes(matmul->dtype);
   require(bytes <= group.layout.slot_bytes, "the rows of all ranks take ", bytes, " bytes and a slot has ",
           group.layout.slot_bytes, "; ask pyruntime_gather_workspace() for its shape.");
-  require(rows_of_rank(matmul->m, group.world_size(), group.rank) == 0 || matmul->k == 0 || matmul->a != nullptr,
-          "a is a null pointer.");
+  require(
+      rows_of_rank(matmul->m, group.world_size(), group.rank) == 0 || matmul->k == 0 || matmul->a != nullptr,
+      "a is a null pointer.");
 }
 
 }  // namespace pyruntime::portable
@@ -32,7 +32,8 @@ int pyruntime_gather_workspace(int32_t world_size, int64_t m, int64_t k, int32_t
   });
 }
 
-int pyruntime_gathered(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, void** data, int64_t* pitch) {
+int pyruntime_gathered(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, void** data,
+                       int64_t* pitch) {
   return guarded("gathered", [&] {
     const Group view = checked_group(group, PYRUNTIME_OP_ALL_GATHER_MATMUL);
     check_gather(view, matmul);
@@ -53,9 +54,14 @@ int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatm
         using T = decltype(element);
         using Config = decltype(tiles);
         const ChunkPlan plan(matmul->m, view.world_size(), view.rank);
-        const GatherJob<T> job{make_schedule(plan.gather_order(), matmul->n, Config::kTileRows, Config::kTileColumns),
-                               matmul->k, matrices_of<T>(*matmul), view, hold != 0};
-        launch_tiles<Config>(job, matmul->layout, matmul->most_blocks, static_cast<runtime::Stream>(stream));
+        const GatherJob<T> job{
+            make_schedule(plan.gather_order(), matmul->n, Config::kTileRows, Config::kTileColumns), matmul->k,
+            matrices_of<T>(*matmul), view, hold != 0};
+        PyruntimeMatmul request = *matmul;
+        // Room for this rank's own push and its signals: while all multiprocessors were full of blocks that
+        // wait for the others' pushes, and those of the others likewise, nobody would ever send.
+        if (view.world_size() > 1 && request.spare_blocks == 0) request.spare_blocks = 1;
+        launch_tiles<Config>(job, request, static_cast<runtime::Stream>(stream));
       });
     });
   });

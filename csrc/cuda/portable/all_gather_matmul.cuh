@@ -1,5 +1,5 @@
-// C = gather(A_shard) B in one kernel: tiles of the own rows first, then those of rank + 1, rank + 2, ... as their
-// rows come into this rank's slot.
+// C = gather(A_shard) B in one kernel: tiles of the own rows first, then those of rank + 1, rank + 2, ... as
+// their rows come into this rank's slot.
 #pragma once
 
 #include "matmul.cuh"

@@ -20,8 +20,8 @@ void check_device(const char* op) {
 
 void check_workspace(const PyruntimeWorkspace* shape) {
   require(shape != nullptr, "the workspace's shape is a null pointer.");
-  require(shape->world_size >= 1 && shape->world_size <= PYRUNTIME_MOST_RANKS, "world_size=", shape->world_size,
-          "; a group has 1 to ", PYRUNTIME_MOST_RANKS, " ranks.");
+  require(shape->world_size >= 1 && shape->world_size <= PYRUNTIME_MOST_RANKS,
+          "world_size=", shape->world_size, "; a group has 1 to ", PYRUNTIME_MOST_RANKS, " ranks.");
   require(shape->flags >= 1, "a workspace with ", shape->flags, " flags a rank; it needs at least one.");
   require(shape->slot_bytes >= 0, "slot_bytes=", shape->slot_bytes, "; it must not be negative.");
 }
@@ -44,16 +44,17 @@ Group checked_group(const PyruntimeGroup* group, PyruntimeOp op) {
   made.op = op;
   made.deadline_ns = static_cast<uint64_t>(group->deadline_ns);
   for (int rank = 0; rank < shape.world_size; ++rank) {
-    require(is_aligned(group->workspaces[rank]) && group->workspaces[rank] != nullptr, "the workspace of rank ",
-            rank, " lies at ", group->workspaces[rank], "; it must be mapped, at a multiple of 16 bytes.");
+    require(is_aligned(group->workspaces[rank]) && group->workspaces[rank] != nullptr,
+            "the workspace of rank ", rank, " lies at ", group->workspaces[rank],
+            "; it must be mapped, at a multiple of 16 bytes.");
     made.bases[rank] = static_cast<unsigned char*>(group->workspaces[rank]);
   }
   return made;
 }
 
 void check_dtype(int32_t dtype, bool with_fp32) {
-  require(dtype == PYRUNTIME_BF16 || dtype == PYRUNTIME_FP16 || (with_fp32 && dtype == PYRUNTIME_FP32), "dtype=",
-          dtype, "; use 0 (bf16)", with_fp32 ? ", 1 (fp16) or 2 (fp32)." : " or 1 (fp16).");
+  require(dtype == PYRUNTIME_BF16 || dtype == PYRUNTIME_FP16 || (with_fp32 && dtype == PYRUNTIME_FP32),
+          "dtype=", dtype, "; use 0 (bf16)", with_fp32 ? ", 1 (fp16) or 2 (fp32)." : " or 1 (fp16).");
 }
 
 void check_pitch(const char* name, int64_t pitch, int64_t width) {
@@ -66,12 +67,13 @@ void check_matmul(const PyruntimeMatmul* matmul) {
   const int32_t layout = matmul->layout;
   require(layout >= PYRUNTIME_NT && layout <= PYRUNTIME_TN, "layout=", layout,
           "; use 0 (NT), 1 (NN) or 2 (TN).");
-  require(matmul->tiles == PYRUNTIME_TILES_SMALL || matmul->tiles == PYRUNTIME_TILES_LARGE, "tiles=",
-          matmul->tiles, "; use 0 (small), 1 (large) or what pyruntime_choose_tiles() says.");
+  require(matmul->tiles == PYRUNTIME_TILES_SMALL || matmul->tiles == PYRUNTIME_TILES_LARGE,
+          "tiles=", matmul->tiles, "; use 0 (small), 1 (large) or what pyruntime_choose_tiles() says.");
   const auto is_size = [](int64_t size) { return size >= 0 && size < int64_t{1} << 31; };
   require(is_size(matmul->m) && is_size(matmul->n) && is_size(matmul->k), "m=", matmul->m, ", n=", matmul->n,
           ", k=", matmul->k, "; sizes must not be negative, and below 2^31.");
-  require(matmul->most_blocks >= 0, "most_blocks=", matmul->most_blocks, "; use 0 for as many as fit.");
+  require(matmul->most_blocks >= 0 && matmul->spare_blocks >= 0, "most_blocks=", matmul->most_blocks,
+          ", spare_blocks=", matmul->spare_blocks, "; neither may be negative (0: as many blocks as fit).");
   check_pitch("lda", matmul->lda, layout == PYRUNTIME_TN ? matmul->m : matmul->k);
   check_pitch("ldb", matmul->ldb, layout == PYRUNTIME_NT ? matmul->k : matmul->n);
   check_pitch("ldc", matmul->ldc, matmul->n);

@@ -1,5 +1,5 @@
-// Checks of launchers' arguments. A launcher is a body that throws; guarded() turns what it throws into a code and
-// a sentence, so that nothing crosses the C interface.
+// Checks of launchers' arguments. A launcher is a body that throws; guarded() turns what it throws into a
+// code and a sentence, so that nothing crosses the C interface.
 #pragma once
 
 #include <cmath>

@@ -36,7 +36,8 @@ int pyruntime_copy(void* to, const void* from, int64_t bytes, int32_t blocks, vo
     require(to != nullptr && from != nullptr, "one end of the copy is a null pointer.");
     const int64_t vectors = is_aligned(to) && is_aligned(from) ? bytes / 16 : 0;
     const int64_t work = (bytes + 16 * kThreads - 1) / (16 * kThreads);
-    PYRUNTIME_LAUNCH(copy_bytes, blocks_for(work, blocks, 1), kThreads, 0, static_cast<runtime::Stream>(stream),
-                     static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), bytes, vectors);
+    PYRUNTIME_LAUNCH(copy_bytes, blocks_for(work, blocks, 1), kThreads, 0,
+                     static_cast<runtime::Stream>(stream), static_cast<unsigned char*>(to),
+                     static_cast<const unsigned char*>(from), bytes, vectors);
   });
 }

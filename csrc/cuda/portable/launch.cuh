@@ -5,20 +5,23 @@
 #include <type_traits>
 
 #include "checks.h"
+#include "matmul.cuh"
 #include "tile_gemm.cuh"
 
 namespace pyruntime::portable {
 
 template <class Config, class Job>
-void launch_tiles(const Job& job, int32_t layout, int32_t most_blocks, runtime::Stream stream);
+void launch_tiles(const Job& job, const PyruntimeMatmul& matmul, runtime::Stream stream);
 
 template <class Config, int kLayout, class Job>
-void launch_layout(const Job& job, int32_t most_blocks, runtime::Stream stream) {
+void launch_layout(const Job& job, const PyruntimeMatmul& matmul, runtime::Stream stream) {
   const auto kernel = tile_gemm<Config, typename Job::Element, kLayout, Job>;
   runtime::allow_shared_bytes(kernel, Config::kSharedBytes);
   const int resident = runtime::resident_blocks(kernel, Config::kThreads, Config::kSharedBytes);
   // A grid that is resident as a whole: its blocks wait for other ranks.
-  const int blocks = blocks_for(job.schedule.count(), most_blocks, resident < 1 ? 1 : resident);
+  const int fit = blocks_for(job.schedule.count(), matmul.most_blocks, resident < 1 ? 1 : resident);
+  const int most = runtime::multiprocessors() * resident - matmul.spare_blocks;
+  const int blocks = fit < most ? fit : most < 1 ? 1 : most;
   PYRUNTIME_LAUNCH(kernel, blocks, Config::kThreads, Config::kSharedBytes, stream, job);
 }
 

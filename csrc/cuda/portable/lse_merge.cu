@@ -63,7 +63,8 @@ merge_rows(PYRUNTIME_PARAMETER Merge merge) {
         for (int part = 0; part < kCount; part += 4) {
           Vector<float> mine = load_vector(out + i + part);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) mine.values[e] = merged(mine.values[e], to_float(theirs.values[part + e]));
+          for (int e = 0; e < 4; ++e)
+            mine.values[e] = merged(mine.values[e], to_float(theirs.values[part + e]));
           store_vector(out + i + part, mine);
         }
       }
@@ -88,12 +89,13 @@ int pyruntime_lse_merge(float* out, float* lse, const void* block_out, const flo
                         int64_t tokens, int64_t heads, int64_t width, int32_t dtype, void* stream) {
   return guarded("lse_merge", [&] {
     check_dtype(dtype, /*with_fp32=*/true);
-    require(batch >= 0 && tokens >= 0 && heads >= 0 && width >= 0, "shape [", batch, ", ", tokens, ", ", heads, ", ",
-            width, "]; no size may be negative.");
+    require(batch >= 0 && tokens >= 0 && heads >= 0 && width >= 0, "shape [", batch, ", ", tokens, ", ",
+            heads, ", ", width, "]; no size may be negative.");
     const Merge merge{out, lse, block_out, block_lse, batch, tokens, heads, width};
     if (merge.rows() == 0) return;
-    require(lse != nullptr && block_lse != nullptr && (width == 0 || (out != nullptr && block_out != nullptr)),
-            "one of out, lse, block_out and block_lse is a null pointer.");
+    require(
+        lse != nullptr && block_lse != nullptr && (width == 0 || (out != nullptr && block_out != nullptr)),
+        "one of out, lse, block_out and block_lse is a null pointer.");
     const auto on = static_cast<runtime::Stream>(stream);
     if (dtype == PYRUNTIME_BF16) return launch<Bf16>(merge, on);
     if (dtype == PYRUNTIME_FP16) return launch<Fp16>(merge, on);

@@ -1,6 +1,5 @@
-#include "matmul.cuh"
-
 #include "launch.cuh"
+#include "matmul.cuh"
 
 using namespace pyruntime;
 using namespace pyruntime::portable;
@@ -25,9 +24,10 @@ int pyruntime_matmul(const PyruntimeMatmul* matmul, void* stream) {
         using T = decltype(element);
         using Config = decltype(tiles);
         const ChunkPlan plan(matmul->m, 1, 0);
-        const MatmulJob<T> job{make_schedule(plan.gather_order(), matmul->n, Config::kTileRows, Config::kTileColumns),
-                               matmul->k, matrices_of<T>(*matmul)};
-        launch_tiles<Config>(job, matmul->layout, matmul->most_blocks, static_cast<runtime::Stream>(stream));
+        const MatmulJob<T> job{
+            make_schedule(plan.gather_order(), matmul->n, Config::kTileRows, Config::kTileColumns), matmul->k,
+            matrices_of<T>(*matmul)};
+        launch_tiles<Config>(job, *matmul, static_cast<runtime::Stream>(stream));
       });
     });
   });

@@ -1,6 +1,5 @@
-#include "matmul_reduce_scatter.cuh"
-
 #include "launch.cuh"
+#include "matmul_reduce_scatter.cuh"
 
 using namespace pyruntime;
 using namespace pyruntime::portable;
@@ -26,9 +25,9 @@ void check_scatter(const Group& group, const PyruntimeMatmul& matmul) {
   const int64_t bytes =
       world_size * part_elements(matmul.m, matmul.n, world_size) * element_bytes(matmul.dtype);
   const int64_t flags = tiles_of_chunk(rows_of_rank(matmul.m, world_size, 0), matmul.n, matmul.tiles);
-  require(bytes <= group.layout.slot_bytes && flags <= group.layout.flags, "the parts of all ranks take ", bytes,
-          " bytes and ", flags, " flags, and a slot has ", group.layout.slot_bytes, " and ", group.layout.flags,
-          "; ask pyruntime_scatter_workspace() for its shape.");
+  require(bytes <= group.layout.slot_bytes && flags <= group.layout.flags, "the parts of all ranks take ",
+          bytes, " bytes and ", flags, " flags, and a slot has ", group.layout.slot_bytes, " and ",
+          group.layout.flags, "; ask pyruntime_scatter_workspace() for its shape.");
   require(matmul.m == 0 || matmul.k == 0 || matmul.a != nullptr, "a is a null pointer.");
   require(rows_of_rank(matmul.m, world_size, group.rank) == 0 || matmul.n == 0 || matmul.c != nullptr,
           "c is a null pointer.");
@@ -51,7 +50,8 @@ int pyruntime_scatter_workspace(int32_t world_size, int64_t m, int64_t n, int32_
   });
 }
 
-int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, void* stream) {
+int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
+                                    void* stream) {
   return guarded("matmul_reduce_scatter", [&] {
     const Group view = checked_group(group, PYRUNTIME_OP_MATMUL_REDUCE_SCATTER);
     check_matmul(matmul);
@@ -68,7 +68,7 @@ int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, const Pyruntime
             view,
             part_elements(matmul->m, matmul->n, view.world_size()),
             (matmul->n + 7) / 8 * 8};
-        launch_tiles<Config>(job, matmul->layout, matmul->most_blocks, static_cast<runtime::Stream>(stream));
+        launch_tiles<Config>(job, *matmul, static_cast<runtime::Stream>(stream));
       });
     });
   });

@@ -1,7 +1,7 @@
-// C = this rank's rows of the sum over ranks of A B in one kernel. Tiles of the next rank's rows come first and this
-// rank's own last. A finished tile goes into its owner's slot, with a flag of its own; an own tile, when it is
-// finished, is summed with those that the others have sent meanwhile, straight from shared memory. So nothing
-// is left to do when the last product ends.
+// C = this rank's rows of the sum over ranks of A B in one kernel. Tiles of the next rank's rows come first
+// and this rank's own last. A finished tile goes into its owner's slot, with a flag of its own; an own tile,
+// when it is finished, is summed with those that the others have sent meanwhile, straight from shared memory.
+// So nothing is left to do when the last product ends.
 //
 // No block waits for another's own tile, and tiles for others wait only for the epoch before, so there is
 // always someone who can go on.
@@ -69,9 +69,8 @@ struct ScatterJob {
       const int existing = tile.columns - column;
       float sums[8] = {};
       for (int source = 0; source < job.group.world_size(); ++source) {
-        const Vector<T> one = source == job.group.rank
-                                  ? vector
-                                  : load_vector_streaming(part(tile, source, row, column));
+        const Vector<T> one =
+            source == job.group.rank ? vector : load_vector_streaming(part(tile, source, row, column));
 #pragma unroll
         for (int e = 0; e < 8; ++e) sums[e] += to_float(one.values[e]);
       }

@@ -25,9 +25,9 @@ PYRUNTIME_DEVICE Packed packed(const uint16_t (&values)[4]) {
 
 // The pass that compiles for the CPU knows no such builtins.
 #if defined(__HIP_DEVICE_COMPILE__)
-#define PYRUNTIME_MFMA(builtin, Packed)                                              \
-  Floatx4 sum = {d[0], d[1], d[2], d[3]};                                            \
-  sum = builtin(packed<Packed>(a), packed<Packed>(b), sum, 0, 0, 0);                 \
+#define PYRUNTIME_MFMA(builtin, Packed)                              \
+  Floatx4 sum = {d[0], d[1], d[2], d[3]};                            \
+  sum = builtin(packed<Packed>(a), packed<Packed>(b), sum, 0, 0, 0); \
   for (int r = 0; r < 4; ++r) d[r] = sum[r]
 #else
 #define PYRUNTIME_MFMA(builtin, Packed)

@@ -1,5 +1,5 @@
-// Products of 16x16x16 by a warp of 32: mma.sync of NVIDIA GPUs, and on the host its emulation. B is taken as two
-// halves of 8 columns.
+// Products of 16x16x16 by a warp of 32: mma.sync of NVIDIA GPUs, and on the host its emulation. B is taken as
+// two halves of 8 columns.
 #pragma once
 
 #include "compat.h"
@@ -28,10 +28,10 @@ PYRUNTIME_DEVICE void load_matrices(uint32_t (&out)[4], const void* row) {
   }
 }
 
-#define PYRUNTIME_MMA(type)                                                                      \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                            \
-               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"            \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                  \
+#define PYRUNTIME_MMA(type)                                                           \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
 
 PYRUNTIME_DEVICE void multiply_half(Bf16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {

@@ -1,6 +1,6 @@
-// bf16 and fp16 as 16 bits, with our own rounding of bf16: the dialects' types differ in names, in headers and
-// in what a NaN becomes, and ranks on different devices must round alike (to nearest even, NaN to 0x7fc0, as
-// the CPU path does).
+// bf16 and fp16 as 16 bits, with our own rounding of bf16: the dialects' types differ in names, in headers
+// and in what a NaN becomes, and ranks on different devices must round alike (to nearest even, NaN to 0x7fc0,
+// as the CPU path does).
 #pragma once
 
 #include <cstdint>

@@ -18,8 +18,8 @@ struct Operand {
 };
 
 // kAlongK: k is contiguous in memory, and a line is a row; otherwise a line is what all rows have at one k.
-// Lines lie in shared memory as 16-byte chunks, whose place is exclusive-ored with the line's number: the same
-// chunk of 8 lines that follow each other then lies in 8 different groups of banks.
+// Lines lie in shared memory as 16-byte chunks, whose place is exclusive-ored with the line's number: the
+// same chunk of 8 lines that follow each other then lies in 8 different groups of banks.
 template <class T, bool kAlongK, int kRows, int kThreads>
 struct OperandTile {
   static constexpr int kLines = kAlongK ? kRows : kDepth;
@@ -36,15 +36,18 @@ struct OperandTile {
     return kAlongK ? offset(row, k / 8) + k % 8 * 2 : offset(k, row / 8) + row % 8 * 2;
   }
 
-  // By all threads. `depth` of the k that are left exist. With `aligned` (the data and its pitch are multiples
-  // of 16 bytes) the copy is asynchronous, otherwise element by element, which is slow and always right.
+  // By all threads. `depth` of the k that are left exist. With `aligned` (the data and its pitch are
+  // multiples of 16 bytes) the copy is asynchronous, otherwise element by element, which is slow and always
+  // right.
   static PYRUNTIME_DEVICE void load(unsigned char* to, const Operand<T>& from, int first_k, int depth,
                                     bool aligned) {
-    const int first_line = static_cast<int>(threadIdx.x) / kChunks, chunk = static_cast<int>(threadIdx.x) % kChunks;
+    const int first_line = static_cast<int>(threadIdx.x) / kChunks,
+              chunk = static_cast<int>(threadIdx.x) % kChunks;
     const int lines = (kAlongK ? from.rows : depth) - first_line;
     const int length = (kAlongK ? depth : from.rows) - chunk * 8;
     const int count = length < 0 ? 0 : length > 8 ? 8 : length;
-    const T* source = from.data + (kAlongK ? first_k : first_k * from.pitch) + first_line * from.pitch + chunk * 8;
+    const T* source =
+        from.data + (kAlongK ? first_k : first_k * from.pitch) + first_line * from.pitch + chunk * 8;
     unsigned char* target = to + offset(first_line, chunk);
     if (aligned) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// This rank's rows on their way into the slots of all others, each piece followed by its signal. The peer that needs
-// them first is rank - 1, whose order of chunks is rank - 1, rank, ...; then rank - 2, and so on.
+// This rank's rows on their way into the slots of all others, each piece followed by its signal. The peer
+// that needs them first is rank - 1, whose order of chunks is rank - 1, rank, ...; then rank - 2, and so on.
 #include "all_gather_matmul.cuh"
 #include "checks.h"
 
@@ -72,7 +72,8 @@ push_chunk(PYRUNTIME_PARAMETER Push push) {
       }
     }
   }
-  // Every block has read the epoch before it is counted on: the last ticket of the last piece came after that.
+  // Every block has read the epoch before it is counted on: the last ticket of the last piece came after
+  // that.
   device::publishing_barrier();
   if (threadIdx.x == 0) {
     device::fence_device();
@@ -124,8 +125,8 @@ void push_by_engine(const Push& push, runtime::Stream stream) {
 using namespace pyruntime;
 using namespace pyruntime::portable;
 
-int pyruntime_push_chunk(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, int32_t engine, int32_t blocks,
-                         void* stream) {
+int pyruntime_push_chunk(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, int32_t engine,
+                         int32_t blocks, void* stream) {
   return guarded("push_chunk", [&] {
     Push push{};
     push.group = checked_group(group, PYRUNTIME_OP_PUSH);

@@ -62,8 +62,8 @@ void launch(void* out, const Parts& parts, int64_t count, const void* bias, int6
 
 }  // namespace
 
-int pyruntime_reduce(void* out, const void* const* parts, int32_t count_of_parts, int64_t count, int32_t dtype,
-                     const void* bias, int64_t width, void* stream) {
+int pyruntime_reduce(void* out, const void* const* parts, int32_t count_of_parts, int64_t count,
+                     int32_t dtype, const void* bias, int64_t width, void* stream) {
   return guarded("reduce", [&] {
     check_dtype(dtype, /*with_fp32=*/true);
     require(count_of_parts >= 1 && count_of_parts <= PYRUNTIME_MOST_RANKS, count_of_parts,

@@ -1,6 +1,7 @@
-// The persistent tile product that all fused kernels share. A Job holds the schedule of tiles, k, and a bias to add
-// before rounding (early_bias(), or nullptr). Its start() gives a Run, which says what must have arrived before a tile
-// is read, and where a finished tile goes; all its functions but store() are called by all threads:
+// The persistent tile product that all fused kernels share. A Job holds the schedule of tiles, k, and a bias
+// to add before rounding (early_bias(), or nullptr). Its start() gives a Run, which says what must have
+// arrived before a tile is read, and where a finished tile goes; all its functions but store() are called by
+// all threads:
 //
 //   bool begin(tile)                before anything is read; false: stop
 //   Operand<T> a<layout>(tile), b<layout>(tile)
@@ -9,8 +10,8 @@
 //   void after_store(tile)          a barrier
 //   void end()                      by every block, once
 //
-// The pipeline is that of cp.async (PTX ISA, "Asynchronous copy"): kStages tiles of A and B in shared memory, of
-// which one is multiplied while the others arrive.
+// The pipeline is that of cp.async (PTX ISA, "Asynchronous copy"): kStages tiles of A and B in shared memory,
+// of which one is multiplied while the others arrive.
 #pragma once
 
 #include "compat.h"
@@ -46,8 +47,8 @@ struct Tiles {
 using SmallTiles = Tiles<64, 128, 2, 2, 2, 1>;
 using LargeTiles = Tiles<128, 128, 2, 2, 2, 1>;
 #else
-// Small ones fit every device from 8.0 on, two blocks on most; large ones need 144 KB: 8.0, 9.0 and up. In both a
-// warp's 64 columns by 32 or 64 rows keep the tensor cores busier than shared memory.
+// Small ones fit every device from 8.0 on, two blocks on most; large ones need 144 KB: 8.0, 9.0 and up. In
+// both a warp's 64 columns by 32 or 64 rows keep the tensor cores busier than shared memory.
 using SmallTiles = Tiles<64, 128, 2, 2, 3, 2>;
 using LargeTiles = Tiles<128, 256, 2, 4, 3, 1>;
 #endif
@@ -65,8 +66,8 @@ struct TileProduct {
   }
 
   // sums = A B over all k. Ends with a barrier: shared memory is free.
-  static PYRUNTIME_DEVICE void run(Sums& sums, unsigned char* shared, const Operand<T>& a, const Operand<T>& b,
-                                   int64_t k) {
+  static PYRUNTIME_DEVICE void run(Sums& sums, unsigned char* shared, const Operand<T>& a,
+                                   const Operand<T>& b, int64_t k) {
     const bool a_aligned = is_aligned(a.data) && a.pitch % 8 == 0;
     const bool b_aligned = is_aligned(b.data) && b.pitch % 8 == 0;
     const int steps = static_cast<int>((k + kDepth - 1) / kDepth);

@@ -19,9 +19,9 @@ struct Visit {
 
 struct Tile {
   Visit chunk;
-  int row, column;      // of the tile's first element, within the chunk and within the product
-  int rows, columns;    // that exist
-  int index_in_chunk;   // row-major
+  int row, column;     // of the tile's first element, within the chunk and within the product
+  int rows, columns;   // that exist
+  int index_in_chunk;  // row-major
 };
 
 struct TileSchedule {

@@ -1,8 +1,7 @@
-#include "workspace.cuh"
-
 #include <cstdio>
 
 #include "checks.h"
+#include "workspace.cuh"
 
 using namespace pyruntime;
 using namespace pyruntime::portable;
@@ -64,8 +63,8 @@ int pyruntime_signal(uint64_t* flag, uint64_t value, void* stream) {
   });
 }
 
-int pyruntime_wait(const PyruntimeGroup* group, const uint64_t* flag, uint64_t value, int32_t peer, int32_t chunk,
-                   void* stream) {
+int pyruntime_wait(const PyruntimeGroup* group, const uint64_t* flag, uint64_t value, int32_t peer,
+                   int32_t chunk, void* stream) {
   return guarded("wait", [&] {
     const Group view = checked_group(group, PYRUNTIME_OP_WAIT);
     require(flag != nullptr, "the flag is a null pointer.");
@@ -101,17 +100,18 @@ int pyruntime_describe_failure(const PyruntimeFailure* failure, char* out, int64
     if (failure->state == PYRUNTIME_NO_FAILURE) {
       std::snprintf(out, bytes, "nothing failed");
     } else if (failure->chunk == kCredit) {
-      std::snprintf(out, bytes,
-                    "%s, rank %d waiting for rank %d to have done with slot %d (expected epoch %llu, seen %llu): "
-                    "the deadline has passed.",
-                    op, failure->rank, failure->peer, failure->slot, number(failure->expected),
-                    number(failure->seen));
+      std::snprintf(
+          out, bytes,
+          "%s, rank %d waiting for rank %d to have done with slot %d (expected epoch %llu, seen %llu): "
+          "the deadline has passed.",
+          op, failure->rank, failure->peer, failure->slot, number(failure->expected), number(failure->seen));
     } else {
-      std::snprintf(out, bytes,
-                    "%s, rank %d waiting for rank %d to send chunk %d into slot %d (expected epoch %llu, seen %llu): "
-                    "the deadline has passed.",
-                    op, failure->rank, failure->peer, failure->chunk, failure->slot, number(failure->expected),
-                    number(failure->seen));
+      std::snprintf(
+          out, bytes,
+          "%s, rank %d waiting for rank %d to send chunk %d into slot %d (expected epoch %llu, seen %llu): "
+          "the deadline has passed.",
+          op, failure->rank, failure->peer, failure->chunk, failure->slot, number(failure->expected),
+          number(failure->seen));
     }
   });
 }

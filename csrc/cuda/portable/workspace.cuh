@@ -61,7 +61,9 @@ struct Group {
   PYRUNTIME_HOST_DEVICE unsigned char* slot_of(int owner) const {
     return bases[owner] + layout.slot_at(slot);
   }
-  PYRUNTIME_HOST_DEVICE SlotControl& control() const { return *reinterpret_cast<SlotControl*>(slot_of(rank)); }
+  PYRUNTIME_HOST_DEVICE SlotControl& control() const {
+    return *reinterpret_cast<SlotControl*>(slot_of(rank));
+  }
   // In `owner`'s slot, written by `writer`.
   PYRUNTIME_HOST_DEVICE uint64_t* credit(int owner, int writer) const {
     return reinterpret_cast<uint64_t*>(slot_of(owner) + layout.credits_at()) + writer;
@@ -89,8 +91,8 @@ PYRUNTIME_DEVICE bool has_failed(const Group& group) {
   return device::load_acquire_system(&group.header(group.rank).stopped_by) != 0;
 }
 
-// The first failure of this rank is its cause. All ranks are told to stop, before this rank does anything that could
-// spoil what they read (a copy engine cannot be told): who is not told has read nothing spoilt.
+// The first failure of this rank is its cause. All ranks are told to stop, before this rank does anything
+// that could spoil what they read (a copy engine cannot be told): who is not told has read nothing spoilt.
 PYRUNTIME_DEVICE void record_failure(const Group& group, int peer, int chunk, uint64_t expected,
                                      uint64_t seen) {
   PyruntimeFailure& failure = group.header(group.rank).failure;

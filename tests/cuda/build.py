@@ -1,0 +1,88 @@
+"""Builds the tests that execute the CUDA kernels without a GPU: csrc/cuda compiled by the C++ compiler in the
+host dialect (hip/compat.h), and a program for each tests/cuda/test_NAME.cpp.
+
+Nothing of torch is in them. Two variants: warps of 32 lanes with the instructions of NVIDIA's GPUs, under the
+address and undefined-behaviour sanitizers, which find what reads or writes past an end; and warps of 64 with
+those of AMD's. ninja compiles what changed; everything lies in build/cuda_tests.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from tools.build_cuda import ROOT, find_ninja, sources
+
+BUILD = ROOT / "build" / "cuda_tests"
+FOLDER = ROOT / "tests" / "cuda"
+
+# Blocks are fibers of one thread, and kernels read and write what is 16-bit as 16 bytes, as CUDA allows.
+FLAGS = ["-std=c++17", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
+SANITIZED = ["-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+VARIANTS = {"warp32": ["-O1", *SANITIZED], "warp64": ["-O1", "-fPIC", "-DPYRUNTIME_HOST_WARP=64"]}
+LIBRARY = BUILD / "libpyruntime_host.so"
+"""The kernels as Python loads them, with tensors in the CPU's memory."""
+PROGRAMS = sorted(path.stem for path in FOLDER.glob("test_*.cpp"))
+OF_VARIANT = {
+    "warp32": PROGRAMS,
+    # What depends on the matrix instructions and on the size of a warp.
+    "warp64": ["test_fused", "test_host_grid", "test_matmul", "test_support"],
+}
+
+
+def builds() -> list[tuple[str, str]]:
+    """All (program, variant) that there are."""
+    return [(name, variant) for variant, names in OF_VARIANT.items() for name in names]
+
+
+def program(name: str, variant: str) -> Path:
+    """Where a built program lies."""
+    return BUILD / variant / name
+
+
+def ninja_file() -> str:
+    """The whole build as ninja reads it."""
+    includes = [
+        f"-I{ROOT / folder}" for folder in ("csrc", "csrc/cuda", "csrc/cuda/portable", "hip", "tests/cpp")
+    ]
+    lines = [
+        "ninja_required_version = 1.3",
+        f"cxx = {os.environ.get('CXX', 'c++')}",
+        f"flags = {' '.join([*FLAGS, *includes])}",
+    ]
+    for variant, extra in VARIANTS.items():
+        lines += [
+            f"rule compile_{variant}",
+            f"  command = $cxx -MMD -MF $out.d $flags {' '.join(extra)} $macros -x c++ -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = compile $out",
+            f"rule link_{variant}",
+            f"  command = $cxx {' '.join(extra)} $shared $in -o $out",
+            "  description = link $out",
+        ]
+        common = [("grid", ROOT / "hip/host/grid.cpp", ()), ("check", ROOT / "tests/cpp/check.cpp", ())]
+        objects = []
+        for name, source, macros in [*sources(), *common]:
+            objects.append(str(BUILD / variant / f"{name}.o"))
+            lines += [f"build {objects[-1]}: compile_{variant} {source}", f"  macros = {' '.join(macros)}"]
+        if variant == "warp64":
+            kernels = [made for made in objects if not made.endswith("/check.o")]
+            lines.append(f"build {LIBRARY}: link_{variant} {' '.join(kernels)}")
+            lines.append("  shared = -shared")
+        for name in OF_VARIANT[variant]:
+            made = program(name, variant)
+            lines.append(f"build {made}.o: compile_{variant} {FOLDER / name}.cpp")
+            lines.append(f"build {made}: link_{variant} {made}.o {' '.join(objects)}")
+    return "\n".join(lines) + "\n"
+
+
+def build() -> None:
+    """Builds all programs. Raises RuntimeError with the compiler's output when one does not compile."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    (BUILD / "build.ninja").write_text(ninja_file())
+    jobs = os.environ.get("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+    built = subprocess.run([find_ninja(), "-C", str(BUILD), "-j", jobs], capture_output=True, text=True)
+    if built.returncode != 0:
+        raise RuntimeError(f"the kernels do not build in the host dialect:\n{built.stdout}{built.stderr}")

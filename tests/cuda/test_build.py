@@ -1,0 +1,108 @@
+"""nvcc compiles the CUDA kernels into one library without a GPU, and no kernel needs local memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools import build_cuda
+
+needs_nvcc = pytest.mark.skipif(
+    build_cuda.find_nvcc() is None, reason="nvcc was not found: the CUDA kernels are compiled where it is"
+)
+FUSED_INSTANCES = 2 * len(build_cuda.TYPES) * len(build_cuda.TILES) * (3 + 2 + 3)
+"""Kernels in two architectures: (tiles, dtype) times the layouts of matmul, gather and scatter."""
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    # Beside the objects, not in the package: testing must not change which tiers a run may take.
+    return build_cuda.build(build_cuda.BUILD / "libpyruntime_cuda.so")
+
+
+@needs_nvcc
+def test_fused_kernels_use_registers_alone_on_every_architecture(library: Path) -> None:
+    fused = [report for report in build_cuda.resource_reports() if "tile_gemm" in report[0]]
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        assert {architecture for _, architecture, *_ in fused} == {"sm_80", "sm_90a"}
+        assert len(fused) == FUSED_INSTANCES
+    assert fused
+    spilling = [report for report in fused if report[3] or report[4]]
+    assert not spilling, f"local memory in (kernel, architecture, registers, stack, spills): {spilling}"
+
+
+@needs_nvcc
+def test_support_kernels_use_registers_alone(library: Path) -> None:
+    spilling = [report for report in build_cuda.resource_reports() if report[3] or report[4]]
+    assert not spilling
+
+
+@needs_nvcc
+def test_the_library_exports_what_the_header_declares_and_links_no_cuda_library(library: Path) -> None:
+    header = (build_cuda.ROOT / "csrc/cuda/launchers.h").read_text()
+    declared = set(re.findall(r"PYRUNTIME_API [\w* ]*?\b(pyruntime_\w+)\(", header))
+    assert len(declared) > 15
+    loaded = ctypes.CDLL(str(library))
+    assert all(hasattr(loaded, name) for name in declared)
+    linked = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=True).stdout
+    assert "cuda" not in linked.replace(str(library), "") and "torch" not in linked
+
+
+@needs_nvcc
+def test_a_launcher_says_what_is_wrong_where_there_is_no_gpu(library: Path) -> None:
+    loaded = ctypes.CDLL(str(library))
+    loaded.pyruntime_error.restype = loaded.pyruntime_dialect.restype = ctypes.c_char_p
+    assert loaded.pyruntime_dialect() == b"cuda"
+    assert loaded.pyruntime_matmul(None, None) == 1
+    assert loaded.pyruntime_error() == b"matmul: the product is a null pointer."
+
+
+@needs_nvcc
+def test_nothing_is_compiled_anew_without_a_change(library: Path) -> None:
+    before = library.stat().st_mtime_ns
+    build_cuda.build(library)
+    assert library.stat().st_mtime_ns == before
+
+
+def test_architectures_are_read_as_torch_reads_them() -> None:
+    assert build_cuda.architecture_flags() == [
+        "-gencode=arch=compute_80,code=[sm_80,compute_80]",
+        "-gencode=arch=compute_90a,code=sm_90a",
+    ]
+    assert build_cuda.architecture_flags("8.6 9.0+PTX, 12.0") == [
+        "-gencode=arch=compute_86,code=sm_86",
+        "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+        "-gencode=arch=compute_120,code=sm_120",
+    ]
+    assert build_cuda.architecture_flags("Hopper+PTX") == ["-gencode=arch=compute_90,code=[sm_90,compute_90]"]
+    with pytest.raises(ValueError, match=r"names 7\.5, and these kernels need 8\.0 or newer"):
+        build_cuda.architecture_flags("7.5;8.0")
+    with pytest.raises(ValueError, match="names 'Grapefruit'"):
+        build_cuda.architecture_flags("Grapefruit")
+
+
+# ---- the HIP dialect: compiled where a compiler for it is ----
+
+HIPCC = shutil.which("hipcc")
+
+
+@pytest.mark.skipif(HIPCC is None, reason="hipcc was not found: the HIP dialect is compiled where it is")
+@pytest.mark.parametrize("name", [name for name, _, macros in build_cuda.sources() if name != "chunk_plan"])
+def test_the_hip_dialect_compiles(name: str, tmp_path: Path) -> None:
+    source, macros = {entry[0]: entry[1:] for entry in build_cuda.sources()}[name]
+    command = [str(HIPCC), "-x", "hip", "--offload-arch=gfx90a", "-std=c++17", "-O2", "-c", *macros]
+    command += [
+        f"-I{build_cuda.ROOT}/csrc",
+        f"-I{build_cuda.ROOT}/hip",
+        str(source),
+        "-o",
+        str(tmp_path / "o"),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HIP_PLATFORM": "amd"})
+    assert ran.returncode == 0, ran.stderr
