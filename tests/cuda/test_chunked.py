@@ -9,15 +9,20 @@ import torch
 from pyruntime import comm, ops
 from pyruntime.comm import CommTimeout, group_rank, group_size
 from pyruntime.comm.core import _C
-from tests import device_library
-from tests.device_library import on_device
+from tests.cuda import build
 from tests.ops.test_primitives import all_reduce_case, column_case, plain_case, row_case
 from tests.transports import take
 
 
+def on_device(group, case, *arguments):
+    """`case(group, *arguments)` while the group's chunks travel as those of devices."""
+    _C.use_device_library("cpu", str(build.LIBRARY))
+    take(group, "device")
+    return case(group, *arguments)
+
+
 @pytest.fixture(autouse=True, scope="module")
-def library(ranks):
-    device_library.build()
+def pool_as_it_was(ranks, host_kernels):
     yield
     for world_size in (2, 3, 4):  # the pool's groups go on to other tests
         ranks.run(take, world_size, "symmetric_memory")
