@@ -38,8 +38,8 @@ void RingTransport::await(const std::function<bool()>& arrived, const RingFlight
   // What comes by way of another rank of this host does not depend on this rank's neighbours.
   const bool by_own_rail = layout().local_rank_of(peer) == layout().local_rank();
   const auto possible = [&] {
-    raise_if_failed();
-    if (by_own_rail) raise_if_deserted();
+    raise_if_failed(&flight);
+    if (by_own_rail) raise_if_deserted(flight);
     report.look();
   };
   if (wait_until(arrived, context_.deadline_seconds, possible)) return;
@@ -126,15 +126,15 @@ void RingTransport::raise_if_broken() {
     if (first) poisoned_ = failure_.message;
     why = poisoned_;
   }
-  if (first) raise_if_failed();
+  if (first) raise_if_failed(flight_of(last_number_).get());
   raise_comm_error(CommErrorKind::kBroken,
                    "Group '" + context_.name +
                        "' cannot go on: its ranks are out of step since an earlier error (" + why +
                        "); close it on all ranks and start anew.");
 }
 
-// In the thread of an op that waits.
-void RingTransport::raise_if_failed() {
+// In the thread of an op that waits: of `flight`, where it has one.
+void RingTransport::raise_if_failed(const RingFlight* flight) {
   if (!failed_.load()) return;
   Failure failure;
   {
@@ -142,17 +142,17 @@ void RingTransport::raise_if_failed() {
     failure = failure_;
   }
   if (failure.kind == CommErrorKind::kPeerLost) {
-    const std::shared_ptr<RingFlight> flight = flight_of(last_number_);
-    const std::string op = flight ? std::string(name_of(flight->descriptor().op)) + " (op " +
-                                        std::to_string(last_number_) + " of group '" + context_.name + "')"
-                                  : "group '" + context_.name + "'";
+    const std::string op = flight != nullptr
+                               ? std::string(name_of(flight->descriptor().op)) + " (op " +
+                                     std::to_string(flight->number()) + " of group '" + context_.name + "')"
+                               : "group '" + context_.name + "'";
     failure.message = op + ", rank " + std::to_string(context_.own_rank()) + ": " + failure.message + ".";
   }
   raise_for_all(failure);
 }
 
 // Nobody is left who could send what an op waits for.
-void RingTransport::raise_if_deserted() {
+void RingTransport::raise_if_deserted(const RingFlight& flight) {
   std::string who;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -164,7 +164,7 @@ void RingTransport::raise_if_deserted() {
                  who + " closed the group, or ended, before this op: ranks must call the same ops",
                  context_.name});
   }
-  raise_if_failed();
+  raise_if_failed(&flight);
 }
 
 void RingTransport::fail_timeout(const std::string& text) {

@@ -20,6 +20,9 @@ namespace {
 
 // 9 bits of opening, 6 of flight, 1 of stream, 14 of piece.
 int tag_of(int instance, uint64_t flight, int stream, size_t index) {
+  TORCH_CHECK(index < size_t{1} << 14, "A flight sends ", index,
+              " pieces on one stream, and tags tell 16384 ",
+              "apart; set larger chunk_bytes (pyruntime.comm.configure), or use fewer ranks in one ring.");
   return kTagBase | (instance % 512) << 21 | static_cast<int>(flight % 64) << 15 | stream << 14 |
          static_cast<int>(index);
 }

@@ -59,7 +59,7 @@ class RingTransport : public Transport {
   void published() { arbiter().wake(); }
 
   // ring_failures.cpp
-  // Waits for something that a peer does; `site` says what, for messages.
+  // Waits for something that a peer does; `what` says what it is, for messages.
   void await(const std::function<bool()>& arrived, const RingFlight& flight, int peer,
              const std::function<std::string()>& what);
   // An op was left by an exception: the peers may wait for chunks that never come.
@@ -137,8 +137,8 @@ class RingTransport : public Transport {
   void lose(int peer, const std::string& what);
   // The op's thread.
   void raise_if_broken();
-  void raise_if_failed();
-  void raise_if_deserted();
+  void raise_if_failed(const RingFlight* flight);
+  void raise_if_deserted(const RingFlight& flight);
   [[noreturn]] void fail_timeout(const std::string& text);
 
   // --- ring_cost.cpp: the link's cost, and the number of pieces; the op's thread, or the one that opens

@@ -1,5 +1,5 @@
-"""The kernels' Python face, on tensors in the CPU's memory through the host dialect; tests/cuda/test_gpu.py has
-the same on GPUs."""
+"""The kernels' Python face, on tensors in the CPU's memory through the host dialect; tests/cuda/test_gpu.py
+has the same on GPUs."""
 
 from __future__ import annotations
 
