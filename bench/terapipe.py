@@ -41,7 +41,9 @@ class Layers(nn.Module):
         layers = self.model.part.layers
         if carry is None:
             return self.model.run(x, layers, 1, self._seqs[0])
-        return self.model.run(x, layers, 1, self._seqs[carry.part], carry.length, [carry] * len(layers))
+        return self.model.run(
+            x, layers, 1, self._seqs[carry.part], carry.length, carry.of_layers(len(layers))
+        )
 
 
 def turn(args: argparse.Namespace, config, lengths: Sequence[int], group):

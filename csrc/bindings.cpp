@@ -17,6 +17,7 @@
 #include "ops/register.h"
 #include "ops/tier.h"
 #include "ops/weight_gradient.h"
+#include "transport/device_library.h"
 #include "transport/group.h"
 
 TORCH_LIBRARY(pyruntime, library) {
@@ -164,6 +165,12 @@ void bind_comm(py::module_& m) {
       "set_traffic_class",
       [](const std::string& group, const std::string& name) {
         Group::get(group).set_traffic_class(pyruntime::traffic_class_named(name));
+      },
+      NoGil());
+  m.def(
+      "use_device_library",
+      [](const std::string& device, const std::string& path) {
+        pyruntime::DeviceLibrary::use(c10::Device(device).type(), path);
       },
       NoGil());
   m.def(

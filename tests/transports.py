@@ -32,7 +32,11 @@ def take(group, transport: str) -> None:
     if size == 1:
         return
     settings: dict[str, Any] = {"transport": transport}
-    expected = {"symmetric_memory": "symmetric memory", "process_group": "ring"}.get(transport, "")
+    expected = {
+        "symmetric_memory": "symmetric memory, ",
+        "process_group": "ring",
+        "device": "symmetric memory and copy",
+    }.get(transport, "")
     if transport == "hierarchical":
         hosts = [f"host {2 * rank // size}" for rank in range(size)]
         settings = {"hosts": hosts}

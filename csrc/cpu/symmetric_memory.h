@@ -23,4 +23,18 @@ double symmetric_memory_deadline();
 // Bytes of symmetric memory that this process holds now, its own allocations only.
 size_t symmetric_memory_bytes();
 
+// Bounds the rendezvous inside a scope by the group's own deadline.
+class ScopedSymmetricMemoryDeadline {
+ public:
+  explicit ScopedSymmetricMemoryDeadline(double seconds) : before_(symmetric_memory_deadline()) {
+    set_symmetric_memory_deadline(seconds);
+  }
+  ~ScopedSymmetricMemoryDeadline() { set_symmetric_memory_deadline(before_); }
+  ScopedSymmetricMemoryDeadline(const ScopedSymmetricMemoryDeadline&) = delete;
+  ScopedSymmetricMemoryDeadline& operator=(const ScopedSymmetricMemoryDeadline&) = delete;
+
+ private:
+  double before_;
+};
+
 }  // namespace pyruntime::cpu

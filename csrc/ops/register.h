@@ -6,7 +6,12 @@
 namespace pyruntime {
 
 void register_primitives(torch::Library& library);
-// linear.cpp; called by register_primitives.
+
+// One for each domain, in the files of these names; called by register_primitives.
+void register_column_linears(torch::Library& library);
+void register_row_linears(torch::Library& library);
+void register_collectives(torch::Library& library);
+// linear.cpp
 void register_linear(torch::Library& library);
 
 }  // namespace pyruntime

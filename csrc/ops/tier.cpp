@@ -1,5 +1,7 @@
 #include "ops/tier.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 #include <sstream>
 #include <vector>
@@ -32,6 +34,11 @@ void settle(TierTrials& trials) {
   trials.unfused_s = median_after_warm_up(trials.unfused);
   trials.tier =
       name_of(trials.unfused_s < kUnfusedMustWinBy * trials.chunked_s ? Tier::kUnfused : Tier::kChunked);
+}
+
+// What a device was given is over when this returns: its ops return before they are done.
+void await_device(c10::Device device) {
+  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
 }
 
 std::string milliseconds(double seconds) {
@@ -85,8 +92,10 @@ Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, Tier
   TierTrials& trials = group.tier_trials()[key.text()];
   if (!trials.tier.empty()) return body(tier_named(trials.tier));
   const Tier tier = next_trial(trials);
+  await_device(key.device);
   const double start = monotonic_seconds();
   Tensors result = body(tier);
+  await_device(key.device);
   (tier == Tier::kChunked ? trials.chunked : trials.unfused).push_back(monotonic_seconds() - start);
   settle(trials);
   return result;

@@ -19,6 +19,7 @@
 #include "core/store.h"
 #include "cpu/host_process.h"
 #include "transport/one_host.h"
+#include "transport/one_host_device.h"
 
 namespace pyruntime {
 
@@ -79,10 +80,11 @@ TransportKind transport_kind_named(const std::string& name) {
   if (name == "symmetric_memory") return TransportKind::kSymmetric;
   if (name == "hierarchical") return TransportKind::kHierarchical;
   if (name == "process_group") return TransportKind::kProcessGroup;
+  if (name == "device") return TransportKind::kDevice;
   if (name == "collectives") return TransportKind::kCollectives;
   TORCH_CHECK_VALUE(false, "transport='", name,
-                    "' is no transport; use 'auto', 'symmetric_memory', 'hierarchical', 'process_group' or "
-                    "'collectives'.");
+                    "' is no transport; use 'auto', 'symmetric_memory', 'hierarchical', 'process_group', "
+                    "'device' or 'collectives'.");
 }
 
 Group& Group::get(const std::string& name) {
@@ -116,6 +118,9 @@ void Group::leave_all() {
     const std::lock_guard<std::mutex> lock(mutex);
     for (auto& [name, group] : groups) {
       if (group->transport_) open.push_back(group->transport_.get());
+      for (auto& [device, found] : group->on_devices_) {
+        if (found.transport) open.push_back(found.transport.get());
+      }
     }
   }
   // Not under the lock: a wait takes the GIL now and then, whose holder may want the lock.
@@ -167,8 +172,7 @@ void Group::join_job() {
 }
 
 Transport* Group::transport(c10::Device device) {
-  // Not remembered: a later op may be on another device.
-  if (!device.is_cpu()) return nullptr;
+  if (!device.is_cpu()) return device_transport(device);
   if (!transport_sought_) open_transport();
   return transport_.get();
 }
@@ -180,16 +184,46 @@ bool Group::crosses_hosts(c10::Device device) {
 }
 
 std::string Group::why_no_transport(c10::Device device) const {
-  return device.is_cpu() ? why_no_transport_
-                         : "the chunked engine has no flags for " + device.str() + " tensors";
+  if (device.is_cpu()) return why_no_transport_;
+  const auto found = on_devices_.find(device);
+  return found == on_devices_.end() ? "" : found->second.why_none;
+}
+
+Transport* Group::device_transport(c10::Device device) {
+  const auto found = on_devices_.find(device);
+  if (found != on_devices_.end()) return found->second.transport.get();
+  const auto [opening, hosts] = begin_opening();
+  OnDevice made;
+  if (settings_.transport == TransportKind::kCollectives) {
+    made.why_none = "transport='collectives' was asked for";
+  } else {
+    made.transport = open_device_transport(device, HostLayout(hosts, rank()).hosts() == 1);
+    made.why_none = why_no_transport_;
+  }
+  return on_devices_.emplace(device, std::move(made)).first->second.transport.get();
+}
+
+std::unique_ptr<Transport> Group::open_device_transport(c10::Device device, bool one_host) {
+  if (!one_host) {
+    why_no_transport_ = "its ranks are on several hosts, and the chunked engine moves " + device.str() +
+                        " tensors inside one";
+    return nullptr;
+  }
+  const DeviceLibrary* library = DeviceLibrary::find(device.type(), why_no_transport_);
+  if (library == nullptr) return nullptr;
+  c10d::symmetric_memory::set_group_info(workspaces_, rank(), world_size(), process_group_->getStore());
+  return make_device_transport(context_, workspaces_, device, *library);
 }
 
 std::string Group::transport_description() const {
+  for (const auto& [device, found] : on_devices_) {
+    if (found.transport) return found.transport->description();
+  }
   return transport_ ? transport_->description() : why_no_transport_;
 }
 
 void Group::configure(GroupSettings settings) {
-  TORCH_CHECK(!transport_, "Group '", name(),
+  TORCH_CHECK(!transport_ && on_devices_.empty(), "Group '", name(),
               "' has already run ops; choose its transport before the first op, or after closing it.");
   TORCH_CHECK_VALUE(settings.hosts.empty() || static_cast<int>(settings.hosts.size()) == world_size(),
                     "hosts names ", settings.hosts.size(), " ranks' hosts and group '", name(), "' has ",
@@ -217,6 +251,10 @@ void Group::follow(const Group& other) {
 void Group::free_workspaces() {
   if (transport_) transport_->flush();
   transport_.reset();
+  for (auto& [device, found] : on_devices_) {
+    if (found.transport) found.transport->flush();
+  }
+  on_devices_.clear();
   tier_trials_.clear();
   transport_sought_ = false;
   why_no_transport_.clear();
@@ -237,11 +275,7 @@ void Group::open_transport() {
   TORCH_CHECK(!context_.link_is_broken, "Group '", name(),
               "' cannot be opened again: its connections still hold parts of an op that failed; make the "
               "process group anew (torch.distributed.destroy_process_group, or a restart of the job).");
-  // Counted in the store: a group may be closed and opened again, and its ranks must know which opening a
-  // peer's message belongs to.
-  const int64_t opening =
-      process_group_->getStore()->add("pyruntime/opened/" + name() + "/" + std::to_string(rank()), 1);
-  const std::vector<std::string> hosts = meet(opening);
+  const auto [opening, hosts] = begin_opening();
   if (settings_.transport == TransportKind::kCollectives) {
     why_no_transport_ = "transport='collectives' was asked for";
     transport_sought_ = true;
@@ -258,7 +292,9 @@ void Group::open_transport() {
                     "transport='hierarchical' was asked for group '", name(), "', whose ", world_size(),
                     " ranks are on ", by_host.hosts(),
                     " host(s); it needs several hosts with the same number of ranks, more than one.");
-  if (one_host && asked != TransportKind::kProcessGroup) {
+  if (asked == TransportKind::kDevice) {
+    transport_ = open_device_transport(c10::kCPU, one_host);
+  } else if (one_host && asked != TransportKind::kProcessGroup) {
     c10d::symmetric_memory::set_group_info(workspaces_, rank(), world_size(), process_group_->getStore());
     transport_ = make_one_host_transport(context_, workspaces_);
   } else if (can_be_hierarchical && asked != TransportKind::kProcessGroup) {
@@ -267,6 +303,14 @@ void Group::open_transport() {
     transport_ = make_ring(HostLayout::one_rank_each(world_size(), rank()), hosts, opening);
   }
   transport_sought_ = true;
+}
+
+std::pair<int64_t, std::vector<std::string>> Group::begin_opening() {
+  // Counted in the store: a group may be closed and opened again, and its ranks must know which opening a
+  // peer's message belongs to.
+  const int64_t opening =
+      process_group_->getStore()->add("pyruntime/opened/" + name() + "/" + std::to_string(rank()), 1);
+  return {opening, meet(opening)};
 }
 
 std::vector<std::string> Group::meet(int64_t opening) {
@@ -364,7 +408,11 @@ std::vector<std::string> Group::exchange(const std::string& topic, const std::st
 }
 
 int64_t Group::workspace_bytes() const {
-  return transport_ ? transport_->workspace_bytes() : 0;
+  int64_t total = transport_ ? transport_->workspace_bytes() : 0;
+  for (const auto& [device, found] : on_devices_) {
+    if (found.transport) total += found.transport->workspace_bytes();
+  }
+  return total;
 }
 
 }  // namespace pyruntime

@@ -31,11 +31,12 @@ enum class TransportKind {
   kSymmetric,     // symmetric memory; all ranks on one host
   kHierarchical,  // symmetric memory inside each host, the ring between hosts
   kProcessGroup,  // the ring between all ranks
+  kDevice,        // copy engines, as on devices; on the CPU, for tests of that
   kCollectives,   // none: the process group's own collectives, unfused
 };
 
 // Raises ValueError for a name that is none of "auto", "symmetric_memory", "hierarchical", "process_group",
-// "collectives".
+// "device", "collectives".
 TransportKind transport_kind_named(const std::string& name);
 
 struct GroupSettings {
@@ -99,6 +100,11 @@ class Group {
 
  private:
   void open_transport();
+  // For tensors on a device; collective when first asked for one of its kind.
+  Transport* device_transport(c10::Device device);
+  std::unique_ptr<Transport> open_device_transport(c10::Device device, bool one_host);
+  // A number for this opening, the same on all ranks, and the ranks' hosts.
+  std::pair<int64_t, std::vector<std::string>> begin_opening();
   // The ranks' hosts, by rank; raises ValueError where the ranks settled different things.
   std::vector<std::string> meet(int64_t opening);
   void join_job();
@@ -115,6 +121,12 @@ class Group {
   bool transport_sought_ = false;
   std::string workspaces_;  // what rank 0 calls this opening, on all ranks
   std::string why_no_transport_;
+  struct OnDevice {
+    std::unique_ptr<Transport> transport;
+    std::string why_none;
+  };
+  std::map<c10::Device, OnDevice, bool (*)(const c10::Device&, const c10::Device&)> on_devices_{
+      [](const c10::Device& a, const c10::Device& b) { return a.str() < b.str(); }};
   std::map<std::string, TierTrials> tier_trials_;
 };
 

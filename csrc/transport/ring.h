@@ -3,6 +3,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -59,8 +60,6 @@ std::vector<int> ring_neighbours(const HostLayout& layout);
 // them.
 int ring_pieces(int64_t bytes, int64_t rows, bool with_matmul, int hosts, const LinkCost& cost,
                 const RingOptions& options);
-
-class RingTransport;
 
 // Collective: measures the link, unless options.chunk_bytes makes that needless. `agree` gives the largest of
 // the ranks' values to all of them.

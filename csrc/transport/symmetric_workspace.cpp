@@ -65,20 +65,6 @@ struct Slot {
   int64_t bytes = 0;
 };
 
-// Bounds the rendezvous inside a scope by the group's own deadline.
-class ScopedSymmetricMemoryDeadline {
- public:
-  explicit ScopedSymmetricMemoryDeadline(double seconds) : before_(cpu::symmetric_memory_deadline()) {
-    cpu::set_symmetric_memory_deadline(seconds);
-  }
-  ~ScopedSymmetricMemoryDeadline() { cpu::set_symmetric_memory_deadline(before_); }
-  ScopedSymmetricMemoryDeadline(const ScopedSymmetricMemoryDeadline&) = delete;
-  ScopedSymmetricMemoryDeadline& operator=(const ScopedSymmetricMemoryDeadline&) = delete;
-
- private:
-  double before_;
-};
-
 class SymmetricWorkspace;
 
 class SymmetricFlight : public HostFlight {
@@ -159,7 +145,7 @@ class SymmetricWorkspace : public HostWorkspace {
   const ControlBlock& own() const { return blocks_[local_rank_]; }
 
   Slot allocate(int64_t bytes) {
-    const ScopedSymmetricMemoryDeadline bounded(context_.deadline_seconds);
+    const cpu::ScopedSymmetricMemoryDeadline bounded(context_.deadline_seconds);
     const ScopedWaitCheck peers_live([this] { check_all_peers(); });
     Slot slot;
     slot.memory = symm::empty_strided_p2p({bytes}, {1}, c10::kByte, c10::kCPU, std::nullopt, std::nullopt);

@@ -11,7 +11,7 @@ from pyruntime.cli.arguments import parse
 from pyruntime.train.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pyruntime.llama.profile import Profile
+    from pyruntime.llama.profile import Ends, Profile
 
 PROGRAM = "python -m pyruntime profile"
 DESCRIPTION = """Times a stage of a Llama (forward and backward) on this machine over lengths of slices and
@@ -35,8 +35,10 @@ class Options:
     """Type of weights and activations."""
     threads: int = 1
     """CPU threads."""
+    vocab_size: int = 0
+    """Tokens of the vocabulary, which the head's time is proportional to; 0: the preset's."""
     json: str = ""
-    """File to write the fitted costs and the slicing to; empty: none."""
+    """File to write the costs and the slicing to, for train --pipeline.costs; empty: none."""
 
 
 def main(argv: list[str]) -> None:
@@ -51,33 +53,43 @@ def main(argv: list[str]) -> None:
     import torch
 
     from pyruntime.llama.presets import preset
-    from pyruntime.llama.profile import profile_stage
+    from pyruntime.llama.profile import profile_stage, time_ends
     from pyruntime.train.run import DTYPES
 
     torch.set_num_threads(options.threads)
     try:
-        shape = preset(options.preset, max_position_embeddings=2 * options.seq_len)
+        changes = {"vocab_size": options.vocab_size} if options.vocab_size else {}
+        shape = preset(options.preset, max_position_embeddings=2 * options.seq_len, **changes)
     except ValueError as error:
         raise ConfigError(f"--preset: {error}") from error
     lengths = list(range(options.step, options.seq_len + 1, options.step))
     contexts = lengths[:: max(1, len(lengths) // 8)]
-    found = profile_stage(shape, options.layers, DTYPES[options.dtype], lengths, contexts)
-    print(_report(options, found))
+    dtype = DTYPES[options.dtype]
+    found = profile_stage(shape, options.layers, dtype, lengths, contexts)
+    print(_report(options, found, time_ends(shape, dtype, options.seq_len)))
 
 
-def _report(options: Options, found: Profile) -> str:
-    from pyruntime.plan import best_slicing, best_uniform_slicing, table, uniform_slicing
+def _report(options: Options, found: Profile, ends: Ends) -> str:
+    from pyruntime.plan import StageCosts, best_slicing, best_uniform_slicing, table, uniform_slicing
 
     costs = table(found.fitted.cost, options.seq_len, options.step)
     best = best_slicing(costs, options.stages)
     uniform = best_uniform_slicing(costs, options.stages)
     whole = uniform_slicing(costs, options.stages, 1)
     cost = found.fitted.cost
+    layer = found.seconds[-1] / options.layers
     if options.json:
+        costs_of_parts = StageCosts(
+            seq_len=options.seq_len,
+            layer=layer,
+            embedding=ends.embedding,
+            head=ends.head,
+            slices=tuple(length * options.step for length in best.lengths),
+        )
         document = {
             "options": dataclasses.asdict(options),
             "cost": json.loads(cost.to_json()),
-            "slices": [length * options.step for length in best.lengths],
+            **costs_of_parts.document(),
             "seconds": best.total,
         }
         try:
@@ -87,6 +99,10 @@ def _report(options: Options, found: Profile) -> str:
     of_share = found.seconds[0] * len(found.lengths) / found.seconds[-1]
     rows = [
         ("a whole sequence through a stage", f"{found.seconds[-1] * 1e3:.1f} ms"),
+        (
+            "a layer, embedding, head",
+            f"{layer * 1e3:.1f}, {ends.embedding * 1e3:.1f}, {ends.head * 1e3:.1f} ms",
+        ),
         ("its first slice", f"{found.seconds[0] * 1e3:.2f} ms, {of_share:.2f} times its share"),
         (
             "what context adds",

@@ -93,7 +93,8 @@ def configure(
             where every host has the same number of ranks, more than one, they share memory inside a host
             and send round a ring of hosts ("hierarchical"); otherwise round a ring of ranks
             ("process_group"), over the group's c10d backend. "collectives" leaves everything to the
-            backend's own collectives, unfused.
+            backend's own collectives, unfused. Tensors on a device take its copy engines inside a host;
+            "device" makes tensors on the CPU go the same way, to try that without one.
         hosts: a name for each rank's host, instead of asking the ranks: to try on one machine what several
             do.
         chunk_bytes: bytes of a rank's rows that travel between hosts at once; by default chosen for each op

@@ -76,15 +76,16 @@ class GradientReducer:
         self._before_leaving, self._on_reduced = before_leaving, on_reduced
         self._inboxes = [_Inbox(unit) for unit in units]
         self._place_of = {
-            id(parameter): (inbox, owner)
-            for inbox in self._inboxes
-            for owner, parameter in enumerate(inbox.unit.parameters)
+            id(parameter): (index, owner)
+            for index, unit in enumerate(units)
+            for owner, parameter in enumerate(unit.parameters)
         }
         self._order: list[int] | None = None
         self._seen: list[int] = []  # units in the order of their completion, in the first pass
         self._used_again: set[int] = set()  # more than once in a pass: complete only when it ends
         self._next = 0
         self._accumulating = False
+        self._several_passes = False
         self._in_pass = False
         self._ended = False
         self._hooks = []
@@ -115,12 +116,26 @@ class GradientReducer:
         finally:
             self._accumulating = False
 
+    @contextlib.contextmanager
+    def passes(self) -> Iterator[None]:
+        """Of the backward passes within, none that is not within `accumulate()` is the step's last one: each
+        may bring the gradients of some parameters."""
+        self._several_passes = True
+        try:
+            yield
+        finally:
+            self._several_passes = False
+
     @torch.no_grad()
-    def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
-        """Adds dY^T X to the gradients that are accumulated, outside of a backward pass."""
-        if not self._accumulating:
-            raise RuntimeError("add_product() adds to gradients within accumulate().")
-        self._accumulate_product(*self._place_of[id(weight)], dy, x)
+    def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool) -> None:
+        """Adds dY^T X to the gradient of `weight`, within `passes()`. last: nothing more comes for it in this
+        step."""
+        index, owner = self._place_of[id(weight)]
+        self._check_open(index)
+        if last:
+            self._take_product(index, owner, dy, x)
+        else:
+            self._accumulate_product(self._inboxes[index], owner, dy, x)
 
     def finish(self) -> None:
         """All gradients of this step are reduced when it returns; afterwards a new step begins."""
@@ -161,16 +176,23 @@ class GradientReducer:
     @torch.no_grad()
     def _on_product(self, index: int, dy: Tensor, x: Tensor) -> None:
         self._begin_pass(index)
-        inbox = self._inboxes[index]
         if self._accumulating:
-            self._accumulate_product(inbox, 0, dy, x)
-        elif self._may_leave(index) and inbox.whole[0] is None and self._is_worth_cutting(inbox.unit, dy):
+            self._accumulate_product(self._inboxes[index], 0, dy, x)
+        else:
+            self._take_product(index, 0, dy, x)
+
+    def _take_product(self, index: int, owner: int, dy: Tensor, x: Tensor) -> None:
+        """The last of a step for parameter `owner` of a unit."""
+        inbox = self._inboxes[index]
+        alone = inbox.unit.is_matrix() and inbox.whole[0] is None
+        if alone and self._may_leave(index) and self._is_worth_cutting(inbox.unit, dy):
             self._leave(index, product=(dy, x))
             self._leave_what_waits()
-        else:
-            gradient = torch.empty_like(inbox.unit.parameters[0])
-            _C.write_weight_gradient(gradient, dy, x, False)
-            _put(inbox.whole, 0, gradient)
+            return
+        gradient = torch.empty_like(inbox.unit.parameters[owner])
+        _C.write_weight_gradient(gradient, dy, x, False)
+        _put(inbox.whole, owner, gradient)
+        if inbox.is_complete():
             self._on_complete(index)
 
     def _is_worth_cutting(self, unit: Unit, dy: Tensor) -> bool:
@@ -188,6 +210,12 @@ class GradientReducer:
         _add(inbox.earlier, owner, gradient)
 
     def _begin_pass(self, index: int) -> None:
+        self._check_open(index)
+        if not self._in_pass:
+            self._in_pass = True
+            Variable._execution_engine.queue_callback(self._on_pass_ended)
+
+    def _check_open(self, index: int) -> None:
         if self._ended or self._inboxes[index].left:
             raise RuntimeError(
                 f"A gradient of {self._inboxes[index].unit.name} came after this step's gradients had left: "
@@ -195,13 +223,10 @@ class GradientReducer:
                 "step in handle.accumulate()), or the weight is used more often in this pass than in the "
                 "first one."
             )
-        if not self._in_pass:
-            self._in_pass = True
-            Variable._execution_engine.queue_callback(self._on_pass_ended)
 
     def _on_pass_ended(self) -> None:
         self._in_pass = False
-        if not self._accumulating:
+        if not self._accumulating and not self._several_passes:
             self._end_pass()
 
     # -- what leaves

@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyruntime import ops
 from pyruntime.comm import Group
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.shared import Shared
 from pyruntime.data_parallel.states import as_dtensor
 from pyruntime.data_parallel.units import Part, Unit
 from pyruntime.data_parallel.weights import Gatherer, UnitWeights
 from pyruntime.ops.attention import statistics_dtype
-from pyruntime.ops.layers import adamw_, sum_of_squares
+from pyruntime.ops.layers import adamw_, random_rounding, sum_of_squares
 
+Rounding = Literal["nearest", "stochastic"]
 NonFinite = Literal["raise", "skip", "ignore"]
 
 
@@ -48,11 +50,13 @@ class StepReport:
 class _State:
     """One part's rows on this rank: what they are updated with."""
 
-    def __init__(self, unit: Unit, part: Part, rows: Tensor):
+    def __init__(self, unit: Unit, part: Part, rows: Tensor, first: int, with_master: bool):
         self.parameter, self.part, self.rows = unit.parameters[part.owner], part, rows
         self.exp_avg = torch.zeros_like(rows, dtype=statistics_dtype(rows))
         self.exp_avg_sq = torch.zeros_like(rows, dtype=statistics_dtype(rows))
-        self.has_master = rows.dtype != statistics_dtype(rows)
+        self.first = first
+        """Index of the first element in the whole part."""
+        self.has_master = with_master and rows.dtype != statistics_dtype(rows)
         self.master = rows.float() if self.has_master else torch.empty(0)
         self.steps = 0
         """Steps in which some rank had a gradient."""
@@ -60,7 +64,7 @@ class _State:
 
 class ShardedAdamW:
     """AdamW (Loshchilov and Hutter 2019) over the shards of a model, with fp32 moments and, for parameters of
-    lower precision, fp32 master weights. Made by `Sharded.adamw`.
+    lower precision, fp32 master weights, or none and stochastic rounding. Made by `Sharded.adamw`.
 
     A parameter without a gradient on any rank is left alone, as torch.optim does. With max_norm=0 and
     nonfinite="ignore" a unit is updated as soon as its gradient is reduced, during the backward pass;
@@ -82,19 +86,35 @@ class ShardedAdamW:
         weight_decay: float | dict[str, float],
         max_norm: float,
         nonfinite: NonFinite,
+        rounding: Rounding,
         finish_gradients: Callable[[], None],
         gatherer: Gatherer,
-        parts: Group | None = None,
+        parts: Group | None,
+        shared: Shared,
     ):
         if nonfinite not in ("raise", "skip", "ignore"):
             raise ValueError(f'nonfinite={nonfinite!r} is none of "raise", "skip" and "ignore".')
         self.lr, self.max_norm = lr, max_norm
         self._betas, self._eps, self._decay, self._nonfinite = betas, eps, weight_decay, nonfinite
         self._axes, self._finish_gradients, self._gatherer = axes, finish_gradients, gatherer
-        self._parts = parts
+        if rounding not in ("nearest", "stochastic"):
+            raise ValueError(f'rounding={rounding!r} is neither "nearest" nor "stochastic".')
+        self._rounding = rounding
+        self._parts, self._shared = parts, dict(shared)
+        if self._shared and self.at_once:
+            raise ValueError(
+                "Units are updated during the backward pass, where the gradients of parameters that other "
+                'parts of the model share cannot be summed; set max_norm, or nonfinite to "raise" or "skip".'
+            )
         self._states = {
             id(each.unit): [
-                _State(each.unit, part, rows)
+                _State(
+                    each.unit,
+                    part,
+                    rows,
+                    first=axes.shard.rank * part.lines * each.unit.width,
+                    with_master=rounding == "nearest",
+                )
                 for part, rows in zip(each.unit.parts, each.local_views(), strict=True)
             ]
             for each in weights
@@ -128,6 +148,7 @@ class ShardedAdamW:
                 self._gatherer.updated(unit)
             self._gatherer.end_update()
             return StepReport(math.nan, False)
+        self._sum_shared(reduced)
         squares = self._squares(reduced)
         norm = math.sqrt(self._of_all_parts(math.fsum(squares.values())))
         if self._nonfinite != "ignore" and not math.isfinite(norm):
@@ -144,6 +165,20 @@ class ShardedAdamW:
         self._gatherer.end_update()
         return StepReport(norm, False)
 
+    def _sum_shared(self, reduced: Iterable[tuple[Unit, Tensor]]) -> None:
+        if not self._shared:
+            return
+        for unit, gradient in reduced:
+            for part, rows in zip(unit.parts, self._rows(unit, gradient), strict=True):
+                holders = self._shared.get(unit.parameters[part.owner])
+                if holders is not None and rows.numel() > 0:
+                    rows.copy_(holders.sum(rows))
+
+    def _is_counted(self, parameter: nn.Parameter) -> bool:
+        """Whether the norm of all parts counts it here."""
+        holders = self._shared.get(parameter)
+        return holders is None or holders.counts
+
     def _of_all_parts(self, square: float) -> float:
         if self._parts is None:
             return square
@@ -155,8 +190,9 @@ class ShardedAdamW:
         states, own = [], []
         for unit, gradient in reduced:
             for state, rows in zip(self._states[id(unit)], self._rows(unit, gradient), strict=True):
-                states.append(state)
-                own.append(sum_of_squares([rows]))
+                if self._is_counted(state.parameter):
+                    states.append(state)
+                    own.append(sum_of_squares([rows]))
         total = torch.stack(own) if own else torch.zeros(0, dtype=torch.float64)
         if self._axes.shard.size > 1:
             total = ops.all_gather_stats(total, self._axes.shard.name).sum(0)
@@ -194,6 +230,9 @@ class ShardedAdamW:
                 weight_decay=[self._decay_of(state) for state in states],
                 step=steps,
                 grad_scale=scale / self._axes.size,
+                rounding=()
+                if self._rounding == "nearest"
+                else [random_rounding(state.part.key, steps, state.first) for state in states],
             )
 
     def _decay_of(self, state: _State) -> float:

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime.comm import Group
 from pyruntime.data_parallel.axes import axes_of
 from pyruntime.data_parallel.gradients import GradientReducer
-from pyruntime.data_parallel.optimizer import NonFinite, ShardedAdamW
+from pyruntime.data_parallel.optimizer import NonFinite, Rounding, ShardedAdamW
+from pyruntime.data_parallel.shared import Shared
 from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.units import Unit, cut_into_units
 from pyruntime.data_parallel.weights import GatherAhead, GatherPerUse, UnitWeights
@@ -115,7 +116,9 @@ class Sharded:
         weight_decay: float | dict[str, float] = 0.1,
         max_norm: float = 0.0,
         nonfinite: NonFinite = "raise",
+        rounding: Rounding = "nearest",
         parts: Group | None = None,
+        shared: Shared | None = None,
     ) -> ShardedAdamW:
         """The optimizer of this model; there is one.
 
@@ -125,10 +128,16 @@ class Sharded:
             0: no clipping.
         nonfinite: of a step whose gradient holds NaN or infinity: "raise" NonFiniteGradient, "skip" it, or
             "ignore" that, in which case, without clipping, units are updated during the backward pass.
+        rounding: of bf16 weights: "nearest", from fp32 master weights; or "stochastic", without these (4
+            bytes a parameter less), up or down at random so that the mean is exact, the same way at every
+            stage and number of ranks.
         parts: the ranks, this one among them, whose models are the parts of one (the stages of a pipeline):
             the norm is that of all of them.
+        shared: parameters that another part has too (tied embeddings): their gradients are summed over
+            their holders, and the norm counts them once.
 
-        Raises ValueError for another `nonfinite`, and where the model has an optimizer already.
+        Raises ValueError for another `nonfinite` or `rounding`, for shared parameters where units are updated
+        during the backward pass, and where the model has an optimizer already.
         """
         if self._optimizer is not None:
             raise ValueError("This model has an optimizer already.")
@@ -141,9 +150,11 @@ class Sharded:
             weight_decay=weight_decay,
             max_norm=max_norm,
             nonfinite=nonfinite,
+            rounding=rounding,
             finish_gradients=self._reducer.finish,
             gatherer=self._gatherer,
             parts=parts,
+            shared=shared or {},
         )
         return self._optimizer
 
@@ -151,9 +162,16 @@ class Sharded:
         """Backward passes within add to the gradients, in fp32, and send nothing."""
         return self._reducer.accumulate()
 
-    def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
-        """Adds dY^T X to the gradient of a linear weight, within `accumulate()`."""
-        self._reducer.add_product(weight, dy, x)
+    def passes(self) -> contextlib.AbstractContextManager[None]:
+        """Around a step whose gradients come in several backward passes, each the last one of some
+        parameters, as those of a pipeline's stages do. Passes that are followed by others of the same
+        parameters run within `accumulate()` also here."""
+        return self._reducer.passes()
+
+    def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor, *, last: bool) -> None:
+        """Adds dY^T X to the gradient of a linear weight, within `passes()`. last: it is complete, and leaves
+        when it is its turn."""
+        self._reducer.add_product(weight, dy, x, last)
 
     def complete(self) -> None:
         """All parameters of the model are whole and current when it returns. Every rank calls it."""

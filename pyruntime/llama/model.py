@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pyruntime import ops
 from pyruntime.context import Context
@@ -156,10 +157,12 @@ class Llama(nn.Module):
     keep_gathered: column linears keep their gathered input (T * D elements each) for the backward instead of
         gathering it again; None: where the group spans hosts.
     context: the ranks that share every sequence; None: this rank has it whole.
-    part: what this rank holds of the model, in a pipeline; None: all of it.
+    recompute: the backward pass computes every layer's activations anew from the layer's input (Chen et al.
+        2016, arXiv 1604.06174), so that only inputs are kept: 2 T/P D elements a layer.
+    part: what this rank holds of the model, in a pipeline; None: all of it. Where embedding and head are
+        tied, a part with one of the two holds the weight, as `embed.weight`.
 
-    Raises ValueError where the group does not divide the heads or the feed-forward columns, or where a part
-    of a model with tied embeddings lacks one of the two.
+    Raises ValueError where the group does not divide the heads or the feed-forward columns.
     """
 
     def __init__(
@@ -173,16 +176,12 @@ class Llama(nn.Module):
         seed: int | None = 0,
         keep_gathered: bool | None = None,
         context: Context | None = None,
+        recompute: bool = False,
         part: Part | None = None,
     ):
         super().__init__()
-        self.config, self.context = config, context
+        self.config, self.context, self.recompute = config, context, recompute
         self.part = Part(tuple(range(config.num_hidden_layers)), True, True) if part is None else part
-        if config.tie_word_embeddings and self.part.embed != self.part.head:
-            raise ValueError(
-                "The embedding and the head share a weight, and this part of the model has one of them "
-                "alone; untie them (tie_word_embeddings=False), or keep both on one rank."
-            )
         self.group = TensorGroup.of(group)
         config.check_tp(self.group.size)
         dtype = dtype or torch.get_default_dtype()
@@ -190,7 +189,7 @@ class Llama(nn.Module):
         place = {"group": self.group, "dtype": dtype, "device": "meta"}
         options = {**place, "tier": tier}
         hidden, vocab = config.hidden_size, config.vocab_size
-        if self.part.embed:
+        if self.has_embedding:
             self.embed = VocabParallelEmbedding(vocab, hidden, **place)
         self.layers = Layers(
             self.part.layers, (Block(config, options, keep_gathered) for _ in self.part.layers)
@@ -306,7 +305,14 @@ class Llama(nn.Module):
         for index, number in enumerate(layers):
             cache = None if caches is None else caches[index]
             following = norms[2 * index + 2] if 2 * index + 2 < len(norms) else None
-            normed, x = self.layers.of(number)(normed, x, norms[2 * index + 1], following, step, cache)
+            arguments = (normed, x, norms[2 * index + 1], following, step, cache)
+            if self.recompute and torch.is_grad_enabled():
+                # Nothing in a layer is random.
+                normed, x = checkpoint(
+                    self.layers.of(number), *arguments, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                normed, x = self.layers.of(number)(*arguments)
         return normed
 
     def norm_weights(self, layers: Sequence[int]) -> Sequence[Tensor]:
@@ -324,6 +330,11 @@ class Llama(nn.Module):
         if self.group.size == 1:
             return weights
         return ops.replicate_grad(torch.stack(weights), self.group.name).unbind()
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the embedding's weight is here, be it for the head alone."""
+        return self.part.embed or (self.part.head and self.config.tie_word_embeddings)
 
     def _tie(self) -> None:
         if self.config.tie_word_embeddings and self.part.head:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,15 @@ class Profile:
     fitted: Fit
 
 
+@dataclass(frozen=True)
+class Ends:
+    """Measured seconds (forward and backward) of what is no layer, for one whole sequence."""
+
+    embedding: float
+    head: float
+    """And the last norm and the loss."""
+
+
 class StageClock:
     """Times `layers` decoder layers of a model, without embedding and head, for one sequence at a time."""
 
@@ -43,15 +52,14 @@ class StageClock:
 
     def seconds(self, length: int, context: int) -> float:
         """Of a forward and a backward pass of a slice of so many tokens after so many."""
-        taken = [self._once(length, context) for _ in range(1 + ROUNDS)]
-        return min(taken[1:])
+        return _least(lambda: self._once(length, context))
 
     def _once(self, length: int, context: int) -> float:
         x = self._random(length, self._config.hidden_size).requires_grad_()
         grad = self._random(length, self._config.hidden_size)
         carry = self._carry(context)
         begin = time.perf_counter()
-        y = self._model.run(x, self._layers, 1, length, carry.length, [carry] * len(self._layers))
+        y = self._model.run(x, self._layers, 1, length, carry.length, carry.of_layers(len(self._layers)))
         y.backward(grad)
         taken = time.perf_counter() - begin
         self._model.zero_grad()
@@ -64,12 +72,42 @@ class StageClock:
             return carry.begin(0)
         carry.begin(0)
         shape = (1, context, self._config.num_key_value_heads, self._config.head_dim)
-        for _ in self._layers:
-            carry.append(*(self._random(*shape).transpose(1, 2) for _ in range(2)))
+        for layer in carry.of_layers(len(self._layers)):
+            layer.append(*(self._random(*shape).transpose(1, 2) for _ in range(2)))
         return carry.begin(1)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float32).to(self._dtype)
+
+
+def _least(once: Callable[[], float]) -> float:
+    return min([once() for _ in range(1 + ROUNDS)][1:])
+
+
+def time_ends(config: LlamaConfig, dtype: torch.dtype, tokens: int) -> Ends:
+    """Times embedding and head of a model for a sequence of so many tokens."""
+    config = dataclasses.replace(config, num_hidden_layers=1, tie_word_embeddings=False)
+    model = Llama(config, dtype=dtype)
+    ids = torch.randint(config.vocab_size, (tokens,))
+    hidden = torch.randn(tokens, config.hidden_size).to(dtype)
+
+    def embed() -> float:
+        begin = time.perf_counter()
+        model.embed(ids).backward(hidden)
+        return _ended(begin)
+
+    def head() -> float:
+        x = hidden.clone().requires_grad_()
+        begin = time.perf_counter()
+        model.loss(model.head(model.norm(x), tokens), ids).backward()
+        return _ended(begin)
+
+    def _ended(begin: float) -> float:
+        taken = time.perf_counter() - begin
+        model.zero_grad()
+        return taken
+
+    return Ends(_least(embed), _least(head))
 
 
 def profile_stage(

@@ -52,7 +52,7 @@ def shards(model: Llama) -> Iterator[Shard]:
 
     A tied head has no tensor of its own.
     """
-    if model.part.embed:
+    if model.has_embedding:
         yield from _shards_of(model.embed, {"": _MODEL["embed"]})
     for number in model.part.layers:
         for module, names in _LAYER.items():

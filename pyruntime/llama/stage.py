@@ -39,7 +39,7 @@ class LlamaStage(nn.Module):
         seq = self._seqs[0 if carry is None else carry.part]
         if self.is_first:
             x = model.embed(x.reshape(-1))
-        caches = None if carry is None else [carry] * len(self._numbers)
+        caches = None if carry is None else carry.of_layers(len(self._numbers))
         start = 0 if carry is None else carry.length
         context = model.context if carry is None else None
         x = model.run(x, self._numbers, self.batch, seq, start, caches, context)

@@ -9,6 +9,7 @@ TypeError (dtypes) or IndexError (labels) with what was found and what is needed
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -132,6 +133,7 @@ def adamw_(
     weight_decay: float | Sequence[float],
     step: int,
     grad_scale: Tensor | float | None = None,
+    rounding: Sequence[tuple[int, int]] = (),
 ) -> None:
     """One step of AdamW (Loshchilov and Hutter 2019, algorithm 2) on all parameters, in place.
 
@@ -140,6 +142,10 @@ def adamw_(
     none (a float32 parameter is its own); a low-precision parameter becomes its rounded master. weight_decay
     is decoupled, one for all or one for each parameter. grads are multiplied by grad_scale (a clip
     coefficient) on the way. step counts from 1. Gradients that are not finite are the caller's to keep out.
+
+    rounding: empty, or for each parameter (seed, index of its first element): bfloat16 parameters, which then
+    have no masters, are rounded at random, up or down so that the mean is exact, by a generator that gives
+    each (seed, index) one number. On the CPU.
     """
     decay = list(weight_decay) if isinstance(weight_decay, Sequence) else [weight_decay] * len(params)
     if isinstance(grad_scale, float | int):
@@ -157,7 +163,15 @@ def adamw_(
         eps=eps,
         weight_decay=decay,
         step=step,
+        seeds=[seed for seed, _ in rounding],
+        firsts=[first for _, first in rounding],
     )
+
+
+def random_rounding(name: str, step: int, first: int = 0) -> tuple[int, int]:
+    """What `adamw_` rounds a parameter by: the same for the same name, step and index of its first element,
+    whichever rank holds it."""
+    return zlib.crc32(f"{name}/{step}".encode()), first
 
 
 @torch.no_grad()
@@ -231,7 +245,10 @@ def _(logits, labels, lse, grad, vocab_start):
 
 
 @torch.library.register_fake("pyruntime::adamw_")
-def _(params, grads, exp_avg, exp_avg_sq, masters, grad_scale, *, lr, beta1, beta2, eps, weight_decay, step):
+def _(
+    params, grads, exp_avg, exp_avg_sq, masters, grad_scale, *,
+    lr, beta1, beta2, eps, weight_decay, step, seeds=(), firsts=(),
+):  # fmt: skip
     return None
 
 

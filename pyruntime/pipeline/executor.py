@@ -4,14 +4,16 @@ What travels between stages goes through channels of traffic class pp. Room for 
 a send is a copy into memory that leaves by itself. Backward passes that are split (zero bubble) compute the
 gradient of their input at once and that of their linear weights when the schedule says: a linear's backward
 hands (dY, X) over, and the product dW = dY^T X waits as data, written straight into `.grad`, or, where the
-model is data parallel, into what is reduced.
+model is data parallel, into what is reduced. There the last gradients of a stage leave as they are written,
+while this rank's other stages, and those of other ranks, go on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,19 @@ Loss = Callable[[Tensor, int, int], Tensor]
 """(output of the last stage, micro-batch, slice) -> scalar, of which the backward pass is taken."""
 
 
+class Gradients(Protocol):
+    """Takes gradients instead of `.grad`: the handle of `pyruntime.shard`, which says more."""
+
+    def passes(self) -> AbstractContextManager[None]:
+        """Around a step."""
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Around a backward pass that is not its parameters' last in a step."""
+
+    def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor, *, last: bool) -> None:
+        """Adds dY^T X to the gradient of `weight`."""
+
+
 class Pipeline:
     """This rank's stages of a model, and the schedule that runs them.
 
@@ -39,7 +54,7 @@ class Pipeline:
         shapes: of what travels between stages for a micro-batch, one for each slice; all with the same last
             dimension.
         dtype: of what travels.
-        take_product: what is to become of (weight, dY, X) of linear weights, instead of weight.grad.
+        gradients: takes them instead of `.grad`, where they are reduced over further ranks.
 
     Raises ValueError where schedule, stages and group do not fit together, `ScheduleError` for a schedule
     that would not end, CommTimeout and PeerLost. Every rank of the group makes one alike.
@@ -53,7 +68,7 @@ class Pipeline:
         *,
         shapes: Sequence[Sequence[int]],
         dtype: torch.dtype,
-        take_product: Callable[[nn.Parameter, Tensor, Tensor], None] | None = None,
+        gradients: Gradients | None = None,
     ):
         self.schedule = schedule
         self._rank = group_rank(group)
@@ -84,14 +99,20 @@ class Pipeline:
             if action.kind.is_send
         ]
         self._channels = Channels(group, "pp", edges, most, self._shapes[0][-1], dtype)
-        self._weights = WeightGradients(stages.values(), take_product)
+        self._gradients = gradients
+        self._lasts = _last_passes(schedule.actions[self._rank])
+        self._weights = WeightGradients(stages.values(), self._take_product if gradients else None)
 
     def close(self) -> None:
         """Gives the weights' gradients back to autograd."""
         self._weights.close()
 
+    def _take_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool) -> None:
+        assert self._gradients is not None
+        self._gradients.add_product(weight, dy, x, last=last)
+
     def step(self, inputs: Sequence[Sequence[Any]] | None, loss: Loss | None) -> list[list[Tensor]]:
-        """Forward and backward of all micro-batches; gradients are added to `.grad`.
+        """Forward and backward of all micro-batches; gradients are added to `.grad`, or taken.
 
         inputs: by micro-batch and slice, on the rank of the first stage. loss: on the rank of the last one.
         Returns the losses by micro-batch and slice there, detached, and nothing elsewhere.
@@ -99,7 +120,10 @@ class Pipeline:
         Raises CommTimeout or PeerLost where another stage does not come.
         """
         actions = self.schedule.actions[self._rank]
-        return self._run(actions, self.schedule.micro_batches, inputs, loss)
+        with ExitStack() as stack:
+            if self._gradients is not None:
+                stack.enter_context(self._gradients.passes())
+            return self._run(actions, self.schedule.micro_batches, inputs, loss)
 
     def evaluate(
         self,
@@ -171,12 +195,14 @@ class Pipeline:
             case Kind.FORWARD:
                 self._forward(key, run, inputs, loss, losses)
             case Kind.BACKWARD:
-                self._backward(key, run)
+                self._weights.last = action in self._lasts.products
+                self._backward(action, run)
             case Kind.BACKWARD_INPUT:
                 with self._weights.deferred() as products:
-                    self._backward(key, run)
+                    self._backward(action, run)
                 run.products[key] = products
             case Kind.BACKWARD_WEIGHT:
+                self._weights.last = action in self._lasts.products
                 self._weights.take(run.products.pop(key))
 
     def _forward(self, key: tuple, run: _Run, inputs: Any, loss: Loss | None, losses: list) -> None:
@@ -197,8 +223,8 @@ class Pipeline:
             run.outgoing["activation", *key] = y.detach()
         run.done[key] = (x if stage > 0 else None, y)
 
-    def _backward(self, key: tuple, run: _Run) -> None:
-        stage, micro_batch, part = key
+    def _backward(self, action: Action, run: _Run) -> None:
+        stage, micro_batch, part = key = (action.stage, action.micro_batch, action.slice)
         x, y = run.done.pop(key)
         roots, gradients = [y], [None]
         if stage + 1 < self.schedule.stages:
@@ -206,7 +232,10 @@ class Pipeline:
         if self.schedule.slices > 1:
             more, of_more = run.carry(stage, micro_batch).roots(part)
             roots, gradients = [*roots, *more], [*gradients, *of_more]
-        torch.autograd.backward(roots, gradients)
+        with ExitStack() as stack:
+            if self._gradients is not None and action not in self._lasts.passes:
+                stack.enter_context(self._gradients.accumulate())
+            torch.autograd.backward(roots, gradients)
         if x is None:
             return
         gradient, x.grad = x.grad, None
@@ -214,6 +243,22 @@ class Pipeline:
             run.gradients[stage - 1, micro_batch, part] = gradient
         else:
             run.outgoing["gradient", *key] = gradient
+
+
+class _Lasts(NamedTuple):
+    """The last actions of each stage that bring gradients: of linear weights, and of all other parameters."""
+
+    products: frozenset[Action]
+    passes: frozenset[Action]
+
+
+def _last_passes(actions: Sequence[Action]) -> _Lasts:
+    def last(*kinds: Kind) -> frozenset[Action]:
+        return frozenset({action.stage: action for action in actions if action.kind in kinds}.values())
+
+    return _Lasts(
+        products=last(Kind.BACKWARD, Kind.BACKWARD_WEIGHT), passes=last(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    )
 
 
 class _Run:

@@ -32,25 +32,19 @@ class Carry:
         self._kept.append([])
         return self
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the next layer, keys and values [B, G, S, d] of this slice -> those of all slices so far.
+    def of_layers(self, layers: int) -> list[LayerCarry]:
+        """What the layers of the stage append to in the current slice, in their order."""
+        return [LayerCarry(self, layer) for layer in range(layers)]
 
-        Raises RuntimeError in a forward that is computed again for a backward pass: the keys of later slices
-        are here already.
-        """
-        if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                "Layers of a sequence that is cut into slices cannot be computed again in the backward pass; "
-                "leave out activation checkpointing, or the slices."
-            )
-        layer = len(self._made[-1])
+    def keep(self, k: Tensor, v: Tensor) -> None:
+        """Of the next layer in the current slice, [B, G, S, d]."""
         self._made[-1].append((k, v))
         self._kept[-1].append((k.detach().requires_grad_(), v.detach().requires_grad_()))
         self._next_length = self.length + k.shape[2]
-        earlier = [kept[layer] for kept in self._kept[:-1]]
-        if not earlier:
-            return k, v
-        return torch.cat([*(x for x, _ in earlier), k], 2), torch.cat([*(x for _, x in earlier), v], 2)
+
+    def before(self, part: int, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of a layer in the slices before `part`."""
+        return [kept[layer] for kept in self._kept[:part]]
 
     def roots(self, part: int) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values that slice `part` made and later slices read, and their gradients."""
@@ -62,3 +56,25 @@ class Carry:
                     gradients.append(leaf.grad)
         self._made[part], self._kept[part] = [], []
         return tensors, gradients
+
+
+class LayerCarry:
+    """What one layer appends to in one slice."""
+
+    def __init__(self, carry: Carry, layer: int):
+        self._carry, self._layer, self._part = carry, layer, carry.part
+        self._has_appended = False
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, S, d] of this slice -> those of all slices so far.
+
+        A layer that is computed again for its backward pass (activation checkpointing) appends nothing: its
+        later slices have read what it appended first.
+        """
+        if not self._has_appended:
+            self._carry.keep(k, v)
+            self._has_appended = True
+        earlier = self._carry.before(self._part, self._layer)
+        if not earlier:
+            return k, v
+        return torch.cat([*(x for x, _ in earlier), k], 2), torch.cat([*(x for _, x in earlier), v], 2)

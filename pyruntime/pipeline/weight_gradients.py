@@ -22,13 +22,14 @@ class Product(NamedTuple):
     x: Tensor
 
 
-Take = Callable[[nn.Parameter, Tensor, Tensor], None]
+Take = Callable[[nn.Parameter, Tensor, Tensor, bool], None]
+"""(weight, dY, X, whether it is the step's last product of this weight)."""
 
 
 class WeightGradients:
     """Takes (dY, X) of the linear weights of `modules` and multiplies them, at once or when it is told.
 
-    take: what is to become of (weight, dY, X); by default the product is added to weight.grad.
+    take: what is to become of a product; by default it is added to weight.grad.
     """
 
     def __init__(self, modules: Iterable[nn.Module], take: Take | None = None):
@@ -37,6 +38,8 @@ class WeightGradients:
         self._patched = [linear for module in modules for linear in hand_over(module)]
         self._weights = [weight for module in modules for weight in handing_weights(module)]
         self._waiting: list[Product] | None = None
+        self.last = False
+        """Whether what comes now are the step's last products of their weights."""
         for weight in self._weights:
             _C.set_weight_gradient_sink(weight, self._sink(weight))
 
@@ -54,7 +57,7 @@ class WeightGradients:
 
     def _on_product(self, product: Product) -> None:
         if self._waiting is None:
-            self._take(*product)
+            self._take(*product, self.last)
         else:
             self._waiting.append(product)
 
@@ -72,7 +75,7 @@ class WeightGradients:
     def take(self, products: list[Product]) -> None:
         """Multiplies what was deferred."""
         for product in products:
-            self._take(*product)
+            self._take(*product, self.last)
 
     def close(self) -> None:
         """Gives the gradients back to autograd."""
@@ -82,7 +85,7 @@ class WeightGradients:
 
 
 @torch.no_grad()
-def add_to_grad(weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+def add_to_grad(weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool = False) -> None:
     """weight.grad += dY^T X."""
     if weight.grad is None:
         weight.grad = torch.empty_like(weight)

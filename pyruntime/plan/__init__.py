@@ -2,6 +2,7 @@
 
 from pyruntime.plan.joint import Joint, best_joint
 from pyruntime.plan.slice_cost import Fit, SliceCost, fit, table
+from pyruntime.plan.stage_costs import StageCosts
 from pyruntime.plan.terapipe import (
     Slicing,
     best_slicing,
@@ -15,6 +16,7 @@ __all__ = [
     "Joint",
     "SliceCost",
     "Slicing",
+    "StageCosts",
     "best_joint",
     "best_slicing",
     "best_uniform_slicing",

@@ -131,7 +131,8 @@ class Fit:
     """A cost and how far it is from measurements that it was not fitted to.
 
     error: mean of |predicted - measured| / measured over the held-out points, of the whole t. context_error:
-    the same of the context term alone, over those whose measured term t - t0 is above 0 (nan where none is).
+    sum of |predicted - measured| over the sum of the measured context terms t - t0, so that a term which is
+    lost in the noise of t counts for as little as it is (nan where there is none).
     fitted, held_out: how many points after context there were of each.
     """
 
@@ -172,8 +173,8 @@ def fit(
     a0, a1, a2, a3 = _least_squares(i[train], j[train], term[train], 1 / t[train])
     cost = SliceCost(base.base_lengths, base.base_seconds, a0, a1, a2, a3)
     miss = np.abs(cost.seconds(i, j) - t)[test]
-    shows = term[test] > 0
-    context_error = float(np.mean(miss[shows] / term[test][shows])) if shows.any() else math.nan
+    shown = term[test].sum()
+    context_error = float(miss.sum() / shown) if shown > 0 else math.nan
     return Fit(cost, float(np.mean(miss / t[test])), context_error, len(train), len(test))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pyruntime.data_parallel import Sharded, ShardedAdamW
@@ -34,11 +34,11 @@ class Checkpointed:
     sharded: Sharded | None
 
     def state(self) -> dict:
-        model = self.model if self.sharded is None else self.sharded
+        model = _weights(self.model) if self.sharded is None else self.sharded.state_dict()
         optimizer = self.optimizer.state_dict()
         # A run's own step says it for all parameters.
         optimizer = {key: value for key, value in optimizer.items() if not key.startswith("steps.")}
-        return {"model": model.state_dict(), "optimizer": optimizer}
+        return {"model": model, "optimizer": optimizer}
 
     def loaded(self, step: int) -> None:
         """The state was loaded, of a run that had taken `step` steps."""
@@ -95,7 +95,14 @@ def load(checkpoint: Path, facts: Facts, checkpointed: Checkpointed, group: dist
 
 def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -> None:
     """Loads the weights alone, in place, at any number of ranks."""
-    dcp.load({"model": model.state_dict()}, checkpoint_id=str(checkpoint), process_group=group)
+    dcp.load({"model": _weights(model)}, checkpoint_id=str(checkpoint), process_group=group)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, in which a weight that two modules share stands once, under its first name."""
+    names = dict(model.named_parameters(remove_duplicate=False)).keys()
+    again = names - dict(model.named_parameters()).keys()
+    return {name: value for name, value in model.state_dict().items() if name not in again}
 
 
 def _first_cause(error: BaseException) -> str:

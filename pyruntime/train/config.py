@@ -76,6 +76,9 @@ class Optimizer:
     """Added to the root of the mean squared gradient, in gradient units."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices (vectors are left alone), in shares of the weight per unit of lr."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Of bf16 weights: to the nearest, from fp32 master weights; or without these, up or down at random so
+    that the mean is exact."""
     clip_grad_norm: float = 1.0
     """Largest global gradient norm, in gradient units; 0 turns clipping off."""
 
@@ -95,6 +98,9 @@ class Train:
     """Tokens per sequence."""
     dtype: Dtype = "bf16"
     """Type of weights, activations and gradients; with bf16 the optimizer keeps an fp32 master copy."""
+    activation_checkpointing: bool = False
+    """Keep of a layer's activations its input alone and compute the rest anew in the backward pass: less
+    memory, a third more work."""
     seed: int = 0
     """Seed of the weights, the batches and the sample; the same seed gives bitwise the same run."""
     val_every: int = 50
@@ -134,10 +140,13 @@ class Pipeline:
     virtual: int = 1
     """Stages of a rank, of the interleaved schedule."""
     slices: int = 1
-    """Parts that every sequence is cut into, of the sliced schedules, in tokens as equal as may be."""
+    """Parts that every sequence is cut into, of the sliced schedules, in tokens as equal as may be; 0: those
+    that the file of `costs` found best."""
     layers: tuple[int, ...] = ()
-    """Layers of each stage, in order; empty: shared out evenly, the head counting for what its product
-    costs."""
+    """Layers of each stage, in order; empty: shared out so that the stages take alike, by `costs`, or without
+    by the products that layers and head compute."""
+    costs: str = ""
+    """File that `python -m pyruntime profile --json` wrote for this model on this machine; empty: none."""
 
 
 @dataclasses.dataclass(frozen=True)

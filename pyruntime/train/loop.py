@@ -39,7 +39,7 @@ from pyruntime.train.corpus import Corpus
 from pyruntime.train.errors import TrainingError
 from pyruntime.train.metrics import StepMetrics, peak_memory_bytes
 from pyruntime.train.optimizer import AdamW, clip_coefficient, global_norm
-from pyruntime.train.pipelined import Pipelined
+from pyruntime.train.pipelined import Pipelined, shared_weights
 from pyruntime.train.schedule import learning_rate
 from pyruntime.train.signals import Stopped, StopRequest
 
@@ -93,16 +93,19 @@ class Trainer:
         self._dp_rank = self._group.rank() // (tp_size * cp_size) % self._dp_size
         self.model = model
         self.sharded = None if replicas is None else shard(model, replicas, stage=config.parallel.zero)
+        shared = {} if pp is None else shared_weights(config, model, pp)
         self.optimizer: AdamW | ShardedAdamW
         if self.sharded is None:
-            self.optimizer = AdamW(model, config.optimizer)
+            self.optimizer = AdamW(model, config.optimizer, shared)
         else:
             self.optimizer = self.sharded.adamw(
                 betas=(config.optimizer.beta1, config.optimizer.beta2),
                 eps=config.optimizer.eps,
                 weight_decay=config.optimizer.weight_decay,
                 max_norm=config.optimizer.clip_grad_norm,
+                rounding=config.optimizer.rounding,
                 parts=pp,
+                shared=shared,
             )
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
         self.step = 0

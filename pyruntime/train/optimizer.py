@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pyruntime.ops.layers import adamw_, sum_of_squares
+from pyruntime.data_parallel.shared import Shared
+from pyruntime.ops.layers import adamw_, random_rounding, sum_of_squares
 from pyruntime.train.config import Optimizer
 
 
@@ -19,10 +20,12 @@ class AdamW:
         w = w (1 - lr * decay) - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
     Matrices decay, vectors (norm weights, biases) do not. With bf16 parameters w is the fp32 master copy and
-    the parameter its rounding.
+    the parameter its rounding, or, with rounding="stochastic", the parameter itself, rounded at random.
     """
 
-    def __init__(self, model: nn.Module, settings: Optimizer):
+    def __init__(self, model: nn.Module, settings: Optimizer, shared: Shared | None = None):
+        """shared: parameters that are another rank's too, with the same gradients there; the norm counts them
+        once."""
         self._settings = settings
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names, self._parameters = list(named), list(named.values())
@@ -30,9 +33,12 @@ class AdamW:
         self._exp_avg = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
         self._exp_avg_sq = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
         low_precision = any(p.dtype != torch.float32 for p in self._parameters)
+        low_precision &= settings.rounding == "nearest"
         self._master = [p.detach().float() for p in self._parameters] if low_precision else []
-        self._sharded = [p for p in self._parameters if p.tp_dim is not None]
-        self._replicated = [p for p in self._parameters if p.tp_dim is None]
+        shared = shared or {}
+        counted = [p for p in self._parameters if p not in shared or shared[p].counts]
+        self._sharded = [p for p in counted if p.tp_dim is not None]
+        self._replicated = [p for p in counted if p.tp_dim is None]
 
     def squared_norms(self) -> tuple[float, float]:
         """Sums of squares of this rank's gradients: of sharded parameters, to be summed over the ranks, and
@@ -60,6 +66,9 @@ class AdamW:
             weight_decay=self._weight_decay,
             step=step,
             grad_scale=grad_scale,
+            rounding=[random_rounding(name, step) for name in self._names]
+            if settings.rounding == "stochastic"
+            else (),
         )
         for parameter in self._parameters:
             parameter.grad = None

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyruntime import comm
+from pyruntime.comm.companions import companion
 from pyruntime.data_parallel import Sharded
+from pyruntime.data_parallel.shared import Holders
 from pyruntime.llama import Llama, stage
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Part
 from pyruntime.llama.stage import LlamaStage
 from pyruntime.pipeline import Schedule, make_schedule
 from pyruntime.pipeline.executor import Pipeline
+from pyruntime.pipeline.split import split_layers
+from pyruntime.plan import StageCosts, stage_costs
 from pyruntime.train.config import RunConfig, micro_batches
 from pyruntime.train.errors import ConfigError
 
@@ -29,24 +33,48 @@ def schedule_of(config: RunConfig) -> Schedule:
             config.parallel.pp,
             micro_batches(config),
             virtual=pipeline.virtual,
-            slices=pipeline.slices,
+            slices=len(slice_lengths(config)),
         )
     except ValueError as error:
         raise ConfigError(f"[pipeline]: {error}") from error
 
 
-def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
-    """Which layers each stage holds. The head counts as the layers that take as long as its product. Raises
-    ConfigError where there are fewer layers than stages, or head and embedding share a weight."""
-    if shape.tie_word_embeddings:
+def slice_lengths(config: RunConfig) -> list[int]:
+    """Tokens of each slice of a sequence, on a context-parallel rank of its share. Raises ConfigError where
+    they are to be those of pipeline.costs, and it has none for such sequences."""
+    tokens = config.train.seq_len // config.parallel.cp
+    if config.pipeline.slices:
+        return [len(part) for part in torch.arange(tokens).tensor_split(config.pipeline.slices)]
+    found = _costs(config)
+    if found.seq_len != tokens:
         raise ConfigError(
-            "model.tie_word_embeddings: a pipeline has the embedding in its first stage and the head in its "
-            "last; set it to false."
+            f"pipeline.slices=0 with pipeline.costs={config.pipeline.costs} of {found.seq_len} tokens, but "
+            f"train.seq_len={tokens}; run `python -m pyruntime profile` with --seq-len {tokens}."
         )
+    return list(found.slices)
+
+
+def _costs(config: RunConfig) -> StageCosts:
+    file = Path(config.pipeline.costs)
+    try:
+        return stage_costs.read(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"pipeline.costs: {file} cannot be used, as {error}; write it with `python -m pyruntime profile "
+            "--json`."
+        ) from error
+
+
+def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
+    """Which layers each stage holds. Raises ConfigError where there are fewer layers than stages."""
     if config.pipeline.layers:
         return _by_hand(config, shape)
+    stages = schedule_of(config).stages
     try:
-        return stage.layers_of_stages(shape, schedule_of(config).stages)
+        if config.pipeline.costs:
+            found, layers = _costs(config), shape.num_hidden_layers
+            return split_layers([found.layer] * layers, stages, first=found.embedding, last=found.head)
+        return stage.layers_of_stages(shape, stages)
     except ValueError as error:
         raise ConfigError(f"parallel.pp: {error}") from error
 
@@ -68,6 +96,16 @@ def part_of(config: RunConfig, shape: LlamaConfig, rank: int) -> Part:
     return stage.part_of_layers(shape, [runs[number] for number in schedule_of(config).stages_of(rank)])
 
 
+def shared_weights(config: RunConfig, model: Llama, pp: comm.Group) -> dict[nn.Parameter, Holders]:
+    """The weights of this rank that another rank of the pipeline holds too: that of tied embeddings, on the
+    ranks of the first and the last stage where these are not one."""
+    placement = schedule_of(config).placement
+    rank, ends = comm.group_rank(pp), (placement[0], placement[-1])
+    if not model.config.tie_word_embeddings or ends[0] == ends[1] or rank not in ends:
+        return {}
+    return {model.embed.weight: Holders(companion(pp, "dp", ends).name, counts=rank == ends[0])}
+
+
 class Pipelined:
     """This rank's stages of `model`, which has the `part_of` this rank; over the pipeline's ranks `pp`.
 
@@ -77,9 +115,9 @@ class Pipelined:
     def __init__(self, config: RunConfig, model: Llama, pp: comm.Group, sharded: Sharded | None):
         schedule = schedule_of(config)
         train = config.train
-        self._model, self._sharded = model, sharded
-        tokens = train.seq_len // (1 if model.context is None else model.context.size)
-        self._slices = [len(part) for part in torch.arange(tokens).tensor_split(schedule.slices)]
+        self._model = model
+        self._shared = shared_weights(config, model, pp) if sharded is None else {}
+        self._slices = slice_lengths(config)
         runs = layers_of_stages(config, model.config)
         self._stages = {
             number: LlamaStage(model, runs[number], train.micro_batch_size, self._slices)
@@ -92,7 +130,7 @@ class Pipelined:
             pp,
             shapes=self._shapes(train.micro_batch_size),
             dtype=self._dtype,
-            take_product=None if sharded is None else sharded.add_product,
+            gradients=sharded,
         )
 
     def _shapes(self, batch: int) -> list[tuple[int, int]]:
@@ -104,9 +142,10 @@ class Pipelined:
     def step(self, ids: Tensor, labels: Tensor, scale: float) -> float:
         """Forward and backward of all micro-batches [m B, S]; the gradients are those of `scale` times the
         losses. Returns their sum, of which the last stage alone has any."""
-        accumulating = contextlib.nullcontext() if self._sharded is None else self._sharded.accumulate()
-        with accumulating:
-            losses = self._pipeline.step(self._cut(ids), self._loss(labels, scale))
+        losses = self._pipeline.step(self._cut(ids), self._loss(labels, scale))
+        for weight, holders in self._shared.items():
+            assert weight.grad is not None
+            weight.grad = holders.sum(weight.grad)
         return sum(float(part) for parts in losses for part in parts)
 
     @torch.no_grad()

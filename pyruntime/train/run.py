@@ -189,6 +189,7 @@ def _model(
         "dtype": DTYPES[config.train.dtype],
         "tier": config.comm.tier,
         "context": context,
+        "recompute": config.train.activation_checkpointing,
         "part": part,
     }
     if context is not None and context.variant == "ulysses":

@@ -50,6 +50,10 @@ def _check_train(config: RunConfig) -> None:
 
 def _check_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
+    _require(
+        optimizer.rounding in ("nearest", "stochastic"),
+        f"optimizer.rounding must be nearest or stochastic, found {optimizer.rounding}.",
+    )
     for name in ("lr", "eps"):
         value = getattr(optimizer, name)
         _require(
@@ -165,9 +169,17 @@ def _check_pipeline(config: RunConfig) -> None:
     _require(
         pipeline.kind in kinds, f"pipeline.kind must be one of {', '.join(kinds)}, found {pipeline.kind}."
     )
+    _require(
+        pipeline.slices >= 1 or (pipeline.slices == 0 and bool(pipeline.costs)),
+        f"pipeline.slices must be at least 1, or 0 with pipeline.costs, found {pipeline.slices}.",
+    )
+    _require(
+        not pipeline.costs or Path(pipeline.costs).is_file(),
+        f"pipeline.costs: {pipeline.costs} is not a file; `python -m pyruntime profile --json` writes one.",
+    )
+    _require(pipeline.virtual >= 1, f"pipeline.virtual must be at least 1, found {pipeline.virtual}.")
     for name in ("virtual", "slices"):
         value = getattr(pipeline, name)
-        _require(value >= 1, f"pipeline.{name} must be at least 1, found {value}.")
         _require(pp > 1 or value == 1, f"pipeline.{name}={value} without a pipeline; set parallel.pp.")
     _require(
         pp > 1 or not pipeline.layers,

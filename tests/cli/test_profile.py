@@ -10,7 +10,8 @@ import torch
 
 from pyruntime.cli import profile
 from pyruntime.llama.presets import preset
-from pyruntime.llama.profile import StageClock, profile_stage
+from pyruntime.llama.profile import StageClock, profile_stage, time_ends
+from pyruntime.plan import stage_costs
 from pyruntime.train.errors import ConfigError
 
 SMALL = ["--preset", "debug", "--layers", "1", "--seq-len", "64", "--step", "16", "--stages", "3"]
@@ -23,6 +24,8 @@ def test_prints_costs_and_slices_that_add_up(tmp_path, capsys):
     written = json.loads((tmp_path / "profile.json").read_text())
     assert written["slices"] == [int(length) for length in slices.split(" + ")]
     assert sum(written["slices"]) == 64 and written["seconds"] > 0
+    costs = stage_costs.read((tmp_path / "profile.json").read_text())
+    assert costs.seq_len == 64 and min(costs.layer, costs.embedding, costs.head) > 0
 
 
 @pytest.mark.parametrize(
@@ -55,3 +58,11 @@ def test_measures_longer_slices_and_later_ones_as_slower():
         (64, 64), (64, 128), (128, 64), (128, 128), (192, 64)
     }  # fmt: skip
     assert found.fitted.cost.context(64, 0) == 0
+
+
+def test_a_head_takes_as_long_as_its_vocabulary_is_large():
+    small, large = (
+        time_ends(preset("debug", vocab_size=size, max_position_embeddings=512), torch.float32, 512).head
+        for size in (256, 8192)
+    )
+    assert large > 4 * small

@@ -27,9 +27,7 @@ RING = [
     "cpu/reduce.cpp",
     "transport/control_line.cpp",
     "transport/private_workspace.cpp",
-    "transport/ring.cpp",
-    "transport/ring_flight.cpp",
-    "transport/ring_schedule.cpp",
+    *sorted(f"transport/{path.name}" for path in (ROOT / "csrc/transport").glob("ring*.cpp")),
     "transport/transport.cpp",
 ]
 # What each test is built with, from csrc.

@@ -11,6 +11,7 @@ import os
 import pytest
 import torch
 
+from pyruntime import comm, ops
 from pyruntime.cuda import FusedGroup, Kernels, Library, why_not
 from tests.cuda import cases
 
@@ -55,6 +56,41 @@ def fused_steps(group, calls):
 def test_fused_products(ranks, world_size):
     for errors in ranks.run(fused_steps, world_size, SIZES * 3):
         assert max(errors) < 1, errors
+
+
+def chunked_steps(group, sizes):
+    """Errors, in roundings, of the chunked tier: forward and gradients of both linears."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device("cuda", group.rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    comm.set_deadline(group, 60)
+    rank, world_size, errors = group.rank(), group.size(), []
+    for number, (m, n, k) in enumerate(sizes):
+        torch.manual_seed(number)  # all ranks draw alike
+        whole, grad = torch.randn(m, k).bfloat16(), torch.randn(world_size, m, n).bfloat16()
+        weights = torch.randn(world_size, n, k).bfloat16()
+        shard = whole.tensor_split(world_size)[rank].to(device).requires_grad_()
+        weight = weights[rank].to(device).requires_grad_()
+        y = ops.all_gather_matmul(shard, weight, group, rows=m, tier="chunked")
+        y.backward(grad[rank].to(device))
+        dx = sum(g.double() @ w.double() for g, w in zip(grad, weights, strict=True))
+        z = ops.matmul_reduce_scatter(
+            grad[rank].to(device), weight.detach().t().contiguous(), group, tier="chunked"
+        )
+        for found, wanted in (
+            (y, whole.double() @ weights[rank].double().t()),
+            (shard.grad, dx.tensor_split(world_size)[rank]),
+            (weight.grad, grad[rank].double().t() @ whole.double()),
+            (z, dx.tensor_split(world_size)[rank]),
+        ):
+            errors.append(cases.error_in_roundings(found.detach(), wanted, torch.bfloat16))
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_chunked_tier(ranks, world_size):
+    for errors in ranks.run(chunked_steps, world_size, SIZES * 3):
+        assert max(errors) < 1 + world_size, errors  # the parts of a sum are rounded too
 
 
 def replayed(group, replays):

@@ -1,5 +1,6 @@
-/* Chunks between hosts: csrc/transport/ring.cpp, ring_flight.cpp and core/arbiter.cpp as far as they wait, signal
-   and use memory again. Bytes, tags, deadlines and failures are left out: none of them makes anybody wait.
+/* Chunks between hosts: csrc/transport/ring.cpp, ring_traffic.cpp, ring_control.cpp, ring_flight.cpp and core/arbiter.cpp
+   as far as they wait, signal and use memory again. Bytes, tags, deadlines and failures are left out: none of them makes
+   anybody wait.
 
        rank       an op thread, an arbiter, and for each group and neighbour upstream a receiver
        line       control messages from a neighbour downstream: BEGIN (it has room) and ARRIVED (an acknowledgement)

@@ -384,6 +384,37 @@ def test_adamw_updates_the_master_and_rounds_it(run, param_dtype, grad_dtype):
         assert torch.equal(mastered, masters[0].to(param_dtype))
 
 
+def test_adamw_rounds_at_random_so_that_the_mean_is_exact():
+    exact, grad = torch.empty(3000).uniform_(0.5, 1.0).to(torch.bfloat16), torch.full((3000,), 1e-3)
+    options = dict(lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1)
+    after = exact.float() - 1e-3  # a quarter of the last bit
+    drawn = []
+    for seed in range(400):
+        param, state = exact.clone(), [torch.zeros(3000) for _ in range(2)]
+        layers.adamw_([param], [grad], state[:1], state[1:], rounding=[(seed, 0)], **options)
+        assert ((param.float() - after).abs() < 2**-8).all()
+        drawn.append(param.float())
+    # The mean of 400 draws between numbers 2^-8 apart has a standard deviation of at most 2^-9 / 20.
+    assert ((torch.stack(drawn).mean(0) - after).abs() < 6 * 2**-9 / 20).all()
+    assert abs((torch.stack(drawn).mean() - after.mean()).item()) < 6 * 2**-9 / 20 / 3000**0.5
+
+
+def test_adamw_rounds_an_element_alike_wherever_it_lies():
+    start, grad = randn(40_001, dtype=torch.bfloat16), randn(40_001, dtype=torch.float32)
+    options = dict(lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=1)
+
+    def updated(begin, end, seed):
+        param, size = start[begin:end].clone(), end - begin
+        states = [torch.zeros(size) for _ in range(2)]
+        layers.adamw_([param], [grad[begin:end]], states[:1], states[1:], rounding=[(seed, begin)], **options)
+        return param
+
+    whole = updated(0, 40_001, 7)
+    assert torch.equal(torch.cat([updated(0, 17_003, 7), updated(17_003, 40_001, 7)]), whole)
+    assert not torch.equal(updated(0, 40_001, 8), whole)
+    assert updated(0, 3, 7).isfinite().all()
+
+
 def test_adamw_takes_plain_numbers_and_one_weight_decay():
     param, twin, grad = randn(9), None, randn(9)
     twin = param.clone()
@@ -656,6 +687,21 @@ BAD_CALLS = [
     (ValueError, r"grads\[0\] has shape \[6\]", lambda: layers.adamw_([X], [W], [X], [X], **ADAMW)),
     (ValueError, r"exp_avg_sq\[0\] has shape", lambda: layers.adamw_([X], [X], [X], [W], **ADAMW)),
     (TypeError, r"exp_avg\[0\] has dtype Half", lambda: layers.adamw_([X], [X], [X.half()], [X], **ADAMW)),
+    (
+        TypeError,
+        "is not rounded at random",
+        lambda: layers.adamw_([X.half()], [X], [X], [X], rounding=[(1, 0)], **ADAMW),
+    ),
+    (
+        ValueError,
+        "has a master",
+        lambda: layers.adamw_([X.bfloat16()], [X], [X], [X], [X.clone()], rounding=[(1, 0)], **ADAMW),
+    ),
+    (
+        ValueError,
+        "came with 2 seeds",
+        lambda: layers.adamw_([X], [X], [X], [X], rounding=2 * [(1, 0)], **ADAMW),
+    ),
     (ValueError, "its own master", lambda: layers.adamw_([X], [X], [X], [X], [X], **ADAMW)),
     (ValueError, "must be contiguous", lambda: layers.adamw_([X.t()], [X.t()], [X.t()], [X.t()], **ADAMW)),
     (ValueError, "lr=nan", lambda: layers.adamw_([X], [X], [X], [X], **ADAMW | {"lr": float("nan")})),

@@ -98,6 +98,7 @@ def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Traine
     wanted = shape.llama_config(config.model, 256, config.train.seq_len, size)
     options = {"dtype": DTYPES[config.train.dtype], "seed": config.train.seed, "tier": config.comm.tier}
     part = None if pp is None else part_of(config, wanted, comm.group_rank(pp))
+    options["recompute"] = config.train.activation_checkpointing
     model = Llama(wanted, group, context=context, part=part, **options)
     folder = Path(config.output.run_dir)
     text = corpus.open_corpus(folder, config.train.seq_len)

@@ -89,3 +89,35 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank(ranks, tmp_path):
     kind, sentence = outcomes[0]
     assert kind == NonFiniteGradient.__name__
     assert sentence.startswith("Step 1: The gradient of norm.weight is not finite, and nothing was updated")
+
+
+def final_weights(group, config):
+    made = jobs.trainer(group, config)
+    steps = list(made.fit())
+    state = made._checkpointed().state()
+    whole = {name: value.full_tensor() for name, value in state["model"].items()}
+    return whole, list(state["optimizer"]), steps[-1].loss
+
+
+def test_stochastic_rounding_is_the_same_at_every_stage_and_keeps_no_masters(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=3, dtype="bf16", val_every=0, **SEQUENCES)
+    config = jobs.changed(config, "optimizer", rounding="stochastic")
+    jobs.prepare(config)
+    found = []
+    for zero in (0, 1, 2, 3):
+        staged = jobs.changed(config, "parallel", dp=4, zero=zero)
+        found.append(ranks.run(final_weights, 4, staged)[0])
+    first, names, _ = found[0]
+    assert names and not any(name.startswith("master.") for name in names)
+    for weights, _, _ in found[1:]:
+        assert all(torch.equal(weights[name], value) for name, value in first.items())
+
+
+def test_stochastic_rounding_learns_as_with_master_weights(ranks, tmp_path):
+    """At a learning rate whose steps are below half the last bit of many weights."""
+    config = jobs.job(tmp_path, steps=60, dtype="bf16", val_every=0, **SEQUENCES)
+    config = jobs.changed(config, "optimizer", lr=3e-4, min_lr_fraction=1.0)
+    jobs.prepare(config)
+    with_masters = ranks.run(final_weights, 1, config)[0][2]
+    stochastic = jobs.changed(config, "optimizer", rounding="stochastic")
+    assert ranks.run(final_weights, 1, stochastic)[0][2] == pytest.approx(with_masters, rel=0.02)

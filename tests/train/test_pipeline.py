@@ -1,12 +1,14 @@
 """Training over the stages of a pipeline is training on one rank: every schedule, alone and with the other
 axes."""
 
+import json
+
 import pytest
 import torch
 
 from pyruntime.train import checkpoint_folder
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.pipelined import layers_of_stages, schedule_of
+from pyruntime.train.pipelined import layers_of_stages, schedule_of, slice_lengths
 from pyruntime.train.shape import llama_config
 from tests.train import jobs
 
@@ -37,6 +39,37 @@ def test_layers_may_be_given_to_stages_by_hand(ranks, whole):
     config, _ = whole
     config = jobs.changed(with_pipeline(config, 2, "1f1b"), "pipeline", layers=(5, 2))
     assert ranks.run(layers_held, 4, config) == 2 * [(0, 1, 2, 3, 4)] + 2 * [(5, 6)]
+
+
+def costs_file(folder, **changes):
+    costs = {"seq_len": 32, "layer": 1.0, "embedding": 0.5, "head": 3.2, "slices": [15, 9, 8]} | changes
+    file = folder / "costs.json"
+    file.write_text(json.dumps(costs))
+    return str(file)
+
+
+def test_layers_are_shared_out_by_measured_costs_and_sequences_cut_as_was_found_best(ranks, whole, tmp_path):
+    config, expected = whole
+    config = with_pipeline(config, 4, "terapipe", slices=0)
+    config = jobs.changed(config, "pipeline", costs=costs_file(tmp_path))
+    # 7 layers and the head's 3.2 make 2.6 a stage; the last has the head and one layer.
+    assert ranks.run(layers_held, 4, config) == [(0, 1), (2, 3), (4, 5), (6,)]
+    assert slice_lengths(config) == [15, 9, 8]
+    jobs.check_curves(ranks.run(jobs.history, 4, config), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"seq_len": 40, "slices": [40]}, "of 40 tokens, but train.seq_len=32; run `python -m pyruntime"),
+        ({"slices": [32, 1]}, "cannot be used, as slices=.* add up to seq_len=32"),
+    ],
+)
+def test_costs_of_something_else_are_refused(tmp_path, changes, sentence):
+    config = with_pipeline(jobs.job(tmp_path, **JOB), 2, "terapipe", slices=0)
+    config = jobs.changed(config, "pipeline", costs=costs_file(tmp_path, **changes))
+    with pytest.raises(ConfigError, match=sentence):
+        schedule_of(config)
 
 
 def with_pipeline(config, pp, kind, virtual=1, slices=1, **parallel):
@@ -77,6 +110,92 @@ def test_with_the_other_axes(ranks, whole, world, pp, dp, cp, zero, kind):
     config, expected = whole
     config = with_pipeline(config, pp, kind, dp=dp, cp=cp, zero=zero)
     jobs.check_curves(ranks.run(jobs.history, world, config), expected)
+
+
+def first_moments(group, config):
+    """After one step of a new optimizer: of every parameter, its gradient times a constant."""
+    made = jobs.trainer(group, config)
+    (_,) = made.fit()
+    states = made.optimizer.state_dict()
+    return {name: state.full_tensor() for name, state in states.items() if name.startswith("exp_avg.")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "virtual", "slices"),
+    [
+        ("gpipe", 1, 1),
+        ("1f1b", 1, 1),
+        ("interleaved", 2, 1),
+        ("zb-h1", 1, 1),
+        ("zb-v", 1, 1),
+        ("terapipe", 1, 3),
+        ("seq1f1b", 1, 2),
+    ],
+)
+def test_every_gradient_with_all_axes_is_that_of_one_rank(ranks, tmp_path, kind, virtual, slices):
+    config = jobs.job(tmp_path, steps=1, val_every=0, **JOB)
+    config = jobs.changed(config, "model", num_hidden_layers=5)
+    config = jobs.changed(config, "optimizer", clip_grad_norm=0.0, warmup_steps=0)
+    jobs.prepare(config)
+    expected = ranks.run(first_moments, 1, config)[0]
+    found: dict[str, torch.Tensor] = {}
+    config = with_pipeline(config, 2, kind, virtual, slices, tp=2, dp=2, zero=2)
+    for part in ranks.run(first_moments, 8, config):
+        for name, moment in part.items():
+            assert torch.equal(found.setdefault(name, moment), moment), name
+    assert found.keys() == expected.keys()
+    for name, moment in expected.items():
+        assert (found[name] - moment).abs().max() <= 2e-6 * moment.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    ("world", "pp", "dp", "zero", "kind"),
+    [
+        (4, 2, 1, 0, "1f1b"),  # times tp = 2
+        (4, 4, 1, 0, "zb-h1"),
+        (4, 2, 1, 0, "zb-v"),  # embedding and head on one rank
+        (4, 2, 2, 0, "1f1b"),
+        (4, 2, 2, 1, "zb-h1"),
+        (4, 2, 2, 2, "zb-v"),
+        (8, 2, 2, 1, "1f1b"),  # times tp = 2
+    ],
+)
+def test_tied_embeddings_on_two_stages_train_as_one_weight(ranks, tmp_path, world, pp, dp, zero, kind):
+    config = jobs.job(tmp_path, steps=4, val_every=2, **JOB)
+    config = jobs.changed(config, "model", num_hidden_layers=4, tie_word_embeddings=True)
+    folder = jobs.prepare(config)
+    expected = ranks.run(jobs.history, 1, config)[0]
+    piped = with_pipeline(config, pp, kind, dp=dp, zero=zero)
+    jobs.check_curves(ranks.run(jobs.history, world, piped), expected)
+    saved = checkpoint_folder.find(folder)
+    state = ranks.run(jobs.full_state, 1, config, saved)[0]
+    for part in ranks.run(jobs.full_state, world, piped, saved):
+        assert all(torch.equal(value, state[name]) for name, value in part.items())
+
+
+def units_that_left(group, config):
+    """How many of this rank's units had left when the optimizer's turn came, by step; how many it has."""
+    made = jobs.trainer(group, config)
+    reducer, left = made.sharded._reducer, []
+    update = made.optimizer.step
+
+    def counted():
+        left.append(sum(inbox.left for inbox in reducer._inboxes))
+        return update()
+
+    made.optimizer.step = counted
+    for _ in made.fit():
+        pass
+    return left, len(reducer._inboxes)
+
+
+@pytest.mark.parametrize(("kind", "virtual"), [("1f1b", 1), ("interleaved", 1), ("zb-h1", 1), ("zb-v", 1)])
+def test_gradients_leave_in_the_backward_passes(ranks, tmp_path, kind, virtual):
+    config = jobs.job(tmp_path, steps=2, val_every=0, **JOB)
+    config = jobs.changed(config, "model", num_hidden_layers=4)
+    jobs.prepare(config)
+    for left, units in ranks.run(units_that_left, 4, with_pipeline(config, 2, kind, virtual, dp=2)):
+        assert left == [0, units]  # the first step finds out in which order they come
 
 
 def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):

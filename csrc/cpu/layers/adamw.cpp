@@ -4,7 +4,9 @@
 //   p = p (1 - lr * decay) - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 //
 // State and arithmetic are float32 (float64 for float64 parameters). A low-precision parameter that has a
-// float32 master copy becomes the rounded master; one that has none is updated in float32 and rounded.
+// float32 master copy becomes the rounded master; one that has none is updated in float32 and rounded, to the
+// nearest, or at random so that updates which are smaller than its last bit are not lost (Zamirai et al.
+// 2020, arXiv 2010.06192).
 
 #include "common.h"
 #include "layers.h"
@@ -20,6 +22,17 @@ struct StepConstants {
   S beta1, one_minus_beta1, beta2, one_minus_beta2, eps, keep, step_size, root_correction, grad_scale;
 };
 
+// The new value of one element, whose moments it updates.
+template <typename S>
+PYRUNTIME_INLINE S updated_by(const StepConstants<S>& c, S value, S grad, S& exp_avg, S& exp_avg_sq) {
+  const S g = grad * c.grad_scale;
+  const S m = c.beta1 * exp_avg + c.one_minus_beta1 * g;
+  const S v = c.beta2 * exp_avg_sq + c.one_minus_beta2 * (g * g);
+  exp_avg = m;
+  exp_avg_sq = v;
+  return value * c.keep - c.step_size * m / (std::sqrt(v) * c.root_correction + c.eps);
+}
+
 struct AdamwElements {
   // `master` is what is read and updated; `rounded`, where given, receives its rounded copy.
   template <typename T, typename M, typename G, typename S>
@@ -27,13 +40,7 @@ struct AdamwElements {
                                    int64_t count, const StepConstants<S>* constants) {
     const StepConstants<S> c = *constants;
     const auto update = [&](int64_t i) __attribute__((always_inline)) {
-      const S g = load(grad[i]) * c.grad_scale;
-      const S m = c.beta1 * exp_avg[i] + c.one_minus_beta1 * g;
-      const S v = c.beta2 * exp_avg_sq[i] + c.one_minus_beta2 * (g * g);
-      exp_avg[i] = m;
-      exp_avg_sq[i] = v;
-      const S updated =
-          load(master[i]) * c.keep - c.step_size * m / (std::sqrt(v) * c.root_correction + c.eps);
+      const S updated = updated_by<S>(c, load(master[i]), load(grad[i]), exp_avg[i], exp_avg_sq[i]);
       store(master[i], updated);
       return updated;
     };
@@ -47,11 +54,30 @@ struct AdamwElements {
   }
 };
 
+// A parameter without master that is rounded at random; `first` is the index of its first element.
+struct RandomlyRoundedElements {
+  template <typename G>
+  static PYRUNTIME_INLINE void run(at::BFloat16* param, const G* grad, float* exp_avg, float* exp_avg_sq,
+                                   int64_t count, const StepConstants<float>* constants, uint32_t seed,
+                                   uint32_t first) {
+    const StepConstants<float> c = *constants;
+    PYRUNTIME_SIMD
+    for (int64_t i = 0; i < count; ++i) {
+      const float updated = updated_by(c, load(param[i]), load(grad[i]), exp_avg[i], exp_avg_sq[i]);
+      store_at_random(param[i], updated, random_bits(seed, first + static_cast<uint32_t>(i)));
+    }
+  }
+};
+
 // ---- checks ----
 
 struct AdamwOptions {
   double lr, beta1, beta2, eps;
   int64_t step;
+  // By tensor: of the random rounding, and the index of its first element in what is cut; empty: to nearest.
+  at::IntArrayRef seeds, firsts;
+
+  bool rounds_at_random() const { return !seeds.empty(); }
 };
 
 void check_options(const AdamwOptions& o) {
@@ -64,7 +90,7 @@ void check_options(const AdamwOptions& o) {
   TORCH_CHECK_VALUE(o.step >= 1, "adamw_: step=", o.step, "; the first step is 1.");
 }
 
-void check_lists(at::TensorList params, at::TensorList grads, at::TensorList exp_avg,
+void check_lists(const AdamwOptions& o, at::TensorList params, at::TensorList grads, at::TensorList exp_avg,
                  at::TensorList exp_avg_sq, at::TensorList masters, at::ArrayRef<double> weight_decay,
                  const std::optional<Tensor>& grad_scale) {
   const size_t count = params.size();
@@ -74,6 +100,9 @@ void check_lists(at::TensorList params, at::TensorList grads, at::TensorList exp
                     " exp_avg, ", exp_avg_sq.size(), " exp_avg_sq, ", weight_decay.size(),
                     " weight_decay and ", masters.size(),
                     " masters; there must be one of each for every param (masters may be empty).");
+  TORCH_CHECK_VALUE(o.seeds.size() == o.firsts.size() && (o.seeds.empty() || o.seeds.size() == count),
+                    "adamw_: ", count, " params came with ", o.seeds.size(), " seeds and ", o.firsts.size(),
+                    " firsts; there must be one of each for every param, or none.");
   TORCH_CHECK_VALUE(!grad_scale || grad_scale->numel() == 1, "adamw_: grad_scale has ",
                     grad_scale ? grad_scale->numel() : 1, " elements; it must have one.");
 }
@@ -83,8 +112,8 @@ Tensor master_of(at::TensorList masters, size_t i, const Tensor& param) {
   return masters.empty() || (masters[i].numel() == 0 && param.numel() != 0) ? Tensor() : masters[i];
 }
 
-void check_tensors(size_t i, const Tensor& param, const Tensor& grad, const Tensor& exp_avg,
-                   const Tensor& exp_avg_sq, const Tensor& master) {
+void check_tensors(const AdamwOptions& o, size_t i, const Tensor& param, const Tensor& grad,
+                   const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& master) {
   check_floating(param, "adamw_", "a param");
   check_floating(grad, "adamw_", "a grad");
   const at::ScalarType state = statistics_dtype(param.scalar_type());
@@ -108,6 +137,10 @@ void check_tensors(size_t i, const Tensor& param, const Tensor& grad, const Tens
   TORCH_CHECK_TYPE((grad.scalar_type() == at::kDouble) == (param.scalar_type() == at::kDouble),
                    "adamw_: grads[", i, "] has dtype ", grad.scalar_type(), " and its param ",
                    param.scalar_type(), "; float64 goes with float64 only.");
+  TORCH_CHECK_TYPE(!o.rounds_at_random() || param.scalar_type() != at::kHalf, "adamw_: params[", i,
+                   "] has dtype Half, which is not rounded at random; use bfloat16, or masters.");
+  TORCH_CHECK_VALUE(!o.rounds_at_random() || !master.defined(), "adamw_: params[", i,
+                    "] has a master, which is rounded to the nearest; leave out masters, or the seeds.");
   if (master.defined()) {
     check_state(master, "masters");
     TORCH_CHECK_VALUE(param.scalar_type() != state, "adamw_: masters[", i, "] was given for a param of ",
@@ -131,9 +164,14 @@ StepConstants<S> step_constants(const AdamwOptions& o, double weight_decay, doub
           S(grad_scale)};
 }
 
+struct Randomness {
+  uint32_t seed, first;
+};
+
 template <typename T, typename G>
 void adamw_tensor(const Tensor& param, const Tensor& master, const Tensor& grad, const Tensor& exp_avg,
-                  const Tensor& exp_avg_sq, const StepConstants<acc_t<T>>& constants) {
+                  const Tensor& exp_avg_sq, const StepConstants<acc_t<T>>& constants,
+                  const std::optional<Randomness>& random) {
   using S = acc_t<T>;
   T* param_data = param.mutable_data_ptr<T>();
   S* master_data = master.defined() ? master.mutable_data_ptr<S>() : nullptr;
@@ -142,6 +180,14 @@ void adamw_tensor(const Tensor& param, const Tensor& master, const Tensor& grad,
   const int64_t count = param.numel(), tasks = (count + kElementsPerTask - 1) / kElementsPerTask;
   at::parallel_for(0, tasks, 4, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kElementsPerTask, size = std::min(count, end * kElementsPerTask) - first;
+    if constexpr (std::is_same_v<T, at::BFloat16>) {
+      if (random) {
+        simd_run<RandomlyRoundedElements>(param_data + first, grad_data + first, exp_avg_data + first,
+                                          exp_avg_sq_data + first, size, &constants, random->seed,
+                                          random->first + static_cast<uint32_t>(first));
+        return;
+      }
+    }
     if (master_data != nullptr) {
       simd_run<AdamwElements>(param_data + first, master_data + first, grad_data + first,
                               exp_avg_data + first, exp_avg_sq_data + first, size, &constants);
@@ -154,33 +200,42 @@ void adamw_tensor(const Tensor& param, const Tensor& master, const Tensor& grad,
 
 template <typename T>
 void adamw_param(const Tensor& param, const Tensor& master, const Tensor& grad_in, const Tensor& exp_avg,
-                 const Tensor& exp_avg_sq, const StepConstants<acc_t<T>>& constants) {
+                 const Tensor& exp_avg_sq, const StepConstants<acc_t<T>>& constants,
+                 const std::optional<Randomness>& random) {
   const Tensor grad = grad_in.contiguous();
   switch (grad.scalar_type()) {
     case at::kBFloat16:
-      return adamw_tensor<T, at::BFloat16>(param, master, grad, exp_avg, exp_avg_sq, constants);
+      return adamw_tensor<T, at::BFloat16>(param, master, grad, exp_avg, exp_avg_sq, constants, random);
     case at::kHalf:
-      return adamw_tensor<T, at::Half>(param, master, grad, exp_avg, exp_avg_sq, constants);
+      return adamw_tensor<T, at::Half>(param, master, grad, exp_avg, exp_avg_sq, constants, random);
     default:
-      return adamw_tensor<T, acc_t<T>>(param, master, grad, exp_avg, exp_avg_sq, constants);
+      return adamw_tensor<T, acc_t<T>>(param, master, grad, exp_avg, exp_avg_sq, constants, random);
   }
+}
+
+std::optional<Randomness> randomness_of(const AdamwOptions& o, size_t i) {
+  if (!o.rounds_at_random()) return std::nullopt;
+  return Randomness{static_cast<uint32_t>(o.seeds[i]), static_cast<uint32_t>(o.firsts[i])};
 }
 
 void adamw_cpu(at::TensorList params, at::TensorList grads, at::TensorList exp_avg, at::TensorList exp_avg_sq,
                at::TensorList masters, const std::optional<Tensor>& grad_scale, double lr, double beta1,
-               double beta2, double eps, at::ArrayRef<double> weight_decay, int64_t step) {
-  const AdamwOptions options{lr, beta1, beta2, eps, step};
+               double beta2, double eps, at::ArrayRef<double> weight_decay, int64_t step,
+               at::IntArrayRef seeds, at::IntArrayRef firsts) {
+  const AdamwOptions options{lr, beta1, beta2, eps, step, seeds, firsts};
   check_options(options);
-  check_lists(params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale);
+  check_lists(options, params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale);
   for (size_t i = 0; i < params.size(); ++i) {  // everything is checked before anything is written
-    check_tensors(i, params[i], grads[i], exp_avg[i], exp_avg_sq[i], master_of(masters, i, params[i]));
+    check_tensors(options, i, params[i], grads[i], exp_avg[i], exp_avg_sq[i],
+                  master_of(masters, i, params[i]));
   }
   const double scale = grad_scale ? grad_scale->item<double>() : 1.0;
   for (size_t i = 0; i < params.size(); ++i) {
     const Tensor master = master_of(masters, i, params[i]);
     PYRUNTIME_DISPATCH_FLOAT(params[i].scalar_type(), "adamw_", [&] {
       adamw_param<scalar_t>(params[i], master, grads[i], exp_avg[i], exp_avg_sq[i],
-                            step_constants<acc_t<scalar_t>>(options, weight_decay[i], scale));
+                            step_constants<acc_t<scalar_t>>(options, weight_decay[i], scale),
+                            randomness_of(options, i));
     });
     for (const Tensor& written : {params[i], exp_avg[i], exp_avg_sq[i], master}) {
       if (written.defined()) mark_written(written);
@@ -193,12 +248,17 @@ void adamw_cpu(at::TensorList params, at::TensorList grads, at::TensorList exp_a
 void adamw_composite(at::TensorList params, at::TensorList grads, at::TensorList exp_avg,
                      at::TensorList exp_avg_sq, at::TensorList masters,
                      const std::optional<Tensor>& grad_scale, double lr, double beta1, double beta2,
-                     double eps, at::ArrayRef<double> weight_decay, int64_t step) {
-  const AdamwOptions options{lr, beta1, beta2, eps, step};
+                     double eps, at::ArrayRef<double> weight_decay, int64_t step, at::IntArrayRef seeds,
+                     at::IntArrayRef firsts) {
+  const AdamwOptions options{lr, beta1, beta2, eps, step, seeds, firsts};
+  TORCH_CHECK_NOT_IMPLEMENTED(!options.rounds_at_random() || params.empty(),
+                              "adamw_: rounding at random is implemented on the CPU; keep masters on ",
+                              params[0].device(), ".");
   check_options(options);
-  check_lists(params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale);
+  check_lists(options, params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale);
   for (size_t i = 0; i < params.size(); ++i) {
-    check_tensors(i, params[i], grads[i], exp_avg[i], exp_avg_sq[i], master_of(masters, i, params[i]));
+    check_tensors(options, i, params[i], grads[i], exp_avg[i], exp_avg_sq[i],
+                  master_of(masters, i, params[i]));
   }
   for (size_t i = 0; i < params.size(); ++i) {
     const auto c = step_constants<double>(options, weight_decay[i], 1.0);
@@ -223,7 +283,7 @@ void register_adamw(torch::Library& m) {
   m.def(
       "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, "
       "Tensor(d!)[] masters, Tensor? grad_scale, *, float lr, float beta1, float beta2, float eps, "
-      "float[] weight_decay, int step) -> ()");
+      "float[] weight_decay, int step, int[] seeds=[], int[] firsts=[]) -> ()");
   implement(m, "adamw_", adamw_cpu, adamw_composite);
 }
 

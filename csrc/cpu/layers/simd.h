@@ -136,6 +136,28 @@ PYRUNTIME_INLINE void store(c10::BFloat16& to, float value) {
   to.x = static_cast<uint16_t>((value != value ? 0x7fc00000u : rounded) >> 16);
 }
 
+// Up or down with the probabilities that make the mean exact: `random` is uniform, its low 16 bits count.
+// Infinity stays infinity, NaN a NaN.
+PYRUNTIME_INLINE void store_at_random(c10::BFloat16& to, float value, uint32_t random) {
+  const uint32_t bits = float_bits(value);
+  const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+  const uint32_t rounded = bits + (finite ? random & 0xffffu : 0u);
+  to.x = static_cast<uint16_t>((value != value ? 0x7fc00000u : rounded) >> 16);
+}
+
+// A uniform number for each (seed, index): the finaliser of MurmurHash3 (Appleby), twice.
+PYRUNTIME_INLINE uint32_t random_bits(uint32_t seed, uint32_t index) {
+  uint32_t x = index * 0x9e3779b9u + seed;
+  for (int round = 0; round < 2; ++round) {
+    x ^= x >> 16;
+    x *= 0x85ebca6bu;
+    x ^= x >> 13;
+    x *= 0xc2b2ae35u;
+    x ^= x >> 16;
+  }
+  return x;
+}
+
 PYRUNTIME_INLINE void store(c10::Half& to, float value) {
   const uint32_t bits = float_bits(value);
   uint32_t magnitude = bits & 0x7fffffffu;

@@ -1,0 +1,98 @@
+#include "transport/device_library.h"
+
+#include <c10/util/Exception.h>
+
+#include <dlfcn.h>
+#include <map>
+#include <memory>
+#include <mutex>
+
+namespace pyruntime {
+
+namespace {
+
+constexpr const char* kFileName = "libpyruntime_cuda.so";
+
+struct Loaded {
+  std::mutex mutex;
+  std::map<c10::DeviceType, DeviceLibrary> libraries;
+};
+
+Loaded& loaded() {
+  static auto* instance = new Loaded();  // never destroyed: flights may outlive static destructors
+  return *instance;
+}
+
+// Beside this extension, which dladdr() knows by any address in it.
+std::string path_beside_the_extension() {
+  Dl_info info;
+  if (dladdr(reinterpret_cast<void*>(&path_beside_the_extension), &info) == 0) return kFileName;
+  const std::string path = info.dli_fname;
+  return path.substr(0, path.rfind('/') + 1) + kFileName;
+}
+
+template <class Function>
+bool look_up(void* handle, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(handle, name));
+  return function != nullptr;
+}
+
+// Kept open for good.
+bool load(const std::string& path, DeviceLibrary& library, std::string& why_not) {
+  void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    why_not = dlerror();
+    return false;
+  }
+  if (look_up(handle, "pyruntime_error", library.error) &&
+      look_up(handle, "pyruntime_workspace_bytes", library.workspace_bytes) &&
+      look_up(handle, "pyruntime_prepare_workspace", library.prepare_workspace) &&
+      look_up(handle, "pyruntime_failure", library.failure) &&
+      look_up(handle, "pyruntime_describe_failure", library.describe_failure) &&
+      look_up(handle, "pyruntime_finish", library.finish) && look_up(handle, "pyruntime_put", library.put) &&
+      look_up(handle, "pyruntime_end_puts", library.end_puts) &&
+      look_up(handle, "pyruntime_await", library.await) &&
+      look_up(handle, "pyruntime_slot_data", library.slot_data) &&
+      look_up(handle, "pyruntime_reduce", library.reduce)) {
+    return true;
+  }
+  why_not = path + " lacks functions of this version; build it anew";
+  dlclose(handle);
+  return false;
+}
+
+}  // namespace
+
+void DeviceLibrary::check(int code) const {
+  TORCH_CHECK(code == PYRUNTIME_OK, "The device kernels refused: ", error());
+}
+
+const DeviceLibrary* DeviceLibrary::find(c10::DeviceType type, std::string& why_not) {
+  auto& [mutex, libraries] = loaded();
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = libraries.find(type);
+  if (found != libraries.end()) return &found->second;
+  if (type != c10::DeviceType::CUDA) {
+    why_not =
+        "there are no device kernels for " + c10::DeviceTypeName(type, /*lower_case=*/true) + " tensors";
+    return nullptr;
+  }
+  DeviceLibrary library{};
+  std::string reason;
+  if (!load(path_beside_the_extension(), library, reason)) {
+    why_not = "the CUDA kernels are not built (" + reason + "); run `make cuda`";
+    return nullptr;
+  }
+  return &libraries.emplace(type, library).first->second;
+}
+
+void DeviceLibrary::use(c10::DeviceType type, const std::string& path) {
+  DeviceLibrary library{};
+  std::string why_not;
+  TORCH_CHECK(load(path, library, why_not), "The device kernels cannot be loaded: ", why_not, ".");
+  auto& [mutex, libraries] = loaded();
+  const std::lock_guard<std::mutex> lock(mutex);
+  libraries.insert_or_assign(type, library);
+}
+
+}  // namespace pyruntime

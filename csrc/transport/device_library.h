@@ -1,0 +1,37 @@
+// The library of device kernels (csrc/cuda), found and loaded when a group first has tensors on a device:
+// this extension itself links no CUDA library.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <string>
+
+#include "cuda/launchers.h"
+
+namespace pyruntime {
+
+// What of the library the chunked engine calls; each function as launchers.h declares it.
+struct DeviceLibrary {
+  decltype(&pyruntime_error) error;
+  decltype(&pyruntime_workspace_bytes) workspace_bytes;
+  decltype(&pyruntime_prepare_workspace) prepare_workspace;
+  decltype(&pyruntime_failure) failure;
+  decltype(&pyruntime_describe_failure) describe_failure;
+  decltype(&pyruntime_finish) finish;
+  decltype(&pyruntime_put) put;
+  decltype(&pyruntime_end_puts) end_puts;
+  decltype(&pyruntime_await) await;
+  decltype(&pyruntime_slot_data) slot_data;
+  decltype(&pyruntime_reduce) reduce;
+
+  // Raises RuntimeError with the library's sentence where a call has failed.
+  void check(int code) const;
+
+  // The library for devices of that type, or nullptr, and then `why_not` says why.
+  static const DeviceLibrary* find(c10::DeviceType type, std::string& why_not);
+  // From now on the library for devices of that type is the one at `path`. Raises RuntimeError where it
+  // cannot be loaded. The host dialect of the kernels is such a library for the CPU.
+  static void use(c10::DeviceType type, const std::string& path);
+};
+
+}  // namespace pyruntime

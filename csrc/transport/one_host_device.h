@@ -1,0 +1,23 @@
+// Transport between the devices of one host: copy engines write chunks into the peers' memory, on a stream of
+// their own, and streams wait for them. Nothing waits on the host, so an op returns before its chunks have
+// come, as every op on a device does.
+//
+// What waits on the device is bounded by the deadline too. The host learns of a deadline that has passed at
+// the group's next op, and raises then.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <memory>
+
+#include "transport/device_library.h"
+#include "transport/transport.h"
+
+namespace pyruntime {
+
+// Collective over the group, with its first op. `workspace` is the group under which its symmetric memory
+// meets; `library` outlives the transport.
+std::unique_ptr<Transport> make_device_transport(GroupContext& context, const std::string& workspace,
+                                                 c10::Device device, const DeviceLibrary& library);
+
+}  // namespace pyruntime

@@ -1,0 +1,63 @@
+"""What the parts of a model cost on a machine, and the slices that are best there: what `python -m pyruntime
+profile` measures and a training run reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCosts:
+    """Seconds of forward and backward passes of one whole sequence.
+
+    Raises ValueError where a number is negative or not finite, or the slices do not add up to the sequence.
+    """
+
+    seq_len: int
+    """Tokens of the sequence."""
+    layer: float
+    embedding: float
+    head: float
+    """And the last norm and the loss."""
+    slices: tuple[int, ...]
+    """Tokens of the slices that take a sequence through the pipeline fastest, in order."""
+
+    def __post_init__(self) -> None:
+        for name in ("layer", "embedding", "head"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{name} must be a number of seconds, found {value!r}.")
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be finite and at least 0 seconds, found {value}.")
+        if not self.slices or min(self.slices) < 1 or sum(self.slices) != self.seq_len:
+            raise ValueError(
+                f"slices={list(self.slices)} must be of at least 1 token and add up to seq_len="
+                f"{self.seq_len}."
+            )
+
+    def document(self) -> dict[str, Any]:
+        """What `read` reads."""
+        return dataclasses.asdict(self)
+
+
+def read(text: str) -> StageCosts:
+    """The costs in a JSON document, which may say more. Raises ValueError where it says less, or wrong."""
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    names = [field.name for field in dataclasses.fields(StageCosts)]
+    missing = [name for name in names if not isinstance(document, dict) or name not in document]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    values = {name: document[name] for name in names}
+    if not _are_tokens([values["seq_len"]]) or not _are_tokens(values["slices"]):
+        raise ValueError("seq_len and slices must be numbers of tokens")
+    return StageCosts(**{**values, "slices": tuple(values["slices"])})
+
+
+def _are_tokens(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)

@@ -1,0 +1,63 @@
+"""Layers that are computed again in the backward pass: the same training, less memory."""
+
+import pytest
+import torch
+
+from pyruntime.llama import Llama
+from pyruntime.llama.presets import preset
+from tests.train import jobs
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    config = jobs.job(
+        tmp_path_factory.mktemp("job"), steps=4, val_every=2, batch_size=8, micro_batch_size=1, seq_len=32
+    )
+    config = jobs.changed(config, "model", num_hidden_layers=4)
+    jobs.prepare(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "parallel"),  # and the rest tensor parallel
+    [
+        ({}, {}),
+        ({}, {"dp": 2, "zero": 1}),
+        ({}, {"dp": 4, "zero": 3}),
+        ({}, {"dp": 2, "zero": 3}),
+        ({}, {"cp": 2}),
+        ({"kind": "1f1b"}, {"pp": 2}),
+        ({"kind": "zb-v"}, {"pp": 2, "dp": 2, "zero": 2}),
+        ({"kind": "terapipe", "slices": 3}, {"pp": 4}),
+        ({"kind": "seq1f1b", "slices": 2}, {"pp": 2}),
+    ],
+)
+def test_training_is_bitwise_the_same(ranks, config, pipeline, parallel):
+    config = jobs.changed(jobs.changed(config, "parallel", **parallel), "pipeline", **pipeline)
+    world = 4 if parallel else 2
+    kept = ranks.run(jobs.history, world, config)[0]
+    config = jobs.changed(config, "train", activation_checkpointing=True)
+    computed_again = ranks.run(jobs.history, world, config)[0]
+    for name in ("loss", "grad_norm", "val_loss"):
+        assert jobs.curve(computed_again, name) == jobs.curve(kept, name)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_only_the_inputs_of_layers_are_kept(recompute):
+    batch, seq, layers = 2, 64, 6
+    config = preset("debug", num_hidden_layers=layers, hidden_size=96)
+    model = Llama(config, recompute=recompute)
+    ids = torch.randint(config.vocab_size, (batch, seq))
+    kept: dict[int, int] = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        x = model.hidden(ids)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    activations = sum(size for place, size in kept.items() if place not in weights)
+    of_inputs = layers * 2 * batch * seq * config.hidden_size * x.element_size()
+    assert (activations <= 1.3 * of_inputs) == recompute
