@@ -70,8 +70,7 @@ class Options:
     config: str = ""
     """TOML file to write for the trainer, of the mesh of --explain or the first that it runs; empty: none."""
     measure: str = ""
-    """TOML file to describe this machine in, in place of a search; under torchrun its links too. Empty:
-    none."""
+    """TOML file to describe this machine in, in place of a search; under torchrun with its links."""
 
 
 def main(argv: list[str]) -> None:

@@ -46,6 +46,9 @@ class Cluster:
     """Seconds of a step of a ring inside a node."""
     latency_between: float = 0.0
     """Seconds of a step of a ring between nodes."""
+    half_features: float = 0.0
+    """Features of the smaller side of a rank's weight at which products reach half of that share: tiles, and
+    what a kernel does before and after its loop, count for more in thin products."""
     attention_efficiency: float = 0.0
     """Share of the peak that attention reaches; 0: as products do."""
     layer_overhead: float = 0.0
@@ -85,6 +88,11 @@ class Cluster:
     def flops(self) -> float:
         """Operations/s that large products reach."""
         return self.peak_flops * self.efficiency
+
+    def product_flops(self, k: float, n: float) -> float:
+        """Operations/s of a product with a weight of k times n on this rank."""
+        thin = min(k, n)
+        return self.flops * thin / (thin + self.half_features)
 
     @property
     def attention_flops(self) -> float:

@@ -32,8 +32,10 @@ class Rules:
     ffn_products: int = 2
     """Tensors of a gated feed-forward network that are kept besides gate and up: silu(gate) and its product
     with up, or that product alone."""
-    attention_copies: int = 1
-    """Copies of attention's output that are kept."""
+    heap: float = 0
+    """Of activations, what is resident besides: freed pieces of the heap that nothing fits into."""
+    largest_gradients: float = 0
+    """Gradients of the largest weight that are there for a moment beside those that are kept."""
     logits: float = 4
     """Of a logit, with what its loss keeps."""
     reduced_gradient: float | None = None
@@ -45,9 +47,12 @@ class Rules:
 
 PAPER = Rules()
 """Mixed precision as Megatron-LM has it: fp32 main gradients, 18 bytes a parameter."""
-TRAINER = Rules(gradient=2, ffn_products=1, attention_copies=2, logits=2, reduced_gradient=2, workspaces=True)
-"""This project's trainer in bf16: gradients in the weights' type; over several data-parallel ranks sums of
-earlier micro-batches are fp32 and whole at every stage (docs/data-parallel.md)."""
+TRAINER = Rules(
+    gradient=2, ffn_products=1, heap=0.95, largest_gradients=2, logits=2, reduced_gradient=2, workspaces=True
+)
+"""This project's trainer in bf16 on CPU ranks of one host, by resident memory: gradients in the weights'
+type; over several data-parallel ranks sums of earlier micro-batches are fp32 and whole at every stage
+(docs/data-parallel.md). `heap` was measured (docs/planning.md)."""
 SLOTS = 4
 """Flights of a group that may be under way, and messages of a channel between stages."""
 
@@ -62,7 +67,9 @@ class Memory:
     activations: float
     logits: float
     workspaces: float
-    """Gathered weights, symmetric memory, messages between stages, CO2's buffers."""
+    """Gathered weights, symmetric memory, messages between stages."""
+    heap: float
+    """Memory that is resident without being in use, and what is there for a moment."""
     process: float
     """Context, communicators, libraries."""
 
@@ -99,7 +106,7 @@ def layer_activations(
     """
     wide = 8 * model.hidden
     ffn = model.up + (rules.ffn_products if model.gated else 1) * model.ffn
-    cut = 2 * model.qkv + 2 * rules.attention_copies * model.attention_width + 2 * ffn
+    cut = 2 * model.qkv + 2 * model.attention_width + 2 * ffn
     return tokens * (wide / (tp if sequence_parallel else 1) + cut / tp)
 
 
@@ -172,6 +179,7 @@ def memory_of_rank(
         activations,
         logits,
         _workspaces(job, mesh, tokens, rules),
+        rules.heap * activations + rules.largest_gradients * rules.weight * _largest(model) / cut,
         job.cluster.process_bytes if process is None else process,
     )
 
@@ -194,7 +202,6 @@ def _one_layer(model: ModelShape, tokens: float, mesh: Mesh, rules: Rules) -> fl
 
 def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
     model = job.model
-    largest = max(model.hidden * model.up, model.hidden * model.qkv)
     bytes_ = 0.0
     if mesh.zero == 3 and mesh.shard > 1 and not mesh.tau:
         bytes_ += 2 * rules.weight * model.layer_matrices / mesh.tp  # a layer at work, the next one coming
@@ -205,6 +212,12 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
     if rules.workspaces:
         if mesh.tp > 1:
             bytes_ += SLOTS * 2 * tokens * model.hidden
-        if mesh.dp * mesh.cp > 1 and not mesh.is_axonn:
-            bytes_ += SLOTS * rules.weight * max(largest, model.head) / mesh.tp
+        if mesh.dp * mesh.cp > 1:
+            # Peers' slots are read where they lie, and their pages count as resident here too.
+            bytes_ += SLOTS * rules.weight * _largest(model) / mesh.tp * mesh.dp * mesh.cp
     return bytes_
+
+
+def _largest(model: ModelShape) -> int:
+    """Parameters of the largest weight."""
+    return max(model.hidden * model.up, model.hidden * model.qkv, model.head)

@@ -92,9 +92,14 @@ class Exposed:
 
 
 def exposed_of(
-    linear: Linear, tokens: float, over: Link, flops: float, overlap: Overlap = "fused", regather: bool = True
+    linear: Linear,
+    tokens: float,
+    over: Link,
+    flops: float,
+    overlap: Overlap = "fused",
+    regather: bool = True,
 ) -> Exposed:
-    """Of `linear` for `tokens` tokens over the tensor-parallel group.
+    """Of `linear` for `tokens` tokens over the tensor-parallel group; flops: operations/s of its product.
 
     A column linear's backward pass gathers its input again (`regather`; between hosts it is kept) and
     reduce-scatters dX, under dX and dW; a row linear's gathers dY, under dX.

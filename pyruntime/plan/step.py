@@ -15,7 +15,7 @@ from pyruntime.plan import axonn, co2
 from pyruntime.plan.communication import Link, all_gather, all_reduce, link, send
 from pyruntime.plan.memory import layer_activations, parameters_of_rank
 from pyruntime.plan.mesh import Job, Mesh
-from pyruntime.plan.overlap import Exposed, Overlap, exposed, exposed_of, linears
+from pyruntime.plan.overlap import Exposed, Linear, Overlap, exposed, exposed_of, linears
 from pyruntime.plan.pipelines import bubble, last_stage_rank, layers_by_rank
 
 FLASH_BACKWARD = 2.5
@@ -75,10 +75,18 @@ class Predictor:
     """Predicts steps of one job; what many meshes share is computed once.
 
     overlap: see `pyruntime.plan.overlap`. reduce_bytes: of an element of a gradient that travels.
+    regather: column linears gather their input again in the backward pass instead of keeping it; None: inside
+    nodes, as this project does.
     """
 
-    def __init__(self, job: Job, overlap: Overlap = "fused", reduce_bytes: float = 2.0):
-        self.job, self.overlap, self.reduce_bytes = job, overlap, reduce_bytes
+    def __init__(
+        self,
+        job: Job,
+        overlap: Overlap = "fused",
+        reduce_bytes: float = 2.0,
+        regather: bool | None = None,
+    ):
+        self.job, self.overlap, self.reduce_bytes, self.regather = job, overlap, reduce_bytes, regather
         self._layers: dict[tuple, LayerSeconds] = {}
 
     def link(self, mesh: Mesh, axis: str, size: int) -> Link:
@@ -104,10 +112,11 @@ class Predictor:
         job, model, cluster = self.job, self.job.model, self.job.cluster
         tokens = mesh.micro_batch * job.seq / mesh.cp
         tp = self.link(mesh, "tp", mesh.tp)
+        regather = not tp.crosses if self.regather is None else self.regather
         # A slice is multiplied and sent by itself, which costs its latencies each time.
         of_slice = tokens / mesh.slices
         found = tuple(
-            exposed_of(each, of_slice, tp, cluster.flops, self.overlap, regather=not tp.crosses)
+            exposed_of(each, of_slice, tp, self._flops(each, mesh.tp), self.overlap, regather)
             for each in linears(model)
         )
         products = mesh.slices * sum(each.compute for each in found)
@@ -140,6 +149,11 @@ class Predictor:
             linears=found,
         )
 
+    def _flops(self, linear: Linear, tp: int) -> float:
+        """Operations/s of a rank's part of it."""
+        k, n = (linear.k, linear.n / tp) if linear.column else (linear.k / tp, linear.n)
+        return self.job.cluster.product_flops(k, n)
+
     def _ring(
         self, mesh: Mesh, tokens: float, attention: float, backward: float
     ) -> tuple[float, float, float]:
@@ -164,7 +178,16 @@ class Predictor:
         of_linears = [
             (each, axonn.seconds_of(each, grid, cluster, tokens * mesh.z)) for each in axonn.linears(model)
         ]
-        products = model.layer_flops(tokens) / blocks / cluster.flops
+        seconds = {
+            each.name: 2.0
+            * each.k
+            * each.n
+            * tokens
+            / blocks
+            / cluster.product_flops(each.k / mesh.y, each.n / mesh.x)
+            for each, _ in of_linears
+        }
+        products = sum(seconds.values())
         attention = (
             model.attention_flops(tokens, job.seq, causal=job.causal) / mesh.x / cluster.attention_flops
         )
@@ -177,10 +200,11 @@ class Predictor:
         output = sum(each.output for _, each in of_linears)
         under_weights = 0.0
         for linear, each in of_linears:
-            own = 2.0 * linear.k * linear.n * tokens / blocks / cluster.flops
-            under_weights += each.input if self.overlap == "none" else max(0.0, each.input - own)
+            hidden = 0.0 if self.overlap == "none" else seconds[linear.name]
+            under_weights += max(0.0, each.input - hidden)
         hidden_forward = 0.0 if self.overlap == "none" else forward
-        hidden_backward = 0.0 if self.overlap == "none" else backward_all
+        # dW hides the sums over x already.
+        hidden_backward = 0.0 if self.overlap == "none" else backward_all - products
         return LayerSeconds(
             forward=forward + cluster.layer_overhead,
             backward_input=backward_all - products + cluster.layer_overhead,
