@@ -64,8 +64,10 @@ def main() -> None:
                 key=lambda each: each.total,
             )
             error = guess / measured - 1
-            rows.append([f"{ranks}: {mesh.text()}", f"{measured / 1e6:.0f}", f"{guess / 1e6:.0f}",
-            f"{error:+.1%}"]) report.add(
+            rows.append(
+                [f"{ranks}: {mesh.text()}", f"{measured / 1e6:.0f}", f"{guess / 1e6:.0f}", f"{error:+.1%}"]
+            )
+            report.add(
                 {
                     "mesh": asdict(replace(mesh)),
                     "ranks": ranks,

@@ -12,7 +12,7 @@ from pyruntime.lazy import names_of
 if TYPE_CHECKING:
     from pyruntime.comm import CommError, CommTimeout, PeerLost, Runtime, keep_freed_memory
     from pyruntime.context import ring_attention
-    from pyruntime.data_parallel import shard
+    from pyruntime.data_parallel.shard import shard
     from pyruntime.nn.explain import explain
     from pyruntime.nn.parallelize import parallelize
     from pyruntime.ops import (

@@ -35,7 +35,7 @@ class Options:
     gpus: int = 8
     """Number of GPUs; whole nodes."""
     cluster: str = "dgx-h100"
-    """Name of a known cluster, or a TOML file as --measure writes it."""
+    """Name of a known cluster, or a TOML file that describes one."""
     tokens_per_step: str = "4M"
     """Tokens of an optimizer step; K, M and G are powers of 1024."""
     seq: int = 8192

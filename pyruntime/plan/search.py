@@ -125,8 +125,15 @@ def _rank(candidate: Candidate) -> tuple:
 def complexity(mesh: Mesh) -> tuple[int, ...]:
     """Less is simpler: what to prefer among meshes of equal time."""
     axes = sum(getattr(mesh, name) > 1 for name in ("tp", "cp", "pp", "dp", "x", "y", "z"))
-    extras = mesh.recompute + mesh.is_axonn + (mesh.tau > 0) + (mesh.replicate > 1) + (mesh.kind != "1f1b") +
-    mesh.virtual return (axes + extras, mesh.zero, mesh.pp, mesh.tp)
+    extras = (
+        mesh.recompute
+        + mesh.is_axonn
+        + (mesh.tau > 0)
+        + (mesh.replicate > 1)
+        + (mesh.kind != "1f1b")
+        + mesh.virtual
+    )
+    return (axes + extras, mesh.zero, mesh.pp, mesh.tp)
 
 
 def meshes(job: Job, choice: Choice) -> Iterator[Mesh]:

@@ -28,7 +28,7 @@ def settings(job: Job, mesh: Mesh) -> dict[str, dict[str, Any]]:
         "dtype": "bf16",
     }
     if mesh.recompute:
-        train["activation_checkpointing"] = "full"
+        train["activation_checkpointing"] = True
     sections = {"model": _model(job), "train": train, "parallel": parallel}
     if mesh.pp > 1:
         sections["pipeline"] = {"kind": mesh.kind, "slices": mesh.slices}

@@ -26,8 +26,11 @@ def test_a_plan_is_a_table_and_its_files(capsys, tmp_path):
     assert json.loads(files["json"].read_text())["candidates"]
     assert main(["train", "--config", str(files["config"]), "--dry-run", "8"]) == 0
     checked = capsys.readouterr().out
-    assert "on 8 rank(s)" in checked and "steps of 262,144 tokens" in checked and "Nothing was started" in
-    checked
+    assert (
+        "on 8 rank(s)" in checked
+        and "steps of 262,144 tokens" in checked
+        and "Nothing was started" in checked
+    )
 
 
 def test_the_configuration_of_every_runnable_line_passes_the_dry_run(capsys, tmp_path):
@@ -62,8 +65,10 @@ def test_the_trainer_is_asked_what_it_runs():
 
 
 def test_settings_are_those_of_the_mesh():
-    found = settings(job("llama3-8b", "dgx-h100", 16, 64, 8192), Mesh(tp=2, dp=4, pp=2, kind="interleaved",
-    virtual=2)) assert found["parallel"] == {"tp": 2, "pp": 2, "cp": 1, "dp": 4, "zero": 1, "dp_replicate": 1}
+    found = settings(
+        job("llama3-8b", "dgx-h100", 16, 64, 8192), Mesh(tp=2, dp=4, pp=2, kind="interleaved", virtual=2)
+    )
+    assert found["parallel"] == {"tp": 2, "pp": 2, "cp": 1, "dp": 4, "zero": 1, "dp_replicate": 1}
     assert found["pipeline"] == {"kind": "interleaved", "slices": 1, "virtual": 2}
     assert found["train"]["batch_size"] == 64 and found["model"]["vocab_size"] == 128256
 
@@ -79,12 +84,18 @@ def test_numbers_of_tokens(text, tokens):
     ("argv", "sentence"),
     [
         (["--model", "lama3-8b"], "There is no model 'lama3-8b'; the nearest is llama3-8b."),
-        (["--cluster", "fronteer"], "There is no cluster 'fronteer', and no such file; the nearest is
-        frontier."), (["--gpus", "12"], "12 GPUs do not fill nodes of 8 on dgx-h100; the nearest are 8 and
-        16."), (["--gpus", "0"], "--gpus must be at least 1, found 0."),
+        (
+            ["--cluster", "fronteer"],
+            "There is no cluster 'fronteer', and no such file; the nearest is frontier.",
+        ),
+        (["--gpus", "12"], "12 GPUs do not fill nodes of 8 on dgx-h100; the nearest are 8 and 16."),
+        (["--gpus", "0"], "--gpus must be at least 1, found 0."),
         (["--tokens_per_step", "4Q"], "--tokens_per_step 4Q is no number of tokens; write it as"),
-        (["--tokens_per_step", "1000"], "is no whole number of sequences of 8192 tokens; the nearest is
-        8192."), (["--seq", "0"], "--seq must be at least 1, found 0."),
+        (
+            ["--tokens_per_step", "1000"],
+            "is no whole number of sequences of 8192 tokens; the nearest is 8192.",
+        ),
+        (["--seq", "0"], "--seq must be at least 1, found 0."),
         (["--top", "0"], "--top must be at least 1, found 0."),
         (["--tokens", "-1"], "--tokens must be above 0, found -1.0."),
         (["--overlap", "some"], "overlap"),

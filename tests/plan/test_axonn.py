@@ -44,8 +44,10 @@ def test_volumes_are_the_formulas():
     qkv, out, _, _ = linears(find_model("axonn-5b"))
     k, n = 4096, 3 * 4096
     found = seconds_of(qkv, Grid(x, y, z, data), cluster, tokens, latency=False)
-    b_y, b_x, b_z, b_data = (cluster.bandwidth(*each) for each in ((1, y), (y, x), (x * y, z), (x * y * z,
-    data))) assert found.gather == pytest.approx(2 * (z - 1) / z * k * n / (x * y) / b_z)
+    b_y, b_x, b_z, b_data = (
+        cluster.bandwidth(*each) for each in ((1, y), (y, x), (x * y, z), (x * y * z, data))
+    )
+    assert found.gather == pytest.approx(2 * (z - 1) / z * k * n / (x * y) / b_z)
     assert found.output == pytest.approx(2 * 2 * (y - 1) / y * tokens * n / (z * x) / b_y)
     assert found.input == pytest.approx(2 * 2 * (x - 1) / x * tokens * k / (z * y) / b_x)
     assert found.data == pytest.approx(4 * 2 * (data - 1) / data * k * n / (x * y * z) / b_data)
@@ -59,16 +61,28 @@ def test_special_grids_are_the_known_parallelisms():
     for linear in linears(find_model("axonn-5b")):
         tensor = seconds_of(linear, Grid(4, 1, 1), cluster, 4096)
         assert tensor.gather == tensor.scatter == tensor.data == 0
-        assert (tensor.output > 0) == linear.transposed  # Megatron: sums after rows, and of dX before
-        columns. assert (tensor.input > 0) != linear.transposed
+        assert (
+            tensor.output > 0
+        ) == linear.transposed  # Megatron: sums after rows, and of dX before columns.
+        assert (tensor.input > 0) != linear.transposed
         fsdp = seconds_of(linear, Grid(1, 1, 8), cluster, 4096)
         assert fsdp.output == fsdp.input == fsdp.data == 0 < fsdp.gather
         ddp = seconds_of(linear, Grid(1, 1, 1, 8), cluster, 4096)
         assert ddp.output == ddp.input == ddp.gather == 0 < ddp.data
 
 
-PERLMUTTER = {(1, 2): 76, (1, 4): 225, (1, 8): 80, (1, 64): 80, (2, 2): 76, (2, 4): 40, (2, 32): 40, (4, 2):
-20, (16, 8): 20} FRONTIER = {
+PERLMUTTER = {
+    (1, 2): 76,
+    (1, 4): 225,
+    (1, 8): 80,
+    (1, 64): 80,
+    (2, 2): 76,
+    (2, 4): 40,
+    (2, 32): 40,
+    (4, 2): 20,
+    (16, 8): 20,
+}
+FRONTIER = {
     (1, 2): 129,
     (1, 4): 52,
     (1, 8): 135,

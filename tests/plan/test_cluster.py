@@ -25,8 +25,9 @@ def test_rings_between_nodes_share_the_adapters():
 
 
 def test_an_unknown_cluster_is_refused_with_the_nearest_one():
-    with pytest.raises(ValueError, match="There is no cluster 'fronteer', and no such file; the nearest is
-    frontier"):
+    with pytest.raises(
+        ValueError, match="There is no cluster 'fronteer', and no such file; the nearest is frontier"
+    ):
         find_cluster("fronteer")
 
 

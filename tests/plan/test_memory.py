@@ -22,8 +22,8 @@ from tests.plan.jobs import job
 
 
 @pytest.mark.parametrize(
-    ("name", "coefficient"), [("llama3-8b", 41), ("llama2-7b", 37.5), ("llama2-13b", 37.6), ("llama3-70b",
-    40.5)]
+    ("name", "coefficient"),
+    [("llama3-8b", 41), ("llama2-7b", 37.5), ("llama2-13b", 37.6), ("llama3-70b", 40.5)],
 )
 def test_a_layer_keeps_what_equation_12_says(name, coefficient):
     model = find_model(name)
@@ -56,8 +56,10 @@ def test_bytes_of_a_parameter_at_every_zero_stage(zero, expected):
     assert sum(states(1, Mesh(dp=4, cp=2, zero=zero), 1, PAPER)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("zero", "expected"), [(0, 18 + 2), (1, 2 + 1 + 4 + 6), (2, 2 + 1 + 4 + 6), (3, 1 +
-1 + 4 + 6)]) def test_the_trainer_keeps_whole_sums_of_earlier_micro_batches(zero, expected):
+@pytest.mark.parametrize(
+    ("zero", "expected"), [(0, 18 + 2), (1, 2 + 1 + 4 + 6), (2, 2 + 1 + 4 + 6), (3, 1 + 1 + 4 + 6)]
+)
+def test_the_trainer_keeps_whole_sums_of_earlier_micro_batches(zero, expected):
     assert sum(states(1, Mesh(dp=2, zero=zero), 4, TRAINER)) == pytest.approx(expected)
 
 
@@ -111,8 +113,10 @@ def test_interleaving_holds_more(ranks, virtual, expected):
     assert ranks * (1 + (ranks - 1) / (ranks * virtual)) == expected
 
 
-@pytest.mark.parametrize(("needed", "word"), [(80, "fits"), (80.1, "risky"), (100, "risky"), (100.1, "does
-not fit")]) def test_the_80_percent_rule(needed, word):
+@pytest.mark.parametrize(
+    ("needed", "word"), [(80, "fits"), (80.1, "risky"), (100, "risky"), (100.1, "does not fit")]
+)
+def test_the_80_percent_rule(needed, word):
     assert verdict(needed, 100) == word
 
 

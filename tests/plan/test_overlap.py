@@ -101,8 +101,10 @@ def test_volumes_of_the_parallelisms():
 
 
 def test_volumes_are_what_the_transfers_of_a_layer_take():
-    found = [exposed_of(each, 2048, NVLINK, F, "none", regather=False) for each in
-    linears(find_model("llama3-8b"))] seconds = sum(each.transfer + each.transfers_backward for each in found)
+    found = [
+        exposed_of(each, 2048, NVLINK, F, "none", regather=False) for each in linears(find_model("llama3-8b"))
+    ]
+    seconds = sum(each.transfer + each.transfers_backward for each in found)
     assert seconds == pytest.approx(2 * tensor_parallel_elements(2048, 4096, 8) / B)
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -26,8 +27,10 @@ def test_a_thousand_gpus_are_searched_in_seconds_and_little_memory():
         "found = search(job('llama3-70b', 'frontier', 1024, 512, 8192))\n"
         "print(found.considered, time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-    check=True).stdout.split() considered, seconds, kilobytes = int(out[0]), float(out[1]), int(out[2])
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
+    considered, seconds, kilobytes = int(out[0]), float(out[1]), int(out[2])
     assert considered > 10_000
     assert seconds < 10 and kilobytes < 500_000
 
@@ -61,7 +64,7 @@ def test_candidates_fit_and_come_fastest_first(found):
     assert all(each.memory.total <= 0.8 * 80e9 and each.verdict == "fits" for each in found.candidates)
     totals = [each.total for each in found.candidates]
     # Within what the model cannot tell apart, simplicity decides.
-    assert all(later > 0.99 * earlier for earlier, later in zip(totals, totals[1:], strict=False))
+    assert all(later > 0.99 * earlier for earlier, later in pairwise(totals))
     assert found.too_big + len(found.candidates) <= found.considered
 
 
@@ -80,8 +83,10 @@ def test_nothing_beats_the_pareto_front_in_both(found):
 
 
 def test_each_size_is_shown_once(found):
-    shown = [(e.mesh.tp, e.mesh.cp, e.mesh.pp, e.mesh.dp, e.mesh.x, e.mesh.y, e.mesh.z, e.mesh.tau > 0)
-             for e in shapes(found.candidates)]
+    shown = [
+        (e.mesh.tp, e.mesh.cp, e.mesh.pp, e.mesh.dp, e.mesh.x, e.mesh.y, e.mesh.z, e.mesh.tau > 0)
+        for e in shapes(found.candidates)
+    ]
     assert len(shown) == len(set(shown)) > 20
 
 

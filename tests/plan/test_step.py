@@ -78,8 +78,10 @@ def test_throughput_falls_as_tensor_parallelism_grows_and_most_beyond_the_node()
 
 def test_throughput_rises_with_micro_batches():
     mesh = Mesh(tp=4, pp=16, zero=0, recompute=True)
-    rates = [throughput(job("frontier-175b", "frontier", 64, batch), mesh) for batch in (16, 32, 64, 128,
-    640)] assert rates == sorted(rates)
+    rates = [
+        throughput(job("frontier-175b", "frontier", 64, batch), mesh) for batch in (16, 32, 64, 128, 640)
+    ]
+    assert rates == sorted(rates)
     # (p - 1) / m of the ideal time is bubble.
     step = Predictor(job("frontier-175b", "frontier", 64, 640), "none").step(mesh)
     busy = step.compute + step.recompute + step.tp
@@ -88,16 +90,16 @@ def test_throughput_rises_with_micro_batches():
 
 def test_throughput_falls_with_stages_at_a_fixed_batch():
     rates = [
-        throughput(job("frontier-22b", "frontier", 8 * pp, 128), Mesh(tp=8, pp=pp, zero=0)) for pp in (2, 4,
-        8, 16)
+        throughput(job("frontier-22b", "frontier", 8 * pp, 128), Mesh(tp=8, pp=pp, zero=0))
+        for pp in (2, 4, 8, 16)
     ]
     assert rates == sorted(rates, reverse=True)
 
 
 def test_throughput_is_flat_where_micro_batches_grow_with_stages():
     rates = [
-        throughput(job("frontier-175b", "frontier", 8 * pp, 8 * pp), Mesh(tp=8, pp=pp, zero=0)) for pp in (4,
-        8, 16)
+        throughput(job("frontier-175b", "frontier", 8 * pp, 8 * pp), Mesh(tp=8, pp=pp, zero=0))
+        for pp in (4, 8, 16)
     ]
     assert max(rates) / min(rates) < 1.1
 
@@ -139,8 +141,9 @@ def test_time_falls_with_bandwidth_and_operations(mesh, factor, overlap):
     wanted = job("llama3-8b", "frontier", 64, 64, 8192)
 
     def total(**changes):
-        return Predictor(replace(wanted, cluster=replace(wanted.cluster, **changes)),
-        overlap).step(mesh).total
+        return (
+            Predictor(replace(wanted, cluster=replace(wanted.cluster, **changes)), overlap).step(mesh).total
+        )
 
     cluster = wanted.cluster
     here = total()
