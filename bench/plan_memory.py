@@ -45,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--most", type=int, default=1000, help="meshes of a number of ranks; default all")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--recompute", action="store_true", help="also with activation checkpointing")
     return parser.parse_args()
 
 
@@ -56,7 +57,7 @@ def main() -> None:
     rows = []
     for ranks in args.ranks:
         job = job_of(args.shape, find_cluster("dgx-h100"), ranks, args.batch, args.seq)
-        for mesh in runnable(job, args.micro_batch, args.most):
+        for mesh in runnable(job, args.micro_batch, args.most, recompute=args.recompute):
             measured = train(job, mesh, args.steps).memory_bytes
             guess = predicted(job, mesh, process)
             parts = max(

@@ -66,30 +66,46 @@ def runnable(job: Job, micro_batch: int, most: int, seed: int = 0) -> list[Mesh]
     return [mesh for index, mesh in enumerate(found) if index in kept]
 
 
+def launcher(ranks: int, netlab: list[str] | None) -> list[str]:
+    """What starts a module of this project on so many ranks: torchrun, or bench/netlab.py with these
+    options."""
+    if netlab is None:
+        return [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={ranks}",
+            "--master-port=0",
+            "-m",
+        ]
+    return [sys.executable, str(ROOT / "bench" / "netlab.py"), *netlab, "--", sys.executable, "-m"]
+
+
+def run(command: list[str]) -> None:
+    """One thread a rank. Raises RuntimeError with the end of its output where it fails."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    ) as process:
+        try:
+            out, _ = process.communicate(timeout=ENDS_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command[-12:])} ended with {process.returncode}:\n{out[-3000:]}")
+
+
 def train(job: Job, mesh: Mesh, steps: int, netlab: list[str] | None = None) -> Run:
-    """Trains `steps` steps on this machine, one thread a rank; `netlab`: options of bench/netlab.py in place
-    of torchrun. Raises RuntimeError with the end of its output where it fails."""
+    """Trains `steps` steps on this machine. Raises RuntimeError where that fails."""
     with tempfile.TemporaryDirectory() as folder:
         file, run_dir = Path(folder) / "run.toml", Path(folder) / "run"
         file.write_text(toml(job, mesh))
-        if netlab is None:
-            launcher = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node",
-                str(job.gpus),
-                "-m",
-            ]
-        else:
-            launcher = [
-                sys.executable,
-                str(ROOT / "bench" / "netlab.py"),
-                *netlab,
-                "--",
-                sys.executable,
-                "-m",
-            ]
         options = {
             "train.steps": steps,
             "train.threads": 1,
@@ -102,23 +118,7 @@ def train(job: Job, mesh: Mesh, steps: int, netlab: list[str] | None = None) -> 
             "data.paths": Path(asyncio.__file__).parent,
         }
         flags = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-        command = [*launcher, "pyruntime", "train", "--config", str(file), *flags]
-        with subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        ) as process:
-            try:
-                out, _ = process.communicate(timeout=ENDS_S)
-            except BaseException:
-                os.killpg(process.pid, signal.SIGTERM)
-                raise
-        if process.returncode:
-            raise RuntimeError(f"{mesh.text()} ended with {process.returncode}:\n{out[-3000:]}")
+        run([*launcher(job.gpus, netlab), "pyruntime", "train", "--config", str(file), *flags])
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return Run(
         max(line["memory_bytes"] for line in lines),

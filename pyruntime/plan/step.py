@@ -325,8 +325,6 @@ class Predictor:
             each += max(0.0, weights - window_backward)
             last = max(0.0, weights + gradients - window_backward) - max(0.0, weights - window_backward)
             return micro_batches * each + last + gradients / units, optimizer
-        if mesh.pp > 1:
-            window_backward = 0.0  # reduced after the last micro-batch's backward pass
         if zero == 0:  # Whole sums return in place of new weights, before the optimizer.
             gradients, weights = gradients + weights, 0.0
         left = max(0.0, gradients - window_backward) + (gradients / units if window_backward else 0.0)
