@@ -75,7 +75,7 @@ def launcher(ranks: int, netlab: list[str] | None) -> list[str]:
             "-m",
             "torch.distributed.run",
             f"--nproc-per-node={ranks}",
-            "--master-port=0",
+            "--standalone",
             "-m",
         ]
     return [sys.executable, str(ROOT / "bench" / "netlab.py"), *netlab, "--", sys.executable, "-m"]

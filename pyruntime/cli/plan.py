@@ -69,6 +69,11 @@ class Options:
     """PNG file to draw all meshes into, time against memory; empty: none."""
     config: str = ""
     """TOML file to write for the trainer, of the mesh of --explain or the first that it runs; empty: none."""
+    join: str = ""
+    """A second cluster, with as many GPUs: a pipeline runs across both, layers by their speed. Empty:
+    none."""
+    join_bandwidth: float = 1.25e9
+    """Bytes/s from one rank to a rank of the other cluster."""
     measure: str = ""
     """TOML file to describe this machine in, in place of a search; under torchrun with its links."""
 
@@ -85,8 +90,13 @@ def main(argv: list[str]) -> None:
             raise ConfigError(f"--{name} must be at least {least}, found {getattr(options, name)}.")
     if not options.tokens > 0:
         raise ConfigError(f"--tokens must be above 0, found {options.tokens}.")
+    if options.join:
+        from pyruntime.cli import plan_join
+
+        plan_join.main(options)
+        return
     try:
-        job = _job(options)
+        job = job_of(options)
         result, seconds = _search(options, job)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -108,7 +118,7 @@ def main(argv: list[str]) -> None:
     _write(options, result, shown, asked)
 
 
-def _job(options: Options) -> Job:
+def job_of(options: Options) -> Job:
     tokens = parse_tokens(options.tokens_per_step)
     model, cluster = find_model(options.model), find_cluster(options.cluster)
     return Job(model, cluster, options.gpus, sequences(tokens, options.seq), options.seq)

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pyruntime.plan.cluster import Cluster
-from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.plan.memory import PAPER, Rules, memory_of_rank, verdict
+from pyruntime.plan.mesh import Job, Mesh, check_job
 from pyruntime.plan.overlap import Overlap
 from pyruntime.plan.pipelines import bubble
+from pyruntime.plan.search import Choice, meshes
 from pyruntime.plan.step import Predictor
 
 
@@ -61,6 +63,43 @@ def split_evenly(layers: int, stages: int) -> tuple[int, ...]:
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be cut into {stages} stages; use 1 to {layers}.")
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def search_across(
+    job: Job, clusters: Sequence[Cluster], between: float, overlap: Overlap = "fused", rules: Rules = PAPER
+) -> list[Across]:
+    """All meshes over several clusters whose every stage fits into 80 % of its cluster's memory, fastest
+    first.
+
+    Tensor parallelism lies inside nodes of every cluster, stages are shared evenly. between: bytes/s of one
+    rank to another cluster. Raises ValueError where the GPUs do not divide over the clusters.
+    """
+    check_job(job)
+    if job.gpus % len(clusters):
+        raise ValueError(f"{job.gpus} GPUs do not divide over {len(clusters)} clusters; each has as many.")
+    node = min(cluster.gpus_per_node for cluster in clusters)
+    choice = Choice(axonn=False, co2=False, hybrid=False, kinds=("1f1b", "zb-h1"))
+    found = []
+    for mesh in meshes(job, choice):
+        if mesh.pp == 1 or mesh.pp % len(clusters) or mesh.tp > node:
+            continue
+        try:
+            one = across(job, clusters, mesh, between, overlap)
+        except ValueError:  # a cluster would get no layer
+            continue
+        if _fits(job, clusters, one, rules):
+            found.append(one)
+    return sorted(found, key=lambda each: each.total)
+
+
+def _fits(job: Job, clusters: Sequence[Cluster], one: Across, rules: Rules) -> bool:
+    for stage, layers in enumerate(one.layers):
+        cluster = clusters[stage // one.stages[0]]
+        own = replace(job, cluster=cluster)
+        held = memory_of_rank(own, one.mesh, stage, rules, layers=layers)
+        if verdict(held.total, cluster.memory_bytes) != "fits":
+            return False
+    return True
 
 
 def across(

@@ -144,16 +144,22 @@ def states(parameters: float, mesh: Mesh, micro_batches: int, rules: Rules) -> t
 
 
 def memory_of_rank(
-    job: Job, mesh: Mesh, rank: int, rules: Rules = PAPER, process: float | None = None
+    job: Job,
+    mesh: Mesh,
+    rank: int,
+    rules: Rules = PAPER,
+    process: float | None = None,
+    layers: int | None = None,
 ) -> Memory:
     """What rank `rank` of the pipeline holds at most.
 
-    process: bytes beside tensors; None: the cluster's.
+    process: bytes beside tensors; None: the cluster's. layers: of this rank; None: as the trainer cuts them.
     """
     model, last = job.model, last_stage_rank(mesh.kind, mesh.pp)
     micro_batches = mesh.micro_batches(job.batch)
     cut = mesh.tp * mesh.x * mesh.y * mesh.z
-    layers = layers_by_rank(model, mesh.kind, mesh.pp, mesh.virtual)[rank]
+    if layers is None:
+        layers = layers_by_rank(model, mesh.kind, mesh.pp, mesh.virtual)[rank]
     matrices, vectors = parameters_of_rank(model, 1, layers, rank == 0, rank == last)
     parameters = matrices / cut + vectors
     weights, gradients, optimizer = states(parameters, mesh, micro_batches, rules)

@@ -7,13 +7,15 @@ that it would have, and its refusal is the answer. Asking imports the trainer an
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from pyruntime.plan.mesh import Job, Mesh
 
 
-def settings(job: Job, mesh: Mesh) -> dict[str, dict[str, Any]]:
-    """Sections and keys of a configuration that trains `job` on `mesh`, as in a TOML file."""
+def settings(job: Job, mesh: Mesh, layers: Sequence[int] = ()) -> dict[str, dict[str, Any]]:
+    """Sections and keys of a configuration that trains `job` on `mesh`, as in a TOML file. layers: of each
+    stage; empty: as the trainer cuts them."""
     parallel: dict[str, Any] = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "dp": mesh.dp}
     if mesh.dp * mesh.cp > 1 and not mesh.tau and not mesh.is_axonn:
         parallel |= {"zero": mesh.zero, "dp_replicate": mesh.replicate}
@@ -34,6 +36,8 @@ def settings(job: Job, mesh: Mesh) -> dict[str, dict[str, Any]]:
         sections["pipeline"] = {"kind": mesh.kind, "slices": mesh.slices}
         if mesh.kind == "interleaved":
             sections["pipeline"]["virtual"] = mesh.virtual
+        if layers:
+            sections["pipeline"]["layers"] = list(layers)
     return sections
 
 
@@ -55,10 +59,10 @@ def _model(job: Job) -> dict[str, Any]:
     return sizes
 
 
-def toml(job: Job, mesh: Mesh, head: str = "") -> str:
+def toml(job: Job, mesh: Mesh, head: str = "", layers: Sequence[int] = ()) -> str:
     """A file that `train --config` takes; `head` is a comment at its beginning."""
     lines = [f"# {line}" for line in head.splitlines()]
-    for name, section in settings(job, mesh).items():
+    for name, section in settings(job, mesh, layers).items():
         lines += ["", f"[{name}]"]
         lines += [f"{key} = {_value(value)}" for key, value in section.items()]
     return "\n".join(lines).lstrip() + "\n"

@@ -33,19 +33,14 @@ def test_a_plan_is_a_table_and_its_files(capsys, tmp_path):
     )
 
 
-def test_the_configuration_of_every_runnable_line_passes_the_dry_run(capsys, tmp_path):
-    assert main([*SMALL, "--only_runnable", "True", "--top", "6", "--recompute", "False"]) == 0
+def test_a_line_that_the_trainer_runs_passes_its_dry_run(capsys, tmp_path):
+    path = tmp_path / "sixth.toml"
+    asked = ["--only_runnable", "True", "--top", "6", "--axonn", "False", "--co2", "False"]
+    assert main([*SMALL, *asked, "--explain", "6", "--config", str(path)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith("  runs")]
     assert len(lines) == 6
-    for number in (1, 6):
-        path = tmp_path / f"{number}.toml"
-        chosen = ["--explain", str(number), "--config", str(path)]
-        assert main([*SMALL, "--only_runnable", "True", "--top", "6", "--recompute", "False", *chosen]) == 0
-        capsys.readouterr()
-        tomllib.loads(path.read_text())
-        assert main(["train", "--config", str(path), "--dry-run", "8"]) == 0
-        assert main(["train", "--config", str(path), "--dry-run", "7"]) == 2
-        capsys.readouterr()
+    assert main(["train", "--config", str(path), "--dry-run", "8"]) == 0
+    assert main(["train", "--config", str(path), "--dry-run", "7"]) == 2
 
 
 def test_the_trainer_is_asked_what_it_runs():
@@ -117,3 +112,37 @@ def test_the_dry_run_refuses_what_the_run_would(capsys, tmp_path):
     assert "4 layers cannot be cut into 64 stages" in capsys.readouterr().err
     assert main(["train", "--config", str(path), "--dry-run", "many"]) == 2
     assert "--dry_run needs the number of ranks" in capsys.readouterr().err
+
+
+def test_a_pipeline_across_two_clusters_has_layers_by_speed(capsys, tmp_path):
+    path = tmp_path / "both.toml"
+    argv = [
+        "plan",
+        "--model",
+        "llama3-8b",
+        "--gpus",
+        "16",
+        "--tokens-per-step",
+        "256K",
+        "--seq",
+        "4096",
+        "--top",
+        "2",
+    ]
+    assert main([*argv, "--join", "selene", "--config", str(path)]) == 0
+    assert "8 GPUs of dgx-h100, then 8 of selene" in capsys.readouterr().out
+    layers = tomllib.loads(path.read_text())["pipeline"]["layers"]
+    assert sum(layers) == 32 and layers[0] > 2 * layers[-1]
+    assert main(["train", "--config", str(path), "--dry-run", "16"]) == 0
+    capsys.readouterr()
+    assert main([*argv, "--join", "nowhere"]) == 2
+    assert main([*argv, "--join", "selene", "--join_bandwidth", "0"]) == 2
+
+
+def test_a_machine_is_measured(capsys, tmp_path):
+    path = tmp_path / "mine.toml"
+    assert main(["plan", "--measure", str(path)]) == 0
+    assert "links      not measured" in capsys.readouterr().out
+    found = tomllib.loads(path.read_text())
+    assert found["peak_flops"] > 1e9 and found["gpus_per_node"] == 1
+    assert main(["plan", "--measure", "/nowhere/mine.toml"]) == 2

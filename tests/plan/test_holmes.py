@@ -1,9 +1,12 @@
 """Layers are shared out by speed, and that is faster than sharing them evenly."""
 
+from dataclasses import replace
+
 import pytest
 
 from pyruntime.plan.cluster import find_cluster
-from pyruntime.plan.holmes import across, layers_of_clusters, split_evenly
+from pyruntime.plan.holmes import across, layers_of_clusters, search_across, split_evenly
+from pyruntime.plan.memory import memory_of_rank
 from pyruntime.plan.mesh import Mesh
 from tests.plan.jobs import job
 
@@ -41,3 +44,21 @@ def test_tensor_parallelism_stays_inside_a_node():
     clusters = [find_cluster("dgx-h100"), find_cluster("perlmutter")]
     with pytest.raises(ValueError, match="tp=8 does not fit into a node of 4 on perlmutter"):
         across(job("gpt-7.5b", "dgx-h100", 64, 512), clusters, Mesh(tp=8, dp=4, pp=2), between=1e9)
+
+
+def test_every_stage_fits_into_its_own_cluster():
+    wanted = job("llama3-8b", "dgx-h100", 32, 64, 8192)
+    clusters = [find_cluster("dgx-h100"), find_cluster("thin")]
+    found = search_across(wanted, clusters, between=1e9)
+    assert [each.total for each in found] == sorted(each.total for each in found)
+    for each in found[:20]:
+        assert sum(each.layers) == 32 and each.mesh.ranks == 32
+        for stage, layers in enumerate(each.layers):
+            cluster = clusters[stage >= each.stages[0]]
+            held = memory_of_rank(replace(wanted, cluster=cluster), each.mesh, stage, layers=layers)
+            assert held.total <= 0.8 * cluster.memory_bytes
+
+
+def test_gpus_that_do_not_divide_over_the_clusters_are_refused():
+    with pytest.raises(ValueError, match="16 GPUs do not divide over 3 clusters"):
+        search_across(job("llama3-8b", "dgx-h100", 16, 64), [find_cluster("thin")] * 3, between=1e9)
