@@ -9,7 +9,7 @@ for interleaving and logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
@@ -75,7 +75,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return self.states + self.activations + self.logits + self.workspaces + self.heap + self.process
 
     @property
     def states(self) -> float:
@@ -185,7 +185,7 @@ def memory_of_rank(
         activations,
         logits,
         _workspaces(job, mesh, tokens, rules),
-        rules.heap * activations + rules.largest_gradients * rules.weight * _largest(model) / cut,
+        rules.heap * activations + rules.largest_gradients * rules.weight * model.largest / cut,
         job.cluster.process_bytes if process is None else process,
     )
 
@@ -220,10 +220,5 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
             bytes_ += SLOTS * 2 * tokens * model.hidden
         if mesh.dp * mesh.cp > 1:
             # Peers' slots are read where they lie, and their pages count as resident here too.
-            bytes_ += SLOTS * rules.weight * _largest(model) / mesh.tp * mesh.dp * mesh.cp
+            bytes_ += SLOTS * rules.weight * model.largest / mesh.tp * mesh.dp * mesh.cp
     return bytes_
-
-
-def _largest(model: ModelShape) -> int:
-    """Parameters of the largest weight."""
-    return max(model.hidden * model.up, model.hidden * model.qkv, model.head)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.presets import PRESETS
@@ -33,48 +34,53 @@ class ModelShape:
     preset: str = ""
     """The trainer's name of the shape; empty: it has none."""
 
-    @property
+    @cached_property
     def qkv(self) -> int:
         """Output features of the linear of queries, keys and values."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
-    @property
+    @cached_property
     def attention_width(self) -> int:
         """Features that attention gives, and that its output linear takes."""
         return self.heads * self.head_dim
 
-    @property
+    @cached_property
     def up(self) -> int:
         """Output features of the feed-forward network's first linear, gate and up together."""
         return self.ffn * (2 if self.gated else 1)
 
-    @property
+    @cached_property
     def layer_matrices(self) -> int:
         """Weights of one layer that tensor parallelism cuts."""
         return self.hidden * (self.qkv + self.attention_width + self.up + self.ffn)
 
-    @property
+    @cached_property
     def layer_vectors(self) -> int:
         """Weights of one layer's norms and biases, which every tensor-parallel rank holds."""
         norms = 2 * self.hidden * (2 if self.biased else 1)
         biases = self.qkv + self.up + 2 * self.hidden
         return norms + (biases if self.biased else 0)
 
-    @property
+    @cached_property
     def embedding(self) -> int:
         return (self.vocab + self.positions) * self.hidden
 
-    @property
+    @cached_property
     def head(self) -> int:
         """Weights of the head; where they are the embedding's it still holds them on a stage of its own."""
         return self.vocab * self.hidden
 
-    @property
+    @cached_property
+    def largest(self) -> int:
+        """Parameters of the largest weight."""
+        return max(self.hidden * self.up, self.hidden * self.qkv, self.head)
+
+    @cached_property
     def last_norm(self) -> int:
         # Megatron-LM's count of a GPT leaves it out.
         return 0 if self.biased else self.hidden
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """All of them; a tied head counts once."""
         heads = 0 if self.tied else self.head

@@ -86,15 +86,18 @@ def layers_by_rank(model: ModelShape, kind: str, ranks: int, virtual: int) -> tu
 
     Raises ValueError where there are fewer layers than stages.
     """
-    per_rank = stages_of_a_rank(kind, virtual)
-    stages = ranks * per_rank
-    head = model.head / model.layer_matrices
-    runs = split_layers([1.0] * model.layers, stages, last=head)
+    stages = ranks * stages_of_a_rank(kind, virtual)
     held = [0] * ranks
-    for stage, run in enumerate(runs):
+    for stage, layers in enumerate(_layers_by_stage(model, stages)):
         place = stage % ranks if kind != "zb-v" or stage < ranks else stages - 1 - stage
-        held[place] += len(run)
+        held[place] += layers
     return tuple(held)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layers_by_stage(model: ModelShape, stages: int) -> tuple[int, ...]:
+    head = model.head / model.layer_matrices
+    return tuple(len(run) for run in split_layers([1.0] * model.layers, stages, last=head))
 
 
 def last_stage_rank(kind: str, ranks: int) -> int:

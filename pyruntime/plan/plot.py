@@ -9,7 +9,9 @@ from pyruntime.plan.memory import SAFE
 from pyruntime.plan.report import GB
 from pyruntime.plan.search import Candidate, Result, pareto
 
-LABELLED = 6
+LABELLED = 8
+SLOWEST = 4
+"""Meshes that take so many times as long as the best are not drawn."""
 
 
 def png(result: Result, shown: Sequence[Candidate], path: str | Path) -> None:
@@ -17,7 +19,7 @@ def png(result: Result, shown: Sequence[Candidate], path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     capacity = result.job.cluster.memory_bytes
-    figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(11, 5.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     groups = {
         "data, tensor, context": [each for each in result.candidates if _kind(each) == 0],
@@ -31,25 +33,35 @@ def png(result: Result, shown: Sequence[Candidate], path: str | Path) -> None:
     front = pareto(result.candidates)
     axes.plot(*_points(front), "-", color="black", lw=1, label="no mesh is better in both", zorder=2)
     for number, each in enumerate(shown[:LABELLED], 1):
-        x, y = each.memory.total / GB, each.total
-        axes.plot([x], [y], "o", color="C3", ms=5, zorder=3)
+        place = (each.memory.total / GB, each.total)
+        label = f"{number}: {each.mesh.text()}"
+        axes.plot(*place, "o", color="C3", ms=5, zorder=3, label=label)
+        # Below the dot, one under another where dots lie together.
         axes.annotate(
-            f"{number}: {each.mesh.text()}",
-            (x, y),
-            xytext=(0.985, 0.50 - 0.045 * number),
-            textcoords="axes fraction",
-            ha="right",
-            fontsize=8,
-            arrowprops={"arrowstyle": "-", "color": "C3", "lw": 0.5, "alpha": 0.6},
+            str(number),
+            place,
+            xytext=(0, -8 - 9 * (number % 3)),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize=7,
+            color="C3",
         )
-    axes.axvline(SAFE * capacity / GB, color="grey", lw=0.8, ls="--")
-    axes.text(SAFE * capacity / GB, axes.get_ylim()[1], " 80 %", va="top", fontsize=8, color="grey")
+    best = front[0].total
     axes.set_yscale("log")
+    axes.set_ylim(best * 0.75, best * SLOWEST)
+    slower = sum(each.total > best * SLOWEST for each in result.candidates)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.axvline(SAFE * capacity / GB, color="grey", lw=0.8, ls="--", label="80 % of the memory")
     axes.set_xlabel("memory of the fullest rank (GB)")
     axes.set_ylabel("predicted step (s)")
-    axes.set_title(f"{result.job.model.name} on {result.job.gpus} x {result.job.cluster.gpu}", fontsize=10)
+    unseen = f"; {slower:,} are slower than shown" if slower else ""
+    axes.set_title(
+        f"{result.job.model.name} on {result.job.gpus} x {result.job.cluster.gpu}{unseen}", fontsize=10
+    )
     axes.grid(alpha=0.3, which="both")
-    axes.legend(loc="upper right", fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=7)
     figure.savefig(path)
 
 
