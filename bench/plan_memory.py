@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--most", type=int, default=1000, help="meshes of a number of ranks; default all")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--recompute", action="store_true", help="also with activation checkpointing")
+    parser.add_argument("--recompute", action="store_true", help="with activation checkpointing")
     return parser.parse_args()
 
 

@@ -84,7 +84,7 @@ def main() -> None:
             args, HOW.format(steps=args.steps, alone=f"{took:.3f} s for {single.batch} sequences")
         )
         job = job_of(args.shape, cluster, ranks, args.batch, args.seq)
-        predictor = Predictor(job)
+        predictor = Predictor(job, sums_whole=True)
         rows, found = [], []
         for mesh in runnable(job, 1, args.most):
             measured = train(job, mesh, steps, netlab).seconds

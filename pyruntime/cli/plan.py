@@ -13,7 +13,7 @@ from pyruntime.cli.arguments import parse
 from pyruntime.plan import report
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.explain import explain
-from pyruntime.plan.memory import PAPER, TRAINER
+from pyruntime.plan.memory import PAPER, TRAINER, Rules
 from pyruntime.plan.mesh import Job, sequences
 from pyruntime.plan.models import find_model
 from pyruntime.plan.search import Candidate, Choice, Result, search, shapes
@@ -114,7 +114,8 @@ def main(argv: list[str]) -> None:
     print(f"\nGPU hours are for {options.tokens:.3g} tokens. --explain N takes a line apart.")
     chosen = _chosen(options, shown)
     if options.explain:
-        print("\n" + explain(Predictor(job, options.overlap), chosen, refusal))
+        predictor = Predictor(job, options.overlap, sums_whole=rules_of(options).sums_whole)
+        print("\n" + explain(predictor, chosen, refusal))
     _write(options, result, shown, asked)
 
 
@@ -122,6 +123,10 @@ def job_of(options: Options) -> Job:
     tokens = parse_tokens(options.tokens_per_step)
     model, cluster = find_model(options.model), find_cluster(options.cluster)
     return Job(model, cluster, options.gpus, sequences(tokens, options.seq), options.seq)
+
+
+def rules_of(options: Options) -> Rules:
+    return TRAINER if options.memory == "trainer" else PAPER
 
 
 def parse_tokens(text: str) -> int:
@@ -143,8 +148,7 @@ def parse_tokens(text: str) -> int:
 def _search(options: Options, job: Job) -> tuple[Result, float]:
     started = time.perf_counter()
     choice = Choice(axonn=options.axonn, co2=options.co2, recompute=options.recompute)
-    rules = TRAINER if options.memory == "trainer" else PAPER
-    result = search(job, choice, overlap=options.overlap, rules=rules, risky=options.risky)
+    result = search(job, choice, overlap=options.overlap, rules=rules_of(options), risky=options.risky)
     return result, time.perf_counter() - started
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.holmes import Across, search_across
-from pyruntime.plan.memory import PAPER, TRAINER
 from pyruntime.plan.mesh import Job
 from pyruntime.plan.report import columns
 from pyruntime.plan.trainer import toml
@@ -19,15 +18,14 @@ if TYPE_CHECKING:
 
 def main(options: Options) -> None:
     """Prints the fastest meshes over both clusters, and writes the first for the trainer where asked to."""
-    from pyruntime.cli.plan import job_of
+    from pyruntime.cli.plan import job_of, rules_of
 
     if not options.join_bandwidth > 0:
         raise ConfigError(f"--join_bandwidth must be above 0, found {options.join_bandwidth}.")
     try:
         job = job_of(options)
         clusters = [job.cluster, find_cluster(options.join)]
-        rules = TRAINER if options.memory == "trainer" else PAPER
-        found = search_across(job, clusters, options.join_bandwidth, options.overlap, rules)
+        found = search_across(job, clusters, options.join_bandwidth, options.overlap, rules_of(options))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not found:

@@ -44,6 +44,11 @@ class Rules:
     workspaces: bool = False
     """Whether chunks travel through symmetric memory: four slots of the largest operand of an axis."""
 
+    @property
+    def sums_whole(self) -> bool:
+        """Whether sums of earlier micro-batches are kept whole at every ZeRO stage, and travel once."""
+        return self.reduced_gradient is not None
+
 
 PAPER = Rules()
 """Mixed precision as Megatron-LM has it: fp32 main gradients, 18 bytes a parameter."""

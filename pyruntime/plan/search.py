@@ -77,7 +77,7 @@ def search(
     risky: also those between 80 and 100 % of the memory. Raises ValueError for a job that cannot be.
     """
     check_job(job)
-    predictor = Predictor(job, overlap)
+    predictor = Predictor(job, overlap, sums_whole=rules.sums_whole)
     capacity = job.cluster.memory_bytes
     found: list[Candidate] = []
     considered = too_big = 0

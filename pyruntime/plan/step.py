@@ -76,7 +76,9 @@ class Predictor:
 
     overlap: see `pyruntime.plan.overlap`. reduce_bytes: of an element of a gradient that travels.
     regather: column linears gather their input again in the backward pass instead of keeping it; None: inside
-    nodes, as this project does.
+    nodes, as this project does. sums_whole: gradients of all micro-batches are summed before they travel, at
+    every ZeRO stage, as in this project; otherwise stages 2 and 3, which hold none whole, reduce them every
+    time.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class Predictor:
         overlap: Overlap = "fused",
         reduce_bytes: float = 2.0,
         regather: bool | None = None,
+        sums_whole: bool = False,
     ):
         self.job, self.overlap, self.reduce_bytes, self.regather = job, overlap, reduce_bytes, regather
+        self.sums_whole = sums_whole
         self._layers: dict[tuple, LayerSeconds] = {}
 
     def link(self, mesh: Mesh, axis: str, size: int) -> Link:
@@ -318,14 +322,18 @@ class Predictor:
         if self.overlap == "none":
             window_forward = window_backward = 0.0
         units = max(1, layers)
+        times = 1 if self.sums_whole else micro_batches
         if zero == 3:
             # Weights come one layer ahead, for every micro-batch in both directions; the first layer's and
             # the last gradient's are waited for.
             each = max(0.0, weights - window_forward) + weights / units
-            each += max(0.0, weights - window_backward)
-            last = max(0.0, weights + gradients - window_backward) - max(0.0, weights - window_backward)
-            return micro_batches * each + last + gradients / units, optimizer
+            without = max(0.0, weights - window_backward)
+            reducing = max(0.0, weights + gradients - window_backward) + gradients / units
+            in_all = micro_batches * each + (micro_batches - times) * without + times * reducing
+            return in_all, optimizer
+        if zero < 2:
+            times = 1
         if zero == 0:  # Whole sums return in place of new weights, before the optimizer.
             gradients, weights = gradients + weights, 0.0
         left = max(0.0, gradients - window_backward) + (gradients / units if window_backward else 0.0)
-        return left + max(0.0, weights - window_forward) + weights / units, optimizer
+        return times * left + max(0.0, weights - window_forward) + weights / units, optimizer

@@ -188,3 +188,12 @@ def test_co2_takes_reductions_off_a_thin_network():
     reduced = Predictor(wanted).step(Mesh(tp=8, dp=8, zero=0))
     averaged = Predictor(wanted).step(Mesh(tp=8, dp=8, zero=0, tau=48))
     assert averaged.dp == 0 < reduced.dp and averaged.compute == reduced.compute
+
+
+def test_sharded_gradients_are_reduced_after_every_micro_batch_unless_sums_are_kept_whole():
+    wanted, mesh = job("llama3-8b", "thin", 64, 64, 8192), Mesh(tp=8, dp=8, zero=1)
+    once = Predictor(wanted, "none").step(mesh).dp
+    assert Predictor(wanted, "none").step(replace(mesh, zero=2)).dp == pytest.approx(
+        (8 + 1) / 2 * once, rel=0.02
+    )
+    assert Predictor(wanted, "none", sums_whole=True).step(replace(mesh, zero=2)).dp == once
