@@ -98,7 +98,9 @@ def run(command: list[str]) -> None:
             os.killpg(process.pid, signal.SIGTERM)
             raise
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command[-12:])} ended with {process.returncode}:\n{out[-3000:]}")
+        raise RuntimeError(
+            f"{' '.join(command[-12:])} ended with {process.returncode}:\n{out[:2000]}\n...\n{out[-500:]}"
+        )
 
 
 def train(job: Job, mesh: Mesh, steps: int, netlab: list[str] | None = None) -> Run:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +21,7 @@ from common import Report, parser_of, table
 from plan_runs import SHAPES, job_of, launcher, run, runnable, train
 
 from pyruntime.plan.cluster import Cluster, find_cluster
+from pyruntime.plan.measured import fit_flops
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.step import Predictor
 
@@ -42,19 +43,6 @@ def alone(job: Job, copies: int, steps: int) -> float:
     with ThreadPoolExecutor(copies) as pool:
         runs = pool.map(lambda _: train(job, Mesh(zero=0, micro_batch=1), steps).seconds, range(copies))
         return median(runs)
-
-
-def fitted(job: Job, seconds: float) -> Cluster:
-    """The cluster of `job` with operations/s at which one rank takes so long."""
-    low, high = job.cluster.peak_flops / 100, job.cluster.peak_flops * 100
-    for _ in range(60):
-        middle = (low * high) ** 0.5
-        # Attention keeps its own speed.
-        ratio = job.cluster.attention_flops / middle
-        cluster = replace(job.cluster, peak_flops=middle, attention_efficiency=ratio)
-        took = Predictor(replace(job, cluster=cluster)).step(Mesh(zero=0)).total
-        low, high = (middle, high) if took > seconds else (low, middle)
-    return cluster
 
 
 def arguments() -> argparse.Namespace:
@@ -79,7 +67,7 @@ def main() -> None:
             cluster = measured_cluster(ranks, netlab, Path(folder))
         single = job_of(args.shape, cluster, 1, max(1, args.batch // ranks), args.seq)
         took = alone(single, ranks, steps)
-        cluster = fitted(single, took)
+        cluster = fit_flops(single, took)
         report = Report(
             args, HOW.format(steps=args.steps, alone=f"{took:.3f} s for {single.batch} sequences")
         )

@@ -5,6 +5,7 @@ Alone it times products, attention and memory; under torchrun (or netlab) the li
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
 import time
@@ -42,8 +43,9 @@ def main(path: str) -> None:
         memory_bytes=float(memory),
         memory_bandwidth=copied,
         ranks_per_host=local,
-        inside=link if hosts == 1 else None,
-        between=link if hosts > 1 else None,
+        inside=link.fitted if link and hosts == 1 else None,
+        between=link.fitted if link and hosts > 1 else None,
+        core_bandwidth=link.core_bandwidth if link else 0.0,
     )
     try:
         Path(path).write_text(to_toml(cluster), encoding="utf-8")
@@ -54,12 +56,23 @@ def main(path: str) -> None:
     if link is None:
         print("links      not measured: start it with torchrun, on as many ranks as you have")
     else:
+        found = link.fitted
         print(
-            f"links      {link.alpha * 1e6:,.0f} us a step and {link.bandwidth / 1e9:,.2f} GB/s a rank, "
-            "fitted to "
-            f"{len(SIZES)} sizes with an error of {link.error:.0%}"
+            f"links      {found.alpha * 1e6:,.0f} us a step and {found.bandwidth / 1e9:,.2f} GB/s a rank, "
+            "fitted "
+            f"to {len(SIZES)} sizes with an error of {found.error:.0%}; a second of the processor for "
+            f"{link.core_bandwidth / 1e9:,.2f} GB"
         )
     print(f"{path} is a cluster for --cluster.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What an all-gather over all ranks takes."""
+
+    fitted: AlphaBeta
+    core_bandwidth: float
+    """Bytes received for each second of processor time."""
 
 
 def _median(run: Callable[[], object], together: Callable[[], object]) -> float:
@@ -101,8 +114,8 @@ def _copies(together: Callable[[], object]) -> float:
     return 2 * source.nbytes / _median(lambda: target.copy_(source), together)
 
 
-def _links(ranks: int) -> tuple[AlphaBeta, Callable[[], object]]:
-    """Alpha and beta of the all-gather of pyruntime over all ranks, and a barrier."""
+def _links(ranks: int) -> tuple[Links, Callable[[], object]]:
+    """The all-gather of pyruntime over all ranks, and a barrier."""
     import torch
     import torch.distributed as dist
 
@@ -110,7 +123,7 @@ def _links(ranks: int) -> tuple[AlphaBeta, Callable[[], object]]:
 
     dist.init_process_group("gloo")
     group = dist.group.WORLD
-    seconds = []
+    seconds, shard = [], torch.empty(0)
     for size in SIZES:
         shard = torch.ones(size // ranks // 4, 1)
 
@@ -120,4 +133,9 @@ def _links(ranks: int) -> tuple[AlphaBeta, Callable[[], object]]:
         mine = torch.tensor(_median(gather, dist.barrier))
         dist.all_reduce(mine, dist.ReduceOp.MAX)
         seconds.append(float(mine))
-    return fit_alpha_beta(SIZES, seconds, ranks), dist.barrier
+    started = time.process_time()
+    for _ in range(ROUNDS):
+        pyruntime.all_gather(shard, group)
+    own = (time.process_time() - started) / ROUNDS
+    received = SIZES[-1] * (ranks - 1) / ranks
+    return Links(fit_alpha_beta(SIZES, seconds, ranks), received / max(own, 1e-6)), dist.barrier

@@ -17,7 +17,7 @@ Source: arXiv 2305.13525, algorithm 1 and the communication model, and its relea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.communication import all_gather, all_reduce, link
@@ -86,8 +86,7 @@ def seconds_of(
     over_data = link(cluster, grid.x * grid.y * grid.z, grid.data)
     if not latency:
         over_x, over_y, over_z, over_data = (
-            type(each)(each.size, each.bandwidth, 0.0, each.crosses)
-            for each in (over_x, over_y, over_z, over_data)
+            replace(each, latency=0.0) for each in (over_x, over_y, over_z, over_data)
         )
     inner, outer = (over_x, over_y) if linear.transposed else (over_y, over_x)
     weight = linear.k * linear.n / (grid.x * grid.y)

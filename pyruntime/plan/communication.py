@@ -23,12 +23,15 @@ class Link:
     """Seconds of a step of a ring."""
     crosses: bool
     """Whether it leaves the node, and shares its adapters with other axes that do."""
+    core: float = 0.0
+    """Seconds of its own that a rank spends on a byte; see `Cluster.core_bandwidth`."""
 
 
 def link(cluster: Cluster, inner: int, size: int) -> Link:
     """Of groups of `size` ranks whose faster-varying axes have `inner` ranks together."""
     crosses = size > 1 and not cluster.fits(inner, size)
-    return Link(size, cluster.bandwidth(inner, size), cluster.latency(inner, size), crosses)
+    core = 1 / cluster.core_bandwidth if cluster.core_bandwidth else 0.0
+    return Link(size, cluster.bandwidth(inner, size), cluster.latency(inner, size), crosses, core)
 
 
 def all_gather(nbytes: float, over: Link) -> float:
@@ -37,6 +40,12 @@ def all_gather(nbytes: float, over: Link) -> float:
         return 0.0
     steps = over.size - 1
     return steps / over.size * nbytes / over.bandwidth + steps * over.latency
+
+
+def own_seconds(nbytes: float, over: Link) -> float:
+    """What of an all-gather or a reduce-scatter of `nbytes` bytes in all the rank spends itself: no product
+    can hide that."""
+    return (over.size - 1) / over.size * nbytes * over.core
 
 
 def all_reduce(nbytes: float, over: Link) -> float:

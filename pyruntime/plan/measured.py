@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pyruntime.plan.cluster import Cluster, Inside
+from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.plan.step import Predictor
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def cluster_of(
     ranks_per_host: int,
     inside: AlphaBeta | None,
     between: AlphaBeta | None,
+    core_bandwidth: float = 0.0,
     layer_overhead: float = 0.0,
     process_bytes: float = 0.3e9,
 ) -> Cluster:
@@ -82,6 +85,21 @@ def cluster_of(
         latency_inside=near.alpha if near else 0.0,
         latency_between=far.alpha if far else 0.0,
         attention_efficiency=attention_flops / flops,
+        core_bandwidth=core_bandwidth,
         layer_overhead=layer_overhead,
         process_bytes=process_bytes,
     )
+
+
+def fit_flops(job: Job, seconds: float) -> Cluster:
+    """The cluster of `job` with operations/s of products at which a step of one rank alone takes `seconds`;
+    all else, attention too, stays as it is."""
+    cluster = job.cluster
+    low, high = cluster.peak_flops / 100, cluster.peak_flops * 100
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        attention = cluster.attention_flops / middle
+        fitted = replace(cluster, peak_flops=middle, efficiency=1.0, attention_efficiency=attention)
+        took = Predictor(replace(job, cluster=fitted)).step(Mesh(zero=0)).total
+        low, high = (middle, high) if took > seconds else (low, middle)
+    return fitted

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pyruntime.plan.communication import Link, all_gather
+from pyruntime.plan.communication import Link, all_gather, own_seconds
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
 
@@ -111,12 +111,13 @@ def exposed_of(
     if overlap == "none":
         return Exposed(linear, compute, transfer, transfer, backward, backward)
     under = compute * (2 if linear.column else 1)
+    own = own_seconds(2 * tokens * linear.travels, over)
     return Exposed(
         linear,
         compute,
         transfer,
-        exposed(transfer, compute, ranks),
-        exposed(backward, under, ranks),
+        min(transfer, own + exposed(transfer, compute, ranks)),
+        min(backward, own * backward / transfer + exposed(backward, under, ranks)) if transfer else 0.0,
         backward,
     )
 

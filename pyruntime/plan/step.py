@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pyruntime.plan import axonn, co2
-from pyruntime.plan.communication import Link, all_gather, all_reduce, link, send
+from pyruntime.plan.communication import Link, all_gather, all_reduce, link, own_seconds, send
 from pyruntime.plan.memory import layer_activations, parameters_of_rank
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.overlap import Exposed, Linear, Overlap, exposed, exposed_of, linears
@@ -20,6 +20,8 @@ from pyruntime.plan.pipelines import bubble, last_stage_rank, layers_by_rank
 
 FLASH_BACKWARD = 2.5
 """Products of flash attention's backward pass over those of its forward pass."""
+UNITS_OF_A_LAYER = 4
+"""Weights that travel one by one."""
 OPTIMIZER_BYTES = 28
 """Read and written for a parameter: fp32 master and moments both ways, gradient, weight."""
 
@@ -167,10 +169,12 @@ class Predictor:
         if mesh.cp == 1:
             return 0.0, 0.0, 0.0
         over, model = self.link(mesh, "cp", mesh.cp), self.job.model
-        hop = send(2 * tokens * 2 * model.kv_heads * model.head_dim / mesh.tp, over)
+        nbytes = 2 * tokens * 2 * model.kv_heads * model.head_dim / mesh.tp
+        hop, own = send(nbytes, over), nbytes * over.core
         hops = mesh.cp - 1
-        forward = exposed(hops * hop, attention, mesh.cp)
-        return forward, exposed(2 * hops * hop, backward * attention, mesh.cp) + hop, hops * hop
+        forward = exposed(hops * hop, attention, mesh.cp) + hops * own
+        back = exposed(2 * hops * hop, backward * attention, mesh.cp) + hop + 2 * hops * own
+        return forward, back, hops * hop
 
     def _axonn_layer(self, mesh: Mesh) -> LayerSeconds:
         """Overlaps as AxoNN has them: the all-reduce of O waits, that of dI runs under dW, weights come and
@@ -271,7 +275,7 @@ class Predictor:
             pp_exposed = 2 * (mesh.pp - 1) * hop
             if mesh.kind == "zb-v" or mesh.virtual > 1:
                 pp_exposed *= 2 if mesh.kind == "zb-v" else mesh.virtual
-        dp, optimizer = self._reduction(mesh, micro_batches, one, counts, slowest)
+        dp, optimizer = self._reduction(mesh, micro_batches, one, layers, head if has_head else 0.0)
         times = micro_batches
         return StepSeconds(
             compute=times * compute,
@@ -298,11 +302,12 @@ class Predictor:
         return sum(parameters_of_rank(self.job.model, cut, layers, True, first_is_last))
 
     def _reduction(
-        self, mesh: Mesh, micro_batches: int, one: LayerSeconds, counts: tuple[int, ...], rank: int
+        self, mesh: Mesh, micro_batches: int, one: LayerSeconds, layers: int, head: float
     ) -> tuple[float, float]:
-        """Exposed seconds of gradients and weights over dp and cp, and the optimizer's."""
+        """Exposed seconds of gradients and weights over dp and cp, and the optimizer's. head: seconds of its
+        product where the rank has it."""
         cluster = self.job.cluster
-        parameters, layers = self.parameters(mesh), counts[rank]
+        parameters = self.parameters(mesh)
         held = parameters / mesh.shard if mesh.zero else parameters
         optimizer = held * OPTIMIZER_BYTES / cluster.memory_bandwidth
         if mesh.tau or mesh.dp * mesh.cp == 1:
@@ -314,26 +319,34 @@ class Predictor:
         gradients = all_gather(self.reduce_bytes * parameters, over)
         gradients += all_reduce(self.reduce_bytes * parameters / size, replicas)
         weights = all_gather(2 * parameters, over)
-        forward = layers * (one.forward + one.tp_forward + one.cp_forward)
-        backward = layers * (one.backward_input + one.backward_weight + one.tp_backward + one.cp_backward)
+        own_gradients = own_seconds(self.reduce_bytes * parameters, over)
+        own_gradients += 2 * own_seconds(self.reduce_bytes * parameters / size, replicas)
+        own_weights = own_seconds(2 * parameters, over)
+        forward = head + layers * (one.forward + one.tp_forward + one.cp_forward)
+        backward = 2 * head + layers * (
+            one.backward_input + one.backward_weight + one.tp_backward + one.cp_backward
+        )
         busy_forward = layers * one.between_forward if over.crosses else 0.0
         busy_backward = layers * one.between_backward if over.crosses else 0.0
         window_forward, window_backward = max(0.0, forward - busy_forward), max(0.0, backward - busy_backward)
         if self.overlap == "none":
-            window_forward = window_backward = 0.0
-        units = max(1, layers)
+            window_forward = window_backward = own_gradients = own_weights = 0.0
+        units = UNITS_OF_A_LAYER * layers + 2
+
+        def left(transfer: float, window: float) -> float:
+            # Unit by unit: the first transfer begins when a unit has been computed, the last ends after all.
+            return max(transfer - window * (units - 1) / units, transfer / units)
+
         times = 1 if self.sums_whole else micro_batches
         if zero == 3:
-            # Weights come one layer ahead, for every micro-batch in both directions; the first layer's and
-            # the last gradient's are waited for.
-            each = max(0.0, weights - window_forward) + weights / units
-            without = max(0.0, weights - window_backward)
-            reducing = max(0.0, weights + gradients - window_backward) + gradients / units
+            # Weights come ahead of their use, for every micro-batch in both directions, and gradients go.
+            each = left(weights, window_forward)
+            without, reducing = left(weights, window_backward), left(weights + gradients, window_backward)
             in_all = micro_batches * each + (micro_batches - times) * without + times * reducing
-            return in_all, optimizer
+            return in_all + 2 * micro_batches * own_weights + times * own_gradients, optimizer
         if zero < 2:
             times = 1
+        own = times * own_gradients + own_weights
         if zero == 0:  # Whole sums return in place of new weights, before the optimizer.
-            gradients, weights = gradients + weights, 0.0
-        left = max(0.0, gradients - window_backward) + (gradients / units if window_backward else 0.0)
-        return times * left + max(0.0, weights - window_forward) + weights / units, optimizer
+            return own + left(gradients + weights, window_backward), optimizer
+        return own + times * left(gradients, window_backward) + left(weights, window_forward), optimizer
