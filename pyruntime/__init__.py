@@ -5,21 +5,26 @@ top of them,
 `pyruntime.parallelize` puts those into any model, and `python -m pyruntime train` trains a compact Llama.
 """
 
-from pyruntime.comm import CommError, CommTimeout, PeerLost, Runtime, keep_freed_memory
-from pyruntime.context import ring_attention
-from pyruntime.data_parallel import shard
-from pyruntime.nn.explain import explain
-from pyruntime.nn.parallelize import parallelize
-from pyruntime.ops import (
-    all_gather,
-    all_gather_matmul,
-    all_reduce,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-    reduce_scatter,
-    replicate_grad,
-    replicated_matmul,
-)
+from typing import TYPE_CHECKING
+
+from pyruntime.lazy import names_of
+
+if TYPE_CHECKING:
+    from pyruntime.comm import CommError, CommTimeout, PeerLost, Runtime, keep_freed_memory
+    from pyruntime.context import ring_attention
+    from pyruntime.data_parallel.shard import shard
+    from pyruntime.nn.explain import explain
+    from pyruntime.nn.parallelize import parallelize
+    from pyruntime.ops import (
+        all_gather,
+        all_gather_matmul,
+        all_reduce,
+        matmul_all_reduce,
+        matmul_reduce_scatter,
+        reduce_scatter,
+        replicate_grad,
+        replicated_matmul,
+    )
 
 __version__ = "0.1.0"
 
@@ -42,3 +47,15 @@ __all__ = [
     "ring_attention",
     "shard",
 ]
+
+# Imported when first asked for: `pyruntime.plan`, `pyruntime.pipeline` and the command line need no torch.
+_COMM = ("CommError", "CommTimeout", "PeerLost", "Runtime", "keep_freed_memory")
+_PLACES = {
+    **{name: "pyruntime.ops" for name in __all__},
+    **{name: "pyruntime.comm" for name in _COMM},
+    "explain": "pyruntime.nn.explain",
+    "parallelize": "pyruntime.nn.parallelize",
+    "ring_attention": "pyruntime.context",
+    "shard": "pyruntime.data_parallel",
+}
+__getattr__ = names_of(__name__, _PLACES, ("comm", "context", "data_parallel", "nn", "ops"))

@@ -1,4 +1,4 @@
-"""`python -m pyruntime train | generate | doctor | schedule`."""
+"""`python -m pyruntime train | generate | doctor | schedule | profile | plan`."""
 
 from pyruntime.cli.main import main
 

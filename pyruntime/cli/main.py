@@ -26,6 +26,7 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
   doctor     show what was built, what hardware there is, and which tier each operation takes
   schedule   show, check and simulate a pipeline schedule
   profile    time a stage of a model and find the best slices of a sequence for a pipeline
+  plan       find the fastest mesh that fits a model into a cluster, before a GPU is rented
 
 python -m pyruntime COMMAND --help documents every option."""
 
@@ -95,8 +96,14 @@ def _dispatch(argv: list[str], stop: StopRequest) -> int:
         from pyruntime.cli import profile
 
         profile.main(rest)
+    elif command == "plan":
+        from pyruntime.cli import plan
+
+        plan.main(rest)
     else:
-        raise ConfigError(f"There is no command {command}; use train, generate, doctor, schedule or profile.")
+        raise ConfigError(
+            f"There is no command {command}; use train, generate, doctor, schedule, profile or plan."
+        )
     return 0
 
 

@@ -8,22 +8,41 @@ from pathlib import Path
 
 from pyruntime.cli.arguments import parse, take_option
 from pyruntime.cli.environment import started_ranks
-from pyruntime.train import checkpoint_folder, config_file, validate
+from pyruntime.train import checkpoint_folder, config_file, dry_run, validate
 from pyruntime.train.config import RunConfig
+from pyruntime.train.errors import ConfigError
 from pyruntime.train.signals import StopRequest
 
 PROGRAM = "python -m pyruntime train"
 DESCRIPTION = """Trains a Llama on text with tensor parallelism over all ranks that torchrun started: torchrun
 --nproc-per-node N -m pyruntime train --config FILE.toml [--section.key value ...]. --config takes a TOML file
 or the name of a preset ({presets}); left out it is main, or with --checkpoint.resume the run's own
-config.toml. Flags change single values of it."""
+config.toml. Flags change single values of it. --dry_run RANKS checks all of it for so many ranks, and starts
+nothing."""
 
 
 def main(argv: list[str], stop: StopRequest) -> None:
+    ranks, argv = _dry_run(argv)
     config, name = read(argv)
+    if ranks is not None:
+        print(dry_run.report(config, ranks))
+        return
     world_size = started_ranks()
     validate.check(config, world_size)
     run(config, name, world_size, stop)
+
+
+def _dry_run(argv: list[str]) -> tuple[int | None, list[str]]:
+    """The number of ranks of --dry_run (or --dry-run), None where it is not there; and the other
+    arguments."""
+    value, rest = take_option(
+        ["--dry_run" + each[9:] if each[:9] == "--dry-run" else each for each in argv], "dry_run"
+    )
+    if value is None:
+        return None, argv
+    if not value.isdigit() or int(value) < 1:
+        raise ConfigError(f"--dry_run needs the number of ranks that are to be started, found {value}.")
+    return int(value), rest
 
 
 def read(argv: list[str]) -> tuple[RunConfig, str]:

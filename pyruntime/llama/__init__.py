@@ -1,10 +1,15 @@
 """A compact Llama on tensor-parallel linears, and its interchange with Hugging Face checkpoints."""
 
+from typing import TYPE_CHECKING
+
+from pyruntime.lazy import names_of
 from pyruntime.llama.config import LlamaConfig, RopeScaling
-from pyruntime.llama.generate import KVCache, generate, generate_steps
-from pyruntime.llama.hf import load_hf, load_weights, save_hf
-from pyruntime.llama.model import Llama
 from pyruntime.llama.presets import PRESETS, preset
+
+if TYPE_CHECKING:
+    from pyruntime.llama.generation import KVCache, generate, generate_steps
+    from pyruntime.llama.hf import load_hf, load_weights, save_hf
+    from pyruntime.llama.model import Llama
 
 __all__ = [
     "PRESETS",
@@ -19,3 +24,11 @@ __all__ = [
     "preset",
     "save_hf",
 ]
+
+# Imported when first asked for: shapes alone need no torch.
+_PLACES = {
+    **{name: "pyruntime.llama.generation" for name in ("KVCache", "generate", "generate_steps")},
+    **{name: "pyruntime.llama.hf" for name in ("load_hf", "load_weights", "save_hf")},
+    "Llama": "pyruntime.llama.model",
+}
+__getattr__ = names_of(__name__, _PLACES)

@@ -46,7 +46,7 @@ from pyruntime.nn.parameters import Group, TensorGroup
 from pyruntime.ops.layers import add_rms_norm, apply_rope_qkv, rms_norm, swiglu
 
 if TYPE_CHECKING:
-    from pyruntime.llama.generate import KVCache
+    from pyruntime.llama.generation import KVCache
 
 IGNORE_INDEX = -100  # labels of this value are left out of the loss, as in torch.nn.functional.cross_entropy
 

@@ -8,6 +8,7 @@ import pytest
 from pyruntime.cli import main
 from pyruntime.cli.doctor import Options as DoctorOptions
 from pyruntime.cli.generate import Options as GenerateOptions
+from pyruntime.cli.plan import Options as PlanOptions
 from pyruntime.cli.schedule import Options as ScheduleOptions
 from pyruntime.train.config import RunConfig
 
@@ -28,6 +29,7 @@ def flags(config, prefix=""):
         ("generate", GenerateOptions),
         ("doctor", DoctorOptions),
         ("schedule", ScheduleOptions),
+        ("plan", PlanOptions),
     ],
 )
 def test_help_shows_every_flag_with_a_sentence(capsys, monkeypatch, command, options):

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from pyruntime.llama import KVCache, Llama, generate, generate_steps, preset, save_hf
-from pyruntime.llama.generate import next_logits, sample
+from pyruntime.llama.generation import next_logits, sample
 from tests.llama.cases import CASES, continue_text
 
 CONFIG = CASES["gqa-llama3-tied"]

@@ -1,0 +1,214 @@
+"""`python -m pyruntime plan`: which mesh fits, which is fastest, and what stays exposed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from pyruntime.cli.arguments import parse
+from pyruntime.plan import report
+from pyruntime.plan.cluster import find_cluster
+from pyruntime.plan.explain import explain
+from pyruntime.plan.memory import PAPER, TRAINER, Rules
+from pyruntime.plan.mesh import Job, sequences
+from pyruntime.plan.models import find_model
+from pyruntime.plan.search import Candidate, Choice, Result, search, shapes
+from pyruntime.plan.step import Predictor
+from pyruntime.plan.trainer import Asked, toml
+from pyruntime.train.errors import ConfigError
+
+PROGRAM = "python -m pyruntime plan"
+DESCRIPTION = """Searches all legal meshes of a cluster's GPUs for a model, leaves out those that do not fit
+into 80 percent of the memory, predicts a step of the others, and shows the fastest with what stays exposed.
+Nothing is started and no GPU is needed. A star marks meshes that no other beats in both time and memory."""
+SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    model: str = "llama3-8b"
+    """Name of a known model, however spelled (llama-3-70b, gpt-145.6b)."""
+    gpus: int = 8
+    """Number of GPUs; whole nodes."""
+    cluster: str = "dgx-h100"
+    """Name of a known cluster, or a TOML file that describes one."""
+    tokens_per_step: str = "4M"
+    """Tokens of an optimizer step; K, M and G are powers of 1024."""
+    seq: int = 8192
+    """Tokens of a sequence."""
+    tokens: float = 1e12
+    """Tokens of the whole training, for its cost in GPU hours."""
+    overlap: Literal["none", "fused", "filler"] = "fused"
+    """What hides transfers: nothing, the products they belong to, or weight gradients too."""
+    memory: Literal["paper", "trainer"] = "paper"
+    """Whose rules of what is kept: Megatron-LM's mixed precision (18 bytes a parameter), or this
+    trainer's."""
+    top: int = 10
+    """Meshes that are shown."""
+    variants: bool = False
+    """Whether meshes of the same sizes are shown more than once, with other schedules or ZeRO stages."""
+    risky: bool = False
+    """Whether meshes between 80 and 100 percent of the memory are shown."""
+    only_runnable: bool = False
+    """Whether what the trainer cannot run yet is left out; the trainer is asked."""
+    axonn: bool = True
+    """Whether AxoNN's 4D meshes are searched."""
+    co2: bool = True
+    """Whether CO2 is searched, which averages parameters once in tau steps."""
+    recompute: bool = True
+    """Whether activation checkpointing is searched."""
+    explain: int = 0
+    """Number of the mesh in the table that is taken apart; 0: none."""
+    json: str = ""
+    """File to write the shown meshes and the Pareto front to; empty: none."""
+    plot: str = ""
+    """PNG file to draw all meshes into, time against memory; empty: none."""
+    config: str = ""
+    """TOML file to write for the trainer, of the mesh of --explain or the first that it runs; empty: none."""
+    join: str = ""
+    """A second cluster, with as many GPUs: a pipeline runs across both, layers by their speed. Empty:
+    none."""
+    join_bandwidth: float = 1.25e9
+    """Bytes/s from one rank to a rank of the other cluster."""
+    measure: str = ""
+    """TOML file to describe this machine in, in place of a search; under torchrun with its links."""
+
+
+def main(argv: list[str]) -> None:
+    options = parse(Options, argv, PROGRAM, DESCRIPTION)
+    if options.measure:
+        from pyruntime.cli import plan_measure
+
+        plan_measure.main(options.measure)
+        return
+    for name, least in (("top", 1), ("explain", 0), ("gpus", 1), ("seq", 1)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name} must be at least {least}, found {getattr(options, name)}.")
+    if not options.tokens > 0:
+        raise ConfigError(f"--tokens must be above 0, found {options.tokens}.")
+    if options.join:
+        from pyruntime.cli import plan_join
+
+        plan_join.main(options)
+        return
+    try:
+        job = job_of(options)
+        result, seconds = _search(options, job)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not result.candidates:
+        raise ConfigError(report.nothing_fits(result))
+    asked = Asked(job)
+
+    def refusal(candidate: Candidate) -> str | None:
+        return asked.refusal(candidate.mesh)
+
+    shown = _shown(options, result, asked)
+    print(report.opening(result, seconds))
+    print()
+    print(report.table(result, shown, refusal, options.tokens))
+    print(f"\nGPU hours are for {options.tokens:.3g} tokens. --explain N takes a line apart.")
+    chosen = _chosen(options, shown)
+    if options.explain:
+        predictor = Predictor(job, options.overlap, sums_whole=rules_of(options).sums_whole)
+        print("\n" + explain(predictor, chosen, refusal))
+    _write(options, result, shown, asked)
+
+
+def job_of(options: Options) -> Job:
+    tokens = parse_tokens(options.tokens_per_step)
+    model, cluster = find_model(options.model), find_cluster(options.cluster)
+    return Job(model, cluster, options.gpus, sequences(tokens, options.seq), options.seq)
+
+
+def rules_of(options: Options) -> Rules:
+    return TRAINER if options.memory == "trainer" else PAPER
+
+
+def parse_tokens(text: str) -> int:
+    """4M as 4 * 2^20. Raises ValueError for what is no number above 0 with K, M or G."""
+    plain = text.strip().lower()
+    digits = plain.rstrip("kmg")
+    suffix = plain[len(digits) :]
+    try:
+        tokens = float(digits) * SUFFIXES[suffix]
+    except (ValueError, KeyError):
+        tokens = 0.0
+    if not 1 <= tokens < 2**60 or tokens != int(tokens):
+        raise ValueError(
+            f"--tokens_per_step {text} is no number of tokens; write it as 4194304, 4096K or 4M (4 * 2^20)."
+        )
+    return int(tokens)
+
+
+def _search(options: Options, job: Job) -> tuple[Result, float]:
+    started = time.perf_counter()
+    choice = Choice(axonn=options.axonn, co2=options.co2, recompute=options.recompute)
+    result = search(job, choice, overlap=options.overlap, rules=rules_of(options), risky=options.risky)
+    return result, time.perf_counter() - started
+
+
+def _shown(options: Options, result: Result, asked: Asked) -> list[Candidate]:
+    kept: Iterable[Candidate] = result.candidates
+    if options.only_runnable:
+        kept = (each for each in kept if asked.refusal(each.mesh) is None)
+    if not options.variants:
+        kept = shapes(kept)
+    shown = list(itertools.islice(kept, options.top))
+    if not shown:
+        raise ConfigError(
+            "The trainer runs none of the meshes that fit; see them without --only_runnable True."
+        )
+    return shown
+
+
+def _chosen(options: Options, shown: list[Candidate]) -> Candidate:
+    if options.explain > len(shown):
+        raise ConfigError(
+            f"--explain {options.explain}: the table has {len(shown)} lines; use 1 to {len(shown)}."
+        )
+    return shown[max(0, options.explain - 1)]
+
+
+def _write(options: Options, result: Result, shown: list[Candidate], asked: Asked) -> None:
+    def refusal(candidate: Candidate) -> str | None:
+        return asked.refusal(candidate.mesh)
+
+    try:
+        if options.json:
+            text = report.document(result, shown, refusal, options.tokens)
+            Path(options.json).write_text(text + "\n", encoding="utf-8")
+        if options.plot:
+            from pyruntime.plan.plot import png
+
+            png(result, shown, options.plot)
+        if options.config:
+            Path(options.config).write_text(_config(options, result, shown, asked), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}.") from error
+
+
+def _config(options: Options, result: Result, shown: list[Candidate], asked: Asked) -> str:
+    if options.explain:
+        chosen = _chosen(options, shown)
+        why = asked.refusal(chosen.mesh)
+        if why is not None:
+            raise ConfigError(f"--config: the trainer does not run line {options.explain}: {why}")
+    else:
+        runs = (each for each in result.candidates if asked.refusal(each.mesh) is None)
+        found = next(runs, None)
+        if found is None:
+            raise ConfigError("--config: the trainer runs none of the meshes that fit.")
+        chosen = found
+    job = result.job
+    head = (
+        f"{chosen.mesh.text()}: predicted {chosen.total:.3f} s a step and "
+        f"{chosen.memory.total / report.GB:.1f} GB a "
+        f"rank on {job.gpus} x {job.cluster.gpu}.\n"
+        f"python -m pyruntime train --config THIS --dry-run {job.gpus} checks it without starting anything."
+    )
+    return toml(job, chosen.mesh, head)

@@ -1,0 +1,141 @@
+"""`python -m pyruntime plan --measure FILE`: this machine as a cluster file.
+
+Alone it times products, attention and memory; under torchrun (or netlab) the links between the ranks too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pyruntime.cli.environment import started_rank, started_ranks
+from pyruntime.plan.cluster import to_toml
+from pyruntime.plan.measured import AlphaBeta, cluster_of, fit_alpha_beta
+from pyruntime.train.errors import ConfigError
+
+SIZES = tuple(2**power for power in range(14, 25, 2))
+"""Bytes of an all-gather, over all ranks."""
+ROUNDS = 7
+
+
+def main(path: str) -> None:
+    """Measures and writes the TOML file. Every rank calls it."""
+    import torch
+
+    torch.set_num_threads(1)
+    ranks = started_ranks()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    link, parallel = (None, lambda: None) if ranks == 1 else _links(ranks)
+    flops, attention, copied = _products(parallel), _attention(parallel), _copies(parallel)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
+    if started_rank():
+        return
+    hosts = ranks // local
+    cluster = cluster_of(
+        Path(path).stem,
+        f"measured: {hosts} host(s) of {local} rank(s), one thread each",
+        flops=flops,
+        attention_flops=attention,
+        memory_bytes=float(memory),
+        memory_bandwidth=copied,
+        ranks_per_host=local,
+        inside=link.fitted if link and hosts == 1 else None,
+        between=link.fitted if link and hosts > 1 else None,
+        core_bandwidth=link.core_bandwidth if link else 0.0,
+    )
+    try:
+        Path(path).write_text(to_toml(cluster), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--measure {path}: cannot be written: {error.strerror}.") from error
+    print(f"products   {flops / 1e9:,.1f} GFLOP/s in bf16\nattention  {attention / 1e9:,.1f} GFLOP/s")
+    print(f"memory     {copied / 1e9:,.1f} GB/s of reading and writing")
+    if link is None:
+        print("links      not measured: start it with torchrun, on as many ranks as you have")
+    else:
+        found = link.fitted
+        print(
+            f"links      {found.alpha * 1e6:,.0f} us a step and {found.bandwidth / 1e9:,.2f} GB/s a rank, "
+            "fitted "
+            f"to {len(SIZES)} sizes with an error of {found.error:.0%}; a second of the processor for "
+            f"{link.core_bandwidth / 1e9:,.2f} GB"
+        )
+    print(f"{path} is a cluster for --cluster.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What an all-gather over all ranks takes."""
+
+    fitted: AlphaBeta
+    core_bandwidth: float
+    """Bytes received for each second of processor time."""
+
+
+def _median(run: Callable[[], object], together: Callable[[], object]) -> float:
+    """Seconds of `run`, on all ranks at the same time."""
+    run()
+    seconds = []
+    for _ in range(ROUNDS):
+        together()
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def _products(together: Callable[[], object]) -> float:
+    import torch
+
+    x, w = (torch.randn(1024, 1024).bfloat16() for _ in range(2))
+    return 2 * 1024**3 / _median(lambda: torch.nn.functional.linear(x, w), together)
+
+
+def _attention(together: Callable[[], object]) -> float:
+    """Operations/s of the model's causal attention, forward and backward as the planner counts them."""
+    import torch
+
+    from pyruntime.llama.attention import causal_attention
+    from pyruntime.plan.step import FLASH_BACKWARD
+
+    heads, seq, width = 8, 512, 64
+    q, k, v = (torch.randn(1, heads, seq, width).bfloat16().requires_grad_() for _ in range(3))
+    flops = 2.0 * seq * heads * width * seq * (1 + FLASH_BACKWARD)
+    return flops / _median(lambda: causal_attention(q, k, v).sum().backward(), together)
+
+
+def _copies(together: Callable[[], object]) -> float:
+    import torch
+
+    source, target = torch.ones(2**24), torch.empty(2**24)
+    return 2 * source.nbytes / _median(lambda: target.copy_(source), together)
+
+
+def _links(ranks: int) -> tuple[Links, Callable[[], object]]:
+    """The all-gather of pyruntime over all ranks, and a barrier."""
+    import torch
+    import torch.distributed as dist
+
+    import pyruntime
+
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    seconds, shard = [], torch.empty(0)
+    for size in SIZES:
+        shard = torch.ones(size // ranks // 4, 1)
+
+        def gather(shard: torch.Tensor = shard) -> None:
+            pyruntime.all_gather(shard, group)
+
+        mine = torch.tensor(_median(gather, dist.barrier))
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        seconds.append(float(mine))
+    started = time.process_time()
+    for _ in range(ROUNDS):
+        pyruntime.all_gather(shard, group)
+    own = (time.process_time() - started) / ROUNDS
+    received = SIZES[-1] * (ranks - 1) / ranks
+    return Links(fit_alpha_beta(SIZES, seconds, ranks), received / max(own, 1e-6)), dist.barrier

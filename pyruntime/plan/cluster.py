@@ -1,0 +1,201 @@
+"""A machine as data: what its GPUs compute and hold, and how fast nested groups of them talk."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "clusters"
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What a group that fits into a node was measured at: `size` ranks, `inner` of them apart."""
+
+    inner: int
+    size: int
+    bandwidth: float
+    """Bytes/s through each rank."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal GPUs. Bandwidths are what a ring collective moves through each rank, in bytes/s."""
+
+    name: str
+    description: str
+    gpu: str
+    peak_flops: float
+    """Of one GPU in 16-bit products, operations/s."""
+    efficiency: float
+    """Share of the peak that large products reach."""
+    memory_bytes: float
+    """Of one GPU."""
+    memory_bandwidth: float
+    """Of one GPU's own memory, bytes/s."""
+    gpus_per_node: int
+    between: float
+    """Bytes/s that leave a node through all its adapters together."""
+    inside: tuple[Inside, ...]
+    latency_inside: float = 0.0
+    """Seconds of a step of a ring inside a node."""
+    latency_between: float = 0.0
+    """Seconds of a step of a ring between nodes."""
+    half_features: float = 0.0
+    """Features of the smaller side of a rank's weight at which products reach half of that share: tiles, and
+    what a kernel does before and after its loop, count for more in thin products."""
+    attention_efficiency: float = 0.0
+    """Share of the peak that attention reaches; 0: as products do."""
+    core_bandwidth: float = 0.0
+    """Bytes/s at which a rank spends its own time on what it receives, hidden or not; 0: none of it, where
+    copy engines and adapters move data. CPU ranks copy and sum with the core that multiplies."""
+    layer_overhead: float = 0.0
+    """Seconds that a layer's forward pass takes whatever its size; a backward pass takes twice that."""
+    process_bytes: float = 1.5e9
+    """What a rank's memory holds beside tensors: context, communicators, libraries."""
+
+    def fits(self, inner: int, size: int) -> bool:
+        """Whether groups of `size` ranks, `inner` apart, lie inside nodes."""
+        return inner * size <= self.gpus_per_node
+
+    def bandwidth(self, inner: int, size: int) -> float:
+        """Bytes/s through each rank of groups of `size` ranks, all of them at work at once, where the groups
+        of the faster-varying axes have `inner` ranks together.
+
+        Inside a node it is what was measured (of what was not, the nearest). Between nodes `inner` rings
+        share a node's adapters: between / min(gpus_per_node, inner). Source: AxoNN, arXiv 2305.13525, the
+        communication model.
+        """
+        if size == 1:
+            return math.inf
+        if not self.fits(inner, size):
+            return self.between / min(self.gpus_per_node, inner)
+
+        def distance(one: Inside) -> float:
+            return abs(math.log2(one.inner / inner)) + abs(math.log2(one.size / size))
+
+        return min(self.inside, key=distance).bandwidth
+
+    def latency(self, inner: int, size: int) -> float:
+        """Seconds of one step of a ring."""
+        if size == 1:
+            return 0.0
+        return self.latency_inside if self.fits(inner, size) else self.latency_between
+
+    @property
+    def flops(self) -> float:
+        """Operations/s that large products reach."""
+        return self.peak_flops * self.efficiency
+
+    def product_flops(self, k: float, n: float) -> float:
+        """Operations/s of a product with a weight of k times n on this rank."""
+        thin = min(k, n)
+        return self.flops * thin / (thin + self.half_features)
+
+    @property
+    def attention_flops(self) -> float:
+        return self.peak_flops * (self.attention_efficiency or self.efficiency)
+
+
+def cluster_names() -> list[str]:
+    """Clusters that are known by name."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def find_cluster(name_or_path: str) -> Cluster:
+    """The cluster of that name, or in that TOML file.
+
+    Raises ValueError, one sentence, where there is neither, with the nearest name; and for what
+    `cluster_from` refuses.
+    """
+    names = cluster_names()
+    if name_or_path.lower() in names:
+        path = FOLDER / f"{name_or_path.lower()}.toml"
+    else:
+        path = Path(name_or_path)
+        if not path.is_file():
+            close = difflib.get_close_matches(name_or_path.lower(), names, n=1, cutoff=0.0)
+            raise ValueError(
+                f"There is no cluster {name_or_path!r}, and no such file; the nearest is {close[0]}. "
+                "Known are "
+                f"{', '.join(names)}, and any TOML file with the same keys."
+            )
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"The cluster file {path} cannot be read: {error}.") from error
+    return cluster_from(values, path.stem, str(path))
+
+
+def cluster_from(values: Mapping[str, Any], name: str, source: str) -> Cluster:
+    """The cluster that the keys of a TOML file describe. Raises ValueError that names what is missing,
+    unknown or no number above 0."""
+    known = {field.name: field for field in fields(Cluster)}
+    for key in values:
+        if key not in known or key == "name":
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise ValueError(f"{source}: a cluster has no key {key}; the nearest is {close[0]}.")
+    needed = [key for key, field in known.items() if field.default is MISSING and key != "name"]
+    missing = [key for key in needed if key not in values]
+    if missing:
+        raise ValueError(
+            f"{source} lacks {', '.join(missing)}; see {FOLDER.name}/dgx-h100.toml for an example."
+        )
+    plain: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in ("description", "gpu"):
+            plain[key] = str(value)
+        elif key != "inside":
+            plain[key] = _number(value, f"{source}: {key}", optional=key not in needed)
+    if plain["gpus_per_node"] != int(plain["gpus_per_node"]):
+        raise ValueError(f"{source}: gpus_per_node must be a whole number, found {plain['gpus_per_node']}.")
+    plain["gpus_per_node"] = int(plain["gpus_per_node"])
+    return Cluster(name=name, inside=_inside(values["inside"], source), **plain)
+
+
+def _inside(rows: Any, source: str) -> tuple[Inside, ...]:
+    keys = [field.name for field in fields(Inside)]
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{source}: inside must be a list of tables with {', '.join(keys)}.")
+    found = []
+    for row in rows:
+        if sorted(row) != sorted(keys):
+            raise ValueError(
+                f"{source}: a row of inside has {', '.join(sorted(row)) or 'nothing'}; it needs "
+                f"{', '.join(keys)}."
+            )
+        inner, size, bandwidth = (_number(row[key], f"{source}: inside.{key}") for key in keys)
+        found.append(Inside(int(inner), int(size), bandwidth))
+    return tuple(found)
+
+
+def _number(value: Any, what: str, optional: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{what} must be a number, found {value!r}.")
+    if value < 0 or (value == 0 and not optional):
+        raise ValueError(f"{what} must be above 0, found {value}.")
+    return float(value)
+
+
+def to_toml(cluster: Cluster) -> str:
+    """A file that `find_cluster` reads back to an equal cluster."""
+    lines = []
+    for field in fields(Cluster):
+        value = getattr(cluster, field.name)
+        if field.name == "inside":
+            rows = ", ".join(
+                f"{{ inner = {row.inner}, size = {row.size}, bandwidth = {row.bandwidth:.4g} }}"
+                for row in value
+            )
+            lines.append(f"inside = [{rows}]")
+        elif isinstance(value, str):
+            if field.name != "name":
+                lines.append(f'{field.name} = "{value}"')
+        else:
+            lines.append(f"{field.name} = {value!r}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,119 @@
+"""One candidate taken apart: where its time and its memory go, and what could be done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from pyruntime.plan.mesh import Mesh
+from pyruntime.plan.overlap import advice, threshold
+from pyruntime.plan.pipelines import in_flight, layers_by_rank
+from pyruntime.plan.report import GB, columns, mfu
+from pyruntime.plan.search import Candidate
+from pyruntime.plan.step import Predictor
+
+NAMES = {
+    "compute": "products, attention, norms of the slowest stage",
+    "recompute": "forward passes that are run again",
+    "tp": "exposed: tensor parallelism (AxoNN: sums over x and y)",
+    "cp": "exposed: keys and values round the ring",
+    "pp": "exposed: first and last messages between stages",
+    "z": "exposed: AxoNN's weights over z",
+    "dp": "exposed: gradients and weights over data-parallel ranks",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+}
+
+
+def explain(predictor: Predictor, candidate: Candidate, refusal: Callable[[Candidate], str | None]) -> str:
+    """Sections of text: time, linears, memory, pipeline, advice, and whether the trainer runs it."""
+    parts = [_time(predictor, candidate), _linears(predictor, candidate.mesh), _memory(predictor, candidate)]
+    parts += [_pipeline(predictor, candidate.mesh), "\n".join(sentences(predictor, candidate))]
+    why = refusal(candidate)
+    parts.append("The trainer runs it." if why is None else f"The trainer does not run it: {why}")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _time(predictor: Predictor, candidate: Candidate) -> str:
+    total = candidate.total
+    rows = [
+        [NAMES[field.name], f"{value:.3f}", f"{value / total:.1%}"]
+        for field in dataclasses.fields(candidate.seconds)
+        if (value := getattr(candidate.seconds, field.name))
+    ]
+    rows.append(["step", f"{total:.3f}", f"MFU {mfu(predictor.job, candidate):.1%}"])
+    return f"{candidate.mesh.text()}\n\n" + columns(["time", "s", ""], rows)
+
+
+def _linears(predictor: Predictor, mesh: Mesh) -> str:
+    layer = predictor.layer(mesh)
+    if mesh.tp == 1 or not layer.linears:
+        return ""
+    over = predictor.link(mesh, "tp", mesh.tp)
+    wanted = threshold(mesh.tp, predictor.job.cluster.flops, over.bandwidth)
+    rows = [
+        [
+            each.linear.name,
+            f"{each.linear.deciding:,}",
+            f"{each.compute * 1e3:.3f}",
+            f"{each.transfer * 1e3:.3f}",
+            f"{each.forward * 1e3:.3f}",
+            f"{each.backward * 1e3:.3f}",
+            "alone" if each.linear.deciding >= wanted else "not alone",
+        ]
+        for each in layer.linears
+    ]
+    head = ["linear, ms a micro-batch", "features", "product", "transfer", "exposed", "backward", "hides"]
+    return columns(head, rows) + f"\nhides from {wanted:,.0f} features on: (P - 1) F / B"
+
+
+def _memory(predictor: Predictor, candidate: Candidate) -> str:
+    capacity = predictor.job.cluster.memory_bytes
+    rows = [
+        [field.name, f"{value / GB:.2f}", f"{value / capacity:.1%}"]
+        for field in dataclasses.fields(candidate.memory)
+        if (value := getattr(candidate.memory, field.name))
+    ]
+    total = candidate.memory.total
+    rows.append([f"all: {candidate.verdict}", f"{total / GB:.2f}", f"{total / capacity:.1%}"])
+    return columns(["memory of the fullest rank", "GB", f"of {capacity / GB:.0f} GB"], rows)
+
+
+def _pipeline(predictor: Predictor, mesh: Mesh) -> str:
+    if mesh.pp == 1:
+        return ""
+    micro_batches = mesh.micro_batches(predictor.job.batch)
+    layers = layers_by_rank(predictor.job.model, mesh.kind, mesh.pp, mesh.virtual)
+    held = in_flight(mesh.kind, 0, mesh.pp, micro_batches, mesh.virtual, mesh.slices)
+    shown = " ".join(map(str, layers))
+    return (
+        f"pipeline: {mesh.kind}, {micro_batches} micro-batches; layers of the ranks {shown}; the first holds "
+        f"{held:g} micro-batches"
+    )
+
+
+def sentences(predictor: Predictor, candidate: Candidate) -> list[str]:
+    """Advice, one sentence an item."""
+    job, mesh, seconds = predictor.job, candidate.mesh, candidate.seconds
+    found = advice(job, mesh, predictor.link(mesh, "tp", mesh.tp))
+    if seconds.bubble > 0.1 * candidate.total:
+        found.append(
+            f"{seconds.bubble / candidate.total:.0%} of the step is bubble: more micro-batches, fewer "
+            "stages, or "
+            "zb-h1, zb-v or interleaved"
+        )
+    if seconds.dp > 0.05 * candidate.total and not mesh.tau:
+        found.append(
+            "gradients do not fit under the backward pass: more micro-batches a step, hybrid sharding inside "
+            "fast groups, or CO2"
+        )
+    if mesh.tau:
+        found.append(
+            f"CO2 averages parameters once in {mesh.tau} steps: it is another algorithm, whose loss must "
+            "be looked at"
+        )
+    if candidate.verdict == "risky":
+        found.append(
+            "between 80 and 100 % of the memory: some such runs went out of memory (arXiv 2411.06465)"
+        )
+    return [f"- {sentence}" for sentence in found]

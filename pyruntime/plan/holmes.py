@@ -1,0 +1,155 @@
+"""One pipeline across clusters that share only a slow network: stages of unequal speed.
+
+The pipeline, which moves least, goes across clusters; tensor parallelism stays inside a node and data
+parallelism inside one kind of network adapter. Layers are shared out in proportion to speed.
+
+Source: Holmes, arXiv 2312.03549, sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pyruntime.plan.cluster import Cluster
+from pyruntime.plan.memory import PAPER, Rules, memory_of_rank, verdict
+from pyruntime.plan.mesh import Job, Mesh, check_job
+from pyruntime.plan.overlap import Overlap
+from pyruntime.plan.pipelines import bubble
+from pyruntime.plan.search import Choice, meshes
+from pyruntime.plan.step import Predictor
+
+
+@dataclass(frozen=True)
+class Across:
+    """A mesh over several clusters."""
+
+    mesh: Mesh
+    """pp counts the stages of all clusters."""
+    stages: tuple[int, ...]
+    """Of each cluster, in the pipeline's order."""
+    layers: tuple[int, ...]
+    """Of each stage."""
+    seconds: tuple[float, ...]
+    """Of each stage for one micro-batch, forward and backward."""
+    total: float
+    """Of a step."""
+
+
+def layers_of_clusters(layers: int, speeds: Sequence[float], alpha: float = 1.0) -> tuple[int, ...]:
+    """Layers of each cluster: floor(alpha N S_i / sum S), the rest to the last.
+
+    speeds: in any unit. Raises ValueError where a cluster gets no layer.
+    """
+    total = sum(speeds)
+    if not speeds or min(speeds) <= 0:
+        raise ValueError(f"speeds must be at least one and above 0, found {list(speeds)}.")
+    # Quotients that should be whole may lie a rounding error below.
+    shares = [math.floor(alpha * layers * speed / total + 1e-9) for speed in speeds[:-1]]
+    shares.append(layers - sum(shares))
+    if min(shares) < 1:
+        raise ValueError(
+            f"{layers} layers over clusters of speeds {', '.join(f'{speed:g}' for speed in speeds)} leave "
+            "one "
+            "without a layer; leave that cluster out."
+        )
+    return tuple(shares)
+
+
+def split_evenly(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each of `stages` stages, the first ones more. Raises ValueError for more stages than
+    layers."""
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers cannot be cut into {stages} stages; use 1 to {layers}.")
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def search_across(
+    job: Job, clusters: Sequence[Cluster], between: float, overlap: Overlap = "fused", rules: Rules = PAPER
+) -> list[Across]:
+    """All meshes over several clusters whose every stage fits into 80 % of its cluster's memory, fastest
+    first.
+
+    Tensor parallelism lies inside nodes of every cluster, stages are shared evenly. between: bytes/s of one
+    rank to another cluster. Raises ValueError where the GPUs do not divide over the clusters.
+    """
+    check_job(job)
+    if job.gpus % len(clusters):
+        raise ValueError(f"{job.gpus} GPUs do not divide over {len(clusters)} clusters; each has as many.")
+    node = min(cluster.gpus_per_node for cluster in clusters)
+    choice = Choice(axonn=False, co2=False, hybrid=False, kinds=("1f1b", "zb-h1"))
+    found = []
+    for mesh in meshes(job, choice):
+        if mesh.pp == 1 or mesh.pp % len(clusters) or mesh.tp > node:
+            continue
+        try:
+            one = across(job, clusters, mesh, between, overlap)
+        except ValueError:  # a cluster would get no layer
+            continue
+        if _fits(job, clusters, one, rules):
+            found.append(one)
+    return sorted(found, key=lambda each: each.total)
+
+
+def _fits(job: Job, clusters: Sequence[Cluster], one: Across, rules: Rules) -> bool:
+    for stage, layers in enumerate(one.layers):
+        cluster = clusters[stage // one.stages[0]]
+        own = replace(job, cluster=cluster)
+        held = memory_of_rank(own, one.mesh, stage, rules, layers=layers)
+        if verdict(held.total, cluster.memory_bytes) != "fits":
+            return False
+    return True
+
+
+def across(
+    job: Job,
+    clusters: Sequence[Cluster],
+    mesh: Mesh,
+    between: float,
+    overlap: Overlap = "fused",
+    alpha: float = 1.0,
+) -> Across:
+    """`mesh` with its stages shared evenly by `clusters`, as many GPUs of each, and layers by predicted
+    speed.
+
+    between: bytes/s of one rank to another cluster. Raises ValueError where the stages do not divide, or
+    tensor parallelism does not fit into a node of each cluster.
+    """
+    if mesh.pp % len(clusters):
+        raise ValueError(
+            f"pp={mesh.pp} does not divide over {len(clusters)} clusters; use a multiple of {len(clusters)}."
+        )
+    for cluster in clusters:
+        if mesh.tp > cluster.gpus_per_node:
+            raise ValueError(
+                f"tp={mesh.tp} does not fit into a node of {cluster.gpus_per_node} on {cluster.name}; "
+                "between "
+                "clusters only the pipeline may run."
+            )
+    own = mesh.pp // len(clusters)
+    predictors = [Predictor(replace(job, cluster=cluster), overlap) for cluster in clusters]
+    one = [each.layer(mesh) for each in predictors]
+    forward = [each.forward + each.tp_forward + each.cp_forward for each in one]
+    backward = [each.backward_input + each.tp_backward + each.cp_backward for each in one]
+    whole = [f + b + each.backward_weight for f, b, each in zip(forward, backward, one, strict=True)]
+    shares = layers_of_clusters(job.model.layers, [1 / seconds for seconds in whole], alpha)
+    layers = tuple(count for share in shares for count in split_evenly(share, own))
+    seconds = tuple(count * whole[stage // own] for stage, count in enumerate(layers))
+    slowest = max(range(mesh.pp), key=lambda stage: seconds[stage])
+    at = slowest // own
+    micro_batches = mesh.micro_batches(job.batch)
+    idle = bubble(
+        mesh.kind,
+        mesh.pp,
+        micro_batches,
+        layers[slowest] * forward[at],
+        layers[slowest] * backward[at],
+        layers[slowest] * one[at].backward_weight,
+    )
+    message = 2 * mesh.micro_batch * job.seq / mesh.cp * job.model.hidden / mesh.tp
+    crossing = 2 * (len(clusters) - 1) * message / between
+    # Each cluster reduces its own gradients; the slowest decides.
+    reduced = max(each.step(replace(mesh, kind="1f1b", virtual=1)).dp for each in predictors)
+    total = micro_batches * max(seconds[slowest], message / between) + idle + crossing + reduced
+    return Across(mesh, (own,) * len(clusters), layers, seconds, total)

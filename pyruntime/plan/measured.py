@@ -1,0 +1,105 @@
+"""A cluster from what a machine was measured at: alpha and beta of its links, products, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pyruntime.plan.cluster import Cluster, Inside
+from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.plan.step import Predictor
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """Seconds of a collective of n bytes over g ranks: (g - 1) alpha + (g - 1)/g n / bandwidth."""
+
+    alpha: float
+    """Seconds of a step of a ring."""
+    bandwidth: float
+    """Bytes/s through each rank."""
+    error: float
+    """Mean of |fitted - measured| / measured."""
+
+
+def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float], ranks: int) -> AlphaBeta:
+    """Least squares in relative error over all-gathers of `nbytes` bytes in all that took `seconds`.
+
+    Raises ValueError for fewer than two sizes, or times that do not rise with size.
+    """
+    if len(set(nbytes)) < 2 or len(nbytes) != len(seconds):
+        raise ValueError(f"alpha and beta need two sizes or more with a time each, found {len(set(nbytes))}.")
+    if ranks < 2:
+        raise ValueError(f"alpha and beta are those of 2 ranks or more, found {ranks}.")
+    n, t = np.asarray(nbytes, dtype=float), np.asarray(seconds, dtype=float)
+    if not (t > 0).all():
+        raise ValueError(f"times must be above 0 seconds, found {t.min()}.")
+    steps = ranks - 1
+    terms = np.stack([np.full_like(n, steps), steps / ranks * n], axis=1)
+    alpha, beta = np.linalg.lstsq(terms / t[:, None], np.ones_like(t), rcond=None)[0]
+    if alpha < 0:  # Noise: the line through the origin.
+        alpha, beta = 0.0, float((terms[:, 1] / t).sum() / ((terms[:, 1] / t) ** 2).sum())
+    if not beta > 0:
+        raise ValueError("times do not rise with the size, so there is no bandwidth; measure larger ones.")
+    fitted = terms @ np.array([alpha, beta])
+    return AlphaBeta(float(alpha), float(1 / beta), float(np.abs(fitted / t - 1).mean()))
+
+
+def cluster_of(
+    name: str,
+    description: str,
+    *,
+    flops: float,
+    attention_flops: float,
+    memory_bytes: float,
+    memory_bandwidth: float,
+    ranks_per_host: int,
+    inside: AlphaBeta | None,
+    between: AlphaBeta | None,
+    core_bandwidth: float = 0.0,
+    layer_overhead: float = 0.0,
+    process_bytes: float = 0.3e9,
+) -> Cluster:
+    """A machine of hosts with `ranks_per_host` ranks. flops: operations/s that products reach, which
+    therefore stand as the peak with an efficiency of 1.
+
+    between: of a ring with one rank on each host, which has the host's adapter to itself. What was not
+    measured is taken to be as the other.
+    """
+    near = inside or between
+    far = between or inside
+    bandwidth = near.bandwidth if near else memory_bandwidth
+    return Cluster(
+        name=name,
+        description=description,
+        gpu="measured rank",
+        peak_flops=flops,
+        efficiency=1.0,
+        memory_bytes=memory_bytes,
+        memory_bandwidth=memory_bandwidth,
+        gpus_per_node=ranks_per_host,
+        between=far.bandwidth if far else bandwidth,
+        inside=(Inside(1, max(2, ranks_per_host), bandwidth),),
+        latency_inside=near.alpha if near else 0.0,
+        latency_between=far.alpha if far else 0.0,
+        attention_efficiency=attention_flops / flops,
+        core_bandwidth=core_bandwidth,
+        layer_overhead=layer_overhead,
+        process_bytes=process_bytes,
+    )
+
+
+def fit_flops(job: Job, seconds: float) -> Cluster:
+    """The cluster of `job` with operations/s of products at which a step of one rank alone takes `seconds`;
+    all else, attention too, stays as it is."""
+    cluster = job.cluster
+    low, high = cluster.peak_flops / 100, cluster.peak_flops * 100
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        attention = cluster.attention_flops / middle
+        fitted = replace(cluster, peak_flops=middle, efficiency=1.0, attention_efficiency=attention)
+        took = Predictor(replace(job, cluster=fitted)).step(Mesh(zero=0)).total
+        low, high = (middle, high) if took > seconds else (low, middle)
+    return fitted

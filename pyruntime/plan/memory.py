@@ -1,0 +1,229 @@
+"""What a rank's memory holds, by formula, and whether that fits.
+
+Symbols: s tokens and h features of the residual stream, a query and k key/value heads, t tensor-parallel
+ranks, c context-parallel ranks, b sequences of a micro-batch.
+
+Source: Fujii et al., arXiv 2411.06465 (equations 4 and 12, the 80 % rule); Megatron-LM's theoretical memory
+for interleaving and logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.plan.models import ModelShape
+from pyruntime.plan.pipelines import in_flight, last_stage_rank, layers_by_rank
+
+SAFE = 0.8
+"""Share of a GPU's memory up to which no estimated run went out of memory (arXiv 2411.06465, 454 runs)."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a training program keeps, in bytes."""
+
+    weight: float = 2
+    """Of a parameter."""
+    gradient: float = 4
+    """Of a parameter's gradient, where one micro-batch after another adds to it."""
+    optimizer: float = 12
+    """Of a parameter's fp32 master weight and two moments."""
+    ffn_products: int = 2
+    """Tensors of a gated feed-forward network that are kept besides gate and up: silu(gate) and its product
+    with up, or that product alone."""
+    heap: float = 0
+    """Of activations, what is resident besides: freed pieces of the heap that nothing fits into."""
+    largest_gradients: float = 0
+    """Gradients of the largest weight that are there for a moment beside those that are kept."""
+    logits: float = 4
+    """Of a logit, with what its loss keeps."""
+    reduced_gradient: float | None = None
+    """Of a parameter's gradient as it travels to who holds the shard; None: ZeRO-2 cuts `gradient` itself, so
+    that nothing whole is kept."""
+    workspaces: bool = False
+    """Whether chunks travel through symmetric memory: four slots of the largest operand of an axis."""
+
+    @property
+    def sums_whole(self) -> bool:
+        """Whether sums of earlier micro-batches are kept whole at every ZeRO stage, and travel once."""
+        return self.reduced_gradient is not None
+
+
+PAPER = Rules()
+"""Mixed precision as Megatron-LM has it: fp32 main gradients, 18 bytes a parameter."""
+TRAINER = Rules(
+    gradient=2, ffn_products=1, heap=0.95, largest_gradients=2, logits=2, reduced_gradient=2, workspaces=True
+)
+"""This project's trainer in bf16 on CPU ranks of one host, by resident memory: gradients in the weights'
+type; over several data-parallel ranks sums of earlier micro-batches are fp32 and whole at every stage
+(docs/data-parallel.md). `heap` was measured (docs/planning.md)."""
+SLOTS = 4
+"""Flights of a group that may be under way, and messages of a channel between stages."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    workspaces: float
+    """Gathered weights, symmetric memory, messages between stages."""
+    heap: float
+    """Memory that is resident without being in use, and what is there for a moment."""
+    process: float
+    """Context, communicators, libraries."""
+
+    @property
+    def total(self) -> float:
+        return self.states + self.activations + self.logits + self.workspaces + self.heap + self.process
+
+    @property
+    def states(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+def verdict(needed: float, capacity: float) -> str:
+    """`fits` up to 80 % of the capacity, `risky` up to 100 %, `does not fit` beyond (arXiv 2411.06465)."""
+    if needed <= SAFE * capacity:
+        return "fits"
+    return "risky" if needed <= capacity else "does not fit"
+
+
+def layer_activations(
+    model: ModelShape,
+    tokens: float,
+    tp: int = 1,
+    *,
+    sequence_parallel: bool = True,
+    rules: Rules = PAPER,
+) -> float:
+    """Bytes that one layer keeps of a forward pass of `tokens` tokens until its backward pass, with flash
+    attention.
+
+    By default and for a gated network tokens h (12 + 4 k/a + 8 h_ffn/h) / t, equation 12: inputs of the two
+    norms and of the two column linears (8), queries and attention's output (4), keys and values, gate, up,
+    silu(gate) and product. Without sequence parallelism the 8 are not cut.
+    """
+    wide = 8 * model.hidden
+    ffn = model.up + (rules.ffn_products if model.gated else 1) * model.ffn
+    cut = 2 * model.qkv + 2 * model.attention_width + 2 * ffn
+    return tokens * (wide / (tp if sequence_parallel else 1) + cut / tp)
+
+
+def parameters_of_rank(
+    model: ModelShape, tp: int, layers: int, first: bool, last: bool
+) -> tuple[float, float]:
+    """Parameters of a rank with so many layers, with the embedding, with the head: matrices, which tensor
+    parallelism cuts, and vectors, which it does not."""
+    matrices = layers * model.layer_matrices
+    vectors = layers * model.layer_vectors
+    if first:
+        matrices += model.embedding
+    if last:
+        vectors += model.last_norm
+        matrices += 0 if model.tied and first else model.head
+    return matrices / tp, vectors
+
+
+def states(parameters: float, mesh: Mesh, micro_batches: int, rules: Rules) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer states of `parameters` parameters.
+
+    ZeRO (Rajbhandari et al. 2020): stage 1 cuts optimizer states over dp cp ranks, 2 gradients too, 3 weights
+    too.
+    """
+    shard, zero = mesh.shard, mesh.zero if not mesh.tau else 0
+    weights = rules.weight / (shard if zero == 3 else 1)
+    optimizer = rules.optimizer / (shard if zero else 1)
+    gradients = rules.gradient / (shard if zero >= 2 else 1)
+    if rules.reduced_gradient is not None and mesh.dp * mesh.cp > 1:
+        gradients = rules.reduced_gradient / (shard if zero else 1) + (4 if micro_batches > 1 else 0)
+    if mesh.tau:
+        # The outer iterate, its momentum, and what is being averaged (arXiv 2401.16265; derived).
+        optimizer += 3 * rules.weight
+    return weights * parameters, gradients * parameters, optimizer * parameters
+
+
+def memory_of_rank(
+    job: Job,
+    mesh: Mesh,
+    rank: int,
+    rules: Rules = PAPER,
+    process: float | None = None,
+    layers: int | None = None,
+) -> Memory:
+    """What rank `rank` of the pipeline holds at most.
+
+    process: bytes beside tensors; None: the cluster's. layers: of this rank; None: as the trainer cuts them.
+    """
+    model, last = job.model, last_stage_rank(mesh.kind, mesh.pp)
+    micro_batches = mesh.micro_batches(job.batch)
+    cut = mesh.tp * mesh.x * mesh.y * mesh.z
+    if layers is None:
+        layers = layers_by_rank(model, mesh.kind, mesh.pp, mesh.virtual)[rank]
+    matrices, vectors = parameters_of_rank(model, 1, layers, rank == 0, rank == last)
+    parameters = matrices / cut + vectors
+    weights, gradients, optimizer = states(parameters, mesh, micro_batches, rules)
+    tokens = mesh.micro_batch * job.seq / mesh.cp
+    one = _one_layer(model, tokens, mesh, rules)
+    held = in_flight(mesh.kind, rank, mesh.pp, micro_batches, mesh.virtual, mesh.slices)
+    if mesh.pp == 1:
+        held = 1
+    if mesh.recompute:
+        # Every layer's input of every micro-batch, and one layer whole while it is run again.
+        activations = held * layers * 2 * tokens * model.hidden / (mesh.tp * mesh.y) + one
+    else:
+        activations = held * layers * one
+    logits = 0.0
+    if rank == last:
+        # Of one micro-batch: the last stage goes backward right after it went forward.
+        logits = tokens * model.vocab / (mesh.tp * mesh.x * mesh.slices) * rules.logits
+        logits += 4 * tokens * model.hidden / (mesh.tp * mesh.y)
+    return Memory(
+        weights,
+        gradients,
+        optimizer,
+        activations,
+        logits,
+        _workspaces(job, mesh, tokens, rules),
+        rules.heap * activations + rules.largest_gradients * rules.weight * model.largest / cut,
+        job.cluster.process_bytes if process is None else process,
+    )
+
+
+def worst_memory(job: Job, mesh: Mesh, rules: Rules = PAPER) -> Memory:
+    """Of the rank that needs most: the first, which has most in flight, one after it, or the last, which has
+    the logits."""
+    ranks = {0, mesh.pp // 2, mesh.pp - 1}
+    return max((memory_of_rank(job, mesh, rank, rules) for rank in ranks), key=lambda each: each.total)
+
+
+def _one_layer(model: ModelShape, tokens: float, mesh: Mesh, rules: Rules) -> float:
+    if mesh.is_axonn:
+        # Heads and the feed-forward network's columns lie over x, the residual stream's features over y.
+        whole = layer_activations(model, tokens, rules=rules)
+        wide = tokens * 8 * model.hidden
+        return wide / mesh.y + (whole - wide) / mesh.x
+    return layer_activations(model, tokens, mesh.tp, rules=rules)
+
+
+def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
+    model = job.model
+    bytes_ = 0.0
+    if mesh.zero == 3 and mesh.shard > 1 and not mesh.tau:
+        bytes_ += 2 * rules.weight * model.layer_matrices / mesh.tp  # a layer at work, the next one coming
+    if mesh.z > 1:
+        bytes_ += 2 * rules.weight * model.layer_matrices / (mesh.x * mesh.y)
+    if mesh.pp > 1:
+        bytes_ += 2 * SLOTS * 2 * tokens * model.hidden / (mesh.tp * mesh.slices)
+    if rules.workspaces:
+        if mesh.tp > 1:
+            bytes_ += SLOTS * 2 * tokens * model.hidden
+        if mesh.dp * mesh.cp > 1:
+            # Peers' slots are read where they lie, and their pages count as resident here too.
+            bytes_ += SLOTS * rules.weight * model.largest / mesh.tp * mesh.dp * mesh.cp
+    return bytes_

@@ -1,0 +1,152 @@
+"""A candidate: how one model is spread over the GPUs of a cluster, and what is asked of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pyruntime.plan.cluster import Cluster
+from pyruntime.plan.models import ModelShape
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and on what."""
+
+    model: ModelShape
+    cluster: Cluster
+    gpus: int
+    batch: int
+    """Sequences of an optimizer step."""
+    seq: int
+    """Tokens of a sequence."""
+    causal: bool = True
+    """Attention computes the half that causality leaves; False: all of it, as before flash attention."""
+
+    @property
+    def tokens(self) -> int:
+        """Of an optimizer step."""
+        return self.batch * self.seq
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks by axis, fastest-varying first: tp (or AxoNN's y, x, z), cp, dp, pp; and how they take turns.
+
+    The last rank of an axis is `inner` ranks times its size from the first: see `inner`.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    zero: int = 1
+    """What is cut over dp and cp: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
+    replicate: int = 1
+    """Groups of data-parallel ranks that each hold everything once (HSDP); divides dp."""
+    kind: str = "1f1b"
+    """Pipeline schedule, one of pyruntime.pipeline.KINDS."""
+    virtual: int = 1
+    """Stages of a rank."""
+    slices: int = 1
+    """Parts of a sequence, of the sliced schedules."""
+    micro_batch: int = 1
+    """Sequences of a forward pass, over the context-parallel ranks together."""
+    recompute: bool = False
+    """Activation checkpointing of every layer: its input is kept, its forward pass is run again."""
+    x: int = 1
+    """AxoNN's outer axis: columns of weights, attention heads. y: inner axis, rows of weights; fastest. z:
+    depth; samples, and pieces of the weights (arXiv 2305.13525)."""
+    y: int = 1
+    z: int = 1
+    tau: int = 0
+    """CO2 (arXiv 2401.16265): inner steps for each average of the parameters over dp; 0: gradients are
+    reduced in every step."""
+
+    @property
+    def is_axonn(self) -> bool:
+        return self.x * self.y * self.z > 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp * self.x * self.y * self.z
+
+    @property
+    def shard(self) -> int:
+        """Ranks over which ZeRO cuts."""
+        return self.dp // self.replicate * self.cp if self.zero and not self.tau else 1
+
+    @property
+    def samples(self) -> int:
+        """Groups of ranks that see different sequences."""
+        return self.dp * self.z
+
+    def micro_batches(self, batch: int) -> int:
+        """Forward passes of a rank for `batch` sequences."""
+        return batch // (self.samples * self.micro_batch)
+
+    def inner(self, axis: str) -> int:
+        """Ranks of the faster-varying axes together."""
+        model = self.tp * self.x * self.y * self.z
+        before = {
+            "tp": 1,
+            "y": 1,
+            "x": self.y,
+            "z": self.y * self.x,
+            "cp": model,
+            "shard": model,
+            "dp": model * self.cp,
+            "replicate": model * self.cp * (self.dp // self.replicate),
+            "pp": model * self.cp * self.dp,
+        }
+        return before[axis]
+
+    def text(self) -> str:
+        """In a few words, without what is as by default."""
+        axes = [(name, getattr(self, name)) for name in ("x", "y", "z", "tp", "cp", "pp", "dp")]
+        words = [f"{name}{size}" for name, size in axes if size > 1] or ["1 rank"]
+        if self.pp > 1:
+            kind = self.kind + (f"/{self.virtual}" if self.kind == "interleaved" else "")
+            words.append(kind + (f"/{self.slices}" if self.slices > 1 else ""))
+        if self.dp * self.cp > 1 and not self.is_axonn and not self.tau:
+            words.append(f"zero{self.zero}" + (f" in {self.replicate}" if self.replicate > 1 else ""))
+        if self.tau:
+            words.append(f"CO2 tau {self.tau}")
+        words.append(f"mb{self.micro_batch}")
+        if self.recompute:
+            words.append("recompute")
+        return " ".join(words)
+
+
+def check_job(job: Job) -> None:
+    """Raises ValueError, one sentence with the nearest valid number, where a job cannot be."""
+    for name in ("gpus", "batch", "seq"):
+        if getattr(job, name) < 1:
+            raise ValueError(f"{name} must be at least 1, found {getattr(job, name)}.")
+    node = job.cluster.gpus_per_node
+    if job.gpus > node and job.gpus % node:
+        below = job.gpus // node * node
+        raise ValueError(
+            f"{job.gpus} GPUs do not fill nodes of {node} on {job.cluster.name}; the nearest are {below} and "
+            f"{below + node}."
+        )
+
+
+def sequences(tokens: int, seq: int) -> int:
+    """Sequences of a step of `tokens` tokens. Raises ValueError where seq does not divide it, with the
+    nearest number that it divides."""
+    if seq < 1 or tokens < 1:
+        raise ValueError(f"tokens-per-step={tokens} and seq={seq} must both be at least 1.")
+    if tokens % seq:
+        nearest = max(1, round(tokens / seq)) * seq
+        raise ValueError(
+            f"tokens-per-step={tokens} is no whole number of sequences of {seq} tokens; the nearest is "
+            f"{nearest}."
+        )
+    return tokens // seq
+
+
+def divisors(n: int) -> list[int]:
+    """All positive divisors of `n`, ascending."""
+    small = [p for p in range(1, math.isqrt(n) + 1) if n % p == 0]
+    return small + [n // p for p in reversed(small) if p * p != n]

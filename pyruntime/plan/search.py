@@ -1,0 +1,245 @@
+"""All legal meshes of a job, pruned by memory and ranked by predicted time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from pyruntime.plan import co2
+from pyruntime.plan.memory import PAPER, Memory, Rules, verdict, worst_memory
+from pyruntime.plan.mesh import Job, Mesh, check_job, divisors
+from pyruntime.plan.overlap import Overlap
+from pyruntime.plan.pipelines import layers_by_rank
+from pyruntime.plan.step import Predictor, StepSeconds
+
+MICRO_BATCHES = (1, 2, 4, 8)
+VIRTUAL = (2, 3, 4)
+SLICES = (2, 4)
+MOST_CP = 64
+SAME_TIME = 0.003
+"""Relative difference of times that says nothing."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh, what its fullest rank holds, and what a step takes."""
+
+    mesh: Mesh
+    memory: Memory
+    verdict: str
+    """fits, risky or does not fit; see `pyruntime.plan.memory.verdict`."""
+    seconds: StepSeconds
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return self.seconds.total
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What kinds of meshes are searched."""
+
+    axonn: bool = True
+    co2: bool = True
+    hybrid: bool = True
+    """ZeRO inside groups of data-parallel ranks (HSDP)."""
+    recompute: bool = True
+    kinds: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v", "seq1f1b")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search found."""
+
+    job: Job
+    candidates: tuple[Candidate, ...]
+    """Those that fit, fastest first; risky ones where nothing else fits or they were asked for."""
+    considered: int
+    """Legal meshes."""
+    too_big: int
+    """Legal meshes that do not fit."""
+    nearest: Candidate | None
+    """Where nothing fits: the mesh that needs least memory."""
+
+
+def search(
+    job: Job,
+    choice: Choice | None = None,
+    *,
+    overlap: Overlap = "fused",
+    rules: Rules = PAPER,
+    risky: bool = False,
+) -> Result:
+    """All legal meshes of `job` that fit, fastest first; of two that take the same time the simpler one.
+
+    risky: also those between 80 and 100 % of the memory. Raises ValueError for a job that cannot be.
+    """
+    check_job(job)
+    predictor = Predictor(job, overlap, sums_whole=rules.sums_whole)
+    capacity = job.cluster.memory_bytes
+    found: list[Candidate] = []
+    considered = too_big = 0
+    smallest: tuple[float, Mesh, Memory] | None = None
+    for mesh in meshes(job, choice or Choice()):
+        considered += 1
+        memory = worst_memory(job, mesh, rules)
+        total = memory.total
+        word = verdict(total, capacity)
+        if smallest is None or total < smallest[0]:
+            smallest = (total, mesh, memory)
+        if word == "does not fit" or (word == "risky" and not risky):
+            too_big += word == "does not fit"
+            continue
+        candidate = candidate_of(predictor, mesh, memory, word)
+        if candidate is not None:
+            found.append(candidate)
+    nearest = None
+    if not found and smallest is not None:
+        _, mesh, memory = smallest
+        nearest = Candidate(mesh, memory, verdict(memory.total, capacity), predictor.step(mesh))
+    found.sort(key=_rank)
+    return Result(job, tuple(found), considered, too_big, nearest)
+
+
+def candidate_of(predictor: Predictor, mesh: Mesh, memory: Memory, word: str) -> Candidate | None:
+    """The candidate of `mesh`. A CO2 mesh takes the least number of inner steps that hides its average; None
+    where more than the usual ones are needed."""
+    seconds = predictor.step(mesh)
+    if mesh.tau:
+        step = seconds.total - seconds.dp
+        least = co2.tau_min(2 * predictor.parameters(mesh), predictor.link(mesh, "dp", mesh.dp), step)
+        if least > co2.TAUS[-1]:
+            return None
+        mesh = replace(mesh, tau=co2.usual_tau(least))
+        seconds = predictor.step(mesh)
+    return Candidate(mesh, memory, word, seconds)
+
+
+def _rank(candidate: Candidate) -> tuple:
+    # What the model cannot tell apart is ordered by simplicity.
+    return (round(math.log(candidate.total) / SAME_TIME), complexity(candidate.mesh), candidate.total)
+
+
+def complexity(mesh: Mesh) -> tuple[int, ...]:
+    """Less is simpler: what to prefer among meshes of equal time."""
+    axes = sum(getattr(mesh, name) > 1 for name in ("tp", "cp", "pp", "dp", "x", "y", "z"))
+    extras = (
+        mesh.recompute
+        + mesh.is_axonn
+        + (mesh.tau > 0)
+        + (mesh.replicate > 1)
+        + (mesh.kind != "1f1b")
+        + mesh.virtual
+    )
+    return (axes + extras, mesh.zero, mesh.pp, mesh.tp)
+
+
+def meshes(job: Job, choice: Choice) -> Iterator[Mesh]:
+    """All legal ones: whole key/value heads on each tensor-parallel rank, whole sequences in each
+    micro-batch, equal chunks for zigzag, at least one layer for each stage."""
+    model = job.model
+    recomputes = (False, True) if choice.recompute else (False,)
+    for tp in divisors(job.gpus):
+        if model.kv_heads % tp or model.ffn % tp:
+            continue
+        for pp in divisors(job.gpus // tp):
+            if pp > model.layers:
+                continue
+            for cp in divisors(job.gpus // (tp * pp)):
+                if cp > MOST_CP or (cp > 1 and job.seq % (2 * cp)):
+                    continue
+                dp = job.gpus // (tp * pp * cp)
+                for micro in MICRO_BATCHES:
+                    if job.batch % (dp * micro):
+                        continue
+                    base = Mesh(tp=tp, cp=cp, dp=dp, pp=pp, micro_batch=micro)
+                    for pipelined in _schedules(job, base, choice):
+                        for recompute in recomputes:
+                            yield from _sharded(replace(pipelined, recompute=recompute), choice)
+    if choice.axonn:
+        yield from _axonn(job, recomputes)
+
+
+def _schedules(job: Job, mesh: Mesh, choice: Choice) -> Iterator[Mesh]:
+    if mesh.pp == 1:
+        yield mesh
+        return
+    micro_batches = mesh.micro_batches(job.batch)
+    options: list[Mesh] = []
+    for kind in choice.kinds:
+        if kind == "interleaved":
+            options += [replace(mesh, kind=kind, virtual=v) for v in VIRTUAL if micro_batches % mesh.pp == 0]
+        elif kind in ("seq1f1b", "terapipe"):
+            options += [replace(mesh, kind=kind, slices=q) for q in SLICES if mesh.cp == 1]
+        else:
+            options.append(replace(mesh, kind=kind))
+    for each in options:
+        try:
+            layers_by_rank(job.model, each.kind, each.pp, each.virtual)
+        except ValueError:
+            continue
+        yield each
+
+
+def _sharded(mesh: Mesh, choice: Choice) -> Iterator[Mesh]:
+    if mesh.dp * mesh.cp == 1:
+        yield replace(mesh, zero=0)
+        return
+    for zero in (0, 1, 2, 3):
+        if zero == 3 and mesh.pp > 1:
+            continue  # Weights would be gathered for every micro-batch of every stage.
+        yield replace(mesh, zero=zero)
+        if zero and choice.hybrid:
+            for replicate in divisors(mesh.dp):
+                if 1 < replicate < mesh.dp:
+                    yield replace(mesh, zero=zero, replicate=replicate)
+    if choice.co2 and mesh.dp > 1:
+        yield replace(mesh, zero=0, tau=1)
+
+
+def _axonn(job: Job, recomputes: Sequence[bool]) -> Iterable[Mesh]:
+    model = job.model
+    for x in divisors(job.gpus):
+        if model.kv_heads % x or model.ffn % x:
+            continue
+        for y in divisors(job.gpus // x):
+            if model.hidden % y:
+                continue
+            for z in divisors(job.gpus // (x * y)):
+                dp = job.gpus // (x * y * z)
+                if x * y * z == 1 or y * z == 1:
+                    continue  # Megatron's tensor parallelism, or none.
+                for micro in MICRO_BATCHES:
+                    if job.batch % (dp * z * micro) == 0:
+                        for recompute in recomputes:
+                            yield Mesh(x=x, y=y, z=z, dp=dp, zero=0, micro_batch=micro, recompute=recompute)
+
+
+def shapes(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The first of each mesh's sizes, in order: candidates that differ in more than a schedule or ZeRO
+    stage."""
+    seen = set()
+    kept = []
+    for each in candidates:
+        mesh = each.mesh
+        sizes = (mesh.x, mesh.y, mesh.z, mesh.tp, mesh.cp, mesh.pp, mesh.dp, mesh.tau > 0)
+        if sizes not in seen:
+            seen.add(sizes)
+            kept.append(each)
+    return kept
+
+
+def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that no other beats in both time and memory, fastest first."""
+    front: list[Candidate] = []
+    for each in sorted(candidates, key=lambda each: (each.total, each.memory.total)):
+        if not front or each.memory.total < front[-1].memory.total:
+            front.append(each)
+    return front
+
+
+def gpu_hours(job: Job, seconds: float, tokens: float) -> float:
+    """Cost of training on `tokens` tokens with steps of `seconds` seconds."""
+    return tokens / job.tokens * seconds * job.gpus / 3600

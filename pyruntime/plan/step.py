@@ -1,0 +1,352 @@
+"""Predicted seconds of an optimizer step, by what they go to.
+
+    step = m (F + B) of the slowest stage + bubble + exposed gradients and weights + optimizer
+
+F and B are compute and what is exposed of tensor-, context- and pipeline-parallel transfers. What travels
+between nodes shares their adapters: the time in which tensor or context parallelism occupies them hides
+nothing of data parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pyruntime.plan import axonn, co2
+from pyruntime.plan.communication import Link, all_gather, all_reduce, link, own_seconds, send
+from pyruntime.plan.memory import layer_activations, parameters_of_rank
+from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.plan.overlap import Exposed, Linear, Overlap, exposed, exposed_of, linears
+from pyruntime.plan.pipelines import bubble, last_stage_rank, layers_by_rank
+
+FLASH_BACKWARD = 2.5
+"""Products of flash attention's backward pass over those of its forward pass."""
+UNITS_OF_A_LAYER = 4
+"""Weights that travel one by one."""
+OPTIMIZER_BYTES = 28
+"""Read and written for a parameter: fp32 master and moments both ways, gradient, weight."""
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Of one layer and one micro-batch on one rank."""
+
+    forward: float
+    """Compute."""
+    backward_input: float
+    """Compute, with what is recomputed."""
+    backward_weight: float
+    attention: float
+    """Of what is computed, attention's part, forward and backward."""
+    tp_forward: float
+    """Exposed."""
+    tp_backward: float
+    cp_forward: float
+    cp_backward: float
+    between_forward: float
+    """Seconds of transfers that occupy the node's adapters, exposed or not."""
+    between_backward: float
+    linears: tuple[Exposed, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Of one step of the whole job; they add up to `total`."""
+
+    compute: float
+    recompute: float
+    tp: float
+    """Exposed, as all of the following. AxoNN's y and x count as tp."""
+    cp: float
+    pp: float
+    z: float
+    dp: float
+    bubble: float
+    optimizer: float
+
+    @property
+    def exposed(self) -> float:
+        """All but compute, bubble and optimizer."""
+        return self.tp + self.cp + self.pp + self.z + self.dp
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.recompute + self.exposed + self.bubble + self.optimizer
+
+
+class Predictor:
+    """Predicts steps of one job; what many meshes share is computed once.
+
+    overlap: see `pyruntime.plan.overlap`. reduce_bytes: of an element of a gradient that travels.
+    regather: column linears gather their input again in the backward pass instead of keeping it; None: inside
+    nodes, as this project does. sums_whole: gradients of all micro-batches are summed before they travel, at
+    every ZeRO stage, as in this project; otherwise stages 2 and 3, which hold none whole, reduce them every
+    time.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        overlap: Overlap = "fused",
+        reduce_bytes: float = 2.0,
+        regather: bool | None = None,
+        sums_whole: bool = False,
+    ):
+        self.job, self.overlap, self.reduce_bytes, self.regather = job, overlap, reduce_bytes, regather
+        self.sums_whole = sums_whole
+        self._layers: dict[tuple, LayerSeconds] = {}
+
+    def link(self, mesh: Mesh, axis: str, size: int) -> Link:
+        return link(self.job.cluster, mesh.inner(axis), size)
+
+    def layer(self, mesh: Mesh) -> LayerSeconds:
+        """Of one layer and one micro-batch."""
+        key = (mesh.tp, mesh.cp, mesh.x, mesh.y, mesh.z, mesh.micro_batch, mesh.slices)
+        if key not in self._layers:
+            self._layers[key] = self._axonn_layer(mesh) if mesh.is_axonn else self._layer(mesh)
+        found = self._layers[key]
+        if not mesh.recompute:
+            return found
+        return replace(
+            found,
+            backward_input=found.backward_input + found.forward,
+            tp_backward=found.tp_backward + found.tp_forward,
+            cp_backward=found.cp_backward + found.cp_forward,
+            between_backward=found.between_backward + found.between_forward,
+        )
+
+    def _layer(self, mesh: Mesh) -> LayerSeconds:
+        job, model, cluster = self.job, self.job.model, self.job.cluster
+        tokens = mesh.micro_batch * job.seq / mesh.cp
+        tp = self.link(mesh, "tp", mesh.tp)
+        regather = not tp.crosses if self.regather is None else self.regather
+        # A slice is multiplied and sent by itself, which costs its latencies each time.
+        of_slice = tokens / mesh.slices
+        found = tuple(
+            exposed_of(each, of_slice, tp, self._flops(each, mesh.tp), self.overlap, regather)
+            for each in linears(model)
+        )
+        products = mesh.slices * sum(each.compute for each in found)
+        attention = model.attention_flops(int(tokens), job.seq, causal=job.causal) / mesh.tp
+        attention /= cluster.attention_flops
+        backward = FLASH_BACKWARD if job.causal else 2.0
+        # Norms, rotations, activation and residual sums read and write about what is kept for the backward
+        # pass.
+        moved = layer_activations(model, tokens, mesh.tp) / cluster.memory_bandwidth
+        overhead = cluster.layer_overhead * mesh.slices
+        tp_forward = mesh.slices * sum(each.forward for each in found)
+        tp_backward = mesh.slices * sum(each.backward for each in found)
+        transfers = mesh.slices * sum(each.transfer for each in found)
+        back = mesh.slices * sum(each.transfers_backward for each in found)
+        if self.overlap == "filler":
+            tp_backward = max(0.0, back - 2 * products - backward * attention)
+        cp_forward, cp_backward, ring = self._ring(mesh, tokens, attention, backward)
+        cp_crosses = self.link(mesh, "cp", mesh.cp).crosses
+        return LayerSeconds(
+            forward=products + attention + 2 * moved + overhead,
+            backward_input=products + backward * attention + 3 * moved + overhead,
+            backward_weight=products + overhead,
+            attention=(1 + backward) * attention,
+            tp_forward=tp_forward,
+            tp_backward=tp_backward,
+            cp_forward=cp_forward,
+            cp_backward=cp_backward,
+            between_forward=transfers * tp.crosses + ring * cp_crosses,
+            between_backward=back * tp.crosses + 2 * ring * cp_crosses,
+            linears=found,
+        )
+
+    def _flops(self, linear: Linear, tp: int) -> float:
+        """Operations/s of a rank's part of it."""
+        k, n = (linear.k, linear.n / tp) if linear.column else (linear.k / tp, linear.n)
+        return self.job.cluster.product_flops(k, n)
+
+    def _ring(
+        self, mesh: Mesh, tokens: float, attention: float, backward: float
+    ) -> tuple[float, float, float]:
+        """Exposed forward and backward, and all transfers of a forward pass: keys and values go round a ring
+        under attention, and their gradients with them on the way back, with one hop more (arXiv
+        2310.01889)."""
+        if mesh.cp == 1:
+            return 0.0, 0.0, 0.0
+        over, model = self.link(mesh, "cp", mesh.cp), self.job.model
+        nbytes = 2 * tokens * 2 * model.kv_heads * model.head_dim / mesh.tp
+        hop, own = send(nbytes, over), nbytes * over.core
+        hops = mesh.cp - 1
+        forward = exposed(hops * hop, attention, mesh.cp) + hops * own
+        back = exposed(2 * hops * hop, backward * attention, mesh.cp) + hop + 2 * hops * own
+        return forward, back, hops * hop
+
+    def _axonn_layer(self, mesh: Mesh) -> LayerSeconds:
+        """Overlaps as AxoNN has them: the all-reduce of O waits, that of dI runs under dW, weights come and
+        gradients go under the layers beside (arXiv 2305.13525, section 5)."""
+        job, model, cluster = self.job, self.job.model, self.job.cluster
+        tokens = mesh.micro_batch * job.seq
+        grid = axonn.Grid(mesh.x, mesh.y, mesh.z, mesh.dp)
+        blocks = mesh.x * mesh.y
+        of_linears = [
+            (each, axonn.seconds_of(each, grid, cluster, tokens * mesh.z)) for each in axonn.linears(model)
+        ]
+        seconds = {
+            each.name: 2.0
+            * each.k
+            * each.n
+            * tokens
+            / blocks
+            / cluster.product_flops(each.k / mesh.y, each.n / mesh.x)
+            for each, _ in of_linears
+        }
+        products = sum(seconds.values())
+        attention = (
+            model.attention_flops(tokens, job.seq, causal=job.causal) / mesh.x / cluster.attention_flops
+        )
+        backward = FLASH_BACKWARD if job.causal else 2.0
+        moved = layer_activations(model, tokens, mesh.x) / cluster.memory_bandwidth
+        forward = products + attention + 2 * moved
+        backward_all = 2 * products + backward * attention + 3 * moved
+        gather = sum(each.gather for _, each in of_linears)
+        scatter = sum(each.scatter for _, each in of_linears)
+        output = sum(each.output for _, each in of_linears)
+        under_weights = 0.0
+        for linear, each in of_linears:
+            hidden = 0.0 if self.overlap == "none" else seconds[linear.name]
+            under_weights += max(0.0, each.input - hidden)
+        hidden_forward = 0.0 if self.overlap == "none" else forward
+        # dW hides the sums over x already.
+        hidden_backward = 0.0 if self.overlap == "none" else backward_all - products
+        return LayerSeconds(
+            forward=forward + cluster.layer_overhead,
+            backward_input=backward_all - products + cluster.layer_overhead,
+            backward_weight=products + cluster.layer_overhead,
+            attention=(1 + backward) * attention,
+            tp_forward=output,
+            tp_backward=under_weights,
+            # Of the weights' transfers over z: `cp` is unused in these meshes, so they stand there.
+            cp_forward=max(0.0, gather - hidden_forward),
+            cp_backward=max(0.0, gather + scatter - hidden_backward),
+            between_forward=gather + output,
+            between_backward=gather + scatter,
+        )
+
+    def step(self, mesh: Mesh) -> StepSeconds:
+        """Of a whole step."""
+        job, model, cluster = self.job, self.job.model, self.job.cluster
+        micro_batches = mesh.micro_batches(job.batch)
+        one = self.layer(mesh)
+        counts = layers_by_rank(model, mesh.kind, mesh.pp, mesh.virtual)
+        last = last_stage_rank(mesh.kind, mesh.pp)
+        tokens = mesh.micro_batch * job.seq / mesh.cp
+        cut = mesh.tp * mesh.x * mesh.y
+        head = model.head_flops(int(tokens)) / cut / cluster.flops
+        # Loss and its gradient read and write the logits a few times.
+        head_moved = 6 * tokens * model.vocab / cut / cluster.memory_bandwidth
+
+        def forward_of(rank: int) -> float:
+            own = counts[rank] * (one.forward + one.tp_forward + one.cp_forward)
+            return own + (head + head_moved if rank == last else 0.0)
+
+        slowest = max(range(mesh.pp), key=forward_of)
+        layers, has_head = counts[slowest], slowest == last
+        base = one.backward_input - (one.forward if mesh.recompute else 0.0)
+        compute = layers * (one.forward + base + one.backward_weight)
+        compute += (3 * head + 2 * head_moved) if has_head else 0.0
+        recompute = layers * one.forward if mesh.recompute else 0.0
+        tp = layers * (one.tp_forward + one.tp_backward)
+        ring = layers * (one.cp_forward + one.cp_backward)
+        pp_exposed, idle = 0.0, 0.0
+        if mesh.pp > 1:
+            hop = send(2 * tokens * model.hidden / (mesh.tp * mesh.slices), self.link(mesh, "pp", 2))
+            forward = forward_of(slowest)
+            weight = layers * one.backward_weight + (head if has_head else 0.0)
+            whole = compute + recompute + tp + ring
+            idle = bubble(
+                mesh.kind,
+                mesh.pp,
+                micro_batches,
+                forward,
+                whole - forward - weight,
+                weight,
+                mesh.virtual,
+                mesh.slices,
+            )
+            # Of equal slices the last attends to most: (2 q - 1) / q^2 of attention in place of 1 / q.
+            q = mesh.slices
+            idle += (mesh.pp - 1) * layers * one.attention * (q - 1) / q**2
+            # Messages travel under other micro-batches; those of the first and the last one are waited for.
+            pp_exposed = 2 * (mesh.pp - 1) * hop
+            if mesh.kind == "zb-v" or mesh.virtual > 1:
+                pp_exposed *= 2 if mesh.kind == "zb-v" else mesh.virtual
+        dp, optimizer = self._reduction(mesh, micro_batches, one, layers, head if has_head else 0.0)
+        times = micro_batches
+        return StepSeconds(
+            compute=times * compute,
+            recompute=times * recompute,
+            tp=times * tp,
+            cp=0.0 if mesh.is_axonn else times * ring,
+            pp=pp_exposed,
+            z=times * ring if mesh.is_axonn else 0.0,
+            dp=self._averaging(mesh, times * (compute + recompute + tp + ring) + idle) if mesh.tau else dp,
+            bubble=idle,
+            optimizer=optimizer,
+        )
+
+    def _averaging(self, mesh: Mesh, step: float) -> float:
+        """Exposed seconds of CO2's averages."""
+        parameters = self.parameters(mesh)
+        return co2.exposed(2 * parameters, self.link(mesh, "dp", mesh.dp), step, mesh.tau)
+
+    def parameters(self, mesh: Mesh) -> float:
+        """Of the first rank of the pipeline, before ZeRO cuts them."""
+        layers = layers_by_rank(self.job.model, mesh.kind, mesh.pp, mesh.virtual)[0]
+        first_is_last = last_stage_rank(mesh.kind, mesh.pp) == 0
+        cut = mesh.tp * mesh.x * mesh.y * mesh.z
+        return sum(parameters_of_rank(self.job.model, cut, layers, True, first_is_last))
+
+    def _reduction(
+        self, mesh: Mesh, micro_batches: int, one: LayerSeconds, layers: int, head: float
+    ) -> tuple[float, float]:
+        """Exposed seconds of gradients and weights over dp and cp, and the optimizer's. head: seconds of its
+        product where the rank has it."""
+        cluster = self.job.cluster
+        parameters = self.parameters(mesh)
+        held = parameters / mesh.shard if mesh.zero else parameters
+        optimizer = held * OPTIMIZER_BYTES / cluster.memory_bandwidth
+        if mesh.tau or mesh.dp * mesh.cp == 1:
+            return 0.0, optimizer
+        zero = mesh.zero if not mesh.is_axonn else 0
+        size = mesh.dp // mesh.replicate * mesh.cp
+        over = self.link(mesh, "shard", size)
+        replicas = self.link(mesh, "replicate", mesh.replicate)
+        gradients = all_gather(self.reduce_bytes * parameters, over)
+        gradients += all_reduce(self.reduce_bytes * parameters / size, replicas)
+        weights = all_gather(2 * parameters, over)
+        own_gradients = own_seconds(self.reduce_bytes * parameters, over)
+        own_gradients += 2 * own_seconds(self.reduce_bytes * parameters / size, replicas)
+        own_weights = own_seconds(2 * parameters, over)
+        forward = head + layers * (one.forward + one.tp_forward + one.cp_forward)
+        backward = 2 * head + layers * (
+            one.backward_input + one.backward_weight + one.tp_backward + one.cp_backward
+        )
+        busy_forward = layers * one.between_forward if over.crosses else 0.0
+        busy_backward = layers * one.between_backward if over.crosses else 0.0
+        window_forward, window_backward = max(0.0, forward - busy_forward), max(0.0, backward - busy_backward)
+        if self.overlap == "none":
+            window_forward = window_backward = own_gradients = own_weights = 0.0
+        units = UNITS_OF_A_LAYER * layers + 2
+
+        def left(transfer: float, window: float) -> float:
+            # Unit by unit: the first transfer begins when a unit has been computed, the last ends after all.
+            return max(transfer - window * (units - 1) / units, transfer / units)
+
+        times = 1 if self.sums_whole else micro_batches
+        if zero == 3:
+            # Weights come ahead of their use, for every micro-batch in both directions, and gradients go.
+            each = left(weights, window_forward)
+            without, reducing = left(weights, window_backward), left(weights + gradients, window_backward)
+            in_all = micro_batches * each + (micro_batches - times) * without + times * reducing
+            return in_all + 2 * micro_batches * own_weights + times * own_gradients, optimizer
+        if zero < 2:
+            times = 1
+        own = times * own_gradients + own_weights
+        if zero == 0:  # Whole sums return in place of new weights, before the optimizer.
+            return own + left(gradients + weights, window_backward), optimizer
+        return own + times * left(gradients, window_backward) + left(weights, window_forward), optimizer

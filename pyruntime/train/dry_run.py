@@ -1,0 +1,37 @@
+"""All that a run would refuse before it trains, without ranks and without weights."""
+
+from __future__ import annotations
+
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.train import validate
+from pyruntime.train.config import RunConfig, micro_batches, tokens_per_step
+from pyruntime.train.shape import llama_config
+from pyruntime.train.tokenizer import open_tokenizer
+
+
+def check(config: RunConfig, world_size: int) -> LlamaConfig:
+    """The model that `config` would train on so many ranks. Raises ConfigError, as the run would."""
+    validate.check(config, world_size)
+    parallel = config.parallel
+    tp = parallel.tp or world_size // (parallel.pp * parallel.cp * parallel.dp)
+    vocabulary = open_tokenizer(config.data.tokenizer).vocab_size
+    shape = llama_config(config.model, vocabulary, config.train.seq_len, tp)
+    if parallel.pp > 1:
+        from pyruntime.train.pipelined import layers_of_stages
+
+        layers_of_stages(config, shape)
+    return shape
+
+
+def report(config: RunConfig, world_size: int) -> str:
+    """One line for people about what would run. Raises ConfigError, as the run would."""
+    shape = check(config, world_size)
+    parallel = config.parallel
+    tp = parallel.tp or world_size // (parallel.pp * parallel.cp * parallel.dp)
+    axes = {"tp": tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp}
+    sizes = ", ".join(f"{name}={size}" for name, size in axes.items())
+    return (
+        f"{shape.parameter_count() / 1e6:,.1f} M parameters on {world_size} rank(s): {sizes}; steps of "
+        f"{tokens_per_step(config):,} tokens in {micro_batches(config)} micro-batch(es) a rank. Nothing was "
+        "started."
+    )

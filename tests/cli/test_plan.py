@@ -1,0 +1,148 @@
+"""`python -m pyruntime plan` answers, explains, and writes what the trainer takes."""
+
+import json
+import tomllib
+
+import pytest
+
+from pyruntime.cli import main
+from pyruntime.cli.plan import parse_tokens
+from pyruntime.plan.mesh import Mesh
+from pyruntime.plan.trainer import Asked, settings
+from tests.plan.jobs import job
+
+SMALL = ["plan", "--model", "llama3-1b", "--gpus", "8", "--tokens-per-step", "256K", "--seq", "4096"]
+
+
+def test_a_plan_is_a_table_and_its_files(capsys, tmp_path):
+    files = {"json": tmp_path / "out.json", "plot": tmp_path / "out.png", "config": tmp_path / "out.toml"}
+    flags = [part for name, path in files.items() for part in (f"--{name}", str(path))]
+    assert main([*SMALL, "--explain", "1", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "llama3-1b: 1.2 B parameters; 8 x H100 80 GB" in shown
+    for part in ("step s", "GPU hours", "memory of the fullest rank", "MFU", "The trainer runs it."):
+        assert part in shown
+    assert files["plot"].read_bytes().startswith(b"\x89PNG")
+    assert json.loads(files["json"].read_text())["candidates"]
+    assert main(["train", "--config", str(files["config"]), "--dry-run", "8"]) == 0
+    checked = capsys.readouterr().out
+    assert (
+        "on 8 rank(s)" in checked
+        and "steps of 262,144 tokens" in checked
+        and "Nothing was started" in checked
+    )
+
+
+def test_a_line_that_the_trainer_runs_passes_its_dry_run(capsys, tmp_path):
+    path = tmp_path / "sixth.toml"
+    asked = ["--only_runnable", "True", "--top", "6", "--axonn", "False", "--co2", "False"]
+    assert main([*SMALL, *asked, "--explain", "6", "--config", str(path)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith("  runs")]
+    assert len(lines) == 6
+    assert main(["train", "--config", str(path), "--dry-run", "8"]) == 0
+    assert main(["train", "--config", str(path), "--dry-run", "7"]) == 2
+
+
+def test_the_trainer_is_asked_what_it_runs():
+    wanted = job("llama3-8b", "dgx-h100", 16, 64, 8192)
+    asked = Asked(wanted)
+    assert asked.refusal(Mesh(tp=4, cp=2, dp=2)) is None
+    assert asked.refusal(Mesh(tp=2, pp=4, dp=2, kind="zb-v")) is None
+    assert "parallel.zero=3 gathers weights" in asked.refusal(Mesh(tp=2, pp=4, dp=2, zero=3))
+    assert "pipeline.slices=2 and parallel.cp=2 both cut" in asked.refusal(
+        Mesh(pp=8, cp=2, kind="seq1f1b", slices=2)
+    )
+    assert "tp=16 does not divide num_key_value_heads=8" in asked.refusal(Mesh(tp=16))
+    assert asked.refusal(Mesh(x=2, y=2, z=4)) is not None
+    assert asked.refusal(Mesh(tp=8, dp=2, tau=3)) is not None
+    gpt = Asked(job("gpt-1.7b", "dgx-h100", 16, 64))
+    assert "architecture" in gpt.refusal(Mesh(tp=4, dp=4))
+
+
+def test_settings_are_those_of_the_mesh():
+    found = settings(
+        job("llama3-8b", "dgx-h100", 16, 64, 8192), Mesh(tp=2, dp=4, pp=2, kind="interleaved", virtual=2)
+    )
+    assert found["parallel"] == {"tp": 2, "pp": 2, "cp": 1, "dp": 4, "zero": 1, "dp_replicate": 1}
+    assert found["pipeline"] == {"kind": "interleaved", "slices": 1, "virtual": 2}
+    assert found["train"]["batch_size"] == 64 and found["model"]["vocab_size"] == 128256
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("4M", 2**22), ("4194304", 2**22), ("512k", 2**19), ("1.5M", 3 * 2**19)]
+)
+def test_numbers_of_tokens(text, tokens):
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--model", "lama3-8b"], "There is no model 'lama3-8b'; the nearest is llama3-8b."),
+        (
+            ["--cluster", "fronteer"],
+            "There is no cluster 'fronteer', and no such file; the nearest is frontier.",
+        ),
+        (["--gpus", "12"], "12 GPUs do not fill nodes of 8 on dgx-h100; the nearest are 8 and 16."),
+        (["--gpus", "0"], "--gpus must be at least 1, found 0."),
+        (["--tokens_per_step", "4Q"], "--tokens_per_step 4Q is no number of tokens; write it as"),
+        (
+            ["--tokens_per_step", "1000"],
+            "is no whole number of sequences of 8192 tokens; the nearest is 8192.",
+        ),
+        (["--seq", "0"], "--seq must be at least 1, found 0."),
+        (["--top", "0"], "--top must be at least 1, found 0."),
+        (["--tokens", "-1"], "--tokens must be above 0, found -1.0."),
+        (["--overlap", "some"], "overlap"),
+        (["--model", "llama3-405b"], "No mesh of 8 GPUs fits llama3-405b into 80 % of 80 GB; the nearest,"),
+        (["--model", "llama3-1b", "--explain", "99"], "--explain 99: the table has 10 lines; use 1 to 10."),
+        (["--model", "llama3-1b", "--plot", "/nowhere/a.png"], "/nowhere/a.png: cannot be written:"),
+    ],
+)
+def test_a_bad_request_is_one_sentence_and_exit_code_2(capsys, argv, sentence):
+    assert main(["plan", "--axonn", "False", *argv]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and err.count("\n") == 1
+
+
+def test_the_dry_run_refuses_what_the_run_would(capsys, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[parallel]\npp = 64\n[model]\npreset = "3m"\n')
+    assert main(["train", "--config", str(path), "--dry-run", "64"]) == 2
+    assert "4 layers cannot be cut into 64 stages" in capsys.readouterr().err
+    assert main(["train", "--config", str(path), "--dry-run", "many"]) == 2
+    assert "--dry_run needs the number of ranks" in capsys.readouterr().err
+
+
+def test_a_pipeline_across_two_clusters_has_layers_by_speed(capsys, tmp_path):
+    path = tmp_path / "both.toml"
+    argv = [
+        "plan",
+        "--model",
+        "llama3-8b",
+        "--gpus",
+        "16",
+        "--tokens-per-step",
+        "256K",
+        "--seq",
+        "4096",
+        "--top",
+        "2",
+    ]
+    assert main([*argv, "--join", "selene", "--config", str(path)]) == 0
+    assert "8 GPUs of dgx-h100, then 8 of selene" in capsys.readouterr().out
+    layers = tomllib.loads(path.read_text())["pipeline"]["layers"]
+    assert sum(layers) == 32 and layers[0] > 2 * layers[-1]
+    assert main(["train", "--config", str(path), "--dry-run", "16"]) == 0
+    capsys.readouterr()
+    assert main([*argv, "--join", "nowhere"]) == 2
+    assert main([*argv, "--join", "selene", "--join_bandwidth", "0"]) == 2
+
+
+def test_a_machine_is_measured(capsys, tmp_path):
+    path = tmp_path / "mine.toml"
+    assert main(["plan", "--measure", str(path)]) == 0
+    assert "links      not measured" in capsys.readouterr().out
+    found = tomllib.loads(path.read_text())
+    assert found["peak_flops"] > 1e9 and found["gpus_per_node"] == 1
+    assert main(["plan", "--measure", "/nowhere/mine.toml"]) == 2

@@ -1,0 +1,64 @@
+"""Layers are shared out by speed, and that is faster than sharing them evenly."""
+
+from dataclasses import replace
+
+import pytest
+
+from pyruntime.plan.cluster import find_cluster
+from pyruntime.plan.holmes import across, layers_of_clusters, search_across, split_evenly
+from pyruntime.plan.memory import memory_of_rank
+from pyruntime.plan.mesh import Mesh
+from tests.plan.jobs import job
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(48, (26, 22)), (30, (16, 14))])
+def test_layers_of_infiniband_and_roce_nodes(layers, expected):
+    # TFLOP/s of a GPU over either network (Holmes).
+    assert layers_of_clusters(layers, (197, 160)) == expected
+
+
+def test_the_last_cluster_takes_what_rounding_leaves():
+    assert layers_of_clusters(10, (1, 1, 1)) == (3, 3, 4)
+
+
+def test_a_cluster_that_is_too_slow_for_a_layer_is_named():
+    with pytest.raises(ValueError, match="leave one without a layer"):
+        layers_of_clusters(8, (1, 100))
+
+
+def test_stages_of_a_cluster_are_even():
+    assert split_evenly(26, 4) == (7, 7, 6, 6)
+
+
+def test_faster_nodes_get_more_layers_and_the_step_is_shorter():
+    wanted, mesh = job("gpt-7.5b", "dgx-h100", 64, 512), Mesh(tp=4, dp=4, pp=4, micro_batch=1)
+    clusters = [find_cluster("dgx-h100"), find_cluster("selene")]
+    found = across(wanted, clusters, mesh, between=1e9)
+    assert sum(found.layers) == 36 and found.layers[0] > found.layers[-1]
+    slowest = max(found.seconds)
+    even = 36 // 4 * found.seconds[-1] / found.layers[-1]
+    assert slowest < 0.8 * even
+
+
+def test_tensor_parallelism_stays_inside_a_node():
+    clusters = [find_cluster("dgx-h100"), find_cluster("perlmutter")]
+    with pytest.raises(ValueError, match="tp=8 does not fit into a node of 4 on perlmutter"):
+        across(job("gpt-7.5b", "dgx-h100", 64, 512), clusters, Mesh(tp=8, dp=4, pp=2), between=1e9)
+
+
+def test_every_stage_fits_into_its_own_cluster():
+    wanted = job("llama3-8b", "dgx-h100", 32, 64, 8192)
+    clusters = [find_cluster("dgx-h100"), find_cluster("thin")]
+    found = search_across(wanted, clusters, between=1e9)
+    assert [each.total for each in found] == sorted(each.total for each in found)
+    for each in found[:20]:
+        assert sum(each.layers) == 32 and each.mesh.ranks == 32
+        for stage, layers in enumerate(each.layers):
+            cluster = clusters[stage >= each.stages[0]]
+            held = memory_of_rank(replace(wanted, cluster=cluster), each.mesh, stage, layers=layers)
+            assert held.total <= 0.8 * cluster.memory_bytes
+
+
+def test_gpus_that_do_not_divide_over_the_clusters_are_refused():
+    with pytest.raises(ValueError, match="16 GPUs do not divide over 3 clusters"):
+        search_across(job("llama3-8b", "dgx-h100", 16, 64), [find_cluster("thin")] * 3, between=1e9)

@@ -1,0 +1,58 @@
+"""The trainer's rules say what fresh processes of it really hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pyruntime
+from pyruntime.llama import Llama, LlamaConfig
+from pyruntime.plan.memory import TRAINER, memory_of_rank
+from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.plan.models import of_llama
+from pyruntime.train.config import Optimizer
+from pyruntime.train.metrics import peak_memory_bytes
+from pyruntime.train.optimizer import AdamW
+from tests.plan.jobs import job
+
+SEQ, STEPS = 1024, 1
+
+
+def shape(hidden: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=2048,
+        hidden_size=hidden,
+        intermediate_size=11 * hidden // 4,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+
+
+def train(config: LlamaConfig, group, seq: int) -> None:
+    model = Llama(config, group, dtype=torch.bfloat16, tier="chunked")
+    optimizer = AdamW(model, Optimizer())
+    ids = torch.randint(config.vocab_size, (2, seq))
+    for step in range(1, STEPS + 1):
+        for micro in ids.split(1):
+            model(micro, micro).backward()
+        optimizer.step(step, 1e-4, 1.0)
+
+
+def held(group) -> int:
+    """Bytes that a model needs beyond what the process had after it trained a small one."""
+    torch.set_num_threads(1)
+    pyruntime.keep_freed_memory()
+    train(shape(64), group, 64)
+    before = peak_memory_bytes()
+    train(shape(512), group, SEQ)
+    return peak_memory_bytes() - before
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_resident_memory_is_predicted_within_10_percent(ranks, tp):
+    wanted = Job(of_llama("test", shape(512)), job("debug", "dgx-h100", 1, 1).cluster, tp, 2, SEQ)
+    predicted = memory_of_rank(wanted, Mesh(tp=tp, zero=0), 0, TRAINER, process=0.0).total
+    for rank in ranks.launch(held, tp):
+        assert rank.exit_code == 0, rank.output
+        assert rank.value == pytest.approx(predicted, rel=0.1)

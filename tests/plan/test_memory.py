@@ -1,0 +1,158 @@
+"""Memory follows the published estimator, and falls with every axis that cuts it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyruntime.pipeline import make_schedule
+from pyruntime.plan.memory import (
+    PAPER,
+    TRAINER,
+    layer_activations,
+    memory_of_rank,
+    parameters_of_rank,
+    states,
+    verdict,
+    worst_memory,
+)
+from pyruntime.plan.mesh import Mesh
+from pyruntime.plan.models import find_model
+from pyruntime.plan.pipelines import in_flight
+from tests.plan.jobs import job
+
+
+@pytest.mark.parametrize(
+    ("name", "coefficient"),
+    [("llama3-8b", 41), ("llama2-7b", 37.5), ("llama2-13b", 37.6), ("llama3-70b", 40.5)],
+)
+def test_a_layer_keeps_what_equation_12_says(name, coefficient):
+    model = find_model(name)
+    assert layer_activations(model, 10) == pytest.approx(10 * model.hidden * coefficient, rel=1e-9)
+
+
+def test_a_layer_of_8b_at_8192_tokens():
+    assert layer_activations(find_model("llama3-8b"), 8192) == 1_375_731_712
+
+
+def test_the_first_stage_of_8b_on_two_stages():
+    model = find_model("llama3-8b")
+    held = sum(parameters_of_rank(model, 2, 16, first=True, last=False))
+    assert held == 2_007_629_824
+    assert sum(states(held, Mesh(tp=2, pp=2, dp=4), 2, PAPER)) == pytest.approx(18.07e9, rel=1e-3)
+    in_all = layer_activations(model, 8192, 2) * 16 * in_flight("1f1b", 0, 2, 2)
+    assert in_all == pytest.approx(22.01e9, rel=1e-3)
+
+
+def test_without_sequence_parallelism_norms_and_inputs_stay_whole():
+    model = find_model("llama3-8b")
+    k_over_a, ffn_over_h = 8 / 32, 14336 / 4096
+    coefficient = 8 + (4 + 4 * k_over_a + 8 * ffn_over_h) / 4
+    found = layer_activations(model, 100, 4, sequence_parallel=False)
+    assert found == pytest.approx(100 * 4096 * coefficient, rel=1e-9)
+
+
+@pytest.mark.parametrize(("zero", "expected"), [(0, 18), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)])
+def test_bytes_of_a_parameter_at_every_zero_stage(zero, expected):
+    assert sum(states(1, Mesh(dp=4, cp=2, zero=zero), 1, PAPER)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"), [(0, 18 + 2), (1, 2 + 1 + 4 + 6), (2, 2 + 1 + 4 + 6), (3, 1 + 1 + 4 + 6)]
+)
+def test_the_trainer_keeps_whole_sums_of_earlier_micro_batches(zero, expected):
+    assert sum(states(1, Mesh(dp=2, zero=zero), 4, TRAINER)) == pytest.approx(expected)
+
+
+def test_hybrid_sharding_cuts_over_its_own_groups_only():
+    whole = sum(states(1, Mesh(dp=8, zero=1), 1, PAPER))
+    hybrid = sum(states(1, Mesh(dp=8, zero=1, replicate=4), 1, PAPER))
+    assert (whole, hybrid) == (6 + 12 / 8, 6 + 12 / 2)
+
+
+def test_co2_needs_three_more_copies_of_the_parameters():
+    assert sum(states(1, Mesh(dp=8, zero=0, tau=12), 1, PAPER)) == 18 + 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "virtual", "slices"),
+    [
+        ("gpipe", 1, 1),
+        ("1f1b", 1, 1),
+        ("interleaved", 2, 1),
+        ("interleaved", 4, 1),
+        ("seq1f1b", 1, 4),
+        ("terapipe", 1, 2),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_what_is_in_flight_is_what_the_schedule_holds(kind, virtual, slices, ranks, groups):
+    micro_batches = groups * ranks
+    made = make_schedule(kind, ranks, micro_batches, virtual=virtual, slices=slices)
+    stages = made.stages // ranks
+    for rank in range(ranks):
+        held = made.peak_in_flight(rank) / stages / slices
+        assert in_flight(kind, rank, ranks, micro_batches, virtual, slices) == held
+
+
+def test_zb_h1_holds_up_to_what_1f1b_holds_on_its_first_rank():
+    made = make_schedule("zb-h1", 4, 8)
+    assert in_flight("zb-h1", 0, 4, 8) == made.peak_in_flight(0) == 4
+    assert all(in_flight("zb-h1", rank, 4, 8) >= made.peak_in_flight(rank) for rank in range(4))
+
+
+def test_zb_v_holds_as_much_as_1f1b_on_every_rank():
+    made = make_schedule("zb-v", 4, 8)
+    assert [in_flight("zb-v", rank, 4, 8) for rank in range(4)] == [4] * 4
+    assert [made.peak_in_flight(rank) / 2 for rank in range(4)] == [4] * 4
+
+
+@pytest.mark.parametrize(("ranks", "virtual", "expected"), [(4, 2, 5.5), (8, 4, 9.75)])
+def test_interleaving_holds_more(ranks, virtual, expected):
+    assert in_flight("interleaved", 0, ranks, 8 * ranks, virtual) == expected
+    assert ranks * (1 + (ranks - 1) / (ranks * virtual)) == expected
+
+
+@pytest.mark.parametrize(
+    ("needed", "word"), [(80, "fits"), (80.1, "risky"), (100, "risky"), (100.1, "does not fit")]
+)
+def test_the_80_percent_rule(needed, word):
+    assert verdict(needed, 100) == word
+
+
+def held(**sizes):
+    fixed = {"tp": 2, "cp": 1, "dp": 8, "pp": 2, "zero": 1} | sizes
+    return worst_memory(job("llama3-8b", "dgx-h100", 1, 512, 8192), Mesh(**fixed))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    cp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 4]),
+    dp=st.sampled_from([2, 4]),
+    zero=st.sampled_from([0, 1, 2]),
+)
+def test_memory_falls_with_every_axis_that_cuts_it(tp, cp, pp, dp, zero):
+    sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "zero": zero}
+    here = held(**sizes)
+    for name in ("tp", "cp"):
+        assert held(**{**sizes, name: 2 * sizes[name]}).total < here.total
+    # Activations of twice as many micro-batches of half as many layers are in flight.
+    assert held(**{**sizes, "pp": 2 * pp}).states < here.states
+    assert held(**{**sizes, "zero": zero + 1}).states < here.states
+
+
+def test_recomputation_keeps_the_inputs_of_layers():
+    kept, again = held(pp=1), held(pp=1, recompute=True)
+    assert again.activations < kept.activations / 5
+    assert again.states == kept.states
+
+
+def test_the_last_stage_holds_the_logits_and_few_micro_batches():
+    wanted = job("llama3-8b", "dgx-h100", 1, 512, 8192)
+    mesh = Mesh(pp=4, dp=8)
+    first, last = (memory_of_rank(wanted, mesh, rank) for rank in (0, 3))
+    assert first.logits == 0 and last.logits >= 4 * 8192 * 128256
+    # The last stage has fewer layers: the head counts for some.
+    assert last.activations < first.activations / 4

@@ -1,0 +1,59 @@
+"""Bubbles by formula are those of simulated schedules."""
+
+import pytest
+
+from pyruntime.pipeline import Costs, make_schedule, simulate
+from pyruntime.plan.models import find_model
+from pyruntime.plan.pipelines import bubble, layers_by_rank
+
+
+def simulated(kind, ranks, micro_batches, forward, of_input, of_weight, virtual=1, slices=1):
+    """`forward` and the others: of all stages of a rank."""
+    stages = 2 if kind == "zb-v" else virtual
+    parts = [seconds / stages / slices for seconds in (forward, of_input, of_weight)]
+    timeline = simulate(
+        make_schedule(kind, ranks, micro_batches, virtual=virtual, slices=slices), Costs.uniform(*parts)
+    )
+    return timeline.bubble(0)
+
+
+@pytest.mark.parametrize("costs", [(1, 1, 1), (1.0, 1.3, 0.8), (2, 4, 1)])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 16)])
+@pytest.mark.parametrize(
+    ("kind", "virtual", "slices"),
+    [("1f1b", 1, 1), ("interleaved", 2, 1), ("zb-h1", 1, 1), ("seq1f1b", 1, 2)],
+)
+def test_bubbles_are_those_of_the_simulation(kind, virtual, slices, ranks, micro_batches, costs):
+    found = bubble(kind, ranks, micro_batches, *costs, virtual, slices)
+    expected = simulated(kind, ranks, micro_batches, *costs, virtual, slices)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 16), (8, 16)])
+def test_the_bubble_of_zb_v(ranks, micro_batches):
+    assert bubble("zb-v", ranks, micro_batches, 2, 2, 2) == ranks - 1
+    assert simulated("zb-v", ranks, micro_batches, 2, 2, 2) == ranks - 1
+    for costs in ((1, 1.3, 0.9), (1, 1.2, 1), (1.2, 1, 1)):
+        work = micro_batches * sum(costs)
+        found = bubble("zb-v", ranks, micro_batches, *costs) / work
+        assert found == pytest.approx(simulated("zb-v", ranks, micro_batches, *costs) / work, abs=0.09)
+
+
+@pytest.mark.parametrize(("ranks", "virtual", "expected"), [(4, 2, 4.5), (8, 4, 2.625 * 2)])
+def test_interleaved_bubbles(ranks, virtual, expected):
+    assert bubble("interleaved", ranks, 4 * ranks, 1, 1, 1, virtual) == expected
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 8), (4, 16), (8, 24)])
+def test_zb_h1_has_a_third_of_the_bubble(ranks, micro_batches):
+    assert bubble("zb-h1", ranks, micro_batches, 1, 1, 1) == ranks - 1
+    assert bubble("1f1b", ranks, micro_batches, 1, 1, 1) == 3 * (ranks - 1)
+
+
+def test_the_head_counts_as_layers():
+    model = find_model("llama3-8b")
+    assert layers_by_rank(model, "1f1b", 1, 1) == (32,)
+    layers = layers_by_rank(model, "1f1b", 4, 1)
+    assert sum(layers) == 32 and layers[-1] < layers[0]
+    with pytest.raises(ValueError, match="32 layers cannot be cut into 64 stages"):
+        layers_by_rank(model, "1f1b", 64, 1)
