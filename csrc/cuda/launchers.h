@@ -142,12 +142,13 @@ PYRUNTIME_API int pyruntime_scatter_workspace(int32_t world_size, int64_t m, int
 
 /* ---- chunks, for products that another library computes ----
 
-   A flight on a slot is: any puts, on one stream, then pyruntime_end_puts() there; any pyruntime_await() on the
-   stream that reads; pyruntime_finish() on that stream when all is read. Every rank does all three in every flight,
-   also one that puts nothing. What a chunk's bytes and flags mean is the caller's. */
+   A flight on a slot is: any puts, on one stream, then pyruntime_end_puts() there; any pyruntime_await() on
+   the stream that reads; pyruntime_finish() on that stream when all is read. Every rank does all three in
+   every flight, also one that puts nothing. What a chunk's bytes and flags mean is the caller's. */
 
-/* Copies `bytes` by a copy engine into the slot of `peer`, from byte `offset` of its data on, and raises flag `index`
-   of this rank there. Waits, on the device, until the peer has done with what the slot held before. */
+/* Copies `bytes` by a copy engine into the slot of `peer`, from byte `offset` of its data on, and raises flag
+   `index` of this rank there. Waits, on the device, until the peer has done with what the slot held before.
+ */
 PYRUNTIME_API int pyruntime_put(const PyruntimeGroup* group, const void* from, int64_t bytes, int32_t peer,
                                 int64_t offset, int32_t index, void* stream);
 /* No put of this flight comes any more. */
