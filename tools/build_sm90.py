@@ -65,8 +65,9 @@ def _download() -> Path | None:
     if headers.exists():
         return headers
     wheels = DOWNLOADED / "wheels"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
-    ran = subprocess.run([*command, f"nvidia-cutlass=={pinned_version()}"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1"]
+    command += ["--dest", str(wheels), f"nvidia-cutlass=={pinned_version()}"]
+    ran = subprocess.run(command, capture_output=True, text=True)
     found = sorted(wheels.glob(f"nvidia_cutlass-{pinned_version()}-*.whl"))
     if ran.returncode != 0 or not found:
         return None
