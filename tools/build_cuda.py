@@ -18,6 +18,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+if __package__:
+    from tools import build_sm90
+else:  # run as a script
+    import build_sm90
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cuda"
 LIBRARY = ROOT / "pyruntime" / "libpyruntime_cuda.so"
@@ -99,10 +104,11 @@ def ninja_file(nvcc: Path, architectures: Iterable[str], library: Path, strict: 
     lines = [
         "ninja_required_version = 1.3",
         f"nvcc = {nvcc}",
-        f"flags = {' '.join([*flags, *architectures])}",
+        f"flags = {' '.join(flags)}",
+        f"architectures = {' '.join(architectures)}",
         "rule compile",
         # The assembler's report is kept; it is shown only where something fails.
-        "  command = $nvcc -MD -MF $out.d $flags $macros -c $in -o $out > $out.log 2>&1 "
+        "  command = $nvcc -MD -MF $out.d $flags $architectures $macros -c $in -o $out > $out.log 2>&1 "
         "|| (cat $out.log; exit 1)",
         "  depfile = $out.d",
         "  deps = gcc",
@@ -115,6 +121,9 @@ def ninja_file(nvcc: Path, architectures: Iterable[str], library: Path, strict: 
     for name, source, macros in sources():
         objects.append(str(BUILD / f"{name}.o"))
         lines += [f"build {objects[-1]}: compile {source}", f"  macros = {' '.join(macros)}"]
+    hopper_lines, hopper_objects = build_sm90.ninja_lines(BUILD, architectures)
+    lines += hopper_lines
+    objects += hopper_objects
     lines.append(f"build {library}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
 
@@ -160,7 +169,8 @@ def resource_reports() -> Iterator[tuple[str, str, int, int, int]]:
     entry = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
     frame = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
     registers = re.compile(r"Used (\d+) registers")
-    for name, _, _ in sources():
+    hopper = [name for name, *_ in build_sm90.kernels() if (BUILD / f"{name}.o.log").exists()]
+    for name in [*(name for name, *_ in sources()), *hopper]:
         kernel = architecture = ""
         stack = spills = 0
         for line in (BUILD / f"{name}.o.log").read_text().splitlines():

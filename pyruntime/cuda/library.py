@@ -10,7 +10,7 @@ from typing import Any
 
 from pyruntime.comm.errors import CommTimeout
 
-INVALID = 1
+INVALID, REFUSED = 1, 3
 SLOTS = 2
 BF16, FP16, FP32 = 0, 1, 2
 NT, NN, TN = 0, 1, 2
@@ -128,6 +128,10 @@ SIGNATURES: dict[str, list[Any]] = {
 """Those that return a code, or a plain int."""
 
 
+PRODUCTS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter")
+"""Those for which csrc/cuda/sm90/launchers.h declares a pyruntime_sm90_... of the same arguments."""
+
+
 def library_path() -> Path:
     """Where the build puts the kernels."""
     return Path(__file__).resolve().parent.parent / "libpyruntime_cuda.so"
@@ -154,9 +158,13 @@ def why_not() -> str:
 
 
 class Library:
-    """The loaded library. Its functions raise: ValueError for arguments, CudaLibraryError for the device."""
+    """The loaded library. Its functions raise: ValueError for arguments, CudaLibraryError for the device.
 
-    def __init__(self, path: Path | None = None) -> None:
+    `hopper`: products go to the kernels for Hopper, unless those refuse; else to the portable ones. `refusal`
+    is the sentence with which the last product was refused, empty where it was not.
+    """
+
+    def __init__(self, path: Path | None = None, *, hopper: bool = True) -> None:
         self.path = path or library_path()
         try:
             self._library = ctypes.CDLL(str(self.path))
@@ -170,6 +178,11 @@ class Library:
         self._library.pyruntime_workspace_bytes.argtypes = [POINTER(Workspace)]
         for name, arguments in SIGNATURES.items():
             getattr(self._library, name).argtypes = arguments
+        # The host dialect has none.
+        self._hopper = hopper and hasattr(self._library, "pyruntime_sm90_matmul")
+        for name in PRODUCTS if self._hopper else ():
+            getattr(self._library, f"pyruntime_sm90_{name}").argtypes = SIGNATURES[f"pyruntime_{name}"]
+        self.refusal = ""
 
     @property
     def dialect(self) -> str:
@@ -177,7 +190,12 @@ class Library:
         return self._library.pyruntime_dialect().decode()
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls pyruntime_`name`."""
+        """Calls pyruntime_`name`; a product's namesake for Hopper first."""
+        if self._hopper and name in PRODUCTS:
+            code = self._function(f"sm90_{name}")(*arguments)
+            self.refusal = self._library.pyruntime_error().decode() if code == REFUSED else ""
+            if code != REFUSED:
+                return self._raise_for(code)
         self._raise_for(self._function(name)(*arguments))
 
     def choose_tiles(self, chunk_rows: int, m: int, n: int) -> int:

@@ -6,7 +6,6 @@ using namespace pyruntime::portable;
 
 namespace pyruntime::portable {
 
-// Of a gather: its product is checked against the group's workspace.
 void check_gather(const Group& group, const PyruntimeMatmul* matmul) {
   check_matmul(matmul);
   require(matmul->layout != PYRUNTIME_TN, "layout 2 (TN) gathers no rows; use NT or NN.");

@@ -18,6 +18,19 @@ PYRUNTIME_HOST_DEVICE int first_row_of_piece(int rows, int pieces, int piece) {
   return piece * (rows / pieces) + (piece < longer ? piece : longer);
 }
 
+// Waits for all pieces in which the tile has rows; by one thread. False: stop.
+PYRUNTIME_DEVICE bool rows_arrived(const Group& group, const Tile& tile, uint64_t epoch) {
+  const int owner = tile.chunk.owner, pieces = group.layout.flags;
+  if (owner == group.rank) return !has_failed(group);
+  for (int piece = 0; piece < pieces; ++piece) {
+    const int first = first_row_of_piece(tile.chunk.rows, pieces, piece);
+    const int end = first_row_of_piece(tile.chunk.rows, pieces, piece + 1);
+    if (end <= tile.row || first >= tile.row + tile.rows) continue;
+    if (!wait_for(group, group.flag(group.rank, owner, piece), epoch, owner, piece)) return false;
+  }
+  return true;
+}
+
 template <class T>
 struct GatherJob {
   using Element = T;
@@ -35,23 +48,9 @@ struct GatherJob {
     const GatherJob& job;
     uint64_t epoch;
 
-    // All pieces in which the tile has rows.
-    PYRUNTIME_DEVICE bool arrived(const Tile& tile) const {
-      const Group& group = job.group;
-      const int owner = tile.chunk.owner, pieces = group.layout.flags;
-      if (owner == group.rank) return !has_failed(group);
-      for (int piece = 0; piece < pieces; ++piece) {
-        const int first = first_row_of_piece(tile.chunk.rows, pieces, piece);
-        const int end = first_row_of_piece(tile.chunk.rows, pieces, piece + 1);
-        if (end <= tile.row || first >= tile.row + tile.rows) continue;
-        if (!wait_for(group, group.flag(group.rank, owner, piece), epoch, owner, piece)) return false;
-      }
-      return true;
-    }
-
     PYRUNTIME_DEVICE bool begin(const Tile& tile) {
       // One thread acquires and the barrier passes it on. The copies that follow go past L1.
-      return device::barrier_and(threadIdx.x != 0 || arrived(tile));
+      return device::barrier_and(threadIdx.x != 0 || rows_arrived(job.group, tile, epoch));
     }
     template <int kLayout>
     PYRUNTIME_DEVICE Operand<T> a(const Tile& tile) const {
@@ -81,5 +80,8 @@ struct GatherJob {
 
   PYRUNTIME_DEVICE Run start() const { return {*this, group.control().epochs + 1}; }
 };
+
+// By launchers: the product is checked against the group's workspace.
+void check_gather(const Group& group, const PyruntimeMatmul* matmul);
 
 }  // namespace pyruntime::portable

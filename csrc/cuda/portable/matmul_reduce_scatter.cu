@@ -15,9 +15,16 @@ int64_t tiles_of_chunk(int64_t rows, int64_t n, int32_t tiles) {
   return tiles == PYRUNTIME_TILES_LARGE ? count(LargeTiles{}) : count(SmallTiles{});
 }
 
-// Of the largest part of any rank.
+}  // namespace
+
+namespace pyruntime::portable {
+
 int64_t part_elements(int64_t m, int64_t n, int world_size) {
-  return rows_of_rank(m, world_size, 0) * ((n + 7) / 8 * 8);
+  return rows_of_rank(m, world_size, 0) * part_pitch(n);
+}
+
+int64_t part_pitch(int64_t n) {
+  return (n + 7) / 8 * 8;
 }
 
 void check_scatter(const Group& group, const PyruntimeMatmul& matmul) {
@@ -33,7 +40,7 @@ void check_scatter(const Group& group, const PyruntimeMatmul& matmul) {
           "c is a null pointer.");
 }
 
-}  // namespace
+}  // namespace pyruntime::portable
 
 int pyruntime_scatter_workspace(int32_t world_size, int64_t m, int64_t n, int32_t dtype, int32_t tiles,
                                 PyruntimeWorkspace* out) {
@@ -67,7 +74,7 @@ int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, const Pyruntime
             matrices_of<T>(*matmul),
             view,
             part_elements(matmul->m, matmul->n, view.world_size()),
-            (matmul->n + 7) / 8 * 8};
+            part_pitch(matmul->n)};
         launch_tiles<Config>(job, *matmul, static_cast<runtime::Stream>(stream));
       });
     });

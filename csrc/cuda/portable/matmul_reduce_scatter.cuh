@@ -12,6 +12,27 @@
 
 namespace pyruntime::portable {
 
+// The sum over all ranks of 8 elements, of which `existing` exist: parts in rank order in fp32, this rank's
+// own among them, then the bias, rounded once. The others' parts lie `stride` elements apart from `parts` on.
+template <class T>
+PYRUNTIME_DEVICE Vector<T> sum_of_parts(const T* parts, int64_t stride, const Group& group,
+                                        const Vector<T>& own, const T* bias, int existing) {
+  float sums[8] = {};
+#pragma unroll 8  // loads of several ranks under way at once; they are added in rank order
+  for (int source = 0; source < group.world_size(); ++source) {
+    const Vector<T> one = source == group.rank ? own : load_vector_streaming(parts + source * stride);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sums[e] += to_float(one.values[e]);
+  }
+  Vector<T> rounded;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (bias != nullptr && e < existing) sums[e] += to_float(bias[e]);
+    rounded.values[e] = round_to<T>(sums[e]);
+  }
+  return rounded;
+}
+
 template <class T>
 struct ScatterJob {
   using Element = T;
@@ -67,20 +88,10 @@ struct ScatterJob {
     PYRUNTIME_DEVICE void store(const Tile& tile, int row, int column, const Vector<T>& vector) {
       if (!is_own(tile)) return store_vector(part(tile, job.group.rank, row, column), vector);
       const int existing = tile.columns - column;
-      float sums[8] = {};
-      for (int source = 0; source < job.group.world_size(); ++source) {
-        const Vector<T> one =
-            source == job.group.rank ? vector : load_vector_streaming(part(tile, source, row, column));
-#pragma unroll
-        for (int e = 0; e < 8; ++e) sums[e] += to_float(one.values[e]);
-      }
       const T* bias = job.matrices.bias;
-      Vector<T> rounded;
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (bias != nullptr && e < existing) sums[e] += to_float(bias[tile.column + column + e]);
-        rounded.values[e] = round_to<T>(sums[e]);
-      }
+      const Vector<T> rounded =
+          sum_of_parts(part(tile, 0, row, column), job.part_elements, job.group, vector,
+                       bias == nullptr ? nullptr : bias + tile.column + column, existing);
       store_existing(job.matrices.c + (tile.row + row) * job.matrices.ldc + tile.column + column, rounded,
                      existing);
     }
@@ -97,5 +108,11 @@ struct ScatterJob {
 
   PYRUNTIME_DEVICE Run start() const { return {*this, group.control().epochs + 1}; }
 };
+
+// By launchers: elements of the largest part of any rank, and from row to row of a part.
+int64_t part_elements(int64_t m, int64_t n, int world_size);
+int64_t part_pitch(int64_t n);
+// The product is checked against the group's workspace.
+void check_scatter(const Group& group, const PyruntimeMatmul& matmul);
 
 }  // namespace pyruntime::portable

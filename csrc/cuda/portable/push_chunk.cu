@@ -5,8 +5,6 @@
 
 namespace pyruntime::portable {
 
-void check_gather(const Group& group, const PyruntimeMatmul* matmul);
-
 namespace {
 
 constexpr int kThreads = 256;

@@ -141,7 +141,7 @@ PYRUNTIME_DEVICE bool wait_for_credit(const Group& group, int peer, uint64_t epo
   return wait_for(group, group.credit(group.rank, peer), epoch - 1, peer, kCredit);
 }
 
-// ---- ending; by all threads of all blocks of a flight ----
+// ---- ending ----
 
 // Tells the peers that this rank has read all of the slot, and counts the epoch.
 PYRUNTIME_DEVICE void close_slot(const Group& group, uint64_t epoch) {
@@ -152,15 +152,20 @@ PYRUNTIME_DEVICE void close_slot(const Group& group, uint64_t epoch) {
   }
 }
 
-// The block that ends last closes the slot. What failed stays open for good: a peer that was told to go on
-// could write over what is still being read.
-PYRUNTIME_DEVICE void end_flight(const Group& group, uint64_t epoch, bool close) {
-  device::publishing_barrier();
-  if (threadIdx.x != 0) return;
+// By one thread of every block of a flight, when all threads of the block are done. The block that ends last
+// closes the slot. What failed stays open for good: a peer that was told to go on could write over what is
+// still being read.
+PYRUNTIME_DEVICE void end_block(const Group& group, uint64_t epoch, bool close) {
   device::fence_device();
   const bool last = atomicInc(&group.control().ticket, gridDim.x - 1) == gridDim.x - 1;
   device::fence_device();
   if (last && close && !has_failed(group)) close_slot(group, epoch);
+}
+
+// By all threads of all blocks of a flight.
+PYRUNTIME_DEVICE void end_flight(const Group& group, uint64_t epoch, bool close) {
+  device::publishing_barrier();
+  if (threadIdx.x == 0) end_block(group, epoch, close);
 }
 
 }  // namespace pyruntime::portable

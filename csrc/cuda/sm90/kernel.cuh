@@ -1,0 +1,64 @@
+// The kernel: four kinds of warps, each in its own branch, because each has its own share of registers.
+#pragma once
+
+#include "cutlass/arch/reg_reconfig.h"
+#include "loader.cuh"
+#include "mover.cuh"
+#include "multipliers.cuh"
+
+namespace pyruntime::sm90 {
+
+// A multiprocessor has 65536 registers: 128 threads with 40, 256 with 232. Multipliers hold 128 sums each.
+constexpr int kFewRegisters = 40;
+constexpr int kManyRegisters = 232;
+
+template <class Product>
+__global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ Product product) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Types = typename Product::Types;
+  using Pipeline = typename Types::Pipeline;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& shared = *reinterpret_cast<SharedMemory<Product>*>(memory);
+
+  const int warpgroup = cutlass::canonical_warp_group_idx(), warp = cutlass::canonical_warp_idx_sync();
+  const int block = static_cast<int>(cute::block_rank_in_cluster());
+  if (threadIdx.x == 0) {
+    shared.stopped = 0;
+    Types::Mainloop::prefetch_tma_descriptors(product.own);
+  }
+  typename Pipeline::Params params;
+  params.transaction_bytes = Types::Mainloop::TmaTransactionBytes;
+  params.role = warpgroup == 0 ? Pipeline::ThreadCategory::Producer : Pipeline::ThreadCategory::Consumer;
+  params.is_leader = threadIdx.x % kWarpgroup == 0;
+  params.num_consumers = kMultipliers;
+  Pipeline pipeline(shared.pipeline, params, typename Types::ClusterShape{});
+  // The barriers are made before anybody, in either block of the cluster, arrives at them.
+  __syncthreads();
+  if constexpr (Product::Config::kCluster > 1) {
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+  }
+
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<kFewRegisters>();
+    if (warp == 0) {
+      load_tiles(product, shared, pipeline, block);
+      arrive(kEnd, kAllButWatcher);
+    } else if (warp == 1) {
+      watch_tiles(product, shared, block);
+    } else if (warp == 2) {
+      move_tiles(product, shared, block);
+      wait(kEnd, kAllButWatcher);  // nobody of this block reads the slot any more
+      if (product.work != Work::kMatmul && threadIdx.x % 32 == 0) {
+        portable::end_block(product.group, product.epoch(), product.close);
+      }
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<kManyRegisters>();
+    multiply_tiles(product, shared, pipeline, block);
+    arrive(kEnd, kAllButWatcher);
+  }
+#endif
+}
+
+}  // namespace pyruntime::sm90

@@ -1,0 +1,124 @@
+// How an instance is launched: tensor maps for TMA, a grid that is resident as a whole, in clusters.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+
+#include "cuda/portable/checks.h"
+#include "kernel.cuh"
+#include "tensor_map.h"
+
+namespace pyruntime::sm90 {
+
+// CuTe's stride of a matrix whose rows or columns lie `pitch` apart.
+template <class Stride>
+Stride stride_of(int64_t pitch) {
+  if constexpr (cute::is_constant<1, decltype(cute::get<0>(Stride{}))>::value) {
+    return {cute::_1{}, pitch, 0};
+  } else {
+    return {pitch, cute::_1{}, 0};
+  }
+}
+
+template <class Mainloop>
+typename Mainloop::Params operands(const void* a, int64_t rows, int64_t lda, const PyruntimeMatmul& matmul) {
+  using A = typename Mainloop::ElementA;
+  using B = typename Mainloop::ElementB;
+  const auto shape =
+      cute::make_shape(static_cast<int>(rows), static_cast<int>(matmul.n), static_cast<int>(matmul.k));
+  const typename Mainloop::Arguments arguments{
+      static_cast<const A*>(a), stride_of<typename Mainloop::StrideA>(lda), static_cast<const B*>(matmul.b),
+      stride_of<typename Mainloop::StrideB>(matmul.ldb)};
+  return Mainloop::to_underlying_arguments(shape, arguments, nullptr);
+}
+
+// Where the results of each chunk go.
+template <class Product>
+void map_results(Product& product, const Problem& problem) {
+  using T = typename Product::Element;
+  const PyruntimeMatmul& matmul = problem.matmul;
+  for (int step = 0; step < problem.units.visits; ++step) {
+    const portable::Visit& chunk = problem.units.visit[step];
+    const bool scatters = problem.work == Work::kScatter;
+    if (chunk.rows == 0 || (scatters && chunk.owner == problem.group.rank)) continue;
+    T* to = scatters ? problem.group.data<T>(chunk.owner) + problem.group.rank * problem.part_elements
+                     : static_cast<T*>(matmul.c) + chunk.begin * matmul.ldc;
+    product.results[chunk.owner] =
+        result_map(matmul.dtype, to, chunk.rows, matmul.n, scatters ? problem.part_pitch : matmul.ldc);
+  }
+}
+
+// Clusters of a kernel that the current device runs at one time. The driver is asked once for each device,
+// since its answer takes longer than a launch.
+template <class Config, class Kernel>
+int resident_clusters(Kernel kernel, const cudaLaunchConfig_t& config) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];
+  int device = 0;
+  cudaGetDevice(&device);
+  int clusters = device < kDevices ? known[device].load() : 0;
+  if (clusters > 0) return clusters;
+  runtime::allow_shared_bytes(kernel, static_cast<int>(config.dynamicSmemBytes));
+  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess || clusters < 1) {
+    portable::check_device("the search for room");
+    throw portable::DeviceError("no cluster of this kernel fits the device; use the portable kernel.");
+  }
+  if (device < kDevices) known[device] = clusters;
+  return clusters;
+}
+
+// A grid that is resident as a whole, because its blocks wait for other ranks; at least one cluster.
+template <class Config>
+int clusters_of_grid(int resident, const Problem& problem) {
+  int blocks = resident * Config::kCluster - problem.matmul.spare_blocks;
+  if (problem.matmul.most_blocks > 0) blocks = std::min(blocks, problem.matmul.most_blocks);
+  const int64_t clusters = std::min<int64_t>(blocks / Config::kCluster, problem.units.count());
+  return std::max(1, static_cast<int>(clusters));
+}
+
+template <class Config, class T, int kLayout>
+void launch(const Problem& problem, runtime::Stream stream) {
+  using Product = sm90::Product<Config, T, kLayout>;
+  using Mainloop = typename Product::Types::Mainloop;
+  const PyruntimeMatmul& matmul = problem.matmul;
+  Product product{};
+  // A rank without rows of its own still needs a map that is valid.
+  const bool gathers = problem.work == Work::kGather;
+  const int64_t pitch = portable::padded_width(matmul.k);
+  const void* gathered = gathers ? problem.group.data<T>(problem.group.rank) : nullptr;
+  if (gathers) product.others = operands<Mainloop>(gathered, matmul.m, pitch, matmul);
+  product.own = problem.rows_of_a > 0 ? operands<Mainloop>(matmul.a, problem.rows_of_a, matmul.lda, matmul)
+                                      : product.others;
+  map_results(product, problem);
+  product.work = problem.work;
+  product.close = problem.hold == 0;
+  product.m = static_cast<int>(matmul.m);
+  product.n = static_cast<int>(matmul.n);
+  product.k = static_cast<int>(matmul.k);
+  product.units = problem.units;
+  product.group = problem.group;
+  product.bias = static_cast<const T*>(matmul.bias);
+  product.c = static_cast<T*>(matmul.c);
+  product.ldc = matmul.ldc;
+  product.part_elements = problem.part_elements;
+  product.part_pitch = problem.part_pitch;
+
+  const auto kernel = multiply<Product>;
+  constexpr int kSharedBytes = sizeof(SharedMemory<Product>);
+  static_assert(kSharedBytes <= 227 * 1024, "the most that a block may have");
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(Config::kCluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  config.gridDim = Config::kCluster;
+  const int clusters = clusters_of_grid<Config>(resident_clusters<Config>(kernel, config), problem);
+  config.gridDim = static_cast<unsigned>(clusters * Config::kCluster);
+  cudaLaunchKernelEx(&config, kernel, product);
+}
+
+}  // namespace pyruntime::sm90

@@ -1,0 +1,158 @@
+#include "choose_tiles.h"
+#include "cuda/portable/all_gather_matmul.cuh"
+#include "cuda/portable/checks.h"
+#include "cuda/portable/matmul_reduce_scatter.cuh"
+#include "launchers.h"
+#include "problem.h"
+
+using namespace pyruntime;
+using namespace pyruntime::sm90;
+using namespace pyruntime::portable;
+
+namespace {
+
+#if defined(PYRUNTIME_WITH_SM90)
+constexpr bool kBuilt = true;
+#else
+constexpr bool kBuilt = false;
+#endif
+
+// Not wrong, but left to the portable kernel.
+struct Refusal : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+template <class... Parts>
+void refuse_unless(bool condition, const Parts&... parts) {
+  if (condition) return;
+  std::ostringstream sentence;
+  (sentence << ... << parts);
+  throw Refusal(sentence.str());
+}
+
+void check_address(const char* name, const void* start, int64_t pitch) {
+  refuse_unless(is_aligned(start), name, " lies at ", start,
+                "; TMA reads and writes from multiples of 16 bytes on.");
+  refuse_unless(pitch % 8 == 0, "ld", name, "=", pitch,
+                "; TMA needs rows that lie multiples of 8 elements apart.");
+  refuse_unless(pitch < int64_t{1} << 38, "ld", name, "=", pitch,
+                "; TMA takes rows less than 2^38 elements apart.");
+}
+
+// The device is asked last, so that all else is said without one.
+void check_that_it_is_for_hopper(const PyruntimeMatmul& matmul, int64_t rows_of_a, bool writes_c_by_tma) {
+  refuse_unless(kBuilt, "this library was built without kernels for compute capability 9.0.");
+  const bool is_empty = matmul.m == 0 || matmul.n == 0 || matmul.k == 0;
+  refuse_unless(!is_empty, "the product is empty; TMA has no maps of nothing.");
+  if (rows_of_a > 0) check_address("a", matmul.a, matmul.lda);
+  check_address("b", matmul.b, matmul.ldb);
+  if (writes_c_by_tma) check_address("c", matmul.c, matmul.ldc);
+  const int major = runtime::attribute(cudaDevAttrComputeCapabilityMajor);
+  const int minor = runtime::attribute(cudaDevAttrComputeCapabilityMinor);
+  if (major == 9 && minor == 0) return;
+  const char* error = runtime::last_error();
+  refuse_unless(error == nullptr, "there is no device: ", error, ".");
+  refuse_unless(false, "the device has compute capability ", major, ".", minor,
+                "; these kernels are for 9.0.");
+}
+
+// A launcher whose body may refuse. What is wrong all the same has its own code, from guarded().
+template <class Body>
+int offered(const char* op, const Body& body) {
+  std::string why;
+  const int code = guarded(op, [&] {
+    try {
+      body();
+    } catch (const Refusal& refusal) {
+      why = refusal.what();
+      throw;
+    }
+  });
+  if (why.empty()) return code;
+  return remember_error(PYRUNTIME_REFUSED, std::string(op) + " is left to the portable kernel: " + why);
+}
+
+template <class Config, class T>
+void launch_layout(const Problem& problem, runtime::Stream stream) {
+#if defined(PYRUNTIME_WITH_SM90)
+  const int32_t layout = problem.matmul.layout;
+  if (layout == PYRUNTIME_NT) return launch<Config, T, PYRUNTIME_NT>(problem, stream);
+  if (layout == PYRUNTIME_NN) return launch<Config, T, PYRUNTIME_NN>(problem, stream);
+  launch<Config, T, PYRUNTIME_TN>(problem, stream);
+#else
+  (void)problem, (void)stream;
+#endif
+}
+
+// `order`: of the chunks.
+void launch_tiles(Problem& problem, const std::vector<Chunk>& order, void* stream) {
+  const auto on = static_cast<runtime::Stream>(stream);
+  const auto with = [&](auto config) {
+    using Config = decltype(config);
+    problem.units = make_units<Config>(order, problem.matmul.n);
+    if (problem.matmul.dtype == PYRUNTIME_BF16) return launch_layout<Config, Bf16>(problem, on);
+    launch_layout<Config, Fp16>(problem, on);
+  };
+  if (problem.matmul.tiles == PYRUNTIME_TILES_LARGE) return with(sm90::LargeTiles{});
+  with(sm90::SmallTiles{});
+}
+
+}  // namespace
+
+int pyruntime_sm90_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n, int64_t k,
+                                int32_t multiprocessors) {
+  return choose_tiles(chunk_rows, m, n, k, multiprocessors);
+}
+
+int pyruntime_sm90_matmul(const PyruntimeMatmul* matmul, void* stream) {
+  return offered("matmul", [&] {
+    check_matmul(matmul);
+    require(matmul->m == 0 || matmul->k == 0 || matmul->a != nullptr, "a is a null pointer.");
+    require(matmul->m == 0 || matmul->n == 0 || matmul->c != nullptr, "c is a null pointer.");
+    check_that_it_is_for_hopper(*matmul, matmul->m, /*writes_c_by_tma=*/true);
+    Problem problem{};
+    problem.work = Work::kMatmul;
+    problem.group.layout.world_size = 1;
+    problem.matmul = *matmul;
+    problem.rows_of_a = matmul->m;
+    launch_tiles(problem, ChunkPlan(matmul->m, 1, 0).gather_order(), stream);
+  });
+}
+
+int pyruntime_sm90_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, int32_t hold,
+                                     void* stream) {
+  return offered("all_gather_matmul", [&] {
+    const Group view = checked_group(group, PYRUNTIME_OP_ALL_GATHER_MATMUL);
+    check_gather(view, matmul);
+    require(matmul->m == 0 || matmul->n == 0 || matmul->c != nullptr, "c is a null pointer.");
+    const ChunkPlan plan(matmul->m, view.world_size(), view.rank);
+    check_that_it_is_for_hopper(*matmul, plan.own().rows, /*writes_c_by_tma=*/true);
+    Problem problem{};
+    problem.work = Work::kGather;
+    problem.group = view;
+    problem.matmul = *matmul;
+    problem.rows_of_a = plan.own().rows;
+    problem.hold = hold;
+    // Room for this rank's own push and its signals, as beside the portable kernel.
+    if (view.world_size() > 1 && matmul->spare_blocks == 0) problem.matmul.spare_blocks = 1;
+    launch_tiles(problem, plan.gather_order(), stream);
+  });
+}
+
+int pyruntime_sm90_matmul_reduce_scatter(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
+                                         void* stream) {
+  return offered("matmul_reduce_scatter", [&] {
+    const Group view = checked_group(group, PYRUNTIME_OP_MATMUL_REDUCE_SCATTER);
+    check_matmul(matmul);
+    check_scatter(view, *matmul);
+    check_that_it_is_for_hopper(*matmul, matmul->m, /*writes_c_by_tma=*/false);
+    Problem problem{};
+    problem.work = Work::kScatter;
+    problem.group = view;
+    problem.matmul = *matmul;
+    problem.rows_of_a = matmul->m;
+    problem.part_elements = part_elements(matmul->m, matmul->n, view.world_size());
+    problem.part_pitch = part_pitch(matmul->n);
+    launch_tiles(problem, ChunkPlan(matmul->m, view.world_size(), view.rank).scatter_order(), stream);
+  });
+}

@@ -1,0 +1,107 @@
+// The mover: one warp that brings staged results to where they belong and signals them, and that waits for
+// other ranks while the multipliers go on.
+#pragma once
+
+#include "async_proxy.cuh"
+#include "multipliers.cuh"
+#include "product.cuh"
+
+namespace pyruntime::sm90 {
+
+// A result under way to its owner, whose signal is due.
+struct UnderWay {
+  bool any = false;
+  int owner, first_signal, signals;
+};
+
+// By the one thread that stored the result: waits until it is written, and says so.
+template <class Product>
+PYRUNTIME_DEVICE void settle(const Product& product, UnderWay& result, uint64_t epoch) {
+  if (!result.any) return;
+  result.any = false;
+  wait_until_written();
+  if (product.work != Work::kScatter) return;
+  fence_async();  // what the bulk stores wrote comes before the release
+  for (int s = 0; s < result.signals; ++s) {
+    const int index = result.first_signal + s * signals_across(product.units);
+    device::store_release_system(product.group.flag(result.owner, product.group.rank, index), epoch);
+  }
+}
+
+// By one thread.
+template <class Product>
+PYRUNTIME_DEVICE void store_result(const Product& product, const Tile& tile, const unsigned char* result) {
+  const CUtensorMap* map = &product.results[tile.chunk.owner];
+  constexpr int kBoxes = Product::Config::kTileColumns / kBoxColumns;
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box) {
+    if (box * kBoxColumns >= tile.columns) break;
+    cute::SM90_TMA_STORE_2D::copy(map, result + box * kBoxBytes, tile.column + box * kBoxColumns, tile.row);
+  }
+  cute::tma_store_arrive();
+}
+
+// Waits, a lane a peer, for the parts of an own tile. False: stop.
+template <class Product>
+PYRUNTIME_DEVICE bool parts_are_here(const Product& product, const Tile& tile, uint64_t epoch) {
+  const Group& group = product.group;
+  bool here = !portable::has_failed(group);
+  for (int peer = static_cast<int>(threadIdx.x) % 32; here && peer < group.world_size(); peer += 32) {
+    if (peer == group.rank) continue;
+    for (int s = 0; here && s < signals_of<typename Product::Config>(tile); ++s) {
+      const int index = tile.index_in_chunk + s * signals_across(product.units);
+      here = portable::wait_for(group, group.flag(group.rank, peer, index), epoch, peer, index);
+    }
+  }
+  return __all_sync(0xffffffffu, here);
+}
+
+// Leave to write the tile into its owner's slot; by one thread. `granted` remembers whose leave it has, which
+// comes long before the result is there if the owner is not late, and then holds for all of the owner's
+// tiles.
+template <class Product>
+PYRUNTIME_DEVICE bool may_write(const Product& product, const Tile& tile, uint64_t epoch, int& granted) {
+  if (tile.rows == 0) return false;
+  if (product.work != Work::kScatter) return true;
+  const int owner = tile.chunk.owner;
+  if (granted == owner) return !portable::has_failed(product.group);
+  if (!portable::wait_for_credit(product.group, owner, epoch)) return false;
+  granted = owner;
+  return true;
+}
+
+template <class Product, class Shared>
+PYRUNTIME_DEVICE void move_tiles(const Product& product, Shared& shared, int block) {
+  using Config = typename Product::Config;
+  const uint64_t epoch = product.epoch();
+  const bool elected = threadIdx.x % 32 == 0;
+  UnderWay under_way;  // this and `granted`: of the elected lane
+  int granted = -1;
+
+  for_each_tile(product, block, [&](const Tile& tile) {
+    arrive(kFree, kMultipliersAndMover);
+    // Before this warp waits for anybody, it has signalled all that others may wait for.
+    if (elected) settle(product, under_way, epoch);
+    __syncwarp();
+    if (product.is_summed(tile)) {
+      if (!parts_are_here(product, tile, epoch)) shared.stop();
+      // Passes on what the lanes have acquired. To wait here, and not only to arrive, keeps this warp from
+      // coming to kFree twice before the multipliers come once.
+      wait(kParts, kMultipliersAndMover);
+      return;
+    }
+    const bool moves = elected && may_write(product, tile, epoch, granted);
+    __syncwarp();
+    wait(kStaged, kMultipliersAndMover);
+    if (moves && !shared.is_stopped()) {
+      store_result(product, tile, shared.result);
+      under_way = {true, tile.chunk.owner, tile.index_in_chunk, signals_of<Config>(tile)};
+      wait_until_read();
+    }
+    __syncwarp();
+  });
+  if (elected) settle(product, under_way, epoch);
+  __syncwarp();
+}
+
+}  // namespace pyruntime::sm90

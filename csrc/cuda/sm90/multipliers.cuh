@@ -1,0 +1,87 @@
+// The multipliers: two warpgroups that keep the tensor cores busy, stage rounded results in shared memory,
+// and sum the own tiles of a scatter.
+#pragma once
+
+#include "async_proxy.cuh"
+#include "cuda/portable/matmul_reduce_scatter.cuh"
+#include "product.cuh"
+#include "rounding.cuh"
+#include "staging.h"
+
+namespace pyruntime::sm90 {
+
+// Rounds the sums (+ bias) of one thread and stages them.
+template <class Config, class T, class Sums>
+PYRUNTIME_DEVICE void stage_result(const Sums& sums, unsigned char* result, int thread, const T* bias,
+                                   int columns) {
+#pragma unroll
+  for (int piece = 0; piece < Config::kTileColumns / 8; piece += 2) {
+    uint32_t rounded[4];
+#pragma unroll
+    for (int next = 0; next < 2; ++next) {
+      const int column = summed_column(thread, piece + next), at = (piece + next) * 4;
+      float left = 0.0f, right = 0.0f;
+      if (bias != nullptr) {
+        if (column < columns) left = portable::to_float(bias[column]);
+        if (column + 1 < columns) right = portable::to_float(bias[column + 1]);
+      }
+      rounded[2 * next] = round_pair<T>(sums(at) + left, sums(at + 1) + right);
+      rounded[2 * next + 1] = round_pair<T>(sums(at + 2) + left, sums(at + 3) + right);
+    }
+    unsigned char* to = result + staged_at(stored_row(thread), stored_piece(thread, piece));
+    cute::SM90_U32x4_STSM_N::copy(rounded[0], rounded[1], rounded[2], rounded[3],
+                                  *reinterpret_cast<cute::uint128_t*>(to));
+  }
+}
+
+// C = the staged part of this rank and those of the others.
+template <class Product>
+PYRUNTIME_DEVICE void sum_tile(const Product& product, const Tile& tile, const unsigned char* result,
+                               int thread) {
+  using T = typename Product::Element;
+  constexpr int kPieces = Product::Config::kTileColumns / 8;
+  const T* parts = product.group.template data<T>(product.group.rank);
+  for (int i = thread; i < tile.rows * kPieces; i += kMultipliers) {
+    const int row = i / kPieces, piece = i % kPieces, column = tile.column + piece * 8;
+    const int existing = tile.columns - piece * 8;
+    if (existing <= 0) continue;
+    const auto own = portable::load_vector(reinterpret_cast<const T*>(result + staged_at(row, piece)));
+    const T* bias = product.bias == nullptr ? nullptr : product.bias + column;
+    const auto sum = portable::sum_of_parts(parts + (tile.row + row) * product.part_pitch + column,
+                                            product.part_elements, product.group, own, bias, existing);
+    portable::store_existing(product.c + (tile.row + row) * product.ldc + column, sum, existing);
+  }
+}
+
+template <class Product, class Shared, class Pipeline>
+PYRUNTIME_DEVICE void multiply_tiles(const Product& product, Shared& shared, Pipeline& pipeline, int block) {
+  using namespace cute;
+  using Types = typename Product::Types;
+  using Config = typename Product::Config;
+  const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
+  typename Types::Mainloop mainloop;
+  typename Types::Mainloop::PipelineState state;
+
+  for_each_tile(product, block, [&](const Tile& tile) {
+    auto sums =
+        partition_fragment_C(typename Types::Mainloop::TiledMma{}, take<0, 2>(typename Types::TileShape{}));
+    mainloop.mma(pipeline, state, sums, product.steps(), thread, shared.operands, product.own);
+    mainloop.mma_tail(pipeline, state, product.steps());
+    state.advance(product.steps());
+
+    wait(kFree,
+         kMultipliersAndMover);  // for the mover, and for each other: all have read what was staged before
+    const bool early = product.bias != nullptr && product.work != Work::kScatter;
+    stage_result<Config>(sums, shared.result, thread, early ? product.bias + tile.column : nullptr,
+                         tile.columns);
+    if (product.is_summed(tile)) {
+      wait(kParts, kMultipliersAndMover);
+      if (!shared.is_stopped()) sum_tile(product, tile, shared.result, thread);
+    } else {
+      fence_async_shared();
+      arrive(kStaged, kMultipliersAndMover);
+    }
+  });
+}
+
+}  // namespace pyruntime::sm90

@@ -1,0 +1,203 @@
+"""The kernels for Hopper, without one: what nvcc has made of them, and what their launchers refuse."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import struct
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pyruntime.cuda import Library, why_not
+from pyruntime.cuda import library as abi
+from tests.cuda.test_build import library  # noqa: F401  (a fixture)
+from tools import build_cuda, build_sm90
+
+pytestmark = [
+    pytest.mark.skipif(
+        build_cuda.find_nvcc() is None, reason="nvcc was not found: the CUDA kernels are compiled where it is"
+    ),
+    pytest.mark.skipif(
+        not build_sm90.is_wanted(build_cuda.architecture_flags(os.environ.get("TORCH_CUDA_ARCH_LIST"))),
+        reason="TORCH_CUDA_ARCH_LIST names no Hopper",
+    ),
+    pytest.mark.skipif(
+        build_cuda.find_nvcc() is not None and build_sm90.find_cutlass() is None,
+        reason="CUTLASS's headers are not installed and cannot be downloaded",
+    ),
+]
+KERNELS = [name for name, *_ in build_sm90.kernels()]
+
+OPCODES = {
+    "HGMMA": 0x9F0,  # wgmma
+    "UTMALDG": 0x5B4,
+    "UTMALDG.MULTICAST": 0x3B4,
+    "UTMASTG": 0x3B5,
+    "STSM": 0x844,
+    "USETMAXREG": 0x9C8,
+    "FENCE.VIEW.ASYNC": 0x3C6,  # fence.proxy.async
+    "HMMA": 0x23C,
+}
+"""Of sm_90: the low 12 bits of an instruction's 128; the names are those of cuobjdump."""
+
+
+def machine_code(compiled: Path) -> bytes:
+    """All instructions in the cubin that lies in an object of nvcc."""
+    data = compiled.read_bytes()
+    start = data.index(b"\x7fELF", 1)  # the object itself is the first
+    cubin = data[start:]
+    (sections_at,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, sections_at + i * size) for i in range(count)]
+    names = sections[names_index][4]
+    code = b""
+    for name, _, _, _, offset, length in sections:
+        if cubin[names + name :].startswith(b".text."):
+            code += cubin[offset : offset + length]
+    return code
+
+
+def opcodes(compiled: Path) -> Counter[str]:
+    found = Counter(low & 0xFFF for low, _ in struct.iter_unpack("<QQ", machine_code(compiled)))
+    return Counter({name: found[number] for name, number in OPCODES.items()})
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_multiplies_by_wgmma_and_moves_by_tma(library: Path, kernel: str) -> None:  # noqa: F811
+    found = opcodes(build_cuda.BUILD / f"{kernel}.o")
+    assert found["HGMMA"] >= 8  # two steps of the loop, 16 elements of k each
+    assert found["HMMA"] == 0
+    assert found["UTMASTG"] >= 1 and found["STSM"] >= 4
+    assert found["USETMAXREG"] == 2  # both kinds of warpgroups have their share of registers
+    assert found["FENCE.VIEW.ASYNC"] >= 4  # barriers are made; before loads, before stores, before signals
+    if "LargeTiles" in kernel:
+        assert found["UTMALDG"] >= 1 and found["UTMALDG.MULTICAST"] >= 1  # A for one block, B for both
+    else:
+        assert found["UTMALDG"] >= 2
+
+
+def test_kernels_use_registers_alone_and_no_warning_was_given(library: Path) -> None:  # noqa: F811
+    reports = [report for report in build_cuda.resource_reports() if report[0].split(":")[0] in KERNELS]
+    assert len(reports) == len(KERNELS)
+    for kernel, architecture, registers, stack, spills in reports:
+        assert architecture == "sm_90a" and registers <= 168, kernel
+        assert stack == 0 and spills == 0, kernel
+    for kernel in KERNELS:
+        log = (build_cuda.BUILD / f"{kernel}.o.log").read_text()
+        # C7510: wgmma is serialised. C7508: setmaxnreg is ignored.
+        assert not re.search(r"C75\d\d|serializ|warning|Potential", log), log
+
+
+AT = 1 << 20  # an address; nothing is read there
+
+
+def matmul(**changes: int | None) -> abi.Matmul:
+    """A product of 512 x 384 x 256 in NT, with some fields changed."""
+    fields = {"dtype": 0, "layout": 0, "tiles": 0, "m": 512, "n": 384, "k": 256, "a": AT, "b": AT, "c": AT}
+    fields |= {"lda": 256, "ldb": 256, "ldc": 384}
+    return abi.Matmul(**(fields | changes))
+
+
+@pytest.fixture(scope="module")
+def launchers(library: Path) -> ctypes.CDLL:  # noqa: F811
+    loaded = ctypes.CDLL(str(library))
+    loaded.pyruntime_error.restype = ctypes.c_char_p
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "sentence"),
+    [
+        ({"layout": 5}, abi.INVALID, "layout=5; use 0 (NT), 1 (NN) or 2 (TN)."),
+        ({"dtype": 2}, abi.INVALID, "dtype=2; use 0 (bf16) or 1 (fp16)."),
+        ({"lda": 255}, abi.INVALID, "lda=255, but a row has 256 elements."),
+        ({"c": None}, abi.INVALID, "c is a null pointer."),
+        ({"lda": 260}, abi.REFUSED, "lda=260; TMA needs rows that lie multiples of 8 elements apart."),
+        ({"ldb": 257}, abi.REFUSED, "ldb=257; TMA needs rows that lie multiples of 8 elements apart."),
+        ({"ldc": 385}, abi.REFUSED, "ldc=385; TMA needs rows that lie multiples of 8 elements apart."),
+        (
+            {"a": AT + 2},
+            abi.REFUSED,
+            "a lies at 0x100002; TMA reads and writes from multiples of 16 bytes on.",
+        ),
+        (
+            {"c": AT + 8},
+            abi.REFUSED,
+            "c lies at 0x100008; TMA reads and writes from multiples of 16 bytes on.",
+        ),
+        ({"k": 0}, abi.REFUSED, "the product is empty; TMA has no maps of nothing."),
+        ({"m": 0, "a": None}, abi.REFUSED, "the product is empty; TMA has no maps of nothing."),
+    ],
+)
+def test_what_is_wrong_and_what_is_left_to_the_portable_kernel(
+    launchers: ctypes.CDLL, changes: dict[str, int | None], code: int, sentence: str
+) -> None:
+    assert launchers.pyruntime_sm90_matmul(ctypes.byref(matmul(**changes)), None) == code
+    said = launchers.pyruntime_error().decode()
+    assert said == (
+        f"matmul: {sentence}" if code == abi.INVALID else f"matmul is left to the portable kernel: {sentence}"
+    )
+
+
+def group_of_two(flags: int, slot_bytes: int) -> abi.Group:
+    workspaces = (ctypes.c_void_p * 2)(AT, 2 * AT)
+    return abi.Group(abi.Workspace(2, flags, slot_bytes), 0, 0, 10**9, workspaces)
+
+
+def test_a_scatter_needs_no_alignment_of_c_and_a_gather_does(launchers: ctypes.CDLL) -> None:
+    group, product = group_of_two(64, 1 << 20), matmul(ldc=385)
+    assert (
+        launchers.pyruntime_sm90_all_gather_matmul(ctypes.byref(group), ctypes.byref(product), 0, None)
+        == abi.REFUSED
+    )
+    assert b"ldc=385; TMA needs rows" in launchers.pyruntime_error()
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("a device is here, which these addresses are not of")
+    assert (
+        launchers.pyruntime_sm90_matmul_reduce_scatter(ctypes.byref(group), ctypes.byref(product), None)
+        == abi.REFUSED
+    )
+    assert b"is left to the portable kernel: there is no device" in launchers.pyruntime_error()
+
+
+def test_workspaces_are_checked_as_the_portable_launchers_check_them(launchers: ctypes.CDLL) -> None:
+    group, product = group_of_two(1, 1024), matmul()
+    assert (
+        launchers.pyruntime_sm90_all_gather_matmul(ctypes.byref(group), ctypes.byref(product), 0, None)
+        == abi.INVALID
+    )
+    assert b"ask pyruntime_gather_workspace()" in launchers.pyruntime_error()
+    assert (
+        launchers.pyruntime_sm90_matmul_reduce_scatter(ctypes.byref(group), ctypes.byref(product), None)
+        == abi.INVALID
+    )
+    assert b"ask pyruntime_scatter_workspace()" in launchers.pyruntime_error()
+
+
+def test_tiles_are_chosen_without_a_device(launchers: ctypes.CDLL) -> None:
+    choose = launchers.pyruntime_sm90_choose_tiles
+    choose.argtypes = [ctypes.c_int64] * 4 + [ctypes.c_int32]
+    assert choose(1024, 8192, 7168, 8192, 132) == 1
+    assert choose(64, 512, 768, 4096, 132) == 0
+
+
+def test_the_header_names_what_the_library_exports(launchers: ctypes.CDLL) -> None:
+    header = (build_sm90.FOLDER / "launchers.h").read_text()
+    declared = re.findall(r"PYRUNTIME_API [\w* ]*?\b(pyruntime_\w+)\(", header)
+    assert len(declared) == 4
+    assert all(hasattr(launchers, name) for name in declared)
+
+
+@pytest.mark.skipif(not why_not(), reason="the kernels can be used here")
+def test_a_product_that_is_refused_goes_to_the_portable_kernel(library: Path) -> None:  # noqa: F811
+    loaded = Library(library)
+    with pytest.raises(abi.CudaLibraryError):  # no device, says the portable launcher
+        loaded.call("matmul", ctypes.byref(matmul(lda=260)), None)
+    assert "lda=260; TMA needs rows that lie multiples of 8 elements apart." in loaded.refusal
+    portable = Library(library, hopper=False)
+    with pytest.raises(abi.CudaLibraryError):
+        portable.call("matmul", ctypes.byref(matmul(lda=260)), None)
+    assert portable.refusal == ""

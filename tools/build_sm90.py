@@ -1,0 +1,134 @@
+"""The part of the build that is for Hopper: csrc/cuda/sm90, on the headers of CUTLASS.
+
+The headers come from the package nvidia-cutlass, of the version that pyproject.toml pins: the one that is
+installed, or else the wheel, which is downloaded into build/ once (without its many dependencies, which are
+of CUTLASS's Python). Where there is neither, the library is built without these kernels and its launchers
+refuse.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "csrc" / "cuda" / "sm90"
+DOWNLOADED = ROOT / "build" / "cutlass"
+HEADERS = Path("cutlass_library", "source", "include")
+
+TILES = ("SmallTiles", "LargeTiles")
+TYPES = ("Bf16", "Fp16")
+LAYOUTS = ("NT", "NN", "TN")
+
+ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
+FLAGS = ("-DNDEBUG", "--expt-relaxed-constexpr", ARCHITECTURE)
+"""Of kernels. Without NDEBUG, CUTLASS's checks keep ptxas from running wgmma asynchronously."""
+
+
+def is_wanted(architectures: Iterable[str]) -> bool:
+    """Whether one of nvcc's -gencode flags is for Hopper; sm_90 and sm_90a are the same devices."""
+    return any(re.search(r"\bsm_90a?\b", flag) for flag in architectures)
+
+
+def pinned_version() -> str:
+    """The version of nvidia-cutlass in pyproject.toml."""
+    pin = re.search(r"nvidia-cutlass==([\d.]+)", (ROOT / "pyproject.toml").read_text())
+    if pin is None:
+        raise RuntimeError("pyproject.toml does not pin nvidia-cutlass; its extra 'cuda' must.")
+    return pin[1]
+
+
+def _version_of(headers: Path) -> str:
+    text = (headers / "cutlass/version.h").read_text()
+    number = dict(re.findall(r"#define CUTLASS_(MAJOR|MINOR|PATCH) (\d+)", text))
+    return f"{number['MAJOR']}.{number['MINOR']}.{number['PATCH']}"
+
+
+def _installed() -> Path | None:
+    package = importlib.util.find_spec("cutlass_library")
+    if package is None or not package.submodule_search_locations:
+        return None
+    headers = Path(package.submodule_search_locations[0]).parent / HEADERS
+    # Another version may lack what is used here, or warn.
+    fits = (headers / "cutlass/version.h").exists() and pinned_version().startswith(_version_of(headers))
+    return headers if fits else None
+
+
+def _download() -> Path | None:
+    headers = DOWNLOADED / pinned_version() / HEADERS
+    if headers.exists():
+        return headers
+    wheels = DOWNLOADED / "wheels"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1"]
+    command += ["--dest", str(wheels), f"nvidia-cutlass=={pinned_version()}"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    found = sorted(wheels.glob(f"nvidia_cutlass-{pinned_version()}-*.whl"))
+    if ran.returncode != 0 or not found:
+        return None
+    with zipfile.ZipFile(found[0]) as wheel:
+        inside = [name for name in wheel.namelist() if name.startswith(f"{HEADERS.as_posix()}/")]
+        # Under a name of its own first: what has the final name is whole.
+        partial = DOWNLOADED / f"{pinned_version()}.partial"
+        wheel.extractall(partial, inside)
+    partial.rename(DOWNLOADED / pinned_version())
+    return headers
+
+
+@cache
+def find_cutlass() -> Path | None:
+    """The folder of CUTLASS's headers; None where they are not installed and cannot be downloaded."""
+    return _installed() or _download()
+
+
+def kernels() -> list[tuple[str, Path, tuple[str, ...]]]:
+    """Every object of the kernel: its name, its source and its macros. One configuration is one object."""
+    return [
+        (
+            f"sm90_{tiles}_{element}_{layout}",
+            FOLDER / "instances.cu",
+            (
+                f"-DPYRUNTIME_INSTANCE_TILES={tiles}",
+                f"-DPYRUNTIME_INSTANCE_TYPE={element}",
+                f"-DPYRUNTIME_INSTANCE_LAYOUT=PYRUNTIME_{layout}",
+            ),
+        )
+        for tiles in TILES
+        for element in TYPES
+        for layout in LAYOUTS
+    ]
+
+
+def ninja_lines(build: Path, architectures: Iterable[str]) -> tuple[list[str], list[str]]:
+    """What ninja needs to build the objects of this folder in `build`, and their names.
+
+    Uses the rule "compile" and its variables "architectures" and "macros".
+    """
+    launchers = build / "sm90_launchers.o"
+    lines = [f"build {launchers}: compile {FOLDER / 'launchers.cu'}"]
+    cutlass = find_cutlass() if is_wanted(architectures) else None
+    if cutlass is None:
+        if is_wanted(architectures):
+            print(
+                f"CUTLASS's headers (nvidia-cutlass=={pinned_version()}) are not installed and cannot be "
+                "downloaded: the library is built without the kernels for Hopper, and the portable ones take "
+                "their place.",
+                file=sys.stderr,
+            )
+        return lines, [str(launchers)]
+    lines.append("  macros = -DPYRUNTIME_WITH_SM90")
+    objects = [str(launchers), str(build / "sm90_tensor_map.o")]
+    lines.append(f"build {objects[-1]}: compile {FOLDER / 'tensor_map.cu'}")
+    for name, source, macros in kernels():
+        objects.append(str(build / f"{name}.o"))
+        lines += [
+            f"build {objects[-1]}: compile {source}",
+            f"  macros = {' '.join([f'-isystem {cutlass}', *macros])}",
+            f"  architectures = {' '.join(FLAGS)}",
+        ]
+    return lines, objects
