@@ -33,6 +33,10 @@ train: $(BUILT)  ## train the main model: 2 ranks, tensor parallel
 test: lint  ## lint, then all tests, the C++ ones under sanitizers
 	$(RUN) -m pytest
 
+.PHONY: test-cuda
+test-cuda: $(BUILT)  ## compile the CUDA kernels with nvcc and look at what became of them: minutes
+	$(RUN) -m pytest -m nvcc tests/cuda
+
 .PHONY: lint
 lint: $(BUILT)  ## ruff, clang-format, mypy; changes nothing
 	$(RUN) -m ruff check .

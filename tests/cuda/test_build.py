@@ -13,9 +13,13 @@ import pytest
 
 from tools import build_cuda
 
-needs_nvcc = pytest.mark.skipif(
-    build_cuda.find_nvcc() is None, reason="nvcc was not found: the CUDA kernels are compiled where it is"
-)
+
+def needs_nvcc(test):
+    """Compiles the kernels, where that is possible."""
+    reason = "nvcc was not found: the CUDA kernels are compiled where it is"
+    return pytest.mark.nvcc(pytest.mark.skipif(build_cuda.find_nvcc() is None, reason=reason)(test))
+
+
 FUSED_INSTANCES = 2 * len(build_cuda.TYPES) * len(build_cuda.TILES) * (3 + 2 + 3)
 """Kernels in two architectures: (tiles, dtype) times the layouts of matmul, gather and scatter."""
 

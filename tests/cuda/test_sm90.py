@@ -17,6 +17,7 @@ from tests.cuda.test_build import library  # noqa: F401  (a fixture)
 from tools import build_cuda, build_sm90
 
 pytestmark = [
+    pytest.mark.nvcc,
     pytest.mark.skipif(
         build_cuda.find_nvcc() is None, reason="nvcc was not found: the CUDA kernels are compiled where it is"
     ),
@@ -24,12 +25,15 @@ pytestmark = [
         not build_sm90.is_wanted(build_cuda.architecture_flags(os.environ.get("TORCH_CUDA_ARCH_LIST"))),
         reason="TORCH_CUDA_ARCH_LIST names no Hopper",
     ),
-    pytest.mark.skipif(
-        build_cuda.find_nvcc() is not None and build_sm90.find_cutlass() is None,
-        reason="CUTLASS's headers are not installed and cannot be downloaded",
-    ),
 ]
 KERNELS = [name for name, *_ in build_sm90.kernels()]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def headers():
+    if build_sm90.find_cutlass() is None:
+        pytest.skip("CUTLASS's headers are not installed and cannot be downloaded")
+
 
 OPCODES = {
     "HGMMA": 0x9F0,  # wgmma
