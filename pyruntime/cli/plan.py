@@ -16,7 +16,7 @@ from pyruntime.plan.explain import explain
 from pyruntime.plan.memory import PAPER, TRAINER, Rules
 from pyruntime.plan.mesh import Job, sequences
 from pyruntime.plan.models import find_model
-from pyruntime.plan.search import Candidate, Choice, Result, search, shapes
+from pyruntime.plan.search import Candidate, Choice, Result, each_shape, search
 from pyruntime.plan.step import Predictor
 from pyruntime.plan.trainer import Asked, toml
 from pyruntime.train.errors import ConfigError
@@ -153,11 +153,12 @@ def _search(options: Options, job: Job) -> tuple[Result, float]:
 
 
 def _shown(options: Options, result: Result, asked: Asked) -> list[Candidate]:
-    kept: Iterable[Candidate] = result.candidates
-    if options.only_runnable:
-        kept = (each for each in kept if asked.refusal(each.mesh) is None)
+    def wanted(candidate: Candidate) -> bool:
+        return not options.only_runnable or asked.refusal(candidate.mesh) is None
+
+    kept: Iterable[Candidate] = filter(wanted, result.candidates)
     if not options.variants:
-        kept = shapes(kept)
+        kept = each_shape(result.candidates, wanted)
     shown = list(itertools.islice(kept, options.top))
     if not shown:
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pyruntime.plan import co2
@@ -217,18 +217,21 @@ def _axonn(job: Job, recomputes: Sequence[bool]) -> Iterable[Mesh]:
                             yield Mesh(x=x, y=y, z=z, dp=dp, zero=0, micro_batch=micro, recompute=recompute)
 
 
-def shapes(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The first of each mesh's sizes, in order: candidates that differ in more than a schedule or ZeRO
-    stage."""
+def each_shape(candidates: Iterable[Candidate], wanted: Callable[[Candidate], bool]) -> Iterator[Candidate]:
+    """The first of each mesh's sizes that is wanted, in order; who asks no further costs nothing."""
     seen = set()
-    kept = []
     for each in candidates:
         mesh = each.mesh
         sizes = (mesh.x, mesh.y, mesh.z, mesh.tp, mesh.cp, mesh.pp, mesh.dp, mesh.tau > 0)
-        if sizes not in seen:
+        if sizes not in seen and wanted(each):
             seen.add(sizes)
-            kept.append(each)
-    return kept
+            yield each
+
+
+def shapes(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The first of each mesh's sizes, in order: candidates that differ in more than a schedule or ZeRO
+    stage."""
+    return list(each_shape(candidates, lambda each: True))
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
