@@ -5,6 +5,7 @@ top of them,
 `pyruntime.parallelize` puts those into any model, and `python -m pyruntime train` trains a compact Llama.
 """
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from pyruntime.lazy import names_of
@@ -48,7 +49,7 @@ __all__ = [
     "shard",
 ]
 
-# Imported when first asked for: `pyruntime.plan`, `pyruntime.pipeline` and the command line need no torch.
+# Imported when first asked for: `pyruntime.plan` and the schedules of `pyruntime.pipeline` need no torch.
 _COMM = ("CommError", "CommTimeout", "PeerLost", "Runtime", "keep_freed_memory")
 _PLACES = {
     **{name: "pyruntime.ops" for name in __all__},
@@ -59,3 +60,6 @@ _PLACES = {
     "shard": "pyruntime.data_parallel",
 }
 __getattr__ = names_of(__name__, _PLACES, ("comm", "context", "data_parallel", "nn", "ops"))
+
+if find_spec("torch") is not None:
+    import pyruntime.comm  # noqa: F401  (registers the operators, and symmetric memory for tensors on the CPU)

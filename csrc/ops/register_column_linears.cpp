@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/saved_output.h"
 #include "ops/autograd.h"
 #include "ops/checks.h"
 #include "ops/primitives.h"
@@ -132,13 +133,15 @@ variable_list column_grads(AutogradContext* ctx, const Tensors& found, bool need
 class AllGatherMatmul : public Function<AllGatherMatmul> {
  public:
   static variable_list forward(AutogradContext* ctx, at::TensorList inputs, const ColumnSpec& spec) {
-    at::AutoDispatchBelowADInplaceOrView guard;
     const size_t count = spec.has_bias.size();
     const at::TensorList weights = inputs.slice(1, count);
     const bool keep = spec.keep_gathered || spec.return_gathered;
-    variable_list outputs = call_all_gather_matmul(inputs[0], weights, biases_of(inputs, spec.has_bias),
-                                                   spec.group, spec.dim, spec.rows, keep, spec.tier);
-    variable_list saved{spec.keep_gathered ? outputs.back() : inputs[0]};
+    variable_list outputs = [&] {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      return call_all_gather_matmul(inputs[0], weights, biases_of(inputs, spec.has_bias), spec.group,
+                                    spec.dim, spec.rows, keep, spec.tier);
+    }();
+    variable_list saved{spec.keep_gathered ? saved_output(outputs.back()) : inputs[0]};
     if (spec.keep_gathered && !spec.return_gathered) outputs.pop_back();
     saved.insert(saved.end(), weights.begin(), weights.end());
     ctx->save_for_backward(saved);

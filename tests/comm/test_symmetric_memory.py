@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -255,3 +257,12 @@ def test_a_killed_peer_is_named_at_once_and_leaves_nothing(ranks):
     assert "wait_signal on group" in message and "has ended" in message
     assert seconds < 5
     assert survivor.value[2] == 0
+
+
+def test_importing_the_package_registers_it():
+    program = (
+        "import pyruntime, torch.distributed._symmetric_memory as symm, torch; "
+        "print(symm.empty(4, device='cpu').numel())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "4\n", done.stderr

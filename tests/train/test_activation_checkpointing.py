@@ -1,5 +1,8 @@
 """Layers that are computed again in the backward pass: the same training, less memory."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -61,3 +64,27 @@ def test_only_the_inputs_of_layers_are_kept(recompute):
     activations = sum(size for place, size in kept.items() if place not in weights)
     of_inputs = layers * 2 * batch * seq * config.hidden_size * x.element_size()
     assert (activations <= 1.3 * of_inputs) == recompute
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_nothing_is_left_of_a_backward_pass():
+    """The second forward pass ends in the midst of an op, which must not keep what it has saved by then."""
+    config = preset("debug", num_hidden_layers=2, hidden_size=128)
+    model = Llama(config, recompute=True)
+    ids = torch.randint(config.vocab_size, (4, 256))
+
+    def step():
+        model(ids, ids).backward()
+        model.zero_grad()
+
+    for _ in range(3):
+        step()
+    before = resident_bytes()
+    for _ in range(30):
+        step()
+    of_one_layer = ids.numel() * config.hidden_size * 4
+    assert resident_bytes() - before < 30 * of_one_layer / 2

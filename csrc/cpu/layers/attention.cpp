@@ -16,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/saved_output.h"
 #include "layers.h"
 
 namespace pyruntime::layers {
@@ -184,10 +185,12 @@ using AttentionBackwardSignature = std::tuple<Tensor, Tensor, Tensor>(const Tens
 struct CausalAttention : torch::autograd::Function<CausalAttention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                                double scale) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
     static const auto op = find_op<AttentionSignature>("pyruntime::causal_attention");
-    auto [out, lse] = op.call(q, k, v, scale);
-    ctx->save_for_backward({q, k, v, out, lse});
+    const auto [out, lse] = [&] {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return op.call(q, k, v, scale);
+    }();
+    ctx->save_for_backward({q, k, v, saved_output(out), lse});
     ctx->mark_non_differentiable({lse});
     ctx->saved_data["scale"] = scale;
     return {out, lse};

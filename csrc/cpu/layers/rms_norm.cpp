@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common.h"
+#include "core/saved_output.h"
 #include "layers.h"
 #include "simd.h"
 
@@ -261,9 +262,11 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
 struct AddRmsNorm : torch::autograd::Function<AddRmsNorm> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& residual,
                                const Tensor& weight, double eps) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [y, summed, rstd] = call_add_rms_norm(x, residual, weight, eps);
-    ctx->save_for_backward({summed, weight, rstd});
+    const auto [y, summed, rstd] = [&] {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return call_add_rms_norm(x, residual, weight, eps);
+    }();
+    ctx->save_for_backward({saved_output(summed), weight, rstd});
     ctx->mark_non_differentiable({rstd});
     ctx->set_materialize_grads(false);
     return {y, summed, rstd};
