@@ -56,7 +56,13 @@ class DeviceTransport : public Transport {
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
   std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override;
 
-  void flush() override { streams_.synchronize(); }
+  void flush() override {
+    streams_.synchronize();
+    if (has_failed()) {
+      TORCH_WARN("Group '", context_.name, "' on ", device_,
+                 " is closed after a wait that took too long: ", "results of its last ops are of no use.");
+    }
+  }
   void leave() override { flush(); }
   bool crosses_hosts() const override { return false; }
   std::string description() const override {
@@ -104,6 +110,7 @@ class DeviceTransport : public Transport {
     made->memory = symm::empty_strided_p2p({total}, {1}, c10::kByte, device_, std::nullopt, std::nullopt);
     library_.check(library_.prepare_workspace(&made->shape, made->memory.data_ptr(), streams_.current()));
     streams_.synchronize();  // prepared before any peer can have its address
+    raise_if_failed();       // in the memory before, at which nobody looks from now on
     made->handle = symm::rendezvous(made->memory, name_);
     made->bases = made->handle->get_buffer_ptrs();
     workspaces_.push_back(std::move(made));
@@ -117,11 +124,15 @@ class DeviceTransport : public Transport {
     return memory;
   }
 
+  bool has_failed() const {
+    const auto* seen = static_cast<const char*>(header_seen_.const_data_ptr());
+    return std::any_of(seen, seen + kHeaderBytes, [](char byte) { return byte != 0; });
+  }
+
   // Looks at what the device had written down by the end of a flight that is over.
   void raise_if_failed() {
     FailureBoard::instance().raise_if_failed();
-    const auto* seen = static_cast<const char*>(header_seen_.const_data_ptr());
-    if (std::all_of(seen, seen + kHeaderBytes, [](char byte) { return byte == 0; })) return;
+    if (!has_failed()) return;
     PyruntimeFailure failure{};
     library_.check(library_.failure(&group_seen_, &failure, streams_.current()));
     std::array<char, 512> sentence{};
@@ -195,6 +206,7 @@ class DeviceFlight {
   void finish() {
     check(library().finish(&group_, streams().current()));
     transport_.slots_[slot_].in_flight = false;
+    streams().move_after_current();  // what this flight waited for is known by then
     const auto moving = streams().on_moving();
     transport_.header_seen_.copy_(workspace_.memory.narrow(0, 0, kHeaderBytes), /*non_blocking=*/true);
     transport_.group_seen_ = group_;
@@ -349,6 +361,8 @@ std::vector<int64_t> DeviceTransport::rows_held(const FlightDescriptor& descript
     held[chunk.owner] = flight.memory(chunk).item<int64_t>();
   }
   flight.finish();
+  streams_.synchronize();
+  raise_if_failed();  // before anybody believes these numbers
   return held;
 }
 

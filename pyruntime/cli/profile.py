@@ -11,6 +11,7 @@ from pyruntime.cli.arguments import parse
 from pyruntime.train.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pyruntime.llama.config import LlamaConfig
     from pyruntime.llama.profile import Ends, Profile
 
 PROGRAM = "python -m pyruntime profile"
@@ -66,10 +67,11 @@ def main(argv: list[str]) -> None:
     contexts = lengths[:: max(1, len(lengths) // 8)]
     dtype = DTYPES[options.dtype]
     found = profile_stage(shape, options.layers, dtype, lengths, contexts)
-    print(_report(options, found, time_ends(shape, dtype, options.seq_len)))
+    print(_report(options, shape, found, time_ends(shape, dtype, options.seq_len)))
 
 
-def _report(options: Options, found: Profile, ends: Ends) -> str:
+def _report(options: Options, shape: LlamaConfig, found: Profile, ends: Ends) -> str:
+    from pyruntime.llama.profile import costed
     from pyruntime.plan import StageCosts, best_slicing, best_uniform_slicing, table, uniform_slicing
 
     costs = table(found.fitted.cost, options.seq_len, options.step)
@@ -81,6 +83,8 @@ def _report(options: Options, found: Profile, ends: Ends) -> str:
     if options.json:
         costs_of_parts = StageCosts(
             seq_len=options.seq_len,
+            model=costed(shape, options.dtype),
+            stages=options.stages,
             layer=layer,
             embedding=ends.embedding,
             head=ends.head,

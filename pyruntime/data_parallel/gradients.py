@@ -110,11 +110,11 @@ class GradientReducer:
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backward passes within add to the gradients and send nothing."""
-        self._accumulating = True
+        outer, self._accumulating = self._accumulating, True
         try:
             yield
         finally:
-            self._accumulating = False
+            self._accumulating = outer
 
     @contextlib.contextmanager
     def passes(self) -> Iterator[None]:
@@ -129,10 +129,12 @@ class GradientReducer:
     @torch.no_grad()
     def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool) -> None:
         """Adds dY^T X to the gradient of `weight`, within `passes()`. last: nothing more comes for it in this
-        step."""
+        step; not so within `accumulate()`."""
+        if not self._several_passes:
+            raise RuntimeError("add_product() adds to gradients within passes().")
         index, owner = self._place_of[id(weight)]
         self._check_open(index)
-        if last:
+        if last and not self._accumulating:
             self._take_product(index, owner, dy, x)
         else:
             self._accumulate_product(self._inboxes[index], owner, dy, x)

@@ -99,6 +99,12 @@ class ShardedAdamW:
         self._axes, self._finish_gradients, self._gatherer = axes, finish_gradients, gatherer
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f'rounding={rounding!r} is neither "nearest" nor "stochastic".')
+        for each in weights if rounding == "stochastic" else ():
+            if each.unit.dtype not in (torch.bfloat16, torch.float32) or each.unit.device.type != "cpu":
+                raise ValueError(
+                    f"{each.unit.name} is {each.unit.dtype} on {each.unit.device}, and stochastic rounding "
+                    'is of bfloat16 weights on the CPU; use rounding="nearest".'
+                )
         self._rounding = rounding
         self._parts, self._shared = parts, dict(shared)
         if self._shared and self.at_once:

@@ -129,8 +129,8 @@ class Sharded:
         nonfinite: of a step whose gradient holds NaN or infinity: "raise" NonFiniteGradient, "skip" it, or
             "ignore" that, in which case, without clipping, units are updated during the backward pass.
         rounding: of bf16 weights: "nearest", from fp32 master weights; or "stochastic", without these (4
-            bytes a parameter less), up or down at random so that the mean is exact, the same way at every
-            stage and number of ranks.
+            bytes a parameter less), on the CPU: up or down at random so that the mean is exact, the same way
+            at every stage and number of data-parallel ranks.
         parts: the ranks, this one among them, whose models are the parts of one (the stages of a pipeline):
             the norm is that of all of them.
         shared: parameters that another part has too (tied embeddings): their gradients are summed over

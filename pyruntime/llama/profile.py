@@ -40,6 +40,18 @@ class Ends:
     """And the last norm and the loss."""
 
 
+def costed(config: LlamaConfig, dtype: str) -> dict[str, int | str]:
+    """What costs depend on, by name: a profile is of use to a model with the same."""
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+        "dtype": dtype,
+    }
+
+
 class StageClock:
     """Times `layers` decoder layers of a model, without embedding and head, for one sequence at a time."""
 

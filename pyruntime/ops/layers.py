@@ -170,7 +170,7 @@ def adamw_(
 
 def random_rounding(name: str, step: int, first: int = 0) -> tuple[int, int]:
     """What `adamw_` rounds a parameter by: the same for the same name, step and index of its first element,
-    whichever rank holds it."""
+    whichever data-parallel rank holds it."""
     return zlib.crc32(f"{name}/{step}".encode()), first
 
 

@@ -18,6 +18,10 @@ class StageCosts:
 
     seq_len: int
     """Tokens of the sequence."""
+    model: dict[str, Any]
+    """What the costs are of: sizes and dtype by name."""
+    stages: int
+    """Ranks of the pipeline that the slices are for."""
     layer: float
     embedding: float
     head: float
@@ -30,7 +34,7 @@ class StageCosts:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{name} must be a number of seconds, found {value!r}.")
-            if not (math.isfinite(value) and value >= 0):
+            if not (math.isfinite(float(value)) and value >= 0):
                 raise ValueError(f"{name} must be finite and at least 0 seconds, found {value}.")
         if not self.slices or min(self.slices) < 1 or sum(self.slices) != self.seq_len:
             raise ValueError(
@@ -54,10 +58,12 @@ def read(text: str) -> StageCosts:
     if missing:
         raise ValueError(f"it lacks {', '.join(missing)}")
     values = {name: document[name] for name in names}
-    if not _are_tokens([values["seq_len"]]) or not _are_tokens(values["slices"]):
-        raise ValueError("seq_len and slices must be numbers of tokens")
+    if not _are_whole([values["seq_len"], values["stages"]]) or not _are_whole(values["slices"]):
+        raise ValueError("seq_len and slices must be numbers of tokens, and stages a number of ranks")
+    if not isinstance(values["model"], dict):
+        raise ValueError(f"model must say by name what was measured, found {values['model']!r}")
     return StageCosts(**{**values, "slices": tuple(values["slices"])})
 
 
-def _are_tokens(values: object) -> bool:
+def _are_whole(values: object) -> bool:
     return isinstance(values, list) and all(type(value) is int for value in values)

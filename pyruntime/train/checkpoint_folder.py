@@ -21,6 +21,8 @@ class Facts:
     """Of the parameters: "bf16" or "fp32"."""
     model: dict
     """The model's shape, as in a Hugging Face config.json."""
+    rounding: str = "nearest"
+    """Of bf16 weights; "stochastic": there are no fp32 master weights."""
 
 
 def complete(folder: Path) -> list[Path]:
@@ -47,10 +49,11 @@ def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
     dtype (the wanted step is not looked at)."""
     try:
         facts = Facts(**json.loads((checkpoint / FACTS_FILE).read_text()))
-        found = facts.model | {"train.dtype": facts.dtype}
+        found = facts.model | {"train.dtype": facts.dtype, "optimizer.rounding": facts.rounding}
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"checkpoint.resume: {checkpoint / FACTS_FILE} is damaged: {error}.") from error
-    for name, value in (wanted.model | {"train.dtype": wanted.dtype}).items():
+    asked = wanted.model | {"train.dtype": wanted.dtype, "optimizer.rounding": wanted.rounding}
+    for name, value in asked.items():
         if found.get(name) != value:
             raise ConfigError(
                 f"checkpoint.resume: {checkpoint} was saved with {name}={found.get(name)}, but the "

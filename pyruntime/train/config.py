@@ -97,7 +97,7 @@ class Train:
     seq_len: int = 256
     """Tokens per sequence."""
     dtype: Dtype = "bf16"
-    """Type of weights, activations and gradients; with bf16 the optimizer keeps an fp32 master copy."""
+    """Type of weights, activations and gradients; for bf16 see optimizer.rounding."""
     activation_checkpointing: bool = False
     """Keep of a layer's activations its input alone and compute the rest anew in the backward pass: less
     memory, a third more work."""
@@ -142,6 +142,8 @@ class Pipeline:
     slices: int = 1
     """Parts that every sequence is cut into, of the sliced schedules, in tokens as equal as may be; 0: those
     that the file of `costs` found best."""
+    slice_tokens: tuple[int, ...] = ()
+    """Tokens of each slice, in order, as many as `slices` says; empty: as equal as may be."""
     layers: tuple[int, ...] = ()
     """Layers of each stage, in order; empty: shared out so that the stages take alike, by `costs`, or without
     by the products that layers and head compute."""

@@ -17,9 +17,9 @@ def check(config: RunConfig, world_size: int) -> LlamaConfig:
     vocabulary = open_tokenizer(config.data.tokenizer).vocab_size
     shape = llama_config(config.model, vocabulary, config.train.seq_len, tp)
     if parallel.pp > 1:
-        from pyruntime.train.pipelined import layers_of_stages
+        from pyruntime.train.pipelined import layers_of_stages, resolved
 
-        layers_of_stages(config, shape)
+        layers_of_stages(resolved(config, shape), shape)
     return shape
 
 

@@ -110,7 +110,12 @@ class Trainer:
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
         self.step = 0
         self.tiers = Report(())
-        self._facts = Facts(step=0, dtype=train.dtype, model=dataclasses.asdict(shape))
+        self._facts = Facts(
+            step=0,
+            dtype=train.dtype,
+            model=dataclasses.asdict(shape),
+            rounding=config.optimizer.rounding,
+        )
         self.saved: Path | None = None
         """The checkpoint of the last step, where one has been taken."""
         self._exposed_s = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from pyruntime.data_parallel.shared import Holders
 from pyruntime.llama import Llama, stage
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Part
+from pyruntime.llama.profile import costed
 from pyruntime.llama.stage import LlamaStage
 from pyruntime.pipeline import Schedule, make_schedule
 from pyruntime.pipeline.executor import Pipeline
 from pyruntime.pipeline.split import split_layers
-from pyruntime.plan import StageCosts, stage_costs
+from pyruntime.plan import stage_costs
 from pyruntime.train.config import RunConfig, micro_batches
 from pyruntime.train.errors import ConfigError
 
@@ -40,29 +42,51 @@ def schedule_of(config: RunConfig) -> Schedule:
 
 
 def slice_lengths(config: RunConfig) -> list[int]:
-    """Tokens of each slice of a sequence, on a context-parallel rank of its share. Raises ConfigError where
-    they are to be those of pipeline.costs, and it has none for such sequences."""
+    """Tokens of each slice of a sequence, on a context-parallel rank of its share."""
     tokens = config.train.seq_len // config.parallel.cp
-    if config.pipeline.slices:
-        return [len(part) for part in torch.arange(tokens).tensor_split(config.pipeline.slices)]
-    found = _costs(config)
-    if found.seq_len != tokens:
-        raise ConfigError(
-            f"pipeline.slices=0 with pipeline.costs={config.pipeline.costs} of {found.seq_len} tokens, but "
-            f"train.seq_len={tokens}; run `python -m pyruntime profile` with --seq-len {tokens}."
-        )
-    return list(found.slices)
+    if config.pipeline.slice_tokens:
+        return list(config.pipeline.slice_tokens)
+    return [len(part) for part in torch.arange(tokens).tensor_split(max(1, config.pipeline.slices))]
 
 
-def _costs(config: RunConfig) -> StageCosts:
-    file = Path(config.pipeline.costs)
+def resolved(config: RunConfig, shape: LlamaConfig) -> RunConfig:
+    """The same configuration with what the file of pipeline.costs says written out: layers of the stages
+    and, where pipeline.slices is 0, tokens of the slices. One rank calls it for all, whose files might
+    differ. Raises ConfigError where the file cannot be read, or is of another model or sequence."""
+    pipeline = config.pipeline
+    if not pipeline.costs:
+        return config
+    file = Path(pipeline.costs)
     try:
-        return stage_costs.read(file.read_text(encoding="utf-8"))
+        found = stage_costs.read(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"pipeline.costs: {file} cannot be used, as {error}; write it with `python -m pyruntime profile "
             "--json`."
         ) from error
+    of_run: dict[str, object] = {**costed(shape, config.train.dtype), "seq_len": config.train.seq_len}
+    of_file: dict[str, object] = {**found.model, "seq_len": found.seq_len}
+    if pipeline.slices == 0:
+        of_run["stages"], of_file["stages"] = config.parallel.pp, found.stages
+    for name, value in of_run.items():
+        if of_file.get(name) != value:
+            raise ConfigError(
+                f"pipeline.costs: {file} was measured with {name}={of_file.get(name)}, and this run has "
+                f"{name}={value}; measure it anew with `python -m pyruntime profile`."
+            )
+    if pipeline.slices == 0:
+        pipeline = dataclasses.replace(pipeline, slices=len(found.slices), slice_tokens=found.slices)
+    pipeline = dataclasses.replace(pipeline, costs="")
+    config = dataclasses.replace(config, pipeline=pipeline)
+    if pipeline.layers:
+        return config
+    layers, stages = shape.num_hidden_layers, schedule_of(config).stages
+    try:
+        runs = split_layers([found.layer] * layers, stages, first=found.embedding, last=found.head)
+    except ValueError as error:
+        raise ConfigError(f"parallel.pp: {error}") from error
+    pipeline = dataclasses.replace(pipeline, layers=tuple(len(run) for run in runs))
+    return dataclasses.replace(config, pipeline=pipeline)
 
 
 def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
@@ -71,9 +95,6 @@ def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
         return _by_hand(config, shape)
     stages = schedule_of(config).stages
     try:
-        if config.pipeline.costs:
-            found, layers = _costs(config), shape.num_hidden_layers
-            return split_layers([found.layer] * layers, stages, first=found.embedding, last=found.head)
         return stage.layers_of_stages(shape, stages)
     except ValueError as error:
         raise ConfigError(f"parallel.pp: {error}") from error
@@ -102,6 +123,8 @@ def shared_weights(config: RunConfig, model: Llama, pp: comm.Group) -> dict[nn.P
     placement = schedule_of(config).placement
     rank, ends = comm.group_rank(pp), (placement[0], placement[-1])
     if not model.config.tie_word_embeddings or ends[0] == ends[1] or rank not in ends:
+        return {}
+    if not model.embed.weight.requires_grad:
         return {}
     return {model.embed.weight: Holders(companion(pp, "dp", ends).name, counts=rank == ends[0])}
 

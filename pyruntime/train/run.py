@@ -32,7 +32,7 @@ from pyruntime.train.errors import ConfigError
 from pyruntime.train.first_rank import on_first_rank
 from pyruntime.train.loop import Trainer
 from pyruntime.train.metrics import MetricsFile, StepMetrics
-from pyruntime.train.pipelined import part_of
+from pyruntime.train.pipelined import part_of, resolved
 from pyruntime.train.progress import Progress
 from pyruntime.train.signals import StopRequest
 from pyruntime.train.tokenizer import Tokenizer, open_tokenizer
@@ -63,10 +63,11 @@ def run(
     first = ranks.rank() == 0
     tokenizer = open_tokenizer(config.data.tokenizer)
     wanted = shape.llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, tp)
+    config = on_first_rank(ranks, lambda: resolved(config, wanted))
+    part = None if pp is None else part_of(config, wanted, comm.group_rank(pp))
     start_at, steps_done = _checkpoint(config, wanted)
     run_dir = on_first_rank(ranks, lambda: _make_run_dir(config, name, start_at))
     text = _corpus(config, tokenizer, run_dir, ranks)
-    part = None if pp is None else part_of(config, wanted, comm.group_rank(pp))
     model = _model(config, wanted, group, context, part)
     progress = Progress(
         config.train.steps,
@@ -117,7 +118,12 @@ def _checkpoint(config: RunConfig, wanted: LlamaConfig) -> tuple[Path | None, in
     if not config.checkpoint.resume:
         return None, 0
     folder = checkpoint_folder.find(Path(config.checkpoint.resume))
-    facts = checkpoint_folder.Facts(step=0, dtype=config.train.dtype, model=dataclasses.asdict(wanted))
+    facts = checkpoint_folder.Facts(
+        step=0,
+        dtype=config.train.dtype,
+        model=dataclasses.asdict(wanted),
+        rounding=config.optimizer.rounding,
+    )
     return folder, checkpoint_folder.read_matching(folder, facts).step
 
 

@@ -54,6 +54,10 @@ def _check_optimizer(config: RunConfig) -> None:
         optimizer.rounding in ("nearest", "stochastic"),
         f"optimizer.rounding must be nearest or stochastic, found {optimizer.rounding}.",
     )
+    _require(
+        optimizer.rounding == "nearest" or config.train.dtype == "bf16",
+        f"optimizer.rounding=stochastic is of bf16 weights, and train.dtype={config.train.dtype}; leave it out.",
+    )
     for name in ("lr", "eps"):
         value = getattr(optimizer, name)
         _require(
@@ -176,6 +180,17 @@ def _check_pipeline(config: RunConfig) -> None:
     _require(
         not pipeline.costs or Path(pipeline.costs).is_file(),
         f"pipeline.costs: {pipeline.costs} is not a file; `python -m pyruntime profile --json` writes one.",
+    )
+    _require(
+        pp > 1 or not pipeline.costs,
+        f"pipeline.costs={pipeline.costs} without a pipeline; set parallel.pp.",
+    )
+    tokens = pipeline.slice_tokens
+    _require(
+        not tokens
+        or (len(tokens) == pipeline.slices and min(tokens) >= 1 and sum(tokens) == config.train.seq_len),
+        f"pipeline.slice_tokens={list(tokens)} must be pipeline.slices={pipeline.slices} numbers of at least 1 "
+        f"that add up to train.seq_len={config.train.seq_len}.",
     )
     _require(pipeline.virtual >= 1, f"pipeline.virtual must be at least 1, found {pipeline.virtual}.")
     for name in ("virtual", "slices"):

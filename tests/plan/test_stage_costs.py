@@ -8,7 +8,15 @@ import pytest
 
 from pyruntime.plan import StageCosts, stage_costs
 
-COSTS = StageCosts(seq_len=96, layer=0.02, embedding=0.001, head=0.03, slices=(48, 32, 16))
+COSTS = StageCosts(
+    seq_len=96,
+    model={"hidden_size": 8},
+    stages=4,
+    layer=0.02,
+    embedding=0.001,
+    head=0.03,
+    slices=(48, 32, 16),
+)
 
 
 def test_is_read_as_it_was_written_beside_other_things():
@@ -19,7 +27,7 @@ def test_is_read_as_it_was_written_beside_other_things():
     ("text", "sentence"),
     [
         ("", "it is not JSON"),
-        ("[1]", "it lacks seq_len, layer, embedding, head, slices"),
+        ("[1]", "it lacks seq_len, model, stages, layer, embedding, head, slices"),
         (json.dumps({**COSTS.document(), "slices": [96.0]}), "must be numbers of tokens"),
         (json.dumps({**COSTS.document(), "slices": 96}), "must be numbers of tokens"),
         (json.dumps({**COSTS.document(), "slices": [90, 5]}), "add up to seq_len=96"),

@@ -25,7 +25,7 @@ from pyruntime.train.config import (
 )
 from pyruntime.train.loop import Trainer
 from pyruntime.train.metrics import StepMetrics
-from pyruntime.train.pipelined import part_of
+from pyruntime.train.pipelined import part_of, resolved
 from pyruntime.train.run import DTYPES
 from pyruntime.train.signals import StopRequest
 from pyruntime.train.tokenizer import ByteTokenizer
@@ -97,6 +97,7 @@ def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Traine
     size = comm.group_size(group)
     wanted = shape.llama_config(config.model, 256, config.train.seq_len, size)
     options = {"dtype": DTYPES[config.train.dtype], "seed": config.train.seed, "tier": config.comm.tier}
+    config = resolved(config, wanted)
     part = None if pp is None else part_of(config, wanted, comm.group_rank(pp))
     options["recompute"] = config.train.activation_checkpointing
     model = Llama(wanted, group, context=context, part=part, **options)

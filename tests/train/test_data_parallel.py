@@ -121,3 +121,13 @@ def test_stochastic_rounding_learns_as_with_master_weights(ranks, tmp_path):
     with_masters = ranks.run(final_weights, 1, config)[0][2]
     stochastic = jobs.changed(config, "optimizer", rounding="stochastic")
     assert ranks.run(final_weights, 1, stochastic)[0][2] == pytest.approx(with_masters, rel=0.02)
+
+
+def test_a_checkpoint_without_masters_is_not_taken_up_with_them(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=1, dtype="bf16", val_every=0, **SEQUENCES)
+    config = jobs.changed(config, "optimizer", rounding="stochastic", warmup_steps=1)
+    folder = jobs.prepare(config)
+    ranks.run(jobs.history, 1, config)
+    config = jobs.changed(config, "optimizer", rounding="nearest")
+    (error,) = ranks.run(jobs.history, 1, config, checkpoint_folder.find(folder), expect_errors=True)
+    assert "was saved with optimizer.rounding=stochastic, but the configuration asks for" in str(error)
