@@ -64,6 +64,7 @@ class Stage:
     environment: Mapping[str, str] = field(default_factory=dict)
     absent: str = ""  # why it cannot run here; then it is no failure
     fallback: tuple[str, ...] = ()  # runs where the command failed before its limit
+    says: str = ""  # what its last lines contain where it did its work: tests that are all skipped did not
 
 
 @dataclass
@@ -148,7 +149,10 @@ class Running:
         else:
             verdict = "passed" if code == 0 else "failed"
             text = f"{note}exit code {code}{': ' + self.error if self.error else ''}"
-        return Outcome(self.stage.name, verdict, seconds, text, last_lines(self.log))
+        lines = last_lines(self.log)
+        if verdict == "passed" and self.stage.says not in "\n".join(lines):
+            verdict, text = "failed", f"{text}, but nowhere {self.stage.says.strip()!r}"
+        return Outcome(self.stage.name, verdict, seconds, text, lines)
 
 
 def run_stages(stages: Sequence[Stage], logs: Path, budget_s: float = BUDGET_S) -> list[Outcome]:
@@ -240,16 +244,19 @@ def stages_of(capability: Sequence[int], budget_s: float) -> list[Stage]:
     hopper = "" if tuple(capability) == (9, 0) else "this GPU is no Hopper"
     portable = "tests/cuda/test_gpu.py"
     # Ranks that hang must not take the quick tests with them.
-    stages += [
-        Stage("tests alone", "t1", (*pytest, portable, "-k", "not fused and not chunked and not graph"), 60),
-        Stage("tests fused", "t2", (*pytest, portable, "-k", "fused"), 75),
-        Stage("tests chunked", "t3", (*pytest, portable, "-k", "chunked"), 75),
-        Stage("tests graph", "t4", (*pytest, portable, "-k", "graph"), 75),
-        Stage("tests hopper", "t5", (*pytest, "tests/cuda/test_sm90_gpu.py"), 100, absent=hopper),
-    ]
+    for name, path, chosen, limit, missing in (
+        ("alone", portable, "not fused and not chunked and not graph", 60, ""),
+        ("fused", portable, "fused", 75, ""),
+        ("chunked", portable, "chunked", 75, ""),
+        ("graph", portable, "graph", 75, ""),
+        ("hopper", "tests/cuda/test_sm90_gpu.py", "test", 100, hopper),
+    ):
+        command = (*pytest, path, "-k", chosen)
+        made = Stage(f"tests {name}", f"tests {name}", command, limit, absent=missing, says=" passed")
+        stages.append(made)
     bench = (python, "bench/gpu.py", "--json", str(LOGS / "bench.json"))
-    limit = min(240.0, budget_s)
-    stages.append(Stage("bench", "bench", (*bench, "--budget", str(limit - 15)), limit))
+    most = min(240.0, budget_s)
+    stages.append(Stage("bench", "bench", (*bench, "--budget", str(most - 15)), most))
     tool = find_tool("compute-sanitizer")
     for check in ("memcheck", "racecheck"):
         for kernels, missing in (("portable", ""), ("hopper", hopper)):

@@ -33,10 +33,12 @@ def test_a_stage_that_fails_or_hangs_is_recorded_and_the_next_ones_run(tmp_path)
             Stage("no program", "none", (str(tmp_path / "missing"),), 5.0),
             stage("elsewhere", "", absent="no such GPU"),
             stage("works", "print('fine')"),
+            stage("skips all", "print('3 skipped')", says=" passed"),
         ],
         tmp_path,
     )
-    assert [outcome.verdict for outcome in outcomes] == ["failed", "timed out", "failed", "absent", "passed"]
+    verdicts = ["failed", "timed out", "failed", "absent", "passed", "failed"]
+    assert [outcome.verdict for outcome in outcomes] == verdicts
     assert outcomes[0].text == "exit code 3" and outcomes[0].last_lines[-1] == "about to"
     assert outcomes[1].last_lines[-1] == "begun" and outcomes[1].seconds < 10
     assert "exit code 127" in outcomes[2].text
