@@ -115,11 +115,15 @@ def products_table(results: list[dict[str, Any]]) -> str:
     if not results:
         return ""
     contenders = sorted({name for r in results for name in r["ratio"]})
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}  # each kind of kernel was a run of its own
+    for r in results:
+        row = merged.setdefault(tuple(r[of] for of in ("name", "op", "m", "n", "k")), {**r, "ratio": {}})
+        row["ratio"] |= r["ratio"]
     rows = [
         [f"{r['name']} {r['op']}", *(str(r[s]) for s in "mnk"), f"{r['seconds']['torch.matmul'] * 1e6:.1f}"]
         + [f"{r['tflops']:.0f}"]
         + [f"{r['ratio'][name]:.3f}" if name in r["ratio"] else "-" for name in contenders]
-        for r in results
+        for r in merged.values()
     ]
     rows.append(
         ["median", *[""] * 5, *(f"{median_ratio(results, name) or float('nan'):.3f}" for name in contenders)]
