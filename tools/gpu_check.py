@@ -217,7 +217,7 @@ def own_architecture(capability: Sequence[int]) -> str:
 def find_tool(name: str) -> str | None:
     """On PATH, or where CUDA installs it."""
     places = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
-    folders = [str(Path(place, "bin")) for place in places if place]
+    folders = [str(Path(place, sub)) for place in places if place for sub in ("bin", name)]
     return shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders))
 
 
