@@ -62,6 +62,11 @@ build: $(BUILT)  ## the environment and the C++ core, built in place
 cuda: $(VENV)/.made  ## the CUDA kernels, with nvcc; no GPU is needed
 	$(RUN) tools/build_cuda.py
 
+# With the Python that has a torch for CUDA, and nothing downloaded: not a part of the environment above.
+.PHONY: gpu-check
+gpu-check:  ## on a machine with a GPU: build, test, measure; OUT=DIR takes copies of the report and the logs
+	$(PYTHON) tools/gpu_check.py $(if $(OUT),--out $(OUT)) $(GPU_CHECK)
+
 # The folders are prerequisites too: their time changes when a file goes away.
 $(BUILT): $(VENV)/.made setup.py $(shell find csrc -type d -o -name '*.cpp' -o -name '*.h')
 	$(RUN) setup.py --quiet build_ext --inplace

@@ -123,7 +123,8 @@ class Build(BuildExtension):
         """
         if build_cuda.find_nvcc() is None:
             return
-        package = ROOT / "pyruntime" if self.inplace else Path(self.build_lib).resolve() / "pyruntime"
+        # Not self.inplace: setuptools clears that while it builds.
+        package = ROOT / "pyruntime" if self.for_development else Path(self.build_lib).resolve() / "pyruntime"
         try:
             build_cuda.build(package / build_cuda.LIBRARY.name, strict=self.for_development)
         except RuntimeError as error:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
 
 from tests.ranks import Ranks
 
-# Fresh random data in every run; a failure prints the line that repeats it. No deadline: CI is slow.
-hypothesis.settings.register_profile("pyruntime", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("pyruntime")
+# The tests on GPUs run where hypothesis may not be installed, and do without it.
+with contextlib.suppress(ModuleNotFoundError):
+    import hypothesis
+
+    # Fresh random data in every run; a failure prints the line that repeats it. No deadline: CI is slow.
+    hypothesis.settings.register_profile("pyruntime", deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("pyruntime")
 
 RANKS = pytest.StashKey[Ranks]()
 

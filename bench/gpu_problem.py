@@ -1,0 +1,180 @@
+"""What bench/gpu.py measures, and what follows from it: shapes, figures, tables. It needs no GPU."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common import table
+
+WORLD_SIZE = 8
+ROWS = (512, 1024, 2048, 4096, 8192, 16384)
+LINK_RATIOS = (0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+THROTTLED_BYTES_PER_S = 380e9
+PARTS: dict[str, float] = {
+    "products-portable": 60.0,
+    "products-hopper": 60.0,
+    "gather-host-portable": 40.0,
+    "gather-host-hopper": 40.0,
+    "gather-host-chunked": 40.0,
+    "gather-throttled-portable": 30.0,
+    "gather-throttled-hopper": 30.0,
+    "gather-throttled-chunked": 30.0,
+    "support": 40.0,
+    "scatter-host-portable": 40.0,
+    "scatter-host-hopper": 40.0,
+    "scatter-host-chunked": 40.0,
+    "smoke-portable": 60.0,
+    "smoke-hopper": 60.0,
+}
+"""Each with the most seconds that it may take; those for Hopper run on a Hopper only."""
+AIMS = {"hopper": 0.95, "portable": 0.6, "overlap": 1.05, "bandwidth": 0.85}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product of one rank: [m, k] x [n, k]^T, m over all ranks. `op`: "gather" or "scatter"."""
+
+    name: str
+    op: str
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Sizes of a model whose linears are cut over WORLD_SIZE ranks."""
+
+    name: str
+    dim: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    head_dim: int = 128
+
+
+MODELS = (Llama("8B", 4096, 32, 8, 14336), Llama("70B", 8192, 64, 8, 28672))
+
+
+def llama_shapes(rows: Iterable[int] = ROWS) -> list[Shape]:
+    """The four linears of Llama-3 8B and 70B at tp 8, for every number of rows."""
+    shapes = []
+    for model in MODELS:
+        qkv = (model.heads + 2 * model.kv_heads) * model.head_dim // WORLD_SIZE
+        ffn = model.ffn // WORLD_SIZE
+        for m in rows:
+            shapes += [
+                Shape(f"{model.name} qkv", "gather", m, qkv, model.dim),
+                Shape(f"{model.name} gate+up", "gather", m, 2 * ffn, model.dim),
+                Shape(f"{model.name} o", "scatter", m, model.dim, model.heads * model.head_dim // WORLD_SIZE),
+                Shape(f"{model.name} down", "scatter", m, model.dim, ffn),
+            ]
+    return shapes
+
+
+def size_for(seconds: float, flops_per_s: float, flops_per_element: float, multiple: int = 256) -> int:
+    """How long the free dimension must be for a product of about `seconds`; a multiple, at least one."""
+    return max(multiple, round(seconds * flops_per_s / flops_per_element / multiple) * multiple)
+
+
+def overlap_figures(t_g: float, t_c: float, t_o: float) -> dict[str, float]:
+    """R and E as the field has them; seconds."""
+    return {"R": t_o / max(t_g, t_c), "E": (t_g + t_c - t_o) / min(t_g, t_c)}
+
+
+def median_ratio(results: Iterable[Mapping[str, Any]], contender: str) -> float | None:
+    """Over shapes: the vendor library's time over the contender's."""
+    ratios = [r["ratio"][contender] for r in results if contender in r.get("ratio", {})]
+    return statistics.median(ratios) if ratios else None
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    """All tables, and each aim beside what was found."""
+    texts = [
+        made
+        for made in (
+            products_table([r for r in results if r.get("kind") == "product"]),
+            overlap_table([r for r in results if r.get("kind") == "overlap"]),
+            support_table([r for r in results if r.get("kind") == "support"]),
+            notes([r for r in results if r.get("kind") in ("note", "error", "part")]),
+            aims_table(results),
+        )
+        if made
+    ]
+    return "\n\n".join(texts)
+
+
+def products_table(results: list[dict[str, Any]]) -> str:
+    if not results:
+        return ""
+    contenders = sorted({name for r in results for name in r["ratio"]})
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}  # each kind of kernel was a run of its own
+    for r in results:
+        row = merged.setdefault(tuple(r[of] for of in ("name", "op", "m", "n", "k")), {**r, "ratio": {}})
+        row["ratio"] |= r["ratio"]
+    rows = [
+        [f"{r['name']} {r['op']}", *(str(r[s]) for s in "mnk"), f"{r['seconds']['torch.matmul'] * 1e6:.1f}"]
+        + [f"{r['tflops']:.0f}"]
+        + [f"{r['ratio'][name]:.3f}" if name in r["ratio"] else "-" for name in contenders]
+        for r in merged.values()
+    ]
+    rows.append(
+        ["median", *[""] * 5, *(f"{median_ratio(results, name) or float('nan'):.3f}" for name in contenders)]
+    )
+    head = ["signals already set", "m", "n", "k", "cuBLAS us", "TFLOP/s", *contenders]
+    return "Ratio: time of torch.matmul / time of the fused kernel\n" + table(head, rows)
+
+
+def overlap_table(results: list[dict[str, Any]]) -> str:
+    if not results:
+        return ""
+    names = sorted({name for r in results for name in r["R"]})
+    rows = [
+        [r["name"], f"{r['t_c'] / r['t_g']:.2f}", f"{r['t_g'] * 1e3:.3f}", f"{r['t_c'] * 1e3:.3f}"]
+        + [f"{r['R'][name]:.3f}" if name in r["R"] else "-" for name in names]
+        for r in results
+    ]
+    return "R = T_o / max(T_g, T_c)\n" + table(["link", "T_c/T_g", "T_g ms", "T_c ms", *names], rows)
+
+
+def support_table(results: list[dict[str, Any]]) -> str:
+    rows = [
+        [r["name"], f"{r['seconds'] * 1e3:.3f}", f"{r['gb_per_second']:.0f}", f"{r['of_copy']:.3f}"]
+        for r in results
+    ]
+    return table(["", "ms", "GB/s", "of copy"], rows) if rows else ""
+
+
+def notes(results: list[dict[str, Any]]) -> str:
+    return "\n".join(f"{r['kind']}: {r['text']}" for r in results)
+
+
+def aims_table(results: list[dict[str, Any]]) -> str:
+    """One line for each aim that something was measured for."""
+    products = [r for r in results if r.get("kind") == "product"]
+    rows = []
+    for kernels in ("hopper", "portable"):
+        if (found := median_ratio(products, kernels)) is not None:
+            rows.append([f"{kernels}, median ratio", f"{found:.3f}", f">= {AIMS[kernels]}"])
+    overlaps = [r for r in results if r.get("kind") == "overlap"]
+    for link in sorted({r["name"] for r in overlaps}):
+        for kind in ("fused hopper", "fused portable", "chunked"):
+            best = [
+                min((value for name, value in r["R"].items() if name.startswith(kind)), default=None)
+                for r in overlaps
+                if r["name"] == link
+            ]
+            found_best = [value for value in best if value is not None]
+            if found_best:
+                rows.append([f"{link}, {kind}, worst R", f"{max(found_best):.3f}", f"<= {AIMS['overlap']}"])
+    for r in results:
+        if r.get("kind") == "support" and r["name"].startswith(("pyruntime adamw", "pyruntime reduce")):
+            rows.append([f"{r['name']}, of copy", f"{r['of_copy']:.3f}", f">= {AIMS['bandwidth']}"])
+    return table(["aim", "found", "wanted"], rows) if rows else ""

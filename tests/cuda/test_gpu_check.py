@@ -1,0 +1,206 @@
+"""`make gpu-check` and bench/gpu.py, as far as they run without a GPU."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cuda import build
+from tools import gpu_check
+from tools.gpu_check import Stage, run_stages
+
+BENCH = build.ROOT / "bench"
+
+
+def stage(name: str, program: str, limit_s: float = 30.0, **more) -> Stage:
+    return Stage(name, more.pop("group", name), (sys.executable, "-S", "-c", program), limit_s, **more)
+
+
+def test_a_stage_that_fails_or_hangs_is_recorded_and_the_next_ones_run(tmp_path):
+    hangs = "import subprocess, sys; print('begun', flush=True); subprocess.run(['sleep', '100'])"
+    outcomes = run_stages(
+        [
+            stage("breaks", "print('about to'); raise SystemExit(3)"),
+            stage("hangs", hangs, limit_s=1.0),
+            Stage("no program", "none", (str(tmp_path / "missing"),), 5.0),
+            stage("elsewhere", "", absent="no such GPU"),
+            stage("works", "print('fine')"),
+            stage("skips all", "print('3 skipped')", says=" passed"),
+        ],
+        tmp_path,
+    )
+    verdicts = ["failed", "timed out", "failed", "absent", "passed", "failed"]
+    assert [outcome.verdict for outcome in outcomes] == verdicts
+    assert outcomes[0].text == "exit code 3" and outcomes[0].last_lines[-1] == "about to"
+    assert outcomes[1].last_lines[-1] == "begun" and outcomes[1].seconds < 10
+    assert "exit code 127" in outcomes[2].text
+    log = gpu_check.whole_log(outcomes, tmp_path)
+    assert "==== breaks: failed" in log and "fine" in log
+    document = gpu_check.document_of(outcomes, {"name": "a GPU"}, tmp_path / "no bench")
+    assert json.loads(json.dumps(document))["stages"][0]["name"] == "breaks"
+
+
+def test_the_budget_ends_what_runs_and_skips_what_has_not_begun(tmp_path):
+    sleep = "import time; time.sleep(60)"
+    outcomes = run_stages([stage("long", sleep), stage("never", "")], tmp_path, budget_s=1.5)
+    assert [outcome.verdict for outcome in outcomes] == ["timed out", "not run"]
+
+
+def test_stages_of_one_group_run_together_and_a_fallback_takes_the_place_of_what_failed(tmp_path):
+    sleep, start = "import time; time.sleep(1)", time.monotonic()
+    both = run_stages([stage(name, sleep, group="build") for name in ("core", "kernels")], tmp_path)
+    assert time.monotonic() - start < 1.9
+    assert [outcome.verdict for outcome in both] == ["passed", "passed"]
+    second = (sys.executable, "-S", "-c", "print('second')")
+    (outcome,) = run_stages([stage("core", "raise SystemExit(1)", fallback=second)], tmp_path)
+    assert outcome.verdict == "passed" and outcome.last_lines[-1] == "second"
+
+
+def test_stages_are_all_that_there_is_to_do_and_end_in_time():
+    stages = gpu_check.stages_of((9, 0), 560.0)
+    assert {gpu_check.kind_of(made) for made in stages} == {"build", "test", "bench", "sanitizer"}
+    assert len({made.name for made in stages}) == len(stages)
+    assert all(0 < made.limit_s <= 240 for made in stages)
+    kernels = next(made for made in stages if made.name == "kernels")
+    assert gpu_check.own_architecture((9, 0)) == "9.0a" and gpu_check.own_architecture((8, 6)) == "8.6"
+    assert "TORCH_CUDA_ARCH_LIST" in kernels.environment
+    others = gpu_check.stages_of((8, 0), 560.0)
+    assert all(made.absent for made in others if "hopper" in made.name)
+
+
+def test_the_report_is_named_after_the_gpu_and_the_day():
+    assert gpu_check.report_name("NVIDIA H200", datetime.date(2026, 11, 21)) == "nvidia_h200-2026-11-21"
+
+
+def test_headers_are_taken_from_a_wheel(tmp_path):
+    wheel = tmp_path / "nvidia_cutlass-4.2.0.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("cutlass_library/source/include/cutlass/version.h", "// here")
+        file.writestr("cutlass_library/__init__.py", "")
+    headers = gpu_check.unpack_cutlass(wheel, tmp_path / "build") / "cutlass_library/source/include"
+    assert (headers / "cutlass/version.h").exists()
+    assert headers == tmp_path / "build" / "4.2.0.0" / "cutlass_library" / "source" / "include"
+
+
+@pytest.mark.parametrize("program", ["bench/gpu.py", "tools/gpu_check.py"])
+def test_help_needs_no_gpu(program):
+    ran = subprocess.run(
+        [sys.executable, str(build.ROOT / program), "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0 and "usage" in ran.stdout, ran.stderr
+
+
+def test_a_part_that_cannot_run_is_reported(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    report = tmp_path / "report.json"
+    command = [sys.executable, str(BENCH / "gpu.py"), "--parts", "support", "--json", str(report)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    texts = [result.get("text", "") for result in json.loads(report.read_text())["results"]]
+    assert any("torch sees no GPU" in text for text in texts), texts
+    assert any(text.startswith("support failed with exit code 1") for text in texts), texts
+
+
+@pytest.fixture
+def problem(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import gpu_problem
+
+    return gpu_problem
+
+
+def test_shapes_are_those_of_llama_at_tp_8(problem):
+    shapes = problem.llama_shapes([512])
+    assert [(s.name, s.op, s.n, s.k) for s in shapes] == [
+        ("8B qkv", "gather", 768, 4096),
+        ("8B gate+up", "gather", 3584, 4096),
+        ("8B o", "scatter", 4096, 512),
+        ("8B down", "scatter", 4096, 1792),
+        ("70B qkv", "gather", 1280, 8192),
+        ("70B gate+up", "gather", 7168, 8192),
+        ("70B o", "scatter", 8192, 1024),
+        ("70B down", "scatter", 8192, 3584),
+    ]
+    assert len(problem.llama_shapes()) == 48
+
+
+def test_figures_and_tables(problem):
+    assert problem.size_for(1e-3, 7e14, 2.0 * 8192 * 8192) == 5120  # 5215 in units of 256
+    figures = problem.overlap_figures(2.0, 1.0, 2.1)
+    assert figures["R"] == pytest.approx(1.05) and figures["E"] == pytest.approx(0.9)
+    product = {
+        "kind": "product",
+        **vars(problem.llama_shapes([512])[0]),
+        "seconds": {"torch.matmul": 1e-5, "portable": 2e-5},
+        "ratio": {"portable": 0.5},
+        "tflops": 300.0,
+    }
+    overlap = {"kind": "overlap", "name": "gather, host", "t_g": 1.0, "t_c": 1.0, "R": {"chunked": 1.2}}
+    overlap["R"]["chunked, 4 pieces"] = 1.04
+    support = {"kind": "support", "name": "pyruntime reduce of 8", "seconds": 1e-3}
+    support |= {"gb_per_second": 4000.0, "of_copy": 0.9}
+    text = problem.summary([product, overlap, support, {"kind": "note", "text": "how"}])
+    lines = text.splitlines()
+    assert any(line.split() == ["portable,", "median", "ratio", "0.500", ">=", "0.6"] for line in lines), text
+    assert any("gather, host, chunked, worst R" in line and "1.040" in line for line in lines), text
+    assert problem.summary([]) == ""
+
+
+@pytest.fixture
+def parts(problem):
+    import gpu_parts
+
+    return gpu_parts
+
+
+@pytest.mark.parametrize("op", ["gather", "scatter"])
+def test_one_process_runs_a_rank_whose_signals_are_all_set(host_kernels, parts, op):
+    library = parts.load(build.LIBRARY, hopper=False)
+    for tiles in parts.TILES:
+        assert parts.smoke_of(library, op, tiles, "cpu") < parts.TOLERANCE
+
+
+def test_one_process_plays_all_ranks_of_a_gather(host_kernels, parts):
+    library = parts.load(build.LIBRARY, hopper=False)
+    m, n, k = 128, 40, 24
+    x, weight = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+    c = torch.empty(m, n, dtype=torch.bfloat16)
+    gather = parts.Gather(library, x.clone(), x)
+    run = parts.fused(library, gather.spaces, "gather", x[: m // parts.P], weight, c, m, 0)
+    for flight in (
+        gather.fused(run, 1),
+        gather.chunked(weight, c, by_piece=False),
+        gather.chunked(weight, c, by_piece=True),
+        gather.fused(run, 2),
+    ):
+        gather.puts_alone()
+        gather.slot.fill_(float("nan"))
+        c.fill_(float("nan"))
+        flight()
+        gather.spaces.check()
+        assert parts.error_of(c, x.float() @ weight.float().t()) < parts.TOLERANCE
+
+
+def test_every_part_has_a_name_and_a_limit(problem, monkeypatch):
+    import gpu
+
+    assert gpu.chosen("")[0] == "products-portable"
+    assert not any(part.startswith("smoke") for part in gpu.chosen(""))
+    assert gpu.chosen("gather-host,support") == [
+        "gather-host-portable",
+        "gather-host-hopper",
+        "gather-host-chunked",
+        "support",
+    ]
+    with pytest.raises(ValueError, match="names 'gater'; choose from products-portable"):
+        gpu.chosen("gater")
+    assert Path(gpu.__file__).parent == BENCH
