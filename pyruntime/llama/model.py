@@ -158,7 +158,8 @@ class Llama(nn.Module):
         gathering it again; None: where the group spans hosts.
     context: the ranks that share every sequence; None: this rank has it whole.
     recompute: the backward pass computes every layer's activations anew from the layer's input (Chen et al.
-        2016, arXiv 1604.06174), so that only inputs are kept: 2 T/P D elements a layer, and of sliced sequences keys and values.
+        2016, arXiv 1604.06174), so that only inputs are kept: 2 T/P D elements a layer, and of sliced
+        sequences keys and values.
     part: what this rank holds of the model, in a pipeline; None: all of it. Where embedding and head are
         tied, a part with one of the two holds the weight, as `embed.weight`.
 

@@ -56,7 +56,8 @@ def _check_optimizer(config: RunConfig) -> None:
     )
     _require(
         optimizer.rounding == "nearest" or config.train.dtype == "bf16",
-        f"optimizer.rounding=stochastic is of bf16 weights, and train.dtype={config.train.dtype}; leave it out.",
+        f"optimizer.rounding=stochastic is of bf16 weights, and train.dtype={config.train.dtype}; leave it "
+        "out.",
     )
     for name in ("lr", "eps"):
         value = getattr(optimizer, name)
@@ -189,8 +190,8 @@ def _check_pipeline(config: RunConfig) -> None:
     _require(
         not tokens
         or (len(tokens) == pipeline.slices and min(tokens) >= 1 and sum(tokens) == config.train.seq_len),
-        f"pipeline.slice_tokens={list(tokens)} must be pipeline.slices={pipeline.slices} numbers of at least 1 "
-        f"that add up to train.seq_len={config.train.seq_len}.",
+        f"pipeline.slice_tokens={list(tokens)} must be pipeline.slices={pipeline.slices} numbers of at least "
+        f"1 that add up to train.seq_len={config.train.seq_len}.",
     )
     _require(pipeline.virtual >= 1, f"pipeline.virtual must be at least 1, found {pipeline.virtual}.")
     for name in ("virtual", "slices"):

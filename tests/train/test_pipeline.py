@@ -49,7 +49,7 @@ def costs_file(folder, **changes):
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": 4,
         "vocab_size": 256,
         "dtype": "fp32",
     }
