@@ -98,9 +98,8 @@ def test_help_needs_no_gpu(program):
     assert ran.returncode == 0 and "usage" in ran.stdout, ran.stderr
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU every part can run")
 def test_a_part_that_cannot_run_is_reported(tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     report = tmp_path / "report.json"
     command = [sys.executable, str(BENCH / "gpu.py"), "--parts", "support", "--json", str(report)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)

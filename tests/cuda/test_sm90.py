@@ -31,6 +31,7 @@ KERNELS = [name for name, *_ in build_sm90.kernels()]
 
 @pytest.fixture(autouse=True, scope="module")
 def headers():
+    # Not a mark: looking for them may mean a download, which collecting the tests must not.
     if build_sm90.find_cutlass() is None:
         pytest.skip("CUTLASS's headers are not installed and cannot be downloaded")
 
@@ -158,6 +159,7 @@ def test_a_scatter_needs_no_alignment_of_c_and_a_gather_does(launchers: ctypes.C
         == abi.REFUSED
     )
     assert b"ldc=385; TMA needs rows" in launchers.pyruntime_error()
+    # The refusals before are those of any machine; the next comes after the device was asked.
     if Path("/dev/nvidiactl").exists():
         pytest.skip("a device is here, which these addresses are not of")
     assert (

@@ -2,6 +2,7 @@
 // that needs them first is rank - 1, whose order of chunks is rank - 1, rank, ...; then rank - 2, and so on.
 #include "all_gather_matmul.cuh"
 #include "checks.h"
+#include "puts.cuh"
 
 namespace pyruntime::portable {
 
@@ -84,37 +85,19 @@ push_chunk(PYRUNTIME_PARAMETER Push push) {
 
 // ---- by copy engines: one copy a piece, between a wait and a signal of one thread each ----
 
-PYRUNTIME_KERNEL(32, 1)
-await_credit(PYRUNTIME_PARAMETER Group group, int peer) {
-  if (threadIdx.x == 0) wait_for_credit(group, peer, group.control().pushes + 1);
-}
-
-PYRUNTIME_KERNEL(32, 1)
-signal_piece(PYRUNTIME_PARAMETER Group group, int peer, int piece) {
-  // After a failed wait the copy has been made all the same, but nobody is told to read it.
-  if (threadIdx.x == 0 && !has_failed(group)) {
-    device::store_release_system(group.flag(peer, group.rank, piece), group.control().pushes + 1);
-  }
-}
-
-PYRUNTIME_KERNEL(32, 1)
-count_push(PYRUNTIME_PARAMETER Group group) {
-  if (threadIdx.x == 0 && !has_failed(group)) ++group.control().pushes;
-}
-
 void push_by_engine(const Push& push, runtime::Stream stream) {
   const Group& group = push.group;
   for (int step = 1; step < group.world_size(); ++step) {
     const int peer = push.peer(step);
-    PYRUNTIME_LAUNCH(await_credit, 1, 32, 0, stream, group, peer);
+    PYRUNTIME_LAUNCH(await_leave_to_put, 1, 32, 0, stream, group, peer);
     for (int piece = 0; piece < group.layout.flags; ++piece) {
       const int begin = push.begin(piece), rows = push.begin(piece + 1) - begin;
       runtime::copy_rows(push.target(peer, begin), push.to_pitch, push.from + begin * push.from_pitch,
                          push.from_pitch, push.row_bytes, rows, stream);
-      PYRUNTIME_LAUNCH(signal_piece, 1, 32, 0, stream, group, peer, piece);
+      PYRUNTIME_LAUNCH(raise_flag, 1, 32, 0, stream, group, peer, piece);
     }
   }
-  PYRUNTIME_LAUNCH(count_push, 1, 32, 0, stream, group);
+  PYRUNTIME_LAUNCH(count_puts, 1, 32, 0, stream, group);
 }
 
 }  // namespace
