@@ -47,6 +47,9 @@ class Options:
     memory: Literal["paper", "trainer"] = "paper"
     """Whose rules of what is kept: Megatron-LM's mixed precision (18 bytes a parameter), or this
     trainer's."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Of bf16 weights: nearest to an fp32 master weight, or at random without one, 4 bytes a parameter
+    less."""
     top: int = 10
     """Meshes that are shown."""
     variants: bool = False
@@ -122,7 +125,8 @@ def main(argv: list[str]) -> None:
 def job_of(options: Options) -> Job:
     tokens = parse_tokens(options.tokens_per_step)
     model, cluster = find_model(options.model), find_cluster(options.cluster)
-    return Job(model, cluster, options.gpus, sequences(tokens, options.seq), options.seq)
+    batch = sequences(tokens, options.seq)
+    return Job(model, cluster, options.gpus, batch, options.seq, rounding=options.rounding)
 
 
 def rules_of(options: Options) -> Rules:

@@ -124,8 +124,7 @@ def across(
         if mesh.tp > cluster.gpus_per_node:
             raise ValueError(
                 f"tp={mesh.tp} does not fit into a node of {cluster.gpus_per_node} on {cluster.name}; "
-                "between "
-                "clusters only the pipeline may run."
+                "between clusters only the pipeline may run."
             )
     own = mesh.pp // len(clusters)
     predictors = [Predictor(replace(job, cluster=cluster), overlap) for cluster in clusters]

@@ -9,7 +9,7 @@ for interleaving and logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
@@ -49,6 +49,12 @@ class Rules:
         """Whether sums of earlier micro-batches are kept whole at every ZeRO stage, and travel once."""
         return self.reduced_gradient is not None
 
+    def of(self, job: Job) -> Rules:
+        """These rules with the job's rounding: at random, weights need no master."""
+        if job.rounding == "nearest":
+            return self
+        return replace(self, optimizer=self.optimizer - MASTER)
+
 
 PAPER = Rules()
 """Mixed precision as Megatron-LM has it: fp32 main gradients, 18 bytes a parameter."""
@@ -58,6 +64,8 @@ TRAINER = Rules(
 """This project's trainer in bf16 on CPU ranks of one host, by resident memory: gradients in the weights'
 type; over several data-parallel ranks sums of earlier micro-batches are fp32 and whole at every stage
 (docs/data-parallel.md). `heap` was measured (docs/planning.md)."""
+MASTER = 4
+"""Bytes of an fp32 master weight."""
 SLOTS = 4
 """Flights of a group that may be under way, and messages of a channel between stages."""
 
@@ -160,6 +168,7 @@ def memory_of_rank(
 
     process: bytes beside tensors; None: the cluster's. layers: of this rank; None: as the trainer cuts them.
     """
+    rules = rules.of(job)
     model, last = job.model, last_stage_rank(mesh.kind, mesh.pp)
     micro_batches = mesh.micro_batches(job.batch)
     cut = mesh.tp * mesh.x * mesh.y * mesh.z

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.models import ModelShape
@@ -22,6 +23,8 @@ class Job:
     """Tokens of a sequence."""
     causal: bool = True
     """Attention computes the half that causality leaves; False: all of it, as before flash attention."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Of bf16 weights: nearest to an fp32 master weight, or at random, without one."""
 
     @property
     def tokens(self) -> int:

@@ -22,8 +22,9 @@ FLASH_BACKWARD = 2.5
 """Products of flash attention's backward pass over those of its forward pass."""
 UNITS_OF_A_LAYER = 4
 """Weights that travel one by one."""
-OPTIMIZER_BYTES = 28
-"""Read and written for a parameter: fp32 master and moments both ways, gradient, weight."""
+OPTIMIZER_BYTES = {"nearest": 28, "stochastic": 22}
+"""Read and written for a parameter, by the rounding of its weight: moments both ways, gradient; fp32 master
+both ways and weight, or the weight both ways."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ class Predictor:
         cluster = self.job.cluster
         parameters = self.parameters(mesh)
         held = parameters / mesh.shard if mesh.zero else parameters
-        optimizer = held * OPTIMIZER_BYTES / cluster.memory_bandwidth
+        optimizer = held * OPTIMIZER_BYTES[self.job.rounding] / cluster.memory_bandwidth
         if mesh.tau or mesh.dp * mesh.cp == 1:
             return 0.0, optimizer
         zero = mesh.zero if not mesh.is_axonn else 0

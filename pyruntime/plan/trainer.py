@@ -32,6 +32,8 @@ def settings(job: Job, mesh: Mesh, layers: Sequence[int] = ()) -> dict[str, dict
     if mesh.recompute:
         train["activation_checkpointing"] = True
     sections = {"model": _model(job), "train": train, "parallel": parallel}
+    if job.rounding != "nearest":
+        sections["optimizer"] = {"rounding": job.rounding}
     if mesh.pp > 1:
         sections["pipeline"] = {"kind": mesh.kind, "slices": mesh.slices}
         if mesh.kind == "interleaved":

@@ -59,6 +59,19 @@ def test_the_trainer_is_asked_what_it_runs():
     assert "architecture" in gpt.refusal(Mesh(tp=4, dp=4))
 
 
+def test_a_plan_without_master_weights_trains_without_them(capsys, tmp_path):
+    totals = {}
+    for rounding in ("nearest", "stochastic"):
+        files = {"json": tmp_path / f"{rounding}.json", "config": tmp_path / f"{rounding}.toml"}
+        flags = [part for name, path in files.items() for part in (f"--{name}", str(path))]
+        assert main([*SMALL, "--rounding", rounding, "--explain", "1", *flags]) == 0
+        totals[rounding] = json.loads(files["json"].read_text())["candidates"][0]["memory"]["optimizer"]
+        written = tomllib.loads(files["config"].read_text())
+        assert written.get("optimizer", {}).get("rounding", "nearest") == rounding
+    assert totals["stochastic"] < totals["nearest"]
+    assert main(["train", "--config", str(tmp_path / "stochastic.toml"), "--dry-run", "8"]) == 0
+
+
 def test_settings_are_those_of_the_mesh():
     found = settings(
         job("llama3-8b", "dgx-h100", 16, 64, 8192), Mesh(tp=2, dp=4, pp=2, kind="interleaved", virtual=2)

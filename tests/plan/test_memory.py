@@ -1,5 +1,7 @@
 """Memory follows the published estimator, and falls with every axis that cuts it."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from pyruntime.plan.memory import (
 from pyruntime.plan.mesh import Mesh
 from pyruntime.plan.models import find_model
 from pyruntime.plan.pipelines import in_flight
+from pyruntime.plan.step import Predictor
 from tests.plan.jobs import job
 
 
@@ -67,6 +70,19 @@ def test_hybrid_sharding_cuts_over_its_own_groups_only():
     whole = sum(states(1, Mesh(dp=8, zero=1), 1, PAPER))
     hybrid = sum(states(1, Mesh(dp=8, zero=1, replicate=4), 1, PAPER))
     assert (whole, hybrid) == (6 + 12 / 8, 6 + 12 / 2)
+
+
+def test_stochastic_rounding_saves_the_master_weight_wherever_states_are_cut():
+    nearest = job("llama3-8b", "dgx-h100", 8, 8)
+    stochastic = replace(nearest, rounding="stochastic")
+    for mesh in (Mesh(dp=8, zero=0), Mesh(dp=8, zero=1), Mesh(tp=8, zero=0)):
+        before, after = (worst_memory(each, mesh, TRAINER) for each in (nearest, stochastic))
+        held = before.optimizer / 12
+        assert before.optimizer - after.optimizer == pytest.approx(4 * held)
+        assert before.total - after.total == pytest.approx(4 * held)
+        assert Predictor(stochastic).step(mesh).optimizer == pytest.approx(
+            Predictor(nearest).step(mesh).optimizer * 22 / 28
+        )
 
 
 def test_co2_needs_three_more_copies_of_the_parameters():
