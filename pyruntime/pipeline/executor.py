@@ -232,10 +232,13 @@ class Pipeline:
         if self.schedule.slices > 1:
             more, of_more = run.carry(stage, micro_batch).roots(part)
             roots, gradients = [*roots, *more], [*gradients, *of_more]
+        # A first stage whose parameters are all frozen has nothing to differentiate.
+        known = [pair for pair in zip(roots, gradients, strict=True) if pair[0].requires_grad]
         with ExitStack() as stack:
             if self._gradients is not None and action not in self._lasts.passes:
                 stack.enter_context(self._gradients.accumulate())
-            torch.autograd.backward(roots, gradients)
+            if known:
+                torch.autograd.backward(*zip(*known, strict=True))
         if x is None:
             return
         gradient, x.grad = x.grad, None

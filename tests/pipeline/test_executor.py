@@ -38,9 +38,12 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def layers() -> list[nn.Module]:
+def layers(frozen=()) -> list[nn.Module]:
     torch.manual_seed(3)
-    return [Layer().double() for _ in range(LAYERS)]
+    made = [Layer().double() for _ in range(LAYERS)]
+    for index in frozen:
+        made[index].requires_grad_(False)
+    return made
 
 
 def batches(micro_batches: int) -> list[torch.Tensor]:
@@ -52,9 +55,9 @@ def loss_of(output: torch.Tensor, micro_batch: int, part: int) -> torch.Tensor:
     return ((micro_batch + 1) * output.square()).mean()
 
 
-def whole(micro_batches: int):
+def whole(micro_batches: int, frozen=()):
     """Losses, and gradients by layer and name, of two passes."""
-    model = nn.Sequential(*layers())
+    model = nn.Sequential(*layers(frozen))
     losses = []
     for _ in range(2):
         for index, x in enumerate(batches(micro_batches)):
@@ -64,10 +67,10 @@ def whole(micro_batches: int):
     return losses, {name: p.grad for name, p in model.named_parameters()}
 
 
-def piped(group, transport, kind, micro_batches, virtual):
+def piped(group, transport, kind, micro_batches, virtual, frozen=()):
     take(group, transport)
     schedule = make_schedule(kind, group.size(), micro_batches, virtual=virtual)
-    own = layers()
+    own = layers(frozen)
     runs = split_layers([1.0] * LAYERS, schedule.stages)
     modules = {
         stage: nn.Sequential(*[own[i] for i in runs[stage]]) for stage in schedule.stages_of(group.rank())
@@ -86,12 +89,15 @@ def piped(group, transport, kind, micro_batches, virtual):
     return losses, gradients
 
 
-def check(results, micro_batches):
-    losses, gradients = whole(micro_batches)
+def check(results, micro_batches, frozen=()):
+    losses, gradients = whole(micro_batches, frozen)
     assert [each for each, _ in results if each] == [pytest.approx(losses, rel=1e-12)]
     found = {name: grad for _, part in results for name, grad in part.items()}
     assert found.keys() == gradients.keys()
     for name, grad in gradients.items():
+        if grad is None:
+            assert found[name] is None, name
+            continue
         torch.testing.assert_close(
             found[name], grad, rtol=1e-11, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
         )
@@ -121,6 +127,12 @@ def test_interleaved_stages_equal_the_whole_model(ranks, world, virtual, micro_b
 @pytest.mark.parametrize(("world", "micro_batches"), [(2, 3), (2, 8), (3, 6)])
 def test_v_placed_stages_equal_the_whole_model(ranks, world, micro_batches):
     check(ranks.run(piped, world, "symmetric_memory", "zb-v", micro_batches, 1), micro_batches)
+
+
+@pytest.mark.parametrize("frozen", [range(4), range(2, 6), range(6)], ids=["first", "middle", "all but one"])
+@pytest.mark.parametrize(("kind", "virtual"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_frozen_stages_pass_gradients_on_and_have_none(ranks, kind, virtual, frozen):
+    check(ranks.run(piped, 2, "symmetric_memory", kind, 4, virtual, frozen), 4, frozen)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
