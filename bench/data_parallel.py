@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from train_workers import BETA1, BETA2, CLIP, DTYPES, EPS, LEARNING_RATE, WEIGHT_DECAY, our_model
 
 import pyruntime
+from pyruntime.data_parallel.shard import BUCKET_BYTES
 
 SHAPES = {
     "dim256": Shape(256, 4, 8, 4, 768, 2048, seq=256, micro_batch=2, accumulate=1),
@@ -81,10 +82,10 @@ def ours_alone(shape: Shape, dtype: torch.dtype, group) -> Step:
 
 
 def ours(
-    shape: Shape, dtype: torch.dtype, group, mesh, stage: int
+    shape: Shape, dtype: torch.dtype, group, mesh, stage: int, bucket_bytes: int
 ) -> tuple[Step, pyruntime.data_parallel.Sharded]:
     model = our_model(shape, dtype, group)
-    handle = pyruntime.shard(model, mesh, stage=stage)
+    handle = pyruntime.shard(model, mesh, stage=stage, bucket_bytes=bucket_bytes)
     optimizer = handle.adamw(
         lr=LEARNING_RATE, betas=(BETA1, BETA2), eps=EPS, weight_decay=WEIGHT_DECAY, max_norm=CLIP
     )
@@ -161,7 +162,9 @@ def measure(shape_name: str, dtype: str, args: argparse.Namespace, mesh, tp) -> 
     steps: dict[str, Step] = {ALONE: ours_alone(shape, torch_dtype, tp)}
     handle = None
     for stage in args.stages:
-        steps[f"pyruntime zero {stage}"], handle = ours(shape, torch_dtype, tp, mesh, stage)
+        steps[f"pyruntime zero {stage}"], handle = ours(
+            shape, torch_dtype, tp, mesh, stage, args.bucket_bytes
+        )
     if args.peers:
         steps[PLAIN_ALONE] = plain(shape, torch_dtype, mesh, "alone")
         for kind in args.peers:
@@ -251,6 +254,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["dim256", "dim1024"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
     parser.add_argument("--stages", nargs="*", type=int, choices=STAGES, default=list(STAGES))
+    parser.add_argument(
+        "--bucket-bytes",
+        type=int,
+        default=BUCKET_BYTES,
+        help="what is smaller travels together, up to so much; default %(default)s",
+    )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="of a turn; default 2")
