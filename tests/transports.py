@@ -36,11 +36,14 @@ def take(group, transport: str) -> None:
         "symmetric_memory": "symmetric memory, ",
         "process_group": "ring",
         "device": "symmetric memory and copy",
+        "device between hosts": "sends and receives",
     }.get(transport, "")
     if transport == "hierarchical":
         hosts = [f"host {2 * rank // size}" for rank in range(size)]
         settings = {"hosts": hosts}
         expected = "hierarchical" if size == 4 else "ring"
+    if transport == "device between hosts":
+        settings = {"transport": "device", "hosts": [f"host {rank}" for rank in range(size)]}
     if transport != "symmetric_memory":
         settings["chunk_bytes"] = CHUNK_BYTES
     if comm.transport_of(group).startswith(expected):

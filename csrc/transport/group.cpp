@@ -20,6 +20,7 @@
 #include "cpu/host_process.h"
 #include "transport/one_host.h"
 #include "transport/one_host_device.h"
+#include "transport/several_hosts_device.h"
 
 namespace pyruntime {
 
@@ -197,20 +198,23 @@ Transport* Group::device_transport(c10::Device device) {
   if (settings_.transport == TransportKind::kCollectives) {
     made.why_none = "transport='collectives' was asked for";
   } else {
-    made.transport = open_device_transport(device, HostLayout(hosts, rank()).hosts() == 1);
+    made.transport = open_device_transport(device, HostLayout(hosts, rank()).hosts(), opening);
     made.why_none = why_no_transport_;
   }
   return on_devices_.emplace(device, std::move(made)).first->second.transport.get();
 }
 
-std::unique_ptr<Transport> Group::open_device_transport(c10::Device device, bool one_host) {
-  if (!one_host) {
-    why_no_transport_ = "its ranks are on several hosts, and the chunked engine moves " + device.str() +
-                        " tensors inside one";
+std::unique_ptr<Transport> Group::open_device_transport(c10::Device device, int hosts, int64_t opening) {
+  std::string why_no_library;
+  const DeviceLibrary* library = DeviceLibrary::find(device.type(), why_no_library);
+  if (hosts > 1) {
+    return make_several_hosts_device_transport(context_, process_group_, ranks_, device, hosts,
+                                               instance_of(opening), library, why_no_transport_);
+  }
+  if (library == nullptr) {
+    why_no_transport_ = why_no_library;
     return nullptr;
   }
-  const DeviceLibrary* library = DeviceLibrary::find(device.type(), why_no_transport_);
-  if (library == nullptr) return nullptr;
   c10d::symmetric_memory::set_group_info(workspaces_, rank(), world_size(), process_group_->getStore());
   return make_device_transport(context_, workspaces_, device, *library);
 }
@@ -293,7 +297,7 @@ void Group::open_transport() {
                     " ranks are on ", by_host.hosts(),
                     " host(s); it needs several hosts with the same number of ranks, more than one.");
   if (asked == TransportKind::kDevice) {
-    transport_ = open_device_transport(c10::kCPU, one_host);
+    transport_ = open_device_transport(c10::kCPU, by_host.hosts(), opening);
   } else if (one_host && asked != TransportKind::kProcessGroup) {
     c10d::symmetric_memory::set_group_info(workspaces_, rank(), world_size(), process_group_->getStore());
     transport_ = make_one_host_transport(context_, workspaces_);
@@ -339,6 +343,10 @@ std::vector<std::string> Group::meet(int64_t opening) {
   return settings_.hosts.empty() ? hosts : settings_.hosts;
 }
 
+int Group::instance_of(int64_t opening) const {
+  return static_cast<int>((opening * kGroupsOfOne + number_of(name())) % (int64_t{1} << 30));
+}
+
 std::unique_ptr<Transport> Group::make_ring(const HostLayout& layout, const std::vector<std::string>& hosts,
                                             int64_t opening) {
   auto link = make_process_group_link(process_group_, ranks_);
@@ -379,11 +387,10 @@ std::unique_ptr<Transport> Group::make_ring(const HostLayout& layout, const std:
     }
     return largest;
   };
-  return make_ring_transport(
-      context_,
-      {layout, names, std::move(workspace), std::move(link), std::move(lines), &Arbiter::instance(),
-       static_cast<int>((opening * kGroupsOfOne + number_of(name())) % (int64_t{1} << 30))},
-      settings_.ring, agree);
+  return make_ring_transport(context_,
+                             {layout, names, std::move(workspace), std::move(link), std::move(lines),
+                              &Arbiter::instance(), instance_of(opening)},
+                             settings_.ring, agree);
 }
 
 std::vector<std::string> Group::exchange(const std::string& topic, const std::string& own) {

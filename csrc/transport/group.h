@@ -31,7 +31,7 @@ enum class TransportKind {
   kSymmetric,     // symmetric memory; all ranks on one host
   kHierarchical,  // symmetric memory inside each host, the ring between hosts
   kProcessGroup,  // the ring between all ranks
-  kDevice,        // copy engines, as on devices; on the CPU, for tests of that
+  kDevice,        // as on devices: copy engines or sends in the order of streams; on the CPU, for tests
   kCollectives,   // none: the process group's own collectives, unfused
 };
 
@@ -102,7 +102,9 @@ class Group {
   void open_transport();
   // For tensors on a device; collective when first asked for one of its kind.
   Transport* device_transport(c10::Device device);
-  std::unique_ptr<Transport> open_device_transport(c10::Device device, bool one_host);
+  std::unique_ptr<Transport> open_device_transport(c10::Device device, int hosts, int64_t opening);
+  // Tells messages of this opening apart from those of others over the same process group.
+  int instance_of(int64_t opening) const;
   // A number for this opening, the same on all ranks, and the ranks' hosts.
   std::pair<int64_t, std::vector<std::string>> begin_opening();
   // The ranks' hosts, by rank; raises ValueError where the ranks settled different things.

@@ -15,6 +15,8 @@
 #include "core/failure_board.h"
 #include "cpu/symmetric_memory.h"
 #include "transport/device_streams.h"
+#include "transport/device_sums.h"
+#include "transport/rows_held.h"
 
 namespace pyruntime {
 
@@ -36,11 +38,6 @@ struct Workspace {
   c10::intrusive_ptr<symm::SymmetricMemory> handle;
   std::vector<void*> bases;  // every rank's
 };
-
-PyruntimeDtype library_dtype(c10::ScalarType dtype) {
-  if (dtype == c10::ScalarType::BFloat16) return PYRUNTIME_BF16;
-  return dtype == c10::ScalarType::Half ? PYRUNTIME_FP16 : PYRUNTIME_FP32;
-}
 
 }  // namespace
 
@@ -285,7 +282,9 @@ class DeviceScatter : public ScatterFlight {
       for (int rank = 0; rank < flight_.world_size(); ++rank) {
         if (rank != flight_.rank()) flight_.await(rank, kRows);
       }
-      add_parts(target, bias.defined() ? bias.contiguous() : bias);
+      const std::vector<at::Tensor> summed = parts();
+      sum_in_order(target.view(summed.front().sizes()), summed, bias, &flight_.library(),
+                   flight_.streams().current());
     }
     if (all_ && own.rows > 0) flight_.put_to_all(sums_at(own), bytes(own), sums_offset(own), kSums);
     flight_.end_puts();
@@ -310,24 +309,12 @@ class DeviceScatter : public ScatterFlight {
   }
   char* sums_at(const Chunk& chunk) const { return flight_.at(sums_offset(chunk)); }
 
-  // In the order of the ranks, in fp32.
-  void add_parts(const at::Tensor& target, const at::Tensor& bias) {
-    const FlightDescriptor& descriptor = flight_.descriptor();
-    if (descriptor.scalar_type() == c10::ScalarType::Double) return add_doubles(target, bias);
-    std::vector<const void*> parts;
-    for (int rank = 0; rank < flight_.world_size(); ++rank) parts.push_back(part_of(rank));
-    flight_.check(flight_.library().reduce(
-        target.data_ptr(), parts.data(), static_cast<int32_t>(parts.size()), target.numel(),
-        library_dtype(descriptor.scalar_type()), bias.defined() ? bias.const_data_ptr() : nullptr,
-        descriptor.width, flight_.streams().current()));
-  }
-  // What the library has no kernel for, and nobody trains in.
-  void add_doubles(const at::Tensor& target, const at::Tensor& bias) {
+  std::vector<at::Tensor> parts() const {
+    std::vector<at::Tensor> all;
     for (int rank = 0; rank < flight_.world_size(); ++rank) {
-      const at::Tensor part = flight_.view(part_of(rank), plan_.own()).view(target.sizes());
-      rank == 0 ? target.copy_(part) : target.add_(part);
+      all.push_back(flight_.view(part_of(rank), plan_.own()));
     }
-    if (bias.defined()) target.add_(bias);
+    return all;
   }
 
   bool all_;
@@ -348,19 +335,8 @@ std::unique_ptr<ScatterFlight> DeviceTransport::scatter(const FlightDescriptor& 
   return std::make_unique<DeviceScatter>(*this, descriptor, all);
 }
 
-// A gather of one number from each rank, for which the host waits.
 std::vector<int64_t> DeviceTransport::rows_held(const FlightDescriptor& descriptor) {
-  const FlightDescriptor numbers{
-      descriptor.op, static_cast<int32_t>(c10::ScalarType::Long), world_size(), 1, 1, 1, false, 1};
-  DeviceGather flight(*this, numbers);
-  flight.memory(flight.own().front()).fill_(descriptor.own_rows);
-  flight.publish(flight.own().front());
-  std::vector<int64_t> held(world_size());
-  for (const Chunk& chunk : flight.order()) {
-    if (chunk.owner != rank()) flight.wait(chunk);
-    held[chunk.owner] = flight.memory(chunk).item<int64_t>();
-  }
-  flight.finish();
+  std::vector<int64_t> held = rows_held_by_gather(*this, descriptor);
   streams_.synchronize();
   raise_if_failed();  // before anybody believes these numbers
   return held;

@@ -98,7 +98,7 @@ def test_equals_one_process_whatever_travels_together(ranks, run, bucket):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "device between hosts"])
 def test_equals_one_process_over_any_transport(ranks, stage, transport):
     results = ranks.run(trained, 4, transport, "dp", stage, True, torch.float64, 4, 0.0)
     check(results, expected(stage, True, torch.float64, 4, 0.0), 1e-9)
