@@ -44,6 +44,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--most", type=int, default=1000, help="meshes of a number of ranks; default all")
+    parser.add_argument(
+        "--skip", type=int, default=0, help="meshes of a number of ranks, the first; default 0"
+    )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--recompute", action="store_true", help="with activation checkpointing")
     return parser.parse_args()
@@ -57,7 +60,7 @@ def main() -> None:
     rows = []
     for ranks in args.ranks:
         job = job_of(args.shape, find_cluster("dgx-h100"), ranks, args.batch, args.seq)
-        for mesh in runnable(job, args.micro_batch, args.most, recompute=args.recompute):
+        for mesh in runnable(job, args.micro_batch, args.most, recompute=args.recompute)[args.skip :]:
             measured = train(job, mesh, args.steps).memory_bytes
             guess = predicted(job, mesh, process)
             parts = max(
@@ -79,10 +82,10 @@ def main() -> None:
                 },
                 "  ".join(rows[-1]),
             )
+            report.write(args.json)  # what there is, should a later run end this one
     print("\n" + table(["mesh", "measured MB", "predicted MB", "error"], rows))
     off = [abs(float(row[-1].rstrip("%"))) for row in rows]
     print(f"\n{sum(each <= 10 for each in off)} of {len(off)} within 10 %, the worst {max(off):.1f} %")
-    report.write(args.json)
 
 
 if __name__ == "__main__":

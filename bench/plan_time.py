@@ -92,13 +92,13 @@ def main() -> None:
                 },
                 "  ".join(rows[-1]),
             )
+            report.write(args.json and args.json.replace(".json", f"_{ranks}.json"))
         print("\n" + table([f"{ranks} ranks", "measured s", "predicted s", "error"], rows))
         close = sum(abs(guess / measured - 1) <= 0.15 for guess, measured in found)
         chosen = min(found)[1] / min(measured for _, measured in found) - 1
         print(
             f"\n{close} of {len(found)} within 15 %; the predicted best is {chosen:.1%} slower than the best"
         )
-        report.write(args.json and args.json.replace(".json", f"_{ranks}.json"))
 
 
 if __name__ == "__main__":
