@@ -138,7 +138,7 @@ def test_four_ops_may_be_in_flight(ranks, world):
 
 
 def data_parallel_steps(group, transport, stage, dtype):
-    return trained(group, transport, "dp", stage, False, dtype, 4, 0.0)
+    return trained(group, transport, "dp", stage, False, dtype, 2 * group_size(group), 0.0)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
