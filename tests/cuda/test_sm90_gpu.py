@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pyruntime.cuda import library as abi
 from pyruntime.cuda import why_not
-from pyruntime.cuda.group import rows_of_rank
 from pyruntime.cuda.kernels import DTYPES, LAYOUTS, address, pitch
 from pyruntime.cuda.library import Library
 from tests.cuda import cases
@@ -231,7 +230,7 @@ def test_scatter_sums_rounded_parts_in_rank_order(library, layout, world, m, n, 
     bias = torch.randn(n).to(dtype).cuda()
     for number in range(ROUNDS):
         pairs = [[aligned(x) for x in cases.operands(layout, m, n, k, dtype)] for _ in range(world)]
-        outs = [poisoned(rows_of_rank(m, world, rank), n, dtype) for rank in range(world)]
+        outs = [poisoned(len(rows), n, dtype) for rows in torch.arange(m).tensor_split(world)]
         products = [request(layout, *pairs[rank], outs[rank], m, tiles, bias) for rank in range(world)]
         torch.cuda.synchronize()
         ranks.scatter(kernels, products, [(number + rank) % world for rank in range(world)])
