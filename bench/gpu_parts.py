@@ -169,6 +169,7 @@ class Gather:
                 0,
                 first * row_bytes,
                 piece,
+                1,
                 on.cuda_stream if on else None,
             )
             if self.pause and on:
@@ -203,7 +204,7 @@ class Gather:
                     continue
                 if not by_piece:  # one stream brings the pieces in order
                     first, rows = peer * self.chunk, self.chunk
-                self.library.call("await", self.views[0], peer, piece, stream())
+                self.library.call("await", self.views[0], peer, piece, 1, stream())
                 here = slice(first, first + rows)
                 torch.matmul(self.slot[here], weight.t(), out=c[here])
             self.library.call("finish", self.views[0], stream())
@@ -384,6 +385,7 @@ def scatter_overlap(emit: Emit, which: str, quick: bool) -> None:
                     peer,
                     0,
                     0,
+                    1,
                     engine.cuda_stream,
                 )
             library.call("end_puts", views[0], engine.cuda_stream)

@@ -24,9 +24,9 @@ ALWAYS = 1 << 62  # an epoch that never comes: a signal of this value is set for
 DEADLINE_S = 5.0
 
 CHUNK_SIGNATURES = {
-    "pyruntime_put": [POINTER(abi.Group), c_void_p, c_int64, c_int32, c_int64, c_int32, c_void_p],
+    "pyruntime_put": [POINTER(abi.Group), c_void_p, c_int64, c_int32, c_int64, c_int32, c_int32, c_void_p],
     "pyruntime_end_puts": [POINTER(abi.Group), c_void_p],
-    "pyruntime_await": [POINTER(abi.Group), c_int32, c_int32, c_void_p],
+    "pyruntime_await": [POINTER(abi.Group), c_int32, c_int32, c_int32, c_void_p],
     "pyruntime_finish": [POINTER(abi.Group), c_void_p],
     "pyruntime_slot_data": [POINTER(abi.Group), POINTER(c_void_p)],
     "pyruntime_sm90_choose_tiles": [c_int64, c_int64, c_int64, c_int64, c_int32],
@@ -128,9 +128,8 @@ def gather_shape(library: Library, world_size: int, m: int, k: int, x: Tensor, p
 
 
 def scatter_shape(library: Library, world_size: int, m: int, n: int, x: Tensor) -> abi.Workspace:
-    """With as many flags as small tiles need; large ones need fewer."""
     shape = abi.Workspace()
-    library.call("scatter_workspace", world_size, m, n, dtype_code(x), abi.SMALL, byref(shape))
+    library.call("scatter_workspace", world_size, m, n, dtype_code(x), byref(shape))
     return shape
 
 

@@ -22,7 +22,8 @@
 //   kWarpSize                  a compile-time constant, which warpSize is not everywhere
 //   load_acquire_system(p)     8 bytes that another rank or device may write; what it wrote before is seen
 //   store_release_system(p, v) and the other side: of the calling thread's stores, and of those that its
-//                              block made before a publishing_barrier()
+//                              block made before a publishing_barrier(); release_system() and as many
+//                              store_relaxed_system(p, v) as there are to say so
 //   publishing_barrier()       __syncthreads() after which one thread's release covers the stores of all
 //   barrier_and(x)             __syncthreads() that tells all threads whether x was true in each
 //   warp_barrier()             memory of the warp's lanes before and after it is in order
@@ -37,7 +38,7 @@
 //
 // and, in namespace pyruntime::runtime, what launchers ask of the machine: Stream, last_error(),
 // multiprocessors(), shared_bytes_per_block(), allow_shared_bytes(), resident_blocks(), copy_rows(),
-// set_zero(), read().
+// set_zero(), read(), is_capturing().
 #pragma once
 
 #if defined(__CUDACC__)
@@ -47,3 +48,12 @@
 #else
 #include "dialect_host.h"
 #endif
+
+namespace pyruntime::device {
+
+PYRUNTIME_DEVICE void store_release_system(uint64_t* p, uint64_t value) {
+  release_system();
+  store_relaxed_system(p, value);
+}
+
+}  // namespace pyruntime::device

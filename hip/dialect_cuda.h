@@ -23,9 +23,12 @@ PYRUNTIME_DEVICE uint64_t load_acquire_system(const uint64_t* p) {
   return value;
 }
 
-PYRUNTIME_DEVICE void store_release_system(uint64_t* p, uint64_t value) {
+PYRUNTIME_DEVICE void release_system() {
   // The fence is cumulative: it covers what other threads wrote before a barrier that this thread has passed.
   asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+PYRUNTIME_DEVICE void store_relaxed_system(uint64_t* p, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
@@ -121,6 +124,11 @@ inline int attribute(cudaDeviceAttr which) {
 
 inline int multiprocessors() {
   return attribute(cudaDevAttrMultiProcessorCount);
+}
+
+inline bool is_capturing(Stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
 }
 
 inline int shared_bytes_per_block() {

@@ -27,11 +27,14 @@ PYRUNTIME_DEVICE void drain_stores() {
   asm volatile("s_waitcnt vmcnt(0)" ::: "memory");
 }
 
-PYRUNTIME_DEVICE void store_release_system(uint64_t* p, uint64_t value) {
+PYRUNTIME_DEVICE void release_system() {
   // A release store alone may be compiled to a write-back and then the store with no wait between them, so
   // that the flag passes the data.
   __atomic_thread_fence(__ATOMIC_RELEASE);
   drain_stores();
+}
+
+PYRUNTIME_DEVICE void store_relaxed_system(uint64_t* p, uint64_t value) {
   __hip_atomic_store(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 
@@ -127,6 +130,11 @@ inline int attribute(hipDeviceAttribute_t which) {
 
 inline int multiprocessors() {
   return attribute(hipDeviceAttributeMultiprocessorCount);
+}
+
+inline bool is_capturing(Stream stream) {
+  hipStreamCaptureStatus status = hipStreamCaptureStatusNone;
+  return hipStreamIsCapturing(stream, &status) == hipSuccess && status != hipStreamCaptureStatusNone;
 }
 
 inline int shared_bytes_per_block() {

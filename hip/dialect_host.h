@@ -62,8 +62,12 @@ inline uint64_t load_acquire_system(const uint64_t* p) {
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 
-inline void store_release_system(uint64_t* p, uint64_t value) {
-  __atomic_store_n(p, value, __ATOMIC_RELEASE);
+inline void release_system() {
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+}
+
+inline void store_relaxed_system(uint64_t* p, uint64_t value) {
+  __atomic_store_n(p, value, __ATOMIC_RELAXED);
 }
 
 inline void publishing_barrier() {
@@ -161,6 +165,10 @@ inline const char* last_error() {
 
 inline int multiprocessors() {
   return host::multiprocessors();
+}
+
+inline bool is_capturing(Stream) {
+  return false;
 }
 
 inline int shared_bytes_per_block() {

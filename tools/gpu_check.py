@@ -264,7 +264,7 @@ def stages_of(capability: Sequence[int], budget_s: float) -> list[Stage]:
         tests("alone", portable, "not fused and not chunked and not graph", 60, environment=threads),
         tests("hopper", "tests/cuda/test_sm90_gpu.py", "test", 120, environment=threads, absent=hopper),
         Stage("bench", "bench", (*bench, "--budget", str(most - 15)), most),
-        tests("fused", portable, "fused", 75),
+        tests("fused", portable, "fused", 100),
         tests("chunked", portable, "chunked", 75),
         tests("graph", portable, "graph", 100),
     ]

@@ -21,8 +21,12 @@ enum { PYRUNTIME_OK = 0, PYRUNTIME_INVALID = 1, PYRUNTIME_DEVICE_ERROR = 2 };
 /* Ranks of one group: more share no memory anywhere. */
 enum { PYRUNTIME_MOST_RANKS = 72 };
 
-/* A flight uses one slot of a workspace; while it is read, the next may fill the other. */
-enum { PYRUNTIME_SLOTS = 2 };
+/* A flight uses one slot of a workspace; so many flights of a group may be under way at once. */
+enum { PYRUNTIME_SLOTS = 4 };
+
+/* What is signalled of a rank's part of a scatter, a flag each: blocks of so many rows and columns, row-major
+   within the rows of their owner, whatever tiles the product is computed by. */
+enum { PYRUNTIME_SIGNAL_ROWS = 64, PYRUNTIME_SIGNAL_COLUMNS = 128 };
 
 typedef enum { PYRUNTIME_BF16 = 0, PYRUNTIME_FP16 = 1, PYRUNTIME_FP32 = 2 } PyruntimeDtype;
 
@@ -32,7 +36,7 @@ typedef enum { PYRUNTIME_BF16 = 0, PYRUNTIME_FP16 = 1, PYRUNTIME_FP32 = 2 } Pyru
      TN  A [k, m], B [k, n]   gradient of W  dW = dY^T X */
 typedef enum { PYRUNTIME_NT = 0, PYRUNTIME_NN = 1, PYRUNTIME_TN = 2 } PyruntimeLayout;
 
-/* Tiles of the product. All ranks of a group must name the same one: tiles are what they signal. */
+/* Tiles of the product; each rank's own affair. */
 typedef enum { PYRUNTIME_TILES_SMALL = 0, PYRUNTIME_TILES_LARGE = 1 } PyruntimeTiles;
 
 /* The sentence for this thread's last error. */
@@ -45,7 +49,7 @@ PYRUNTIME_API const char* pyruntime_dialect(void);
 
 typedef struct {
   int32_t world_size;
-  int32_t flags;      /* of one source rank in one slot: pieces of a gather, tiles of a scatter */
+  int32_t flags;      /* of one source rank in one slot: pieces of a gather, signals of a scatter */
   int64_t slot_bytes; /* of data */
 } PyruntimeWorkspace;
 
@@ -55,6 +59,8 @@ typedef struct {
   int32_t slot;            /* which slot this flight uses; the same on all ranks */
   int64_t deadline_ns;     /* of every single wait */
   void* const* workspaces; /* [world_size], on the host: where this rank sees each rank's workspace */
+  int32_t pieces; /* of each rank's rows in a gather, a flag each, the same on all ranks; 0: one for every
+                     flag that the workspace has */
 } PyruntimeGroup;
 
 /* Bytes of a rank's workspace; negative: the error code's negative. */
@@ -80,7 +86,7 @@ typedef struct {
   int32_t op;     /* PyruntimeOp */
   int32_t rank;   /* that waited */
   int32_t peer;   /* that was waited for */
-  int32_t chunk;  /* piece or tile; -1: leave to write into the peer's workspace */
+  int32_t chunk;  /* the flag; -1: leave to write into the peer's workspace */
   int32_t slot;
   uint64_t expected; /* epoch */
   uint64_t seen;
@@ -138,25 +144,33 @@ PYRUNTIME_API int pyruntime_gather_workspace(int32_t world_size, int64_t m, int6
 PYRUNTIME_API int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
                                                   void* stream);
 PYRUNTIME_API int pyruntime_scatter_workspace(int32_t world_size, int64_t m, int64_t n, int32_t dtype,
-                                              int32_t tiles, PyruntimeWorkspace* out);
+                                              PyruntimeWorkspace* out);
 
 /* ---- chunks, for products that another library computes ----
 
    A flight on a slot is: any puts, on one stream, then pyruntime_end_puts() there; any pyruntime_await() on
    the stream that reads; pyruntime_finish() on that stream when all is read. Every rank does all three in
-   every flight, also one that puts nothing. What a chunk's bytes and flags mean is the caller's. */
+   every flight, also one that puts nothing. What a chunk's bytes and flags mean is the caller's.
 
-/* Copies `bytes` by a copy engine into the slot of `peer`, from byte `offset` of its data on, and raises flag
-   `index` of this rank there. Waits, on the device, until the peer has done with what the slot held before.
- */
+   A fused product may stand for some of that, on this rank alone: pyruntime_all_gather_matmul() with `hold`
+   waits for flags 0 to pieces - 1 itself, and pyruntime_matmul_reduce_scatter() puts, awaits and finishes;
+   only pyruntime_end_puts() is left to call. Of a part of `rows` rows they raise, and wait for, as many flags
+   from 0 on as there are signals of so many rows. */
+
+/* Copies `bytes` by a copy engine into the slot of `peer`, from byte `offset` of its data on, and raises this
+   rank's `flags` flags from `first` on there. Waits, on the device, until the peer has done with what the
+   slot held before. */
 PYRUNTIME_API int pyruntime_put(const PyruntimeGroup* group, const void* from, int64_t bytes, int32_t peer,
-                                int64_t offset, int32_t index, void* stream);
+                                int64_t offset, int32_t first, int32_t flags, void* stream);
 /* No put of this flight comes any more. */
 PYRUNTIME_API int pyruntime_end_puts(const PyruntimeGroup* group, void* stream);
-/* Waits, on the device, until `peer` has raised its flag `index` in this rank's slot. */
-PYRUNTIME_API int pyruntime_await(const PyruntimeGroup* group, int32_t peer, int32_t index, void* stream);
+/* Waits, on the device, until `peer` has raised its `flags` flags from `first` on in this rank's slot. */
+PYRUNTIME_API int pyruntime_await(const PyruntimeGroup* group, int32_t peer, int32_t first, int32_t flags,
+                                  void* stream);
 /* Where the data of this rank's slot begin. */
 PYRUNTIME_API int pyruntime_slot_data(const PyruntimeGroup* group, void** data);
+/* 1 where what is put on the stream now is captured into a graph instead of run, else 0. */
+PYRUNTIME_API int pyruntime_is_capturing(void* stream);
 
 /* ---- support ---- */
 

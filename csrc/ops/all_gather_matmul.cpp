@@ -1,5 +1,6 @@
 // Y_i = gather(X_shard) @ W_i^T: the GEMM starts on the own chunk and takes the others where their owners
 // wrote them.
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
 #include "ops/checks.h"
@@ -59,6 +60,19 @@ Tensors forward_chunked(Transport& transport, const Operand& x, int64_t rows, co
       x.rows_of(outputs.blocked.back(), chunk).copy_(x_chunk);
     }
   }
+  gather.finish();
+  return outputs.tensors;
+}
+
+Tensors forward_fused(Transport& transport, const Operand& x, int64_t rows, const Tensors& weights,
+                      const Tensors& biases, bool return_gathered) {
+  RowGather gather(transport, Op::kAllGatherMatmul, x, rows);
+  Outputs outputs;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    outputs.add(x, rows, weights[i].size(0));
+    gather.multiply(outputs.blocked[i], weights[i], /*transposed=*/true, biases[i]);
+  }
+  if (return_gathered) outputs.tensors.push_back(gather.collect().view(x.sizes_with(rows, x.width)));
   gather.finish();
   return outputs.tensors;
 }
@@ -137,6 +151,36 @@ Tensors backward_chunked(Transport& transport, const BackwardRequest& request, c
   return result;
 }
 
+// One kernel sums one product, so those of several weights are laid side by side:
+// dX = [dY_1 .. dY_n] @ [W_1; ..; W_n], summed in fp32 over all of them.
+at::Tensor fused_dx(RowScatter& scatter, const std::vector<Operand>& grads, const Tensors& weights) {
+  if (grads.size() == 1) return scatter.multiply(grads[0].data, weights[0], /*transposed=*/false, {});
+  Tensors data;
+  for (const Operand& grad : grads) data.push_back(grad.data);
+  return scatter.multiply(at::cat(data, -1), at::cat(weights, 0), /*transposed=*/false, {});
+}
+
+// The flights begin in the order of backward_chunked.
+Tensors backward_fused(Transport& transport, const BackwardRequest& request, const Tensors& weights) {
+  const Operand& grad = request.grads.front();
+  std::optional<RowGather> gather;
+  if (request.need_dw && !request.gathered) gather.emplace(transport, Op::kAllGather, request.x, grad.rows);
+  Tensors result;
+  if (request.need_dx) {
+    RowScatter scatter(transport, Op::kMatmulReduceScatter, grad, request.x.width, /*with_bias=*/false,
+                       /*all=*/false);
+    const at::Tensor dx = fused_dx(scatter, request.grads, weights);
+    result.push_back(dx.view(grad.sizes_with(scatter.own_rows(), request.x.width)));
+    scatter.finish();
+  }
+  if (request.need_dw) {
+    const at::Tensor x = gather ? gather->collect() : request.x.data;
+    for (at::Tensor& dw : wgrads(weights, request.grads, x)) result.push_back(std::move(dw));
+    if (gather) gather->finish();
+  }
+  return result;
+}
+
 }  // namespace
 
 Tensors all_gather_matmul(const at::Tensor& x_shard, const Tensors& weights,
@@ -165,9 +209,13 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, const Tensors& weights,
   Transport* transport = group.transport(x_shard.device());
   const TierKey key{kOp,     rows * x.blocks * x.inner, total_width(weights),
                     x.width, x_shard.scalar_type(),     x_shard.device()};
-  return run_in_tier(group, transport, key, tier, [&](Tier chosen) {
-    return chosen == Tier::kChunked ? forward_chunked(*transport, x, rows, weights, biases, return_gathered)
-                                    : forward_unfused(group, x, rows, weights, biases, return_gathered);
+  const auto why_not = [&] { return why_not_fused(*transport, Op::kAllGatherMatmul, x, rows, x.width); };
+  return run_in_tier(group, transport, key, tier, why_not, [&](Tier chosen) {
+    if (chosen == Tier::kFused) return forward_fused(*transport, x, rows, weights, biases, return_gathered);
+    if (chosen == Tier::kChunked) {
+      return forward_chunked(*transport, x, rows, weights, biases, return_gathered);
+    }
+    return forward_unfused(group, x, rows, weights, biases, return_gathered);
   });
 }
 
@@ -197,9 +245,13 @@ Tensors all_gather_matmul_backward(const Tensors& grads, const at::Tensor& x, bo
                     request.x.width,
                     x.scalar_type(),
                     x.device()};
-  return run_in_tier(group, transport, key, tier_named(tier_name), [&](Tier chosen) {
-    return chosen == Tier::kChunked ? backward_chunked(*transport, request, weights)
-                                    : backward_unfused(group, request, weights);
+  const auto why_not = [&] {
+    return why_not_fused(*transport, Op::kMatmulReduceScatter, grad, grad.rows, request.x.width);
+  };
+  return run_in_tier(group, transport, key, tier_named(tier_name), why_not, [&](Tier chosen) {
+    if (chosen == Tier::kFused) return backward_fused(*transport, request, weights);
+    if (chosen == Tier::kChunked) return backward_chunked(*transport, request, weights);
+    return backward_unfused(group, request, weights);
   });
 }
 

@@ -124,7 +124,7 @@ at::Tensor matmul_all_reduce(const at::Tensor& x, const at::Tensor& weight,
   }
   Transport* transport = group.transport(x.device());
   const TierKey key{kOp, rows.rows, weight.size(0), rows.width, x.scalar_type(), x.device()};
-  return run_in_tier(group, transport, key, tier,
+  return run_in_tier(group, transport, key, tier, no_fused_kernel,
                      [&](Tier chosen) -> Tensors {
                        return {chosen == Tier::kChunked ? forward_chunked(*transport, rows, weight, bias)
                                                         : forward_unfused(group, rows, weight, bias)};
@@ -163,7 +163,7 @@ Tensors replicated_matmul_backward(const Tensors& grads, const at::Tensor& x, co
     Transport* transport = group.transport(x.device());
     const TierKey key{
         "replicated_matmul_backward", request.x.rows, width, request.x.width, x.scalar_type(), x.device()};
-    result = run_in_tier(group, transport, key, tier_named(tier_name), [&](Tier chosen) {
+    result = run_in_tier(group, transport, key, tier_named(tier_name), no_fused_kernel, [&](Tier chosen) {
       return chosen == Tier::kChunked ? backward_chunked(*transport, request, weights)
                                       : backward_unfused(group, request, weights);
     });

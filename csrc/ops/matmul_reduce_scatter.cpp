@@ -40,6 +40,14 @@ at::Tensor forward_chunked(Transport& transport, const Operand& x, const at::Ten
   return own;
 }
 
+at::Tensor forward_fused(Transport& transport, const Operand& x, const at::Tensor& weight,
+                         const at::Tensor& bias) {
+  RowScatter scatter(transport, Op::kMatmulReduceScatter, x, weight.size(0), bias.defined(), /*all=*/false);
+  at::Tensor own = scatter.multiply(x.data, weight, /*transposed=*/true, bias);
+  scatter.finish();
+  return own;
+}
+
 struct BackwardRequest {
   Operand grad;
   Operand x;
@@ -113,6 +121,18 @@ Tensors backward_chunked(Transport& transport, const BackwardRequest& request, c
   return result;
 }
 
+Tensors backward_fused(Transport& transport, const BackwardRequest& request, const at::Tensor& weight) {
+  RowGather gather(transport, Op::kAllGatherMatmul, request.grad, request.x.rows);
+  Tensors result;
+  if (request.need_dx) {
+    result.push_back(at::empty(request.x.sizes, request.grad.data.options()));
+    gather.multiply(result[0].view(request.x.data.sizes()), weight, /*transposed=*/false, {});
+  }
+  if (request.need_dw || request.need_db) append_parameter_grads(result, request, weight, gather.collect());
+  gather.finish();
+  return result;
+}
+
 }  // namespace
 
 at::Tensor matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
@@ -134,9 +154,13 @@ at::Tensor matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
   Transport* transport = group.transport(x.device());
   const TierKey key{
       kOp, operand.rows * operand.blocks * operand.inner, width, operand.width, x.scalar_type(), x.device()};
-  const at::Tensor own = run_in_tier(group, transport, key, tier, [&](Tier chosen) -> Tensors {
-    return {chosen == Tier::kChunked ? forward_chunked(*transport, operand, weight, bias)
-                                     : forward_unfused(group, operand, weight, bias)};
+  const auto why_not = [&] {
+    return why_not_fused(*transport, Op::kMatmulReduceScatter, operand, operand.rows, width);
+  };
+  const at::Tensor own = run_in_tier(group, transport, key, tier, why_not, [&](Tier chosen) -> Tensors {
+    if (chosen == Tier::kFused) return {forward_fused(*transport, operand, weight, bias)};
+    if (chosen == Tier::kChunked) return {forward_chunked(*transport, operand, weight, bias)};
+    return {forward_unfused(group, operand, weight, bias)};
   })[0];
   return own.view(operand.sizes_with(rows_of_rank(operand.rows, group.world_size(), group.rank()), width));
 }
@@ -164,9 +188,13 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
                     request.x.width,
                     x.scalar_type(),
                     x.device()};
-  return run_in_tier(group, transport, key, tier_named(tier_name), [&](Tier chosen) {
-    return chosen == Tier::kChunked ? backward_chunked(*transport, request, weight)
-                                    : backward_unfused(group, request, weight);
+  const auto why_not = [&] {
+    return why_not_fused(*transport, Op::kAllGatherMatmul, request.grad, request.x.rows, request.grad.width);
+  };
+  return run_in_tier(group, transport, key, tier_named(tier_name), why_not, [&](Tier chosen) {
+    if (chosen == Tier::kFused) return backward_fused(*transport, request, weight);
+    if (chosen == Tier::kChunked) return backward_chunked(*transport, request, weight);
+    return backward_unfused(group, request, weight);
   });
 }
 

@@ -37,6 +37,11 @@ int64_t agreed_rows(Group& group, Transport& transport, const Operand& x_shard, 
   return total;
 }
 
+std::string why_not_fused(const Transport& transport, Op op, const Operand& operand, int64_t rows,
+                          int64_t width) {
+  return transport.why_not_fused(descriptor_of(op, operand, rows, width));
+}
+
 RowGather::RowGather(Transport& transport, Op op, const Operand& x_shard, int64_t rows)
     : transport_(transport), shard_(x_shard), rows_(rows) {
   flight_ = transport.gather(descriptor_of(op, x_shard, rows, x_shard.width));
@@ -94,6 +99,14 @@ at::Tensor RowGather::others_of(const at::Tensor& all) const {
   return at::cat({before, after}, 1);
 }
 
+void RowGather::multiply(const at::Tensor& out, const at::Tensor& weight, bool transposed,
+                         const at::Tensor& bias) {
+  flight_->multiply({shard_.data.select(0, 0), weight, transposed, bias, out.select(0, 0)});
+  const int64_t others = multiplied_ ? 0 : rows_ - order().front().rows;  // they come once
+  multiplied_ = true;
+  transport_.stats().bytes += others * shard_.inner * shard_.width * shard_.data.element_size();
+}
+
 RowScatter::RowScatter(Transport& transport, Op op, const Operand& like, int64_t width, bool with_bias,
                        bool all)
     : transport_(transport),
@@ -112,6 +125,13 @@ RowScatter::RowScatter(Transport& transport, Op op, const Operand& like, int64_t
 at::Tensor RowScatter::reduce(const at::Tensor& bias) {
   at::Tensor out = at::empty({blocks_, own_rows_ * inner_, width_}, options_);
   flight_->reduce(out, bias);
+  return out;
+}
+
+at::Tensor RowScatter::multiply(const at::Tensor& x, const at::Tensor& weight, bool transposed,
+                                const at::Tensor& bias) {
+  at::Tensor out = at::empty({1, own_rows_ * inner_, width_}, options_);
+  flight_->multiply({x.select(0, 0), weight, transposed, bias, out.select(0, 0)});
   return out;
 }
 

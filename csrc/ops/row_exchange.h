@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <string>
 
 #include "core/chunk_plan.h"
 #include "ops/operand.h"
@@ -19,6 +20,11 @@ namespace pyruntime {
 // `rows` as given, or, where it is kUnknownRows, the sum of what the ranks hold. Raises ValueError on every
 // rank when the ranks' shares are not those of torch.tensor_split.
 int64_t agreed_rows(Group& group, Transport& transport, const Operand& x_shard, int64_t rows);
+
+// Why no fused kernel can be asked for such rows, as RowGather or RowScatter take them; empty where one can.
+// The same on all ranks.
+std::string why_not_fused(const Transport& transport, Op op, const Operand& operand, int64_t rows,
+                          int64_t width);
 
 class RowGather {
  public:
@@ -35,12 +41,16 @@ class RowGather {
   at::Tensor collect_others();
   // The same rows of a tensor of the form [blocks, rows * inner, *], contiguous or not.
   at::Tensor others_of(const at::Tensor& all) const;
+  // out [1, rows * inner, N] = all rows @ weight^T (+ bias), or @ weight where it is not transposed: one
+  // kernel, which waits for the rows. Only where why_not_fused() is empty.
+  void multiply(const at::Tensor& out, const at::Tensor& weight, bool transposed, const at::Tensor& bias);
   void finish() { flight_->finish(); }
 
  private:
   Transport& transport_;
   Operand shard_;
   int64_t rows_;
+  bool multiplied_ = false;
   std::unique_ptr<GatherFlight> flight_;
 };
 
@@ -61,6 +71,9 @@ class RowScatter {
   // This rank's rows summed over all ranks, [blocks, own rows * inner, width], in new memory; bias [width] is
   // added once.
   at::Tensor reduce(const at::Tensor& bias);
+  // The same in one kernel, instead of part(), publish() and reduce(), of the parts x [1, rows * inner, K] @
+  // weight^T, or @ weight where it is not transposed. Only where why_not_fused() is empty.
+  at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, bool transposed, const at::Tensor& bias);
   // All rows summed over all ranks, [blocks, rows * inner, width]: reduces the own rows and reads the others'
   // sums.
   at::Tensor reduce_all(const at::Tensor& bias);

@@ -15,9 +15,10 @@ enum class Tier {
   kAuto,     // whichever of the others was measured to be fastest for this op, shape, dtype and group
   kUnfused,  // the collective, then the library's GEMM
   kChunked,  // the library's GEMM chunk by chunk, as the chunks arrive
+  kFused,    // one kernel that waits for, or sends, the rows itself; on devices
 };
 
-// Raises ValueError for a name that is no tier, and for "fused" where no fused kernel exists.
+// Raises ValueError for a name that is no tier.
 Tier tier_named(const std::string& name);
 const char* name_of(Tier tier);
 
@@ -37,11 +38,17 @@ struct TierKey {
 using Tensors = std::vector<at::Tensor>;
 
 // Runs `body` in the tier that was asked for. For kAuto the first calls with this key take the tiers in turn
-// and are timed; the later ones take the tier whose median was lower. Each rank chooses for itself: what
-// travels, and in which order, is the same in both tiers, so ranks need not agree (their shapes may differ,
+// and are timed; the later ones take the tier whose median was lowest. Each rank chooses for itself: what
+// travels, and in which order, is the same in all tiers, so ranks need not agree (their shapes may differ,
 // too, where a weight is cut unevenly).
+//
+// `why_not_fused`: asked where that matters; then kAuto leaves the fused tier out, and kFused raises
+// ValueError.
 Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, Tier asked,
+                    const std::function<std::string()>& why_not_fused,
                     const std::function<Tensors(Tier)>& body);
+// For ops that have none.
+std::string no_fused_kernel();
 
 // The tier that `asked` means for this key now, and why not a faster one. Not collective.
 std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& key, Tier asked);

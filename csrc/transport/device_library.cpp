@@ -53,7 +53,16 @@ bool load(const std::string& path, DeviceLibrary& library, std::string& why_not)
       look_up(handle, "pyruntime_end_puts", library.end_puts) &&
       look_up(handle, "pyruntime_await", library.await) &&
       look_up(handle, "pyruntime_slot_data", library.slot_data) &&
-      look_up(handle, "pyruntime_reduce", library.reduce)) {
+      look_up(handle, "pyruntime_reduce", library.reduce) &&
+      look_up(handle, "pyruntime_is_capturing", library.is_capturing) &&
+      look_up(handle, "pyruntime_choose_tiles", library.choose_tiles) &&
+      look_up(handle, "pyruntime_all_gather_matmul", library.all_gather_matmul) &&
+      look_up(handle, "pyruntime_matmul_reduce_scatter", library.matmul_reduce_scatter)) {
+    const bool hopper =
+        look_up(handle, "pyruntime_sm90_choose_tiles", library.sm90_choose_tiles) &&
+        look_up(handle, "pyruntime_sm90_all_gather_matmul", library.sm90_all_gather_matmul) &&
+        look_up(handle, "pyruntime_sm90_matmul_reduce_scatter", library.sm90_matmul_reduce_scatter);
+    if (!hopper) library.sm90_choose_tiles = nullptr;
     return true;
   }
   why_not = path + " lacks functions of this version; build it anew";

@@ -7,10 +7,11 @@
 #include <string>
 
 #include "cuda/launchers.h"
+#include "cuda/sm90/launchers.h"
 
 namespace pyruntime {
 
-// What of the library the chunked engine calls; each function as launchers.h declares it.
+// What of the library the transport of devices calls; each function as launchers.h declares it.
 struct DeviceLibrary {
   decltype(&pyruntime_error) error;
   decltype(&pyruntime_workspace_bytes) workspace_bytes;
@@ -23,6 +24,14 @@ struct DeviceLibrary {
   decltype(&pyruntime_await) await;
   decltype(&pyruntime_slot_data) slot_data;
   decltype(&pyruntime_reduce) reduce;
+  decltype(&pyruntime_is_capturing) is_capturing;
+  decltype(&pyruntime_choose_tiles) choose_tiles;
+  decltype(&pyruntime_all_gather_matmul) all_gather_matmul;
+  decltype(&pyruntime_matmul_reduce_scatter) matmul_reduce_scatter;
+  // nullptr in the dialects that have none.
+  decltype(&pyruntime_sm90_choose_tiles) sm90_choose_tiles;
+  decltype(&pyruntime_sm90_all_gather_matmul) sm90_all_gather_matmul;
+  decltype(&pyruntime_sm90_matmul_reduce_scatter) sm90_matmul_reduce_scatter;
 
   // Raises RuntimeError with the library's sentence where a call has failed.
   void check(int code) const;

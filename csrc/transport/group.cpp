@@ -216,7 +216,7 @@ std::unique_ptr<Transport> Group::open_device_transport(c10::Device device, int 
     return nullptr;
   }
   c10d::symmetric_memory::set_group_info(workspaces_, rank(), world_size(), process_group_->getStore());
-  return make_device_transport(context_, workspaces_, device, *library);
+  return make_device_transport(context_, workspaces_, device, *library, settings_.ring.chunk_bytes);
 }
 
 std::string Group::transport_description() const {

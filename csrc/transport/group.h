@@ -20,9 +20,12 @@ namespace pyruntime {
 // How tier="auto" finds the tier for one op and shape.
 struct TierTrials {
   std::vector<double> chunked;  // seconds of the calls so far
+  std::vector<double> fused;
   std::vector<double> unfused;
-  std::string tier;      // the one chosen; empty until then
-  double chunked_s = 0;  // their medians
+  std::string why_not_fused;  // then there are no such calls
+  std::string tier;           // the one chosen; empty until then
+  double chunked_s = 0;       // their medians
+  double fused_s = 0;
   double unfused_s = 0;
 };
 

@@ -16,6 +16,7 @@
 #include "cpu/symmetric_memory.h"
 #include "transport/device_streams.h"
 #include "transport/device_sums.h"
+#include "transport/fused_product.h"
 #include "transport/rows_held.h"
 
 namespace pyruntime {
@@ -28,10 +29,18 @@ constexpr int64_t kSlotGranularity = int64_t{1} << 16;
 // Of a workspace: what it begins with is zero until something fails.
 constexpr int64_t kHeaderBytes = 128;
 
-// Flags of a rank in a slot: its rows, or its part of them, are there; and its sums.
-enum Flag : int { kRows = 0, kSums = 1, kFlags = 2 };
+// Of a rank's rows, to a product: so the last wait is for a fraction of them. More would be more signals than
+// time gained.
+constexpr int kMostPieces = 4;
+constexpr int64_t kPieceBytes = int64_t{1} << 20;
+constexpr int64_t kFewestFlags = kMostPieces;
 
-// Symmetric memory on every rank, as the library lays it out: two slots of so many bytes.
+// Flags of a rank in a slot, one after the other.
+struct Flags {
+  int first, count;
+};
+
+// Symmetric memory on every rank, as the library lays it out: slots of so many bytes.
 struct Workspace {
   PyruntimeWorkspace shape;
   at::Tensor memory;
@@ -39,12 +48,25 @@ struct Workspace {
   std::vector<void*> bases;  // every rank's
 };
 
+// The least power of two that is `size`, at least `least`.
+int64_t rounded_up(int64_t size, int64_t least) {
+  int64_t result = least;
+  while (result < size) result *= 2;
+  return result;
+}
+
 }  // namespace
 
 class DeviceTransport : public Transport {
  public:
-  DeviceTransport(GroupContext& context, std::string name, c10::Device device, const DeviceLibrary& library)
-      : Transport(context), name_(std::move(name)), device_(device), library_(library), streams_(device) {
+  DeviceTransport(GroupContext& context, std::string name, c10::Device device, const DeviceLibrary& library,
+                  int64_t piece_bytes)
+      : Transport(context),
+        name_(std::move(name)),
+        device_(device),
+        library_(library),
+        piece_bytes_(piece_bytes > 0 ? piece_bytes : kPieceBytes),
+        streams_(device) {
     const auto options = at::TensorOptions().dtype(c10::kByte);
     header_seen_ = at::zeros({kHeaderBytes}, device.is_cpu() ? options : options.pinned_memory(true));
   }
@@ -52,6 +74,13 @@ class DeviceTransport : public Transport {
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
   std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override;
+  std::string why_not_fused(const FlightDescriptor& descriptor) const override;
+
+  // How many flags say, piece by piece, that the rows of a rank have come.
+  int pieces_of(const FlightDescriptor& descriptor) const;
+  // How many flags say that a part of so many rows has come. Ranks whose kernels raise them one by one and
+  // ranks that raise them together need not know of each other.
+  int flags_of_part(const FlightDescriptor& descriptor, int64_t rows) const;
 
   void flush() override {
     streams_.synchronize();
@@ -82,13 +111,15 @@ class DeviceTransport : public Transport {
     std::optional<c10::Event> puts_ended;
   };
 
-  // A slot of the workspace for the next flight, with room for so many bytes on every rank.
-  int claim(Op op, int64_t bytes) {
+  // A slot of the workspace for the next flight, with room for so many bytes and flags on every rank.
+  int claim(Op op, int64_t bytes, int64_t flags) {
     raise_if_failed();
     const int slot = static_cast<int>(++last_number_ % slots_.size());
     TORCH_CHECK(!slots_[slot].in_flight, "Group '", context_.name, "' already has ", slots_.size(),
                 " ops in flight on ", device_, "; finish one before beginning ", name_of(op), ".");
-    if (workspaces_.empty() || workspaces_.back()->shape.slot_bytes < bytes) grow(bytes);
+    const bool fits = !workspaces_.empty() && workspaces_.back()->shape.slot_bytes >= bytes &&
+                      workspaces_.back()->shape.flags >= flags;
+    if (!fits) grow(bytes, flags);
     slots_[slot].in_flight = true;
     ++context_.stats.ops;
     return slot;
@@ -96,11 +127,17 @@ class DeviceTransport : public Transport {
 
   // All ranks come here with the same op, as all have claimed the same bytes so far. The memory before stays,
   // because flights may be under way in it; together it is less than the new one.
-  void grow(int64_t bytes) {
+  void grow(int64_t bytes, int64_t flags) {
+    TORCH_CHECK(library_.is_capturing(streams_.current()) == 0, "Group '", context_.name,
+                "' needs a larger workspace on ", device_,
+                ", which cannot be made while a CUDA graph is captured; run the ops once before.");
     auto made = std::make_unique<Workspace>();
-    int64_t target = kSlotGranularity;
-    while (target < bytes) target *= 2;
-    made->shape = {world_size(), kFlags, target};
+    if (!workspaces_.empty()) {
+      bytes = std::max(bytes, workspaces_.back()->shape.slot_bytes);
+      flags = std::max<int64_t>(flags, workspaces_.back()->shape.flags);
+    }
+    made->shape = {world_size(), static_cast<int32_t>(rounded_up(flags, kFewestFlags)),
+                   rounded_up(bytes, kSlotGranularity)};
     const int64_t total = library_.workspace_bytes(&made->shape);
     library_.check(total < 0 ? static_cast<int>(-total) : PYRUNTIME_OK);
     const cpu::ScopedSymmetricMemoryDeadline bounded(context_.deadline_seconds);
@@ -142,6 +179,7 @@ class DeviceTransport : public Transport {
   std::string name_;
   c10::Device device_;
   const DeviceLibrary& library_;
+  int64_t piece_bytes_;
   DeviceStreams streams_;
   uint64_t last_number_ = 0;
   std::array<Slot, PYRUNTIME_SLOTS> slots_;
@@ -153,17 +191,24 @@ class DeviceTransport : public Transport {
 // What gathers and scatters have in common: a slot, chunks in it, and the end.
 class DeviceFlight {
  public:
-  DeviceFlight(DeviceTransport& transport, const FlightDescriptor& descriptor, int64_t bytes)
+  // `pieces`: of each rank's rows in a gather.
+  DeviceFlight(DeviceTransport& transport, const FlightDescriptor& descriptor, int64_t bytes, int64_t flags,
+               int pieces)
       : transport_(transport),
         descriptor_(descriptor),
-        slot_(transport.claim(descriptor.op, bytes)),
+        slot_(transport.claim(descriptor.op, bytes, flags)),
         workspace_(*transport.workspaces_.back()) {
-    group_ = {workspace_.shape, transport.rank(), slot_,
-              static_cast<int64_t>(transport.context().deadline_seconds * 1e9), workspace_.bases.data()};
+    group_ = {workspace_.shape,
+              transport.rank(),
+              slot_,
+              static_cast<int64_t>(transport.context().deadline_seconds * 1e9),
+              workspace_.bases.data(),
+              pieces};
     void* data = nullptr;
     check(library().slot_data(&group_, &data));
     data_ = static_cast<char*>(data);
-    streams().current_after(transport_.slots_[slot_].puts_ended);
+    is_captured_ = library().is_capturing(streams().current()) != 0;
+    if (!is_captured_) streams().current_after(transport_.slots_[slot_].puts_ended);
   }
 
   const DeviceLibrary& library() const { return transport_.library_; }
@@ -185,37 +230,59 @@ class DeviceFlight {
   }
 
   // Puts what the caller's stream has written so far; nearest peer first, where it goes to all.
-  void put(const char* from, int64_t bytes, int peer, int64_t offset, Flag flag) {
+  void put(const char* from, int64_t bytes, int peer, int64_t offset, Flags flags) {
     streams().move_after_current();
-    check(library().put(&group_, from, bytes, peer, offset, flag, streams().moving()));
+    check(library().put(&group_, from, bytes, peer, offset, flags.first, flags.count, streams().moving()));
   }
-  void put_to_all(const char* from, int64_t bytes, int64_t offset, Flag flag) {
-    for (int step = 1; step < world_size(); ++step) {
-      put(from, bytes, (rank() + world_size() - step) % world_size(), offset, flag);
-    }
+  int peer_at(int step) const { return (rank() + world_size() - step) % world_size(); }
+  void put_to_all(const char* from, int64_t bytes, int64_t offset, Flags flags) {
+    for (int step = 1; step < world_size(); ++step) put(from, bytes, peer_at(step), offset, flags);
   }
   void end_puts() {
     check(library().end_puts(&group_, streams().moving()));
     transport_.slots_[slot_].puts_ended = streams().moved();
   }
-  void await(int peer, Flag flag) { check(library().await(&group_, peer, flag, streams().current())); }
+  void await(int peer, Flags flags) {
+    check(library().await(&group_, peer, flags.first, flags.count, streams().current()));
+  }
+
+  // `rows`: over all ranks, as the kernels count them.
+  void gather_and_multiply(int64_t rows, const FusedProduct& product) {
+    pyruntime::gather_and_multiply(library(), group_, rows, product, streams().current());
+  }
+  void multiply_and_scatter(int64_t rows, const FusedProduct& product) {
+    pyruntime::multiply_and_scatter(library(), group_, rows, product, streams().current());
+    end_puts();
+    is_finished_ = true;
+  }
 
   void finish() {
-    check(library().finish(&group_, streams().current()));
+    if (!is_finished_) check(library().finish(&group_, streams().current()));
     transport_.slots_[slot_].in_flight = false;
     streams().move_after_current();  // what this flight waited for is known by then
-    const auto moving = streams().on_moving();
-    transport_.header_seen_.copy_(workspace_.memory.narrow(0, 0, kHeaderBytes), /*non_blocking=*/true);
-    transport_.group_seen_ = group_;
+    {
+      const auto moving = streams().on_moving();
+      transport_.header_seen_.copy_(workspace_.memory.narrow(0, 0, kHeaderBytes), /*non_blocking=*/true);
+      transport_.group_seen_ = group_;
+    }
+    if (is_captured_) leave_nothing_beside_the_graph();
   }
 
  private:
+  // A graph ends on the stream that it began on, and its events mean nothing outside.
+  void leave_nothing_beside_the_graph() {
+    streams().current_after(streams().moved());
+    transport_.slots_[slot_].puts_ended.reset();
+  }
+
   DeviceTransport& transport_;
   FlightDescriptor descriptor_;
   int slot_;
   Workspace& workspace_;
   PyruntimeGroup group_;
   char* data_;
+  bool is_captured_;          // into a graph, and not run now
+  bool is_finished_ = false;  // by the kernel that did it all
 };
 
 namespace {
@@ -227,27 +294,52 @@ class DeviceGather : public GatherFlight {
       : plan_(descriptor.rows, transport.world_size(), transport.rank(), /*pieces=*/1, descriptor.holder),
         order_(plan_.gather_order()),
         own_({plan_.own()}),
-        flight_(transport, descriptor, descriptor.rows * descriptor.row_bytes()) {}
+        pieces_(transport.pieces_of(descriptor)),
+        flight_(transport, descriptor, descriptor.rows * descriptor.row_bytes(), pieces_, pieces_) {}
 
   const std::vector<Chunk>& order() const override { return order_; }
   const std::vector<Chunk>& own() const override { return own_; }
   at::Tensor memory(const Chunk& chunk) override { return flight_.view(flight_.at(offset(chunk)), chunk); }
   void publish(const Chunk& chunk) override {
-    if (chunk.rows > 0) flight_.put_to_all(flight_.at(offset(chunk)), bytes(chunk), offset(chunk), kRows);
+    const ChunkPlan pieces = pieces_of(chunk);
+    for (int step = 1; step < flight_.world_size(); ++step) {
+      for (int i = 0; i < pieces_that_exist(chunk); ++i) {
+        const Chunk piece = pieces.piece(0, i);
+        const int64_t at = offset(chunk) + piece.begin * bytes_of_a_row();
+        flight_.put(flight_.at(at), piece.rows * bytes_of_a_row(), flight_.peer_at(step), at, {i, 1});
+      }
+    }
     flight_.end_puts();
   }
   void wait(const Chunk& chunk) override {
-    if (chunk.rows > 0) flight_.await(chunk.owner, kRows);
+    if (chunk.rows > 0) flight_.await(chunk.owner, {0, pieces_that_exist(chunk)});
+  }
+  void multiply(const FusedProduct& product) override {
+    flight_.gather_and_multiply(descriptor().rows * descriptor().inner, product);
   }
   void finish() override { flight_.finish(); }
 
  private:
-  int64_t offset(const Chunk& chunk) const { return chunk.begin * flight_.descriptor().row_bytes(); }
-  int64_t bytes(const Chunk& chunk) const { return chunk.rows * flight_.descriptor().row_bytes(); }
+  const FlightDescriptor& descriptor() const { return flight_.descriptor(); }
+  int64_t offset(const Chunk& chunk) const { return chunk.begin * descriptor().row_bytes(); }
+
+  // Of a chunk's rows as they lie in memory. Where there are several pieces, `inner` of those make a row.
+  ChunkPlan pieces_of(const Chunk& chunk) const { return {rows_in_memory(chunk), 1, 0, pieces_}; }
+  int64_t rows_in_memory(const Chunk& chunk) const {
+    return chunk.rows * (pieces_ == 1 ? 1 : descriptor().inner);
+  }
+  int64_t bytes_of_a_row() const {
+    return pieces_ == 1 ? descriptor().row_bytes() : descriptor().row_bytes() / descriptor().inner;
+  }
+  // The first ones have the rows, where there are fewer of them.
+  int pieces_that_exist(const Chunk& chunk) const {
+    return static_cast<int>(std::min<int64_t>(pieces_, rows_in_memory(chunk)));
+  }
 
   ChunkPlan plan_;
   std::vector<Chunk> order_;
   std::vector<Chunk> own_;
+  int pieces_;
   DeviceFlight flight_;
 };
 
@@ -261,9 +353,11 @@ class DeviceScatter : public ScatterFlight {
         order_(plan_.scatter_order()),
         sums_order_(plan_.gather_order()),
         part_bytes_(plan_.max_rows() * descriptor.row_bytes()),
+        sums_flag_{transport.flags_of_part(descriptor, plan_.max_rows()), 1},
+        transport_(transport),
         flight_(transport, descriptor,
-                transport.world_size() * part_bytes_ + (all ? descriptor.rows * descriptor.row_bytes() : 0)) {
-  }
+                transport.world_size() * part_bytes_ + (all ? descriptor.rows * descriptor.row_bytes() : 0),
+                sums_flag_.first + sums_flag_.count, /*pieces=*/0) {}
 
   const std::vector<Chunk>& order() const override { return order_; }
   at::Tensor part(const Chunk& chunk) override {
@@ -272,7 +366,7 @@ class DeviceScatter : public ScatterFlight {
   }
   void publish(const Chunk& chunk) override {
     if (chunk.owner == flight_.rank() || chunk.rows == 0) return;
-    flight_.put(leaving(chunk), bytes(chunk), chunk.owner, flight_.rank() * part_bytes_, kRows);
+    flight_.put(leaving(chunk), bytes(chunk), chunk.owner, flight_.rank() * part_bytes_, flags_of(chunk));
   }
 
   void reduce(const at::Tensor& out, const at::Tensor& bias) override {
@@ -280,24 +374,31 @@ class DeviceScatter : public ScatterFlight {
     const at::Tensor target = all_ ? sum(own) : out;
     if (own.rows > 0) {
       for (int rank = 0; rank < flight_.world_size(); ++rank) {
-        if (rank != flight_.rank()) flight_.await(rank, kRows);
+        if (rank != flight_.rank()) flight_.await(rank, flags_of(own));
       }
       const std::vector<at::Tensor> summed = parts();
       sum_in_order(target.view(summed.front().sizes()), summed, bias, &flight_.library(),
                    flight_.streams().current());
     }
-    if (all_ && own.rows > 0) flight_.put_to_all(sums_at(own), bytes(own), sums_offset(own), kSums);
+    if (all_ && own.rows > 0) flight_.put_to_all(sums_at(own), bytes(own), sums_offset(own), sums_flag_);
     flight_.end_puts();
+  }
+
+  void multiply(const FusedProduct& product) override {
+    flight_.multiply_and_scatter(flight_.descriptor().rows * flight_.descriptor().inner, product);
   }
 
   const std::vector<Chunk>& sums_order() const override { return sums_order_; }
   void wait_for_sum(const Chunk& chunk) override {
-    if (chunk.owner != flight_.rank() && chunk.rows > 0) flight_.await(chunk.owner, kSums);
+    if (chunk.owner != flight_.rank() && chunk.rows > 0) flight_.await(chunk.owner, sums_flag_);
   }
   at::Tensor sum(const Chunk& chunk) override { return flight_.view(sums_at(chunk), chunk); }
   void finish() override { flight_.finish(); }
 
  private:
+  Flags flags_of(const Chunk& chunk) const {
+    return {0, transport_.flags_of_part(flight_.descriptor(), chunk.rows)};
+  }
   char* part_of(int rank) const { return flight_.at(rank * part_bytes_); }
   char* leaving(const Chunk& chunk) const {
     const int64_t row_bytes = flight_.descriptor().row_bytes();
@@ -322,6 +423,8 @@ class DeviceScatter : public ScatterFlight {
   std::vector<Chunk> order_;
   std::vector<Chunk> sums_order_;
   int64_t part_bytes_;
+  Flags sums_flag_;  // behind those of the largest part
+  const DeviceTransport& transport_;
   DeviceFlight flight_;
 };
 
@@ -335,6 +438,45 @@ std::unique_ptr<ScatterFlight> DeviceTransport::scatter(const FlightDescriptor& 
   return std::make_unique<DeviceScatter>(*this, descriptor, all);
 }
 
+// Of what all ranks know alone, so that slots look alike on all, whichever tier each of them takes.
+std::string DeviceTransport::why_not_fused(const FlightDescriptor& descriptor) const {
+  const auto why = [](const auto&... words) { return c10::str(words...); };
+  if (descriptor.op != Op::kAllGatherMatmul && descriptor.op != Op::kMatmulReduceScatter) {
+    return "no fused kernel computes it";
+  }
+  const c10::ScalarType dtype = descriptor.scalar_type();
+  if (dtype != c10::ScalarType::BFloat16 && dtype != c10::ScalarType::Half) {
+    return why("the fused kernels multiply bfloat16 and float16, and this is ", dtype);
+  }
+  if (descriptor.row_blocks != 1) {
+    return why("a rank's rows lie in ", descriptor.row_blocks,
+               " blocks, and the fused kernels take one; cut dimension 0, or batches of one");
+  }
+  if (descriptor.inner != 1 && descriptor.rows % world_size() != 0) {
+    return why("the fused kernels cut ", descriptor.rows, " x ", descriptor.inner,
+               " rows elsewhere than between the ", descriptor.rows,
+               "; make them a multiple of the number of ranks");
+  }
+  if (descriptor.width % 8 != 0 || descriptor.width == 0) {
+    return why("rows of ", descriptor.width,
+               " elements travel, and those of the fused kernels are multiples of 8 wide");
+  }
+  return "";
+}
+
+int DeviceTransport::pieces_of(const FlightDescriptor& descriptor) const {
+  if (descriptor.op != Op::kAllGatherMatmul || descriptor.row_blocks != 1) return 1;
+  const int64_t bytes = rows_of_rank(descriptor.rows, world_size(), 0) * descriptor.row_bytes();
+  return static_cast<int>(std::clamp<int64_t>(bytes / piece_bytes_, 1, kMostPieces));
+}
+
+int DeviceTransport::flags_of_part(const FlightDescriptor& descriptor, int64_t rows) const {
+  if (descriptor.op != Op::kMatmulReduceScatter || !why_not_fused(descriptor).empty()) return 1;
+  const auto pieces = [](int64_t size, int64_t of) { return (size + of - 1) / of; };
+  return static_cast<int>(pieces(rows * descriptor.inner, PYRUNTIME_SIGNAL_ROWS) *
+                          pieces(descriptor.width, PYRUNTIME_SIGNAL_COLUMNS));
+}
+
 std::vector<int64_t> DeviceTransport::rows_held(const FlightDescriptor& descriptor) {
   std::vector<int64_t> held = rows_held_by_gather(*this, descriptor);
   streams_.synchronize();
@@ -343,8 +485,9 @@ std::vector<int64_t> DeviceTransport::rows_held(const FlightDescriptor& descript
 }
 
 std::unique_ptr<Transport> make_device_transport(GroupContext& context, const std::string& workspace,
-                                                 c10::Device device, const DeviceLibrary& library) {
-  return std::make_unique<DeviceTransport>(context, workspace, device, library);
+                                                 c10::Device device, const DeviceLibrary& library,
+                                                 int64_t piece_bytes) {
+  return std::make_unique<DeviceTransport>(context, workspace, device, library, piece_bytes);
 }
 
 }  // namespace pyruntime

@@ -16,8 +16,10 @@
 namespace pyruntime {
 
 // Collective over the group, with its first op. `workspace` is the group under which its symmetric memory
-// meets; `library` outlives the transport.
+// meets; `library` outlives the transport; `piece_bytes`: how much of a rank's rows is announced at once to a
+// product that waits for them, 0 for a default.
 std::unique_ptr<Transport> make_device_transport(GroupContext& context, const std::string& workspace,
-                                                 c10::Device device, const DeviceLibrary& library);
+                                                 c10::Device device, const DeviceLibrary& library,
+                                                 int64_t piece_bytes);
 
 }  // namespace pyruntime

@@ -26,6 +26,19 @@ const char* name_of(Op op) {
   return "unknown op";
 }
 
+void GatherFlight::multiply(const FusedProduct&) {
+  TORCH_CHECK(false, "This transport has no fused kernels: ask Transport::why_not_fused() first.");
+}
+
+void ScatterFlight::multiply(const FusedProduct&) {
+  TORCH_CHECK(false, "This transport has no fused kernels: ask Transport::why_not_fused() first.");
+}
+
+std::string Transport::why_not_fused(const FlightDescriptor&) const {
+  return "there are fused kernels for devices of one host only, and the group's chunks travel by " +
+         description();
+}
+
 int64_t FlightDescriptor::row_bytes() const {
   return row_elements() * static_cast<int64_t>(c10::elementSize(scalar_type()));
 }

@@ -79,6 +79,16 @@ struct GroupContext {
   int own_rank() const { return told(rank); }
 };
 
+// A product whose rows move between the ranks while one kernel computes it: out = a weight^T (+ bias), or
+// a weight. Matrices, of one dtype.
+struct FusedProduct {
+  at::Tensor a;       // [rows, K]
+  at::Tensor weight;  // [N, K] where it is transposed, else [K, N]
+  bool transposed;
+  at::Tensor bias;  // [N] or undefined
+  at::Tensor out;   // [rows, N], contiguous
+};
+
 // Every rank shows its rows; any rank reads any other's.
 class GatherFlight {
  public:
@@ -92,6 +102,9 @@ class GatherFlight {
   virtual at::Tensor memory(const Chunk& chunk) = 0;
   virtual void publish(const Chunk& chunk) = 0;
   virtual void wait(const Chunk& chunk) = 0;
+  // The product of all rows, of which `product.a` has this rank's, in one kernel that waits for the others'.
+  // After publish(), as often as there are weights; only where Transport::why_not_fused() is empty.
+  virtual void multiply(const FusedProduct& product);
   virtual void finish() = 0;
 };
 
@@ -110,6 +123,10 @@ class ScatterFlight {
   // out [row_blocks, own rows * inner, width], contiguous. Where everybody's sums are asked for, out is not
   // used: see sum().
   virtual void reduce(const at::Tensor& out, const at::Tensor& bias) = 0;
+  // All of that in one kernel, instead of part(), publish() and reduce(): `product.a` has all rows,
+  // `product.out` gets the sums of this rank's. Other ranks need not do the same. Only where
+  // Transport::why_not_fused() is empty.
+  virtual void multiply(const FusedProduct& product);
 
   // For all_reduce, after reduce(): the sums of all rows, this rank's first.
   virtual const std::vector<Chunk>& sums_order() const = 0;
@@ -127,6 +144,9 @@ class Transport {
   virtual std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) = 0;
   // The rows that every rank holds; `descriptor.rows` is kUnknownRows.
   virtual std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) = 0;
+
+  // Why multiply() cannot be asked of such a flight; empty where it can. An answer for all ranks.
+  virtual std::string why_not_fused(const FlightDescriptor& descriptor) const;
 
   // Waits until everything that this rank was asked to send has arrived. Peers may still need it to.
   virtual void flush() {}

@@ -25,7 +25,7 @@ from pyruntime.train.errors import ConfigError
 
 PROGRAM = "python -m pyruntime doctor"
 MEASURED_STEPS = 10
-"""Steps that are run before tiers are shown: "auto" tries both in turn, four calls each, and then settles."""
+"""Steps that are run before tiers are shown: on CPUs "auto" tries two in turn, four calls each."""
 DESCRIPTION = """Prints what was built, what hardware and fabric there is, whether ranks can reach each
 other's memory, and which tier each operation takes. Tiers are measured: without torchrun it starts ranks of
 its own for that, below torchrun it asks those."""

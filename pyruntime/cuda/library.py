@@ -11,7 +11,7 @@ from typing import Any
 from pyruntime.comm.errors import CommTimeout
 
 INVALID, REFUSED = 1, 3
-SLOTS = 2
+SLOTS = 4
 BF16, FP16, FP32 = 0, 1, 2
 NT, NN, TN = 0, 1, 2
 SMALL, LARGE = 0, 1
@@ -33,6 +33,7 @@ class Group(Structure):
         ("slot", c_int32),
         ("deadline_ns", c_int64),
         ("workspaces", POINTER(c_void_p)),
+        ("pieces", c_int32),
     ]
 
 
@@ -98,7 +99,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "pyruntime_choose_tiles": [c_int64, c_int64, c_int64],
     "pyruntime_matmul": [POINTER(Matmul), c_void_p],
     "pyruntime_gather_workspace": [c_int32, c_int64, c_int64, c_int32, c_int32, POINTER(Workspace)],
-    "pyruntime_scatter_workspace": [c_int32, c_int64, c_int64, c_int32, c_int32, POINTER(Workspace)],
+    "pyruntime_scatter_workspace": [c_int32, c_int64, c_int64, c_int32, POINTER(Workspace)],
     "pyruntime_push_chunk": [POINTER(Group), POINTER(Matmul), c_int32, c_int32, c_void_p],
     "pyruntime_all_gather_matmul": [POINTER(Group), POINTER(Matmul), c_int32, c_void_p],
     "pyruntime_matmul_reduce_scatter": [POINTER(Group), POINTER(Matmul), c_void_p],

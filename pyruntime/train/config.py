@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-Tier = Literal["auto", "unfused", "chunked"]
+Tier = Literal["auto", "unfused", "chunked", "fused"]
 Dtype = Literal["bf16", "fp32"]
 PipelineKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "terapipe", "seq1f1b"]
 ContextLayout = Literal["zigzag", "striped", "contiguous"]
@@ -167,7 +167,7 @@ class Comm:
 
     tier: Tier = "chunked"
     """Tier of every parallel linear; auto measures the first calls of a shape and takes the fastest, which
-    may be another one in the next run, and fp32 results then differ in their last bits."""
+    may be another one in the next run, and fp32 results then differ in their last bits. fused is for GPUs."""
     deadline_s: float = 120.0
     """Longest wait for a peer, in seconds; past it the run ends with an error that names the peer."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from pyruntime.cuda import FusedGroup, Kernels
-from pyruntime.cuda.group import rows_of_rank
+from pyruntime import ops
+from pyruntime.cuda import Kernels
 
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -108,26 +108,33 @@ def check_lse_merge(kernels: Kernels, device) -> None:
         torch.testing.assert_close(seen, wanted, rtol=1e-5, atol=1e-5)
 
 
-def fused_steps(
-    fused: FusedGroup, group: dist.ProcessGroup, calls: list[tuple[int, int, int]]
+def steps_in_tier(
+    group: dist.ProcessGroup, device: torch.device, tier: str, calls: list[tuple[int, int, int]]
 ) -> list[float]:
-    """Gathers and scatters of sizes (m, n, k) on fresh numbers that all ranks draw alike; the errors."""
-    rank, world_size, device = group.rank(), group.size(), fused.device
-    errors = []
+    """Errors, in roundings, of both linears, forward and backward: of products [m, n] = [m, k] @ [k, n] on
+    fresh numbers that all ranks draw alike. What travels is k wide."""
+    rank, world_size, errors = group.rank(), group.size(), []
     for number, (m, n, k) in enumerate(calls):
         torch.manual_seed(number)
         dtype = torch.bfloat16 if number % 2 == 0 else torch.float16
-        layout = "NT" if number % 3 else "NN"
-        x, weight = operands(layout, m, n, k, dtype)
-        bias = torch.randn(n).to(dtype)
-        shard = x.tensor_split(world_size)[rank].contiguous().to(device)
-        seen = fused.all_gather_matmul(shard, weight.to(device), m, layout, bias.to(device))
-        errors.append(error_in_roundings(seen, product(layout, x, weight) + bias.double(), dtype))
-        pairs = [operands("TN", m, n, k, dtype) for _ in range(world_size)]
-        wanted = sum(product("TN", *pair) for pair in pairs).tensor_split(world_size)[rank]
-        mine = [tensor.to(device) for tensor in pairs[rank]]
-        seen = fused.matmul_reduce_scatter(*mine, "TN")
-        assert seen.size(0) == rows_of_rank(m, world_size, rank)
-        errors.append(error_in_roundings(seen, wanted, dtype))
-    fused.check()
+        whole, grad = torch.randn(m, k).to(dtype), torch.randn(world_size, m, n).to(dtype)
+        weights, bias = torch.randn(world_size, n, k).to(dtype), torch.randn(n).to(dtype)
+        shard = whole.tensor_split(world_size)[rank].to(device).requires_grad_()
+        weight = weights[rank].to(device).requires_grad_()
+        y = ops.all_gather_matmul(shard, weight, group, rows=m, bias=bias.to(device), tier=tier)
+        y.backward(grad[rank].to(device))
+        dx = sum(g.double() @ w.double() for g, w in zip(grad, weights, strict=True))
+        hidden = grad[rank].to(device).requires_grad_()
+        down = weight.detach().t().contiguous().requires_grad_()
+        z = ops.matmul_reduce_scatter(hidden, down, group, tier=tier)
+        z.backward(whole.tensor_split(world_size)[rank].to(device))
+        for found, wanted in (
+            (y, whole.double() @ weights[rank].double().t() + bias.double()),
+            (shard.grad, dx.tensor_split(world_size)[rank]),
+            (weight.grad, grad[rank].double().t() @ whole.double()),
+            (z, dx.tensor_split(world_size)[rank]),
+            (hidden.grad, whole.double() @ weights[rank].double().t()),
+            (down.grad, whole.double().t() @ grad[rank].double()),
+        ):
+            errors.append(error_in_roundings(found.detach(), wanted, dtype))
     return errors

@@ -148,7 +148,7 @@ struct Scatter {
 
 inline PyruntimeWorkspace scatter_shape(const Problem& p, int dtype) {
   PyruntimeWorkspace shape{};
-  EXPECT_OK(pyruntime_scatter_workspace(p.world_size, p.m, p.n, dtype, p.tiles, &shape));
+  EXPECT_OK(pyruntime_scatter_workspace(p.world_size, p.m, p.n, dtype, &shape));
   return shape;
 }
 

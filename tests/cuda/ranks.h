@@ -158,7 +158,7 @@ class Workspaces {
   }
 
   PyruntimeGroup group(int rank, int slot = 0, int64_t deadline_ns = 20 * kSecond) const {
-    return {shape_, rank, slot, deadline_ns, bases_.data()};
+    return {shape_, rank, slot, deadline_ns, bases_.data(), /*pieces=*/0};
   }
   const PyruntimeWorkspace& shape() const { return shape_; }
 

@@ -72,7 +72,8 @@ TEST(a_group_is_refused_for_every_wrong_argument) {
       {[](auto& g) { g.shape.world_size = 0; }, "world_size=0; a group has 1 to 72 ranks."},
       {[](auto& g) { g.shape.world_size = 73; }, "world_size=73"},
       {[](auto& g) { g.rank = 2; }, "rank=2 in a group of 2 ranks."},
-      {[](auto& g) { g.slot = 2; }, "slot=2; there are slots 0 to 1."},
+      {[](auto& g) { g.slot = 4; }, "slot=4; there are slots 0 to 3."},
+      {[](auto& g) { g.pieces = 3; }, "pieces=3; this workspace has"},
       {[](auto& g) { g.deadline_ns = 0; }, "deadline_ns=0; every wait needs a deadline above 0 nanoseconds."},
       {[](auto& g) { g.workspaces = nullptr; }, "the list of workspaces is a null pointer."},
       {[](auto& g) { g.workspaces = misplaced; }, "the workspace of rank 1 lies at 0x8; it must be mapped"},
@@ -97,8 +98,8 @@ TEST(shapes_of_workspaces_are_checked) {
   PyruntimeWorkspace shape{};
   EXPECT_REFUSED(pyruntime_gather_workspace(2, 8, 8, PYRUNTIME_BF16, 0, &shape), "pieces=0");
   EXPECT_REFUSED(pyruntime_gather_workspace(2, -8, 8, PYRUNTIME_BF16, 1, &shape), "m=-8");
-  EXPECT_REFUSED(pyruntime_scatter_workspace(0, 8, 8, PYRUNTIME_BF16, 0, &shape), "world_size=0");
-  EXPECT_REFUSED(pyruntime_scatter_workspace(2, 8, 8, PYRUNTIME_FP32, 0, &shape), "dtype=2");
+  EXPECT_REFUSED(pyruntime_scatter_workspace(0, 8, 8, PYRUNTIME_BF16, &shape), "world_size=0");
+  EXPECT_REFUSED(pyruntime_scatter_workspace(2, 8, 8, PYRUNTIME_FP32, &shape), "dtype=2");
   const PyruntimeWorkspace wrong{2, 0, 8};
   EXPECT_EQ(pyruntime_workspace_bytes(&wrong), -PYRUNTIME_INVALID);
 }

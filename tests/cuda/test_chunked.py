@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from pyruntime import comm, ops
-from pyruntime.comm import CommTimeout, group_rank, group_size
+from pyruntime.comm import CommTimeout, group_name, group_rank, group_size
 from pyruntime.comm.core import _C
 from tests.cuda import build
+from tests.data_parallel.test_shard import trained
 from tests.ops.test_primitives import all_reduce_case, column_case, plain_case, row_case
 from tests.transports import take
 
@@ -104,6 +105,52 @@ def test_a_rank_that_stays_away_is_named_on_all(ranks):
     for outcome in outcomes:
         assert "waiting for rank 1 to send chunk 0 into slot" in outcome.value, outcomes
         assert "the deadline has passed" in outcome.value
+
+
+def four_flights(group):
+    """Rows of four gathers that are under way at once; a fifth is refused."""
+    rank, name = group_rank(group), group_name(group)
+
+    def begin():
+        return _C.LineGather(name, 2 * group_size(group), 3, torch.float32, "cpu")
+
+    gathers = [begin() for _ in range(4)]
+    with pytest.raises(RuntimeError, match="already has 4 ops in flight on cpu; finish one before"):
+        begin()
+    for number, gather in enumerate(gathers):
+        for chunk in range(len(gather.own_chunks())):
+            gather.own(chunk).fill_(10 * number + rank)
+            gather.publish(chunk)
+    found = {}
+    for number, gather in reversed(list(enumerate(gathers))):
+        for chunk, (first, _) in enumerate(gather.chunks()):
+            found[number, first // 2] = gather.chunk(chunk).clone()
+        gather.finish()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_four_ops_may_be_in_flight(ranks, world):
+    for rank, found in enumerate(ranks.run(on_device, world, four_flights)):
+        assert len(found) == 4 * (world - 1)
+        for (number, peer), rows in found.items():
+            assert peer != rank and (rows == 10 * number + peer).all()
+
+
+def data_parallel_steps(group, transport, stage, dtype):
+    return trained(group, transport, "dp", stage, False, dtype, 2 * group_size(group), 0.0)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (4, torch.float64)])
+def test_data_parallel_training_is_bitwise_that_over_symmetric_memory(ranks, world, stage, dtype):
+    found = ranks.run(on_device, world, data_parallel_steps, "device", stage, dtype)
+    expected = ranks.run(data_parallel_steps, world, "symmetric_memory", stage, dtype)
+    for (losses, weights, norms), (other_losses, other_weights, other_norms) in zip(
+        found, expected, strict=True
+    ):
+        assert losses == other_losses and norms == other_norms
+        assert all(torch.equal(weights[name], other_weights[name]) for name in other_weights)
 
 
 def without_library(group):

@@ -118,6 +118,21 @@ TEST(many_scatters_with_late_ranks_and_changing_inputs) {
       kLongest);
 }
 
+TEST(ranks_may_take_different_tiles) {
+  const Problem p{3, PYRUNTIME_NN, PYRUNTIME_TILES_SMALL, 400, 300, 24};
+  const Workspaces workspaces(scatter_shape(p, PYRUNTIME_BF16));
+  check::in_ranks(
+      p.world_size,
+      [&](int rank) {
+        for (int call = 0; call < 3; ++call) {
+          Scatter<Bf16> scatter(p, call);
+          scatter.p.tiles = (rank + call) % 2;
+          scatter.check(rank, scatter_once(scatter, workspaces, rank, call));
+        }
+      },
+      kLongest);
+}
+
 // What a captured graph does: the same launches with the same arguments, in one slot.
 TEST(one_slot_is_enough_for_calls_that_are_replayed) {
   const Problem p{2, PYRUNTIME_NN, PYRUNTIME_TILES_SMALL, 20, 9, 11};

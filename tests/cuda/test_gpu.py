@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from pyruntime import comm, ops
-from pyruntime.cuda import FusedGroup, Kernels, Library, why_not
+from pyruntime.cuda import Kernels, Library, why_not
 from tests.cuda import cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is a GPU")]
 
-SIZES = [(256, 512, 384), (1000, 777, 333), (3, 8, 70), (2048, 1024, 512), (130, 40, 30)]
+SIZES = [(256, 512, 384), (1000, 777, 336), (3, 8, 72), (2048, 1024, 512), (130, 40, 32)]
+RAGGED_SIZES = [(256, 512, 384), (1000, 777, 333), (3, 8, 70), (2048, 1024, 512), (130, 40, 30)]
+TIERS = ["fused", "chunked", "unfused"]
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def kernels() -> Kernels:
 @pytest.mark.parametrize("layout", ["NT", "NN", "TN"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_matmul_is_the_product_in_fp64(kernels, layout, dtype):
-    for m, n, k in [*SIZES, (4096, 4096, 256)]:  # the last takes the large tiles
+    for m, n, k in [*RAGGED_SIZES, (4096, 4096, 256)]:  # the last takes the large tiles
         cases.check_matmul(kernels, "cuda", layout, dtype, m, n, k)
 
 
@@ -45,76 +47,104 @@ def test_lse_merge_gives_attention_over_all_keys(kernels):
     cases.check_lse_merge(kernels, "cuda")
 
 
-def fused_steps(group, calls):
+def on_a_gpu(group) -> torch.device:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # ranks may outnumber GPUs
     device = torch.device("cuda", group.rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    return cases.fused_steps(FusedGroup(Library(), group, device, deadline_s=60), group, calls)
+    comm.set_deadline(group, 60)
+    return device
+
+
+def steps(group, tier, calls):
+    return cases.steps_in_tier(group, on_a_gpu(group), tier, calls)
+
+
+def mixed_steps(group, calls):
+    return steps(group, TIERS[group.rank() % len(TIERS)], calls)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_fused_products(ranks, world_size):
-    for errors in ranks.run(fused_steps, world_size, SIZES * 3):
-        assert max(errors) < 1, errors
-
-
-def chunked_steps(group, sizes):
-    """Errors, in roundings, of the chunked tier: forward and gradients of both linears."""
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    device = torch.device("cuda", group.rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    comm.set_deadline(group, 60)
-    rank, world_size, errors = group.rank(), group.size(), []
-    for number, (m, n, k) in enumerate(sizes):
-        torch.manual_seed(number)  # all ranks draw alike
-        whole, grad = torch.randn(m, k).bfloat16(), torch.randn(world_size, m, n).bfloat16()
-        weights = torch.randn(world_size, n, k).bfloat16()
-        shard = whole.tensor_split(world_size)[rank].to(device).requires_grad_()
-        weight = weights[rank].to(device).requires_grad_()
-        y = ops.all_gather_matmul(shard, weight, group, rows=m, tier="chunked")
-        y.backward(grad[rank].to(device))
-        dx = sum(g.double() @ w.double() for g, w in zip(grad, weights, strict=True))
-        z = ops.matmul_reduce_scatter(
-            grad[rank].to(device), weight.detach().t().contiguous(), group, tier="chunked"
-        )
-        for found, wanted in (
-            (y, whole.double() @ weights[rank].double().t()),
-            (shard.grad, dx.tensor_split(world_size)[rank]),
-            (weight.grad, grad[rank].double().t() @ whole.double()),
-            (z, dx.tensor_split(world_size)[rank]),
-        ):
-            errors.append(cases.error_in_roundings(found.detach(), wanted, torch.bfloat16))
-    return errors
+def test_the_fused_tier(ranks, world_size):
+    for errors in ranks.run(steps, world_size, "fused", SIZES * 3):
+        assert max(errors) < 1 + world_size, errors  # the parts of a sum are rounded too
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_the_chunked_tier(ranks, world_size):
-    for errors in ranks.run(chunked_steps, world_size, SIZES * 3):
-        assert max(errors) < 1 + world_size, errors  # the parts of a sum are rounded too
+    for errors in ranks.run(steps, world_size, "chunked", RAGGED_SIZES * 3):
+        assert max(errors) < 1 + world_size, errors
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_take_fused_and_other_tiers_in_one_flight(ranks, world_size):
+    for errors in ranks.run(mixed_steps, world_size, SIZES * 3):
+        assert max(errors) < 1 + world_size, errors
+
+
+def auto_steps(group):
+    errors = steps(group, "auto", [(512, 256, 128)] * 26)  # bf16 and fp16 by turns
+    told = ops.tier_of(
+        "all_gather_matmul",
+        512,
+        256,
+        128,
+        torch.bfloat16,
+        group,
+        device=f"cuda:{torch.cuda.current_device()}",
+    )
+    return max(errors), told
+
+
+def test_auto_measures_the_fused_tier_too(ranks):
+    for error, (tier, reason) in ranks.run(auto_steps, 2):
+        assert error < 3 and tier in ("fused", "chunked", "unfused")
+        assert ", fused " in reason, reason
+
+
+def absent(group):
+    device = on_a_gpu(group)
+    x, weight = torch.ones(8, 16), torch.ones(24, 16)
+    x, weight = (tensor.bfloat16().to(device) for tensor in (x, weight))
+    ops.matmul_reduce_scatter(x, weight, group, tier="fused")
+    torch.cuda.synchronize()
+    comm.set_deadline(group, 0.5)
+    if group.rank() == 1:
+        return ""
+    try:
+        for _ in range(2):
+            ops.matmul_reduce_scatter(x, weight, group, tier="fused")
+            torch.cuda.synchronize()
+    except comm.CommTimeout as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_stays_away_from_a_fused_op_is_named(ranks):
+    said = ranks.launch(absent, 2)[0].value
+    assert "matmul_reduce_scatter, rank 0 waiting for rank 1 to send chunk 0" in said, said
 
 
 def replayed(group, replays):
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    device = torch.device("cuda", group.rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    fused = FusedGroup(Library(), group, device, deadline_s=60)
+    device = on_a_gpu(group)
     rank, world_size, m, n, k = group.rank(), group.size(), 192, 96, 64
     shard = torch.empty(m // world_size, k, dtype=torch.bfloat16, device=device)
     weight = torch.empty(n, k, dtype=torch.bfloat16, device=device)
-    x, back = torch.empty(m, n, dtype=torch.bfloat16, device=device), torch.empty_like(weight)
-    for _ in range(2):  # the workspaces grow, and every kernel is loaded, before the capture
-        fused.all_gather_matmul(shard, weight, m)
-        fused.matmul_reduce_scatter(x, back, "NN")
-    fused.check()
+    x = torch.empty(m, n, dtype=torch.bfloat16, device=device)
+    back = torch.empty(k, n, dtype=torch.bfloat16, device=device)
+
+    def products():
+        gathered = ops.all_gather_matmul(shard, weight, group, rows=m, tier="fused")
+        return gathered, ops.matmul_reduce_scatter(x, back, group, tier="fused")
+
+    products()  # the workspace grows, and every kernel is loaded, before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gathered = fused.all_gather_matmul(shard, weight, m)
-        scattered = fused.matmul_reduce_scatter(x, back, "NN")
+        gathered, scattered = products()
     errors = []
     for number in range(replays):
         torch.manual_seed(number)
         whole, w = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
-        xs, backs = torch.randn(world_size, m, n).bfloat16(), torch.randn(world_size, n, k).bfloat16()
+        xs, backs = torch.randn(world_size, m, n).bfloat16(), torch.randn(world_size, k, n).bfloat16()
         for static, value in (
             (shard, whole.tensor_split(world_size)[rank]),
             (weight, w),
@@ -125,14 +155,14 @@ def replayed(group, replays):
         gathered.fill_(float("nan"))
         scattered.fill_(float("nan"))
         graph.replay()
-        wanted = sum(a.double() @ b.double() for a, b in zip(xs, backs, strict=True))
+        wanted = sum(a.double() @ b.double().t() for a, b in zip(xs, backs, strict=True))
         errors.append(
             max(
                 cases.error_in_roundings(gathered, whole.double() @ w.double().t(), torch.bfloat16),
                 cases.error_in_roundings(scattered, wanted.tensor_split(world_size)[rank], torch.bfloat16),
             )
         )
-    fused.check()
+    products()  # raises what a replay has met
     return max(errors)
 
 

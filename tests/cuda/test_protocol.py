@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-SLOTS = 2
+SLOTS = 2  # in truth 4; fewer bind sooner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +151,11 @@ def explore(programs: list[Program]) -> str:
 @pytest.mark.parametrize("slots", [1, 2])
 def test_every_call_ends_and_reads_its_own_epoch(protocol, slots):
     assert explore(protocol(Setup(ranks=2, calls=4, slots=slots))) == ""
+
+
+@pytest.mark.parametrize("protocol", [gather, scatter])
+def test_with_as_many_slots_as_there_are_the_first_is_used_again(protocol):
+    assert explore(protocol(Setup(ranks=2, calls=5, slots=4))) == ""
 
 
 def test_three_ranks_scatter():

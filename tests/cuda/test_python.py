@@ -6,9 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyruntime import CommTimeout
-from pyruntime.cuda import CudaLibraryError, FusedGroup, Kernels, Library, why_not
-from pyruntime.ops import matmul_reduce_scatter
+from pyruntime.cuda import CudaLibraryError, Kernels, Library, why_not
 from tests.cuda import build, cases
 
 
@@ -51,52 +49,3 @@ def test_a_missing_library_says_how_to_get_it(tmp_path):
     with pytest.raises(CudaLibraryError, match="run `make cuda`"):
         Library(tmp_path / "libmissing.so")
     assert why_not()  # this test runs on machines without a GPU, or without the library
-
-
-def fused_steps(group, calls):
-    return cases.fused_steps(FusedGroup(Library(build.LIBRARY), group, "cpu", deadline_s=60), group, calls)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_fused_products_of_growing_sizes(host_kernels, ranks, world_size):
-    for errors in ranks.run(fused_steps, world_size, [(20, 33, 17), (3, 8, 70), (140, 40, 30), (20, 33, 17)]):
-        assert max(errors) < 1, errors
-
-
-def scattered_by_both(group, x, weight):
-    fused = FusedGroup(Library(build.LIBRARY), group, "cpu", deadline_s=60)
-    y = fused.matmul_reduce_scatter(x[group.rank()], weight)
-    fused.check()
-    return y, matmul_reduce_scatter(x[group.rank()], weight, group, tier="chunked")
-
-
-def test_a_scatter_adds_in_the_order_of_the_cpu_path(host_kernels, ranks):
-    # Small integers, whose products are exact on both sides: what is left is the order and rounding of sums.
-    x = torch.randint(-40, 41, (3, 25, 16)).bfloat16()
-    weight = torch.randint(-40, 41, (11, 16)).bfloat16()
-    for fused, chunked in ranks.run(scattered_by_both, 3, x, weight):
-        assert torch.equal(fused, chunked)
-
-
-def without_the_second_call_of_rank_1(group):
-    fused = FusedGroup(Library(build.LIBRARY), group, "cpu", deadline_s=60)
-    x = torch.ones(8, 8, dtype=torch.bfloat16)
-    fused.matmul_reduce_scatter(x, x)  # both make the workspace
-    fused.check()
-    if group.rank() == 1:
-        return ""
-    fused.deadline_s = 0.2
-    fused.matmul_reduce_scatter(x, x)
-    try:
-        fused.check()
-    except CommTimeout as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_peer_that_does_not_come_is_named(host_kernels, ranks):
-    said = ranks.run(without_the_second_call_of_rank_1, 2)[0]
-    assert said == (
-        "matmul_reduce_scatter, rank 0 waiting for rank 1 to send chunk 0 into slot 0 "
-        "(expected epoch 1, seen 0): the deadline has passed."
-    )

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pyruntime.cuda import library as abi
 from pyruntime.cuda import why_not
-from pyruntime.cuda.group import rows_of_rank
 from pyruntime.cuda.kernels import DTYPES, LAYOUTS, address, pitch
 from pyruntime.cuda.library import Library
 from tests.cuda import cases
@@ -137,7 +136,7 @@ def load(library: Library, kernels: str, dtype: torch.dtype, layout: str, tiles:
     c = poisoned(16, 16, dtype)
     product = request(layout, a, b, c, 16, tiles)
     call(library, kernels, "matmul", byref(product), None)
-    scatters = Ranks(library, scatter_shape(library, 1, 16, 16, dtype, tiles))
+    scatters = Ranks(library, scatter_shape(library, 1, 16, 16, dtype))
     scatters.scatter([kernels], [product], [0])
     if layout != "TN":
         gathers = Ranks(library, gather_shape(library, 1, 16, 16, dtype, 1))
@@ -152,11 +151,9 @@ def gather_shape(
     return shape
 
 
-def scatter_shape(
-    library: Library, world: int, m: int, n: int, dtype: torch.dtype, tiles: int
-) -> abi.Workspace:
+def scatter_shape(library: Library, world: int, m: int, n: int, dtype: torch.dtype) -> abi.Workspace:
     shape = abi.Workspace()
-    library.call("scatter_workspace", world, m, n, DTYPES[dtype], tiles, byref(shape))
+    library.call("scatter_workspace", world, m, n, DTYPES[dtype], byref(shape))
     return shape
 
 
@@ -228,12 +225,12 @@ def test_gather_gives_every_bit_of_the_product_of_all_rows(
 @pytest.mark.parametrize("layout", ["NT", "NN", "TN"])
 def test_scatter_sums_rounded_parts_in_rank_order(library, layout, world, m, n, k, _pieces, tiles, pair):
     dtype = torch.bfloat16
-    ranks = Ranks(library, scatter_shape(library, world, m, n, dtype, tiles))
+    ranks = Ranks(library, scatter_shape(library, world, m, n, dtype))
     kernels = [pair[rank % 2] for rank in range(world)]
     bias = torch.randn(n).to(dtype).cuda()
     for number in range(ROUNDS):
         pairs = [[aligned(x) for x in cases.operands(layout, m, n, k, dtype)] for _ in range(world)]
-        outs = [poisoned(rows_of_rank(m, world, rank), n, dtype) for rank in range(world)]
+        outs = [poisoned(len(rows), n, dtype) for rows in torch.arange(m).tensor_split(world)]
         products = [request(layout, *pairs[rank], outs[rank], m, tiles, bias) for rank in range(world)]
         torch.cuda.synchronize()
         ranks.scatter(kernels, products, [(number + rank) % world for rank in range(world)])
@@ -265,7 +262,7 @@ def test_rows_that_do_not_come_end_in_a_record_and_no_result(library):
 
 def test_parts_that_do_not_come_end_in_a_record_and_no_result(library):
     m, n, k = 1024, 512, 256
-    ranks = Ranks(library, scatter_shape(library, 2, m, n, torch.bfloat16, abi.SMALL), deadline_s=0.2)
+    ranks = Ranks(library, scatter_shape(library, 2, m, n, torch.bfloat16), deadline_s=0.2)
     a, b = (aligned(x) for x in cases.operands("NT", m, n, k, torch.bfloat16))
     out = poisoned(m // 2, n, torch.bfloat16)
     product = request("NT", a, b, out, m, abi.SMALL)
@@ -276,7 +273,7 @@ def test_parts_that_do_not_come_end_in_a_record_and_no_result(library):
 
 def test_a_captured_graph_gives_right_results_at_every_replay(library):
     world, m, n, k, dtype = 2, 640, 384, 192, torch.bfloat16
-    ranks = Ranks(library, scatter_shape(library, world, m, n, dtype, abi.LARGE))
+    ranks = Ranks(library, scatter_shape(library, world, m, n, dtype))
     pairs = [[poisoned(m, k, dtype), poisoned(n, k, dtype)] for _ in range(world)]
     outs = [poisoned(m // world, n, dtype) for _ in range(world)]
     products = [request("NT", *pairs[rank], outs[rank], m, abi.LARGE) for rank in range(world)]

@@ -1,5 +1,7 @@
 // What the blocks of the kernels for Hopper multiply, in the order of the CPU path's chunks and under the
 // numbers by which the portable kernels signal; and a choice of tiles for every size.
+#include <map>
+
 #include "ranks.h"
 #include "sm90/choose_tiles.h"
 #include "sm90/staging.h"
@@ -13,54 +15,50 @@ using portable::make_schedule;
 using sm90::Tile;
 using sm90::TileSchedule;
 
-// Ranks may run either kernel in one flight.
-static_assert(sm90::SmallTiles::kSignalRows == portable::SmallTiles::kTileRows);
-static_assert(sm90::LargeTiles::kSignalRows == portable::LargeTiles::kTileRows);
-static_assert(sm90::SmallTiles::kTileColumns == portable::SmallTiles::kTileColumns);
-static_assert(sm90::LargeTiles::kTileColumns == portable::LargeTiles::kTileColumns);
+// How often each signal is raised: by owner, then number.
+using Raised = std::vector<std::map<int, int>>;
 
-// Where each tile that is signalled lies: owner, number -> row and column in the chunk.
-using Signals = std::vector<std::vector<std::pair<int, int>>>;
-
-Signals signals_of_portable_kernel(const std::vector<Chunk>& order, int world, int64_t columns, int tile_rows,
-                                   int tile_columns) {
-  const TileSchedule schedule = make_schedule(order, columns, tile_rows, tile_columns);
-  Signals signals(world);
-  Tile tile;
-  for (int64_t number = 0; schedule.at(number, tile); ++number) {
-    auto& of_owner = signals[tile.chunk.owner];
-    of_owner.resize(schedule.tiles_of(tile.chunk.rows), {-1, -1});
-    of_owner[tile.index_in_chunk] = {tile.row, tile.column};
+// Adds the signals of a tile, which lie within it.
+void raise_signals(Raised& raised, const Tile& tile, int64_t columns) {
+  const sm90::Signals signals = sm90::signals_of(tile, static_cast<int>(columns));
+  for (int i = 0; i < signals.count(); ++i) {
+    ++raised[tile.chunk.owner][signals.number(i)];
+    const int row = signals.number(i) / signals.pitch * PYRUNTIME_SIGNAL_ROWS;
+    const int column = signals.number(i) % signals.pitch * PYRUNTIME_SIGNAL_COLUMNS;
+    EXPECT(row >= tile.row && row < tile.row + tile.rows);
+    EXPECT(column >= tile.column && column < tile.column + tile.columns);
   }
-  return signals;
+}
+
+// Ranks may run either kernel in one flight.
+Raised raised_by_portable_kernel(const std::vector<Chunk>& order, int world, int64_t columns) {
+  using Config = portable::SmallTiles;
+  const TileSchedule schedule = make_schedule(order, columns, Config::kTileRows, Config::kTileColumns);
+  Raised raised(world);
+  Tile tile;
+  for (int64_t number = 0; schedule.at(number, tile); ++number) raise_signals(raised, tile, columns);
+  return raised;
 }
 
 template <class Config>
 void expect_units(const ChunkPlan& plan, const std::vector<Chunk>& order, int64_t columns) {
   const TileSchedule units = sm90::make_units<Config>(order, columns);
-  const Signals expected = signals_of_portable_kernel(order, plan.world_size(), columns, Config::kSignalRows,
-                                                      Config::kTileColumns);
-  Signals seen(plan.world_size());
-  for (int rank = 0; rank < plan.world_size(); ++rank) seen[rank].resize(expected[rank].size(), {-1, -1});
+  Raised raised(plan.world_size());
   std::vector<int> owners;
   std::vector<int64_t> elements(plan.world_size());
   Tile unit;
   for (int64_t number = 0; units.at(number, unit); ++number) {
     if (owners.empty() || owners.back() != unit.chunk.owner) owners.push_back(unit.chunk.owner);
     for (int block = 0; block < Config::kCluster; ++block) {
-      const Tile tile = sm90::tile_of_block<Config>(units, unit, block);
+      const Tile tile = sm90::tile_of_block(unit, block);
       EXPECT(tile.rows >= 0 && tile.rows <= sm90::kBlockRows);
       EXPECT(tile.rows == 0 || tile.row + tile.rows <= tile.chunk.rows);
       EXPECT(block > 0 || tile.rows > 0);
       elements[tile.chunk.owner] += static_cast<int64_t>(tile.rows) * tile.columns;
-      for (int s = 0; s < sm90::signals_of<Config>(tile); ++s) {
-        auto& place = seen[tile.chunk.owner].at(tile.index_in_chunk + s * sm90::signals_across(units));
-        EXPECT_EQ(place.first, -1);  // nobody else signals it
-        place = {tile.row + s * Config::kSignalRows, tile.column};
-      }
+      raise_signals(raised, tile, columns);
     }
   }
-  EXPECT(seen == expected);
+  EXPECT(raised == raised_by_portable_kernel(order, plan.world_size(), columns));
   std::vector<int> visited;
   for (const Chunk& chunk : order) {
     EXPECT_EQ(elements[chunk.owner], chunk.rows * columns);

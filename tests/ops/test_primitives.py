@@ -429,7 +429,7 @@ def bad_input_case(group, what):
         ("dim", ValueError, r"dim=1 is the feature dimension of x with shape \[4, 3\]"),
         ("no dim", ValueError, r"dim=3 is not a dimension of x"),
         ("tier", ValueError, r"tier='fastest' is no tier; use"),
-        ("fused", ValueError, r"no fused kernel exists for this device"),
+        ("fused", ValueError, r"tier=.fused. was asked for .* but no fused kernel computes it; use tier="),
         ("bias", ValueError, r"1 biases for 2 weights"),
         ("rows", ValueError, r"holds 4 rows, and its share of rows=100 is 50"),
         ("no weights", ValueError, r"was given no weights"),

@@ -20,7 +20,7 @@ PYRUNTIME_HOST_DEVICE int first_row_of_piece(int rows, int pieces, int piece) {
 
 // Waits for all pieces in which the tile has rows; by one thread. False: stop.
 PYRUNTIME_DEVICE bool rows_arrived(const Group& group, const Tile& tile, uint64_t epoch) {
-  const int owner = tile.chunk.owner, pieces = group.layout.flags;
+  const int owner = tile.chunk.owner, pieces = group.pieces;
   if (owner == group.rank) return !has_failed(group);
   for (int piece = 0; piece < pieces; ++piece) {
     const int first = first_row_of_piece(tile.chunk.rows, pieces, piece);

@@ -36,12 +36,15 @@ Group checked_group(const PyruntimeGroup* group, PyruntimeOp op) {
           PYRUNTIME_SLOTS - 1, ".");
   require(group->deadline_ns > 0, "deadline_ns=", group->deadline_ns,
           "; every wait needs a deadline above 0 nanoseconds.");
+  require(group->pieces >= 0 && group->pieces <= shape.flags, "pieces=", group->pieces,
+          "; this workspace has ", shape.flags, " flags a rank, and 0 means all of them.");
   require(group->workspaces != nullptr, "the list of workspaces is a null pointer.");
   Group made{};
   made.layout = {shape.world_size, shape.flags, shape.slot_bytes};
   made.rank = group->rank;
   made.slot = group->slot;
   made.op = op;
+  made.pieces = group->pieces == 0 ? shape.flags : group->pieces;
   made.deadline_ns = static_cast<uint64_t>(group->deadline_ns);
   for (int rank = 0; rank < shape.world_size; ++rank) {
     require(is_aligned(group->workspaces[rank]) && group->workspaces[rank] != nullptr,

@@ -1,5 +1,5 @@
-// Chunks that another library computes and reads, moved by copy engines between waits and signals of one
-// thread each: what the chunked engine stands on.
+// Chunks that another library computes and reads, moved by copy engines between waits and signals: what the
+// chunked engine stands on.
 #include "checks.h"
 #include "puts.cuh"
 
@@ -7,17 +7,19 @@ namespace pyruntime::portable {
 
 namespace {
 
-PYRUNTIME_KERNEL(32, 1)
-await_flag(PYRUNTIME_PARAMETER Group group, int peer, int index) {
-  if (threadIdx.x != 0) return;
-  wait_for(group, group.flag(group.rank, peer, index), group.control().epochs + 1, peer, index);
+PYRUNTIME_KERNEL(kFlagThreads, 1)
+await_flags(PYRUNTIME_PARAMETER Group group, int peer, int first, int flags) {
+  for (int index = first + static_cast<int>(threadIdx.x); index < first + flags; index += kFlagThreads) {
+    const uint64_t* flag = group.flag(group.rank, peer, index);
+    if (!wait_for(group, flag, group.control().epochs + 1, peer, index)) return;
+  }
 }
 
-void check_chunk(const Group& group, int32_t peer, int32_t index) {
+void check_chunk(const Group& group, int32_t peer, int32_t first, int32_t flags) {
   require(peer >= 0 && peer < group.world_size() && peer != group.rank, "peer=", peer, " of rank ",
           group.rank, " in a group of ", group.world_size(), "; name one of the others.");
-  require(index >= 0 && index < group.layout.flags, "index=", index, "; this workspace has ",
-          group.layout.flags, " flags a rank.");
+  require(first >= 0 && flags >= 1 && flags <= group.layout.flags - first, "flags ", first, " to ",
+          int64_t{first} + flags, "; this workspace has ", group.layout.flags, " a rank.");
 }
 
 }  // namespace
@@ -27,10 +29,10 @@ using namespace pyruntime;
 using namespace pyruntime::portable;
 
 int pyruntime_put(const PyruntimeGroup* group, const void* from, int64_t bytes, int32_t peer, int64_t offset,
-                  int32_t index, void* stream) {
+                  int32_t first, int32_t flags, void* stream) {
   return guarded("put", [&] {
     const Group view = checked_group(group, PYRUNTIME_OP_PUSH);
-    check_chunk(view, peer, index);
+    check_chunk(view, peer, first, flags);
     require(bytes >= 0 && offset >= 0 && bytes <= view.layout.slot_bytes - offset, "bytes ", offset, " to ",
             offset + bytes, " of a slot of ", view.layout.slot_bytes, "; make a larger workspace.");
     require(from != nullptr || bytes == 0, "the chunk is a null pointer.");
@@ -39,7 +41,7 @@ int pyruntime_put(const PyruntimeGroup* group, const void* from, int64_t bytes, 
     if (bytes > 0) {
       runtime::copy_rows(view.data<unsigned char>(peer) + offset, bytes, from, bytes, bytes, 1, on);
     }
-    PYRUNTIME_LAUNCH(raise_flag, 1, 32, 0, on, view, peer, index);
+    PYRUNTIME_LAUNCH(raise_flags, 1, kFlagThreads, 0, on, view, peer, first, flags);
   });
 }
 
@@ -50,11 +52,12 @@ int pyruntime_end_puts(const PyruntimeGroup* group, void* stream) {
   });
 }
 
-int pyruntime_await(const PyruntimeGroup* group, int32_t peer, int32_t index, void* stream) {
+int pyruntime_await(const PyruntimeGroup* group, int32_t peer, int32_t first, int32_t flags, void* stream) {
   return guarded("await", [&] {
     const Group view = checked_group(group, PYRUNTIME_OP_WAIT);
-    check_chunk(view, peer, index);
-    PYRUNTIME_LAUNCH(await_flag, 1, 32, 0, static_cast<runtime::Stream>(stream), view, peer, index);
+    check_chunk(view, peer, first, flags);
+    PYRUNTIME_LAUNCH(await_flags, 1, kFlagThreads, 0, static_cast<runtime::Stream>(stream), view, peer, first,
+                     flags);
   });
 }
 
@@ -64,4 +67,8 @@ int pyruntime_slot_data(const PyruntimeGroup* group, void** data) {
     require(data != nullptr, "there is nowhere to write the answer.");
     *data = view.data<void>(view.rank);
   });
+}
+
+int pyruntime_is_capturing(void* stream) {
+  return runtime::is_capturing(static_cast<runtime::Stream>(stream)) ? 1 : 0;
 }

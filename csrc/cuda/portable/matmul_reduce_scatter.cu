@@ -6,14 +6,15 @@ using namespace pyruntime::portable;
 
 namespace {
 
-int64_t tiles_of_chunk(int64_t rows, int64_t n, int32_t tiles) {
-  const auto count = [&](auto config) {
-    using Config = decltype(config);
-    return (rows + Config::kTileRows - 1) / Config::kTileRows *
-           ((n + Config::kTileColumns - 1) / Config::kTileColumns);
-  };
-  return tiles == PYRUNTIME_TILES_LARGE ? count(LargeTiles{}) : count(SmallTiles{});
+int64_t signals_of_part(int64_t rows, int64_t n) {
+  return (rows + PYRUNTIME_SIGNAL_ROWS - 1) / PYRUNTIME_SIGNAL_ROWS *
+         ((n + PYRUNTIME_SIGNAL_COLUMNS - 1) / PYRUNTIME_SIGNAL_COLUMNS);
 }
+
+template <class Config>
+constexpr bool begins_where_signals_do =
+    Config::kTileRows % PYRUNTIME_SIGNAL_ROWS == 0 && Config::kTileColumns % PYRUNTIME_SIGNAL_COLUMNS == 0;
+static_assert(begins_where_signals_do<SmallTiles> && begins_where_signals_do<LargeTiles>);
 
 }  // namespace
 
@@ -31,7 +32,7 @@ void check_scatter(const Group& group, const PyruntimeMatmul& matmul) {
   const int world_size = group.world_size();
   const int64_t bytes =
       world_size * part_elements(matmul.m, matmul.n, world_size) * element_bytes(matmul.dtype);
-  const int64_t flags = tiles_of_chunk(rows_of_rank(matmul.m, world_size, 0), matmul.n, matmul.tiles);
+  const int64_t flags = signals_of_part(rows_of_rank(matmul.m, world_size, 0), matmul.n);
   require(bytes <= group.layout.slot_bytes && flags <= group.layout.flags, "the parts of all ranks take ",
           bytes, " bytes and ", flags, " flags, and a slot has ", group.layout.slot_bytes, " and ",
           group.layout.flags, "; ask pyruntime_scatter_workspace() for its shape.");
@@ -42,15 +43,15 @@ void check_scatter(const Group& group, const PyruntimeMatmul& matmul) {
 
 }  // namespace pyruntime::portable
 
-int pyruntime_scatter_workspace(int32_t world_size, int64_t m, int64_t n, int32_t dtype, int32_t tiles,
+int pyruntime_scatter_workspace(int32_t world_size, int64_t m, int64_t n, int32_t dtype,
                                 PyruntimeWorkspace* out) {
   return guarded("scatter_workspace", [&] {
     check_dtype(dtype, /*with_fp32=*/false);
     require(m >= 0 && n >= 0, "m=", m, ", n=", n, "; sizes must not be negative.");
     require(world_size >= 1, "world_size=", world_size, "; a group has at least one rank.");
     require(out != nullptr, "there is nowhere to write the shape.");
-    const int64_t flags = tiles_of_chunk(rows_of_rank(m, world_size, 0), n, tiles);
-    require(flags < int64_t{1} << 31, "a chunk would have ", flags, " tiles; cut the product.");
+    const int64_t flags = signals_of_part(rows_of_rank(m, world_size, 0), n);
+    require(flags < int64_t{1} << 31, "a chunk would have ", flags, " signals; cut the product.");
     *out = {world_size, static_cast<int32_t>(flags < 1 ? 1 : flags),
             world_size * part_elements(m, n, world_size) * element_bytes(dtype)};
     check_workspace(out);

@@ -1,5 +1,5 @@
 // C = this rank's rows of the sum over ranks of A B in one kernel. Tiles of the next rank's rows come first
-// and this rank's own last. A finished tile goes into its owner's slot, with a flag of its own; an own tile,
+// and this rank's own last. A finished tile goes into its owner's slot, and its signals follow; an own tile,
 // when it is finished, is summed with those that the others have sent meanwhile, straight from shared memory.
 // So nothing is left to do when the last product ends.
 //
@@ -31,6 +31,14 @@ PYRUNTIME_DEVICE Vector<T> sum_of_parts(const T* parts, int64_t stride, const Gr
     rounded.values[e] = round_to<T>(sums[e]);
   }
   return rounded;
+}
+
+// By one thread, when the part is written: raises its signals in the owner's slot.
+PYRUNTIME_DEVICE void raise_signals(const Group& group, int owner, const Signals& signals, uint64_t epoch) {
+  device::release_system();
+  for (int i = 0; i < signals.count(); ++i) {
+    device::store_relaxed_system(group.flag(owner, group.rank, signals.number(i)), epoch);
+  }
 }
 
 template <class T>
@@ -75,14 +83,20 @@ struct ScatterJob {
     }
 
     PYRUNTIME_DEVICE bool before_store(const Tile& tile) {
+      return device::barrier_and(!is_own(tile) || parts_arrived(tile));
+    }
+
+    // Every thread waits for some signals of some peers.
+    PYRUNTIME_DEVICE bool parts_arrived(const Tile& tile) const {
       const Group& group = job.group;
-      const int peer = static_cast<int>(threadIdx.x);
-      const bool waits = is_own(tile) && peer < group.world_size() && peer != group.rank;
-      const auto arrived = [&] {
-        return wait_for(group, group.flag(group.rank, peer, tile.index_in_chunk), epoch, peer,
-                        tile.index_in_chunk);
-      };
-      return device::barrier_and(!waits || arrived());
+      const Signals signals = signals_of(tile, job.schedule.columns);
+      const int threads = static_cast<int>(blockDim.x), all = group.world_size() * signals.count();
+      for (int i = static_cast<int>(threadIdx.x); i < all; i += threads) {
+        const int peer = i % group.world_size(), number = signals.number(i / group.world_size());
+        if (peer == group.rank) continue;
+        if (!wait_for(group, group.flag(group.rank, peer, number), epoch, peer, number)) return false;
+      }
+      return true;
     }
 
     PYRUNTIME_DEVICE void store(const Tile& tile, int row, int column, const Vector<T>& vector) {
@@ -99,8 +113,7 @@ struct ScatterJob {
     PYRUNTIME_DEVICE void after_store(const Tile& tile) {
       device::publishing_barrier();
       if (!is_own(tile) && threadIdx.x == 0) {
-        const Group& group = job.group;
-        device::store_release_system(group.flag(tile.chunk.owner, group.rank, tile.index_in_chunk), epoch);
+        raise_signals(job.group, tile.chunk.owner, signals_of(tile, job.schedule.columns), epoch);
       }
     }
     PYRUNTIME_DEVICE void end() { end_flight(job.group, epoch, true); }

@@ -22,9 +22,7 @@ struct Push {
   PYRUNTIME_HOST_DEVICE int peer(int step) const {
     return (group.rank + group.world_size() - step) % group.world_size();
   }
-  PYRUNTIME_HOST_DEVICE int begin(int piece) const {
-    return first_row_of_piece(rows, group.layout.flags, piece);
-  }
+  PYRUNTIME_HOST_DEVICE int begin(int piece) const { return first_row_of_piece(rows, group.pieces, piece); }
   PYRUNTIME_HOST_DEVICE unsigned char* target(int peer, int row) const {
     return group.data<unsigned char>(peer) + (first_row + row) * to_pitch;
   }
@@ -59,7 +57,7 @@ push_chunk(PYRUNTIME_PARAMETER Push push) {
   for (int step = 1; ok && step < group.world_size(); ++step) {
     const int peer = push.peer(step);
     ok = device::barrier_and(threadIdx.x != 0 || wait_for_credit(group, peer, epoch));
-    for (int piece = 0; ok && piece < group.layout.flags; ++piece) {
+    for (int piece = 0; ok && piece < group.pieces; ++piece) {
       copy_rows(push, peer, push.begin(piece), push.begin(piece + 1));
       device::publishing_barrier();
       if (threadIdx.x == 0) {
@@ -90,11 +88,11 @@ void push_by_engine(const Push& push, runtime::Stream stream) {
   for (int step = 1; step < group.world_size(); ++step) {
     const int peer = push.peer(step);
     PYRUNTIME_LAUNCH(await_leave_to_put, 1, 32, 0, stream, group, peer);
-    for (int piece = 0; piece < group.layout.flags; ++piece) {
+    for (int piece = 0; piece < group.pieces; ++piece) {
       const int begin = push.begin(piece), rows = push.begin(piece + 1) - begin;
       runtime::copy_rows(push.target(peer, begin), push.to_pitch, push.from + begin * push.from_pitch,
                          push.from_pitch, push.row_bytes, rows, stream);
-      PYRUNTIME_LAUNCH(raise_flag, 1, 32, 0, stream, group, peer, piece);
+      PYRUNTIME_LAUNCH(raise_flags, 1, kFlagThreads, 0, stream, group, peer, piece, 1);
     }
   }
   PYRUNTIME_LAUNCH(count_puts, 1, 32, 0, stream, group);

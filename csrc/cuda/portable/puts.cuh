@@ -1,4 +1,4 @@
-// What surrounds a copy engine's copies into a peer's slot: kernels of one thread, in the stream of the
+// What surrounds a copy engine's copies into a peer's slot: kernels of one block, in the stream of the
 // copies.
 #pragma once
 
@@ -14,11 +14,16 @@ await_leave_to_put(PYRUNTIME_PARAMETER Group group, int peer) {
   if (threadIdx.x == 0) wait_for_credit(group, peer, group.control().pushes + 1);
 }
 
-PYRUNTIME_KERNEL(32, 1)
-raise_flag(PYRUNTIME_PARAMETER Group group, int peer, int index) {
+constexpr int kFlagThreads = 128;
+
+PYRUNTIME_KERNEL(kFlagThreads, 1)
+raise_flags(PYRUNTIME_PARAMETER Group group, int peer, int first, int flags) {
   // After a failed wait the copy has been made all the same, but nobody is told to read it.
-  if (threadIdx.x == 0 && !has_failed(group)) {
-    device::store_release_system(group.flag(peer, group.rank, index), group.control().pushes + 1);
+  if (has_failed(group)) return;
+  const uint64_t epoch = group.control().pushes + 1;
+  device::release_system();
+  for (int i = static_cast<int>(threadIdx.x); i < flags; i += kFlagThreads) {
+    device::store_relaxed_system(group.flag(peer, group.rank, first + i), epoch);
   }
 }
 

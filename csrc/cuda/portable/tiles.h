@@ -19,10 +19,25 @@ struct Visit {
 
 struct Tile {
   Visit chunk;
-  int row, column;     // of the tile's first element, within the chunk and within the product
-  int rows, columns;   // that exist
-  int index_in_chunk;  // row-major
+  int row, column;    // of the tile's first element, within the chunk and within the product
+  int rows, columns;  // that exist
 };
+
+// Of a tile of a part, in the numbering of the owner's rows. A tile begins where a signal does.
+struct Signals {
+  int first, down, across;
+  int pitch;  // of the numbers, from one row of signals to the next
+
+  PYRUNTIME_HOST_DEVICE int count() const { return down * across; }
+  PYRUNTIME_HOST_DEVICE int number(int i) const { return first + i / across * pitch + i % across; }
+};
+
+PYRUNTIME_HOST_DEVICE Signals signals_of(const Tile& tile, int columns) {
+  const auto pieces = [](int size, int of) { return (size + of - 1) / of; };
+  const int pitch = pieces(columns, PYRUNTIME_SIGNAL_COLUMNS);
+  return {tile.row / PYRUNTIME_SIGNAL_ROWS * pitch + tile.column / PYRUNTIME_SIGNAL_COLUMNS,
+          pieces(tile.rows, PYRUNTIME_SIGNAL_ROWS), pieces(tile.columns, PYRUNTIME_SIGNAL_COLUMNS), pitch};
+}
 
 struct TileSchedule {
   static constexpr int kGroup = 8;
@@ -66,7 +81,6 @@ struct TileSchedule {
     tile.column = n * tile_columns;
     tile.rows = tile.chunk.rows - tile.row < tile_rows ? tile.chunk.rows - tile.row : tile_rows;
     tile.columns = columns - tile.column < tile_columns ? columns - tile.column : tile_columns;
-    tile.index_in_chunk = m * across + n;
   }
 };
 

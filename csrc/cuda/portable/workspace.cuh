@@ -2,11 +2,11 @@
 // docs/cuda.md; this is its only implementation.
 //
 //   header               this rank's failure record; `stopped_by`: the rank that failed first, plus 1
-//   slot 0, slot 1, each
+//   slots 0 to PYRUNTIME_SLOTS - 1, each
 //     SlotControl        what its owner counts
 //     credits [P]        u64, written by peer p: it has done with that epoch of its own slot, so this rank
 //                        may write the next there
-//     flags [P][flags]   u64, written by peer p: the piece or tile of that epoch is here
+//     flags [P][flags]   u64, written by peer p: that piece or signal of that epoch is here
 //     tickets [P][flags] u32, of the owner's blocks: who comes last, signals
 //     data
 #pragma once
@@ -54,6 +54,7 @@ struct WorkspaceLayout {
 struct Group {
   WorkspaceLayout layout;
   int32_t rank, slot, op;
+  int32_t pieces;  // of each rank's rows in a gather
   uint64_t deadline_ns;
   unsigned char* bases[PYRUNTIME_MOST_RANKS];
 

@@ -101,7 +101,8 @@ void launch_tiles(Problem& problem, const std::vector<Chunk>& order, void* strea
 
 int pyruntime_sm90_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n, int64_t k,
                                 int32_t multiprocessors) {
-  return choose_tiles(chunk_rows, m, n, k, multiprocessors);
+  return choose_tiles(chunk_rows, m, n, k,
+                      multiprocessors > 0 ? multiprocessors : runtime::multiprocessors());
 }
 
 int pyruntime_sm90_matmul(const PyruntimeMatmul* matmul, void* stream) {

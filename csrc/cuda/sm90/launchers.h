@@ -1,10 +1,10 @@
 /* The fused products for Hopper (compute capability 9.0), by TMA and wgmma. They take what their namesakes in
    cuda/launchers.h take and do the same, over the same workspaces, flags and parts: a rank may call these and
-   another the portable ones in the same flight, as long as both name the same tiles.
+   another the portable ones in the same flight.
 
    They are not made for every product. Where they are not, they return PYRUNTIME_REFUSED before anything is
    launched, pyruntime_error() says why, and the caller takes the portable function with the same arguments.
-   That is the one place where one of the two is chosen. */
+ */
 #pragma once
 
 #include "cuda/launchers.h"
@@ -18,8 +18,8 @@ extern "C" {
    without them. */
 enum { PYRUNTIME_REFUSED = 3 };
 
-/* Which tiles these kernels are quickest with, on a device of so many multiprocessors: a rule of its
-   arguments. It asks no device. `chunk_rows` are the rows of one rank. */
+/* Which tiles these kernels are quickest with, on a device of so many multiprocessors (0: on this one): a
+   rule of its arguments. `chunk_rows` are the rows of one rank. */
 PYRUNTIME_API int pyruntime_sm90_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n, int64_t k,
                                               int32_t multiprocessors);
 

@@ -11,7 +11,8 @@ namespace pyruntime::sm90 {
 // A result under way to its owner, whose signal is due.
 struct UnderWay {
   bool any = false;
-  int owner, first_signal, signals;
+  int owner;
+  Signals signals;
 };
 
 // By the one thread that stored the result: waits until it is written, and says so.
@@ -22,10 +23,7 @@ PYRUNTIME_DEVICE void settle(const Product& product, UnderWay& result, uint64_t 
   wait_until_written();
   if (product.work != Work::kScatter) return;
   fence_async();  // what the bulk stores wrote comes before the release
-  for (int s = 0; s < result.signals; ++s) {
-    const int index = result.first_signal + s * signals_across(product.units);
-    device::store_release_system(product.group.flag(result.owner, product.group.rank, index), epoch);
-  }
+  portable::raise_signals(product.group, result.owner, result.signals, epoch);
 }
 
 // By one thread.
@@ -45,11 +43,12 @@ PYRUNTIME_DEVICE void store_result(const Product& product, const Tile& tile, con
 template <class Product>
 PYRUNTIME_DEVICE bool parts_are_here(const Product& product, const Tile& tile, uint64_t epoch) {
   const Group& group = product.group;
+  const Signals signals = signals_of(tile, product.n);
   bool here = !portable::has_failed(group);
   for (int peer = static_cast<int>(threadIdx.x) % 32; here && peer < group.world_size(); peer += 32) {
     if (peer == group.rank) continue;
-    for (int s = 0; here && s < signals_of<typename Product::Config>(tile); ++s) {
-      const int index = tile.index_in_chunk + s * signals_across(product.units);
+    for (int i = 0; here && i < signals.count(); ++i) {
+      const int index = signals.number(i);
       here = portable::wait_for(group, group.flag(group.rank, peer, index), epoch, peer, index);
     }
   }
@@ -95,7 +94,7 @@ PYRUNTIME_DEVICE void move_tiles(const Product& product, Shared& shared, int blo
     wait(kStaged, kMultipliersAndMover);
     if (moves && !shared.is_stopped()) {
       store_result(product, tile, shared.result);
-      under_way = {true, tile.chunk.owner, tile.index_in_chunk, signals_of<Config>(tile)};
+      under_way = {true, tile.chunk.owner, signals_of(tile, product.n)};
       wait_until_read();
     }
     __syncwarp();

@@ -123,7 +123,7 @@ PYRUNTIME_DEVICE void for_each_tile(const Product& product, int block_in_cluster
   Tile unit;
   for (int64_t number = blockIdx.x / Config::kCluster; product.units.at(number, unit);
        number += gridDim.x / Config::kCluster) {
-    visit(tile_of_block<Config>(product.units, unit, block_in_cluster));
+    visit(tile_of_block(unit, block_in_cluster));
   }
 }
 

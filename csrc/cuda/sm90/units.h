@@ -1,16 +1,14 @@
 // What a cluster of blocks multiplies at a time, and which part of it each block has. A block's tile is 128
 // rows high; the blocks of a cluster lie below each other and share the columns of B, each of which is
 // fetched once for all.
-//
-// What ranks signal to each other are the tiles of the portable kernels, in their numbering, so that a rank
-// may run either: a block of small tiles has two of them, one below the other, a block of large tiles has
-// one.
 #pragma once
 
 #include "cuda/portable/tiles.h"
 
 namespace pyruntime::sm90 {
 
+using portable::Signals;
+using portable::signals_of;
 using portable::Tile;
 using portable::TileSchedule;
 
@@ -18,10 +16,10 @@ constexpr int kBlockRows = 128;
 constexpr int kDepth =
     64;  // of a stage, in elements of k: 128 bytes, which is what shared memory is swizzled by
 
-template <int kColumns, int kRowsOfSignal, int kBlocks, int kPipeline>
+template <int kColumns, int kBlocks, int kPipeline>
 struct Tiles {
   static constexpr int kTileColumns = kColumns;
-  static constexpr int kSignalRows = kRowsOfSignal;
+  static_assert(kBlockRows % PYRUNTIME_SIGNAL_ROWS == 0 && kColumns % PYRUNTIME_SIGNAL_COLUMNS == 0);
   static constexpr int kCluster = kBlocks;
   static constexpr int kUnitRows = kBlocks * kBlockRows;
   static constexpr int kStages = kPipeline;
@@ -31,37 +29,23 @@ struct Tiles {
 
 // Shared memory of 227 KB holds the stages and one result beside them. A large tile reads as much from L2 in
 // a given time as L2 gives, if it reads alone: in pairs it reads two thirds of that.
-using SmallTiles = Tiles<128, 64, 1, 5>;
-using LargeTiles = Tiles<256, 128, 2, 3>;
+using SmallTiles = Tiles<128, 1, 5>;
+using LargeTiles = Tiles<256, 2, 3>;
 
 template <class Config>
 TileSchedule make_units(const std::vector<Chunk>& order, int64_t columns) {
   return portable::make_schedule(order, columns, Config::kUnitRows, Config::kTileColumns);
 }
 
-// Tiles that are signalled, from one row of them to the next.
-PYRUNTIME_HOST_DEVICE int signals_across(const TileSchedule& units) {
-  return units.tiles_across();
-}
-
-// Tiles that are signalled in a block's tile.
-template <class Config>
-PYRUNTIME_HOST_DEVICE int signals_of(const Tile& tile) {
-  return (tile.rows + Config::kSignalRows - 1) / Config::kSignalRows;
-}
-
 // The tile of one block of the cluster. It has no rows where the chunk ends above it; such a block still
-// fetches its share of B. index_in_chunk is that of its first signal; the next lies signals_across() further.
-template <class Config>
-PYRUNTIME_HOST_DEVICE Tile tile_of_block(const TileSchedule& units, const Tile& unit, int block) {
+// fetches its share of B.
+PYRUNTIME_HOST_DEVICE Tile tile_of_block(const Tile& unit, int block) {
   Tile tile = unit;
   const int above = block * kBlockRows;
   tile.row += above;
   tile.rows = unit.rows - above;
   if (tile.rows < 0) tile.rows = 0;
   if (tile.rows > kBlockRows) tile.rows = kBlockRows;
-  tile.index_in_chunk =
-      tile.row / Config::kSignalRows * signals_across(units) + tile.column / Config::kTileColumns;
   return tile;
 }
 
