@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/deadline.h"
+#include "ops/tier_presets.h"
 
 namespace pyruntime {
 
@@ -75,7 +76,7 @@ const char* name_of(Tier tier) {
 std::string TierKey::text() const {
   std::ostringstream text;
   text << op << " rows=" << rows << " n=" << n << " k=" << k << " " << c10::toString(dtype) << " "
-       << device.str();
+       << c10::DeviceTypeName(device.type(), /*lower_case=*/true);
   return text.str();
 }
 
@@ -90,6 +91,7 @@ Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, Tier
   if (asked != Tier::kAuto) return body(asked);
 
   TierTrials& trials = group.tier_trials()[key.text()];
+  if (trials.tier.empty()) settle_by_preset(group, key, trials);
   if (!trials.tier.empty()) return body(tier_named(trials.tier));
   const Tier tier = next_trial(trials);
   await_device(key.device);
@@ -110,10 +112,14 @@ std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& ke
                                 "' was asked for; fused: no kernel for " + key.device.str()};
   }
   const auto known = group.tier_trials().find(key.text());
-  if (known == group.tier_trials().end())
+  if (known == group.tier_trials().end()) {
+    const std::optional<TierPreset> preset = find_tier_preset(group, key);
+    if (preset) return {preset->tier, preset->text()};
     return {"auto", "no call with this shape yet: the first ones measure the tiers"};
+  }
   if (known->second.tier.empty())
     return {"auto", "being measured: the first calls with this shape take the tiers in turn"};
+  if (!known->second.tuned.empty()) return {known->second.tier, known->second.tuned};
   return {known->second.tier, "measured: chunked " + milliseconds(known->second.chunked_s) + ", unfused " +
                                   milliseconds(known->second.unfused_s) + "; fused: no kernel for " +
                                   key.device.str()};

@@ -24,6 +24,7 @@ struct TierTrials {
   std::string tier;      // the one chosen; empty until then
   double chunked_s = 0;  // their medians
   double unfused_s = 0;
+  std::string tuned;  // where the tier was chosen beforehand (ops/tier_presets.h): by what
 };
 
 enum class TransportKind {

@@ -11,7 +11,7 @@ gradients are not differentiable again.
 
 tier: "unfused" is the collective followed by the library's GEMM; "chunked" runs the GEMM chunk by chunk
 as chunks arrive; "auto" takes them in turn in the first eight calls with a shape and then keeps the
-faster one.
+faster one, or starts with the one that was tuned (docs/tuning.md).
 """
 
 from __future__ import annotations
