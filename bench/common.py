@@ -21,9 +21,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from pyruntime.tuning.timing import Sample, interleave, start_together
+
 __all__ = [
-    *("Report", "Sample", "facts", "interleave", "parser_of", "rounds_for"),
-    *("start_together", "started", "table", "write_json"),
+    "Report",
+    "Sample",
+    "facts",
+    "interleave",
+    "parser_of",
+    "rounds_for",
+    "start_together",
+    "started",
+    "table",
+    "write_json",
 ]
 
 

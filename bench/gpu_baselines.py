@@ -12,7 +12,7 @@ import gpu_problem as problem
 import numpy
 import torch
 from common import Sample
-from gpu_ranks import Stopwatch, error_of
+from gpu_ranks import Stopwatch, error_of, stream
 from torch import Tensor
 
 Emit = Callable[[dict[str, Any]], None]
@@ -79,7 +79,7 @@ def gemm(cupy: Any, x: Tensor, weight: Tensor, out: Tensor) -> Callable[[], None
     one, zero = numpy.array(1, numpy.float32), numpy.array(0, numpy.float32)
 
     def run() -> None:
-        cublas.setStream(handle, torch.cuda.current_stream().cuda_stream)
+        cublas.setStream(handle, stream() or 0)
         cublas.gemmEx(
             handle,
             cublas.CUBLAS_OP_T,
@@ -142,15 +142,15 @@ def timed(run: Callable[[], None], streams: list[torch.cuda.Stream], rounds: int
     rows = []
     for _ in range(rounds + 3):
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in streams]
-        for stream in streams:
-            torch.cuda.synchronize(stream.device)
-        for stream, (begin, _) in zip(streams, events, strict=True):
-            begin.record(stream)
+        for one in streams:
+            torch.cuda.synchronize(one.device)
+        for one, (begin, _) in zip(streams, events, strict=True):
+            begin.record(one)
         run()
-        for stream, (_, end) in zip(streams, events, strict=True):
-            end.record(stream)
-        for stream in streams:
-            torch.cuda.synchronize(stream.device)
+        for one, (_, end) in zip(streams, events, strict=True):
+            end.record(one)
+        for one in streams:
+            torch.cuda.synchronize(one.device)
         rows.append(max(begin.elapsed_time(end) for begin, end in events) / 1e3)
     return Sample(tuple(rows[3:])).median
 
