@@ -143,6 +143,7 @@ def tuning() -> Rows:
                 f"{place.device}, {place.transport}, {place.library}",
             )
             for place, choices in found.items()
+            if choices
         ),
     ]
 

@@ -29,14 +29,15 @@ def find(path: Path, device: str, world_size: int, library: str) -> Found:
         everything = cache.read(path)
     except CacheError as error:
         return Found({}, f"not used: {error}")
-    fitting = {
+    if not everything:
+        return Found({}, "")
+    here = {
         place: usable(choices)
         for place, choices in everything.items()
         if (place.device, place.world_size, place.library) == (device, world_size, library)
     }
-    if not everything:
-        return Found({}, "")
-    if not any(fitting.values()):
+    fitting = {place: choices for place, choices in here.items() if choices}
+    if not fitting:
         wanted = f"{world_size} ranks on {device} with {library}"
         return Found({}, f"not used: {path} holds nothing for {wanted}")
     return Found(fitting, describe(fitting, path))

@@ -139,7 +139,12 @@ def test_rank_0_finds_what_fits_this_machine(tmp_path):
     ring = dataclasses.replace(HERE, transport="ring over gloo")
     unknown = Choice("quick", {"quick": 0.1}, rounds=3, date="2026-11-21")
     older = dataclasses.replace(choice("unfused"), date="2026-11-19")
-    mine = {HERE: {"k": choice("chunked"), "l": older, "m": unknown}, ring: {"k": choice("unfused")}}
+    empty = dataclasses.replace(HERE, transport="hierarchical: 2 hosts of 1 ranks")
+    mine = {
+        empty: {"m": unknown},
+        HERE: {"k": choice("chunked"), "l": older, "m": unknown},
+        ring: {"k": choice("unfused")},
+    }
     cache.write(path, {place: {"k": choice("chunked")} for place in elsewhere} | mine)
     found = find(path, "a GPU", 2, HERE.library)
     assert found.places == {HERE: {"k": choice("chunked"), "l": older}, ring: {"k": choice("unfused")}}
