@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))  # not there where pip runs this file
@@ -158,10 +159,31 @@ class Build(BuildExtension):
         return ["-include", str(header), "-Winvalid-pch", "-Wno-error=invalid-pch"]
 
 
+class BuildPython(build_py):
+    """The package, and in an installation the headers of the portable kernels: pyruntime/cuda/variants.py
+    compiles them at run time. A build in place finds them in the source folder."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        headers = Path(self.build_lib, "pyruntime", "cuda", "headers")
+        for path in portable_headers():
+            target = headers / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.copy_file(str(path), str(target))
+
+
+def portable_headers() -> list[Path]:
+    """What NVRTC reads: the kernels, the launchers' structures, and the dialects."""
+    folders = [(ROOT / "csrc" / "cuda" / "portable", "*.*h"), (ROOT / "csrc" / "cuda", "*.h")]
+    return sorted(path for folder, names in [*folders, (ROOT / "hip", "*.h")] for path in folder.glob(names))
+
+
 os.chdir(ROOT)
 # A compiler takes up to 1 GB: as many as there are cores, not ninja's two more.
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 # ninja of this Python's environment is found also where the environment is not activated.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 check_torch_version()
-setup(license="Apache-2.0", ext_modules=[extension()], cmdclass={"build_ext": Build})
+setup(license="Apache-2.0", ext_modules=[extension()], cmdclass={"build_ext": Build, "build_py": BuildPython})

@@ -1,27 +1,19 @@
-"""What all benchmarks share: how they take time, how they sum it up, how they say where it was taken.
-
-Timing follows three rules. Variants take turns within a round, in a new shuffled order each round, so that a
-machine that slows down slows all of them. The ranks start each timing together. A round's time is that of the
-slowest rank, and a variant's time is the median over rounds.
-"""
+"""What all benchmarks share: how they take time (pyruntime.tuning.timing), how they sum it up, how they say
+where it was taken."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import datetime
-import gc
 import json
 import math
 import os
 import platform
-import random
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,75 +21,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-LEAD_S = 0.001  # from agreeing on a start to starting: longer than the message that agrees takes
+from pyruntime.tuning.timing import Sample, interleave, start_together
 
-
-@dataclass(frozen=True)
-class Sample:
-    """One figure a round, in the order of the rounds."""
-
-    rounds: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.rounds)
-
-    @property
-    def spread(self) -> float:
-        """Half the distance between the quartiles, as a share of the median."""
-        if len(self.rounds) < 2:
-            return 0.0
-        low, _, high = statistics.quantiles(self.rounds, n=4, method="inclusive")
-        return (high - low) / 2 / self.median
-
-    def over(self, other: Sample) -> Sample:
-        """This divided by `other`, round by round: what both met in a round cancels."""
-        return Sample(tuple(a / b for a, b in zip(self.rounds, other.rounds, strict=True)))
-
-
-def start_together() -> float:
-    """Return on all ranks at the same moment; the moment, in seconds of `time.perf_counter`.
-
-    On one host that clock is the same for all processes: the ranks agree on a time and wait for it. Ranks of
-    several hosts leave a barrier as its messages arrive.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return time.perf_counter()
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != dist.get_world_size():
-        dist.barrier()
-        return time.perf_counter()
-    agreed = torch.tensor(time.perf_counter(), dtype=torch.float64)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX)
-    start = agreed.item() + LEAD_S
-    while (now := time.perf_counter()) < start:
-        pass
-    return now
-
-
-def interleave(variants: Mapping[str, Callable[[], object]], rounds: int, seed: int = 0) -> dict[str, Sample]:
-    """Seconds of every variant over `rounds` rounds. Every rank calls this alike and gets the same times.
-
-    Nothing is warmed up here: call each variant before, as often as it needs.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    names = sorted(variants)
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        for round_ in range(rounds):
-            random.Random(f"{seed} {round_}").shuffle(names)
-            gc.collect()
-            for name in names:
-                start = start_together()
-                variants[name]()
-                seconds[name].append(time.perf_counter() - start)
-    finally:
-        if collecting:
-            gc.enable()
-    slowest = torch.tensor([seconds[name] for name in variants], dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return {name: Sample(tuple(row)) for name, row in zip(variants, slowest.tolist(), strict=True)}
+__all__ = [
+    "Report",
+    "Sample",
+    "facts",
+    "interleave",
+    "parser_of",
+    "rounds_for",
+    "start_together",
+    "started",
+    "table",
+    "write_json",
+]
 
 
 @contextlib.contextmanager

@@ -8,11 +8,12 @@ gather-host       all_gather_matmul whose other ranks' rows stand in pinned memo
                   brought by the copy engine, for T_c / T_g of 0.3 to 3
 gather-throttled  the same on the device, throttled to about 380 GB/s
 scatter-host      matmul_reduce_scatter whose parts leave for pinned memory of the host
+baselines         cuBLAS and, with several GPUs, NCCL without torch, by cupy (extra `cuda`)
 support           AdamW, reduce, copy and LSE merge beside a copy's bandwidth and torch's fused AdamW
 smoke             a small run of each fused kernel, for compute-sanitizer; only when it is asked for
 
-Each but support is followed by -portable or -hopper (the fused kernel), overlap also by -chunked
-(torch.matmul on each chunk). A name without an ending stands for all of them.
+Each but support and baselines is followed by -portable or -hopper (the fused kernel), overlap also by
+-chunked (torch.matmul on each chunk). A name without an ending stands for all of them.
 
 Each part is a process of its own with a time limit; one that fails is reported and the others still run. One
 process plays all ranks of a group, with a workspace for each. Random data; CUDA events; variants in shuffled

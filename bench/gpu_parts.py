@@ -12,6 +12,7 @@ from typing import Any
 
 import gpu_problem as problem
 import torch
+from gpu_baselines import baselines
 from gpu_ranks import (
     Stopwatch,
     Workspaces,
@@ -550,6 +551,8 @@ def run(name: str, emit: Emit, quick: bool) -> None:
     kind, _, which = name.rpartition("-")
     if name == "support":
         support(emit, quick)
+    elif name == "baselines":
+        baselines(emit, quick)
     elif kind == "products":
         products(emit, which, quick)
     elif kind == "gather-host":

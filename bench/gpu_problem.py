@@ -26,6 +26,7 @@ PARTS: dict[str, float] = {
     "scatter-host-portable": 40.0,
     "scatter-host-hopper": 40.0,
     "scatter-host-chunked": 40.0,
+    "baselines": 30.0,
     "smoke-portable": 60.0,
     "smoke-hopper": 60.0,
 }
@@ -103,6 +104,7 @@ def summary(results: list[dict[str, Any]]) -> str:
             products_table([r for r in results if r.get("kind") == "product"]),
             overlap_table([r for r in results if r.get("kind") == "overlap"]),
             support_table([r for r in results if r.get("kind") == "support"]),
+            baselines_table([r for r in results if r.get("kind") == "baseline"]),
             notes([r for r in results if r.get("kind") in ("note", "error", "part")]),
             aims_table(results),
         )
@@ -150,6 +152,20 @@ def support_table(results: list[dict[str, Any]]) -> str:
         for r in results
     ]
     return table(["", "ms", "GB/s", "of copy"], rows) if rows else ""
+
+
+def baselines_table(results: list[dict[str, Any]]) -> str:
+    """What the libraries take that torch calls, beside torch."""
+    rows = [
+        [
+            r["name"],
+            *(str(r.get(size, "")) for size in "mnk"),
+            "; ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in r["seconds"].items()),
+            *(f"{ratio:.3f}" for ratio in r.get("ratio", {"": float("nan")}).values()),
+        ]
+        for r in results
+    ]
+    return table(["baseline", "m", "n", "k", "us", "torch / raw"], rows) if rows else ""
 
 
 def notes(results: list[dict[str, Any]]) -> str:

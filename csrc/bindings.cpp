@@ -16,6 +16,7 @@
 #include "ops/line_exchange.h"
 #include "ops/register.h"
 #include "ops/tier.h"
+#include "ops/tier_presets.h"
 #include "ops/weight_gradient.h"
 #include "transport/device_library.h"
 #include "transport/group.h"
@@ -124,6 +125,39 @@ void bind_traffic(py::module_& m) {
   });
 }
 
+// Tiers, and what tuning found of them; presets are (tier, tiles, [(tier, seconds)], date).
+void bind_tiers(py::module_& m) {
+  using pyruntime::Group;
+  using pyruntime::TierKey;
+  m.def("explain_tier", [](const std::string& op, int64_t rows, int64_t n, int64_t k, at::ScalarType dtype,
+                           const std::string& group, const std::string& device, const std::string& tier) {
+    return pyruntime::explain_tier(Group::get(group), {op, rows, n, k, dtype, c10::Device(device)},
+                                   pyruntime::tier_named(tier));
+  });
+  m.def("tier_key",
+        [](const std::string& op, int64_t rows, int64_t n, int64_t k, at::ScalarType dtype,
+           const std::string& device) { return TierKey{op, rows, n, k, dtype, c10::Device(device)}.text(); });
+  using Preset =
+      std::tuple<std::string, std::string, std::vector<std::pair<std::string, double>>, std::string>;
+  m.def("set_tier_presets",
+        [](int world_size, const std::string& transport, const std::map<std::string, Preset>& given) {
+          pyruntime::TierPresets presets;
+          for (const auto& [key, preset] : given)
+            presets[key] = pyruntime::TierPreset{std::get<0>(preset), std::get<1>(preset),
+                                                 std::get<2>(preset), std::get<3>(preset)};
+          pyruntime::set_tier_presets(world_size, transport, std::move(presets));
+        });
+  m.def("clear_tier_presets", &pyruntime::clear_tier_presets);
+  m.def("tier_preset",
+        [](const std::string& op, int64_t rows, int64_t n, int64_t k, at::ScalarType dtype,
+           const std::string& group, const std::string& device) -> std::optional<Preset> {
+          const auto found =
+              pyruntime::find_tier_preset(Group::get(group), {op, rows, n, k, dtype, c10::Device(device)});
+          if (!found) return std::nullopt;
+          return Preset{found->tier, found->tiles, found->seconds, found->date};
+        });
+}
+
 void bind_comm(py::module_& m) {
   using pyruntime::Group;
   py::class_<pyruntime::CommStats>(m, "CommStats", "Cumulative figures of one group on this rank.")
@@ -188,11 +222,7 @@ void bind_comm(py::module_& m) {
       py::call_guard<py::gil_scoped_release>());
   m.def("set_symmetric_memory_deadline", &pyruntime::cpu::set_symmetric_memory_deadline);
   m.def("symmetric_memory_bytes", &pyruntime::cpu::symmetric_memory_bytes);
-  m.def("explain_tier", [](const std::string& op, int64_t rows, int64_t n, int64_t k, at::ScalarType dtype,
-                           const std::string& group, const std::string& device, const std::string& tier) {
-    return pyruntime::explain_tier(Group::get(group), {op, rows, n, k, dtype, c10::Device(device)},
-                                   pyruntime::tier_named(tier));
-  });
+  bind_tiers(m);
 }
 
 // Chunks as Python sees them: (first line, number of lines).

@@ -1,9 +1,13 @@
 // The CUDA dialect of compat.h, for compute capability 8.0 and up.
 #pragma once
 
+#if defined(__CUDACC_RTC__)
+#include "rtc.h"
+#else
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime.h>
+#endif
 
 #define PYRUNTIME_DEVICE __device__ __forceinline__
 #define PYRUNTIME_HOST_DEVICE __host__ __device__ __forceinline__
@@ -105,6 +109,7 @@ PYRUNTIME_DEVICE uint16_t float_to_half(float value) {
 
 }  // namespace pyruntime::device
 
+#if !defined(__CUDACC_RTC__)
 namespace pyruntime::runtime {
 
 using Stream = cudaStream_t;
@@ -170,3 +175,4 @@ inline void read(void* to, const void* from, size_t bytes, Stream stream) {
 }
 
 }  // namespace pyruntime::runtime
+#endif

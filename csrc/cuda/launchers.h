@@ -8,13 +8,16 @@
    How ranks meet (workspaces, slots, epochs, signals, deadlines) is told in docs/cuda.md. */
 #pragma once
 
+#if defined(__CUDACC_RTC__) /* NVRTC has no headers of the host: hip/rtc.h */
+#define PYRUNTIME_API
+#else
 #include <stdint.h>
+#define PYRUNTIME_API __attribute__((visibility("default")))
+#endif
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-#define PYRUNTIME_API __attribute__((visibility("default")))
 
 enum { PYRUNTIME_OK = 0, PYRUNTIME_INVALID = 1, PYRUNTIME_DEVICE_ERROR = 2 };
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/deadline.h"
+#include "ops/tier_presets.h"
 
 namespace pyruntime {
 
@@ -47,7 +48,7 @@ void settle(TierTrials& trials) {
     best = tier;
     least = seconds;
   };
-  if (!trials.fused.empty()) compare(Tier::kFused, trials.fused_s);
+  if (trials.fused.size() >= kTrials) compare(Tier::kFused, trials.fused_s);
   compare(Tier::kUnfused, trials.unfused_s);
   trials.tier = name_of(best);
 }
@@ -102,7 +103,7 @@ const char* name_of(Tier tier) {
 std::string TierKey::text() const {
   std::ostringstream text;
   text << op << " rows=" << rows << " n=" << n << " k=" << k << " " << c10::toString(dtype) << " "
-       << device.str();
+       << c10::DeviceTypeName(device.type(), /*lower_case=*/true);
   return text.str();
 }
 
@@ -128,7 +129,12 @@ Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, Tier
   if (asked != Tier::kAuto) return body(asked);
 
   TierTrials& trials = group.tier_trials()[key.text()];
-  if (!trials.tier.empty()) return body(tier_named(trials.tier));
+  if (trials.tier.empty()) settle_by_preset(group, key, trials);
+  if (!trials.tier.empty()) {
+    // Calls with one key may differ in what the key does not say: rows in several blocks, say.
+    const Tier settled = tier_named(trials.tier);
+    return body(settled == Tier::kFused && !why_not_fused().empty() ? Tier::kChunked : settled);
+  }
   trials.why_not_fused = why_not_fused();
   const Tier tier = next_trial(trials);
   await_device(key.device);
@@ -152,13 +158,17 @@ std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& ke
     return {asked == Tier::kFused ? "none" : name_of(asked), was_asked + "; fused: " + why_not};
   }
   const auto known = group.tier_trials().find(key.text());
-  if (known == group.tier_trials().end())
+  if (known == group.tier_trials().end()) {
+    const std::optional<TierPreset> preset = find_tier_preset(group, key);
+    if (preset) return {preset->tier, preset->text()};
     return {"auto", "no call with this shape yet: the first ones measure the tiers"};
+  }
   if (known->second.tier.empty())
     return {"auto", "being measured: the first calls with this shape take the tiers in turn"};
   const TierTrials& trials = known->second;
+  if (!trials.tuned.empty()) return {trials.tier, trials.tuned};
   std::string measured = "measured: chunked " + milliseconds(trials.chunked_s);
-  if (!trials.fused.empty()) measured += ", fused " + milliseconds(trials.fused_s);
+  if (trials.fused_s > 0) measured += ", fused " + milliseconds(trials.fused_s);
   measured += ", unfused " + milliseconds(trials.unfused_s);
   if (!trials.why_not_fused.empty()) measured += "; fused: " + trials.why_not_fused;
   return {trials.tier, measured};

@@ -32,6 +32,7 @@ struct TierKey {
   c10::ScalarType dtype;
   c10::Device device;
 
+  // The device by its kind alone: ranks number their devices differently.
   std::string text() const;
 };
 

@@ -27,6 +27,7 @@ struct TierTrials {
   double chunked_s = 0;       // their medians
   double fused_s = 0;
   double unfused_s = 0;
+  std::string tuned;  // where the tier was chosen beforehand (ops/tier_presets.h): by what
 };
 
 enum class TransportKind {

@@ -1,4 +1,4 @@
-"""`python -m pyruntime train | generate | doctor | schedule | profile | plan`."""
+"""`python -m pyruntime train | generate | doctor | schedule | profile | plan | tune`."""
 
 from pyruntime.cli.main import main
 

@@ -60,6 +60,7 @@ def main(argv: list[str]) -> None:
     below_torchrun = started_ranks() > 1
     if started_rank() == 0 and options.only == "all":
         show("Built", built)
+        show("Tuning", tuning)
         show("Hardware", lambda: machine.processor() + machine.memory() + machine.accelerators())
         show("Fabric", lambda: backends() + machine.network())
         if not below_torchrun:
@@ -119,6 +120,32 @@ def cuda_kernels() -> str:
         if nvcc
         else "none (CPU-only build: no nvcc on PATH)"
     )
+
+
+def tuning() -> Rows:
+    """The file of measured choices, and where they were measured."""
+    from pyruntime.tuning import cache
+    from pyruntime.tuning.take_up import dates
+
+    path = cache.default_path()
+    try:
+        found = cache.read(path)
+    except cache.CacheError as error:
+        return [("file", f"not used: {error}")]
+    if not found:
+        return [("file", f"none in {path}: `torchrun .. -m pyruntime tune` makes it")]
+    return [
+        ("file", str(path)),
+        *(
+            (
+                f"{place.world_size} ranks",
+                f"{len(choices)} choices, {dates(choices)}: "
+                f"{place.device}, {place.transport}, {place.library}",
+            )
+            for place, choices in found.items()
+            if choices
+        ),
+    ]
 
 
 def compiler(extension: Path) -> str:

@@ -27,6 +27,7 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
   schedule   show, check and simulate a pipeline schedule
   profile    time a stage of a model and find the best slices of a sequence for a pipeline
   plan       find the fastest mesh that fits a model into a cluster, before a GPU is rented
+  tune       measure which tier is the fastest for a model's linears on this machine, and keep it
 
 python -m pyruntime COMMAND --help documents every option."""
 
@@ -100,9 +101,13 @@ def _dispatch(argv: list[str], stop: StopRequest) -> int:
         from pyruntime.cli import plan
 
         plan.main(rest)
+    elif command == "tune":
+        from pyruntime.cli import tune
+
+        tune.main(rest)
     else:
         raise ConfigError(
-            f"There is no command {command}; use train, generate, doctor, schedule, profile or plan."
+            f"There is no command {command}; use train, generate, doctor, schedule, profile, plan or tune."
         )
     return 0
 

@@ -11,8 +11,9 @@ gradients are not differentiable again.
 
 tier: "unfused" is the collective followed by the library's GEMM; "chunked" runs the GEMM chunk by chunk
 as chunks arrive; "fused" is one kernel that waits for rows, or sends them, while it multiplies; "auto"
-takes them in turn in the first calls with a shape, four each, and then keeps the fastest. What travels is
-the same in all of them, so each rank may take its own.
+takes them in turn in the first calls with a shape, four each, and then keeps the fastest, or starts with
+the one that was tuned (docs/tuning.md). What travels is the same in all of them, so each rank may take its
+own.
 
 "fused" is for bf16 and fp16 on the devices of one host: all_gather_matmul, matmul_reduce_scatter and their
 backwards, where rows lie in one block (dim 0, or batches of one) and what travels is a multiple of 8 wide.

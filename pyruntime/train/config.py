@@ -166,8 +166,12 @@ class Comm:
     """How the ranks talk to each other."""
 
     tier: Tier = "chunked"
-    """Tier of every parallel linear; auto measures the first calls of a shape and takes the fastest, which
-    may be another one in the next run, and fp32 results then differ in their last bits. fused is for GPUs."""
+    """Tier of every parallel linear; auto takes what `python -m pyruntime tune` found on this machine, or
+    measures the first calls of a shape and takes the fastest, which may be another one in the next run, and
+    fp32 results then differ in their last bits. fused is for GPUs."""
+    tuning: Literal["on", "off"] = "on"
+    """Whether the tier auto starts from the file that `python -m pyruntime tune` keeps, where there is one
+    for this machine and as many tensor-parallel ranks; off: it measures in every run."""
     deadline_s: float = 120.0
     """Longest wait for a peer, in seconds; past it the run ends with an error that names the peer."""
 

@@ -36,6 +36,9 @@ from pyruntime.train.pipelined import part_of, resolved
 from pyruntime.train.progress import Progress
 from pyruntime.train.signals import StopRequest
 from pyruntime.train.tokenizer import Tokenizer, open_tokenizer
+from pyruntime.tuning.cache import default_path
+from pyruntime.tuning.place import device_name, library
+from pyruntime.tuning.take_up import find, hand_over
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MODEL_FOLDER, DATA_FOLDER, SAMPLE_FILE = "model", "data", "sample.txt"
@@ -69,6 +72,7 @@ def run(
     run_dir = on_first_rank(ranks, lambda: _make_run_dir(config, name, start_at))
     text = _corpus(config, tokenizer, run_dir, ranks)
     model = _model(config, wanted, group, context, part)
+    tuned = _take_up_tuning(config, next(model.parameters()).device.type, group, ranks)
     progress = Progress(
         config.train.steps,
         config.output.progress if first else "off",
@@ -77,6 +81,8 @@ def run(
     )
     if first:
         progress.say(_opening(config, wanted, text, run_dir, tp))
+        if tuned:
+            progress.say(f"tuning {tuned}")
 
     trainer = Trainer(config, model, wanted, text, group, run_dir, stop, replicas, ranks, context, pp)
     if start_at:
@@ -186,6 +192,19 @@ def _whole_model(config: RunConfig, wanted: LlamaConfig, group: comm.Group, fold
     model = Llama(wanted, group, dtype=DTYPES[config.train.dtype], tier=config.comm.tier, seed=None)
     checkpoint.load_weights(folder, model, comm.process_group(group))
     return model
+
+
+def _take_up_tuning(config: RunConfig, device_type: str, group: comm.Group, ranks: dist.ProcessGroup) -> str:
+    """Hands the measured choices of this machine to the ops, the same on all ranks, and says so in a line for
+    the log; empty where nothing asks for them or there are none."""
+    tp = comm.group_size(group)
+    hand_over({})
+    if config.comm.tier != "auto" or config.comm.tuning == "off" or tp == 1:
+        return ""
+    device = device_name(device_type, torch.get_num_threads())
+    found = on_first_rank(ranks, lambda: find(default_path(), device, tp, library()))
+    hand_over(found.places)
+    return found.words
 
 
 def _model(

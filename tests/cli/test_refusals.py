@@ -20,7 +20,7 @@ def refused(capsys, *argv):
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["fly"], "There is no command fly; use train, generate, doctor, schedule, profile or plan."),
+        (["fly"], "There is no command fly; use train, generate, doctor, schedule, profile, plan or tune."),
         (["train", "--config", "no.toml"], "--config no.toml: there is no such file and no such preset;"),
         (["train", "--config"], "--config needs a value."),
         (["train", "--config", "--train.steps", "3"], "--config needs a value."),

@@ -3,8 +3,10 @@
 // as the CPU path does).
 #pragma once
 
+#if !defined(__CUDACC_RTC__)
 #include <cstdint>
 #include <cstring>
+#endif
 
 #include "compat.h"
 

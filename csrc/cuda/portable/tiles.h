@@ -3,11 +3,13 @@
 // the blocks that run at one time share operands in L2.
 #pragma once
 
+#include "compat.h"
+#include "cuda/launchers.h"
+#if !defined(__CUDACC_RTC__)
 #include <vector>
 
-#include "compat.h"
 #include "core/chunk_plan.h"
-#include "cuda/launchers.h"
+#endif
 
 namespace pyruntime::portable {
 
@@ -84,6 +86,7 @@ struct TileSchedule {
   }
 };
 
+#if !defined(__CUDACC_RTC__)  // whoever launches makes it
 inline TileSchedule make_schedule(const std::vector<Chunk>& order, int64_t columns, int tile_rows,
                                   int tile_columns) {
   TileSchedule schedule{};
@@ -95,5 +98,6 @@ inline TileSchedule make_schedule(const std::vector<Chunk>& order, int64_t colum
   }
   return schedule;
 }
+#endif
 
 }  // namespace pyruntime::portable

@@ -1,0 +1,16 @@
+// In place of the host's headers, which NVRTC has none of (pyruntime/cuda/variants.py): the names that
+// kernels use. NVRTC knows size_t and memcpy itself.
+#pragma once
+
+using int32_t = int;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+// As the host's compilers have them: a struct must be the same on both sides.
+using int64_t = long;
+using uint64_t = unsigned long;
+using uintptr_t = unsigned long;
+static_assert(sizeof(int64_t) == 8 && sizeof(uintptr_t) == sizeof(void*));
+
+// NVRTC's front end spells it so.
+#define offsetof(type, field) __INTADDR__(&static_cast<type*>(nullptr)->field)

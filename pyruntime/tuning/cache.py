@@ -1,0 +1,152 @@
+"""The file of measured choices. It needs nothing but the standard library.
+
+    {"format": "pyruntime tuning", "version": 1, "places": [
+      {"device": .., "world_size": .., "transport": .., "library": ..,
+       "choices": {"all_gather_matmul rows=2048 n=384 k=256 BFloat16 cpu": {"tier": "chunked", ..}}}]}
+
+One file serves several machines that share a home folder: a place says where its choices were measured, and
+they are used nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+FORMAT, VERSION = "pyruntime tuning", 1
+VARIABLE = "PYRUNTIME_TUNING"
+
+
+class CacheError(ValueError):
+    """Says in a sentence why a file cannot be read as a cache. `old`: it is one, of another version."""
+
+    def __init__(self, sentence: str, *, old: bool = False) -> None:
+        super().__init__(sentence)
+        self.old = old
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where choices were measured, and where alone they are used."""
+
+    device: str
+    """In words: a processor and the threads of a rank, or a GPU."""
+    world_size: int
+    """Ranks of the group."""
+    transport: str
+    """How the group's chunks travel: "symmetric memory", "ring over gloo", .."""
+    library: str
+    """Versions of pyruntime and torch."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was measured of one op at one shape."""
+
+    tier: str
+    """The one to take."""
+    seconds: dict[str, float]
+    """Median over rounds of the slowest rank, by tier."""
+    rounds: int
+    date: str
+    """Of the measurement, as 2026-11-21."""
+    tiles: str = ""
+    """Of the fused kernel, by name; empty: by the kernel's own rule."""
+
+
+Choices = dict[str, Choice]
+"""By the core's name of the op and its shape (`_C.tier_key`)."""
+Cache = dict[Place, Choices]
+
+
+def default_path() -> Path:
+    """The file that PYRUNTIME_TUNING names, else pyruntime/tuning.json in the user's cache folder (XDG)."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named)
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
+    return base / "pyruntime" / "tuning.json"
+
+
+def read(path: Path) -> Cache:
+    """The choices in a file; none where there is no file. Raises CacheError where it holds something else."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CacheError(f"the tuning file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CacheError(f"the tuning file {path} is damaged: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CacheError(f"{path} is no tuning file of pyruntime")
+    if document.get("version") != VERSION:
+        raise CacheError(
+            f"the tuning file {path} has version {document.get('version')!r}, and this pyruntime reads "
+            f"version {VERSION}: run `python -m pyruntime tune` again",
+            old=True,
+        )
+    try:
+        return dict(_place(entry) for entry in document["places"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CacheError(f"the tuning file {path} is damaged: {error!r}") from error
+
+
+def write(path: Path, cache: Cache) -> None:
+    """Replaces the file as a whole: whoever reads meanwhile sees the old one or the new one. Raises
+    OSError."""
+    places = [
+        asdict(place) | {"choices": {key: asdict(choice) for key, choice in sorted(choices.items())}}
+        for place, choices in cache.items()
+    ]
+    document = {"format": FORMAT, "version": VERSION, "places": places}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(document, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def merged(cache: Cache, place: Place, choices: Choices) -> Cache:
+    """`cache` with what was measured now; older choices of the same place stay where they are not measured
+    anew."""
+    return cache | {place: cache.get(place, {}) | choices}
+
+
+def _place(entry: dict[str, Any]) -> tuple[Place, Choices]:
+    place = Place(**{field.name: entry[field.name] for field in fields(Place)})
+    if not isinstance(place.world_size, int) or not all(
+        isinstance(text, str) for text in (place.device, place.transport, place.library)
+    ):
+        raise TypeError(f"{place} is no place")
+    return place, {key: _choice(key, values) for key, values in entry["choices"].items()}
+
+
+def _choice(key: str, values: dict[str, Any]) -> Choice:
+    choice = Choice(**values)
+    texts = (key, choice.tier, choice.date, choice.tiles)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(choice.rounds, int):
+        raise TypeError(f"the choice of {key} has a value of the wrong type")
+    _check_seconds(key, choice.seconds)
+    if choice.tier not in choice.seconds:
+        raise ValueError(f"the choice of {key} is {choice.tier!r}, which was not measured")
+    return choice
+
+
+def _check_seconds(key: str, seconds: Mapping[str, float]) -> None:
+    if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in seconds.values()):
+        raise ValueError(f"the times of {key} are no seconds: {dict(seconds)}")

@@ -1,0 +1,227 @@
+"""Times the tiers of one linear on all ranks, beside the product and the collective alone.
+
+T_g, T_c, R and E are those of docs/performance.md: the best non-split product, the best standalone collective
+of the same bytes, R = T_o / max(T_g, T_c) and E = (T_g + T_c - T_o) / min(T_g, T_c), all of one interleaved
+run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyruntime import comm, ops
+from pyruntime.comm import Group
+from pyruntime.comm.core import _C
+from pyruntime.nn.tiers import TIERS
+from pyruntime.tuning.linears import Linear
+from pyruntime.tuning.timing import interleave
+
+Run = Callable[[], object]
+LEAST_ROUNDS = 3
+WARM_UP = 2
+UNFUSED_MUST_WIN_BY = 0.97
+"""As csrc/ops/tier.cpp has it: an overlapping tier is kept unless unfused is clearly faster."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One pass of one linear; seconds are medians over rounds of the slowest rank."""
+
+    linear: Linear
+    when: str
+    """ "forward" or "backward"."""
+    keys: tuple[str, ...]
+    """What the core calls it, on all ranks: they differ where a weight is cut unevenly."""
+    tiers: dict[str, float]
+    refused: dict[str, str]
+    """Why the op does not accept the other tiers."""
+    gemm: float
+    collective: float
+    rounds: int
+
+    @property
+    def tier(self) -> str:
+        return choose(self.tiers)
+
+    @property
+    def bound_ratio(self) -> float:
+        """R."""
+        return self.tiers[self.tier] / max(self.gemm, self.collective)
+
+    @property
+    def efficiency(self) -> float:
+        """E."""
+        alone = self.gemm + self.collective
+        return (alone - self.tiers[self.tier]) / min(self.gemm, self.collective)
+
+
+def choose(seconds: dict[str, float]) -> str:
+    """The tier to take: the fastest of those that overlap, or unfused where it beats that clearly."""
+    overlapping = {name: value for name, value in seconds.items() if name != "unfused"}
+    if not overlapping:
+        return "unfused"
+    best = min(overlapping, key=lambda name: overlapping[name])
+    clearly = "unfused" in seconds and seconds["unfused"] < UNFUSED_MUST_WIN_BY * seconds[best]
+    return "unfused" if clearly else best
+
+
+class Problem:
+    """Random operands of a linear on this rank, and what is timed on them. Every rank makes it alike.
+
+    group: the ranks that share the linear. job: those that measure at the same time, of several such groups;
+    None: all of the job.
+    """
+
+    def __init__(
+        self,
+        linear: Linear,
+        group: Group,
+        dtype: torch.dtype,
+        device: torch.device,
+        job: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.linear, self.group, self.dtype, self.device, self.job = linear, group, dtype, device, job
+        size, rank = comm.group_size(group), comm.group_rank(group)
+        self.even = linear.rows % size == 0
+        own = linear.rows // size + (rank < linear.rows % size)
+        self.weight = self._random(linear.n, linear.k, scale=linear.k**-0.5)
+        self.x_whole, self.y_whole = self._random(linear.rows, linear.k), self._random(linear.rows, linear.n)
+        self.x = self.x_whole[:own] if linear.gathers else self.x_whole
+        self.dy = self.y_whole if linear.gathers else self.y_whole[:own]
+
+    def _random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, device=self.device) * scale).to(self.dtype)
+
+    def apply(self, x: Tensor, weight: Tensor, tier: str) -> Tensor:
+        if self.linear.gathers:
+            return ops.all_gather_matmul(x, weight, self.group, rows=self.linear.rows, tier=tier)
+        return ops.matmul_reduce_scatter(x, weight, self.group, tier=tier)
+
+    def tier(self, name: str, when: str) -> Run:
+        """One pass in a tier. The backward is of one forward, which is not timed and kept."""
+        if when == "forward":
+            return lambda: self.apply(self.x, self.weight, name)
+        x, weight = (operand.detach().requires_grad_() for operand in (self.x, self.weight))
+        with torch.enable_grad():
+            y = self.apply(x, weight, name)
+        return lambda: torch.autograd.grad(y, (x, weight), self.dy, retain_graph=True)
+
+    def gemm(self, when: str) -> Run:
+        """The rank's products by the vendor library, none of them split, into kept memory."""
+        if when == "forward":
+            pairs = [(self.x_whole, self.weight.t())]
+        else:
+            pairs = [(self.y_whole, self.weight), (self.y_whole.t(), self.x_whole)]
+        results = [a.new_empty(a.shape[0], b.shape[1]) for a, b in pairs]
+
+        def run() -> None:
+            for (a, b), result in zip(pairs, results, strict=True):
+                torch.mm(a, b, out=result)
+
+        return run
+
+    def collectives(self, when: str) -> dict[str, Run]:
+        """The collective that the pass cannot do without, by whose it is. The second gather of x that a
+        column linear's weight gradient takes where x was not kept does not count."""
+        gathers = self.linear.gathers == (when == "forward")
+        whole = self.x_whole if self.linear.gathers else self.y_whole
+        own = self.x if self.linear.gathers else self.dy
+        runs: dict[str, Run] = {"pyruntime": self._ours(gathers, own, whole)}
+        if self.even:
+            runs["process group"] = self._theirs(gathers, own, whole)
+        return runs
+
+    def _ours(self, gathers: bool, own: Tensor, whole: Tensor) -> Run:
+        if gathers:
+            return lambda: ops.all_gather(own, self.group, rows=self.linear.rows)
+        return lambda: ops.reduce_scatter(whole, self.group)
+
+    def _theirs(self, gathers: bool, own: Tensor, whole: Tensor) -> Run:
+        # torch 2.13 renamed them.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        group, out = comm.process_group(self.group), torch.empty_like(whole if gathers else own)
+        if gathers:
+            return lambda: all_gather(out, own, group=group)
+        return lambda: reduce_scatter(out, whole, group=group)
+
+    def key(self, when: str) -> str:
+        op = self.linear.op if when == "forward" else f"{self.linear.op}_backward"
+        linear = self.linear
+        return _C.tier_key(op, linear.rows, linear.n, linear.k, self.dtype, str(self.device))
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure(problem: Problem, when: str, rounds: int, seconds: float) -> Measured:
+    """Times one pass: `rounds` rounds, or as many as fit into `seconds`, at least three. Collective over
+    the problem's job."""
+    tiers, refused = accepted_tiers(problem, when)
+    variants: dict[str, Run] = {f"tier {name}": run for name, run in tiers.items()}
+    variants["gemm"] = problem.gemm(when)
+    collectives = problem.collectives(when)
+    variants |= {f"collective {owner}": run for owner, run in collectives.items()}
+    with torch.no_grad():
+        for _ in range(WARM_UP):
+            started = time.perf_counter()
+            for run in variants.values():
+                run()
+            problem.finish()
+        fitting = int(seconds / largest(time.perf_counter() - started, problem.job))
+        rounds = max(LEAST_ROUNDS, min(rounds, fitting))
+        samples = interleave(variants, rounds, problem.linear.rows, problem.finish, problem.job)
+    return Measured(
+        linear=problem.linear,
+        when=when,
+        keys=tuple(sorted(set(gathered(problem.key(when), problem.job)))),
+        tiers={name: samples[f"tier {name}"].median for name in tiers},
+        refused=refused,
+        gemm=samples["gemm"].median,
+        collective=min(samples[f"collective {owner}"].median for owner in collectives),
+        rounds=rounds,
+    )
+
+
+def accepted_tiers(problem: Problem, when: str) -> tuple[dict[str, Run], dict[str, str]]:
+    """The tiers that the op runs in here, and why it does not in the others. A tier that one rank refuses is
+    refused for all."""
+    accepted: dict[str, Run] = {}
+    refused: dict[str, str] = {}
+    for name in TIERS:
+        if name == "auto":
+            continue
+        why = ""
+        try:
+            run = problem.tier(name, when)
+            run()
+            problem.finish()
+        except ValueError as error:
+            why = str(error)
+        found = [sentence for sentence in gathered(why, problem.job) if sentence]
+        if found:
+            refused[name] = found[0]
+        else:
+            accepted[name] = run
+    return accepted, refused
+
+
+def gathered(text: str, job: dist.ProcessGroup | None = None) -> list[str]:
+    """A text of each rank of the job, on all of them."""
+    texts: list[str] = [""] * dist.get_world_size(job)
+    dist.all_gather_object(texts, text, group=job)
+    return texts
+
+
+def largest(value: float, job: dist.ProcessGroup | None = None) -> float:
+    """The largest of a number of each rank of the job, on all of them."""
+    box = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(box, dist.ReduceOp.MAX, job)
+    return float(box)
