@@ -21,8 +21,8 @@ enum { PYRUNTIME_OK = 0, PYRUNTIME_INVALID = 1, PYRUNTIME_DEVICE_ERROR = 2 };
 /* Ranks of one group: more share no memory anywhere. */
 enum { PYRUNTIME_MOST_RANKS = 72 };
 
-/* A flight uses one slot of a workspace; while it is read, the next may fill the other. */
-enum { PYRUNTIME_SLOTS = 2 };
+/* A flight uses one slot of a workspace; so many may be under way. */
+enum { PYRUNTIME_SLOTS = 4 };
 
 typedef enum { PYRUNTIME_BF16 = 0, PYRUNTIME_FP16 = 1, PYRUNTIME_FP32 = 2 } PyruntimeDtype;
 
@@ -187,9 +187,9 @@ typedef struct {
   int64_t step; /* the first is 1 */
 } PyruntimeAdamwOptions;
 
-/* `tensors` lies on the host. grad_scale: one float on the device, or nullptr. `device_options`: a
-   PyruntimeAdamwOptions on the device that is read in place of `options` when the kernel runs, for CUDA
-   graphs; or nullptr. */
+/* `tensors` lies on the host. grad_scale: one float on the device, or nullptr; NaN there, when the kernel
+   runs, means that nothing is updated. `device_options`: a PyruntimeAdamwOptions on the device that is read
+   in place of `options` when the kernel runs, for CUDA graphs; or nullptr. */
 PYRUNTIME_API int pyruntime_adamw(const PyruntimeAdamwTensor* tensors, int32_t count_of_tensors,
                                   int32_t param_dtype, int32_t grad_dtype,
                                   const PyruntimeAdamwOptions* options,

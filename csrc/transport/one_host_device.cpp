@@ -31,7 +31,7 @@ constexpr int64_t kHeaderBytes = 128;
 // Flags of a rank in a slot: its rows, or its part of them, are there; and its sums.
 enum Flag : int { kRows = 0, kSums = 1, kFlags = 2 };
 
-// Symmetric memory on every rank, as the library lays it out: two slots of so many bytes.
+// Symmetric memory on every rank, as the library lays it out: PYRUNTIME_SLOTS slots of so many bytes.
 struct Workspace {
   PyruntimeWorkspace shape;
   at::Tensor memory;

@@ -11,7 +11,7 @@ from typing import Any
 from pyruntime.comm.errors import CommTimeout
 
 INVALID, REFUSED = 1, 3
-SLOTS = 2
+SLOTS = 4
 BF16, FP16, FP32 = 0, 1, 2
 NT, NN, TN = 0, 1, 2
 SMALL, LARGE = 0, 1

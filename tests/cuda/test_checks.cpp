@@ -72,7 +72,7 @@ TEST(a_group_is_refused_for_every_wrong_argument) {
       {[](auto& g) { g.shape.world_size = 0; }, "world_size=0; a group has 1 to 72 ranks."},
       {[](auto& g) { g.shape.world_size = 73; }, "world_size=73"},
       {[](auto& g) { g.rank = 2; }, "rank=2 in a group of 2 ranks."},
-      {[](auto& g) { g.slot = 2; }, "slot=2; there are slots 0 to 1."},
+      {[](auto& g) { g.slot = 4; }, "slot=4; there are slots 0 to 3."},
       {[](auto& g) { g.deadline_ns = 0; }, "deadline_ns=0; every wait needs a deadline above 0 nanoseconds."},
       {[](auto& g) { g.workspaces = nullptr; }, "the list of workspaces is a null pointer."},
       {[](auto& g) { g.workspaces = misplaced; }, "the workspace of rank 1 lies at 0x8; it must be mapped"},

@@ -97,6 +97,6 @@ def without_the_second_call_of_rank_1(group):
 def test_a_peer_that_does_not_come_is_named(host_kernels, ranks):
     said = ranks.run(without_the_second_call_of_rank_1, 2)[0]
     assert said == (
-        "matmul_reduce_scatter, rank 0 waiting for rank 1 to send chunk 0 into slot 0 "
+        "matmul_reduce_scatter, rank 0 waiting for rank 1 to send chunk 0 into slot 2 "
         "(expected epoch 1, seen 0): the deadline has passed."
     )
