@@ -53,7 +53,8 @@ bool load(const std::string& path, DeviceLibrary& library, std::string& why_not)
       look_up(handle, "pyruntime_end_puts", library.end_puts) &&
       look_up(handle, "pyruntime_await", library.await) &&
       look_up(handle, "pyruntime_slot_data", library.slot_data) &&
-      look_up(handle, "pyruntime_reduce", library.reduce)) {
+      look_up(handle, "pyruntime_reduce", library.reduce) &&
+      look_up(handle, "pyruntime_adamw", library.adamw)) {
     return true;
   }
   why_not = path + " lacks functions of this version; build it anew";

@@ -23,6 +23,7 @@ struct DeviceLibrary {
   decltype(&pyruntime_await) await;
   decltype(&pyruntime_slot_data) slot_data;
   decltype(&pyruntime_reduce) reduce;
+  decltype(&pyruntime_adamw) adamw;
 
   // Raises RuntimeError with the library's sentence where a call has failed.
   void check(int code) const;
