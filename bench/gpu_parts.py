@@ -23,6 +23,7 @@ from gpu_ranks import (
     stream,
     tiles_for,
 )
+from gpu_training import training
 from torch import Tensor
 
 from pyruntime.cuda import library as abi
@@ -548,6 +549,8 @@ def run(name: str, emit: Emit, quick: bool) -> None:
     kind, _, which = name.rpartition("-")
     if name == "support":
         support(emit, quick)
+    elif name == "training":
+        training(emit, quick)
     elif kind == "products":
         products(emit, which, quick)
     elif kind == "gather-host":
