@@ -79,10 +79,10 @@ def check_device(config: RunConfig, here: Here) -> None:
     parallel = config.parallel
     several_hosts = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
     for name, size in (("dp", parallel.dp), ("cp", parallel.cp), ("pp", parallel.pp)):
-        if size > 1 and several_hosts:
+        if size > 1 and several_hosts and name != "dp":
             raise ConfigError(
-                f"parallel.{name}={size}: GPUs of several hosts have no way yet for its chunks; start all "
-                "ranks on one host, or use parallel.tp alone."
+                f"parallel.{name}={size}: GPUs of several hosts have no way yet for its messages; start all "
+                "ranks on one host, or use parallel.tp and parallel.dp alone."
             )
-        if size > 1 and (reason := _C.why_no_device_library("cuda")):
+        if size > 1 and not several_hosts and (reason := _C.why_no_device_library("cuda")):
             raise ConfigError(f"parallel.{name}={size} on GPUs: {reason}.")

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from pyruntime.comm.core import _C
 from pyruntime.train.config import Optimizer, Parallel, RunConfig, Train
 from pyruntime.train.device import Here, check_device, peak_flops_of
 from pyruntime.train.errors import ConfigError, TrainingError
@@ -39,13 +40,24 @@ def test_what_devices_cannot_do_is_refused_by_name():
         check(RunConfig(train=Train(device="tpu")), 1)  # type: ignore[arg-type]
 
 
-def test_chunks_of_gpus_on_several_hosts_are_refused(monkeypatch):
+def test_pipelines_and_rings_of_several_hosts_gpus_are_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setenv("WORLD_SIZE", "16")
-    for axis in ("dp", "cp", "pp"):
+    for axis in ("cp", "pp"):
         with pytest.raises(ConfigError, match=rf"parallel.{axis}=2: GPUs of several hosts"):
             check_device(RunConfig(parallel=Parallel(**{axis: 2})), CUDA)
-    check_device(RunConfig(parallel=Parallel(tp=16)), CUDA)
+    check_device(RunConfig(parallel=Parallel(tp=8, dp=2)), CUDA)
+
+
+def test_chunks_of_one_host_need_the_kernels(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if not (reason := _C.why_no_device_library("cuda")):
+        pytest.skip("the kernels are built here")
+    with pytest.raises(ConfigError) as refused:
+        check_device(RunConfig(parallel=Parallel(dp=2)), CUDA)
+    assert str(refused.value) == f"parallel.dp=2 on GPUs: {reason}."
+    check_device(RunConfig(parallel=Parallel(tp=2)), CUDA)
 
 
 @pytest.fixture
