@@ -24,6 +24,7 @@ from gpu_ranks import (
     stream,
     tiles_for,
 )
+from gpu_training import training
 from torch import Tensor
 
 from pyruntime.cuda import library as abi
@@ -553,6 +554,8 @@ def run(name: str, emit: Emit, quick: bool) -> None:
         support(emit, quick)
     elif name == "baselines":
         baselines(emit, quick)
+    elif name == "training":
+        training(emit, quick)
     elif kind == "products":
         products(emit, which, quick)
     elif kind == "gather-host":

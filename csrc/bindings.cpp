@@ -208,6 +208,14 @@ void bind_comm(py::module_& m) {
       },
       NoGil());
   m.def(
+      "why_no_device_library",
+      [](const std::string& device) {
+        std::string why_not;
+        pyruntime::DeviceLibrary::find(c10::Device(device).type(), why_not);
+        return why_not;
+      },
+      NoGil());
+  m.def(
       "transport_description",
       [](const std::string& group) { return Group::get(group).transport_description(); }, NoGil());
   m.def("leave_groups", &Group::leave_all, NoGil());

@@ -204,9 +204,9 @@ typedef struct {
   int64_t step; /* the first is 1 */
 } PyruntimeAdamwOptions;
 
-/* `tensors` lies on the host. grad_scale: one float on the device, or nullptr. `device_options`: a
-   PyruntimeAdamwOptions on the device that is read in place of `options` when the kernel runs, for CUDA
-   graphs; or nullptr. */
+/* `tensors` lies on the host. grad_scale: one float on the device, or nullptr; NaN there, when the kernel
+   runs, means that nothing is updated. `device_options`: a PyruntimeAdamwOptions on the device that is read
+   in place of `options` when the kernel runs, for CUDA graphs; or nullptr. */
 PYRUNTIME_API int pyruntime_adamw(const PyruntimeAdamwTensor* tensors, int32_t count_of_tensors,
                                   int32_t param_dtype, int32_t grad_dtype,
                                   const PyruntimeAdamwOptions* options,

@@ -7,6 +7,7 @@ void register_primitives(torch::Library& library) {
   register_row_linears(library);
   register_collectives(library);
   register_linear(library);
+  register_device_adamw(library);
 }
 
 }  // namespace pyruntime

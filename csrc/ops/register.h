@@ -13,5 +13,6 @@ void register_row_linears(torch::Library& library);
 void register_collectives(torch::Library& library);
 // linear.cpp
 void register_linear(torch::Library& library);
+void register_device_adamw(torch::Library& library);
 
 }  // namespace pyruntime

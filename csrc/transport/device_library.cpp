@@ -54,6 +54,7 @@ bool load(const std::string& path, DeviceLibrary& library, std::string& why_not)
       look_up(handle, "pyruntime_await", library.await) &&
       look_up(handle, "pyruntime_slot_data", library.slot_data) &&
       look_up(handle, "pyruntime_reduce", library.reduce) &&
+      look_up(handle, "pyruntime_adamw", library.adamw) &&
       look_up(handle, "pyruntime_is_capturing", library.is_capturing) &&
       look_up(handle, "pyruntime_choose_tiles", library.choose_tiles) &&
       look_up(handle, "pyruntime_all_gather_matmul", library.all_gather_matmul) &&

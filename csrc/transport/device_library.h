@@ -24,6 +24,7 @@ struct DeviceLibrary {
   decltype(&pyruntime_await) await;
   decltype(&pyruntime_slot_data) slot_data;
   decltype(&pyruntime_reduce) reduce;
+  decltype(&pyruntime_adamw) adamw;
   decltype(&pyruntime_is_capturing) is_capturing;
   decltype(&pyruntime_choose_tiles) choose_tiles;
   decltype(&pyruntime_all_gather_matmul) all_gather_matmul;

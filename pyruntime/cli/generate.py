@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pyruntime.cli.arguments import parse
 from pyruntime.cli.environment import started_ranks
@@ -41,6 +41,8 @@ class Options:
     """Draw from the fewest tokens whose probabilities reach this sum, 0 to 1; None: all."""
     seed: int = 0
     """Seed of the draws: the same seed, checkpoint and number of ranks give the same text."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the ranks compute: cuda, cpu, or auto: cuda where every rank of a host has a GPU, else cpu."""
     threads: int = 0
     """CPU threads per rank; 0: what torchrun or OMP_NUM_THREADS set, else the cores divided by the ranks."""
     deadline_s: float = 120.0
@@ -54,13 +56,14 @@ def main(argv: list[str]) -> None:
 
     import torch
 
-    from pyruntime.cli.train import threads
+    from pyruntime.cli.train import device_of, threads
     from pyruntime.comm import Runtime
 
     torch.set_num_threads(threads(options.threads, world_size))
-    with Runtime.start(tp=world_size, device="cpu", deadline_s=options.deadline_s) as runtime:
-        model, tokenizer = load(Path(options.checkpoint), runtime.tp)
-        ids = prompt_ids(options.prompt, tokenizer)
+    device = device_of("--device", options.device)
+    with Runtime.start(tp=world_size, device=device, deadline_s=options.deadline_s) as runtime:
+        model, tokenizer = load(Path(options.checkpoint), runtime.tp, runtime.device)
+        ids = prompt_ids(options.prompt, tokenizer).to(runtime.device)
         pieces = continue_text(model, tokenizer, ids, options)
         shown = model.group.rank == 0
         for piece in itertools.chain([options.prompt], pieces, ["\n"]):
@@ -90,13 +93,15 @@ def check(options: Options) -> None:
     validate.check_seconds("--deadline_s", options.deadline_s)
 
 
-def load(folder: Path, group) -> tuple[Llama, Tokenizer]:
+def load(folder: Path, group, device: torch.device | str = "cpu") -> tuple[Llama, Tokenizer]:
     """Model and tokenizer of a checkpoint. Raises ConfigError where it is damaged or does not fit the
     ranks."""
     from pyruntime.llama import load_hf
 
     try:
-        model = load_hf(folder, group, tier="chunked")  # measured tiers could give another text next time
+        model = load_hf(
+            folder, group, tier="chunked", device=device
+        )  # measured tiers could give another text next time
     except (ValueError, OSError) as error:
         raise ConfigError(f"--checkpoint {folder}: {error}") from error
     return model, load_beside(folder, model.config.vocab_size)

@@ -70,20 +70,35 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
     import torch
 
     from pyruntime.comm import Runtime
+    from pyruntime.train.device import Here, check_device
     from pyruntime.train.run import run as train
 
     torch.set_num_threads(threads(config.train.threads, world_size))
     parallel = config.parallel
+    device = device_of("train.device", config.train.device)
     with Runtime.start(
         tp=parallel.tp,
         dp=parallel.dp,
         dp_replicate=parallel.dp_replicate,
         cp=parallel.cp,
         pp=parallel.pp,
-        device="cpu",
+        device=device,
         deadline_s=config.comm.deadline_s,
     ) as runtime:
-        train(config, name, runtime.tp, stop, runtime.replicas, runtime.cp, runtime.pp)
+        here = Here(runtime.device, runtime.why_device)
+        check_device(config, here)
+        train(config, name, runtime.tp, stop, runtime.replicas, runtime.cp, runtime.pp, here)
+
+
+def device_of(key: str, asked: str) -> str:
+    """`asked`, the option `key`, where this process can have it. Raises ConfigError where it cannot."""
+    from pyruntime.comm.devices import Host, place
+
+    try:
+        place(asked, Host.here())
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    return asked
 
 
 def threads(asked: int, world_size: int) -> int:

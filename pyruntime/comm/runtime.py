@@ -6,11 +6,13 @@ import os
 import tempfile
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyruntime.comm import companions
 from pyruntime.comm.core import _C
+from pyruntime.comm.devices import Host, place
 from pyruntime.comm.groups import group_name, group_size, set_deadline, stats
 
 DEFAULT_DEADLINE_S = 120.0
@@ -32,6 +34,9 @@ class Runtime:
             raise ValueError(f"The mesh has axes {mesh.mesh_dim_names}; name one of them 'tp'.")
         self.mesh = mesh
         self.deadline_s = deadline_s
+        self.device = _device_of(mesh)
+        """Where this rank computes."""
+        self.why_device = "the mesh's"
         self._owns_process_groups = False
         self._replicas: DeviceMesh | None = None
         self._groups = [group_name(mesh[axis]) for axis in mesh.mesh_dim_names]
@@ -62,11 +67,14 @@ class Runtime:
         dp_replicate: how many groups of them hold everything once.
         cp: ranks in a context-parallel group.
         pp: ranks in a pipeline.
+        device: "cpu", "cuda" (the GPU of this rank's LOCAL_RANK), or "auto": a GPU where every rank of the
+            host has one, else the CPU. On GPUs the process groups talk through NCCL for tensors there and
+            through Gloo for those on the CPU; through Gloo alone where ranks share a GPU.
 
         The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp), with cp before tp and pp before all where
         they are above 1.
-        Raises ValueError when the axes do not make up the world size, CommTimeout when the other ranks do not
-        come.
+        Raises ValueError when the axes do not make up the world size or there is no such device, CommTimeout
+        when the other ranks do not come.
         """
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         tp = max(1, world_size // (dp * cp * pp)) if tp is None else tp
@@ -76,13 +84,16 @@ class Runtime:
                 f"{world_size} rank(s) were started; start tp * dp * cp * pp of them (torchrun "
                 f"--nproc-per-node {tp * dp * cp * pp}) or leave tp out, and let dp_replicate divide dp."
             )
+        placement = place(device, Host.here())
+        if placement.device.type == "cuda":
+            torch.cuda.set_device(placement.device)
         timeout = timedelta(seconds=deadline_s)
         if "RANK" in os.environ:
-            dist.init_process_group("gloo", timeout=timeout)
+            dist.init_process_group(placement.backend, timeout=timeout)
         else:
             with tempfile.TemporaryDirectory() as folder:
                 store = dist.FileStore(os.path.join(folder, "store"), 1)
-                dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+                dist.init_process_group(placement.backend, store=store, rank=0, world_size=1, timeout=timeout)
         axes = {"tp": tp} if cp == 1 else {"cp": cp, "tp": tp}
         if dp_replicate > 1:
             axes = {"dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate} | axes
@@ -90,9 +101,10 @@ class Runtime:
             axes = {"dp": dp} | axes
         if pp > 1:
             axes = {"pp": pp} | axes
-        mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        mesh = init_device_mesh(placement.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         runtime = cls(mesh, deadline_s=deadline_s)
         runtime._owns_process_groups = True
+        runtime.device, runtime.why_device = placement.device, placement.why
         return runtime
 
     @property
@@ -158,6 +170,12 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
 
 
 def merge_context(mesh: DeviceMesh) -> DeviceMesh:

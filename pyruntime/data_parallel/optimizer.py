@@ -135,7 +135,7 @@ class ShardedAdamW:
     def take(self, unit: Unit, gradient: Tensor) -> None:
         """The sum over all ranks of this rank's rows has come."""
         if self.at_once:
-            self._update(unit, gradient, 1.0)
+            self._update(unit, gradient, unit.got(gradient).tolist(), 1.0)
         else:
             self._reduced.append((unit, gradient))
 
@@ -163,10 +163,11 @@ class ShardedAdamW:
                 raise NonFiniteGradient(own or ["a parameter of another stage"])
             return StepReport(norm, True)
         scale = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
+        got = _read_marks(reduced)
         gradients = {id(unit): gradient for unit, gradient in reduced}
         del reduced
         for unit in self._gatherer.update_order():
-            self._update(unit, gradients.pop(id(unit)), scale)
+            self._update(unit, gradients.pop(id(unit)), got[id(unit)], scale)
             self._gatherer.updated(unit)  # its new rows leave while the next unit is updated
         self._gatherer.end_update()
         return StepReport(norm, False)
@@ -209,9 +210,8 @@ class ShardedAdamW:
         return unit.views(gradient, self._axes.shard.rank)
 
     @torch.no_grad()
-    def _update(self, unit: Unit, gradient: Tensor, scale: float) -> None:
+    def _update(self, unit: Unit, gradient: Tensor, got: Sequence[bool], scale: float) -> None:
         by_steps: dict[int, list[tuple[_State, Tensor]]] = {}
-        got = unit.got(gradient)
         for state, rows in zip(self._states[id(unit)], self._rows(unit, gradient), strict=True):
             if got[state.part.owner]:
                 state.steps += 1
@@ -272,6 +272,14 @@ class ShardedAdamW:
     def _all_states(self) -> Iterator[_State]:
         for states in self._states.values():
             yield from states
+
+
+def _read_marks(reduced: Sequence[tuple[Unit, Tensor]]) -> dict[int, list[bool]]:
+    """By unit, which of its parameters some rank had a gradient for. A device is waited for once."""
+    if not reduced:
+        return {}
+    flags = iter(torch.cat([unit.got(gradient) for unit, gradient in reduced]).tolist())
+    return {id(unit): [next(flags) for _ in unit.parameters] for unit, _ in reduced}
 
 
 def _sum_over_tp(squares: Tensor, states: Sequence[_State]) -> Tensor:

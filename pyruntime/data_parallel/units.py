@@ -136,9 +136,10 @@ class Unit:
             result.append(segment[part.offset : part.offset + lines].view(shape))
         return result
 
-    def got(self, segment: Tensor) -> list[bool]:
-        """Which parameters some rank had a gradient for, by the marks of a reduced segment."""
-        return (segment[self.marks :, 0] != 0).tolist()
+    def got(self, segment: Tensor) -> Tensor:
+        """Which parameters some rank had a gradient for, by the marks of a reduced segment: bool, where that
+        is."""
+        return segment[self.marks :, 0] != 0
 
 
 def _rows(parameter: Tensor) -> int:

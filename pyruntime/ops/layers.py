@@ -141,7 +141,9 @@ def adamw_(
     `masters` is empty or holds for each parameter its float32 master copy, or an empty tensor where it has
     none (a float32 parameter is its own); a low-precision parameter becomes its rounded master. weight_decay
     is decoupled, one for all or one for each parameter. grads are multiplied by grad_scale (a clip
-    coefficient) on the way. step counts from 1. Gradients that are not finite are the caller's to keep out.
+    coefficient) on the way; where that is NaN, nothing is updated. step counts from 1. Gradients that are not
+    finite are the caller's to keep out. On CUDA with the kernels built (`make cuda`) all tensors of one dtype
+    are updated by a launch for every 48, and the host does not wait; without them by ATen's operations.
 
     rounding: empty, or for each parameter (seed, index of its first element): bfloat16 parameters, which then
     have no masters, are rounded at random, up or down so that the mean is exact, by a generator that gives
@@ -149,7 +151,10 @@ def adamw_(
     """
     decay = list(weight_decay) if isinstance(weight_decay, Sequence) else [weight_decay] * len(params)
     if isinstance(grad_scale, float | int):
-        grad_scale = None if grad_scale == 1 else torch.tensor(float(grad_scale), dtype=torch.float64)
+        # Filled where it is used: a copy from the host would wait for a device.
+        device = params[0].device if params else "cpu"
+        scale = torch.full((), float(grad_scale), dtype=torch.float64, device=device)
+        grad_scale = None if grad_scale == 1 else scale
     _ops.adamw_(
         params,
         grads,
@@ -248,6 +253,14 @@ def _(logits, labels, lse, grad, vocab_start):
 def _(
     params, grads, exp_avg, exp_avg_sq, masters, grad_scale, *,
     lr, beta1, beta2, eps, weight_decay, step, seeds=(), firsts=(),
+):  # fmt: skip
+    return None
+
+
+@torch.library.register_fake("pyruntime::device_adamw_")
+def _(
+    params, grads, exp_avg, exp_avg_sq, masters, grad_scale, settings, *,
+    lr, beta1, beta2, eps, weight_decay, step,
 ):  # fmt: skip
     return None
 

@@ -53,7 +53,7 @@ class Pipeline:
         group: the pipeline's ranks, in the order of the schedule's.
         shapes: of what travels between stages for a micro-batch, one for each slice; all with the same last
             dimension.
-        dtype: of what travels.
+        dtype, device: of what travels.
         gradients: takes them instead of `.grad`, where they are reduced over further ranks.
 
     Raises ValueError where schedule, stages and group do not fit together, `ScheduleError` for a schedule
@@ -68,6 +68,7 @@ class Pipeline:
         *,
         shapes: Sequence[Sequence[int]],
         dtype: torch.dtype,
+        device: torch.device | str = "cpu",
         gradients: Gradients | None = None,
     ):
         self.schedule = schedule
@@ -98,7 +99,7 @@ class Pipeline:
             for action in actions
             if action.kind.is_send
         ]
-        self._channels = Channels(group, "pp", edges, most, self._shapes[0][-1], dtype)
+        self._channels = Channels(group, "pp", edges, most, self._shapes[0][-1], dtype, device)
         self._gradients = gradients
         self._lasts = _last_passes(schedule.actions[self._rank])
         self._weights = WeightGradients(stages.values(), self._take_product if gradients else None)

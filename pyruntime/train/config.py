@@ -13,6 +13,7 @@ from typing import Literal
 
 Tier = Literal["auto", "unfused", "chunked", "fused"]
 Dtype = Literal["bf16", "fp32"]
+Device = Literal["auto", "cpu", "cuda"]
 PipelineKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "terapipe", "seq1f1b"]
 ContextLayout = Literal["zigzag", "striped", "contiguous"]
 ContextVariant = Literal["ring", "all_gather_kv", "ulysses", "auto"]
@@ -98,6 +99,9 @@ class Train:
     """Tokens per sequence."""
     dtype: Dtype = "bf16"
     """Type of weights, activations and gradients; for bf16 see optimizer.rounding."""
+    device: Device = "auto"
+    """Where the ranks compute: cuda, the GPU of each rank's LOCAL_RANK; cpu; or auto, cuda where every rank
+    of a host has a GPU of its own, else cpu."""
     activation_checkpointing: bool = False
     """Keep of a layer's activations its input alone and compute the rest anew in the backward pass: less
     memory, a third more work."""

@@ -11,6 +11,9 @@ and context-parallel ranks the tokens of a sequence. All decide on the same exch
 step without further messages. Over data- and context-parallel ranks the gradients are reduced during the last
 micro-batch, and the pass and the norm are those of `pyruntime.data_parallel`. The stages of a pipeline run
 the micro-batches as their schedule says (`pipelined.py`); the last one has the losses.
+
+A rank that is alone with its device does not wait for it in every step: loss and norm stay there until the
+log wants them (`unread.py`).
 """
 
 from __future__ import annotations
@@ -36,12 +39,14 @@ from pyruntime.train.batches import training_batch, validation_batches
 from pyruntime.train.checkpoint_folder import Facts
 from pyruntime.train.config import RunConfig, micro_batches, tokens_per_step
 from pyruntime.train.corpus import Corpus
+from pyruntime.train.device import Here
 from pyruntime.train.errors import TrainingError
-from pyruntime.train.metrics import StepMetrics, peak_memory_bytes
+from pyruntime.train.metrics import StepMetrics
 from pyruntime.train.optimizer import AdamW, clip_coefficient, global_norm
 from pyruntime.train.pipelined import Pipelined, shared_weights
 from pyruntime.train.schedule import learning_rate
 from pyruntime.train.signals import Stopped, StopRequest
+from pyruntime.train.unread import ReadStep, Unread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Exchange:
     squared_norm: tuple[list[float], float]
     """Of every tensor-parallel rank's shards, and of what they all hold; zeros where gradients are reduced
     over other ranks."""
-    exposed_comm_s: float
+    exposed_comm_s: float | None
     memory_bytes: int
     stop: int
     """Signal that a rank was sent; 0: none."""
@@ -63,7 +68,7 @@ class Trainer:
     which gradients are reduced: the data-parallel ranks, and with a `context` its ranks too. Every rank makes
     one. With `replicas` or a pipeline `pp`, `world` are all ranks, those of a tensor-parallel group one after
     another, then those of a context, of data parallelism, and of the pipeline. With `pp`, `model` is this
-    rank's part of it."""
+    rank's part of it. `here` is the device that the model is on."""
 
     def __init__(
         self,
@@ -78,8 +83,10 @@ class Trainer:
         world: comm.Group | None = None,
         context: Context | None = None,
         pp: comm.Group | None = None,
+        here: Here | None = None,
     ):
         train = config.train
+        self._here = here = here or Here()
         self._config, self._corpus, self._run_dir = config, corpus, run_dir
         self._stop = stop
         self._tp_size = tp_size = comm.group_size(group)
@@ -123,7 +130,14 @@ class Trainer:
         self._validation = validation_batches(
             corpus.val, train.val_sequences, train.micro_batch_size, train.seq_len
         )
-        self._backward_seed = torch.tensor(1.0 / micro_batches(config))
+        self._backward_seed = torch.tensor(1.0 / micro_batches(config), device=here.device)
+        alone = here.is_cuda and self._group.size() == 1 and isinstance(self.optimizer, AdamW)
+        self._unread = Unread(here.device) if alone and pp is None else None
+        peak = here.peak_flops(train.dtype)
+        self._mfu_of_one = (
+            None if peak is None else shape.flops_per_token(train.seq_len) / (peak * self._group.size())
+        )
+        """MFU at one token per second."""
 
     def resume(self, folder: Path) -> None:
         """Takes up weights, optimizer state and step of the checkpoint in `folder`."""
@@ -148,13 +162,13 @@ class Trainer:
         with self._stop.deferred():
             self._exposed_s = comm.exposed_s()
             while self.step < train.steps:
-                metrics, signum = self._train_step(self.step + 1)
+                known, signum = self._train_step(self.step + 1)
                 self.step += 1
                 if self.step == train.steps:
                     self.tiers = explain(self.model)  # before validation runs other sizes
                 if self._is_due(train.val_every) and not signum:
-                    metrics = self._with_validation(metrics)
-                yield metrics
+                    known[-1] = self._with_validation(known[-1])
+                yield from known
                 wanted = signum and self._config.checkpoint.save_on_stop
                 if self._is_due(self._config.checkpoint.every_steps) or wanted:
                     self._save()
@@ -164,10 +178,11 @@ class Trainer:
             if signum := self._exchange_stop():  # sent since the last step's exchange
                 raise Stopped(signum, self._stop_sentence(saved_at))
 
-    def _is_due(self, every: int) -> bool:
+    def _is_due(self, every: int, step: int | None = None) -> bool:
         """Whether something that is done each `every` steps (0: never) and after the last is to be done
-        now."""
-        return self.step == self._config.train.steps or (every > 0 and self.step % every == 0)
+        after this step."""
+        step = self.step if step is None else step
+        return step == self._config.train.steps or (every > 0 and step % every == 0)
 
     def validate(self) -> float:
         """Mean loss over the validation windows, in nats per token; the same on every rank."""
@@ -194,8 +209,8 @@ class Trainer:
     def _loss(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
         """Mean loss of a batch, without gradients; in a pipeline its last stage's, and 0 elsewhere."""
         if self._pipelined is not None:
-            return self._pipelined.evaluate(ids, labels)
-        return float(self.model(ids, labels))
+            return self._pipelined.evaluate(self._here.put(ids), self._here.put(labels))
+        return float(self.model(self._here.put(ids), self._here.put(labels)))
 
     def _shards(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's tokens of whole sequences."""
@@ -205,34 +220,66 @@ class Trainer:
             else (self._context.shard(ids), self._context.shard(labels))
         )
 
-    def _train_step(self, step: int) -> tuple[StepMetrics, int]:
+    def _train_step(self, step: int) -> tuple[list[StepMetrics], int]:
+        """Takes one step. Returns what is known of the steps since the last that were, and a signal."""
+        if self._unread is not None:
+            return self._unread_step(self._unread, step)
         started = time.perf_counter()
         train = self._config.train
         ids, labels = training_batch(self._corpus.train, step, train.seed, train.batch_size, train.seq_len)
         ids, labels = self._shards(*(whole.chunk(self._dp_size)[self._dp_rank] for whole in (ids, labels)))
         if self._pipelined is None:
-            loss = self._forward_and_backward(ids, labels)
+            loss = float(self._forward_and_backward(ids, labels))
         else:
+            ids, labels = self._here.put(ids), self._here.put(labels)
             loss = self._pipelined.step(ids, labels, float(self._backward_seed))
         seen = self._exchange(loss)
         lr = learning_rate(step, train.steps, self._config.optimizer)
         norm = self._update(step, lr, seen)
         seconds = time.perf_counter() - started
-        metrics = StepMetrics(
-            step=step,
-            loss=seen.loss,
-            grad_norm=norm,
-            lr=lr,
-            tokens_per_second=tokens_per_step(self._config) / seconds,
-            step_time_s=seconds,
-            exposed_comm_s=seen.exposed_comm_s,
-            memory_bytes=seen.memory_bytes,
+        metrics = self._metrics(
+            ReadStep(step, lr, seen.loss, norm, seconds), seen.exposed_comm_s, seen.memory_bytes
         )
-        return metrics, seen.stop
+        return [metrics], seen.stop
 
-    def _forward_and_backward(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
+    def _unread_step(self, unread: Unread, step: int) -> tuple[list[StepMetrics], int]:
+        """A step of a rank that is alone, after which the device may still be at it."""
+        config, train = self._config, self._config.train
+        unread.begin()
+        ids, labels = training_batch(self._corpus.train, step, train.seed, train.batch_size, train.seq_len)
+        loss = self._forward_and_backward(ids, labels)
+        lr = learning_rate(step, train.steps, config.optimizer)
+        assert isinstance(self.optimizer, AdamW)
+        scale = unread.add(step, lr, loss, self.optimizer.squared_norm(), config.optimizer.clip_grad_norm)
+        self.optimizer.step(step, lr, scale)
+        signum = self._stop.signum
+        intervals = (config.output.log_every, train.val_every, config.checkpoint.every_steps)
+        if not (signum or step == 1 or any(self._is_due(every, step) for every in intervals)):
+            return [], signum
+        found = unread.read()
+        for each in found:
+            self._require_finite(each.step, each.loss, each.grad_norm)
+        memory = self._here.peak_memory_bytes()
+        return [self._metrics(each, 0.0, memory) for each in found], signum
+
+    def _metrics(self, step: ReadStep, exposed_comm_s: float | None, memory_bytes: int) -> StepMetrics:
+        tokens_per_second = tokens_per_step(self._config) / step.seconds
+        return StepMetrics(
+            step=step.step,
+            loss=step.loss,
+            grad_norm=step.grad_norm,
+            lr=step.lr,
+            tokens_per_second=tokens_per_second,
+            step_time_s=step.seconds,
+            exposed_comm_s=exposed_comm_s,
+            memory_bytes=memory_bytes,
+            mfu=None if self._mfu_of_one is None else tokens_per_second * self._mfu_of_one,
+        )
+
+    def _forward_and_backward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Of all micro-batches; their mean loss."""
-        loss = torch.zeros(())
+        ids, labels = self._here.put(ids), self._here.put(labels)
+        loss = torch.zeros((), device=self._here.device)
         size = self._config.train.micro_batch_size
         micro = list(zip(ids.split(size), labels.split(size), strict=True))
         for index, (ids_micro, labels_micro) in enumerate(micro):
@@ -240,7 +287,7 @@ class Trainer:
             with self._accumulating(more=index + 1 < len(micro)):
                 loss_micro.backward(self._backward_seed)
             loss += loss_micro.detach() * self._backward_seed
-        return float(loss)
+        return loss
 
     def _accumulating(self, more: bool) -> contextlib.AbstractContextManager[None]:
         """Around a backward pass after which `more` follow in this step."""
@@ -264,7 +311,8 @@ class Trainer:
     def _exchange(self, loss: float) -> Exchange:
         """One small all-gather; with it ends what counts as the step's exposed communication."""
         exposed_s = comm.exposed_s()
-        self._memory_bytes = max(self._memory_bytes, peak_memory_bytes())  # the kernel's figure is not exact
+        # The kernel's figure of the CPU is not exact.
+        self._memory_bytes = max(self._memory_bytes, self._here.peak_memory_bytes())
         mine = [
             loss,
             *(self.optimizer.squared_norms() if isinstance(self.optimizer, AdamW) else (0.0, 0.0)),
@@ -278,7 +326,7 @@ class Trainer:
         return Exchange(
             loss=math.fsum(self._of_tp_groups(losses)) / self._replicas,
             squared_norm=(list(sharded), math.fsum(self._of_stages(replicated))),
-            exposed_comm_s=max(exposed),
+            exposed_comm_s=None if self._here.is_cuda else max(exposed),
             memory_bytes=int(max(memory)),
             stop=int(max(stops)),
         )

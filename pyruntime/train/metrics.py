@@ -25,10 +25,14 @@ class StepMetrics:
     tokens_per_second: float
     step_time_s: float
     """Wall clock of the step on rank 0, which meets all others in it; without validation and checkpoint."""
-    exposed_comm_s: float
-    """Seconds of the step in which a rank waited for peers or moved bytes instead of multiplying."""
+    exposed_comm_s: float | None
+    """Seconds of the step in which a rank waited for peers or moved bytes instead of multiplying; None for
+    several ranks on devices, where the host does not see it."""
     memory_bytes: int
-    """Peak resident memory of a rank so far, workspaces shared with other ranks included."""
+    """Peak memory of a rank so far: resident, workspaces shared with other ranks included, or on a device
+    in torch's tensors."""
+    mfu: float | None = None
+    """Model FLOP/s as a share of the devices' peak, where that is known."""
     val_loss: float | None = None
     """Validation loss in nats per token, where it was measured after this step."""
     val_loss_per_byte: float | None = None

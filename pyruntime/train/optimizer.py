@@ -4,11 +4,13 @@ model's."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from pyruntime.data_parallel.shared import Shared
+from pyruntime.ops.device_adamw import StepSettings, device_adamw_
 from pyruntime.ops.layers import adamw_, random_rounding, sum_of_squares
 from pyruntime.train.config import Optimizer
 
@@ -43,33 +45,55 @@ class AdamW:
     def squared_norms(self) -> tuple[float, float]:
         """Sums of squares of this rank's gradients: of sharded parameters, to be summed over the ranks, and
         of replicated ones, which are the same on every rank and count once."""
-        return tuple(
-            sum_of_squares([p.grad for p in parameters]).item()
-            for parameters in (self._sharded, self._replicated)
+        sharded, replicated = (
+            sum_of_squares(self._gradients(of)) for of in (self._sharded, self._replicated)
         )
+        return sharded.item(), replicated.item()
+
+    def squared_norm(self) -> Tensor:
+        """Sum of squares of all gradients of this rank, float64, where they are: of a rank that is alone."""
+        return sum_of_squares(self._gradients([*self._sharded, *self._replicated]))
 
     @torch.no_grad()
-    def step(self, step: int, lr: float, grad_scale: float) -> None:
-        """Updates the parameters with `grad_scale` times their gradients, which it drops. `step` counts from
-        1."""
-        settings = self._settings
+    def step(self, step: int, lr: float, grad_scale: float | Tensor) -> None:
+        """Updates the parameters with `grad_scale` times their gradients, which it drops; not where
+        grad_scale is NaN. `step` counts from 1. On devices, with a grad_scale that lies there, the host does
+        not wait."""
+        rounding = self._settings.rounding == "stochastic"
         adamw_(
-            self._parameters,
-            [p.grad for p in self._parameters],
-            self._exp_avg,
-            self._exp_avg_sq,
-            self._master,
+            *self._lists(),
+            **self._constants(),
             lr=lr,
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            eps=settings.eps,
-            weight_decay=self._weight_decay,
             step=step,
             grad_scale=grad_scale,
-            rounding=[random_rounding(name, step) for name in self._names]
-            if settings.rounding == "stochastic"
-            else (),
+            rounding=[random_rounding(name, step) for name in self._names] if rounding else (),
         )
+        self._drop_gradients()
+
+    @torch.no_grad()
+    def step_by_settings(self, settings: StepSettings, grad_scale: Tensor) -> None:
+        """As `step`, with learning rate and step from memory of the device, which a captured graph reads anew
+        in every replay. The gradients stay, as the graph's own memory."""
+        device_adamw_(*self._lists(), **self._constants(), settings=settings, grad_scale=grad_scale)
+
+    def _lists(self) -> tuple[list[Tensor], ...]:
+        gradients = self._gradients(self._parameters)
+        return self._parameters, gradients, self._exp_avg, self._exp_avg_sq, self._master
+
+    def _constants(self) -> dict:
+        settings = self._settings
+        return {
+            "beta1": settings.beta1,
+            "beta2": settings.beta2,
+            "eps": settings.eps,
+            "weight_decay": self._weight_decay,
+        }
+
+    @staticmethod
+    def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        return [parameter.grad for parameter in parameters]
+
+    def _drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -91,6 +115,13 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     """Factor that brings a gradient of norm `norm` down to `max_norm` (as torch.nn.utils.clip_grad_norm_); 0:
     1."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+
+
+def clip_on_device(norm: Tensor, max_norm: float) -> Tensor:
+    """`clip_coefficient` as a float32 scalar where `norm` is, without waiting for it."""
+    if not max_norm:
+        return torch.ones_like(norm, dtype=torch.float32)
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
 
 
 def global_norm(sharded: list[float], replicated: float) -> float:

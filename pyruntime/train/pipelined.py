@@ -153,6 +153,7 @@ class Pipelined:
             pp,
             shapes=self._shapes(train.micro_batch_size),
             dtype=self._dtype,
+            device=next(model.parameters()).device,
             gradients=sharded,
         )
 

@@ -110,7 +110,8 @@ def describe(metrics: StepMetrics, steps: int, eta_s: float) -> str:
         f"norm {metrics.grad_norm:.3f}",
         f"lr {metrics.lr:.2e}",
         f"{metrics.tokens_per_second:,.0f} tok/s",
-        f"exposed {metrics.exposed_comm_s / metrics.step_time_s:.1%}",
+        *([] if metrics.mfu is None else [f"MFU {metrics.mfu:.1%}"]),
+        *exposed(metrics, "exposed", 1),
         f"{metrics.memory_bytes / 1e6:,.0f} MB",
         f"ETA {clock(eta_s)}",
     ]
@@ -121,11 +122,20 @@ def describe(metrics: StepMetrics, steps: int, eta_s: float) -> str:
 
 def describe_briefly(metrics: StepMetrics, steps: int, eta_s: float, exposed_label: str) -> str:
     """One step without its validation, in a line for a terminal of 80 columns."""
-    return (
-        f"{metrics.step}/{steps} loss {metrics.loss:.3f} norm {metrics.grad_norm:.3g} lr {metrics.lr:.1e} "
-        f"{metrics.tokens_per_second:.0f} tok/s "
-        f"{exposed_label} {metrics.exposed_comm_s / metrics.step_time_s:.0%} ETA {clock(eta_s)}"
-    )
+    parts = [
+        f"{metrics.step}/{steps} loss {metrics.loss:.3f} norm {metrics.grad_norm:.3g} lr {metrics.lr:.1e}",
+        f"{metrics.tokens_per_second:.0f} tok/s",
+        *exposed(metrics, exposed_label, 0),
+        f"ETA {clock(eta_s)}",
+    ]
+    return " ".join(parts)
+
+
+def exposed(metrics: StepMetrics, label: str, digits: int) -> list[str]:
+    """The share of exposed communication, where it is known."""
+    if metrics.exposed_comm_s is None:
+        return []
+    return [f"{label} {metrics.exposed_comm_s / metrics.step_time_s:.{digits}%}"]
 
 
 def validation(metrics: StepMetrics) -> str:

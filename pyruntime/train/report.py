@@ -24,17 +24,20 @@ class Scorecard:
     steps: int
     """Steps that the medians are over."""
     step_time_s: float
-    exposed_comm_s: float
-    """Seconds of a step in which a rank waited for peers or moved bytes; of the rank where it was most."""
-    exposed_share: float
+    exposed_comm_s: float | None
+    """Seconds of a step in which a rank waited for peers or moved bytes; of the rank where it was most; None
+    for several ranks on devices, where it is not measured."""
+    exposed_share: float | None
     """exposed_comm_s / step_time_s."""
-    hidden_bound: float
+    hidden_bound: float | None
     """step_time_s / (step_time_s - exposed_comm_s): 1.0 is a step with nothing exposed."""
     bytes_per_step: float
     """Bytes that rank 0 read from its peers or sent to them in one step."""
     tokens_per_second: float
     flops_per_second: float
     """Model FLOP/s of all ranks together (forward and backward products, no recomputation)."""
+    mfu: float | None
+    """flops_per_second as a share of the devices' peak, where that is known."""
     memory_bytes: int
     val_loss_per_byte: float | None
     tiers: list[dict]
@@ -47,18 +50,21 @@ def scorecard(
     """The scorecard of the steps in `history`, during which `bytes_moved` bytes went over the group."""
     warm = history[int(len(history) * WARM_STEPS) :]
     step_time = statistics.median(m.step_time_s for m in warm)
-    exposed = statistics.median(m.exposed_comm_s for m in warm)
+    measured = [m.exposed_comm_s for m in warm if m.exposed_comm_s is not None]
+    exposed = statistics.median(measured) if measured else None
+    mfus = [m.mfu for m in warm if m.mfu is not None]
     tokens_per_second = statistics.median(m.tokens_per_second for m in warm)
     return Scorecard(
         ranks=ranks,
         steps=len(warm),
         step_time_s=step_time,
         exposed_comm_s=exposed,
-        exposed_share=exposed / step_time,
-        hidden_bound=step_time / (step_time - exposed),
+        exposed_share=None if exposed is None else exposed / step_time,
+        hidden_bound=None if exposed is None else step_time / (step_time - exposed),
         bytes_per_step=bytes_moved / len(history),
         tokens_per_second=tokens_per_second,
         flops_per_second=tokens_per_second * flops_per_token,
+        mfu=statistics.median(mfus) if mfus else None,
         memory_bytes=max(m.memory_bytes for m in history),
         val_loss_per_byte=history[-1].val_loss_per_byte,
         tiers=tiers,
@@ -70,15 +76,12 @@ def format_scorecard(card: Scorecard) -> str:
     rows = [
         ("ranks", f"{card.ranks}"),
         ("step", f"{card.step_time_s * 1e3:,.1f} ms (median of {card.steps})"),
-        (
-            "exposed communication",
-            f"{card.exposed_comm_s * 1e3:,.1f} ms a step, {card.exposed_share:.1%} of it",
-        ),
-        ("step / step with nothing exposed", f"{card.hidden_bound:.3f}"),
+        *_exposed_rows(card),
         ("bytes moved by a rank", f"{card.bytes_per_step / 1e6:,.1f} MB a step"),
         (
             "throughput",
-            f"{card.tokens_per_second:,.0f} tok/s, {card.flops_per_second / 1e9:,.1f} GFLOP/s of the model",
+            f"{card.tokens_per_second:,.0f} tok/s, {card.flops_per_second / 1e9:,.1f} GFLOP/s of the model"
+            + ("" if card.mfu is None else f", MFU {card.mfu:.1%}"),
         ),
         ("peak memory of a rank", f"{card.memory_bytes / 1e6:,.0f} MB"),
     ]
@@ -87,6 +90,16 @@ def format_scorecard(card: Scorecard) -> str:
     width = max(len(name) for name, _ in rows)
     lines = ["Overlap scorecard", *(f"  {name:<{width}}  {value}" for name, value in rows)]
     return "\n".join([*lines, "  tiers", *(f"    {line}" for line in tier_lines(card.tiers))])
+
+
+def _exposed_rows(card: Scorecard) -> list[tuple[str, str]]:
+    if card.exposed_comm_s is None or card.hidden_bound is None:
+        return [("exposed communication", "not measured between devices")]
+    share = f"{card.exposed_comm_s * 1e3:,.1f} ms a step, {card.exposed_share:.1%} of it"
+    return [
+        ("exposed communication", share),
+        ("step / step with nothing exposed", f"{card.hidden_bound:.3f}"),
+    ]
 
 
 def tier_lines(tiers: list[dict]) -> list[str]:

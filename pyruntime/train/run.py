@@ -28,6 +28,7 @@ from pyruntime.llama.model import Part
 from pyruntime.train import checkpoint, checkpoint_folder, config_file, corpus, metrics, report, shape
 from pyruntime.train.config import RunConfig, tokens_per_step
 from pyruntime.train.corpus import Corpus
+from pyruntime.train.device import Here
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.first_rank import on_first_rank
 from pyruntime.train.loop import Trainer
@@ -52,14 +53,16 @@ def run(
     replicas: DeviceMesh | None = None,
     cp: comm.Group | None = None,
     pp: comm.Group | None = None,
+    here: Here | None = None,
 ) -> Path:
     """Trains as `config` says over the tensor-parallel `group`, the mesh `replicas` over which gradients are
-    reduced, the context-parallel group `cp` and the pipeline `pp`, on every rank of which it is called, and
-    returns the run folder.
+    reduced, the context-parallel group `cp` and the pipeline `pp`, on every rank of which it is called, on
+    the device `here` (the CPU unless given), and returns the run folder.
 
     `name` is the configuration's, for the folder. Raises ConfigError, `Stopped`, TrainingError, or the
     communication errors of `pyruntime`.
     """
+    here = here or Here()
     tp = comm.group_size(group)
     ranks = comm.process_group(group) if replicas is None and pp is None else dist.group.WORLD
     context = None if cp is None else Context(cp, config.context.layout, config.context.variant)
@@ -71,8 +74,8 @@ def run(
     start_at, steps_done = _checkpoint(config, wanted)
     run_dir = on_first_rank(ranks, lambda: _make_run_dir(config, name, start_at))
     text = _corpus(config, tokenizer, run_dir, ranks)
-    model = _model(config, wanted, group, context, part)
-    tuned = _take_up_tuning(config, next(model.parameters()).device.type, group, ranks)
+    model = _model(config, wanted, group, context, part, here.device)
+    tuned = _take_up_tuning(config, here.device.type, group, ranks)
     progress = Progress(
         config.train.steps,
         config.output.progress if first else "off",
@@ -80,11 +83,11 @@ def run(
         on_closed=lambda: stop.note(signal.SIGPIPE),
     )
     if first:
-        progress.say(_opening(config, wanted, text, run_dir, tp))
+        progress.say(_opening(config, wanted, text, run_dir, tp, here))
         if tuned:
             progress.say(f"tuning {tuned}")
 
-    trainer = Trainer(config, model, wanted, text, group, run_dir, stop, replicas, ranks, context, pp)
+    trainer = Trainer(config, model, wanted, text, group, run_dir, stop, replicas, ranks, context, pp, here)
     if start_at:
         trainer.resume(start_at)
     history: list[StepMetrics] = []
@@ -99,7 +102,7 @@ def run(
     trainer.close()
     is_first_group = ranks.rank() < tp
     if pp is not None and is_first_group:
-        model = _whole_model(config, wanted, group, trainer.saved or start_at)
+        model = _whole_model(config, wanted, group, trainer.saved or start_at, here.device)
     if is_first_group:
         save_hf(model, run_dir / MODEL_FOLDER)
 
@@ -186,10 +189,13 @@ def _corpus(config: RunConfig, tokenizer: Tokenizer, run_dir: Path, group: dist.
     return text
 
 
-def _whole_model(config: RunConfig, wanted: LlamaConfig, group: comm.Group, folder: Path | None) -> Llama:
+def _whole_model(
+    config: RunConfig, wanted: LlamaConfig, group: comm.Group, folder: Path | None, device: torch.device
+) -> Llama:
     """All stages' weights, from the checkpoint in `folder`, which the last step left."""
     assert folder is not None  # a run that takes no step has been resumed
-    model = Llama(wanted, group, dtype=DTYPES[config.train.dtype], tier=config.comm.tier, seed=None)
+    dtype, tier = DTYPES[config.train.dtype], config.comm.tier
+    model = Llama(wanted, group, dtype=dtype, device=device, tier=tier, seed=None)
     checkpoint.load_weights(folder, model, comm.process_group(group))
     return model
 
@@ -208,9 +214,15 @@ def _take_up_tuning(config: RunConfig, device_type: str, group: comm.Group, rank
 
 
 def _model(
-    config: RunConfig, wanted: LlamaConfig, group: comm.Group, context: Context | None, part: Part | None
+    config: RunConfig,
+    wanted: LlamaConfig,
+    group: comm.Group,
+    context: Context | None,
+    part: Part | None,
+    device: torch.device,
 ) -> Llama:
     options = {
+        "device": device,
         "dtype": DTYPES[config.train.dtype],
         "tier": config.comm.tier,
         "context": context,
@@ -245,7 +257,7 @@ def _sample(config: RunConfig, model: Llama, tokenizer: Tokenizer) -> str | None
         return None
     ids = generate(
         model.eval(),
-        torch.tensor([prompt]),
+        torch.tensor([prompt], device=model.embed.weight.device),
         tokens,
         temperature=output.temperature,
         seed=config.train.seed,
@@ -254,7 +266,7 @@ def _sample(config: RunConfig, model: Llama, tokenizer: Tokenizer) -> str | None
     return tokenizer.decode(ids[0].tolist())
 
 
-def _opening(config: RunConfig, wanted: LlamaConfig, text: Corpus, run_dir: Path, tp: int) -> str:
+def _opening(config: RunConfig, wanted: LlamaConfig, text: Corpus, run_dir: Path, tp: int, here: Here) -> str:
     facts, train, parallel = text.facts, config.train, config.parallel
     dp = f", dp={parallel.dp} at zero {parallel.zero}" if parallel.dp > 1 else ""
     if parallel.dp_replicate > 1:
@@ -268,6 +280,7 @@ def _opening(config: RunConfig, wanted: LlamaConfig, text: Corpus, run_dir: Path
         [
             f"model  {wanted.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, tp={tp} with "
             f"sequence parallelism{dp}, {torch.get_num_threads()} thread(s) a rank",
+            f"device {here.describe()}",
             f"text   {facts.files} files{skipped}, {facts.tokens - facts.val_tokens:,} tokens to learn from, "
             f"{facts.val_tokens:,} held out",
             f"steps  {train.steps} of {tokens_per_step(config):,} tokens, in micro-batches of "

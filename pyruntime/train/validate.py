@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from pyruntime.train.config import ContextLayout, ContextVariant, PipelineKind, RunConfig, Tier
+from pyruntime.train.config import ContextLayout, ContextVariant, Device, PipelineKind, RunConfig, Tier
 from pyruntime.train.errors import ConfigError
 
 LONGEST_S = 1e6
@@ -36,6 +36,15 @@ def _check_train(config: RunConfig) -> None:
         value = getattr(train, name)
         _require(value >= 0, f"train.{name} must not be negative, found {value}.")
     check_seed("train.seed", train.seed)
+    devices = get_args(Device)
+    _require(
+        train.device in devices, f"train.device must be one of {', '.join(devices)}, found {train.device}."
+    )
+    _require(
+        train.device != "cuda" or config.optimizer.rounding == "nearest",
+        f"optimizer.rounding={config.optimizer.rounding} is done on the CPU alone; use nearest with "
+        "train.device=cuda.",
+    )
     dp = config.parallel.dp
     _require(dp >= 1, f"parallel.dp must be at least 1, found {dp}.")
     ranks = f" times parallel.dp={dp}" if dp > 1 else ""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pyruntime.comm.core import _C
 from tests.cuda import build
 from tools import gpu_check
 from tools.gpu_check import Stage, run_stages
@@ -187,6 +188,33 @@ def test_one_process_plays_all_ranks_of_a_gather(host_kernels, parts):
         flight()
         gather.spaces.check()
         assert parts.error_of(c, x.float() @ weight.float().t()) < parts.TOLERANCE
+
+
+def test_a_training_step_in_its_captured_form_is_the_eager_one(host_kernels, parts):
+    """Without a GPU nothing is captured: the step that would be runs by itself."""
+    import gpu_training
+
+    _C.use_device_library("cpu", str(build.LIBRARY))
+    size = gpu_training.size_of(quick=True)
+    eager, captured = (gpu_training.Step(size, "cpu") for _ in range(2))
+    for _ in range(3):
+        eager.eager()
+        captured.announce()
+        for parameter in captured.model.parameters():
+            parameter.grad = None  # as replays find it
+        captured.by_settings()
+        assert captured.loss == pytest.approx(float(eager.loss), rel=1e-3)
+    assert eager.loss < gpu_training.Step(size, "cpu").model(eager.ids, eager.labels)
+    for mine, other in zip(captured.model.parameters(), eager.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0.05, atol=1e-4)
+    losses = [float(captured.loss)]
+    found = gpu_training.result("pyruntime, eager", size, [0.5, 0.25, 1.0], losses, losses, 1e12, 10**9)
+    assert found["tokens_per_second"] == size.tokens / 0.5 and not found["wrong"]
+    assert found["mfu"] == pytest.approx(size.tokens / 0.5 * size.model.flops_per_token(size.seq_len) / 1e12)
+    assert gpu_training.result("x", size, [1.0], [3.0], losses, None, 0)["wrong"] == ["x"]
+    run, losses = gpu_training.plain(size, "cpu")
+    run()
+    assert losses[-1] < losses[0]
 
 
 def test_every_part_has_a_name_and_a_limit(problem, monkeypatch):

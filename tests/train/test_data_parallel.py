@@ -65,7 +65,7 @@ def test_a_checkpoint_is_taken_up_at_any_stage_and_number_of_ranks(ranks, tmp_pa
 def next_loss(group, config, saved):
     made = jobs.trainer(group, config)
     made.resume(saved)
-    metrics, _ = made._train_step(made.step + 1)
+    [metrics], _ = made._train_step(made.step + 1)
     return metrics.loss
 
 

@@ -6,7 +6,9 @@
 // State and arithmetic are float32 (float64 for float64 parameters). A low-precision parameter that has a
 // float32 master copy becomes the rounded master; one that has none is updated in float32 and rounded, to the
 // nearest, or at random so that updates which are smaller than its last bit are not lost (Zamirai et al.
-// 2020, arXiv 2010.06192).
+// 2020, arXiv 2010.06192). Where grad_scale is NaN, nothing is updated.
+
+#include "adamw.h"
 
 #include "common.h"
 #include "layers.h"
@@ -71,15 +73,6 @@ struct RandomlyRoundedElements {
 
 // ---- checks ----
 
-struct AdamwOptions {
-  double lr, beta1, beta2, eps;
-  int64_t step;
-  // By tensor: of the random rounding, and the index of its first element in what is cut; empty: to nearest.
-  at::IntArrayRef seeds, firsts;
-
-  bool rounds_at_random() const { return !seeds.empty(); }
-};
-
 void check_options(const AdamwOptions& o) {
   TORCH_CHECK_VALUE(std::isfinite(o.lr) && o.lr >= 0, "adamw_: lr=", o.lr,
                     "; it must be finite and not negative.");
@@ -90,9 +83,8 @@ void check_options(const AdamwOptions& o) {
   TORCH_CHECK_VALUE(o.step >= 1, "adamw_: step=", o.step, "; the first step is 1.");
 }
 
-void check_lists(const AdamwOptions& o, at::TensorList params, at::TensorList grads, at::TensorList exp_avg,
-                 at::TensorList exp_avg_sq, at::TensorList masters, at::ArrayRef<double> weight_decay,
-                 const std::optional<Tensor>& grad_scale) {
+void check_lists(const AdamwOptions& o, const AdamwLists& lists) {
+  const auto& [params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale] = lists;
   const size_t count = params.size();
   TORCH_CHECK_VALUE(grads.size() == count && exp_avg.size() == count && exp_avg_sq.size() == count &&
                         weight_decay.size() == count && (masters.empty() || masters.size() == count),
@@ -105,11 +97,6 @@ void check_lists(const AdamwOptions& o, at::TensorList params, at::TensorList gr
                     " firsts; there must be one of each for every param, or none.");
   TORCH_CHECK_VALUE(!grad_scale || grad_scale->numel() == 1, "adamw_: grad_scale has ",
                     grad_scale ? grad_scale->numel() : 1, " elements; it must have one.");
-}
-
-// The master of a tensor, or undefined where it has none (an empty list, or an empty tensor in its place).
-Tensor master_of(at::TensorList masters, size_t i, const Tensor& param) {
-  return masters.empty() || (masters[i].numel() == 0 && param.numel() != 0) ? Tensor() : masters[i];
 }
 
 void check_tensors(const AdamwOptions& o, size_t i, const Tensor& param, const Tensor& grad,
@@ -223,15 +210,12 @@ void adamw_cpu(at::TensorList params, at::TensorList grads, at::TensorList exp_a
                double beta2, double eps, at::ArrayRef<double> weight_decay, int64_t step,
                at::IntArrayRef seeds, at::IntArrayRef firsts) {
   const AdamwOptions options{lr, beta1, beta2, eps, step, seeds, firsts};
-  check_options(options);
-  check_lists(options, params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale);
-  for (size_t i = 0; i < params.size(); ++i) {  // everything is checked before anything is written
-    check_tensors(options, i, params[i], grads[i], exp_avg[i], exp_avg_sq[i],
-                  master_of(masters, i, params[i]));
-  }
+  const AdamwLists lists{params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale};
+  check_adamw(options, lists);
   const double scale = grad_scale ? grad_scale->item<double>() : 1.0;
+  if (std::isnan(scale)) return;
   for (size_t i = 0; i < params.size(); ++i) {
-    const Tensor master = master_of(masters, i, params[i]);
+    const Tensor master = lists.master_of(i);
     PYRUNTIME_DISPATCH_FLOAT(params[i].scalar_type(), "adamw_", [&] {
       adamw_param<scalar_t>(params[i], master, grads[i], exp_avg[i], exp_avg_sq[i],
                             step_constants<acc_t<scalar_t>>(options, weight_decay[i], scale),
@@ -243,6 +227,23 @@ void adamw_cpu(at::TensorList params, at::TensorList grads, at::TensorList exp_a
   }
 }
 
+}  // namespace
+
+// ---- shared with the op on devices ----
+
+Tensor AdamwLists::master_of(size_t i) const {
+  return masters.empty() || (masters[i].numel() == 0 && params[i].numel() != 0) ? Tensor() : masters[i];
+}
+
+void check_adamw(const AdamwOptions& options, const AdamwLists& lists) {
+  check_options(options);
+  check_lists(options, lists);
+  for (size_t i = 0; i < lists.params.size(); ++i) {
+    check_tensors(options, i, lists.params[i], lists.grads[i], lists.exp_avg[i], lists.exp_avg_sq[i],
+                  lists.master_of(i));
+  }
+}
+
 // ---- op on every other device ----
 
 void adamw_composite(at::TensorList params, at::TensorList grads, at::TensorList exp_avg,
@@ -251,33 +252,34 @@ void adamw_composite(at::TensorList params, at::TensorList grads, at::TensorList
                      double eps, at::ArrayRef<double> weight_decay, int64_t step, at::IntArrayRef seeds,
                      at::IntArrayRef firsts) {
   const AdamwOptions options{lr, beta1, beta2, eps, step, seeds, firsts};
+  const AdamwLists lists{params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale};
   TORCH_CHECK_NOT_IMPLEMENTED(!options.rounds_at_random() || params.empty(),
                               "adamw_: rounding at random is implemented on the CPU; keep masters on ",
                               params[0].device(), ".");
-  check_options(options);
-  check_lists(options, params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale);
-  for (size_t i = 0; i < params.size(); ++i) {
-    check_tensors(options, i, params[i], grads[i], exp_avg[i], exp_avg_sq[i],
-                  master_of(masters, i, params[i]));
-  }
+  check_adamw(options, lists);
   for (size_t i = 0; i < params.size(); ++i) {
     const auto c = step_constants<double>(options, weight_decay[i], 1.0);
     const at::ScalarType state = exp_avg[i].scalar_type();
-    Tensor grad = grads[i].to(state);
-    if (grad_scale) grad = grad.mul(grad_scale->to(state).reshape({}));
-    exp_avg[i].mul_(c.beta1).add_(grad, c.one_minus_beta1);
-    exp_avg_sq[i].mul_(c.beta2).addcmul_(grad, grad, c.one_minus_beta2);
-    const Tensor denominator = exp_avg_sq[i].sqrt().mul_(c.root_correction).add_(c.eps);
-    const Tensor master = master_of(masters, i, params[i]);
-    Tensor updated = master.defined()                   ? master
-                     : params[i].scalar_type() == state ? params[i]
-                                                        : params[i].to(state);
-    updated.mul_(c.keep).addcdiv_(exp_avg[i], denominator, -c.step_size);
-    if (!updated.is_same(params[i])) params[i].copy_(updated);
+    Tensor grad = grads[i].to(state), usable;
+    if (grad_scale) {
+      const Tensor scale = grad_scale->to(grad.device(), state).reshape({});
+      grad = grad.mul(scale);
+      usable = scale.isnan().logical_not();
+    }
+    const auto assign = [&](const Tensor& to, const Tensor& value) {
+      to.copy_(usable.defined() ? at::where(usable, value, to) : value);
+    };
+    const Tensor m = exp_avg[i].mul(c.beta1).add_(grad, c.one_minus_beta1);
+    const Tensor v = exp_avg_sq[i].mul(c.beta2).addcmul_(grad, grad, c.one_minus_beta2);
+    const Tensor denominator = v.sqrt().mul_(c.root_correction).add_(c.eps);
+    const Tensor master = lists.master_of(i), before = master.defined() ? master : params[i].to(state);
+    const Tensor updated = before.mul(c.keep).addcdiv_(m, denominator, -c.step_size);
+    assign(exp_avg[i], m);
+    assign(exp_avg_sq[i], v);
+    if (master.defined()) assign(master, updated);
+    assign(params[i], updated.to(params[i].scalar_type()));
   }
 }
-
-}  // namespace
 
 void register_adamw(torch::Library& m) {
   m.def(

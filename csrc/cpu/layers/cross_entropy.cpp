@@ -208,22 +208,29 @@ void backward_inplace_cpu(const Tensor& logits, const Tensor& labels, const Tens
 
 // ---- ops on every other device ----
 
+constexpr int64_t kRowsPerBlock = 2048;
+
 Tensor stats_composite(const Tensor& logits_in, const Tensor& labels, int64_t vocab_start) {
   check_rows("cross_entropy_stats", logits_in, labels);
-  const Tensor logits = logits_in.to(statistics_dtype(logits_in.scalar_type()));
-  const int64_t columns = logits.size(1);
+  const auto dtype = statistics_dtype(logits_in.scalar_type());
+  const int64_t columns = logits_in.size(1);
+  Tensor stats = at::zeros({logits_in.size(0), 3}, logits_in.options().dtype(dtype));
   if (columns == 0) {
-    Tensor stats = at::zeros({logits.size(0), 3}, logits.options());
     stats.select(1, 0).fill_(-std::numeric_limits<double>::infinity());
     return stats;
   }
-  const Tensor highest = logits.amax({1}, /*keepdim=*/true);
-  const Tensor reference = highest.masked_fill(highest.eq(-std::numeric_limits<double>::infinity()), 0);
-  const Tensor sum = logits.sub(reference).exp().sum({1}, /*keepdim=*/true);
-  const Tensor target = labels.sub(vocab_start).unsqueeze(1);
-  const Tensor elsewhere = target.lt(0).logical_or(target.ge(columns));
-  const Tensor target_logit = logits.gather(1, target.masked_fill(elsewhere, 0)).masked_fill(elsewhere, 0);
-  return at::cat({highest, sum, target_logit}, 1);
+  for (int64_t begin = 0; begin < logits_in.size(0); begin += kRowsPerBlock) {
+    const int64_t rows = std::min(kRowsPerBlock, logits_in.size(0) - begin);
+    Tensor logits = logits_in.narrow(0, begin, rows).to(dtype, /*non_blocking=*/false, /*copy=*/true);
+    const Tensor highest = logits.amax({1}, /*keepdim=*/true);
+    const Tensor reference = highest.masked_fill(highest.eq(-std::numeric_limits<double>::infinity()), 0);
+    const Tensor target = labels.narrow(0, begin, rows).sub(vocab_start).unsqueeze(1);
+    const Tensor elsewhere = target.lt(0).logical_or(target.ge(columns));
+    const Tensor target_logit = logits.gather(1, target.masked_fill(elsewhere, 0)).masked_fill(elsewhere, 0);
+    const Tensor sum = logits.sub_(reference).exp_().sum({1}, /*keepdim=*/true);
+    stats.narrow(0, begin, rows).copy_(at::cat({highest, sum, target_logit}, 1));
+  }
+  return stats;
 }
 
 std::tuple<Tensor, Tensor> loss_composite(const Tensor& logits, const Tensor& labels, const Tensor& stats,
@@ -239,19 +246,39 @@ std::tuple<Tensor, Tensor> loss_composite(const Tensor& logits, const Tensor& la
   return {lse.sub(stats.select(2, 2).sum({0})).masked_fill(ignored, 0), lse};
 }
 
+// Into `dlogits`, which may be the logits, a block of rows at a time: a wide copy of all logits would be the
+// largest tensor of a training step.
+void softmax_grad_composite(const Tensor& logits, const Tensor& labels, const Tensor& lse, const Tensor& grad,
+                            int64_t vocab_start, const Tensor& dlogits) {
+  const int64_t columns = logits.size(1);
+  if (logits.numel() == 0) return;
+  for (int64_t begin = 0; begin < logits.size(0); begin += kRowsPerBlock) {
+    const auto of_block = [&](const Tensor& all) {
+      return all.narrow(0, begin, std::min(kRowsPerBlock, logits.size(0) - begin));
+    };
+    const Tensor own_grad = of_block(grad).unsqueeze(1);
+    const Tensor target = of_block(labels).sub(vocab_start).unsqueeze(1);
+    const Tensor elsewhere = target.lt(0).logical_or(target.ge(columns));
+    Tensor block = of_block(logits).to(lse.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+    block.sub_(of_block(lse).unsqueeze(1)).exp_();
+    block.scatter_add_(1, target.masked_fill(elsewhere, 0), elsewhere.to(block.scalar_type()).sub(1));
+    block.mul_(own_grad).masked_fill_(own_grad.eq(0), 0);
+    of_block(dlogits).copy_(block);
+  }
+}
+
 Tensor backward_composite(const Tensor& logits, const Tensor& labels, const Tensor& lse, const Tensor& grad,
                           int64_t vocab_start) {
   check_backward("cross_entropy_backward", logits, labels, lse, grad);
-  const Tensor softmax = logits.to(lse.scalar_type()).sub(lse.unsqueeze(1)).exp();
-  const Tensor columns = at::arange(logits.size(1), labels.options()).add(vocab_start);
-  const Tensor target = labels.unsqueeze(1).eq(columns);
-  const Tensor dlogits = softmax.sub(target.to(softmax.scalar_type())).mul(grad.unsqueeze(1));
-  return dlogits.masked_fill(grad.eq(0).unsqueeze(1), 0).to(logits.scalar_type()).contiguous();
+  const Tensor dlogits = at::empty(logits.sizes(), logits.options());
+  softmax_grad_composite(logits, labels, lse, grad, vocab_start, dlogits);
+  return dlogits;
 }
 
 void backward_inplace_composite(const Tensor& logits, const Tensor& labels, const Tensor& lse,
                                 const Tensor& grad, int64_t vocab_start) {
-  logits.copy_(backward_composite(logits, labels, lse, grad, vocab_start));
+  check_backward("cross_entropy_backward_", logits, labels, lse, grad);
+  softmax_grad_composite(logits, labels, lse, grad, vocab_start, logits);
 }
 
 // ---- autograd ----

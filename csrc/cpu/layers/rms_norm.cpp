@@ -188,8 +188,17 @@ std::tuple<Tensor, Tensor> rms_norm_backward_cpu(const Tensor& grad_in, const Te
 
 // ---- ops on every other device ----
 
+// Where torch has kernels of its own for the norm: one pass over x.
+bool has_fused_kernels(const Tensor& x) {
+  return x.is_cuda() && x.numel() > 0;
+}
+
 std::tuple<Tensor, Tensor> rms_norm_composite(const Tensor& x, const Tensor& weight, double eps) {
   check_arguments("rms_norm", x, weight);
+  if (has_fused_kernels(x)) {
+    const auto [y, rstd] = at::_fused_rms_norm(x.contiguous(), weight.sizes(), weight, eps);
+    return {y, rstd.squeeze(-1)};
+  }
   const at::ScalarType dtype = statistics_dtype(x.scalar_type());
   const Tensor wide = x.to(dtype);
   const Tensor rstd = at::rsqrt(wide.square().mean({-1}, /*keepdim=*/true).add(eps));
@@ -209,6 +218,12 @@ std::tuple<Tensor, Tensor> rms_norm_backward_composite(const Tensor& grad, const
                                                        const Tensor& weight, const Tensor& rstd,
                                                        const std::optional<Tensor>& grad_sum) {
   check_arguments("rms_norm_backward", x, weight);
+  if (has_fused_kernels(x)) {
+    auto [dx, dweight] = at::_fused_rms_norm_backward(grad.contiguous(), x.contiguous(), weight.sizes(),
+                                                      rstd.unsqueeze(-1), weight, {true, true});
+    if (grad_sum) dx.add_(*grad_sum);
+    return {dx, dweight};
+  }
   const at::ScalarType dtype = statistics_dtype(x.scalar_type());
   const Tensor scale = rstd.unsqueeze(-1), normed = x.to(dtype).mul(scale), wide_grad = grad.to(dtype);
   const Tensor grad_normed = wide_grad.mul(weight.to(dtype));

@@ -54,10 +54,9 @@ Tensor sum_of_squares_cpu(at::TensorList tensors) {
 
 Tensor sum_of_squares_composite(at::TensorList tensors) {
   check_list(tensors);
-  const at::Device device = tensors.empty() ? at::Device(at::kCPU) : tensors[0].device();
-  Tensor sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device));
-  for (const Tensor& tensor : tensors) sum = sum.add(tensor.to(at::kDouble).square().sum());
-  return sum;
+  if (tensors.empty()) return at::zeros({}, at::TensorOptions().dtype(at::kDouble));
+  // A few launches for all tensors, and no wide copy of any of them.
+  return at::stack(at::_foreach_norm(tensors, 2, at::kDouble)).square().sum();
 }
 
 }  // namespace

@@ -100,8 +100,9 @@ Tensor swiglu_backward_cpu(const Tensor& grad_in, const Tensor& gate_up_in) {
 
 Tensor swiglu_composite(const Tensor& gate_up) {
   check_arguments("swiglu", gate_up);
-  const std::vector<Tensor> halves = gate_up.to(statistics_dtype(gate_up.scalar_type())).chunk(2, -1);
-  return at::silu(halves[0]).mul(halves[1]).to(gate_up.scalar_type()).contiguous();
+  const std::vector<Tensor> halves = gate_up.chunk(2, -1);
+  Tensor gate = halves[0].to(statistics_dtype(gate_up.scalar_type()), /*non_blocking=*/false, /*copy=*/true);
+  return at::silu_(gate).mul_(halves[1]).to(gate_up.scalar_type()).contiguous();
 }
 
 Tensor swiglu_backward_composite(const Tensor& grad_in, const Tensor& gate_up) {

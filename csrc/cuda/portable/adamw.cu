@@ -92,7 +92,9 @@ PYRUNTIME_KERNEL(kThreads, 2)
 adamw_step(PYRUNTIME_PARAMETER Batch batch) {
   const PyruntimeAdamwOptions options =
       batch.device_options != nullptr ? *batch.device_options : batch.options;
-  const Constants c = constants_of(options, batch.grad_scale != nullptr ? *batch.grad_scale : 1.0f);
+  const float grad_scale = batch.grad_scale != nullptr ? *batch.grad_scale : 1.0f;
+  if (grad_scale != grad_scale) return;  // NaN: the gradients are of no use, which the host need not know yet
+  const Constants c = constants_of(options, grad_scale);
   int t = 0;
   for (int block = blockIdx.x; block < batch.first_block[batch.count]; block += gridDim.x) {
     while (block >= batch.first_block[t + 1]) ++t;

@@ -1,0 +1,88 @@
+"""What the trainer knows of the device that a rank computes on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+
+from pyruntime.comm.core import _C
+from pyruntime.train.config import RunConfig
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.metrics import peak_memory_bytes
+
+PEAK_BF16 = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "H800": 989e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+"""Dense bf16 products with fp32 sums, FLOP/s, by a part of the device's name: NVIDIA's data sheets."""
+
+
+@dataclass(frozen=True)
+class Here:
+    """The device, and why it is that one."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    why: str = "asked for"
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def describe(self) -> str:
+        """One line for people."""
+        if not self.is_cuda:
+            return f"{self.device} ({self.why})"
+        reason = _C.why_no_device_library("cuda")
+        optimizer = f"AdamW by torch's operations: {reason}" if reason else "AdamW in fused launches"
+        return f"{self.device}, {torch.cuda.get_device_name(self.device)} ({self.why}); {optimizer}"
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the CPU, on the device; the host does not wait for it to be there."""
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.is_cuda else tensor
+
+    def peak_memory_bytes(self) -> int:
+        """Most that this rank has held so far: of the device's memory in tensors, or resident on the CPU."""
+        return torch.cuda.max_memory_allocated(self.device) if self.is_cuda else peak_memory_bytes()
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """FLOP/s of one device at its best; None where that is not known: no MFU rather than a wrong one."""
+        if not self.is_cuda or dtype != "bf16":
+            return None
+        return peak_flops_of(torch.cuda.get_device_name(self.device))
+
+
+def peak_flops_of(name: str) -> float | None:
+    """Of the device of that name, by the longest entry of the table whose words it has."""
+    words = name.replace("-", " ").split()
+    known = [entry for entry in PEAK_BF16 if all(word in words for word in entry.split())]
+    return PEAK_BF16[max(known, key=len)] if known else None
+
+
+def check_device(config: RunConfig, here: Here) -> None:
+    """Raises ConfigError for what a configuration asks for and that device cannot do yet."""
+    if not here.is_cuda:
+        return
+    if config.optimizer.rounding != "nearest":
+        raise ConfigError(
+            f"optimizer.rounding={config.optimizer.rounding} is done on the CPU alone, and train.device is "
+            f"{here.device}; use nearest, or train.device=cpu."
+        )
+    parallel = config.parallel
+    several_hosts = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+    for name, size in (("dp", parallel.dp), ("cp", parallel.cp), ("pp", parallel.pp)):
+        if size > 1 and several_hosts and name != "dp":
+            raise ConfigError(
+                f"parallel.{name}={size}: GPUs of several hosts have no way yet for its messages; start all "
+                "ranks on one host, or use parallel.tp and parallel.dp alone."
+            )
+        if size > 1 and not several_hosts and (reason := _C.why_no_device_library("cuda")):
+            raise ConfigError(f"parallel.{name}={size} on GPUs: {reason}.")

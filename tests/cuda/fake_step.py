@@ -1,0 +1,82 @@
+"""A whole training step of a Llama on fake tensors "on cuda": run below pretended_cuda.cpp.
+
+Nothing is computed, but every operation says whether its operands are on one device and whether it exists
+there. pyruntime's own ops are taken apart into what they do on CUDA, ATen's operations.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pyruntime.llama import Llama
+from pyruntime.llama.presets import preset
+from pyruntime.train.config import Optimizer
+from pyruntime.train.optimizer import AdamW
+from pyruntime.train.unread import Unread
+
+DEVICE = torch.device("cuda", 0)
+COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
+
+
+class TakenApart(TorchDispatchMode):
+    """Runs what an op of pyruntime is on devices, and looks where every operation computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        assert all(tensor.device == DEVICE or tensor.dim() == 0 for tensor in tensors), function
+        if function.namespace != "pyruntime":
+            return function(*args, **kwargs)
+        self.ours.add(function._schema.name.removeprefix("pyruntime::"))
+        with self:
+            return function._op_dk(COMPOSITE, *args, **kwargs)
+
+
+def on_cuda(model: nn.Module) -> None:
+    """Gives a model of meta tensors fake ones."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in made:
+                fake = torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE)
+                made[parameter] = nn.Parameter(fake)
+                made[parameter].__dict__.update(parameter.__dict__)
+            module._parameters[name] = None if parameter is None else made[parameter]
+
+
+def main(dtype: torch.dtype) -> None:
+    config = preset("3m", vocab_size=512, tie_word_embeddings=True)
+    model = Llama(config, dtype=dtype, device="meta")
+    with FakeTensorMode():
+        on_cuda(model)
+        model._rope(64, DEVICE)  # made on the CPU, once
+        held, ours = trained(model)
+        assert all(isinstance(each, FakeTensor) and each.device == DEVICE for each in held)
+    print(" ".join(sorted(ours)))
+
+
+def trained(model: Llama) -> tuple[list[torch.Tensor], set[str]]:
+    """Two steps: what they leave, and pyruntime's ops in them."""
+    with TakenApart() as seen:
+        ids = torch.zeros(2, 64, dtype=torch.long, device=DEVICE)
+        optimizer, unread = AdamW(model, Optimizer()), Unread(DEVICE)
+        for step in (1, 2):
+            loss = model(ids, ids)
+            loss.backward()
+            scale = unread.add(step, 1e-3, loss.detach(), optimizer.squared_norm(), 1.0)
+            optimizer.step(step, 1e-3, scale)
+        return [*model.parameters(), loss, scale, *optimizer.state_dict().values()], seen.ours
+
+
+if __name__ == "__main__":
+    main({"bf16": torch.bfloat16, "fp32": torch.float32}[sys.argv[1]])

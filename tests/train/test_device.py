@@ -1,0 +1,139 @@
+"""Training on a device: what is refused, what is said, and steps whose figures are read later."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from pyruntime.comm.core import _C
+from pyruntime.train.config import Optimizer, Parallel, RunConfig, Train
+from pyruntime.train.device import Here, check_device, peak_flops_of
+from pyruntime.train.errors import ConfigError, TrainingError
+from pyruntime.train.unread import Unread
+from pyruntime.train.validate import check
+from tests.train import jobs
+
+CUDA = Here(torch.device("cuda", 0))
+
+
+def test_the_peak_of_a_device_goes_by_its_name_and_is_not_guessed():
+    assert peak_flops_of("NVIDIA H200") == 989e12
+    assert peak_flops_of("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops_of("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops_of("NVIDIA A100-SXM4-40GB") == 312e12
+    assert peak_flops_of("NVIDIA L40S") == 362e12
+    assert peak_flops_of("NVIDIA GeForce RTX 4090") is None
+    assert Here().peak_flops("bf16") is None
+
+
+def test_what_devices_cannot_do_is_refused_by_name():
+    stochastic = RunConfig(optimizer=Optimizer(rounding="stochastic"))
+    with pytest.raises(ConfigError, match=r"optimizer.rounding=stochastic is done on the CPU alone"):
+        check_device(stochastic, CUDA)
+    with pytest.raises(ConfigError, match=r"optimizer.rounding=stochastic is done on the CPU alone"):
+        check(dataclasses.replace(stochastic, train=Train(device="cuda")), 1)
+    check_device(stochastic, Here())
+    check(stochastic, 1)
+    with pytest.raises(ConfigError, match=r"train.device must be one of auto, cpu, cuda, found tpu"):
+        check(RunConfig(train=Train(device="tpu")), 1)  # type: ignore[arg-type]
+
+
+def test_pipelines_and_rings_of_several_hosts_gpus_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    for axis in ("cp", "pp"):
+        with pytest.raises(ConfigError, match=rf"parallel.{axis}=2: GPUs of several hosts"):
+            check_device(RunConfig(parallel=Parallel(**{axis: 2})), CUDA)
+    check_device(RunConfig(parallel=Parallel(tp=8, dp=2)), CUDA)
+
+
+def test_chunks_of_one_host_need_the_kernels(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if not (reason := _C.why_no_device_library("cuda")):
+        pytest.skip("the kernels are built here")
+    with pytest.raises(ConfigError) as refused:
+        check_device(RunConfig(parallel=Parallel(dp=2)), CUDA)
+    assert str(refused.value) == f"parallel.dp=2 on GPUs: {reason}."
+    check_device(RunConfig(parallel=Parallel(tp=2)), CUDA)
+
+
+@pytest.fixture
+def config(tmp_path):
+    made = jobs.job(tmp_path, steps=9, val_every=6)
+    made = jobs.changed(made, "output", log_every=4)
+    jobs.prepare(made)
+    return made
+
+
+@dataclasses.dataclass
+class Outcome:
+    metrics: list[tuple]
+    """Step, loss, norm, learning rate and validation loss of each."""
+    known: list[int]
+    """How many steps' figures were known after each."""
+    weights: dict[str, torch.Tensor]
+    error: str
+
+
+def trained(group, config: RunConfig, unread: bool, poison_at: int = 0) -> Outcome:
+    """poison_at: from that step on a gradient is NaN."""
+    made = jobs.trainer(group, config)
+    if unread:
+        made._unread = Unread(torch.device("cpu"))
+    take, outcome = made._train_step, Outcome([], [], {}, "")
+
+    def noted(step):
+        if step == poison_at:
+            made.model.norm.weight.register_hook(lambda grad: grad * float("nan"))
+        found = take(step)
+        outcome.known.append(len(found[0]))
+        return found
+
+    made._train_step = noted
+    try:
+        outcome.metrics += [(m.step, m.loss, m.grad_norm, m.lr, m.val_loss) for m in made.fit()]
+    except TrainingError as failure:
+        outcome.error = str(failure)
+    outcome.weights = weights_of(made)
+    return outcome
+
+
+def after(group, config: RunConfig, steps: int) -> dict[str, torch.Tensor]:
+    """The weights after so many steps."""
+    made = jobs.trainer(group, config)
+    made._unread = Unread(torch.device("cpu"))
+    for step in range(1, steps + 1):
+        made._train_step(step)
+    return weights_of(made)
+
+
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def test_figures_that_are_read_later_are_those_that_are_read_at_once(ranks, config):
+    (at_once,) = ranks.run(trained, 1, config, False)
+    (later,) = ranks.run(trained, 1, config, True)
+    assert at_once.known == [1] * 9
+    assert later.known == [1, 0, 0, 3, 0, 2, 0, 2, 1]  # log_every=4, val_every=6, the first and the last step
+    assert [figures[0] for figures in later.metrics] == list(range(1, 10))
+    for mine, theirs in zip(later.metrics, at_once.metrics, strict=True):
+        assert mine[:4] == pytest.approx(theirs[:4], rel=1e-6)
+        assert (mine[4] is None) == (theirs[4] is None)
+        assert theirs[4] is None or mine[4] == pytest.approx(theirs[4], rel=1e-6)
+    for name, weight in at_once.weights.items():
+        torch.testing.assert_close(later.weights[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_is_not_finite_ends_the_run_with_the_weights_before_it(ranks, config):
+    """Step 7 is poisoned, which is known after step 8: that has updated nothing either."""
+    config = jobs.changed(config, "train", val_every=0)
+    (outcome,) = ranks.run(trained, 1, config, True, 7)
+    assert outcome.error.startswith("Step 7: the loss is") and "with the weights of step 6" in outcome.error
+    assert outcome.known == [1, 0, 0, 3, 0, 0, 0]  # step 8 raised
+    (expected,) = ranks.run(after, 1, config, 6)
+    for name, weight in outcome.weights.items():
+        assert torch.equal(weight, expected[name]), name
