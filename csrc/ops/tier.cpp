@@ -129,7 +129,7 @@ Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, Tier
   if (asked != Tier::kAuto) return body(asked);
 
   TierTrials& trials = group.tier_trials()[key.text()];
-  if (trials.tier.empty()) settle_by_preset(group, key, trials);
+  if (trials.tier.empty()) settle_by_preset(group, key, trials, why_not_fused);
   if (!trials.tier.empty()) {
     // Calls with one key may differ in what the key does not say: rows in several blocks, say.
     const Tier settled = tier_named(trials.tier);
@@ -160,7 +160,8 @@ std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& ke
   const auto known = group.tier_trials().find(key.text());
   if (known == group.tier_trials().end()) {
     const std::optional<TierPreset> preset = find_tier_preset(group, key);
-    if (preset) return {preset->tier, preset->text()};
+    const bool can_run = preset && (preset->tier != "fused" || why_not_fused_by_key(*transport, key).empty());
+    if (can_run) return {preset->tier, preset->text()};
     return {"auto", "no call with this shape yet: the first ones measure the tiers"};
   }
   if (known->second.tier.empty())

@@ -65,11 +65,12 @@ std::optional<TierPreset> find_tier_preset(const Group& group, const TierKey& ke
   return found->second;
 }
 
-void settle_by_preset(const Group& group, const TierKey& key, TierTrials& trials) {
-  if (const std::optional<TierPreset> preset = find_tier_preset(group, key)) {
-    trials.tier = preset->tier;
-    trials.tuned = preset->text();
-  }
+void settle_by_preset(const Group& group, const TierKey& key, TierTrials& trials,
+                      const std::function<std::string()>& why_not_fused) {
+  const std::optional<TierPreset> preset = find_tier_preset(group, key);
+  if (!preset || (tier_named(preset->tier) == Tier::kFused && !why_not_fused().empty())) return;
+  trials.tier = preset->tier;
+  trials.tuned = preset->text();
 }
 
 }  // namespace pyruntime

@@ -32,7 +32,8 @@ void clear_tier_presets();
 // After the group's first op.
 std::optional<TierPreset> find_tier_preset(const Group& group, const TierKey& key);
 
-// Settles `trials` by the preset, where there is one.
-void settle_by_preset(const Group& group, const TierKey& key, TierTrials& trials);
+// Settles `trials` by the preset, where there is one that can run here: the fused tier cannot everywhere.
+void settle_by_preset(const Group& group, const TierKey& key, TierTrials& trials,
+                      const std::function<std::string()>& why_not_fused);
 
 }  // namespace pyruntime

@@ -10,6 +10,7 @@ from pyruntime.cli.doctor import Options as DoctorOptions
 from pyruntime.cli.generate import Options as GenerateOptions
 from pyruntime.cli.plan import Options as PlanOptions
 from pyruntime.cli.schedule import Options as ScheduleOptions
+from pyruntime.cli.tune import Options as TuneOptions
 from pyruntime.train.config import RunConfig
 
 
@@ -30,6 +31,7 @@ def flags(config, prefix=""):
         ("doctor", DoctorOptions),
         ("schedule", ScheduleOptions),
         ("plan", PlanOptions),
+        ("tune", TuneOptions),
     ],
 )
 def test_help_shows_every_flag_with_a_sentence(capsys, monkeypatch, command, options):

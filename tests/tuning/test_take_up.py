@@ -95,6 +95,24 @@ def test_a_group_keeps_what_it_has_settled(ranks):
     assert ranks.run(forgotten, 2) == [("unfused", "auto")] * 2
 
 
+def fused_is_tuned(group):
+    """What auto says of a shape before and after a call, where the tuned tier cannot run."""
+    ops.all_gather(torch.ones(1, 1), group)
+    hand_over({SYMMETRIC: {key(rows=33): choice("fused")}})
+    try:
+        before = asked(group, 33)[0]
+        error, _ = gathered(group, 33)
+        return before, asked(group, 33), error
+    finally:
+        hand_over({})
+
+
+def test_a_tuned_tier_that_cannot_run_here_is_measured_anew(ranks):
+    for before, after, error in ranks.run(fused_is_tuned, 2):
+        assert before == "auto" and error < 1e-12
+        assert after == ("auto", "being measured: the first calls with this shape take the tiers in turn")
+
+
 def looked_up(group):
     ops.all_gather(torch.ones(1, 1), group)
     hand_over({SYMMETRIC: {key(): choice("chunked", "large")}})
