@@ -1,5 +1,5 @@
 # make train   sets everything up and trains the main model (two processes on this machine)
-# make test    sets everything up, then lints and runs every test
+# make test    sets everything up, then lints and runs the tests
 # make help    all targets
 
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
@@ -30,12 +30,20 @@ train: $(BUILT)  ## train the main model: 2 ranks, tensor parallel
 	$(TORCHRUN) --nproc-per-node 2 -m pyruntime train --config main
 
 .PHONY: test
-test: lint  ## lint, then all tests, the C++ ones under sanitizers
+test: lint  ## lint, then all tests but those of the three targets below
 	$(RUN) -m pytest
 
 .PHONY: test-cuda
 test-cuda: $(BUILT)  ## compile the CUDA kernels with nvcc and look at what became of them: minutes
 	$(RUN) -m pytest -m nvcc tests/cuda
+
+.PHONY: test-hip
+test-hip: $(BUILT)  ## compile the portable kernels with hipcc and look at their instructions: minutes
+	$(RUN) -m pytest -m hipcc tests/cuda
+
+.PHONY: test-threads
+test-threads: $(BUILT)  ## the C++ tests in which threads meet, under the thread sanitizer
+	$(RUN) -m pytest -m threads tests/cpp
 
 .PHONY: lint
 lint: $(BUILT)  ## ruff, clang-format, mypy; changes nothing
@@ -61,6 +69,10 @@ build: $(BUILT)  ## the environment and the C++ core, built in place
 .PHONY: cuda
 cuda: $(VENV)/.made  ## the CUDA kernels, with nvcc; no GPU is needed
 	$(RUN) tools/build_cuda.py
+
+.PHONY: hip
+hip: $(VENV)/.made  ## the kernels for GPUs of AMD, with hipcc; no GPU is needed
+	$(RUN) tools/build_hip.py
 
 # With the Python that has a torch for CUDA, and nothing downloaded: not a part of the environment above.
 .PHONY: gpu-check

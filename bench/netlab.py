@@ -22,6 +22,8 @@ host in /proc/self/net/dev; `--rate-host 2=300mbit` gives host 2 a slower link.
     --fail kill:rank2@5s        rank 2 gets SIGKILL
     --fail stop:rank1@5s+3s     rank 1 is stopped and goes on 3 s later; without +3s it never does
 
+With `--ready FILE` these times count from when FILE is there, which a rank makes when all are at work.
+
 The exit code is 0 if that of every rank was; otherwise that of the rank that failed first, 128 + signal where
 a signal ended it (one sent by --fail too), and a sentence on stderr names it. The other ranks then have
 `--grace` to end by themselves, before SIGTERM, and 5 s later SIGKILL. Ctrl-C and SIGTERM are passed to the
@@ -44,7 +46,7 @@ from netlab_plan import Fault, Plan, parse_rate, parse_rate_of_host, parse_secon
 from netlab_run import CannotStart, Interrupts, Run
 
 USAGE = """netlab.py --hosts H --ranks-per-host R --rate RATE [--rate-host HOST=RATE] [--fail FAULT]
-       [--grace 30s] [--log-dir DIR] [--counters FILE] -- COMMAND ..."""
+       [--ready FILE] [--grace 30s] [--log-dir DIR] [--counters FILE] -- COMMAND ..."""
 
 
 def sentence(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -96,6 +98,7 @@ def arguments(argv: list[str]) -> Plan:
         dest="faults",
         help="see above; may be repeated",
     )
+    add("--ready", type=Path, metavar="FILE", help="count the times of --fail from when it is there")
     add(
         "--grace",
         type=sentence(parse_seconds),
@@ -133,6 +136,8 @@ def main() -> None:
         fail(lacking, 2)
     if shutil.which(plan.command[0]) is None:
         fail(f"there is no program {plan.command[0]!r} to be run; give a path, or a name that PATH has.", 127)
+    if plan.ready is not None and plan.ready.exists():
+        fail(f"--ready {plan.ready} is there already, before any rank could make it; remove it.", 2)
     try:
         if plan.log_dir is not None:
             plan.log_dir.mkdir(parents=True, exist_ok=True)

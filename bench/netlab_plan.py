@@ -52,7 +52,7 @@ class Fault:
     target: int
     """A host for link, otherwise a rank."""
     at_s: float
-    """After the moment when all ranks had been started."""
+    """After the moment when all ranks had been started, or from which the plan counts."""
     for_s: float | None
     """How long it lasts; None: to the end."""
 
@@ -77,6 +77,8 @@ class Plan:
     rates: tuple[int, ...]
     """Bits per second of each host's link, in each direction."""
     faults: tuple[Fault, ...]
+    ready: Path | None
+    """Faults count from when this file is there; None: from when all ranks had been started."""
     grace_s: float
     log_dir: Path | None
     counters: Path | None
@@ -90,6 +92,7 @@ class Plan:
         rate: int,
         rate_of_host: Mapping[int, int],
         faults: tuple[Fault, ...],
+        ready: Path | None,
         grace_s: float,
         log_dir: Path | None,
         counters: Path | None,
@@ -110,7 +113,7 @@ class Plan:
                     f"--fail {fault.text} names {what} {fault.target}; the {what}s are 0 to {many - 1}."
                 )
         rates = tuple(rate_of_host.get(host, rate) for host in range(hosts))
-        return cls(hosts, ranks_per_host, rates, faults, grace_s, log_dir, counters, command)
+        return cls(hosts, ranks_per_host, rates, faults, ready, grace_s, log_dir, counters, command)
 
     @property
     def world_size(self) -> int:

@@ -22,6 +22,7 @@ from netlab_network import Host, Lab, NetworkError
 from netlab_plan import Fault, Plan
 
 KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL
+LOOK_EVERY_S = 0.02  # for the file of --ready
 
 
 class CannotStart(Exception):
@@ -98,6 +99,7 @@ class Run:
         self._due: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when, a tie-break, what
         self._tie_break = itertools.count()
         self._grace_began = False
+        self._faults_from: float | None = None  # what their times are counted from
 
     def execute(self) -> int:
         """The exit code for netlab. Raises CannotStart and NetworkError."""
@@ -107,8 +109,7 @@ class Run:
         before = self._lab.counters()
         self._start()
         self._began = time.monotonic()
-        for fault in self._plan.faults:
-            self._at(self._began + fault.at_s, partial(self._inject, fault))
+        self._look_for_ready()
         self._wait()
         self._say_how_it_ended()
         if self._plan.counters is not None:
@@ -204,6 +205,16 @@ class Run:
         self._send(number, "passed on by netlab")
         self._begin_grace()
 
+    def _look_for_ready(self) -> None:
+        """Lets the faults come, if all ranks are at work; otherwise looks again soon."""
+        now = time.monotonic()
+        if self._plan.ready is not None and not self._plan.ready.exists():
+            self._at(now + LOOK_EVERY_S, self._look_for_ready)
+            return
+        self._faults_from = now
+        for fault in self._plan.faults:
+            self._at(now + fault.at_s, partial(self._inject, fault))
+
     def _inject(self, fault: Fault) -> None:
         if fault.kind != "link" and fault.target not in self._running:
             self._tell(f"rank {fault.target} had already ended, so --fail {fault.text} does nothing.")
@@ -220,7 +231,8 @@ class Run:
             if fault.for_s is None:
                 self._stopped_for_good.add(fault.target)
         if fault.for_s is not None:
-            self._at(self._began + fault.at_s + fault.for_s, partial(self._mend, fault))
+            assert self._faults_from is not None
+            self._at(self._faults_from + fault.at_s + fault.for_s, partial(self._mend, fault))
 
     def _mend(self, fault: Fault) -> None:
         if fault.kind == "link":
@@ -243,9 +255,9 @@ class Run:
         say(f"{time.monotonic() - self._began:.2f} s: {event}")
 
     def _say_how_it_ended(self) -> None:
-        ran_s = time.monotonic() - self._began
+        now = time.monotonic()
         for fault in self._plan.faults:
-            if fault.at_s > ran_s:
+            if self._faults_from is None or fault.at_s > now - self._faults_from:
                 say(f"all ranks had ended before --fail {fault.text}.")
         failed = [
             f"rank {end.rank} on host {self._plan.host_of(end.rank)} {end}" for end in self._ends if end.code

@@ -13,13 +13,19 @@
 //   PYRUNTIME_KERNEL(threads, blocks)  of a kernel with so many threads a block, at least so many blocks a
 //                              multiprocessor
 //   PYRUNTIME_PARAMETER        of a kernel's parameter that is indexed at run time: it is read where it lies
-//                              and not copied into local memory
+//                              and not copied into local memory. For HIP to do so, it comes first and is
+//                              taken by device::first_parameter()
 //   PYRUNTIME_SHARED(name)     declares `unsigned char* name`, the block's dynamic shared memory, 128-byte
-//   aligned PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...)
+//                              aligned
+//   PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...)
+//   PYRUNTIME_CDNA             1 where waves, matrix instructions and shared memory are those of AMD's CDNA
+//                              GPUs; the host plays one with PYRUNTIME_HOST_WARP=64
 //
 // and, in namespace pyruntime::device,
 //
 //   kWarpSize                  a compile-time constant, which warpSize is not everywhere
+//   first_parameter(x)         the kernel's first parameter, x, where it lies
+//   copy_bits(to, from, bytes) memcpy() of a few bytes, as moves of registers
 //   load_acquire_system(p)     8 bytes that another rank or device may write; what it wrote before is seen
 //   store_release_system(p, v) and the other side: of the calling thread's stores, and of those that its
 //                              block made before a publishing_barrier(); release_system() and as many
@@ -32,7 +38,8 @@
 //   nap()                      gives way to others in a loop that waits
 //   shuffle_xor(x, mask)       over the whole warp
 //   load_streaming(p)          16 bytes that another rank wrote, past caches that may be stale
-//   copy_async(to, from, n)    16 bytes into shared memory, of which n come from `from` and the rest is zero
+//   copy_async(to, from, n)    16 bytes into shared memory, of which n come from `from` and the rest is zero;
+//                              not in HIP
 //   copy_async_commit(), copy_async_wait<n>()
 //   half_to_float(bits), float_to_half(x)
 //

@@ -6,6 +6,7 @@
 #else
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <cuda_runtime.h>
 #endif
 
@@ -17,9 +18,20 @@
 #define PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
   kernel<<<blocks, threads, shared_bytes, stream>>>(__VA_ARGS__)
 
+#define PYRUNTIME_CDNA 0
+
 namespace pyruntime::device {
 
 constexpr int kWarpSize = 32;
+
+template <class T>
+PYRUNTIME_DEVICE const T& first_parameter(const T& parameter) {
+  return parameter;
+}
+
+PYRUNTIME_DEVICE void copy_bits(void* to, const void* from, size_t bytes) {
+  memcpy(to, from, bytes);
+}
 
 PYRUNTIME_DEVICE uint64_t load_acquire_system(const uint64_t* p) {
   uint64_t value;

@@ -8,15 +8,48 @@
 
 #define PYRUNTIME_DEVICE __device__ __forceinline__
 #define PYRUNTIME_HOST_DEVICE __host__ __device__ __forceinline__
-#define PYRUNTIME_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads)
+// The second bound is in waves a SIMD; a compute unit has four.
+#define PYRUNTIME_KERNEL(threads, blocks) \
+  __global__ void __launch_bounds__(threads, ((threads) * (blocks) + 255) / 256)
 #define PYRUNTIME_PARAMETER const
 #define PYRUNTIME_SHARED(name) extern __shared__ __attribute__((aligned(128))) unsigned char name[]
 #define PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
   hipLaunchKernelGGL(kernel, dim3(blocks), dim3(threads), shared_bytes, stream, __VA_ARGS__)
 
+#define PYRUNTIME_CDNA 1
+
 namespace pyruntime::device {
 
 constexpr int kWarpSize = 64;
+
+template <class T>
+PYRUNTIME_DEVICE const T& first_parameter(const T& parameter) {
+#if defined(__HIP_DEVICE_COMPILE__)
+  // By its name it would be copied to scratch memory of every lane, and indexed there.
+  static_cast<void>(parameter);
+  return *(const T*)__builtin_amdgcn_kernarg_segment_ptr();
+#else
+  return parameter;  // the pass that compiles for the CPU knows no such builtins
+#endif
+}
+
+// Not by memcpy(), which is a loop over bytes in scratch memory. 16 bytes go as words, because the compiler
+// keeps nothing in registers that is a vector of words on one side and halves of words on the other.
+PYRUNTIME_DEVICE void copy_bits(void* to, const void* from, size_t bytes) {
+  if (bytes != 16) {
+    __builtin_memcpy(to, from, bytes);
+    return;
+  }
+  const auto copy_word = [&](int at) {
+    uint32_t word;
+    __builtin_memcpy(&word, static_cast<const unsigned char*>(from) + at, 4);
+    __builtin_memcpy(static_cast<unsigned char*>(to) + at, &word, 4);
+  };
+  copy_word(0);
+  copy_word(4);
+  copy_word(8);
+  copy_word(12);
+}
 
 PYRUNTIME_DEVICE uint64_t load_acquire_system(const uint64_t* p) {
   // Plain or cached polling never ends where a stale line lies in L2.
@@ -76,27 +109,12 @@ PYRUNTIME_DEVICE float shuffle_xor(float x, int mask) {
 }
 
 PYRUNTIME_DEVICE uint4 load_streaming(const void* p) {
-  return *static_cast<const uint4*>(p);
+  // As global memory: a load of memory of any kind is also counted with those of shared memory, and who waits
+  // for these would wait for it.
+  typedef uint32_t Words __attribute__((ext_vector_type(4)));
+  const auto words = *(const __attribute__((address_space(1))) Words*)reinterpret_cast<uintptr_t>(p);
+  return make_uint4(words.x, words.y, words.z, words.w);
 }
-
-PYRUNTIME_DEVICE void copy_async(void* to, const void* from, int bytes) {
-  uint4 value = make_uint4(0, 0, 0, 0);
-  if (bytes == 16) {
-    value = *static_cast<const uint4*>(from);
-  } else {
-    auto* halves = reinterpret_cast<uint16_t*>(&value);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (2 * i < bytes) halves[i] = static_cast<const uint16_t*>(from)[i];
-    }
-  }
-  *static_cast<uint4*>(to) = value;
-}
-
-PYRUNTIME_DEVICE void copy_async_commit() {}
-
-template <int kGroupsLeft>
-PYRUNTIME_DEVICE void copy_async_wait() {}
 
 PYRUNTIME_DEVICE float half_to_float(uint16_t bits) {
   _Float16 value;

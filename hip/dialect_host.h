@@ -23,6 +23,7 @@
 #define PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
   (static_cast<void>(stream),                                                \
    ::pyruntime::host::run_grid(blocks, threads, shared_bytes, [&] { kernel(__VA_ARGS__); }))
+#define PYRUNTIME_CDNA (PYRUNTIME_HOST_WARP == 64)
 
 #define threadIdx (::pyruntime::host::current->thread)
 #define blockIdx (::pyruntime::host::current->block)
@@ -42,9 +43,9 @@ inline void __syncthreads() {
 }
 
 // Blocks are fibers of one thread, so these are atomic as they stand; the value before is returned.
-inline uint32_t atomicInc(uint32_t* p, uint32_t limit) {
+inline uint32_t atomicAdd(uint32_t* p, uint32_t value) {
   const uint32_t before = *p;
-  *p = before >= limit ? 0 : before + 1;
+  *p += value;
   return before;
 }
 
@@ -57,6 +58,15 @@ inline uint32_t atomicCAS(uint32_t* p, uint32_t expected, uint32_t value) {
 namespace pyruntime::device {
 
 constexpr int kWarpSize = host::kWarpSize;
+
+template <class T>
+const T& first_parameter(const T& parameter) {
+  return parameter;
+}
+
+inline void copy_bits(void* to, const void* from, size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
 
 inline uint64_t load_acquire_system(const uint64_t* p) {
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
@@ -172,7 +182,7 @@ inline bool is_capturing(Stream) {
 }
 
 inline int shared_bytes_per_block() {
-  return 227 * 1024;
+  return PYRUNTIME_CDNA ? 64 * 1024 : 227 * 1024;
 }
 
 template <class Kernel>

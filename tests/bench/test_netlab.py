@@ -293,6 +293,24 @@ def test_a_rank_is_killed_when_asked_and_netlab_says_that_it_was_asked():
     assert "netlab: rank 2 on host 1 was killed by SIGKILL (asked for by --fail); then " in done.stderr
 
 
+@on_a_network
+def test_faults_can_be_counted_from_when_a_rank_says_that_it_is_ready(tmp_path):
+    ready = tmp_path / "ready"
+    program = f"""
+        time.sleep(0.7)
+        if rank == 0:
+            open({str(ready)!r}, "w").close()
+        time.sleep(30)
+    """
+    ask = ["--fail", "kill:rank1@0.2s", "--ready", str(ready), "--grace", "0s"]
+    done = netlab(*hosts(1, 2), *ask, *command(program))
+    moment = float(re.search(r"netlab: (\d+\.\d+) s: rank 1 is killed\.\n", done.stderr)[1])
+    assert moment >= 0.9
+    assert done.returncode == 137
+    again = netlab(*hosts(1, 2), *ask, "--", "true")
+    assert again.returncode == 2 and f"--ready {ready} is there already" in again.stderr
+
+
 def largest_gap(stamps: list[float]) -> float:
     return max(b - a for a, b in itertools.pairwise(stamps))
 

@@ -29,23 +29,28 @@ def size_for(transport: str) -> int:
 
 
 def stop(seconds: float) -> None:
-    """Stops this process, which another one wakes again."""
-    script = f"kill -STOP {os.getpid()}; sleep {seconds}; kill -CONT {os.getpid()}"
-    subprocess.Popen(["sh", "-c", script])
-    time.sleep(0.2)  # is stopped somewhere in here
+    """Stops this process, which another one wakes again. It is stopped before this returns, and not before
+    the other one runs, however busy the machine is."""
+    script = f"echo; sleep {seconds}; kill -CONT {os.getpid()}"
+    waker = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE)
+    waker.stdout.readline()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    waker.stdout.close()
 
 
 def fault_case(group, transport, fault):
-    """(type, message, seconds from the fault to the error) of this rank, or None where it has no error."""
+    """(type, message, seconds from the fault to the error, those of the slowest op before) of this rank, or
+    None where it has no error."""
     take(group, transport)
     pyruntime.comm.set_deadline(group, DEADLINE_S)
     for op in OPS:
         call(op, group)
     is_culprit = group_rank(group) == CULPRIT
-    start = time.monotonic()
+    start, slowest = time.monotonic(), 0.0
     try:
         for round_number in range(4):
             for op in OPS:
+                op_start = time.monotonic()
                 if is_culprit and round_number == 1 and op == OPS[1]:
                     if fault == "killed":
                         os.kill(os.getpid(), signal.SIGKILL)
@@ -59,8 +64,9 @@ def fault_case(group, transport, fault):
                     elif fault == "other shape":
                         call(op, group, rows=13)
                 call(op, group)
+                slowest = max(slowest, time.monotonic() - op_start)
     except (pyruntime.CommError, ValueError) as error:
-        return type(error).__name__, str(error), time.monotonic() - start
+        return type(error).__name__, str(error), time.monotonic() - start, slowest
     return None
 
 
@@ -79,17 +85,19 @@ def test_all_ranks_end_with_the_same_named_cause(ranks, transport, fault, errors
     outcomes = ranks.launch(fault_case, size_for(transport), transport, fault)
     told = [outcome.value for rank, outcome in enumerate(outcomes) if rank != CULPRIT]
     assert None not in told, outcomes
-    causes = {message.split(" reports: ")[-1] for _, message, _ in told}
+    causes = {message.split(" reports: ")[-1] for _, message, *_ in told}
     assert len(causes) == 1, causes
     (cause,) = causes
-    assert {error for error, _, _ in told} == errors, told
+    assert {error for error, *_ in told} == errors, told
     assert f"rank {CULPRIT}" in cause, cause
     assert "group" in cause and any(op in cause for op in OPS), cause
-    for _, _, seconds in told:
-        assert seconds < DEADLINE_S + 1.0, (seconds, cause)
+    # What a rank may take beyond that is what its ops take: milliseconds, where nothing else runs.
+    for _, _, seconds, slowest in told:
+        assert seconds < DEADLINE_S + 1.0 + 10 * slowest, (seconds, slowest, cause)
     if fault == "killed":
         assert outcomes[CULPRIT].exit_code == -signal.SIGKILL
-        assert all(seconds < 1.0 for _, _, seconds in told)  # noticed at once, and passed on within a second
+        for _, _, seconds, slowest in told:  # noticed at once, and passed on within a second
+            assert seconds < 1.0 + 10 * slowest, (seconds, slowest)
 
 
 class Kept(logging.Handler):

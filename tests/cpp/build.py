@@ -131,8 +131,9 @@ def ninja_file() -> str:
     return "\n".join(lines) + "\n"
 
 
-def build() -> None:
-    """Builds all programs. Raises RuntimeError with the compiler's output when one does not compile."""
+def build(variant: str) -> None:
+    """Builds all programs of a variant. Raises RuntimeError with the compiler's output when one does not
+    compile."""
     BUILD.mkdir(parents=True, exist_ok=True)
     (BUILD / "build.ninja").write_text(ninja_file())
     ninja = shutil.which(
@@ -140,6 +141,7 @@ def build() -> None:
     )
     if ninja is None:
         raise RuntimeError("the C++ tests are built by ninja, which was not found: run `pip install ninja`.")
-    built = subprocess.run([ninja, "-C", str(BUILD)], capture_output=True, text=True)
+    wanted = [str(program(name, of)) for name, of in builds() if of == variant]
+    built = subprocess.run([ninja, "-C", str(BUILD), *wanted], capture_output=True, text=True)
     if built.returncode != 0:
         raise RuntimeError(f"the C++ tests do not build:\n{built.stdout}{built.stderr}")

@@ -1,7 +1,8 @@
-"""Runs the C++ tests, each under the sanitizers."""
+"""Runs the C++ tests, each under sanitizers; what needs the thread sanitizer is apart (marker threads)."""
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 
@@ -12,13 +13,18 @@ from tests.cpp.build import PROGRAMS, ROOT, build, builds, program
 TIMEOUT_S = 120
 
 
-@pytest.fixture(scope="session")
-def built() -> None:
-    build()
+build_once = functools.cache(build)  # only those variants of which something runs
 
 
-@pytest.mark.parametrize(("name", "variant"), builds())
-def test_program(built: None, name: str, variant: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        pytest.param(name, variant, marks=[pytest.mark.threads] if variant == "threads" else [])
+        for name, variant in builds()
+    ],
+)
+def test_program(name: str, variant: str) -> None:
+    build_once(variant)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "UBSAN_OPTIONS": "print_stacktrace=1"}
     ran = subprocess.run(
         [program(name, variant)], capture_output=True, text=True, timeout=TIMEOUT_S, env=environment

@@ -89,7 +89,8 @@ PYRUNTIME_DEVICE bool takes_packs(const PyruntimeAdamwTensor& tensor) {
 
 template <class P, class G>
 PYRUNTIME_KERNEL(kThreads, 2)
-adamw_step(PYRUNTIME_PARAMETER Batch batch) {
+adamw_step(PYRUNTIME_PARAMETER Batch parameter) {
+  const Batch& batch = device::first_parameter(parameter);
   const PyruntimeAdamwOptions options =
       batch.device_options != nullptr ? *batch.device_options : batch.options;
   const float grad_scale = batch.grad_scale != nullptr ? *batch.grad_scale : 1.0f;

@@ -23,14 +23,14 @@ PYRUNTIME_DEVICE Packed packed(const uint16_t (&values)[4]) {
   return result;
 }
 
-// The pass that compiles for the CPU knows no such builtins.
 #if defined(__HIP_DEVICE_COMPILE__)
 #define PYRUNTIME_MFMA(builtin, Packed)                              \
   Floatx4 sum = {d[0], d[1], d[2], d[3]};                            \
   sum = builtin(packed<Packed>(a), packed<Packed>(b), sum, 0, 0, 0); \
   for (int r = 0; r < 4; ++r) d[r] = sum[r]
 #else
-#define PYRUNTIME_MFMA(builtin, Packed)
+// The pass that compiles for the CPU knows no such builtins.
+#define PYRUNTIME_MFMA(builtin, Packed) static_cast<void>(d), static_cast<void>(a), static_cast<void>(b)
 #endif
 
 PYRUNTIME_DEVICE void multiply_unit(Bf16, float (&d)[4], const uint16_t (&a)[4], const uint16_t (&b)[4]) {
@@ -67,10 +67,10 @@ struct Mma {
   static PYRUNTIME_DEVICE void load_a(A& a, const unsigned char* tile, int row, int k, int lane) {
     const int r = row + lane % 16, first = k + lane / 16 * 4;
     if constexpr (kAlongK) {
-      memcpy(a.values, tile + Tile::offset_of(r, first), sizeof(a.values));
+      device::copy_bits(a.values, tile + Tile::offset_of(r, first), sizeof(a.values));
     } else {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) memcpy(&a.values[e], tile + Tile::offset_of(r, first + e), 2);
+      for (int e = 0; e < 4; ++e) device::copy_bits(&a.values[e], tile + Tile::offset_of(r, first + e), 2);
     }
   }
 

@@ -5,7 +5,6 @@
 
 #if !defined(__CUDACC_RTC__)
 #include <cstdint>
-#include <cstring>
 #endif
 
 #include "compat.h"
@@ -23,7 +22,7 @@ struct Fp16 {
 PYRUNTIME_DEVICE float to_float(Bf16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float value;
-  memcpy(&value, &bits, sizeof(value));
+  device::copy_bits(&value, &bits, sizeof(value));
   return value;
 }
 
@@ -41,7 +40,7 @@ PYRUNTIME_DEVICE T round_to(float value);
 template <>
 PYRUNTIME_DEVICE Bf16 round_to<Bf16>(float value) {
   uint32_t bits;
-  memcpy(&bits, &value, sizeof(bits));
+  device::copy_bits(&bits, &value, sizeof(bits));
   const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   return {static_cast<uint16_t>(value != value ? 0x7fc0u : rounded)};
 }
@@ -67,7 +66,7 @@ template <class T>
 PYRUNTIME_DEVICE Vector<T> load_vector(const T* p) {
   const uint4 bits = *reinterpret_cast<const uint4*>(p);
   Vector<T> vector;
-  memcpy(&vector, &bits, sizeof(vector));
+  device::copy_bits(&vector, &bits, sizeof(vector));
   return vector;
 }
 
@@ -76,15 +75,20 @@ template <class T>
 PYRUNTIME_DEVICE Vector<T> load_vector_streaming(const T* p) {
   const uint4 bits = device::load_streaming(p);
   Vector<T> vector;
-  memcpy(&vector, &bits, sizeof(vector));
+  device::copy_bits(&vector, &bits, sizeof(vector));
   return vector;
 }
 
 template <class T>
-PYRUNTIME_DEVICE void store_vector(T* p, const Vector<T>& vector) {
+PYRUNTIME_DEVICE uint4 bits_of(const Vector<T>& vector) {
   uint4 bits;
-  memcpy(&bits, &vector, sizeof(bits));
-  *reinterpret_cast<uint4*>(p) = bits;
+  device::copy_bits(&bits, &vector, sizeof(bits));
+  return bits;
+}
+
+template <class T>
+PYRUNTIME_DEVICE void store_vector(T* p, const Vector<T>& vector) {
+  *reinterpret_cast<uint4*>(p) = bits_of(vector);
 }
 
 PYRUNTIME_HOST_DEVICE bool is_aligned(const void* p) {

@@ -1,5 +1,5 @@
-// A tile of one operand of a product, on its way from global to shared memory, with what lies beyond the
-// edges read as zero.
+// A tile of one operand of a product in shared memory: where each element lies, and which part of it each
+// thread brings. How they come there is the pipeline's (pipeline_async.cuh, pipeline_registers.cuh).
 #pragma once
 
 #include "compat.h"
@@ -25,7 +25,11 @@ struct OperandTile {
   static constexpr int kLines = kAlongK ? kRows : kDepth;
   static constexpr int kChunks = (kAlongK ? kDepth : kRows) / 8;
   static constexpr int kBytes = kLines * kChunks * 16;
+  // The lines that a thread takes part in lie so far apart; a multiple of 8, so that they are swizzled alike.
+  static constexpr int kStep = kThreads / kChunks;
+  static constexpr int kParts = kLines / kStep;
   static_assert(kChunks % 8 == 0);
+  static_assert(kThreads % kChunks == 0 && kStep % 8 == 0 && kLines % kStep == 0);
 
   static PYRUNTIME_DEVICE int offset(int line, int chunk) {
     return (line * kChunks + (chunk ^ line % 8)) * 16;
@@ -36,11 +40,17 @@ struct OperandTile {
     return kAlongK ? offset(row, k / 8) + k % 8 * 2 : offset(k, row / 8) + row % 8 * 2;
   }
 
-  // By all threads. `depth` of the k that are left exist. With `aligned` (the data and its pitch are
-  // multiples of 16 bytes) the copy is asynchronous, otherwise element by element, which is slow and always
-  // right.
-  static PYRUNTIME_DEVICE void load(unsigned char* to, const Operand<T>& from, int first_k, int depth,
-                                    bool aligned) {
+  // Where this thread's part i lies.
+  static PYRUNTIME_DEVICE int offset_of_part(int i) {
+    const int thread = static_cast<int>(threadIdx.x);
+    return offset(thread / kChunks, thread % kChunks) + i * kStep * kChunks * 16;
+  }
+
+  // By all threads: use(i, to, source, count) for each of a thread's kParts parts. A part is 8 elements,
+  // which belong at offset `to` of the tile; the first `count` of them exist, at `source`, and the others are
+  // zero. `depth` of the k that are left exist.
+  template <int kUnroll, class Use>
+  static PYRUNTIME_DEVICE void each_part(const Operand<T>& from, int first_k, int depth, const Use& use) {
     const int first_line = static_cast<int>(threadIdx.x) / kChunks,
               chunk = static_cast<int>(threadIdx.x) % kChunks;
     const int lines = (kAlongK ? from.rows : depth) - first_line;
@@ -48,35 +58,26 @@ struct OperandTile {
     const int count = length < 0 ? 0 : length > 8 ? 8 : length;
     const T* source =
         from.data + (kAlongK ? first_k : first_k * from.pitch) + first_line * from.pitch + chunk * 8;
-    unsigned char* target = to + offset(first_line, chunk);
-    if (aligned) {
-#pragma unroll
-      for (int i = 0; i < kLines / kStep; ++i) {
-        const int bytes = i * kStep < lines ? count * 2 : 0;
-        // Nothing is read where nothing exists, but the address has to be one that does.
-        device::copy_async(target + i * kStep * kChunks * 16, bytes > 0 ? source : from.data, bytes);
-        source += kStep * from.pitch;
-      }
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < kLines / kStep; ++i) {
-        store_elements(target + i * kStep * kChunks * 16, source, i * kStep < lines ? count : 0);
-        source += kStep * from.pitch;
-      }
+#pragma unroll kUnroll
+    for (int i = 0; i < kParts; ++i) {
+      use(i, offset_of_part(i), source, i * kStep < lines ? count : 0);
+      source += kStep * from.pitch;
     }
   }
-
- private:
-  // The lines that a thread takes part in lie so far apart; a multiple of 8, so that they are swizzled alike.
-  static constexpr int kStep = kThreads / kChunks;
-  static_assert(kThreads % kChunks == 0 && kStep % 8 == 0 && kLines % kStep == 0);
-
-  static PYRUNTIME_DEVICE void store_elements(unsigned char* target, const T* source, int count) {
-    Vector<T> vector;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) vector.values[e] = e < count ? source[e] : T{0};
-    store_vector(reinterpret_cast<T*>(target), vector);
-  }
 };
+
+template <class T>
+PYRUNTIME_DEVICE bool takes_vectors(const Operand<T>& operand) {
+  return is_aligned(operand.data) && operand.pitch % Vector<T>::kCount == 0;
+}
+
+// The elements of a part, one by one: slow, and right for any alignment.
+template <class T>
+PYRUNTIME_DEVICE Vector<T> load_elements(const T* source, int count) {
+  Vector<T> vector;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) vector.values[e] = e < count ? source[e] : T{0};
+  return vector;
+}
 
 }  // namespace pyruntime::portable

@@ -50,7 +50,8 @@ PYRUNTIME_DEVICE void copy_rows(const Push& push, int peer, int begin, int end) 
 }
 
 PYRUNTIME_KERNEL(kThreads, 1)
-push_chunk(PYRUNTIME_PARAMETER Push push) {
+push_chunk(PYRUNTIME_PARAMETER Push parameter) {
+  const Push& push = device::first_parameter(parameter);
   const Group& group = push.group;
   const uint64_t epoch = group.control().pushes + 1;
   bool ok = true;
@@ -63,7 +64,7 @@ push_chunk(PYRUNTIME_PARAMETER Push push) {
       if (threadIdx.x == 0) {
         // The block that comes last signals for all; its fence covers theirs, which the ticket has ordered.
         device::fence_system();
-        if (atomicInc(group.ticket(peer, piece), gridDim.x - 1) == gridDim.x - 1) {
+        if (comes_last(group.ticket(peer, piece))) {
           device::store_release_system(group.flag(peer, group.rank, piece), epoch);
         }
       }
@@ -75,9 +76,7 @@ push_chunk(PYRUNTIME_PARAMETER Push push) {
   if (threadIdx.x == 0) {
     device::fence_device();
     uint32_t* ticket = group.ticket(group.rank, 0);  // nobody sends to itself, so this one is free
-    if (atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1 && !has_failed(group)) {
-      group.control().pushes = epoch;
-    }
+    if (comes_last(ticket) && !has_failed(group)) group.control().pushes = epoch;
   }
 }
 

@@ -24,8 +24,9 @@ PYRUNTIME_DEVICE T reduced(const Parts& parts, int64_t i, const T* bias, int64_t
 // The first `vectors` vectors whole, then the rest one by one.
 template <class T>
 PYRUNTIME_KERNEL(kThreads, 2)
-reduce_parts(T* out, PYRUNTIME_PARAMETER Parts parts, int64_t count, int64_t vectors, const T* bias,
+reduce_parts(PYRUNTIME_PARAMETER Parts parameter, T* out, int64_t count, int64_t vectors, const T* bias,
              int64_t width) {
+  const Parts& parts = device::first_parameter(parameter);
   constexpr int kCount = Vector<T>::kCount;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -56,7 +57,7 @@ void launch(void* out, const Parts& parts, int64_t count, const void* bias, int6
   const int64_t vectors = aligned ? count / Vector<T>::kCount : 0;
   const auto kernel = reduce_parts<T>;
   const int64_t work = aligned ? vectors / kThreads + 1 : count / kThreads + 1;
-  PYRUNTIME_LAUNCH(kernel, blocks_for(work, 0, 8), kThreads, 0, stream, static_cast<T*>(out), parts, count,
+  PYRUNTIME_LAUNCH(kernel, blocks_for(work, 0, 8), kThreads, 0, stream, parts, static_cast<T*>(out), count,
                    vectors, static_cast<const T*>(bias), width);
 }
 

@@ -9,9 +9,6 @@
 //   void store(tile, row, column, vector)   8 elements of the tile; some may lie beyond its last column
 //   void after_store(tile)          a barrier
 //   void end()                      by every block, once
-//
-// The pipeline is that of cp.async (PTX ISA, "Asynchronous copy"): kStages tiles of A and B in shared memory,
-// of which one is multiplied while the others arrive.
 #pragma once
 
 #include "compat.h"
@@ -19,10 +16,12 @@
 #include "operand_tile.cuh"
 #include "tiles.h"
 
-#if defined(__HIP__) || defined(__HIPCC__) || (defined(PYRUNTIME_HOST_WARP) && PYRUNTIME_HOST_WARP == 64)
+#if PYRUNTIME_CDNA
 #include "mma_mfma.cuh"
+#include "pipeline_registers.cuh"
 #else
 #include "mma_ptx.cuh"
+#include "pipeline_async.cuh"
 #endif
 
 namespace pyruntime::portable {
@@ -37,15 +36,19 @@ struct Tiles {
   static constexpr int kStages = kPipeline;
   static constexpr int kMinBlocks = kBlocks;  // on a multiprocessor
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth * 2;
-  static constexpr int kResultPitch = kColumns * 2 + 16;  // bytes; 16 more, against conflicts of banks
-  static constexpr int kSharedBytes = kStages * kStageBytes;
-  static_assert(kRows * kResultPitch <= kSharedBytes, "the result is staged where the pipeline was");
+  static constexpr int kResultPitch = kColumns * 2 + 16;     // bytes; 16 more, against conflicts of banks
+  static constexpr int kResultBytes = kRows * kResultPitch;  // staged where the pipeline was
+  static constexpr int kSharedBytes =
+      kStages * kStageBytes > kResultBytes ? kStages * kStageBytes : kResultBytes;
+#if PYRUNTIME_CDNA
+  static_assert(kSharedBytes + 256 <= 64 * 1024, "256 bytes are what HIP needs for barriers");
+#endif
 };
 
-#if defined(__HIP__) || defined(__HIPCC__)
-// 64 KB of shared memory, and copies that are not asynchronous.
-using SmallTiles = Tiles<64, 128, 2, 2, 2, 1>;
-using LargeTiles = Tiles<128, 128, 2, 2, 2, 1>;
+#if PYRUNTIME_CDNA
+// 64 KB of shared memory: two blocks of small tiles, or one of large ones; two waves a SIMD in both.
+using SmallTiles = Tiles<64, 128, 2, 2, 1, 2>;
+using LargeTiles = Tiles<128, 128, 2, 4, 1, 1>;
 #else
 // Small ones fit every device from 8.0 on, two blocks on most; large ones need 144 KB: 8.0, 9.0 and up. In
 // both a warp's 64 columns by 32 or 64 rows keep the tensor cores busier than shared memory.
@@ -59,36 +62,12 @@ struct TileProduct {
   using ATile = OperandTile<T, kAAlongK, Config::kTileRows, Config::kThreads>;
   using BTile = OperandTile<T, kBAlongK, Config::kTileColumns, Config::kThreads>;
   using Sums = typename Mma<T>::Sum[Config::kUnitsDown][Config::kUnitsAcross];
-  static constexpr int kStages = Config::kStages;
-
-  static PYRUNTIME_DEVICE unsigned char* stage(unsigned char* shared, int step) {
-    return shared + step % kStages * Config::kStageBytes;
-  }
 
   // sums = A B over all k. Ends with a barrier: shared memory is free.
   static PYRUNTIME_DEVICE void run(Sums& sums, unsigned char* shared, const Operand<T>& a,
                                    const Operand<T>& b, int64_t k) {
-    const bool a_aligned = is_aligned(a.data) && a.pitch % 8 == 0;
-    const bool b_aligned = is_aligned(b.data) && b.pitch % 8 == 0;
-    const int steps = static_cast<int>((k + kDepth - 1) / kDepth);
-    const auto load = [&](int step) {
-      if (step < steps) {
-        const int first = step * kDepth, depth = static_cast<int>(k) - first;
-        ATile::load(stage(shared, step), a, first, depth, a_aligned);
-        BTile::load(stage(shared, step) + ATile::kBytes, b, first, depth, b_aligned);
-      }
-      device::copy_async_commit();  // empty ones too: the wait below counts groups
-    };
-    for (int step = 0; step < kStages - 1; ++step) load(step);
-    for (int step = 0; step < steps; ++step) {
-      device::copy_async_wait<kStages - 2>();
-      // All threads' copies of this step are there, and all have read the stage that is filled next.
-      __syncthreads();
-      load(step + kStages - 1);
-      multiply(sums, stage(shared, step));
-    }
-    device::copy_async_wait<0>();
-    __syncthreads();
+    run_pipeline<Config, ATile, BTile>(shared, a, b, k,
+                                       [&](const unsigned char* tiles) { multiply(sums, tiles); });
   }
 
   static PYRUNTIME_DEVICE void multiply(Sums& sums, const unsigned char* tiles) {
@@ -146,7 +125,8 @@ struct TileProduct {
 
 template <class Config, class T, int kLayout, class Job>
 PYRUNTIME_KERNEL(Config::kThreads, Config::kMinBlocks)
-tile_gemm(PYRUNTIME_PARAMETER Job job) {
+tile_gemm(PYRUNTIME_PARAMETER Job parameter) {
+  const Job& job = device::first_parameter(parameter);
   using Product = TileProduct<Config, T, kLayout>;
   PYRUNTIME_SHARED(shared);
   auto run = job.start();

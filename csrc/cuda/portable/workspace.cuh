@@ -144,6 +144,15 @@ PYRUNTIME_DEVICE bool wait_for_credit(const Group& group, int peer, uint64_t epo
 
 // ---- ending ----
 
+// Whether the calling thread is the last of its grid's blocks to take this ticket, which is zero again then.
+// Not by atomicInc(): GPUs of AMD drop what is not an addition or an exchange, in memory that others may
+// write.
+PYRUNTIME_DEVICE bool comes_last(uint32_t* ticket) {
+  if (atomicAdd(ticket, 1) != gridDim.x - 1) return false;
+  *ticket = 0;
+  return true;
+}
+
 // Tells the peers that this rank has read all of the slot, and counts the epoch.
 PYRUNTIME_DEVICE void close_slot(const Group& group, uint64_t epoch) {
   group.control().epochs = epoch;
@@ -158,7 +167,7 @@ PYRUNTIME_DEVICE void close_slot(const Group& group, uint64_t epoch) {
 // still being read.
 PYRUNTIME_DEVICE void end_block(const Group& group, uint64_t epoch, bool close) {
   device::fence_device();
-  const bool last = atomicInc(&group.control().ticket, gridDim.x - 1) == gridDim.x - 1;
+  const bool last = comes_last(&group.control().ticket);
   device::fence_device();
   if (last && close && !has_failed(group)) close_slot(group, epoch);
 }
