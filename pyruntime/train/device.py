@@ -69,6 +69,12 @@ def peak_flops_of(name: str) -> float | None:
 
 def check_device(config: RunConfig, here: Here) -> None:
     """Raises ConfigError for what a configuration asks for and that device cannot do yet."""
+    fused = config.comm.tier == "fused"
+    if fused and not (here.is_cuda and config.train.dtype == "bf16"):
+        raise ConfigError(
+            f"comm.tier=fused has kernels for bf16 on GPUs alone, and this is {config.train.dtype} on "
+            f"{here.device} ({here.why}); use chunked, or auto."
+        )
     if not here.is_cuda:
         return
     if config.optimizer.rounding != "nearest":
