@@ -23,7 +23,7 @@ PARTS: dict[str, float] = {
     "gather-throttled-hopper": 30.0,
     "gather-throttled-chunked": 30.0,
     "support": 40.0,
-    "training": 60.0,
+    "training": 110.0,
     "scatter-host-portable": 40.0,
     "scatter-host-hopper": 40.0,
     "scatter-host-chunked": 40.0,

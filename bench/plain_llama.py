@@ -198,14 +198,14 @@ class PlainStep:
 
     def __call__(self, ids: Tensor, labels: Tensor) -> float:
         """ids and labels [micro-batches, B, S]; returns the mean loss in nats per token."""
-        total = 0.0
+        total: Tensor | float = 0.0
         for micro_ids, micro_labels in zip(ids, labels, strict=True):
             with self.loss_context():
                 logits = self.model(micro_ids)
                 loss = F.cross_entropy(logits.flatten(0, 1), micro_labels.flatten()) / len(ids)
                 loss.backward()
-            total += float(loss.detach())
+            total = total + loss.detach()  # read at the end: reading waits for the device
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return total
+        return float(total)

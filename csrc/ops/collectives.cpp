@@ -1,5 +1,7 @@
 #include "ops/collectives.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include "ops/process_group_collectives.h"
 #include "ops/row_exchange.h"
 
@@ -23,12 +25,14 @@ RowScatter scatter_parts(Transport& transport, Op op, const Operand& parts, bool
 }  // namespace
 
 int64_t agreed_rows(Group& group, const Operand& x_shard, int64_t rows) {
+  const c10::DeviceGuard on(x_shard.data.device());
   Transport* transport = group.transport(x_shard.data.device());
   if (transport == nullptr) return agreed_rows_by_process_group(group, x_shard, rows);
   return agreed_rows(group, *transport, x_shard, rows);
 }
 
 at::Tensor gather_rows(Group& group, Op op, const Operand& x_shard, int64_t rows) {
+  const c10::DeviceGuard on(x_shard.data.device());
   Transport* transport = group.transport(x_shard.data.device());
   if (transport == nullptr) return gather_rows_by_process_group(group, x_shard, rows);
   RowGather gather(*transport, op, x_shard, rows);
@@ -38,6 +42,7 @@ at::Tensor gather_rows(Group& group, Op op, const Operand& x_shard, int64_t rows
 }
 
 at::Tensor reduce_scatter_rows(Group& group, Op op, const Operand& parts, const at::Tensor& bias) {
+  const c10::DeviceGuard on(parts.data.device());
   Transport* transport = group.transport(parts.data.device());
   if (transport == nullptr) {
     const ChunkPlan plan(parts.rows, group.world_size(), group.rank());
@@ -50,6 +55,7 @@ at::Tensor reduce_scatter_rows(Group& group, Op op, const Operand& parts, const 
 }
 
 at::Tensor all_reduce_rows(Group& group, Op op, const Operand& parts, const at::Tensor& bias) {
+  const c10::DeviceGuard on(parts.data.device());
   Transport* transport = group.transport(parts.data.device());
   if (transport == nullptr) return all_reduce_by_process_group(group, parts.data, bias);
   RowScatter scatter = scatter_parts(*transport, op, parts, bias.defined(), /*all=*/true);

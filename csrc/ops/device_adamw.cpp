@@ -130,6 +130,7 @@ void adamw_on_cuda(at::TensorList params, at::TensorList grads, at::TensorList e
     return layers::adamw_composite(params, grads, exp_avg, exp_avg_sq, masters, grad_scale, lr, beta1, beta2,
                                    eps, weight_decay, step, seeds, firsts);
   }
+  check_here(lists, std::nullopt);
   launch(*library, options, lists, std::nullopt);
 }
 

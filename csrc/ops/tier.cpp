@@ -1,5 +1,6 @@
 #include "ops/tier.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -114,6 +115,7 @@ std::string no_fused_kernel() {
 Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, Tier asked,
                     const std::function<std::string()>& why_not_fused,
                     const std::function<Tensors(Tier)>& body) {
+  const c10::DeviceGuard on(key.device);
   const auto check = [&](bool possible, const std::string& why_not, const char* instead) {
     TORCH_CHECK_VALUE(possible, "tier='", name_of(asked), "' was asked for ", key.op, " on group '",
                       group.name(), "', but ", why_not, "; use tier='auto' or '", instead, "'.");
@@ -135,6 +137,9 @@ Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, Tier
     const Tier settled = tier_named(trials.tier);
     return body(settled == Tier::kFused && !why_not_fused().empty() ? Tier::kChunked : settled);
   }
+  check(!transport->is_capturing(),
+        "its tiers are still being measured, which a CUDA graph cannot capture: run it a dozen times before",
+        "chunked");
   trials.why_not_fused = why_not_fused();
   const Tier tier = next_trial(trials);
   await_device(key.device);
@@ -148,9 +153,10 @@ Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, Tier
 
 std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& key, Tier asked) {
   if (group.world_size() == 1) return {"local", "the group has one rank, so nothing travels"};
-  if (!group.transport_sought()) return {name_of(asked), "no op of the group has run yet"};
-  const Transport* transport = group.transport(key.device);
-  if (transport == nullptr) return {"unfused", group.why_no_transport(key.device)};
+  const c10::Device device = group.known_device(key.device);
+  if (!group.transport_sought(device)) return {name_of(asked), "no op of the group has run yet"};
+  const Transport* transport = group.transport(device);
+  if (transport == nullptr) return {"unfused", group.why_no_transport(device)};
   if (asked != Tier::kAuto) {
     const std::string why_not = why_not_fused_by_key(*transport, key);
     const std::string was_asked = std::string("tier='") + name_of(asked) + "' was asked for";

@@ -178,6 +178,14 @@ Transport* Group::transport(c10::Device device) {
   return transport_.get();
 }
 
+c10::Device Group::known_device(c10::Device device) const {
+  if (device.is_cpu() || device.has_index()) return device;
+  for (const auto& [known, found] : on_devices_) {
+    if (known.type() == device.type()) return known;
+  }
+  return device;
+}
+
 bool Group::crosses_hosts(c10::Device device) {
   if (world_size() == 1) return false;
   const Transport* found = transport(device);

@@ -78,8 +78,12 @@ class Group {
   // nullptr when there is none for tensors of that device; `why_no_transport` then says why.
   Transport* transport(c10::Device device);
   std::string why_no_transport(c10::Device device) const;
-  // Whether transport() has been asked before; until then asking is collective.
-  bool transport_sought() const { return transport_sought_; }
+  // Whether transport() has been asked before for tensors of that device; until then asking is collective.
+  bool transport_sought(c10::Device device) const {
+    return device.is_cpu() ? transport_sought_ : on_devices_.count(device) > 0;
+  }
+  // `device`, or where it names no index the one of its kind that the group has a transport for, if any.
+  c10::Device known_device(c10::Device device) const;
   // Whether chunks of tensors on that device are sent through a network. Collective until the first op.
   bool crosses_hosts(c10::Device device);
   // In words; empty before the first op.

@@ -32,7 +32,7 @@ constexpr int64_t kHeaderBytes = 128;
 // Of a rank's rows, to a product: so the last wait is for a fraction of them. More would be more signals than
 // time gained.
 constexpr int kMostPieces = 4;
-constexpr int64_t kPieceBytes = int64_t{1} << 20;
+constexpr int64_t kPieceBytes = int64_t{4} << 20;
 constexpr int64_t kFewestFlags = kMostPieces;
 
 // Flags of a rank in a slot, one after the other.
@@ -46,6 +46,8 @@ struct Workspace {
   at::Tensor memory;
   c10::intrusive_ptr<symm::SymmetricMemory> handle;
   std::vector<void*> bases;  // every rank's
+  at::Tensor header_seen;    // what it began with when the last flight here ended, copied by the device
+  PyruntimeGroup seen{};     // that flight's
 };
 
 // The least power of two that is `size`, at least `least`.
@@ -66,10 +68,7 @@ class DeviceTransport : public Transport {
         device_(device),
         library_(library),
         piece_bytes_(piece_bytes > 0 ? piece_bytes : kPieceBytes),
-        streams_(device) {
-    const auto options = at::TensorOptions().dtype(c10::kByte);
-    header_seen_ = at::zeros({kHeaderBytes}, device.is_cpu() ? options : options.pinned_memory(true));
-  }
+        streams_(device) {}
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
@@ -84,13 +83,14 @@ class DeviceTransport : public Transport {
 
   void flush() override {
     streams_.synchronize();
-    if (has_failed()) {
+    if (std::any_of(workspaces_.begin(), workspaces_.end(), has_failed)) {
       TORCH_WARN("Group '", context_.name, "' on ", device_,
                  " is closed after a wait that took too long: ", "results of its last ops are of no use.");
     }
   }
   void leave() override { flush(); }
   bool crosses_hosts() const override { return false; }
+  bool is_capturing() const override { return library_.is_capturing(streams_.current()) != 0; }
   std::string description() const override {
     return "symmetric memory and copy engines, " + std::to_string(world_size()) + " ranks of one host";
   }
@@ -98,6 +98,7 @@ class DeviceTransport : public Transport {
     int64_t total = 0;
     for (const auto& workspace : workspaces_) total += workspace->memory.numel();
     for (const Slot& slot : slots_) total += slot.staging.defined() ? slot.staging.numel() : 0;
+    for (const at::Tensor& memory : kept_) total += memory.numel();
     return total;
   }
 
@@ -128,10 +129,11 @@ class DeviceTransport : public Transport {
   // All ranks come here with the same op, as all have claimed the same bytes so far. The memory before stays,
   // because flights may be under way in it; together it is less than the new one.
   void grow(int64_t bytes, int64_t flags) {
-    TORCH_CHECK(library_.is_capturing(streams_.current()) == 0, "Group '", context_.name,
-                "' needs a larger workspace on ", device_,
+    TORCH_CHECK(!is_capturing(), "Group '", context_.name, "' needs a larger workspace on ", device_,
                 ", which cannot be made while a CUDA graph is captured; run the ops once before.");
     auto made = std::make_unique<Workspace>();
+    const auto options = at::TensorOptions().dtype(c10::kByte).pinned_memory(!device_.is_cpu());
+    made->header_seen = at::zeros({kHeaderBytes}, options);
     if (!workspaces_.empty()) {
       bytes = std::max(bytes, workspaces_.back()->shape.slot_bytes);
       flags = std::max<int64_t>(flags, workspaces_.back()->shape.flags);
@@ -153,22 +155,25 @@ class DeviceTransport : public Transport {
   at::Tensor staging(int slot, int64_t bytes) {
     at::Tensor& memory = slots_[slot].staging;
     if (!memory.defined() || memory.numel() < bytes) {
+      if (memory.defined() && was_captured_) kept_.push_back(memory);
       memory = at::empty({bytes}, at::TensorOptions().dtype(c10::kByte).device(device_));
     }
     return memory;
   }
 
-  bool has_failed() const {
-    const auto* seen = static_cast<const char*>(header_seen_.const_data_ptr());
+  static bool has_failed(const std::unique_ptr<Workspace>& workspace) {
+    const auto* seen = static_cast<const char*>(workspace->header_seen.const_data_ptr());
     return std::any_of(seen, seen + kHeaderBytes, [](char byte) { return byte != 0; });
   }
 
   // Looks at what the device had written down by the end of a flight that is over.
   void raise_if_failed() {
     FailureBoard::instance().raise_if_failed();
-    if (!has_failed()) return;
+    // In a workspace that was outgrown, too: a graph that was captured with it may still be replayed.
+    const auto found = std::find_if(workspaces_.begin(), workspaces_.end(), has_failed);
+    if (found == workspaces_.end()) return;
     PyruntimeFailure failure{};
-    library_.check(library_.failure(&group_seen_, &failure, streams_.current()));
+    library_.check(library_.failure(&(*found)->seen, &failure, streams_.current()));
     std::array<char, 512> sentence{};
     library_.check(library_.describe_failure(&failure, sentence.data(), sentence.size()));
     raise_for_all({CommErrorKind::kTimeout,
@@ -184,8 +189,8 @@ class DeviceTransport : public Transport {
   uint64_t last_number_ = 0;
   std::array<Slot, PYRUNTIME_SLOTS> slots_;
   std::vector<std::unique_ptr<Workspace>> workspaces_;  // the last one is the one to use
-  at::Tensor header_seen_;                              // of a workspace, copied here by the device
-  PyruntimeGroup group_seen_{};                         // whose workspace that is
+  bool was_captured_ = false;                           // any flight, into a graph
+  std::vector<at::Tensor> kept_;                        // what graphs still use
 };
 
 // What gathers and scatters have in common: a slot, chunks in it, and the end.
@@ -207,7 +212,8 @@ class DeviceFlight {
     void* data = nullptr;
     check(library().slot_data(&group_, &data));
     data_ = static_cast<char*>(data);
-    is_captured_ = library().is_capturing(streams().current()) != 0;
+    is_captured_ = transport.is_capturing();
+    transport.was_captured_ |= is_captured_;
     if (!is_captured_) streams().current_after(transport_.slots_[slot_].puts_ended);
   }
 
@@ -232,11 +238,16 @@ class DeviceFlight {
   // Puts what the caller's stream has written so far; nearest peer first, where it goes to all.
   void put(const char* from, int64_t bytes, int peer, int64_t offset, Flags flags) {
     streams().move_after_current();
+    put_more(from, bytes, peer, offset, flags);
+  }
+  // What was written before the put before.
+  void put_more(const char* from, int64_t bytes, int peer, int64_t offset, Flags flags) {
     check(library().put(&group_, from, bytes, peer, offset, flags.first, flags.count, streams().moving()));
   }
   int peer_at(int step) const { return (rank() + world_size() - step) % world_size(); }
   void put_to_all(const char* from, int64_t bytes, int64_t offset, Flags flags) {
-    for (int step = 1; step < world_size(); ++step) put(from, bytes, peer_at(step), offset, flags);
+    streams().move_after_current();
+    for (int step = 1; step < world_size(); ++step) put_more(from, bytes, peer_at(step), offset, flags);
   }
   void end_puts() {
     check(library().end_puts(&group_, streams().moving()));
@@ -262,8 +273,8 @@ class DeviceFlight {
     streams().move_after_current();  // what this flight waited for is known by then
     {
       const auto moving = streams().on_moving();
-      transport_.header_seen_.copy_(workspace_.memory.narrow(0, 0, kHeaderBytes), /*non_blocking=*/true);
-      transport_.group_seen_ = group_;
+      workspace_.header_seen.copy_(workspace_.memory.narrow(0, 0, kHeaderBytes), /*non_blocking=*/true);
+      workspace_.seen = group_;
     }
     if (is_captured_) leave_nothing_beside_the_graph();
   }
@@ -302,11 +313,12 @@ class DeviceGather : public GatherFlight {
   at::Tensor memory(const Chunk& chunk) override { return flight_.view(flight_.at(offset(chunk)), chunk); }
   void publish(const Chunk& chunk) override {
     const ChunkPlan pieces = pieces_of(chunk);
+    flight_.streams().move_after_current();
     for (int step = 1; step < flight_.world_size(); ++step) {
       for (int i = 0; i < pieces_that_exist(chunk); ++i) {
         const Chunk piece = pieces.piece(0, i);
         const int64_t at = offset(chunk) + piece.begin * bytes_of_a_row();
-        flight_.put(flight_.at(at), piece.rows * bytes_of_a_row(), flight_.peer_at(step), at, {i, 1});
+        flight_.put_more(flight_.at(at), piece.rows * bytes_of_a_row(), flight_.peer_at(step), at, {i, 1});
       }
     }
     flight_.end_puts();

@@ -60,7 +60,7 @@ class ExchangeTransport : public Transport {
   }
 
   void flush() override {
-    for (Slot& slot : slots_) await(slot.steps, "the end of the group");
+    for (Slot& slot : slots_) await(slot.steps, name_of(slot.op));
     streams_.synchronize();
   }
   void leave() override { flush(); }
@@ -85,6 +85,7 @@ class ExchangeTransport : public Transport {
   // Of one flight under way, and of the one before it until its sends have been waited for.
   struct Slot {
     bool in_flight = false;
+    Op op = Op::kAllGather;
     at::Tensor arriving, leaving;
     std::vector<Step> steps;
   };
@@ -95,8 +96,9 @@ class ExchangeTransport : public Transport {
     Slot& claimed = slots_[slot];
     TORCH_CHECK(!claimed.in_flight, "Group '", context_.name, "' already has ", slots_.size(),
                 " ops in flight on ", device_, "; finish one before beginning ", name_of(op), ".");
-    await(claimed.steps, name_of(op));
+    await(claimed.steps, name_of(claimed.op));
     claimed.steps.clear();
+    claimed.op = op;
     claimed.in_flight = true;
     ++context_.stats.ops;
     return slot;

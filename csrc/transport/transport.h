@@ -154,6 +154,8 @@ class Transport {
   virtual void leave() {}
 
   virtual bool crosses_hosts() const = 0;
+  // Whether what the caller's stream is given goes into a graph, and does not run now.
+  virtual bool is_capturing() const { return false; }
   // In words, for people: over what, between how many hosts.
   virtual std::string description() const = 0;
   virtual int64_t workspace_bytes() const = 0;

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -193,24 +192,14 @@ def run(options: Options, job: Job, path: Path, old: Cache) -> None:
 
 def start(device: str, tp: int) -> Runtime:
     """Joins the ranks: groups of `tp` neighbours, the others side by side with them as in training."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
     from pyruntime.comm import Runtime
+    from pyruntime.comm.devices import Host, place
 
-    ranks, local = started_ranks(), int(os.environ.get("LOCAL_WORLD_SIZE", started_ranks()))
-    if device == "auto":
-        enough = torch.cuda.is_available() and torch.cuda.device_count() >= local
-        device = "cuda" if enough else "cpu"
-    if device == "cpu":
-        return Runtime.start(tp=tp, dp=ranks // tp)
-    if not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU.")
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    mesh = init_device_mesh("cuda", (ranks // tp, tp), mesh_dim_names=("dp", "tp"))
-    return Runtime(mesh)
+    try:
+        place(device, Host.here())
+    except ValueError as error:
+        raise ConfigError(f"--device: {error}") from error
+    return Runtime.start(tp=tp, dp=started_ranks() // tp, device=device)
 
 
 def measure_all(

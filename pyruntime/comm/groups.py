@@ -99,7 +99,7 @@ def configure(
             do.
         chunk_bytes: bytes of a rank's rows that travel between hosts at once; by default chosen for each op
             from the latency and bandwidth that are measured when the group is opened. On devices: the least
-            that a product waits for on its own, by default 1 MiB; a rank's rows have 4 such pieces at most.
+            that a product waits for on its own, by default 4 MiB; a rank's rows have 4 such pieces at most.
         wire_dtype: what partial sums travel as between hosts: torch.bfloat16 or torch.float32; by default
             the dtype of the operand. Each hop adds in fp32 and rounds to this.
         traffic_class: "tp", "cp", "pp", "dp" or "checkpoint": how urgent this group's chunks are beside

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pyruntime.comm.core import _C
+from pyruntime.comm.devices import Host
 from pyruntime.train.config import RunConfig
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.metrics import peak_memory_bytes
@@ -83,7 +84,7 @@ def check_device(config: RunConfig, here: Here) -> None:
             f"{here.device}; use nearest, or train.device=cpu."
         )
     parallel = config.parallel
-    several_hosts = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+    several_hosts = Host.here().ranks != int(os.environ.get("WORLD_SIZE", "1"))
     for name, size in (("dp", parallel.dp), ("cp", parallel.cp), ("pp", parallel.pp)):
         if size > 1 and several_hosts and name != "dp":
             raise ConfigError(

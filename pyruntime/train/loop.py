@@ -133,6 +133,8 @@ class Trainer:
         self._backward_seed = torch.tensor(1.0 / micro_batches(config), device=here.device)
         alone = here.is_cuda and self._group.size() == 1 and isinstance(self.optimizer, AdamW)
         self._unread = Unread(here.device) if alone and pp is None else None
+        self._not_finite: ReadStep | None = None
+        """The first step that was read and is not finite; nothing was updated from it on."""
         peak = here.peak_flops(train.dtype)
         self._mfu_of_one = (
             None if peak is None else shape.flops_per_token(train.seq_len) / (peak * self._group.size())
@@ -164,6 +166,11 @@ class Trainer:
             while self.step < train.steps:
                 known, signum = self._train_step(self.step + 1)
                 self.step += 1
+                if self._not_finite is not None:
+                    yield from known
+                    self._require_finite(
+                        self._not_finite.step, self._not_finite.loss, self._not_finite.grad_norm
+                    )
                 if self.step == train.steps:
                     self.tiers = explain(self.model)  # before validation runs other sizes
                 if self._is_due(train.val_every) and not signum:
@@ -257,10 +264,12 @@ class Trainer:
         if not (signum or step == 1 or any(self._is_due(every, step) for every in intervals)):
             return [], signum
         found = unread.read()
-        for each in found:
-            self._require_finite(each.step, each.loss, each.grad_norm)
+        finite = [each for each in found if math.isfinite(each.loss) and math.isfinite(each.grad_norm)]
+        if len(finite) < len(found):  # none after the first that is not: nothing was updated any more
+            self._not_finite = next(each for each in found if each not in finite)
+            finite = [each for each in finite if each.step < self._not_finite.step]
         memory = self._here.peak_memory_bytes()
-        return [self._metrics(each, 0.0, memory) for each in found], signum
+        return [self._metrics(each, 0.0, memory) for each in finite], signum
 
     def _metrics(self, step: ReadStep, exposed_comm_s: float | None, memory_bytes: int) -> StepMetrics:
         tokens_per_second = tokens_per_step(self._config) / step.seconds

@@ -94,7 +94,8 @@ def trained(group, config: RunConfig, unread: bool, poison_at: int = 0) -> Outco
 
     made._train_step = noted
     try:
-        outcome.metrics += [(m.step, m.loss, m.grad_norm, m.lr, m.val_loss) for m in made.fit()]
+        for m in made.fit():
+            outcome.metrics.append((m.step, m.loss, m.grad_norm, m.lr, m.val_loss))
     except TrainingError as failure:
         outcome.error = str(failure)
     outcome.weights = weights_of(made)
@@ -133,7 +134,8 @@ def test_a_step_that_is_not_finite_ends_the_run_with_the_weights_before_it(ranks
     config = jobs.changed(config, "train", val_every=0)
     (outcome,) = ranks.run(trained, 1, config, True, 7)
     assert outcome.error.startswith("Step 7: the loss is") and "with the weights of step 6" in outcome.error
-    assert outcome.known == [1, 0, 0, 3, 0, 0, 0]  # step 8 raised
+    assert outcome.known == [1, 0, 0, 3, 0, 0, 0, 2]
+    assert [figures[0] for figures in outcome.metrics] == [1, 2, 3, 4, 5, 6]
     (expected,) = ranks.run(after, 1, config, 6)
     for name, weight in outcome.weights.items():
         assert torch.equal(weight, expected[name]), name
