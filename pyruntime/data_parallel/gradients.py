@@ -23,6 +23,7 @@ from pyruntime.comm.core import _C
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.reduction import Reduced, launch
 from pyruntime.data_parallel.units import Unit
+from pyruntime.ops.layers import add_
 
 LEAST_PRODUCT = 1e8
 """Floating-point operations of one chunk's product. Below it a weight gradient is multiplied whole and
@@ -290,7 +291,7 @@ class GradientReducer:
                 else:
                     _copy(out, inbox.whole[span.owner], unit, span.owner, source)
                 if inbox.earlier[span.owner] is not None:
-                    out.add_(unit.lines_of(span.owner, inbox.earlier[span.owner])[source])
+                    add_(out, unit.lines_of(span.owner, inbox.earlier[span.owner])[source])
             unit.fill(chunk, begin, got)
 
         if self._next == 0:
@@ -337,4 +338,4 @@ def _add(sums: list[Tensor | None], owner: int, gradient: Tensor) -> None:
         wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
         sums[owner] = gradient.to(wide)
     else:
-        before.add_(gradient)
+        add_(before, gradient)

@@ -185,6 +185,13 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     return _ops.sum_of_squares(tensors)
 
 
+@torch.no_grad()
+def add_(sum: Tensor, other: Tensor) -> None:
+    """sum += other, of one shape, each of any floating dtype: added in float32 (float64 for float64) and
+    rounded once, as torch adds. Raises ValueError where the shapes differ."""
+    _ops.add_(sum, other)
+
+
 # ---- fake kernels: the shapes, dtypes and strides of the results, for torch.compile and friends ----
 
 
@@ -262,6 +269,11 @@ def _(
     params, grads, exp_avg, exp_avg_sq, masters, grad_scale, settings, *,
     lr, beta1, beta2, eps, weight_decay, step,
 ):  # fmt: skip
+    return None
+
+
+@torch.library.register_fake("pyruntime::add_")
+def _(sum, other):
     return None
 
 

@@ -25,6 +25,8 @@ UNITS_OF_A_LAYER = 4
 OPTIMIZER_BYTES = {"nearest": 28, "stochastic": 22}
 """Read and written for a parameter, by the rounding of its weight: moments both ways, gradient; fp32 master
 both ways and weight, or the weight both ways."""
+SUM_BYTES = 10
+"""Read and written to add a micro-batch's gradient of a parameter to the fp32 sum of those before."""
 
 
 @dataclass(frozen=True)
@@ -338,16 +340,19 @@ class Predictor:
             # Unit by unit: the first transfer begins when a unit has been computed, the last ends after all.
             return max(transfer - window * (units - 1) / units, transfer / units)
 
-        times = 1 if self.sums_whole else micro_batches
+        times, summing = micro_batches, 0.0
+        if self.sums_whole:
+            times, summing = 1, (micro_batches - 1) * SUM_BYTES * parameters / cluster.memory_bandwidth
         if zero == 3:
             # Weights come ahead of their use, for every micro-batch in both directions, and gradients go.
             each = left(weights, window_forward)
             without, reducing = left(weights, window_backward), left(weights + gradients, window_backward)
             in_all = micro_batches * each + (micro_batches - times) * without + times * reducing
-            return in_all + 2 * micro_batches * own_weights + times * own_gradients, optimizer
+            own = summing + 2 * micro_batches * own_weights + times * own_gradients
+            return in_all + own, optimizer
         if zero < 2:
             times = 1
-        own = times * own_gradients + own_weights
+        own = summing + times * own_gradients + own_weights
         if zero == 0:  # Whole sums return in place of new weights, before the optimizer.
             return own + left(gradients + weights, window_backward), optimizer
         return own + times * left(gradients, window_backward) + left(weights, window_forward), optimizer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -438,6 +440,28 @@ def test_sum_of_squares_is_exact_to_float64(run, dtype):
 def test_sum_of_squares_of_nothing_is_zero_and_does_not_overflow():
     assert layers.sum_of_squares([]).item() == 0
     assert layers.sum_of_squares([torch.full((3,), 1e30)]).item() == pytest.approx(3e60, rel=1e-6)
+
+
+@implementations
+@pytest.mark.parametrize(
+    "dtypes", itertools.product([torch.float32, torch.bfloat16, torch.float64], repeat=2)
+)
+@pytest.mark.parametrize("shape", [(), (0,), (7, 5), (40_001,), (6, 4)])
+def test_additions_of_two_dtypes_are_torchs_to_the_last_bit(run, dtypes, shape):
+    sum, other = (3 * randn(*shape, dtype=dtype) for dtype in dtypes)
+    if sum.numel() > 30:
+        sum.view(-1)[:4] = torch.tensor([float("nan"), float("inf"), float("inf"), 3e38])
+        other.view(-1)[:4] = torch.tensor([1.0, 1.0, -float("inf"), 3e38])
+    if shape == (6, 4):
+        sum, other = sum.t(), other.t()
+    expected = sum.clone().add_(other)
+    assert run(ops.add_, sum, other) is None
+    assert torch.equal(sum.nan_to_num(7.5), expected.nan_to_num(7.5))
+
+
+def test_additions_of_other_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"add_: sum has shape \[3\] and other \[1\]"):
+        layers.add_(torch.ones(3), torch.ones(1))
 
 
 # ---- number formats ----

@@ -196,4 +196,6 @@ def test_sharded_gradients_are_reduced_after_every_micro_batch_unless_sums_are_k
     assert Predictor(wanted, "none").step(replace(mesh, zero=2)).dp == pytest.approx(
         (8 + 1) / 2 * once, rel=0.02
     )
-    assert Predictor(wanted, "none", sums_whole=True).step(replace(mesh, zero=2)).dp == once
+    whole = Predictor(wanted, "none", sums_whole=True)
+    adding = 7 * 10 * whole.parameters(mesh) / wanted.cluster.memory_bandwidth
+    assert whole.step(replace(mesh, zero=2)).dp == pytest.approx(once + adding)

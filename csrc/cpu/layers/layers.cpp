@@ -11,6 +11,7 @@ void register_layer_ops(torch::Library& m) {
   layers::register_cross_entropy(m);
   layers::register_adamw(m);
   layers::register_sum_of_squares(m);
+  layers::register_add(m);
 }
 
 }  // namespace pyruntime

@@ -17,6 +17,7 @@ void register_attention_block(torch::Library& m);
 void register_cross_entropy(torch::Library& m);
 void register_adamw(torch::Library& m);
 void register_sum_of_squares(torch::Library& m);
+void register_add(torch::Library& m);
 
 }  // namespace pyruntime::layers
 
