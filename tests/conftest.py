@@ -24,6 +24,16 @@ with contextlib.suppress(ModuleNotFoundError):
 RANKS = pytest.StashKey[Ranks]()
 
 
+@pytest.fixture(scope="module")
+def pool_as_it_was(ranks: Ranks) -> Iterator[None]:
+    """After the module the groups of the pool are open as other tests want them."""
+    yield
+    from tests.transports import take  # not before pyruntime is wanted
+
+    for world_size in (2, 3, 4):
+        ranks.run(take, world_size, "symmetric_memory")
+
+
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Processes to run a function on: ranks.run(function, world_size, *args), ranks.launch(...)."""

@@ -58,15 +58,21 @@ def sources() -> list[tuple[str, Path, tuple[str, ...]]]:
 
 def find_nvcc() -> Path | None:
     """nvcc of CUDA_HOME or CUDA_PATH (as torch has them), of PATH, or where CUDA installs itself."""
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
+    return find_compiler("nvcc", ("CUDA_HOME", "CUDA_PATH"), Path("/usr/local/cuda"))
+
+
+def find_compiler(name: str, variables: Iterable[str], usual: Path) -> Path | None:
+    """bin/`name` in the folder that the first set variable names, there or nowhere; else that of PATH, else
+    that in the folder `usual`."""
+    for variable in variables:
         if os.environ.get(variable):
-            nvcc = Path(os.environ[variable]) / "bin" / "nvcc"
-            return nvcc if nvcc.exists() else None
-    on_path = shutil.which("nvcc")
+            named = Path(os.environ[variable]) / "bin" / name
+            return named if named.exists() else None
+    on_path = shutil.which(name)
     if on_path:
         return Path(on_path)
-    usual = Path("/usr/local/cuda/bin/nvcc")
-    return usual if usual.exists() else None
+    installed = usual / "bin" / name
+    return installed if installed.exists() else None
 
 
 def architecture_flags(wanted: str | None = None) -> list[str]:

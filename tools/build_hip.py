@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 if __package__:
-    from tools.build_cuda import ROOT, find_ninja, sources
+    from tools.build_cuda import ROOT, find_compiler, find_ninja, sources
 else:  # run as a script
-    from build_cuda import ROOT, find_ninja, sources
+    from build_cuda import ROOT, find_compiler, find_ninja, sources
 
 BUILD = ROOT / "build" / "hip"
 LIBRARY = ROOT / "pyruntime" / "libpyruntime_hip.so"
@@ -43,15 +42,7 @@ class Resources(NamedTuple):
 
 def find_hipcc() -> Path | None:
     """hipcc of ROCM_PATH or HIP_PATH, of PATH, or where ROCm installs itself."""
-    for variable in ("ROCM_PATH", "HIP_PATH"):
-        if os.environ.get(variable):
-            hipcc = Path(os.environ[variable]) / "bin" / "hipcc"
-            return hipcc if hipcc.exists() else None
-    on_path = shutil.which("hipcc")
-    if on_path:
-        return Path(on_path)
-    usual = Path("/opt/rocm/bin/hipcc")
-    return usual if usual.exists() else None
+    return find_compiler("hipcc", ("ROCM_PATH", "HIP_PATH"), Path("/opt/rocm"))
 
 
 def architectures() -> list[str]:

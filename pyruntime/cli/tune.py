@@ -192,14 +192,10 @@ def run(options: Options, job: Job, path: Path, old: Cache) -> None:
 
 def start(device: str, tp: int) -> Runtime:
     """Joins the ranks: groups of `tp` neighbours, the others side by side with them as in training."""
+    from pyruntime.cli.train import device_of
     from pyruntime.comm import Runtime
-    from pyruntime.comm.devices import Host, place
 
-    try:
-        place(device, Host.here())
-    except ValueError as error:
-        raise ConfigError(f"--device: {error}") from error
-    return Runtime.start(tp=tp, dp=started_ranks() // tp, device=device)
+    return Runtime.start(tp=tp, dp=started_ranks() // tp, device=device_of("--device", device))
 
 
 def measure_all(

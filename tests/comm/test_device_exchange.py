@@ -18,11 +18,7 @@ from tests.transports import on_transport, take
 BETWEEN = "device between hosts"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def pool_as_it_was(ranks):
-    yield
-    for world_size in (2, 3, 4):  # the pool's groups go on to other tests
-        ranks.run(take, world_size, "symmetric_memory")
+pytestmark = pytest.mark.usefixtures("pool_as_it_was")
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

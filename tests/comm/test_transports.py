@@ -9,13 +9,7 @@ from pyruntime import comm, ops
 from pyruntime.comm import group_rank, group_size
 from tests.transports import take
 
-
-@pytest.fixture(autouse=True, scope="module")
-def pool_as_it_was(ranks):
-    """The pool's groups go on to other tests."""
-    yield
-    for world_size in (2, 3, 4):
-        ranks.run(take, world_size, "symmetric_memory")
+pytestmark = pytest.mark.usefixtures("pool_as_it_was")
 
 
 def reopened(group, **settings) -> str:

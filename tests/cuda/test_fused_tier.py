@@ -19,11 +19,7 @@ from tests.transports import take
 TIERS = ["fused", "chunked", "unfused"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def pool_as_it_was(ranks, host_kernels):
-    yield
-    for world_size in (2, 3, 4):  # the pool's groups go on to other tests
-        ranks.run(take, world_size, "symmetric_memory")
+pytestmark = pytest.mark.usefixtures("host_kernels", "pool_as_it_was")
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

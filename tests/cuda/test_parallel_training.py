@@ -12,12 +12,7 @@ from tests.data_parallel.test_shard import trained
 from tests.pipeline import test_executor as executor
 from tests.transports import take
 
-
-@pytest.fixture(autouse=True, scope="module")
-def pool_as_it_was(ranks, host_kernels):
-    yield
-    for world_size in (2, 3, 4):  # the pool's groups go on to other tests
-        ranks.run(take, world_size, "symmetric_memory")
+pytestmark = pytest.mark.usefixtures("host_kernels", "pool_as_it_was")
 
 
 def by_devices(group, case, *arguments):

@@ -31,7 +31,8 @@ KERNELS = [name for name, *_ in build_sm90.kernels()]
 
 @pytest.fixture(autouse=True, scope="module")
 def headers():
-    # Not a mark: looking for them may mean a download, which collecting the tests must not.
+    # Not a mark: looking for them may mean a download, which collecting the tests must not. Without a network
+    # there is nothing to compile.
     if build_sm90.find_cutlass() is None:
         pytest.skip("CUTLASS's headers are not installed and cannot be downloaded")
 
@@ -160,7 +161,7 @@ def test_a_scatter_needs_no_alignment_of_c_and_a_gather_does(launchers: ctypes.C
     )
     assert b"ldc=385; TMA needs rows" in launchers.pyruntime_error()
     # The refusals before are those of any machine; the next comes after the device was asked.
-    if Path("/dev/nvidiactl").exists():
+    if Path("/dev/nvidiactl").exists():  # what is skipped there, tests/cuda/test_sm90_gpu.py runs for real
         pytest.skip("a device is here, which these addresses are not of")
     assert (
         launchers.pyruntime_sm90_matmul_reduce_scatter(ctypes.byref(group), ctypes.byref(product), None)

@@ -247,7 +247,9 @@ def test_a_variant_gives_the_product_on_a_gpu(name):
         try:
             variant = Variant(tiles, layout, torch.bfloat16)
         except CudaLibraryError as error:
-            pytest.skip(str(error))  # these tiles need more shared memory than this GPU has
+            if "bytes of shared memory" not in str(error):
+                raise
+            pytest.skip(str(error))  # in every layout alike
         for m, n, k in ((1000, 777, 333), (2048, 1024, 512)):
             a = torch.randn((m, k) if layout != "TN" else (k, m), device="cuda").bfloat16()
             b = torch.randn((n, k) if layout == "NT" else (k, n), device="cuda").bfloat16()

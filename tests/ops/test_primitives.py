@@ -13,7 +13,7 @@ import pyruntime
 from pyruntime import ops
 from pyruntime.comm import group_name, group_rank, group_size
 from tests.ranks import RankError
-from tests.transports import TRANSPORTS, on_transport, take
+from tests.transports import TRANSPORTS, on_transport
 
 # A sum of products of unit size may cancel to nearly nothing; the parts that were rounded on the way (80
 # products a rank, about 9 in size) do not.
@@ -212,12 +212,7 @@ def gradcheck_case(group, tier):
 # --- tests
 
 
-@pytest.fixture(autouse=True, scope="module")
-def pool_as_it_was(ranks):
-    """The pool's groups go on to other tests."""
-    yield
-    for world_size in (2, 3, 4):
-        ranks.run(take, world_size, "symmetric_memory")
+pytestmark = pytest.mark.usefixtures("pool_as_it_was")
 
 
 sizes = st.integers(1, 40)
