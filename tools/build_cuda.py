@@ -142,7 +142,7 @@ def find_ninja() -> str:
     ninja = shutil.which("ninja", path=folders)
     if ninja is None:
         raise RuntimeError(
-            "the CUDA kernels are built by ninja, which was not found: run `pip install ninja`."
+            "kernels and C++ tests are built by ninja, which was not found: run `pip install ninja`."
         )
     return ninja
 
