@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
@@ -24,16 +25,23 @@ with contextlib.suppress(ModuleNotFoundError):
 
 RANKS = pytest.StashKey[Ranks]()
 BUILDS = pytest.StashKey[Builds]()
+OF_BUILDS = {"built", "host_kernels"}
+"""Fixtures of tests that need a build; such tests come last, when it has ended."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[BUILDS] = Builds()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not OF_BUILDS.isdisjoint(getattr(item, "fixturenames", ())))
+
+
 @pytest.hookimpl(trylast=True)  # what is needed has been named by then, in the folders' own conftest.py
 def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.collectonly:
         session.config.stash[BUILDS].start()
+    gc.freeze()  # what is here now stays to the end: no search for garbage needs to go through it
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -169,11 +170,16 @@ def main() -> int:
     die_with_parent(int(sys.argv[2]))
     # A shell's background jobs ignore Ctrl-C, and so would pytest's ranks if it is one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Most of what tests import on their ranks. Here it is imported once, and not on every rank of every test
+    # that starts its own. Without torch's compiler, which may look for GPUs: no fork could use them then.
     import torch
     import torch.distributed
 
-    import pyruntime  # noqa: F401
+    import pyruntime.train.run  # noqa: F401
 
+    # What is here now no rank needs to search for garbage; at its end that would take most of a second.
+    gc.collect()
+    gc.freeze()
     torch.set_num_threads(1)
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:

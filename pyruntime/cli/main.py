@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 import traceback
 
 from pyruntime.cli.arguments import HelpShown
@@ -32,8 +31,8 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
 python -m pyruntime COMMAND --help documents every option."""
 
 LAUNCHER_ENDS_US_S = 5.0
-"""A rank that has nothing to print waits this long for the launcher to end it, so that rank 0's sentence
-comes first."""
+"""A rank that has nothing to print waits at most this long for the launcher to end it, so that rank 0's
+sentence comes first."""
 
 
 def main(argv: list[str]) -> int:
@@ -50,10 +49,10 @@ def _run(argv: list[str]) -> int:
             return _dispatch(argv, stop)
         except BaseException as ending:
             stop.ending()
-            return _last_words(ending)
+            return _last_words(ending, stop)
 
 
-def _last_words(ending: BaseException) -> int:
+def _last_words(ending: BaseException, stop: StopRequest) -> int:
     """Says why the program ends and returns the exit code; what is no ending of ours is raised again."""
     match ending:
         case HelpShown():
@@ -61,7 +60,7 @@ def _last_words(ending: BaseException) -> int:
         case BrokenPipeError():
             return 128 + signal.SIGPIPE
         case ConfigError():
-            return _refuse(str(ending))
+            return _refuse(str(ending), stop)
         case Stopped():
             if ending.signum != signal.SIGPIPE:
                 _say_once(str(ending))
@@ -122,10 +121,10 @@ def _drop_unread_output() -> None:
         os.close(nothing)
 
 
-def _refuse(sentence: str) -> int:
+def _refuse(sentence: str, stop: StopRequest) -> int:
     _say_once(sentence)
     if started_rank():
-        time.sleep(LAUNCHER_ENDS_US_S)
+        stop.wait(LAUNCHER_ENDS_US_S)
     return 2
 
 

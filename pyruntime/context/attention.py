@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from pyruntime.comm import Group, group_name, process_group
-from pyruntime.context.choice import choose
 from pyruntime.context.layouts import check_layout
 from pyruntime.context.mask import mask_of
 from pyruntime.context.variants import Attended, attend, attend_backward
@@ -59,6 +58,9 @@ def ring_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if variant == "auto":
         _check(q, k, v, document_ids, layout, variant, process_group(group).size())
+        # It imports torch's compiler, which takes a process as long as torch itself.
+        from pyruntime.context.choice import choose
+
         variant = choose(q, k, v, document_ids, name, causal, layout, scale)
     out, _, _ = torch.ops.pyruntime.ring_attention(
         q, k, v, document_ids, name, causal, layout, scale, variant

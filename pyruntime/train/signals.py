@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,12 @@ class StopRequest:
     def ending(self) -> None:
         """From here on signals are only noted: the program is saying its last words."""
         self._ending = True
+
+    def wait(self, seconds: float) -> None:
+        """Returns when a signal was noted, at the latest after so long."""
+        end = time.monotonic() + seconds
+        while not self.signum and time.monotonic() < end:
+            time.sleep(0.02)  # a signal does not end the sleep: its handler returns
 
     def note(self, signum: int) -> None:
         """Ends the run at the next step, as if `signum` had been sent."""

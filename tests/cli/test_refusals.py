@@ -6,6 +6,7 @@ from pyruntime.cli import arguments, main, train
 from pyruntime.cli import main as run_command
 from pyruntime.cli.main import LAUNCHER_ENDS_US_S
 from pyruntime.train.errors import ConfigError
+from pyruntime.train.signals import StopRequest
 
 
 def refused(capsys, *argv):
@@ -84,7 +85,7 @@ def test_a_wrong_number_of_ranks_in_the_environment_is_refused(capsys, monkeypat
 
 
 def test_only_rank_0_speaks_and_the_others_end_with_2_too(capsys, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda seconds: waits.append(seconds))
+    monkeypatch.setattr(StopRequest, "wait", lambda _stop, seconds: waits.append(seconds))
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, lines in (("0", 1), ("1", 0)):
         waits = []

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 
 import pytest
 
@@ -52,3 +54,14 @@ def test_the_handlers_that_were_there_come_back():
     with StopRequest():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_program_that_is_ending_waits_for_a_signal_and_not_longer():
+    with StopRequest() as stop:
+        stop.ending()
+        begin = time.monotonic()
+        stop.wait(0.2)
+        assert time.monotonic() - begin >= 0.2
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        stop.wait(60.0)
+        assert stop.signum == signal.SIGTERM and time.monotonic() - begin < 30
