@@ -33,7 +33,9 @@ def recorder(host_kernels, tmp_path_factory) -> str:
     """The library of kernels behind one that writes down which tiles are asked for."""
     path = tmp_path_factory.mktemp("recorder") / "librecorded.so"
     command = ["c++", "-std=c++17", "-shared", "-fPIC", f"-I{build.ROOT / 'csrc'}"]
-    command += [str(build.FOLDER / "recorded_tiles.cpp"), str(build.LIBRARY), "-ldl", "-o", str(path)]
+    # Nothing of the library is called by name, and yet it is needed.
+    command += ["-Wl,--no-as-needed", str(build.FOLDER / "recorded_tiles.cpp"), str(build.LIBRARY), "-ldl"]
+    command += ["-o", str(path)]
     command += [f"-Wl,-rpath,{build.LIBRARY.parent}"]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
