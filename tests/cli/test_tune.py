@@ -33,7 +33,10 @@ def file(monkeypatch, tmp_path):
         (["--config", "no.toml"], "--config no.toml: there is no such file and no such preset;"),
         (["--model", "3m", "--rounds", "2"], "--rounds must be at least 3, found 2."),
         (["--model", "3m", "--budget", "0"], "--budget must be above 0"),
-        (["--model", "3m", "--variants", "--device", "cpu"], "--variants times tiles of kernels for GPUs"),
+        (
+            ["--model", "3m", "--variants", "True", "--device", "cpu"],
+            "--variants times tiles of kernels for GPUs",
+        ),
         (["--model", "3m", "--seq_len", "-1"], "--seq_len must not be negative, found -1."),
         (["--model", "3m", "--tp", "3"], "tp=3 and 4 ranks were started; start tp of them or a multiple"),
         (["--model", "debug", "--tp", "4", "--dtype", "fp16"], "dtype"),
