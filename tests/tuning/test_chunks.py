@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from pyruntime import comm, ops
+from pyruntime.cli import tune
 from pyruntime.comm.core import _C
+from pyruntime.tuning import cache
 from pyruntime.tuning.cache import Choice, Place
 from pyruntime.tuning.linears import Linear
 from pyruntime.tuning.measure import Problem, measure
-from pyruntime.tuning.take_up import hand_over
+from pyruntime.tuning.take_up import find, hand_over
 from tests.ops.test_primitives import all_reduce_case, column_case, row_case
 from tests.transports import take
 
@@ -233,3 +235,35 @@ def test_half_and_twice_the_usual_number_are_measured(ranks, world, transport):
             usual = twice // 2
             assert half in (usual // 2, usual // 2 + 1) and half != usual and twice == 2 * usual
             assert world == 2 or half % 2 == usual % 2 == 0
+
+
+def round_trip(group, path):
+    """From a measurement in which another number was the quickest, through the file, to what auto says and
+    sends."""
+    take(group, "process_group")
+    shape = (96, 5, 4, torch.float32)
+    linear = Linear("qkv", "all_gather_matmul", *shape[:3])
+    problem = Problem(linear, group, torch.float32, torch.device("cpu"), group)
+    found = measure(problem, "forward", 3, 60.0)
+    way = next(name for name in found.tiers if ":" in name)
+    found = dataclasses.replace(found, tiers=found.tiers | {way: 1e-9})
+    place = place_of(group)
+    if group.rank() == 0:
+        cache.write(path, {place: tune.choices([found])})
+    torch.distributed.barrier(group)
+    hand_over(find(path, place.device, place.world_size, place.library).places)
+    try:
+        before = comm.traffic()["tp"].chunks_sent
+        ops.all_gather_matmul(problem.x, problem.weight, group, rows=96)
+        torch.distributed.barrier(group)
+        sent = comm.traffic()["tp"].chunks_sent - before
+        return way, sent, ops.tier_of("all_gather_matmul", *shape, group)
+    finally:
+        hand_over({})
+
+
+def test_what_was_measured_comes_back_from_the_file(ranks, tmp_path):
+    for way, sent, (tier, why) in ranks.run(round_trip, 2, tmp_path / "tuning.json"):
+        number = int(way.removeprefix("chunked:"))
+        assert sent == number and tier == "chunked"
+        assert f", {way} " in why and why.endswith(f"; each rank's rows in {number} chunks")
