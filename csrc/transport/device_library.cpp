@@ -61,6 +61,7 @@ bool load(const std::string& path, DeviceLibrary& library, std::string& why_not)
       look_up(handle, "pyruntime_matmul_reduce_scatter", library.matmul_reduce_scatter)) {
     const bool hopper =
         look_up(handle, "pyruntime_sm90_choose_tiles", library.sm90_choose_tiles) &&
+        look_up(handle, "pyruntime_sm90_is_on_device", library.sm90_is_on_device) &&
         look_up(handle, "pyruntime_sm90_all_gather_matmul", library.sm90_all_gather_matmul) &&
         look_up(handle, "pyruntime_sm90_matmul_reduce_scatter", library.sm90_matmul_reduce_scatter);
     if (!hopper) library.sm90_choose_tiles = nullptr;

@@ -31,6 +31,7 @@ struct DeviceLibrary {
   decltype(&pyruntime_matmul_reduce_scatter) matmul_reduce_scatter;
   // nullptr in the dialects that have none.
   decltype(&pyruntime_sm90_choose_tiles) sm90_choose_tiles;
+  decltype(&pyruntime_sm90_is_on_device) sm90_is_on_device;
   decltype(&pyruntime_sm90_all_gather_matmul) sm90_all_gather_matmul;
   decltype(&pyruntime_sm90_matmul_reduce_scatter) sm90_matmul_reduce_scatter;
 

@@ -27,7 +27,10 @@ struct TierTrials {
   double chunked_s = 0;       // their medians
   double fused_s = 0;
   double unfused_s = 0;
-  std::string tuned;  // where the tier was chosen beforehand (ops/tier_presets.h): by what
+  // Where they were chosen beforehand (ops/tier_presets.h):
+  int chunks = 0;     // that each rank's rows travel in
+  std::string tiles;  // of the fused kernel
+  std::string tuned;  // by what
 };
 
 enum class TransportKind {

@@ -74,6 +74,10 @@ class DeviceTransport : public Transport {
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
   std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override;
   std::string why_not_fused(const FlightDescriptor& descriptor) const override;
+  std::vector<std::string> tiles() const override { return tile_names(library_); }
+  std::vector<std::string> other_tiles(int64_t rows, int64_t n, int64_t k) const override {
+    return other_tile_names(library_, world_size(), rows, n, k);
+  }
 
   // How many flags say, piece by piece, that the rows of a rank have come.
   int pieces_of(const FlightDescriptor& descriptor) const;
