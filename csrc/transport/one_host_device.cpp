@@ -38,15 +38,29 @@ bool has_failed(const std::unique_ptr<DeviceWorkspace>& workspace) {
   return std::any_of(seen, seen + kDeviceHeaderBytes, [](char byte) { return byte != 0; });
 }
 
+// Of this rank's device. Whether those of the group reach each other so is known when they map memory.
+void check_multicast(const GroupContext& context, c10::Device device, const DeviceLibrary& library,
+                     Multicast multicast) {
+  std::string why;
+  if (library.can_multicast() != PYRUNTIME_OK) {
+    why = library.error();
+  } else if (!device.is_cpu() && !symm::has_multicast_support(device.type(), device.index())) {
+    why = "torch finds no support for it in this device, its driver and its links.";
+  }
+  TORCH_CHECK_VALUE(why.empty(), "multicast='", name_of(multicast), "' was asked for group '", context.name,
+                    "', and ", device, " cannot: ", why, " Leave multicast out.");
+}
+
 }  // namespace
 
 DeviceTransport::DeviceTransport(GroupContext& context, std::string name, c10::Device device,
-                                 const DeviceLibrary& library, int64_t piece_bytes)
+                                 const DeviceLibrary& library, int64_t piece_bytes, Multicast multicast)
     : Transport(context),
       name_(std::move(name)),
       device_(device),
       library_(library),
       piece_bytes_(piece_bytes > 0 ? piece_bytes : kPieceBytes),
+      multicast_(multicast),
       streams_(device) {}
 
 void DeviceTransport::flush() {
@@ -58,7 +72,12 @@ void DeviceTransport::flush() {
 }
 
 std::string DeviceTransport::description() const {
-  return "symmetric memory and copy engines, " + std::to_string(world_size()) + " ranks of one host";
+  const char* also = multicast_ == Multicast::kOff ? ""
+                     : multicast_ == Multicast::kGather
+                         ? ", multicast of what goes to all"
+                         : ", multicast of what goes to all, sums in the switch";
+  return "symmetric memory and copy engines" + std::string(also) + ", " + std::to_string(world_size()) +
+         " ranks of one host";
 }
 
 int64_t DeviceTransport::workspace_bytes() const {
@@ -103,7 +122,17 @@ void DeviceTransport::grow(int64_t bytes, int64_t flags) {
   raise_if_failed();       // in the memory before, at which nobody looks from now on
   made->handle = symm::rendezvous(made->memory, name_);
   made->bases = made->handle->get_buffer_ptrs();
+  if (multicast_ != Multicast::kOff) find_multicast(*made);
   workspaces_.push_back(std::move(made));
+}
+
+void DeviceTransport::find_multicast(DeviceWorkspace& workspace) const {
+  // Memory of the CPU has none. The host dialect of the kernels stores into every rank's copy, and asks for
+  // an address only because the others do.
+  workspace.multicast = device_.is_cpu() ? workspace.bases.at(rank()) : workspace.handle->get_multicast_ptr();
+  TORCH_CHECK(workspace.multicast != nullptr, "multicast='", name_of(multicast_), "' was asked for group '",
+              context_.name, "', and torch could not map its memory on ", device_,
+              " under one address for all ranks; leave multicast out.");
 }
 
 at::Tensor DeviceTransport::staging(int slot, int64_t bytes) {
@@ -134,7 +163,8 @@ std::unique_ptr<GatherFlight> DeviceTransport::gather(const FlightDescriptor& de
 }
 
 std::unique_ptr<ScatterFlight> DeviceTransport::scatter(const FlightDescriptor& descriptor, bool all) {
-  return make_device_scatter(*this, descriptor, all);
+  return sums_in_the_switch(descriptor) ? make_switch_sums(*this, descriptor, all)
+                                        : make_device_scatter(*this, descriptor, all);
 }
 
 // Of what all ranks know alone, so that slots look alike on all, whichever tier each of them takes.
@@ -176,6 +206,12 @@ int DeviceTransport::flags_of_part(const FlightDescriptor& descriptor, int64_t r
                           pieces(descriptor.width, PYRUNTIME_SIGNAL_COLUMNS));
 }
 
+bool DeviceTransport::sums_in_the_switch(const FlightDescriptor& descriptor) const {
+  const c10::ScalarType dtype = descriptor.scalar_type();
+  return multicast_ == Multicast::kGatherAndReduce && descriptor.op != Op::kMatmulReduceScatter &&
+         dtype != c10::ScalarType::Double;
+}
+
 std::vector<int64_t> DeviceTransport::rows_held(const FlightDescriptor& descriptor) {
   std::vector<int64_t> held = rows_held_by_gather(*this, descriptor);
   streams_.synchronize();
@@ -185,8 +221,9 @@ std::vector<int64_t> DeviceTransport::rows_held(const FlightDescriptor& descript
 
 std::unique_ptr<Transport> make_device_transport(GroupContext& context, const std::string& workspace,
                                                  c10::Device device, const DeviceLibrary& library,
-                                                 int64_t piece_bytes) {
-  return std::make_unique<DeviceTransport>(context, workspace, device, library, piece_bytes);
+                                                 int64_t piece_bytes, Multicast multicast) {
+  if (multicast != Multicast::kOff) check_multicast(context, device, library, multicast);
+  return std::make_unique<DeviceTransport>(context, workspace, device, library, piece_bytes, multicast);
 }
 
 }  // namespace pyruntime

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include "transport/device_sums.h"
 #include "transport/fused_product.h"
 #include "transport/one_host_device_transport.h"
 
@@ -36,6 +37,11 @@ class DeviceFlight {
     is_captured_ = transport.is_capturing();
     transport.was_captured_ |= is_captured_;
     if (!is_captured_) streams().current_after(transport_.slots_[slot_].puts_ended);
+    // A flight before whose sums the switch took had peers read this rank's slot, and the slot of one that
+    // has finished was read by others still. A put's own wait is for its peer alone.
+    if (transport.multicast_ == Multicast::kGatherAndReduce) {
+      check(library().await_leave(&group_, streams().current()));
+    }
   }
 
   const DeviceLibrary& library() const { return transport_.library_; }
@@ -66,9 +72,25 @@ class DeviceFlight {
     check(library().put(&group_, from, bytes, peer, offset, flags.first, flags.count, streams().moving()));
   }
   int peer_at(int step) const { return (rank() + world_size() - step) % world_size(); }
-  void put_to_all(const char* from, int64_t bytes, int64_t offset, Flags flags) {
+  bool has_multicast() const { return workspace_.multicast != nullptr; }
+  // From this rank's slot to the same place in all others'.
+  void put_own_to_all(int64_t offset, int64_t bytes, Flags flags) {
     streams().move_after_current();
-    for (int step = 1; step < world_size(); ++step) put_more(from, bytes, peer_at(step), offset, flags);
+    if (has_multicast()) return multicast_more(offset, bytes, flags);
+    for (int step = 1; step < world_size(); ++step) {
+      put_more(at(offset), bytes, peer_at(step), offset, flags);
+    }
+  }
+  void multicast_more(int64_t offset, int64_t bytes, Flags flags) {
+    check(library().put_to_all(&group_, workspace_.multicast, offset, bytes, flags.first, flags.count,
+                               streams().moving()));
+  }
+  // out = the sum of what all ranks have from `offset` of their slots on (+ bias); out is contiguous.
+  void sum_copies(const at::Tensor& out, int64_t offset, const at::Tensor& bias) {
+    const at::Tensor added = bias.defined() ? bias.contiguous() : bias;
+    check(library().sum_copies(
+        &group_, workspace_.multicast, out.data_ptr(), offset, out.numel(), library_dtype(out.scalar_type()),
+        added.defined() ? added.const_data_ptr() : nullptr, descriptor_.width, streams().current()));
   }
   void end_puts() {
     check(library().end_puts(&group_, streams().moving()));
@@ -89,7 +111,11 @@ class DeviceFlight {
   }
 
   void finish() {
-    if (!is_finished_) check(library().finish(&group_, streams().current()));
+    if (!is_finished_) {
+      // A multicast store writes this rank's own copy too: over what peers may put there once this has ended.
+      if (has_multicast()) streams().current_after(transport_.slots_[slot_].puts_ended);
+      check(library().finish(&group_, streams().current()));
+    }
     transport_.slots_[slot_].in_flight = false;
     streams().move_after_current();  // what this flight waited for is known by then
     {

@@ -24,11 +24,20 @@ class DeviceGather : public GatherFlight {
   void publish(const Chunk& chunk) override {
     const ChunkPlan pieces = pieces_of(chunk);
     flight_.streams().move_after_current();
-    for (int step = 1; step < flight_.world_size(); ++step) {
+    const auto for_each_piece = [&](const auto& put) {
       for (int i = 0; i < pieces_that_exist(chunk); ++i) {
         const Chunk piece = pieces.piece(0, i);
-        const int64_t at = offset(chunk) + piece.begin * bytes_of_a_row();
-        flight_.put_more(flight_.at(at), piece.rows * bytes_of_a_row(), flight_.peer_at(step), at, {i, 1});
+        put(offset(chunk) + piece.begin * bytes_of_a_row(), piece.rows * bytes_of_a_row(), Flags{i, 1});
+      }
+    };
+    if (flight_.has_multicast()) {
+      for_each_piece(
+          [&](int64_t at, int64_t bytes, Flags flags) { flight_.multicast_more(at, bytes, flags); });
+    } else {
+      for (int step = 1; step < flight_.world_size(); ++step) {
+        for_each_piece([&](int64_t at, int64_t bytes, Flags flags) {
+          flight_.put_more(flight_.at(at), bytes, flight_.peer_at(step), at, flags);
+        });
       }
     }
     flight_.end_puts();

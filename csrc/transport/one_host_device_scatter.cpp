@@ -45,7 +45,7 @@ class DeviceScatter : public ScatterFlight {
       sum_in_order(target.view(summed.front().sizes()), summed, bias, &flight_.library(),
                    flight_.streams().current());
     }
-    if (all_ && own.rows > 0) flight_.put_to_all(sums_at(own), bytes(own), sums_offset(own), sums_flag_);
+    if (all_ && own.rows > 0) flight_.put_own_to_all(sums_offset(own), bytes(own), sums_flag_);
     flight_.end_puts();
   }
 

@@ -14,6 +14,7 @@
 
 #include "transport/device_library.h"
 #include "transport/device_streams.h"
+#include "transport/multicast.h"
 #include "transport/transport.h"
 
 namespace pyruntime {
@@ -26,15 +27,16 @@ struct DeviceWorkspace {
   PyruntimeWorkspace shape;
   at::Tensor memory;
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> handle;
-  std::vector<void*> bases;  // every rank's
-  at::Tensor header_seen;    // what it began with when the last flight here ended, copied by the device
-  PyruntimeGroup seen{};     // that flight's
+  std::vector<void*> bases;   // every rank's
+  void* multicast = nullptr;  // all of them at once; nullptr: not asked for
+  at::Tensor header_seen;     // what it began with when the last flight here ended, copied by the device
+  PyruntimeGroup seen{};      // that flight's
 };
 
 class DeviceTransport : public Transport {
  public:
   DeviceTransport(GroupContext& context, std::string name, c10::Device device, const DeviceLibrary& library,
-                  int64_t piece_bytes);
+                  int64_t piece_bytes, Multicast multicast);
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
@@ -46,6 +48,8 @@ class DeviceTransport : public Transport {
   // How many flags say that a part of so many rows has come. Ranks whose kernels raise them one by one and
   // ranks that raise them together need not know of each other.
   int flags_of_part(const FlightDescriptor& descriptor, int64_t rows) const;
+  // Whether the switch sums. Never what a fused kernel of some rank may compute: that one sends its parts.
+  bool sums_in_the_switch(const FlightDescriptor& descriptor) const;
 
   void flush() override;
   void leave() override { flush(); }
@@ -69,6 +73,7 @@ class DeviceTransport : public Transport {
   // All ranks come here with the same op, as all have claimed the same bytes so far. The memory before stays,
   // because flights may be under way in it; together it is less than the new one.
   void grow(int64_t bytes, int64_t flags);
+  void find_multicast(DeviceWorkspace& workspace) const;
   at::Tensor staging(int slot, int64_t bytes);
   // Looks at what the device had written down by the end of a flight that is over.
   void raise_if_failed();
@@ -77,6 +82,7 @@ class DeviceTransport : public Transport {
   c10::Device device_;
   const DeviceLibrary& library_;
   int64_t piece_bytes_;
+  Multicast multicast_;
   DeviceStreams streams_;
   uint64_t last_number_ = 0;
   std::array<Slot, PYRUNTIME_SLOTS> slots_;
@@ -89,5 +95,7 @@ std::unique_ptr<GatherFlight> make_device_gather(DeviceTransport& transport,
                                                  const FlightDescriptor& descriptor);
 std::unique_ptr<ScatterFlight> make_device_scatter(DeviceTransport& transport,
                                                    const FlightDescriptor& descriptor, bool all);
+std::unique_ptr<ScatterFlight> make_switch_sums(DeviceTransport& transport,
+                                                const FlightDescriptor& descriptor, bool all);
 
 }  // namespace pyruntime
