@@ -12,11 +12,10 @@ import gpu_problem as problem
 import numpy
 import torch
 from common import Sample
+from gpu_problem import TOLERANCE, Emit
 from gpu_ranks import Stopwatch, error_of, stream
 from torch import Tensor
 
-Emit = Callable[[dict[str, Any]], None]
-TOLERANCE = 0.02  # of |seen - wanted| / |wanted|, for bf16
 BF16_OF_CUDA = 14  # cudaDataType CUDA_R_16BF
 BF16_OF_NCCL = 9  # ncclDataType_t ncclBfloat16
 FP32_COMPUTE = 68  # cublasComputeType CUBLAS_COMPUTE_32F

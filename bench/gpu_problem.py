@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from common import table
 
+Emit = Callable[[dict[str, Any]], None]
+"""Takes one result at a time."""
 WORLD_SIZE = 8
+TOLERANCE = 0.02  # of |seen - wanted| / |wanted|, for bf16
 ROWS = (512, 1024, 2048, 4096, 8192, 16384)
 LINK_RATIOS = (0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 THROTTLED_BYTES_PER_S = 380e9

@@ -22,6 +22,8 @@ from pyruntime.cuda.library import Library
 SLOT = 0  # all flights use one slot, so that nothing of the other need be there
 ALWAYS = 1 << 62  # an epoch that never comes: a signal of this value is set for good
 DEADLINE_S = 5.0
+PIECES = 4  # of a rank's rows in a gather, each with a flag
+TILES = {abi.SMALL: "small", abi.LARGE: "large"}
 
 CHUNK_SIGNATURES = {
     "pyruntime_put": [POINTER(abi.Group), c_void_p, c_int64, c_int32, c_int64, c_int32, c_int32, c_void_p],
@@ -40,6 +42,19 @@ def load(path=None, *, hopper: bool) -> Library:
     for name, arguments in CHUNK_SIGNATURES.items():
         if hasattr(library._library, name):
             getattr(library._library, name).argtypes = arguments
+    return library
+
+
+def library_of(which: str) -> Library:
+    """The portable kernels, or those for Hopper. Raises RuntimeError where these do not run."""
+    if which == "portable":
+        return load(hopper=False)
+    if torch.cuda.get_device_capability() != (9, 0):
+        raise RuntimeError(f"{torch.cuda.get_device_name()} is no Hopper, for which these kernels are.")
+    library, ones = load(hopper=True), torch.ones(128, 128, dtype=torch.bfloat16, device="cuda")
+    Kernels(library).matmul(ones, ones)
+    if library.refusal:
+        raise RuntimeError(library.refusal)
     return library
 
 
@@ -119,6 +134,10 @@ class Workspaces:
 
 def stream() -> int | None:
     return torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else None
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
 
 def gather_shape(library: Library, world_size: int, m: int, k: int, x: Tensor, pieces: int) -> abi.Workspace:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gpu_problem import Emit
 from plain_llama import PlainLlama, PlainStep, Shape
 from torch import Tensor
 
@@ -163,7 +164,7 @@ def losses_of(step: Step, run: Callable[[], None], count: int = WARM) -> list[fl
 VARIANTS = {"pyruntime, eager": eager, "pyruntime, CUDA graph": graph, "torch, eager": plain}
 
 
-def training(emit: Callable[[dict[str, Any]], None], quick: bool) -> None:
+def training(emit: Emit, quick: bool) -> None:
     """Every variant alone on the device, one after the other."""
     expected: list[float] = []
     for name in VARIANTS:

@@ -1,4 +1,4 @@
-"""What all tests share: ranks (tests/ranks.py) and how hypothesis works."""
+"""What all tests share: ranks (tests/ranks.py), builds (tests/builds.py) and how hypothesis works."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.builds import Builds
 from tests.ranks import Ranks
 
 # The tests on GPUs run where hypothesis may not be installed, and do without it.
@@ -22,6 +23,21 @@ with contextlib.suppress(ModuleNotFoundError):
     hypothesis.settings.load_profile("pyruntime")
 
 RANKS = pytest.StashKey[Ranks]()
+BUILDS = pytest.StashKey[Builds]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[BUILDS] = Builds()
+
+
+@pytest.hookimpl(trylast=True)  # what is needed has been named by then, in the folders' own conftest.py
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if not session.config.option.collectonly:
+        session.config.stash[BUILDS].start()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    session.config.stash[BUILDS].stop()
 
 
 @pytest.fixture(scope="module")

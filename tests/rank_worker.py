@@ -70,9 +70,10 @@ class Outcome:
     at: float = 0.0  # seconds on the host's monotonic clock, the same for all ranks
 
 
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent ends; `parent` is the pid it had at the fork."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
+    """Asks the kernel for a signal to this process when its parent ends; `parent` is the pid it had at the
+    fork."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal_number) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it was gone before the kernel was asked
         os._exit(1)

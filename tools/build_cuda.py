@@ -1,14 +1,16 @@
 """Builds the CUDA kernels: `python tools/build_cuda.py` makes pyruntime/libpyruntime_cuda.so.
 
 nvcc compiles csrc/cuda, which knows no torch, into one library for several GPUs that links nothing but the
-CUDA runtime (statically). TORCH_CUDA_ARCH_LIST chooses the GPUs as it does for torch's extensions. ninja
-compiles what changed; objects and the assembler's reports (registers, spills) lie in build/cuda.
+CUDA runtime (statically). TORCH_CUDA_ARCH_LIST chooses the GPUs as it does for torch's extensions, MAX_JOBS
+how many files are compiled at once. ninja compiles what changed; objects and the assembler's reports
+(registers, spills) lie in build/cuda.
 
 Who builds it when: docs/cuda.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import re
@@ -140,7 +142,7 @@ def find_ninja() -> str:
     ninja = shutil.which("ninja", path=folders)
     if ninja is None:
         raise RuntimeError(
-            "the CUDA kernels are built by ninja, which was not found: run `pip install ninja`."
+            "kernels and C++ tests are built by ninja, which was not found: run `pip install ninja`."
         )
     return ninja
 
@@ -189,6 +191,9 @@ def resource_reports() -> Iterator[tuple[str, str, int, int, int]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     try:
         print(build())
     except RuntimeError as error:

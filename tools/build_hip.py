@@ -1,12 +1,14 @@
 """Builds the kernels for GPUs of AMD: `python tools/build_hip.py` makes pyruntime/libpyruntime_hip.so.
 
 hipcc compiles csrc/cuda/portable in the HIP dialect (hip/compat.h) into one library. PYTORCH_ROCM_ARCH
-chooses the GPUs as it does for torch's extensions. ninja compiles what changed; each object lies in a folder
-of its own in build/hip, with its assembly and the compiler's report of registers and memory.
+chooses the GPUs as it does for torch's extensions, MAX_JOBS how many files are compiled at once. ninja
+compiles what changed; each object lies in a folder of its own in build/hip, with its assembly and the
+compiler's report of registers and memory.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -135,6 +137,9 @@ def assembly(name: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     try:
         print(build())
     except RuntimeError as error:

@@ -8,14 +8,14 @@ everything it makes lies in build/cpp_tests.
 
 from __future__ import annotations
 
+import functools
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
+
+from tests.builds import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUILD = ROOT / "build" / "cpp_tests"
@@ -85,63 +85,46 @@ def program(name: str, variant: str) -> Path:
     return BUILD / variant / name
 
 
-def ninja_file() -> str:
-    """The whole build as ninja reads it."""
+@functools.cache
+def recipe(variant: str) -> Recipe:
+    """The build of all programs of a variant."""
     flags = ["-std=c++20", "-fopenmp-simd", "-Wall", "-Wextra", "-Winvalid-pch", "-Werror"]
-    flags += [f"-I{ROOT}/csrc", f"-I{ROOT}/tests/cpp"]
+    flags += [*VARIANTS[variant], f"-I{ROOT}/csrc", f"-I{ROOT}/tests/cpp"]
     flags += [f"-isystem{path}" for path in include_paths()]
     # ninja does not watch system headers; another torch is another command, which compiles everything anew.
     flags.append(f"-DTORCH_OF_THE_BUILD={torch.__version__}")
     libraries = [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     libraries += ["-Wl,--no-as-needed", "-ltorch_cpu", "-ltorch", "-lc10", "-pthread"]
+    folder = BUILD / variant
+    prelude = folder / "prelude.h"
     lines = [
         "ninja_required_version = 1.3",
         f"cxx = {os.environ.get('CXX', 'c++')}",
         f"flags = {' '.join(flags)}",
         f"libraries = {' '.join(libraries)}",
+        "rule precompile",
+        "  command = $cxx -MMD -MF $out.d $flags -x c++-header $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = compile $out",
+        f"build {prelude}.gch: precompile {ROOT}/tests/cpp/prelude.h",
+        "rule compile",
+        f"  command = $cxx -MMD -MF $out.d $flags -include {prelude} -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = compile $out",
+        "rule link",
+        f"  command = $cxx {' '.join(VARIANTS[variant])} $in -o $out $libraries",
+        "  description = link $out",
     ]
-    for variant, extra in VARIANTS.items():
-        prelude = BUILD / variant / "prelude.h"
-        lines += [
-            f"rule precompile_{variant}",
-            f"  command = $cxx -MMD -MF $out.d $flags {' '.join(extra)} -x c++-header $in -o $out",
-            "  depfile = $out.d",
-            "  deps = gcc",
-            "  description = compile $out",
-            f"build {prelude}.gch: precompile_{variant} {ROOT}/tests/cpp/prelude.h",
-            f"rule compile_{variant}",
-            f"  command = $cxx -MMD -MF $out.d $flags {' '.join(extra)} -include {prelude} -c $in -o $out",
-            "  depfile = $out.d",
-            "  deps = gcc",
-            "  description = compile $out",
-            f"rule link_{variant}",
-            f"  command = $cxx {' '.join(extra)} $in -o $out $libraries",
-            "  description = link $out",
-        ]
-        objects: dict[Path, Path] = {}
-        for name in (name for name, built in builds() if built == variant):
-            sources = [ROOT / "tests/cpp" / f"{name}.cpp", ROOT / "tests/cpp/check.cpp"]
-            sources += [ROOT / "csrc" / source for source in PROGRAMS[name]]
-            for source in sources:
-                if source not in objects:
-                    objects[source] = BUILD / variant / source.relative_to(ROOT).with_suffix(".o")
-                    lines.append(f"build {objects[source]}: compile_{variant} {source} | {prelude}.gch")
-            linked = " ".join(str(objects[source]) for source in sources)
-            lines.append(f"build {program(name, variant)}: link_{variant} {linked}")
-    return "\n".join(lines) + "\n"
-
-
-def build(variant: str) -> None:
-    """Builds all programs of a variant. Raises RuntimeError with the compiler's output when one does not
-    compile."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    (BUILD / "build.ninja").write_text(ninja_file())
-    ninja = shutil.which(
-        "ninja", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    )
-    if ninja is None:
-        raise RuntimeError("the C++ tests are built by ninja, which was not found: run `pip install ninja`.")
-    wanted = [str(program(name, of)) for name, of in builds() if of == variant]
-    built = subprocess.run([ninja, "-C", str(BUILD), *wanted], capture_output=True, text=True)
-    if built.returncode != 0:
-        raise RuntimeError(f"the C++ tests do not build:\n{built.stdout}{built.stderr}")
+    objects: dict[Path, Path] = {}
+    for name in (name for name, built in builds() if built == variant):
+        sources = [ROOT / "tests/cpp" / f"{name}.cpp", ROOT / "tests/cpp/check.cpp"]
+        sources += [ROOT / "csrc" / source for source in PROGRAMS[name]]
+        for source in sources:
+            if source not in objects:
+                objects[source] = folder / source.relative_to(ROOT).with_suffix(".o")
+                lines.append(f"build {objects[source]}: compile {source} | {prelude}.gch")
+        linked = " ".join(str(objects[source]) for source in sources)
+        lines.append(f"build {program(name, variant)}: link {linked}")
+    return Recipe(f"the C++ tests ({variant})", folder, "\n".join(lines) + "\n")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 
 import pytest
 
-from tests.cpp.build import PROGRAMS, ROOT, build, builds, program
+from tests.cpp.build import PROGRAMS, ROOT, builds, program
 
 TIMEOUT_S = 120
-
-
-build_once = functools.cache(build)  # only those variants of which something runs
 
 
 @pytest.mark.parametrize(
@@ -23,8 +19,7 @@ build_once = functools.cache(build)  # only those variants of which something ru
         for name, variant in builds()
     ],
 )
-def test_program(name: str, variant: str) -> None:
-    build_once(variant)
+def test_program(built: None, name: str, variant: str) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "UBSAN_OPTIONS": "print_stacktrace=1"}
     ran = subprocess.run(
         [program(name, variant)], capture_output=True, text=True, timeout=TIMEOUT_S, env=environment

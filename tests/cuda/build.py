@@ -8,11 +8,12 @@ those of AMD's. ninja compiles what changed; everything lies in build/cuda_tests
 
 from __future__ import annotations
 
+import functools
 import os
-import subprocess
 from pathlib import Path
 
-from tools.build_cuda import ROOT, find_ninja, sources
+from tests.builds import Recipe
+from tools.build_cuda import ROOT, sources
 
 BUILD = ROOT / "build" / "cuda_tests"
 FOLDER = ROOT / "tests" / "cuda"
@@ -41,8 +42,9 @@ def program(name: str, variant: str) -> Path:
     return BUILD / variant / name
 
 
-def ninja_file() -> str:
-    """The whole build as ninja reads it."""
+@functools.cache
+def recipe() -> Recipe:
+    """The build of all programs and of the library."""
     includes = [
         f"-I{ROOT / folder}" for folder in ("csrc", "csrc/cuda", "csrc/cuda/portable", "hip", "tests/cpp")
     ]
@@ -75,14 +77,4 @@ def ninja_file() -> str:
             made = program(name, variant)
             lines.append(f"build {made}.o: compile_{variant} {FOLDER / name}.cpp")
             lines.append(f"build {made}: link_{variant} {made}.o {' '.join(objects)}")
-    return "\n".join(lines) + "\n"
-
-
-def build() -> None:
-    """Builds all programs. Raises RuntimeError with the compiler's output when one does not compile."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    (BUILD / "build.ninja").write_text(ninja_file())
-    jobs = os.environ.get("MAX_JOBS", str(len(os.sched_getaffinity(0))))
-    built = subprocess.run([find_ninja(), "-C", str(BUILD), "-j", jobs], capture_output=True, text=True)
-    if built.returncode != 0:
-        raise RuntimeError(f"the kernels do not build in the host dialect:\n{built.stdout}{built.stderr}")
+    return Recipe("the kernels in the host dialect", BUILD, "\n".join(lines) + "\n")

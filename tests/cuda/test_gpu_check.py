@@ -155,27 +155,26 @@ def test_figures_and_tables(problem):
     assert problem.summary([]) == ""
 
 
-@pytest.fixture
-def parts(problem):
-    import gpu_parts
-
-    return gpu_parts
-
-
 @pytest.mark.parametrize("op", ["gather", "scatter"])
-def test_one_process_runs_a_rank_whose_signals_are_all_set(host_kernels, parts, op):
-    library = parts.load(build.LIBRARY, hopper=False)
-    for tiles in parts.TILES:
-        assert parts.smoke_of(library, op, tiles, "cpu") < parts.TOLERANCE
+def test_one_process_runs_a_rank_whose_signals_are_all_set(host_kernels, problem, op):
+    import gpu_ranks
+    from gpu_smoke import smoke_of
+
+    library = gpu_ranks.load(build.LIBRARY, hopper=False)
+    for tiles in gpu_ranks.TILES:
+        assert smoke_of(library, op, tiles, "cpu") < problem.TOLERANCE
 
 
-def test_one_process_plays_all_ranks_of_a_gather(host_kernels, parts):
-    library = parts.load(build.LIBRARY, hopper=False)
+def test_one_process_plays_all_ranks_of_a_gather(host_kernels, problem):
+    from gpu_gather import Gather
+    from gpu_ranks import error_of, fused, load
+
+    library = load(build.LIBRARY, hopper=False)
     m, n, k = 128, 40, 24
     x, weight = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
     c = torch.empty(m, n, dtype=torch.bfloat16)
-    gather = parts.Gather(library, x.clone(), x)
-    run = parts.fused(library, gather.spaces, "gather", x[: m // parts.P], weight, c, m, 0)
+    gather = Gather(library, x.clone(), x)
+    run = fused(library, gather.spaces, "gather", x[: m // problem.WORLD_SIZE], weight, c, m, 0)
     for flight in (
         gather.fused(run, 1),
         gather.chunked(weight, c, by_piece=False),
@@ -187,10 +186,10 @@ def test_one_process_plays_all_ranks_of_a_gather(host_kernels, parts):
         c.fill_(float("nan"))
         flight()
         gather.spaces.check()
-        assert parts.error_of(c, x.float() @ weight.float().t()) < parts.TOLERANCE
+        assert error_of(c, x.float() @ weight.float().t()) < problem.TOLERANCE
 
 
-def test_a_training_step_in_its_captured_form_is_the_eager_one(host_kernels, parts):
+def test_a_training_step_in_its_captured_form_is_the_eager_one(host_kernels, problem):
     """Without a GPU nothing is captured: the step that would be runs by itself."""
     import gpu_training
 

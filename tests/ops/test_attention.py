@@ -7,38 +7,16 @@ import torch
 from torch import Tensor
 
 from pyruntime.ops.attention import causal_attention
+from tests.ops.cases import cpu, dtypes, implementations, randn, statistics_dtype, wide
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LENGTHS = [1, 3, 17, 65, 257, 530]  # within a tile, a block of queries, and over several blocks of keys
 DIMS = [1, 5, 32, 80]
+
+pytestmark = pytest.mark.usefixtures("seed")
 
 ops = torch.ops.pyruntime
 
 # ---- helpers ----
-
-
-def cpu(op, *args):
-    """The kernel that tensors on the CPU get."""
-    return op(*args)
-
-
-def composite(op, *args):
-    """The composite that every other device gets, here run on CPU tensors."""
-    other_device = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    return op.default.redispatch(other_device, *args)
-
-
-implementations = pytest.mark.parametrize("run", [cpu, composite])
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64).to(dtype)
 
 
 def heads(batch: int, count: int, seq: int, dim: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -57,11 +35,6 @@ def reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Te
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2), scores.logsumexp(-1)
 
 
-def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """float64 leaves with the same values."""
-    return tuple(t.detach().double().requires_grad_() for t in tensors)
-
-
 def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype, parts: Tensor | None = None) -> None:
     """`found` is of `dtype` and `expected` but for a few roundings to it and sums over the sequence.
 
@@ -74,10 +47,6 @@ def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype, parts: Ten
     error = (found.double() - expected).abs()
     assert error.max() <= 8 * (torch.finfo(dtype).eps + sums) * scale
     assert error.square().mean().sqrt() <= 2 * (torch.finfo(dtype).eps + sums) * scale
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_against_float64(run, q, k, v, scale):

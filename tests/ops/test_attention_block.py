@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from pyruntime.ops.attention import attention_block_, attention_block_backward_, causal_attention
-from tests.ops.test_attention import cpu, dtypes, implementations, seed, statistics_dtype  # noqa: F401
+from tests.ops.cases import cpu, dtypes, implementations, statistics_dtype
 
 # Queries and keys: within a tile, over a block of queries, over several blocks of keys.
 LENGTHS = [(1, 1), (1, 257), (3, 17), (17, 3), (65, 65), (65, 530), (257, 1), (257, 65)]
 LENGTHS += [(257, 530), (530, 257), (530, 530)]
 INFINITY = float("inf")
+
+pytestmark = pytest.mark.usefixtures("seed")
 
 ops = torch.ops.pyruntime
 

@@ -1,0 +1,95 @@
+"""Parts "products" of bench/gpu.py: fused kernels with all signals already set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gpu_problem as problem
+import torch
+from gpu_problem import TOLERANCE, Emit
+from gpu_problem import WORLD_SIZE as P
+from gpu_ranks import (
+    PIECES,
+    TILES,
+    Stopwatch,
+    Workspaces,
+    bf16,
+    error_of,
+    fused,
+    gather_shape,
+    library_of,
+    scatter_shape,
+    tiles_for,
+)
+
+from pyruntime.cuda import library as abi
+from pyruntime.cuda.library import Library
+
+
+def products(emit: Emit, which: str, quick: bool) -> None:
+    library = library_of(which)
+    shapes = problem.llama_shapes((512, 4096) if quick else problem.ROWS)
+    watch = Stopwatch(0.0003)
+    empty = watch.interleave({"nothing": lambda: None}, 20)["nothing"].median
+    emit({"kind": "note", "text": f"products: two events with nothing between them are {empty * 1e6:.1f} us"})
+    for shape in shapes:
+        try:
+            emit(product(library, which, shape, watch, 5 if quick else 15))
+        except (RuntimeError, ValueError) as error:
+            emit({"kind": "error", "text": f"{shape}: {type(error).__name__}: {error}"})
+            if "CUDA error" in str(error) or "the device said" in str(error):
+                raise
+
+
+def product(
+    library: Library, which: str, shape: problem.Shape, watch: Stopwatch, rounds: int
+) -> dict[str, Any]:
+    """Times of torch.matmul and of a fused kernel as rank 0 of 8 runs it, and how wrong that is."""
+    m, n, k, gathers = shape.m, shape.n, shape.k, shape.op == "gather"
+    chunk = m // P
+    x, weight = bf16(m, k), bf16(n, k)
+    if gathers:
+        spaces = Workspaces(library, gather_shape(library, P, m, k, x, PIECES), "cuda")
+        spaces.data(0, torch.bfloat16, m, k)[chunk:].copy_(x[chunk:])
+        c, a = bf16(m, n), x[:chunk]
+        wanted = x @ weight.t()
+    else:
+        spaces = Workspaces(library, scatter_shape(library, P, m, n, x), "cuda")
+        parts = spaces.data(0, torch.bfloat16, P, chunk, n)
+        parts.normal_()
+        c, a = bf16(chunk, n), x
+        wanted = (x[:chunk] @ weight.t()).float() + parts[1:].float().sum(0)
+    spaces.set_all_signals()
+    theirs = bf16(m, n)
+    variants: dict[str, Callable[[], object]] = {
+        "torch.matmul": lambda: torch.matmul(x, weight.t(), out=theirs)
+    }
+    errors = {}
+    tiles = tiles_for(library, which == "hopper", chunk, m, n, k)
+    other = abi.SMALL + abi.LARGE - tiles
+    for label, chosen in ((which, tiles), (f"{which}, other tiles", other)):
+        run = fused(library, spaces, shape.op, a, weight, c, m, chosen)
+        c.fill_(float("nan"))
+        run()
+        spaces.check()
+        if library.refusal:
+            raise RuntimeError(library.refusal)
+        errors[label] = error_of(c, wanted)
+        variants[label] = run
+    samples = watch.interleave(variants, rounds)
+    spaces.check()
+    seconds = {name: sample.median for name, sample in samples.items()}
+    wrong = [name for name, error in errors.items() if not error < TOLERANCE]
+    base = samples["torch.matmul"]
+    return {
+        "kind": "product",
+        **vars(shape),
+        "seconds": seconds,
+        "spread": {name: sample.spread for name, sample in samples.items()},
+        "ratio": {name: base.over(samples[name]).median for name in errors if name not in wrong},
+        "tflops": shape.flops / base.median / 1e12,
+        "tiles": TILES[tiles],
+        "error": errors,
+        "wrong": wrong,
+    }

@@ -1,0 +1,107 @@
+"""Builds that run beside the tests: programs are compiled while other tests run, which often wait and leave a
+core idle.
+
+tests/cpp and tests/cuda name what their tests need when a session has collected them (conftest.py there), and
+their fixtures wait for it. ninja compiles what changed since the last session.
+
+A build ends with its session, also when that is interrupted or killed: ninja is told by the kernel when
+pytest ends, and ends its compilers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.rank_worker import die_with_parent
+from tools.build_cuda import ROOT, find_ninja
+
+NICENESS = 10
+"""Tests measure time: a compiler takes what they leave."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    what: str
+    """For messages: "the C++ tests"."""
+    folder: Path
+    """Where ninja works; of this recipe alone."""
+    text: str
+    """build.ninja."""
+
+
+class Builds:
+    """All builds of a session; they share the cores, or what MAX_JOBS says."""
+
+    def __init__(self) -> None:
+        self._wanted: list[Recipe] = []
+        self._running: dict[Recipe, Build] = {}
+
+    def want(self, recipe: Recipe) -> None:
+        """Has the recipe built when `start` is called."""
+        self._wanted.append(recipe)
+
+    def start(self) -> None:
+        """Begins all that is wanted."""
+        jobs = int(os.environ.get("MAX_JOBS", len(os.sched_getaffinity(0))))
+        for recipe in self._wanted:
+            self._running[recipe] = Build(recipe, max(1, jobs // len(self._wanted)))
+
+    def finish(self, recipe: Recipe) -> None:
+        """Waits for the end of a build that was wanted. Raises RuntimeError with the compiler's output where
+        something does not compile, and without ninja."""
+        self._running[recipe].finish()
+
+    def stop(self) -> None:
+        """Ends those that have not ended."""
+        for one in self._running.values():
+            one.stop()
+
+
+class Build:
+    """One run of ninja."""
+
+    def __init__(self, recipe: Recipe, jobs: int) -> None:
+        self._what, self._log = recipe.what, recipe.folder / "build.log"
+        self._ninja: subprocess.Popen[bytes] | None = None
+        recipe.folder.mkdir(parents=True, exist_ok=True)
+        (recipe.folder / "build.ninja").write_text(recipe.text)
+        try:
+            ninja = find_ninja()
+        except RuntimeError as error:  # told by the tests that need what is built, not by all
+            self._log.write_text(str(error))
+            return
+        command = [sys.executable, "-m", "tests.builds", str(os.getpid()), ninja]
+        with self._log.open("wb") as log:
+            self._ninja = subprocess.Popen(
+                [*command, "-C", str(recipe.folder), "-j", str(jobs)],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # Ctrl-C is for pytest, which ends its builds itself
+            )
+
+    def finish(self) -> None:
+        if self._ninja is None or self._ninja.wait() != 0:
+            raise RuntimeError(f"{self._what} cannot be built:\n{self._log.read_text(errors='replace')}")
+
+    def stop(self) -> None:
+        if self._ninja is not None:
+            self._ninja.terminate()
+            self._ninja.wait()
+
+
+def main() -> None:
+    """Becomes ninja, of a lower priority and bound to pytest. Arguments: pytest's pid, ninja's command."""
+    die_with_parent(int(sys.argv[1]), signal.SIGTERM)
+    os.nice(NICENESS)
+    os.execv(sys.argv[2], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()
