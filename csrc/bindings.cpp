@@ -186,12 +186,13 @@ void bind_comm(py::module_& m) {
       "configure",
       [](const std::string& group, const std::optional<std::string>& transport,
          const std::optional<std::vector<std::string>>& hosts, std::optional<int64_t> chunk_bytes,
-         std::optional<at::ScalarType> wire) {
+         std::optional<at::ScalarType> wire, const std::optional<std::string>& multicast) {
         pyruntime::GroupSettings settings;
         if (transport) settings.transport = pyruntime::transport_kind_named(*transport);
         if (hosts) settings.hosts = *hosts;
         if (chunk_bytes) settings.ring.chunk_bytes = *chunk_bytes;
         if (wire) settings.ring.wire = *wire;
+        if (multicast) settings.multicast = pyruntime::multicast_named(*multicast);
         Group::get(group).configure(std::move(settings));
       },
       NoGil());

@@ -22,6 +22,10 @@ struct DeviceLibrary {
   decltype(&pyruntime_put) put;
   decltype(&pyruntime_end_puts) end_puts;
   decltype(&pyruntime_await) await;
+  decltype(&pyruntime_can_multicast) can_multicast;
+  decltype(&pyruntime_put_to_all) put_to_all;
+  decltype(&pyruntime_sum_copies) sum_copies;
+  decltype(&pyruntime_await_leave) await_leave;
   decltype(&pyruntime_slot_data) slot_data;
   decltype(&pyruntime_reduce) reduce;
   decltype(&pyruntime_adamw) adamw;
