@@ -38,7 +38,7 @@ def on_multicast(group, multicast, case, *arguments):
 @pytest.mark.parametrize("multicast", ["gather", "gather_and_reduce"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "dim"), [(0, 0), (3, 1), (41, 0), (50, 1)])
+@pytest.mark.parametrize(("rows", "dim"), [(0, 0), (3, 1), (41, 0)])
 def test_primitives_equal_exact_products(ranks, multicast, world, dtype, rows, dim):
     seed = int(torch.randint(2**31, ()))
 
