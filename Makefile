@@ -30,7 +30,7 @@ train: $(BUILT)  ## train the main model: 2 ranks, tensor parallel
 	$(TORCHRUN) --nproc-per-node 2 -m pyruntime train --config main
 
 .PHONY: test
-test: lint  ## lint, then all tests but those of the three targets below
+test: lint  ## lint, then all tests but those of the four targets below
 	$(RUN) -m pytest
 
 .PHONY: test-cuda
@@ -44,6 +44,10 @@ test-hip: $(BUILT)  ## compile the portable kernels with hipcc and look at their
 .PHONY: test-threads
 test-threads: $(BUILT)  ## the C++ tests in which threads meet, under the thread sanitizer
 	$(RUN) -m pytest -m threads tests/cpp
+
+.PHONY: test-model
+test-model: $(BUILT)  ## check the models of the protocol with spin
+	$(RUN) -m pytest -m spin tests/model
 
 .PHONY: lint
 lint: $(BUILT)  ## ruff, clang-format, mypy; changes nothing

@@ -67,7 +67,7 @@ def main() -> None:
             cluster = measured_cluster(ranks, netlab, Path(folder))
         single = job_of(args.shape, cluster, 1, max(1, args.batch // ranks), args.seq)
         took = alone(single, ranks, steps)
-        cluster = fit_flops(single, took)
+        cluster = fit_flops(single, took, sums_whole=True)
         report = Report(
             args, HOW.format(steps=args.steps, alone=f"{took:.3f} s for {single.batch} sequences")
         )

@@ -11,15 +11,24 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pyruntime.cli.environment import started_rank, started_ranks
 from pyruntime.plan.cluster import to_toml
 from pyruntime.plan.measured import AlphaBeta, cluster_of, fit_alpha_beta
 from pyruntime.train.errors import ConfigError
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
 SIZES = tuple(2**power for power in range(14, 25, 2))
 """Bytes of an all-gather, over all ranks."""
 ROUNDS = 7
+PRODUCTS_OVER_WAIT = 2.5
+"""Seconds of the products that an all-gather travels under, over those it takes alone."""
+LEAST_OWN_S = 1e-6
+"""What products take longer is never less: a difference of two times may be."""
 
 
 def main(path: str) -> None:
@@ -60,8 +69,8 @@ def main(path: str) -> None:
         print(
             f"links      {found.alpha * 1e6:,.0f} us a step and {found.bandwidth / 1e9:,.2f} GB/s a rank, "
             "fitted "
-            f"to {len(SIZES)} sizes with an error of {found.error:.0%}; a second of the processor for "
-            f"{link.core_bandwidth / 1e9:,.2f} GB"
+            f"to {len(SIZES)} sizes with an error of {found.error:.0%}; products wait a second for "
+            f"{link.core_bandwidth / 1e9:,.2f} GB that travel under them"
         )
     print(f"{path} is a cluster for --cluster.")
 
@@ -72,7 +81,7 @@ class Links:
 
     fitted: AlphaBeta
     core_bandwidth: float
-    """Bytes received for each second of processor time."""
+    """Bytes received for each second that products beside them take longer."""
 
 
 def _median(run: Callable[[], object], together: Callable[[], object]) -> float:
@@ -133,9 +142,53 @@ def _links(ranks: int) -> tuple[Links, Callable[[], object]]:
         mine = torch.tensor(_median(gather, dist.barrier))
         dist.all_reduce(mine, dist.ReduceOp.MAX)
         seconds.append(float(mine))
-    started = time.process_time()
-    for _ in range(ROUNDS):
-        pyruntime.all_gather(shard, group)
-    own = (time.process_time() - started) / ROUNDS
     received = SIZES[-1] * (ranks - 1) / ranks
-    return Links(fit_alpha_beta(SIZES, seconds, ranks), received / max(own, 1e-6)), dist.barrier
+    fitted = fit_alpha_beta(SIZES, seconds, ranks)
+    return Links(fitted, received / _own_seconds(group, shard, seconds[-1])), dist.barrier
+
+
+def _own_seconds(group: dist.ProcessGroup, shard: torch.Tensor, wait: float) -> float:
+    """Seconds that an all-gather of `shard` takes from a rank that multiplies meanwhile: how much longer
+    products of several times its `wait` seconds take with one under way."""
+    import torch
+    import torch.distributed as dist
+
+    from pyruntime import comm
+    from pyruntime.comm.core import _C
+
+    x, w = (torch.randn(512, 512).bfloat16() for _ in range(2))
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            torch.nn.functional.linear(x, w)
+
+    one = torch.tensor(_median(lambda: multiply(8), dist.barrier) / 8)
+    dist.all_reduce(one, dist.ReduceOp.MAX)
+    times = 1 + int(PRODUCTS_OVER_WAIT * wait / float(one))
+    whole = torch.empty(comm.group_size(group) * len(shard), 1)
+
+    def beside() -> None:
+        gather = _C.LineGather(comm.group_name(group), len(whole), 1, whole.dtype, "cpu")
+        for index, (begin, count) in enumerate(gather.own_chunks()):
+            first = begin % len(shard)
+            gather.own(index).copy_(shard[first : first + count])
+            gather.publish(index)
+        multiply(times)
+        for index, (begin, count) in enumerate(gather.chunks()):
+            whole[begin : begin + count].copy_(gather.chunk(index))
+        gather.finish()
+
+    more = []
+    multiply(times)
+    beside()
+    for _ in range(ROUNDS):
+        took = []
+        for run in (lambda: multiply(times), beside):
+            dist.barrier()
+            started = time.perf_counter()
+            run()
+            took.append(time.perf_counter() - started)
+        more.append(took[1] - took[0])
+    own = torch.tensor(statistics.median(more))
+    dist.all_reduce(own, dist.ReduceOp.MAX)
+    return max(float(own), LEAST_OWN_S)

@@ -6,7 +6,8 @@ which the first pass read them, and a module waits for its own weight before its
 and weights that no module's forward announces, are gathered before the step returns.
 
 Stage 3 keeps the whole of a weight only while it is read: gathered before the module's forward and again
-before its backward, the next one of the order on its way meanwhile, its memory given back afterwards.
+before its backward, the next one of the order on its way meanwhile, its memory given back afterwards. The
+backward pass of an embedding does not read the table, so it is not gathered again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axis
 from pyruntime.data_parallel.units import Part, Unit
+from pyruntime.nn import VocabParallelEmbedding
+
+TABLES = (nn.Embedding, VocabParallelEmbedding)
+"""Modules whose backward pass reads no weight."""
 
 
 class UnitWeights:
@@ -279,13 +284,20 @@ class GatherPerUse(Gatherer):
     """
 
     def __init__(self, model: nn.Module, weights: Sequence[UnitWeights], keep: int):
+        self._read_again: set[int] = set()
+        """Units that backward passes read."""
         super().__init__(model, weights)
         self._keep = keep
         self._in_backward: list[UnitWeights] = []
 
     def _watch(self, module: nn.Module, read: list[UnitWeights]) -> None:
         super()._watch(module, read)
-        self._hooks.append(module.register_forward_hook(lambda _, __, output: self._after(read, output)))
+        again = type(module) not in TABLES  # what is derived may do anything
+        if again:
+            self._read_again.update(map(id, read))
+        self._hooks.append(
+            module.register_forward_hook(lambda _, __, output: self._after(read, output, again=again))
+        )
 
     def _announced_changed(self, each: UnitWeights) -> None:
         self._in_backward = []
@@ -298,14 +310,17 @@ class GatherPerUse(Gatherer):
         super()._before(read)
         self._prefetch(read[-1], +1)
 
-    def _after(self, read: list[UnitWeights], output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+    def _after(self, read: list[UnitWeights], output: Any, *, again: bool) -> None:
+        """again: the module's backward pass reads them too."""
+        if again and torch._C._current_graph_task_id() != -1:
             return  # a forward that is computed again for a backward pass, which is about to read them
         for each in read:
             place = self._order.index(each)
             stays = place < self._keep or place == len(self._order) - 1
-            if not (stays and torch.is_grad_enabled()):
+            if not (stays and id(each) in self._read_again and torch.is_grad_enabled()):
                 each.free()
+        if not again:
+            return
         for tensor in output if isinstance(output, tuple | list) else [output]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._before_backward(read))
@@ -322,5 +337,5 @@ class GatherPerUse(Gatherer):
 
     def _prefetch(self, each: UnitWeights, step: int) -> None:
         place = self._order.index(each) + step
-        if 0 <= place < len(self._order):
+        if 0 <= place < len(self._order) and (step > 0 or id(self._order[place]) in self._read_again):
             self._order[place].begin()

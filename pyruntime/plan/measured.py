@@ -91,15 +91,15 @@ def cluster_of(
     )
 
 
-def fit_flops(job: Job, seconds: float) -> Cluster:
+def fit_flops(job: Job, seconds: float, *, sums_whole: bool = False) -> Cluster:
     """The cluster of `job` with operations/s of products at which a step of one rank alone takes `seconds`;
-    all else, attention too, stays as it is."""
+    all else, attention too, stays as it is. sums_whole: see `Predictor`."""
     cluster = job.cluster
     low, high = cluster.peak_flops / 100, cluster.peak_flops * 100
     for _ in range(60):
         middle = (low * high) ** 0.5
         attention = cluster.attention_flops / middle
         fitted = replace(cluster, peak_flops=middle, efficiency=1.0, attention_efficiency=attention)
-        took = Predictor(replace(job, cluster=fitted)).step(Mesh(zero=0)).total
+        took = Predictor(replace(job, cluster=fitted), sums_whole=sums_whole).step(Mesh(zero=0)).total
         low, high = (middle, high) if took > seconds else (low, middle)
     return fitted

@@ -26,7 +26,8 @@ OPTIMIZER_BYTES = {"nearest": 28, "stochastic": 22}
 """Read and written for a parameter, by the rounding of its weight: moments both ways, gradient; fp32 master
 both ways and weight, or the weight both ways."""
 SUM_BYTES = 10
-"""Read and written to add a micro-batch's gradient of a parameter to the fp32 sum of those before."""
+"""Read and written to add a gradient of a parameter, of a micro-batch or of a slice of it, to the fp32 sum of
+those before."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class Predictor:
     overlap: see `pyruntime.plan.overlap`. reduce_bytes: of an element of a gradient that travels.
     regather: column linears gather their input again in the backward pass instead of keeping it; None: inside
     nodes, as this project does. sums_whole: gradients of all micro-batches are summed before they travel, at
-    every ZeRO stage, as in this project; otherwise stages 2 and 3, which hold none whole, reduce them every
-    time.
+    every ZeRO stage, by passes over memory of their own, as in this project; otherwise stages 2 and 3, which
+    hold none whole, reduce them every time, and products add to what is there.
     """
 
     def __init__(
@@ -128,7 +129,8 @@ class Predictor:
             exposed_of(each, of_slice, tp, self._flops(each, mesh.tp), self.overlap, regather)
             for each in linears(model)
         )
-        products = mesh.slices * sum(each.compute for each in found)
+        weights = sum(each.linear.k * each.linear.n for each in found) / mesh.tp
+        products = mesh.slices * (sum(each.compute for each in found) + self._loading(weights))
         attention = model.attention_flops(int(tokens), job.seq, causal=job.causal) / mesh.tp
         attention /= cluster.attention_flops
         backward = FLASH_BACKWARD if job.causal else 2.0
@@ -162,6 +164,12 @@ class Predictor:
         """Operations/s of a rank's part of it."""
         k, n = (linear.k, linear.n / tp) if linear.column else (linear.k / tp, linear.n)
         return self.job.cluster.product_flops(k, n)
+
+    def _loading(self, weights: float) -> float:
+        """Seconds in which bf16 weights of a product come from memory, or their gradient goes there. GPUs do
+        it under the product; the core of a CPU rank does one thing at a time."""
+        cluster = self.job.cluster
+        return 2 * weights / cluster.memory_bandwidth if cluster.core_bandwidth else 0.0
 
     def _ring(
         self, mesh: Mesh, tokens: float, attention: float, backward: float
@@ -240,6 +248,7 @@ class Predictor:
         tokens = mesh.micro_batch * job.seq / mesh.cp
         cut = mesh.tp * mesh.x * mesh.y
         head = model.head_flops(int(tokens)) / cut / cluster.flops
+        head += mesh.slices * self._loading(model.hidden * model.vocab / cut)
         # Loss and its gradient read and write the logits a few times.
         head_moved = 6 * tokens * model.vocab / cut / cluster.memory_bandwidth
 
@@ -252,6 +261,8 @@ class Predictor:
         base = one.backward_input - (one.forward if mesh.recompute else 0.0)
         compute = layers * (one.forward + base + one.backward_weight)
         compute += (3 * head + 2 * head_moved) if has_head else 0.0
+        sums = self._sums(mesh, micro_batches)
+        compute += sums
         recompute = layers * one.forward if mesh.recompute else 0.0
         tp = layers * (one.tp_forward + one.tp_backward)
         ring = layers * (one.cp_forward + one.cp_backward)
@@ -259,7 +270,7 @@ class Predictor:
         if mesh.pp > 1:
             hop = send(2 * tokens * model.hidden / (mesh.tp * mesh.slices), self.link(mesh, "pp", 2))
             forward = forward_of(slowest)
-            weight = layers * one.backward_weight + (head if has_head else 0.0)
+            weight = layers * one.backward_weight + (head if has_head else 0.0) + sums
             whole = compute + recompute + tp + ring
             idle = bubble(
                 mesh.kind,
@@ -304,6 +315,22 @@ class Predictor:
         cut = mesh.tp * mesh.x * mesh.y * mesh.z
         return sum(parameters_of_rank(self.job.model, cut, layers, True, first_is_last))
 
+    def _not_read_again(self, mesh: Mesh) -> float:
+        """Parameters of the pipeline's first rank that stage 3 does not gather for the backward pass: the
+        embedding's table, and the last weight of the forward pass, which stays."""
+        model = self.job.model
+        if last_stage_rank(mesh.kind, mesh.pp):
+            return (model.embedding + model.hidden * model.ffn) / mesh.tp
+        return model.head * (1 if model.tied else 2) / mesh.tp
+
+    def _sums(self, mesh: Mesh, micro_batches: int) -> float:
+        """Seconds of a micro-batch in which gradients are added to those before: all but the first slice's of
+        the step."""
+        if not self.sums_whole:
+            return 0.0
+        added = (micro_batches * mesh.slices - 1) / micro_batches
+        return added * SUM_BYTES * self.parameters(mesh) / self.job.cluster.memory_bandwidth
+
     def _reduction(
         self, mesh: Mesh, micro_batches: int, one: LayerSeconds, layers: int, head: float
     ) -> tuple[float, float]:
@@ -340,19 +367,19 @@ class Predictor:
             # Unit by unit: the first transfer begins when a unit has been computed, the last ends after all.
             return max(transfer - window * (units - 1) / units, transfer / units)
 
-        times, summing = micro_batches, 0.0
-        if self.sums_whole:
-            times, summing = 1, (micro_batches - 1) * SUM_BYTES * parameters / cluster.memory_bandwidth
+        times = 1 if self.sums_whole else micro_batches
         if zero == 3:
             # Weights come ahead of their use, for every micro-batch in both directions, and gradients go.
             each = left(weights, window_forward)
-            without, reducing = left(weights, window_backward), left(weights + gradients, window_backward)
+            share = 1 - self._not_read_again(mesh) / parameters
+            again = share * weights
+            without, reducing = left(again, window_backward), left(again + gradients, window_backward)
             in_all = micro_batches * each + (micro_batches - times) * without + times * reducing
-            own = summing + 2 * micro_batches * own_weights + times * own_gradients
+            own = (1 + share) * micro_batches * own_weights + times * own_gradients
             return in_all + own, optimizer
         if zero < 2:
             times = 1
-        own = summing + times * own_gradients + own_weights
+        own = times * own_gradients + own_weights
         if zero == 0:  # Whole sums return in place of new weights, before the optimizer.
             return own + left(gradients + weights, window_backward), optimizer
         return own + times * left(gradients, window_backward) + left(weights, window_forward), optimizer

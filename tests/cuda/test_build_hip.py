@@ -15,7 +15,8 @@ from tools import build_cuda, build_hip
 pytestmark = [
     pytest.mark.hipcc,
     pytest.mark.skipif(
-        build_hip.find_hipcc() is None, reason="hipcc was not found; tools/get_hipcc.sh installs Debian's"
+        build_hip.find_hipcc() is None,
+        reason="hipcc was not found; `tools/get_tool.sh hipcc` installs it",
     ),
 ]
 

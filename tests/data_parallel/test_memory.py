@@ -4,6 +4,8 @@ cut."""
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
 from pyruntime import comm
+from pyruntime.data_parallel import weights
 from tests.transports import take
 
 LAYERS, WIDTH = 4, 500
@@ -25,8 +28,8 @@ def held(group, stage):
     for _ in range(2):
         whole(torch.randn(16, WIDTH).to(torch.bfloat16)).float().sum().backward()
         optimizer.step()
-    weights = {p.untyped_storage() for p in whole.parameters()}
-    weights |= {rows.untyped_storage() for each in handle._weights for rows in each.local_views()}
+    kept = {p.untyped_storage() for p in whole.parameters()}
+    kept |= {rows.untyped_storage() for each in handle._weights for rows in each.local_views()}
     states = {
         tensor.to_local().untyped_storage()
         for key, tensor in optimizer.state_dict().items()
@@ -34,7 +37,7 @@ def held(group, stage):
     }
     axis = handle.axes.shard if stage else handle.axes.replicate
     flights = comm.workspace_bytes(axis.name)
-    sizes = [sum({s.data_ptr(): s.nbytes() for s in kind}.values()) for kind in (weights, states)]
+    sizes = [sum({s.data_ptr(): s.nbytes() for s in kind}.values()) for kind in (kept, states)]
     handle.close()
     return (*sizes, flights)
 
@@ -43,10 +46,39 @@ def held(group, stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_states_take_what_the_formula_says(ranks, stage, world):
     parameters = LAYERS * WIDTH**2
-    weights = 2 * parameters / (world if stage == 3 else 1)
+    whole = 2 * parameters / (world if stage == 3 else 1)
     states = 12 * parameters / (world if stage else 1)
     for rank in ranks.run(held, world, stage):
-        assert rank[0] == pytest.approx(weights, rel=0.1)
+        assert rank[0] == pytest.approx(whole, rel=0.1)
         assert rank[1] == pytest.approx(states, rel=0.1)
         # Four slots of the largest unit, whatever the number of layers.
         assert rank[2] <= 4 * 1.1 * 2 * WIDTH**2 + (1 << 20)
+
+
+def gathers_of_a_step(group):
+    """Names of the weights in the order in which the third step of stage 3 gathers them."""
+    take(group, "symmetric_memory")
+    model = nn.Sequential(*[nn.Embedding(8, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 6, bias=False)])
+    handle = pyruntime.shard(model, DeviceMesh.from_group(group, "cpu"), stage=3, bucket_bytes=0)
+    optimizer = handle.adamw()
+    for _ in range(3):
+        names: list[str] = []
+        with patch.object(weights, "_Gather", watched(names)):
+            model(torch.arange(8)).sum().backward()
+        optimizer.step()
+    handle.close()
+    return names
+
+
+def watched(names):
+    def begin(unit_weights, axis, begun=weights._Gather):
+        names.append(unit_weights.unit.name)
+        return begun(unit_weights, axis)
+
+    return begin
+
+
+def test_what_backward_does_not_read_is_not_gathered_for_it(ranks):
+    """The table is not, and the last weight stays."""
+    for names in ranks.run(gathers_of_a_step, 2):
+        assert names == ["0.weight", "1.weight", "2.weight", "1.weight"]

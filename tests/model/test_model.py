@@ -17,6 +17,7 @@ def name_of(case: spin.Case) -> str:
     return case.name.replace(" ", "-")
 
 
+@pytest.mark.spin
 @needs_spin
 @pytest.mark.parametrize("case", spin.SOUND, ids=name_of)
 def test_every_op_ends_and_reads_its_own_flight(case: spin.Case, tmp_path: Path) -> None:
@@ -24,6 +25,7 @@ def test_every_op_ends_and_reads_its_own_flight(case: spin.Case, tmp_path: Path)
     assert not outcome.error, outcome.output
 
 
+@pytest.mark.spin
 @needs_spin
 @pytest.mark.parametrize("case", spin.MUTANTS, ids=name_of)
 def test_a_protocol_that_lacks_a_rule_fails(case: spin.Case, tmp_path: Path) -> None:

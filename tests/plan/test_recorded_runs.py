@@ -61,7 +61,7 @@ def seconds_of(name: str) -> dict[str, float]:
 
 
 def predicted(cluster: Cluster, alone: float, batch_alone: int, mesh: Mesh, batch: int) -> float:
-    fitted = fit_flops(Job(DIM1024, cluster, 1, batch_alone, SEQ), alone)
+    fitted = fit_flops(Job(DIM1024, cluster, 1, batch_alone, SEQ), alone, sums_whole=True)
     return Predictor(Job(DIM1024, fitted, mesh.ranks, batch, SEQ), sums_whole=True).step(mesh).total
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyruntime.plan.co2 import tau_min, usual_tau
-from pyruntime.plan.communication import Link
+from pyruntime.plan.communication import Link, all_gather
 from pyruntime.plan.megatron import FITTED_ON, TABLE_1, fitted_efficiency, predicted_tflops
 from pyruntime.plan.mesh import Mesh
 from pyruntime.plan.step import Predictor
@@ -197,5 +197,32 @@ def test_sharded_gradients_are_reduced_after_every_micro_batch_unless_sums_are_k
         (8 + 1) / 2 * once, rel=0.02
     )
     whole = Predictor(wanted, "none", sums_whole=True)
+    assert whole.step(replace(mesh, zero=2)).dp == pytest.approx(once)
     adding = 7 * 10 * whole.parameters(mesh) / wanted.cluster.memory_bandwidth
-    assert whole.step(replace(mesh, zero=2)).dp == pytest.approx(once + adding)
+    assert whole.step(mesh).compute == pytest.approx(Predictor(wanted, "none").step(mesh).compute + adding)
+
+
+def test_a_core_loads_weights_and_adds_gradients_for_every_slice_of_a_sequence():
+    wanted = job("llama3-8b", "thin", 8, 8, 8192)
+    wanted = replace(wanted, cluster=replace(wanted.cluster, core_bandwidth=2e9))
+    mesh = Mesh(pp=8, kind="seq1f1b", slices=2, zero=0)
+    predictor = Predictor(wanted, sums_whole=True)
+    more = predictor.step(replace(mesh, slices=4)).compute - predictor.step(mesh).compute
+    model = wanted.model
+    loaded = (
+        3 * 2 * 5 * model.layer_matrices
+    )  # three products with each weight of the slowest stage's 5 layers
+    added = 10 * predictor.parameters(mesh)
+    assert more == pytest.approx(8 * 2 * (loaded + added) / wanted.cluster.memory_bandwidth)
+
+
+@pytest.mark.parametrize("pp", [1, 4])
+def test_stage_3_gathers_neither_table_nor_last_weight_for_the_backward_pass(pp):
+    wanted = job("llama3-8b", "thin", 16, 16, 8192)
+    predictor, mesh = Predictor(wanted, "none", sums_whole=True), Mesh(pp=pp, dp=16 // pp, zero=3)
+    over = predictor.link(mesh, "shard", mesh.dp)
+    parameters, model = predictor.parameters(mesh), wanted.model
+    last = model.head if pp == 1 else model.hidden * model.ffn
+    gathered = pp * (2 * parameters - model.embedding - last)  # m = pp micro-batches
+    seconds = all_gather(2 * (gathered + parameters), over)
+    assert predictor.step(mesh).dp == pytest.approx(seconds, rel=0.02)  # but for latencies

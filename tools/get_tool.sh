@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Installs what tests need that pip does not have, from the distribution's packages, where this is Debian or
+# Ubuntu and the caller is root:
+#
+#     tools/get_tool.sh hipcc     for `make test-hip` (80 MB to download, 0.7 GB on disk)
+#     tools/get_tool.sh spin      for `make test-model` (0.5 MB)
+#
+# Nothing else is changed. Exit code 1, and a sentence, where that is not possible; 2 for another name.
+set -euo pipefail
+
+case "$*" in
+    hipcc) packages=(hipcc libamdhip64-dev rocm-device-libs) without="the kernels for GPUs of AMD are not compiled" ;;
+    spin) packages=(spin) without="the models of the protocol are not checked" ;;
+    *) echo "usage: tools/get_tool.sh hipcc|spin; found '$*'." >&2; exit 2 ;;
+esac
+
+cannot() {
+    echo "$1 was not found and cannot be installed: $2. So $without." >&2
+    exit 1
+}
+
+command -v "$1" >/dev/null || [ -x "/opt/rocm/bin/$1" ] && exit 0
+command -v apt-get >/dev/null || cannot "$1" "there is no apt-get here"
+[ "$(id -u)" = 0 ] || cannot "$1" "that takes root; run 'sudo apt-get install ${packages[*]}'"
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+options=(-y -q -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20)
+export DEBIAN_FRONTEND=noninteractive
+if ! { timeout 120 apt-get "${options[@]}" update && timeout 600 apt-get "${options[@]}" install "${packages[@]}"; } \
+    >"$log" 2>&1; then
+    tail -n 5 "$log" >&2
+    cannot "$1" "apt-get failed"
+fi
+command -v "$1"
