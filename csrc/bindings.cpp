@@ -125,28 +125,32 @@ void bind_traffic(py::module_& m) {
   });
 }
 
-// Tiers, and what tuning found of them; presets are (tier, tiles, [(tier, seconds)], date).
+// Tiers, and what tuning found of them; presets are (tier, chunks, tiles, [(way, seconds)], date).
 void bind_tiers(py::module_& m) {
   using pyruntime::Group;
   using pyruntime::TierKey;
   m.def("explain_tier", [](const std::string& op, int64_t rows, int64_t n, int64_t k, at::ScalarType dtype,
                            const std::string& group, const std::string& device, const std::string& tier) {
     return pyruntime::explain_tier(Group::get(group), {op, rows, n, k, dtype, c10::Device(device)},
-                                   pyruntime::tier_named(tier));
+                                   pyruntime::way_named(tier));
+  });
+  m.def("other_ways", [](const std::string& op, int64_t rows, int64_t n, int64_t k, at::ScalarType dtype,
+                         const std::string& group, const std::string& device) {
+    return pyruntime::other_ways(Group::get(group), {op, rows, n, k, dtype, c10::Device(device)});
   });
   m.def("tier_key",
         [](const std::string& op, int64_t rows, int64_t n, int64_t k, at::ScalarType dtype,
            const std::string& device) { return TierKey{op, rows, n, k, dtype, c10::Device(device)}.text(); });
   using Preset =
-      std::tuple<std::string, std::string, std::vector<std::pair<std::string, double>>, std::string>;
-  m.def("set_tier_presets",
-        [](int world_size, const std::string& transport, const std::map<std::string, Preset>& given) {
-          pyruntime::TierPresets presets;
-          for (const auto& [key, preset] : given)
-            presets[key] = pyruntime::TierPreset{std::get<0>(preset), std::get<1>(preset),
-                                                 std::get<2>(preset), std::get<3>(preset)};
-          pyruntime::set_tier_presets(world_size, transport, std::move(presets));
-        });
+      std::tuple<std::string, int, std::string, std::vector<std::pair<std::string, double>>, std::string>;
+  m.def("set_tier_presets", [](int world_size, const std::string& transport,
+                               const std::map<std::string, Preset>& given) {
+    pyruntime::TierPresets presets;
+    for (const auto& [key, preset] : given)
+      presets[key] = pyruntime::TierPreset{std::get<0>(preset), std::get<1>(preset), std::get<2>(preset),
+                                           std::get<3>(preset), std::get<4>(preset)};
+    pyruntime::set_tier_presets(world_size, transport, std::move(presets));
+  });
   m.def("clear_tier_presets", &pyruntime::clear_tier_presets);
   m.def("tier_preset",
         [](const std::string& op, int64_t rows, int64_t n, int64_t k, at::ScalarType dtype,
@@ -154,7 +158,7 @@ void bind_tiers(py::module_& m) {
           const auto found =
               pyruntime::find_tier_preset(Group::get(group), {op, rows, n, k, dtype, c10::Device(device)});
           if (!found) return std::nullopt;
-          return Preset{found->tier, found->tiles, found->seconds, found->date};
+          return Preset{found->tier, found->chunks, found->tiles, found->seconds, found->date};
         });
 }
 
@@ -182,12 +186,13 @@ void bind_comm(py::module_& m) {
       "configure",
       [](const std::string& group, const std::optional<std::string>& transport,
          const std::optional<std::vector<std::string>>& hosts, std::optional<int64_t> chunk_bytes,
-         std::optional<at::ScalarType> wire) {
+         std::optional<at::ScalarType> wire, const std::optional<std::string>& multicast) {
         pyruntime::GroupSettings settings;
         if (transport) settings.transport = pyruntime::transport_kind_named(*transport);
         if (hosts) settings.hosts = *hosts;
         if (chunk_bytes) settings.ring.chunk_bytes = *chunk_bytes;
         if (wire) settings.ring.wire = *wire;
+        if (multicast) settings.multicast = pyruntime::multicast_named(*multicast);
         Group::get(group).configure(std::move(settings));
       },
       NoGil());

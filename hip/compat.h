@@ -45,7 +45,7 @@
 //
 // and, in namespace pyruntime::runtime, what launchers ask of the machine: Stream, last_error(),
 // multiprocessors(), shared_bytes_per_block(), allow_shared_bytes(), resident_blocks(), copy_rows(),
-// set_zero(), read(), is_capturing().
+// set_zero(), read(), is_capturing(), why_no_multicast().
 #pragma once
 
 #if defined(__CUDACC__)

@@ -148,6 +148,19 @@ inline bool is_capturing(Stream stream) {
   return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
 }
 
+// nullptr where the device can run the kernel's instructions for multicast addresses.
+template <class Kernel>
+const char* why_no_multicast(Kernel kernel) {
+  cudaFuncAttributes built{};
+  const bool new_enough = attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+  const bool known = cudaFuncGetAttributes(&built, reinterpret_cast<const void*>(kernel)) == cudaSuccess;
+  static_cast<void>(cudaGetLastError());  // this is a question, and no launch has failed
+  if (!new_enough) return "it needs a GPU of compute capability 9.0 or newer.";
+  if (known && built.ptxVersion >= 90) return nullptr;
+  return "the kernels were built for older GPUs alone; name this one (9.0a: Hopper) in TORCH_CUDA_ARCH_LIST "
+         "and build them anew.";
+}
+
 inline int shared_bytes_per_block() {
   return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }

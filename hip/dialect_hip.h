@@ -155,6 +155,11 @@ inline bool is_capturing(Stream stream) {
   return hipStreamIsCapturing(stream, &status) == hipSuccess && status != hipStreamCaptureStatusNone;
 }
 
+template <class Kernel>
+const char* why_no_multicast(Kernel) {
+  return "GPUs of AMD have no multicast addresses.";
+}
+
 inline int shared_bytes_per_block() {
   return attribute(hipDeviceAttributeMaxSharedMemoryPerBlock);
 }

@@ -181,6 +181,11 @@ inline bool is_capturing(Stream) {
   return false;
 }
 
+template <class Kernel>
+const char* why_no_multicast(Kernel) {
+  return nullptr;
+}
+
 inline int shared_bytes_per_block() {
   return PYRUNTIME_CDNA ? 64 * 1024 : 227 * 1024;
 }

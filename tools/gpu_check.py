@@ -267,6 +267,7 @@ def stages_of(capability: Sequence[int], budget_s: float) -> list[Stage]:
         tests("fused", portable, "fused", 100),
         tests("chunked", portable, "chunked", 75),
         tests("graph", portable, "graph", 100),
+        tests("variants", "tests/cuda/test_variants.py", "on_a_gpu", 120, absent=without_cupy()),
     ]
     tool = find_tool("compute-sanitizer")
     for check in ("memcheck", "racecheck"):
@@ -284,6 +285,12 @@ def stages_of(capability: Sequence[int], budget_s: float) -> list[Stage]:
                 )
             )
     return stages
+
+
+def without_cupy() -> str:
+    """Why tile variants cannot be run; empty where they can."""
+    found = importlib.util.find_spec("cupy")
+    return "" if found else "cupy, which runs tile variants, is not installed: pip install pyruntime[cuda]"
 
 
 def kind_of(stage: Stage) -> str:

@@ -81,7 +81,8 @@ typedef enum {
   PYRUNTIME_OP_WAIT = 0,
   PYRUNTIME_OP_PUSH = 1,
   PYRUNTIME_OP_ALL_GATHER_MATMUL = 2,
-  PYRUNTIME_OP_MATMUL_REDUCE_SCATTER = 3
+  PYRUNTIME_OP_MATMUL_REDUCE_SCATTER = 3,
+  PYRUNTIME_OP_MULTICAST = 4
 } PyruntimeOp;
 
 typedef struct {
@@ -174,6 +175,29 @@ PYRUNTIME_API int pyruntime_await(const PyruntimeGroup* group, int32_t peer, int
 PYRUNTIME_API int pyruntime_slot_data(const PyruntimeGroup* group, void** data);
 /* 1 where what is put on the stream now is captured into a graph instead of run, else 0. */
 PYRUNTIME_API int pyruntime_is_capturing(void* stream);
+
+/* ---- one address for all ranks' copies (NVLink multicast) ----
+
+   `multicast` stands for byte 0 of every rank's workspace at once. Chunks lie at the same place in all slots.
+ */
+
+/* 0 where this dialect and the current device can use such an address; else pyruntime_error() says why not.
+   Whether the devices of a group have one is asked of who maps it. */
+PYRUNTIME_API int pyruntime_can_multicast(void);
+/* pyruntime_put() of `bytes` of this rank's own slot, from byte `offset` of its data on, to the same place in
+   all others', stored once. Waits until all peers have done with what the slot held before. Stores into this
+   rank's own slot too, the bits that it has: pyruntime_finish() must come after it. */
+PYRUNTIME_API int pyruntime_put_to_all(const PyruntimeGroup* group, void* multicast, int64_t offset,
+                                       int64_t bytes, int32_t first, int32_t flags, void* stream);
+/* out[i] = the sum over all ranks of element i of what lies in their slots from byte `offset` of the data on
+   [+ bias[i % width], after rounding], in an order and with a precision that are the switch's: other bits
+   than pyruntime_reduce(). Every rank has written its part and said so by a flag that was awaited. */
+PYRUNTIME_API int pyruntime_sum_copies(const PyruntimeGroup* group, void* multicast, void* out,
+                                       int64_t offset, int64_t count, int32_t dtype, const void* bias,
+                                       int64_t width, void* stream);
+/* Where peers may read this rank's slot: waits, on the device, until all have finished the last flight in it,
+   before this rank, or a put of it, writes there or to them. */
+PYRUNTIME_API int pyruntime_await_leave(const PyruntimeGroup* group, void* stream);
 
 /* ---- support ---- */
 

@@ -33,8 +33,8 @@ struct Outputs {
 };
 
 Tensors forward_unfused(Group& group, const Operand& x, int64_t rows, const Tensors& weights,
-                        const Tensors& biases, bool return_gathered) {
-  const at::Tensor gathered = gather_rows(group, Op::kAllGatherMatmul, x, rows);
+                        const Tensors& biases, bool return_gathered, const Way& way) {
+  const at::Tensor gathered = gather_rows(group, Op::kAllGatherMatmul, x, rows, way.chunks);
   Outputs outputs;
   for (size_t i = 0; i < weights.size(); ++i) {
     outputs.add(x, rows, weights[i].size(0));
@@ -45,8 +45,8 @@ Tensors forward_unfused(Group& group, const Operand& x, int64_t rows, const Tens
 }
 
 Tensors forward_chunked(Transport& transport, const Operand& x, int64_t rows, const Tensors& weights,
-                        const Tensors& biases, bool return_gathered) {
-  RowGather gather(transport, Op::kAllGatherMatmul, x, rows);
+                        const Tensors& biases, bool return_gathered, const Way& way) {
+  RowGather gather(transport, Op::kAllGatherMatmul, x, rows, way.chunks);
   Outputs outputs;
   for (const at::Tensor& weight : weights) outputs.add(x, rows, weight.size(0));
   if (return_gathered) outputs.add(x, rows, x.width);
@@ -65,12 +65,12 @@ Tensors forward_chunked(Transport& transport, const Operand& x, int64_t rows, co
 }
 
 Tensors forward_fused(Transport& transport, const Operand& x, int64_t rows, const Tensors& weights,
-                      const Tensors& biases, bool return_gathered) {
-  RowGather gather(transport, Op::kAllGatherMatmul, x, rows);
+                      const Tensors& biases, bool return_gathered, const Way& way) {
+  RowGather gather(transport, Op::kAllGatherMatmul, x, rows, way.chunks);
   Outputs outputs;
   for (size_t i = 0; i < weights.size(); ++i) {
     outputs.add(x, rows, weights[i].size(0));
-    gather.multiply(outputs.blocked[i], weights[i], /*transposed=*/true, biases[i]);
+    gather.multiply(outputs.blocked[i], weights[i], /*transposed=*/true, biases[i], way.tiles);
   }
   if (return_gathered) outputs.tensors.push_back(gather.collect().view(x.sizes_with(rows, x.width)));
   gather.finish();
@@ -102,7 +102,8 @@ struct BackwardRequest {
 };
 
 // The flights begin in the order of backward_chunked, so that one rank may run this and another that.
-Tensors backward_unfused(Group& group, const BackwardRequest& request, const Tensors& weights) {
+Tensors backward_unfused(Group& group, const BackwardRequest& request, const Tensors& weights,
+                         const Way& way) {
   const Operand& grad = request.grads.front();
   at::Tensor x = request.x.data;
   if (request.need_dw && !request.gathered) x = gather_rows(group, Op::kAllGather, request.x, grad.rows);
@@ -112,7 +113,7 @@ Tensors backward_unfused(Group& group, const BackwardRequest& request, const Ten
     parts.width = request.x.width;
     parts.data = at::empty({grad.blocks, grad.rows * grad.inner, parts.width}, grad.data.options());
     write_dx(parts.data, request.grads, weights, Chunk{0, 0, grad.rows});
-    const at::Tensor dx = reduce_scatter_rows(group, Op::kMatmulReduceScatter, parts, {});
+    const at::Tensor dx = reduce_scatter_rows(group, Op::kMatmulReduceScatter, parts, {}, way.chunks);
     result.push_back(
         dx.view(grad.sizes_with(rows_of_rank(grad.rows, group.world_size(), group.rank()), parts.width)));
   }
@@ -124,14 +125,15 @@ Tensors backward_unfused(Group& group, const BackwardRequest& request, const Ten
 
 // Two flights: the shards of x come back while dX is computed and leaves, and dW runs while the parts of dX
 // travel.
-Tensors backward_chunked(Transport& transport, const BackwardRequest& request, const Tensors& weights) {
+Tensors backward_chunked(Transport& transport, const BackwardRequest& request, const Tensors& weights,
+                         const Way& way) {
   const Operand& grad = request.grads.front();
   std::optional<RowGather> gather;
   std::optional<RowScatter> scatter;
   if (request.need_dw && !request.gathered) gather.emplace(transport, Op::kAllGather, request.x, grad.rows);
   if (request.need_dx) {
     scatter.emplace(transport, Op::kMatmulReduceScatter, grad, request.x.width, /*with_bias=*/false,
-                    /*all=*/false);
+                    /*all=*/false, way.chunks);
     for (const Chunk& chunk : scatter->order()) {
       write_dx(scatter->part(chunk), request.grads, weights, chunk);
       scatter->publish(chunk);
@@ -153,23 +155,26 @@ Tensors backward_chunked(Transport& transport, const BackwardRequest& request, c
 
 // One kernel sums one product, so those of several weights are laid side by side:
 // dX = [dY_1 .. dY_n] @ [W_1; ..; W_n], summed in fp32 over all of them.
-at::Tensor fused_dx(RowScatter& scatter, const std::vector<Operand>& grads, const Tensors& weights) {
-  if (grads.size() == 1) return scatter.multiply(grads[0].data, weights[0], /*transposed=*/false, {});
+at::Tensor fused_dx(RowScatter& scatter, const std::vector<Operand>& grads, const Tensors& weights,
+                    const Way& way) {
+  if (grads.size() == 1)
+    return scatter.multiply(grads[0].data, weights[0], /*transposed=*/false, {}, way.tiles);
   Tensors data;
   for (const Operand& grad : grads) data.push_back(grad.data);
-  return scatter.multiply(at::cat(data, -1), at::cat(weights, 0), /*transposed=*/false, {});
+  return scatter.multiply(at::cat(data, -1), at::cat(weights, 0), /*transposed=*/false, {}, way.tiles);
 }
 
 // The flights begin in the order of backward_chunked.
-Tensors backward_fused(Transport& transport, const BackwardRequest& request, const Tensors& weights) {
+Tensors backward_fused(Transport& transport, const BackwardRequest& request, const Tensors& weights,
+                       const Way& way) {
   const Operand& grad = request.grads.front();
   std::optional<RowGather> gather;
   if (request.need_dw && !request.gathered) gather.emplace(transport, Op::kAllGather, request.x, grad.rows);
   Tensors result;
   if (request.need_dx) {
     RowScatter scatter(transport, Op::kMatmulReduceScatter, grad, request.x.width, /*with_bias=*/false,
-                       /*all=*/false);
-    const at::Tensor dx = fused_dx(scatter, request.grads, weights);
+                       /*all=*/false, way.chunks);
+    const at::Tensor dx = fused_dx(scatter, request.grads, weights, way);
     result.push_back(dx.view(grad.sizes_with(scatter.own_rows(), request.x.width)));
     scatter.finish();
   }
@@ -190,7 +195,7 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, const Tensors& weights,
   const Tensors biases = optional_tensors(optional_biases, weights.size(), kOp);
   check_linear(kOp, x_shard, weights, biases);
   const Operand x = Operand::of(x_shard, dim, "x_shard");
-  const Tier tier = tier_named(tier_name);
+  const Way asked = way_named(tier_name);
   Group& group = Group::get(group_name);
   TORCH_CHECK_VALUE(rows >= kUnknownRows, kOp, " was given rows=", rows,
                     "; pass the rows over all ranks, or None.");
@@ -210,12 +215,14 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, const Tensors& weights,
   const TierKey key{kOp,     rows * x.blocks * x.inner, total_width(weights),
                     x.width, x_shard.scalar_type(),     x_shard.device()};
   const auto why_not = [&] { return why_not_fused(*transport, Op::kAllGatherMatmul, x, rows, x.width); };
-  return run_in_tier(group, transport, key, tier, why_not, [&](Tier chosen) {
-    if (chosen == Tier::kFused) return forward_fused(*transport, x, rows, weights, biases, return_gathered);
-    if (chosen == Tier::kChunked) {
-      return forward_chunked(*transport, x, rows, weights, biases, return_gathered);
+  return run_in_tier(group, transport, key, asked, why_not, [&](const Way& way) {
+    if (way.tier == Tier::kFused) {
+      return forward_fused(*transport, x, rows, weights, biases, return_gathered, way);
     }
-    return forward_unfused(group, x, rows, weights, biases, return_gathered);
+    if (way.tier == Tier::kChunked) {
+      return forward_chunked(*transport, x, rows, weights, biases, return_gathered, way);
+    }
+    return forward_unfused(group, x, rows, weights, biases, return_gathered, way);
   });
 }
 
@@ -248,10 +255,10 @@ Tensors all_gather_matmul_backward(const Tensors& grads, const at::Tensor& x, bo
   const auto why_not = [&] {
     return why_not_fused(*transport, Op::kMatmulReduceScatter, grad, grad.rows, request.x.width);
   };
-  return run_in_tier(group, transport, key, tier_named(tier_name), why_not, [&](Tier chosen) {
-    if (chosen == Tier::kFused) return backward_fused(*transport, request, weights);
-    if (chosen == Tier::kChunked) return backward_chunked(*transport, request, weights);
-    return backward_unfused(group, request, weights);
+  return run_in_tier(group, transport, key, way_named(tier_name), why_not, [&](const Way& way) {
+    if (way.tier == Tier::kFused) return backward_fused(*transport, request, weights, way);
+    if (way.tier == Tier::kChunked) return backward_chunked(*transport, request, weights, way);
+    return backward_unfused(group, request, weights, way);
   });
 }
 

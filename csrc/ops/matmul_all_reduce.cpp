@@ -30,9 +30,9 @@ std::vector<int64_t> sizes_with_width(const at::Tensor& x, int64_t width) {
 }
 
 at::Tensor forward_chunked(Transport& transport, const Operand& x, const at::Tensor& weight,
-                           const at::Tensor& bias) {
+                           const at::Tensor& bias, const Way& way) {
   RowScatter scatter(transport, Op::kMatmulAllReduce, x, weight.size(0), bias.defined(),
-                     /*all=*/true);
+                     /*all=*/true, way.chunks);
   for (const Chunk& chunk : scatter.order()) {
     linear_forward(scatter.part(chunk), x.rows_of(chunk), weight, {});
     scatter.publish(chunk);
@@ -42,12 +42,13 @@ at::Tensor forward_chunked(Transport& transport, const Operand& x, const at::Ten
   return all;
 }
 
-at::Tensor forward_unfused(Group& group, const Operand& x, const at::Tensor& weight, const at::Tensor& bias) {
+at::Tensor forward_unfused(Group& group, const Operand& x, const at::Tensor& weight, const at::Tensor& bias,
+                           const Way& way) {
   Operand product = x;
   product.width = weight.size(0);
   product.data = at::empty({1, x.rows, product.width}, x.data.options());
   linear_forward(product.data, x.data, weight, {});
-  return all_reduce_rows(group, Op::kMatmulAllReduce, product, bias);
+  return all_reduce_rows(group, Op::kMatmulAllReduce, product, bias, way.chunks);
 }
 
 struct BackwardRequest {
@@ -81,18 +82,21 @@ Tensors backward_local(const BackwardRequest& request, const Tensors& weights) {
   return result;
 }
 
-Tensors backward_unfused(Group& group, const BackwardRequest& request, const Tensors& weights) {
+Tensors backward_unfused(Group& group, const BackwardRequest& request, const Tensors& weights,
+                         const Way& way) {
   Tensors result = backward_local(request, weights);
   if (request.need_dx)
-    result[0] = all_reduce_rows(group, Op::kMatmulAllReduce, Operand::of(result[0][0], 0, "dx"), {});
+    result[0] =
+        all_reduce_rows(group, Op::kMatmulAllReduce, Operand::of(result[0][0], 0, "dx"), {}, way.chunks);
   return result;
 }
 
 // dW runs while the parts of dX travel.
-Tensors backward_chunked(Transport& transport, const BackwardRequest& request, const Tensors& weights) {
+Tensors backward_chunked(Transport& transport, const BackwardRequest& request, const Tensors& weights,
+                         const Way& way) {
   if (!request.need_dx) return backward_local(request, weights);
   RowScatter scatter(transport, Op::kMatmulAllReduce, request.x, request.x.width, /*with_bias=*/false,
-                     /*all=*/true);
+                     /*all=*/true, way.chunks);
   for (const Chunk& chunk : scatter.order()) {
     write_dx(scatter.part(chunk), request, weights, chunk);
     scatter.publish(chunk);
@@ -114,7 +118,7 @@ at::Tensor matmul_all_reduce(const at::Tensor& x, const at::Tensor& weight,
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
   check_linear(kOp, x, {weight}, {bias});
   const Operand rows = as_rows(x, "x");
-  const Tier tier = tier_named(tier_name);
+  const Way asked = way_named(tier_name);
   Group& group = Group::get(group_name);
   const std::vector<int64_t> sizes = sizes_with_width(x, weight.size(0));
   if (group.world_size() == 1) {
@@ -124,10 +128,11 @@ at::Tensor matmul_all_reduce(const at::Tensor& x, const at::Tensor& weight,
   }
   Transport* transport = group.transport(x.device());
   const TierKey key{kOp, rows.rows, weight.size(0), rows.width, x.scalar_type(), x.device()};
-  return run_in_tier(group, transport, key, tier, no_fused_kernel,
-                     [&](Tier chosen) -> Tensors {
-                       return {chosen == Tier::kChunked ? forward_chunked(*transport, rows, weight, bias)
-                                                        : forward_unfused(group, rows, weight, bias)};
+  return run_in_tier(group, transport, key, asked, no_fused_kernel,
+                     [&](const Way& way) -> Tensors {
+                       return {way.tier == Tier::kChunked
+                                   ? forward_chunked(*transport, rows, weight, bias, way)
+                                   : forward_unfused(group, rows, weight, bias, way)};
                      })[0]
       .view(sizes);
 }
@@ -163,9 +168,9 @@ Tensors replicated_matmul_backward(const Tensors& grads, const at::Tensor& x, co
     Transport* transport = group.transport(x.device());
     const TierKey key{
         "replicated_matmul_backward", request.x.rows, width, request.x.width, x.scalar_type(), x.device()};
-    result = run_in_tier(group, transport, key, tier_named(tier_name), no_fused_kernel, [&](Tier chosen) {
-      return chosen == Tier::kChunked ? backward_chunked(*transport, request, weights)
-                                      : backward_unfused(group, request, weights);
+    result = run_in_tier(group, transport, key, way_named(tier_name), no_fused_kernel, [&](const Way& way) {
+      return way.tier == Tier::kChunked ? backward_chunked(*transport, request, weights, way)
+                                        : backward_unfused(group, request, weights, way);
     });
   }
   if (need_dx) result[0] = result[0].view(x.sizes());

@@ -19,18 +19,19 @@ at::Tensor blocked_empty(const Operand& like, int64_t width) {
   return at::empty({like.blocks, like.rows * like.inner, width}, like.data.options());
 }
 
-at::Tensor forward_unfused(Group& group, const Operand& x, const at::Tensor& weight, const at::Tensor& bias) {
+at::Tensor forward_unfused(Group& group, const Operand& x, const at::Tensor& weight, const at::Tensor& bias,
+                           const Way& way) {
   Operand product = x;
   product.width = weight.size(0);
   product.data = blocked_empty(x, product.width);
   linear_forward(product.data, x.data, weight, {});
-  return reduce_scatter_rows(group, Op::kMatmulReduceScatter, product, bias);
+  return reduce_scatter_rows(group, Op::kMatmulReduceScatter, product, bias, way.chunks);
 }
 
 at::Tensor forward_chunked(Transport& transport, const Operand& x, const at::Tensor& weight,
-                           const at::Tensor& bias) {
+                           const at::Tensor& bias, const Way& way) {
   RowScatter scatter(transport, Op::kMatmulReduceScatter, x, weight.size(0), bias.defined(),
-                     /*all=*/false);
+                     /*all=*/false, way.chunks);
   for (const Chunk& chunk : scatter.order()) {
     linear_forward(scatter.part(chunk), x.rows_of(chunk), weight, {});
     scatter.publish(chunk);
@@ -41,9 +42,10 @@ at::Tensor forward_chunked(Transport& transport, const Operand& x, const at::Ten
 }
 
 at::Tensor forward_fused(Transport& transport, const Operand& x, const at::Tensor& weight,
-                         const at::Tensor& bias) {
-  RowScatter scatter(transport, Op::kMatmulReduceScatter, x, weight.size(0), bias.defined(), /*all=*/false);
-  at::Tensor own = scatter.multiply(x.data, weight, /*transposed=*/true, bias);
+                         const at::Tensor& bias, const Way& way) {
+  RowScatter scatter(transport, Op::kMatmulReduceScatter, x, weight.size(0), bias.defined(),
+                     /*all=*/false, way.chunks);
+  at::Tensor own = scatter.multiply(x.data, weight, /*transposed=*/true, bias, way.tiles);
   scatter.finish();
   return own;
 }
@@ -79,8 +81,9 @@ void append_parameter_grads(Tensors& result, const BackwardRequest& request, con
   if (request.need_db) result.push_back(bias_grad({dy}));
 }
 
-Tensors backward_unfused(Group& group, const BackwardRequest& request, const at::Tensor& weight) {
-  const at::Tensor dy = gather_rows(group, Op::kAllGatherMatmul, request.grad, request.x.rows);
+Tensors backward_unfused(Group& group, const BackwardRequest& request, const at::Tensor& weight,
+                         const Way& way) {
+  const at::Tensor dy = gather_rows(group, Op::kAllGatherMatmul, request.grad, request.x.rows, way.chunks);
   Tensors result;
   if (request.need_dx) {
     result.push_back(at::empty(request.x.sizes, dy.options()));
@@ -90,8 +93,9 @@ Tensors backward_unfused(Group& group, const BackwardRequest& request, const at:
   return result;
 }
 
-Tensors backward_chunked(Transport& transport, const BackwardRequest& request, const at::Tensor& weight) {
-  RowGather gather(transport, Op::kAllGatherMatmul, request.grad, request.x.rows);
+Tensors backward_chunked(Transport& transport, const BackwardRequest& request, const at::Tensor& weight,
+                         const Way& way) {
+  RowGather gather(transport, Op::kAllGatherMatmul, request.grad, request.x.rows, way.chunks);
   // While chunks come over a network there is time for the own rows' part of dW; it is rounded once more.
   const bool in_two_parts = request.need_dw && transport.crosses_hosts() && !has_weight_gradient_sink(weight);
   at::Tensor dx, dw;
@@ -121,12 +125,13 @@ Tensors backward_chunked(Transport& transport, const BackwardRequest& request, c
   return result;
 }
 
-Tensors backward_fused(Transport& transport, const BackwardRequest& request, const at::Tensor& weight) {
-  RowGather gather(transport, Op::kAllGatherMatmul, request.grad, request.x.rows);
+Tensors backward_fused(Transport& transport, const BackwardRequest& request, const at::Tensor& weight,
+                       const Way& way) {
+  RowGather gather(transport, Op::kAllGatherMatmul, request.grad, request.x.rows, way.chunks);
   Tensors result;
   if (request.need_dx) {
     result.push_back(at::empty(request.x.sizes, request.grad.data.options()));
-    gather.multiply(result[0].view(request.x.data.sizes()), weight, /*transposed=*/false, {});
+    gather.multiply(result[0].view(request.x.data.sizes()), weight, /*transposed=*/false, {}, way.tiles);
   }
   if (request.need_dw || request.need_db) append_parameter_grads(result, request, weight, gather.collect());
   gather.finish();
@@ -142,7 +147,7 @@ at::Tensor matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
   check_linear(kOp, x, {weight}, {bias});
   const Operand operand = Operand::of(x, dim, "x");
-  const Tier tier = tier_named(tier_name);
+  const Way asked = way_named(tier_name);
   Group& group = Group::get(group_name);
   const int64_t width = weight.size(0);
   if (group.world_size() == 1) {
@@ -157,10 +162,10 @@ at::Tensor matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
   const auto why_not = [&] {
     return why_not_fused(*transport, Op::kMatmulReduceScatter, operand, operand.rows, width);
   };
-  const at::Tensor own = run_in_tier(group, transport, key, tier, why_not, [&](Tier chosen) -> Tensors {
-    if (chosen == Tier::kFused) return {forward_fused(*transport, operand, weight, bias)};
-    if (chosen == Tier::kChunked) return {forward_chunked(*transport, operand, weight, bias)};
-    return {forward_unfused(group, operand, weight, bias)};
+  const at::Tensor own = run_in_tier(group, transport, key, asked, why_not, [&](const Way& way) -> Tensors {
+    if (way.tier == Tier::kFused) return {forward_fused(*transport, operand, weight, bias, way)};
+    if (way.tier == Tier::kChunked) return {forward_chunked(*transport, operand, weight, bias, way)};
+    return {forward_unfused(group, operand, weight, bias, way)};
   })[0];
   return own.view(operand.sizes_with(rows_of_rank(operand.rows, group.world_size(), group.rank()), width));
 }
@@ -191,10 +196,10 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
   const auto why_not = [&] {
     return why_not_fused(*transport, Op::kAllGatherMatmul, request.grad, request.x.rows, request.grad.width);
   };
-  return run_in_tier(group, transport, key, tier_named(tier_name), why_not, [&](Tier chosen) {
-    if (chosen == Tier::kFused) return backward_fused(*transport, request, weight);
-    if (chosen == Tier::kChunked) return backward_chunked(*transport, request, weight);
-    return backward_unfused(group, request, weight);
+  return run_in_tier(group, transport, key, way_named(tier_name), why_not, [&](const Way& way) {
+    if (way.tier == Tier::kFused) return backward_fused(*transport, request, weight, way);
+    if (way.tier == Tier::kChunked) return backward_chunked(*transport, request, weight, way);
+    return backward_unfused(group, request, weight, way);
   });
 }
 

@@ -42,9 +42,11 @@ std::string why_not_fused(const Transport& transport, Op op, const Operand& oper
   return transport.why_not_fused(descriptor_of(op, operand, rows, width));
 }
 
-RowGather::RowGather(Transport& transport, Op op, const Operand& x_shard, int64_t rows)
+RowGather::RowGather(Transport& transport, Op op, const Operand& x_shard, int64_t rows, int pieces)
     : transport_(transport), shard_(x_shard), rows_(rows) {
-  flight_ = transport.gather(descriptor_of(op, x_shard, rows, x_shard.width));
+  FlightDescriptor descriptor = descriptor_of(op, x_shard, rows, x_shard.width);
+  descriptor.pieces = pieces;
+  flight_ = transport.gather(descriptor);
   const int64_t first = flight_->order().front().begin;
   for (const Chunk& chunk : flight_->own()) {
     {
@@ -100,15 +102,15 @@ at::Tensor RowGather::others_of(const at::Tensor& all) const {
 }
 
 void RowGather::multiply(const at::Tensor& out, const at::Tensor& weight, bool transposed,
-                         const at::Tensor& bias) {
-  flight_->multiply({shard_.data.select(0, 0), weight, transposed, bias, out.select(0, 0)});
+                         const at::Tensor& bias, const std::string& tiles) {
+  flight_->multiply({shard_.data.select(0, 0), weight, transposed, bias, out.select(0, 0), tiles});
   const int64_t others = multiplied_ ? 0 : rows_ - order().front().rows;  // they come once
   multiplied_ = true;
   transport_.stats().bytes += others * shard_.inner * shard_.width * shard_.data.element_size();
 }
 
 RowScatter::RowScatter(Transport& transport, Op op, const Operand& like, int64_t width, bool with_bias,
-                       bool all)
+                       bool all, int pieces)
     : transport_(transport),
       blocks_(like.blocks),
       inner_(like.inner),
@@ -119,6 +121,7 @@ RowScatter::RowScatter(Transport& transport, Op op, const Operand& like, int64_t
   FlightDescriptor descriptor = descriptor_of(op, like, like.rows, width);
   descriptor.own_rows = own_rows_;
   descriptor.with_bias = with_bias;
+  descriptor.pieces = pieces;
   flight_ = transport.scatter(descriptor, all);
 }
 
@@ -129,9 +132,9 @@ at::Tensor RowScatter::reduce(const at::Tensor& bias) {
 }
 
 at::Tensor RowScatter::multiply(const at::Tensor& x, const at::Tensor& weight, bool transposed,
-                                const at::Tensor& bias) {
+                                const at::Tensor& bias, const std::string& tiles) {
   at::Tensor out = at::empty({1, own_rows_ * inner_, width_}, options_);
-  flight_->multiply({x.select(0, 0), weight, transposed, bias, out.select(0, 0)});
+  flight_->multiply({x.select(0, 0), weight, transposed, bias, out.select(0, 0), tiles});
   return out;
 }
 

@@ -28,8 +28,8 @@ std::string why_not_fused(const Transport& transport, Op op, const Operand& oper
 
 class RowGather {
  public:
-  // Copies this rank's rows into its workspace and publishes them.
-  RowGather(Transport& transport, Op op, const Operand& x_shard, int64_t rows);
+  // Copies this rank's rows into its workspace and publishes them. `pieces`: FlightDescriptor::pieces.
+  RowGather(Transport& transport, Op op, const Operand& x_shard, int64_t rows, int pieces = 0);
 
   // The chunks in the order in which they are expected.
   const std::vector<Chunk>& order() const { return flight_->order(); }
@@ -43,7 +43,9 @@ class RowGather {
   at::Tensor others_of(const at::Tensor& all) const;
   // out [1, rows * inner, N] = all rows @ weight^T (+ bias), or @ weight where it is not transposed: one
   // kernel, which waits for the rows. Only where why_not_fused() is empty.
-  void multiply(const at::Tensor& out, const at::Tensor& weight, bool transposed, const at::Tensor& bias);
+  // `tiles`: FusedProduct::tiles.
+  void multiply(const at::Tensor& out, const at::Tensor& weight, bool transposed, const at::Tensor& bias,
+                const std::string& tiles);
   void finish() { flight_->finish(); }
 
  private:
@@ -58,8 +60,9 @@ class RowScatter {
  public:
   // `like` gives the form of the rows: blocks, inner and the number of rows; `width` and its dtype those of
   // the product; `with_bias` whether reduce() will be given one, in which all ranks must agree; `all`
-  // whether reduce_all() will be asked for instead of reduce().
-  RowScatter(Transport& transport, Op op, const Operand& like, int64_t width, bool with_bias, bool all);
+  // whether reduce_all() will be asked for instead of reduce(); `pieces`: FlightDescriptor::pieces.
+  RowScatter(Transport& transport, Op op, const Operand& like, int64_t width, bool with_bias, bool all,
+             int pieces = 0);
 
   // The chunks in the order in which the others wait for them.
   const std::vector<Chunk>& order() const { return flight_->order(); }
@@ -73,7 +76,8 @@ class RowScatter {
   at::Tensor reduce(const at::Tensor& bias);
   // The same in one kernel, instead of part(), publish() and reduce(), of the parts x [1, rows * inner, K] @
   // weight^T, or @ weight where it is not transposed. Only where why_not_fused() is empty.
-  at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, bool transposed, const at::Tensor& bias);
+  at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, bool transposed, const at::Tensor& bias,
+                      const std::string& tiles);
   // All rows summed over all ranks, [blocks, rows * inner, width]: reduces the own rows and reads the others'
   // sums.
   at::Tensor reduce_all(const at::Tensor& bias);

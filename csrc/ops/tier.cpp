@@ -2,8 +2,10 @@
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <optional>
 #include <sstream>
 #include <vector>
 
@@ -54,20 +56,77 @@ void settle(TierTrials& trials) {
   trials.tier = name_of(best);
 }
 
-// Why no fused kernel can run, as far as the key tells. Of a backward, what travels forward comes back.
-std::string why_not_fused_by_key(const Transport& transport, const TierKey& key) {
-  const bool forward = key.op.find("_backward") == std::string::npos;
+bool is_forward(const TierKey& key) {
+  return key.op.find("_backward") == std::string::npos;
+}
+
+// The flight whose rows are multiplied, as far as the key tells; none for ops that have no fused kernel. Of a
+// backward, what travels forward comes back.
+std::optional<FlightDescriptor> flight_of(const TierKey& key) {
   const bool column = key.op.rfind("all_gather_matmul", 0) == 0;
-  if (!column && key.op.rfind("matmul_reduce_scatter", 0) != 0) return no_fused_kernel();
-  const Op op = column == forward ? Op::kAllGatherMatmul : Op::kMatmulReduceScatter;
-  return transport.why_not_fused({op, static_cast<int32_t>(key.dtype), key.rows, /*row_blocks=*/1,
-                                  /*inner=*/1, column ? key.k : key.n, /*with_bias=*/false,
-                                  /*own_rows=*/0});
+  if (!column && key.op.rfind("matmul_reduce_scatter", 0) != 0) return std::nullopt;
+  const Op op = column == is_forward(key) ? Op::kAllGatherMatmul : Op::kMatmulReduceScatter;
+  return FlightDescriptor{op,
+                          static_cast<int32_t>(key.dtype),
+                          key.rows,
+                          /*row_blocks=*/1,
+                          /*inner=*/1,
+                          column ? key.k : key.n,
+                          /*with_bias=*/false,
+                          /*own_rows=*/0};
+}
+
+std::string why_not_fused_by_key(const Transport& transport, const TierKey& key) {
+  const std::optional<FlightDescriptor> flight = flight_of(key);
+  return flight ? transport.why_not_fused(*flight) : no_fused_kernel();
+}
+
+// Why the transport cannot do what within a tier was chosen; empty where it can.
+std::string why_not_within(const Transport& transport, int chunks, const std::string& tiles) {
+  if (chunks > 0) {
+    const std::string why_not = transport.why_not_pieces(chunks);
+    if (!why_not.empty()) return why_not;
+  }
+  if (tiles.empty()) return "";
+  const std::vector<std::string> known = transport.tiles();
+  if (std::find(known.begin(), known.end(), tiles) != known.end()) return "";
+  return known.empty() ? "there are no fused kernels" : "tiles here are " + c10::Join(", ", known);
+}
+
+// A preset that can run here.
+std::optional<TierPreset> fitting_preset(Group& group, const Transport& transport, const TierKey& key,
+                                         const std::function<std::string()>& why_not_fused) {
+  std::optional<TierPreset> preset = find_tier_preset(group, key);
+  if (!preset || !why_not_within(transport, preset->chunks, preset->tiles).empty()) return std::nullopt;
+  if (preset->tier == name_of(Tier::kFused) && !why_not_fused().empty()) return std::nullopt;
+  return preset;
+}
+
+// The number of chunks of this key, whatever the tier: what was tuned, unless the group has settled before.
+int tuned_chunks(Group& group, const Transport& transport, const TierKey& key,
+                 const std::function<std::string()>& why_not_fused) {
+  if (!any_tier_presets() && group.tier_trials().empty()) return 0;
+  const auto known = group.tier_trials().find(key.text());
+  if (known != group.tier_trials().end() && !known->second.tier.empty()) return known->second.chunks;
+  const std::optional<TierPreset> preset = fitting_preset(group, transport, key, why_not_fused);
+  return preset ? preset->chunks : 0;
+}
+
+int positive_number(const std::string& text) {
+  const bool is_one =
+      !text.empty() && text.size() < 7 && text.find_first_not_of("0123456789") == std::string::npos;
+  return is_one ? std::stoi(text) : 0;
 }
 
 // What a device was given is over when this returns: its ops return before they are done.
 void await_device(c10::Device device) {
   if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+}
+
+std::string text_of(const Way& way) {
+  std::string text = name_of(way.tier);
+  if (way.chunks > 0) text += ":" + std::to_string(way.chunks);
+  return way.tiles.empty() ? text : text + ":" + way.tiles;
 }
 
 std::string milliseconds(double seconds) {
@@ -79,12 +138,18 @@ std::string milliseconds(double seconds) {
 
 }  // namespace
 
-Tier tier_named(const std::string& name) {
-  if (name == "auto") return Tier::kAuto;
-  if (name == "chunked") return Tier::kChunked;
-  if (name == "unfused") return Tier::kUnfused;
-  if (name == "fused") return Tier::kFused;
-  TORCH_CHECK_VALUE(false, "tier='", name, "' is no tier; use 'auto', 'fused', 'chunked' or 'unfused'.");
+Way way_named(const std::string& text) {
+  const size_t colon = text.find(':');
+  const std::string name = text.substr(0, colon), detail = colon < text.size() ? text.substr(colon + 1) : "";
+  for (const Tier tier : {Tier::kAuto, Tier::kUnfused, Tier::kChunked, Tier::kFused}) {
+    if (name != name_of(tier)) continue;
+    if (colon == std::string::npos) return {tier};
+    if (tier == Tier::kFused && !detail.empty()) return {tier, 0, detail};
+    const bool takes_chunks = tier == Tier::kUnfused || tier == Tier::kChunked;
+    if (takes_chunks && positive_number(detail) > 0) return {tier, positive_number(detail)};
+  }
+  TORCH_CHECK_VALUE(false, "tier='", text, "' is no tier; use 'auto', 'fused', 'chunked' or 'unfused', ",
+                    "'chunked:4' for a number of chunks or 'fused:large' for tiles.");
 }
 
 const char* name_of(Tier tier) {
@@ -112,30 +177,45 @@ std::string no_fused_kernel() {
   return "no fused kernel computes it";
 }
 
-Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, Tier asked,
+Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, const Way& asked,
                     const std::function<std::string()>& why_not_fused,
-                    const std::function<Tensors(Tier)>& body) {
+                    const std::function<Tensors(const Way&)>& body) {
   const c10::DeviceGuard on(key.device);
   const auto check = [&](bool possible, const std::string& why_not, const char* instead) {
-    TORCH_CHECK_VALUE(possible, "tier='", name_of(asked), "' was asked for ", key.op, " on group '",
+    TORCH_CHECK_VALUE(possible, "tier='", text_of(asked), "' was asked for ", key.op, " on group '",
                       group.name(), "', but ", why_not, "; use tier='auto' or '", instead, "'.");
   };
   if (transport == nullptr) {
-    check(asked == Tier::kAuto || asked == Tier::kUnfused, group.why_no_transport(key.device), "unfused");
-    return body(Tier::kUnfused);
+    const bool is_plain = asked.tier == Tier::kAuto || (asked.tier == Tier::kUnfused && asked.chunks == 0);
+    check(is_plain, group.why_no_transport(key.device), "unfused");
+    return body({Tier::kUnfused});
   }
-  if (asked == Tier::kFused) {
+  if (asked.tier == Tier::kFused) {
     const std::string why_not = why_not_fused();
     check(why_not.empty(), why_not, "chunked");
   }
-  if (asked != Tier::kAuto) return body(asked);
+  const std::string why_not = why_not_within(*transport, asked.chunks, asked.tiles);
+  check(why_not.empty(), why_not, name_of(asked.tier));
+  if (asked.tier != Tier::kAuto) {
+    Way way = asked;
+    if (way.chunks == 0) way.chunks = tuned_chunks(group, *transport, key, why_not_fused);
+    return body(way);
+  }
 
   TierTrials& trials = group.tier_trials()[key.text()];
-  if (trials.tier.empty()) settle_by_preset(group, key, trials, why_not_fused);
+  if (trials.tier.empty()) {
+    if (const auto preset = fitting_preset(group, *transport, key, why_not_fused)) {
+      trials.tier = preset->tier;
+      trials.chunks = preset->chunks;
+      trials.tiles = preset->tiles;
+      trials.tuned = preset->text();
+    }
+  }
   if (!trials.tier.empty()) {
     // Calls with one key may differ in what the key does not say: rows in several blocks, say.
-    const Tier settled = tier_named(trials.tier);
-    return body(settled == Tier::kFused && !why_not_fused().empty() ? Tier::kChunked : settled);
+    const Tier settled = way_named(trials.tier).tier;
+    const bool can_run = settled != Tier::kFused || why_not_fused().empty();
+    return body(can_run ? Way{settled, trials.chunks, trials.tiles} : Way{Tier::kChunked, trials.chunks});
   }
   check(!transport->is_capturing(),
         "its tiers are still being measured, which a CUDA graph cannot capture: run it a dozen times before",
@@ -144,30 +224,32 @@ Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, Tier
   const Tier tier = next_trial(trials);
   await_device(key.device);
   const double start = monotonic_seconds();
-  Tensors result = body(tier);
+  Tensors result = body({tier});
   await_device(key.device);
   calls_of(trials, tier).push_back(monotonic_seconds() - start);
   settle(trials);
   return result;
 }
 
-std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& key, Tier asked) {
+std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& key, const Way& asked) {
   if (group.world_size() == 1) return {"local", "the group has one rank, so nothing travels"};
   const c10::Device device = group.known_device(key.device);
-  if (!group.transport_sought(device)) return {name_of(asked), "no op of the group has run yet"};
+  if (!group.transport_sought(device)) return {name_of(asked.tier), "no op of the group has run yet"};
   const Transport* transport = group.transport(device);
   if (transport == nullptr) return {"unfused", group.why_no_transport(device)};
-  if (asked != Tier::kAuto) {
-    const std::string why_not = why_not_fused_by_key(*transport, key);
-    const std::string was_asked = std::string("tier='") + name_of(asked) + "' was asked for";
-    if (why_not.empty()) return {name_of(asked), was_asked};
-    return {asked == Tier::kFused ? "none" : name_of(asked), was_asked + "; fused: " + why_not};
+  const auto why_not_fused = [&] { return why_not_fused_by_key(*transport, key); };
+  if (asked.tier != Tier::kAuto) {
+    std::string was_asked = "tier='" + text_of(asked) + "' was asked for";
+    const int chunks = tuned_chunks(group, *transport, key, why_not_fused);
+    if (asked.chunks == 0 && chunks > 0) was_asked += "; tuned: " + in_chunks(chunks);
+    const std::string why_not = why_not_fused();
+    if (why_not.empty()) return {name_of(asked.tier), was_asked};
+    return {asked.tier == Tier::kFused ? "none" : name_of(asked.tier), was_asked + "; fused: " + why_not};
   }
   const auto known = group.tier_trials().find(key.text());
   if (known == group.tier_trials().end()) {
-    const std::optional<TierPreset> preset = find_tier_preset(group, key);
-    const bool can_run = preset && (preset->tier != "fused" || why_not_fused_by_key(*transport, key).empty());
-    if (can_run) return {preset->tier, preset->text()};
+    const std::optional<TierPreset> preset = fitting_preset(group, *transport, key, why_not_fused);
+    if (preset) return {preset->tier, preset->text()};
     return {"auto", "no call with this shape yet: the first ones measure the tiers"};
   }
   if (known->second.tier.empty())
@@ -179,6 +261,21 @@ std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& ke
   measured += ", unfused " + milliseconds(trials.unfused_s);
   if (!trials.why_not_fused.empty()) measured += "; fused: " + trials.why_not_fused;
   return {trials.tier, measured};
+}
+
+std::vector<std::string> other_ways(Group& group, const TierKey& key) {
+  const c10::DeviceGuard on(key.device);
+  const Transport* transport = group.transport(group.known_device(key.device));
+  const std::optional<FlightDescriptor> flight = flight_of(key);
+  std::vector<std::string> ways;
+  if (transport == nullptr || !flight) return ways;
+  for (const int chunks : transport->other_pieces(*flight)) ways.push_back(text_of({Tier::kChunked, chunks}));
+  if (!transport->why_not_fused(*flight).empty()) return ways;
+  const int64_t n = is_forward(key) ? key.n : key.k, k = is_forward(key) ? key.k : key.n;
+  for (const std::string& tiles : transport->other_tiles(key.rows, n, k)) {
+    ways.push_back(text_of({Tier::kFused, 0, tiles}));
+  }
+  return ways;
 }
 
 }  // namespace pyruntime

@@ -35,13 +35,19 @@ std::string TierPreset::text() const {
     before = ", ";
   }
   text << " on " << date;
+  if (chunks > 0) text << "; " << in_chunks(chunks);
+  if (!tiles.empty()) text << "; tiles: " << tiles;
   return text.str();
 }
 
 void set_tier_presets(int world_size, const std::string& transport, TierPresets presets) {
   for (const auto& [key, preset] : presets) {
-    TORCH_CHECK_VALUE(tier_named(preset.tier) != Tier::kAuto, "the preset of ", key,
-                      " is 'auto', which is no choice.");
+    const Way way = way_named(preset.tier);
+    TORCH_CHECK_VALUE(way.tier != Tier::kAuto, "the preset of ", key, " is 'auto', which is no choice.");
+    TORCH_CHECK_VALUE(preset.tier == name_of(way.tier), "the preset of ", key, " has the tier '", preset.tier,
+                      "'; chunks and tiles have places of their own.");
+    TORCH_CHECK_VALUE(preset.chunks >= 0, "the preset of ", key, " has ", preset.chunks,
+                      " chunks; use 0 for as many as the transport chooses.");
   }
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
@@ -54,6 +60,16 @@ void clear_tier_presets() {
   all.presets.clear();
 }
 
+bool any_tier_presets() {
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return !all.presets.empty();
+}
+
+std::string in_chunks(int chunks) {
+  return "each rank's rows in " + std::to_string(chunks) + (chunks == 1 ? " chunk" : " chunks");
+}
+
 std::optional<TierPreset> find_tier_preset(const Group& group, const TierKey& key) {
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
@@ -63,14 +79,6 @@ std::optional<TierPreset> find_tier_preset(const Group& group, const TierKey& ke
   const auto found = of_group->second.find(key.text());
   if (found == of_group->second.end()) return std::nullopt;
   return found->second;
-}
-
-void settle_by_preset(const Group& group, const TierKey& key, TierTrials& trials,
-                      const std::function<std::string()>& why_not_fused) {
-  const std::optional<TierPreset> preset = find_tier_preset(group, key);
-  if (!preset || (tier_named(preset->tier) == Tier::kFused && !why_not_fused().empty())) return;
-  trials.tier = preset->tier;
-  trials.tuned = preset->text();
 }
 
 }  // namespace pyruntime

@@ -14,26 +14,28 @@ namespace pyruntime {
 
 struct TierPreset {
   std::string tier;   // the fastest
-  std::string tiles;  // of its kernel, by name; empty: by the kernel's own rule
-  std::vector<std::pair<std::string, double>> seconds;  // the median of each tier that was measured
+  int chunks;         // that each rank's rows travel in, in every tier; 0: as the transport chooses
+  std::string tiles;  // of the fused kernel, by name; empty: by its own rule
+  std::vector<std::pair<std::string, double>> seconds;  // the median of each way that was measured
   std::string date;
 
-  // "tuned: chunked 1.2 ms, unfused 1.5 ms on 2026-11-21"
+  // "tuned: chunked 1.2 ms, chunked:4 1 ms, unfused 1.5 ms on 2026-11-21; each rank's rows in 4 chunks"
   std::string text() const;
 };
 
 using TierPresets = std::map<std::string, TierPreset>;  // by TierKey::text()
 
 // From now on groups of `world_size` ranks whose Group::transport_description() begins with `transport` take
-// these; they replace those that were set for the same before. Raises ValueError for a tier that is none.
+// these; they replace those that were set for the same before. All ranks set the same: ranks whose numbers of
+// chunks differ refuse the op. Raises ValueError for a tier that is none, and for a number below 0.
 void set_tier_presets(int world_size, const std::string& transport, TierPresets presets);
 void clear_tier_presets();
+bool any_tier_presets();
 
 // After the group's first op.
 std::optional<TierPreset> find_tier_preset(const Group& group, const TierKey& key);
 
-// Settles `trials` by the preset, where there is one that can run here: the fused tier cannot everywhere.
-void settle_by_preset(const Group& group, const TierKey& key, TierTrials& trials,
-                      const std::function<std::string()>& why_not_fused);
+// "each rank's rows in 4 chunks"
+std::string in_chunks(int chunks);
 
 }  // namespace pyruntime

@@ -52,6 +52,10 @@ bool load(const std::string& path, DeviceLibrary& library, std::string& why_not)
       look_up(handle, "pyruntime_finish", library.finish) && look_up(handle, "pyruntime_put", library.put) &&
       look_up(handle, "pyruntime_end_puts", library.end_puts) &&
       look_up(handle, "pyruntime_await", library.await) &&
+      look_up(handle, "pyruntime_can_multicast", library.can_multicast) &&
+      look_up(handle, "pyruntime_put_to_all", library.put_to_all) &&
+      look_up(handle, "pyruntime_sum_copies", library.sum_copies) &&
+      look_up(handle, "pyruntime_await_leave", library.await_leave) &&
       look_up(handle, "pyruntime_slot_data", library.slot_data) &&
       look_up(handle, "pyruntime_reduce", library.reduce) &&
       look_up(handle, "pyruntime_adamw", library.adamw) &&
@@ -61,6 +65,7 @@ bool load(const std::string& path, DeviceLibrary& library, std::string& why_not)
       look_up(handle, "pyruntime_matmul_reduce_scatter", library.matmul_reduce_scatter)) {
     const bool hopper =
         look_up(handle, "pyruntime_sm90_choose_tiles", library.sm90_choose_tiles) &&
+        look_up(handle, "pyruntime_sm90_is_on_device", library.sm90_is_on_device) &&
         look_up(handle, "pyruntime_sm90_all_gather_matmul", library.sm90_all_gather_matmul) &&
         look_up(handle, "pyruntime_sm90_matmul_reduce_scatter", library.sm90_matmul_reduce_scatter);
     if (!hopper) library.sm90_choose_tiles = nullptr;

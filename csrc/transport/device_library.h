@@ -22,6 +22,10 @@ struct DeviceLibrary {
   decltype(&pyruntime_put) put;
   decltype(&pyruntime_end_puts) end_puts;
   decltype(&pyruntime_await) await;
+  decltype(&pyruntime_can_multicast) can_multicast;
+  decltype(&pyruntime_put_to_all) put_to_all;
+  decltype(&pyruntime_sum_copies) sum_copies;
+  decltype(&pyruntime_await_leave) await_leave;
   decltype(&pyruntime_slot_data) slot_data;
   decltype(&pyruntime_reduce) reduce;
   decltype(&pyruntime_adamw) adamw;
@@ -31,6 +35,7 @@ struct DeviceLibrary {
   decltype(&pyruntime_matmul_reduce_scatter) matmul_reduce_scatter;
   // nullptr in the dialects that have none.
   decltype(&pyruntime_sm90_choose_tiles) sm90_choose_tiles;
+  decltype(&pyruntime_sm90_is_on_device) sm90_is_on_device;
   decltype(&pyruntime_sm90_all_gather_matmul) sm90_all_gather_matmul;
   decltype(&pyruntime_sm90_matmul_reduce_scatter) sm90_matmul_reduce_scatter;
 

@@ -4,14 +4,10 @@
 
 namespace pyruntime {
 
-namespace {
-
 PyruntimeDtype library_dtype(c10::ScalarType dtype) {
   if (dtype == c10::ScalarType::BFloat16) return PYRUNTIME_BF16;
   return dtype == c10::ScalarType::Half ? PYRUNTIME_FP16 : PYRUNTIME_FP32;
 }
-
-}  // namespace
 
 void sum_in_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, const at::Tensor& bias,
                   const DeviceLibrary* library, void* stream) {

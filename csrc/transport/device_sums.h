@@ -9,6 +9,9 @@
 
 namespace pyruntime {
 
+// As the library's functions take it; bf16, fp16 or fp32.
+PyruntimeDtype library_dtype(c10::ScalarType dtype);
+
 // out = round(parts[0] + parts[1] + ... (+ bias [width], added to every row)), in that order, in fp32 (fp64
 // for doubles); the parts have the shape of `out` [.., width]. By one kernel of `library` on `stream`, the
 // current one; by torch's where `library` is nullptr, for doubles, and for more parts than the kernel takes.

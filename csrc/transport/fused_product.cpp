@@ -1,5 +1,7 @@
 #include "transport/fused_product.h"
 
+#include <array>
+
 #include "core/chunk_plan.h"
 
 namespace pyruntime {
@@ -21,13 +23,42 @@ const void* address(const at::Tensor& tensor) {
   return tensor.defined() && tensor.numel() > 0 ? tensor.const_data_ptr() : nullptr;
 }
 
-// The quickest tiles of a product, the one place where they are chosen. They are this rank's own affair: what
-// ranks signal to each other is the same for all.
-int32_t choose_tiles(const DeviceLibrary& library, bool hopper, const PyruntimeMatmul& matmul,
+struct TileChoice {
+  const char* name;
+  bool hopper;
+  int32_t tiles;
+};
+
+constexpr std::array<TileChoice, 4> kTiles{{{"small", false, PYRUNTIME_TILES_SMALL},
+                                            {"large", false, PYRUNTIME_TILES_LARGE},
+                                            {"sm90-small", true, PYRUNTIME_TILES_SMALL},
+                                            {"sm90-large", true, PYRUNTIME_TILES_LARGE}}};
+
+// The tiles of that name; nullptr where `name` is empty.
+const TileChoice* tiles_named(const std::string& name) {
+  for (const TileChoice& choice : kTiles) {
+    if (name == choice.name) return &choice;
+  }
+  TORCH_CHECK_VALUE(name.empty(), "There are no tiles '", name, "'; ask Transport::tiles().");
+  return nullptr;
+}
+
+bool is_on_hopper(const DeviceLibrary& library) {
+  return library.sm90_choose_tiles != nullptr && library.sm90_is_on_device() == PYRUNTIME_OK;
+}
+
+// The portable rule takes large tiles for so large a product wherever a block has the shared memory for them.
+bool has_large_tiles(const DeviceLibrary& library) {
+  constexpr int64_t kMany = int64_t{1} << 20;
+  return library.choose_tiles(kMany, kMany, kMany) == PYRUNTIME_TILES_LARGE;
+}
+
+// The quickest tiles of a product by rule, the one place where they are chosen.
+int32_t choose_tiles(const DeviceLibrary& library, bool hopper, int64_t m, int64_t n, int64_t k,
                      int world_size) {
-  const int64_t chunk_rows = rows_of_rank(matmul.m, world_size, 0);
-  return hopper ? library.sm90_choose_tiles(chunk_rows, matmul.m, matmul.n, matmul.k, /*multiprocessors=*/0)
-                : library.choose_tiles(chunk_rows, matmul.m, matmul.n);
+  const int64_t chunk_rows = rows_of_rank(m, world_size, 0);
+  return hopper ? library.sm90_choose_tiles(chunk_rows, m, n, k, /*multiprocessors=*/0)
+                : library.choose_tiles(chunk_rows, m, n);
 }
 
 // Calls `launch(matmul, hopper)` with the product as the launchers take it: for Hopper, unless that kernel
@@ -53,16 +84,45 @@ void launch_one_of_two(const DeviceLibrary& library, int world_size, int64_t row
   // Room for the waits and signals of other flights: blocks of this one may wait for ranks that wait for
   // those.
   matmul.spare_blocks = 1;
-  if (library.sm90_choose_tiles != nullptr) {
-    matmul.tiles = choose_tiles(library, /*hopper=*/true, matmul, world_size);
+  const TileChoice* named = tiles_named(product.tiles);
+  const auto tiles = [&](bool hopper) {
+    const bool is_named = named != nullptr && named->hopper == hopper;
+    return is_named ? named->tiles : choose_tiles(library, hopper, matmul.m, matmul.n, matmul.k, world_size);
+  };
+  if (library.sm90_choose_tiles != nullptr && (named == nullptr || named->hopper)) {
+    matmul.tiles = tiles(/*hopper=*/true);
     const int code = launch(matmul, /*hopper=*/true);
     if (code != PYRUNTIME_REFUSED) return library.check(code);
   }
-  matmul.tiles = choose_tiles(library, /*hopper=*/false, matmul, world_size);
+  matmul.tiles = tiles(/*hopper=*/false);
   library.check(launch(matmul, /*hopper=*/false));
 }
 
 }  // namespace
+
+std::vector<std::string> tile_names(const DeviceLibrary& library) {
+  std::vector<std::string> names;
+  for (const TileChoice& choice : kTiles) {
+    if (choice.hopper && !is_on_hopper(library)) continue;
+    if (!choice.hopper && choice.tiles == PYRUNTIME_TILES_LARGE && !has_large_tiles(library)) continue;
+    names.emplace_back(choice.name);
+  }
+  return names;
+}
+
+std::vector<std::string> other_tile_names(const DeviceLibrary& library, int world_size, int64_t rows,
+                                          int64_t n, int64_t k) {
+  // TMA takes rows that lie multiples of 16 bytes apart.
+  const bool hopper = is_on_hopper(library) && rows > 0 && n > 0 && k > 0 && n % 8 == 0 && k % 8 == 0;
+  const int32_t usual = choose_tiles(library, hopper, rows, n, k, world_size);
+  std::vector<std::string> names;
+  for (const std::string& name : tile_names(library)) {
+    const TileChoice& choice = *tiles_named(name);
+    const bool is_usual = choice.hopper == hopper && choice.tiles == usual;
+    if (!is_usual && (hopper || !choice.hopper)) names.push_back(name);
+  }
+  return names;
+}
 
 void gather_and_multiply(const DeviceLibrary& library, const PyruntimeGroup& group, int64_t rows,
                          const FusedProduct& product, void* stream) {

@@ -215,6 +215,9 @@ Transport* Group::device_transport(c10::Device device) {
 std::unique_ptr<Transport> Group::open_device_transport(c10::Device device, int hosts, int64_t opening) {
   std::string why_no_library;
   const DeviceLibrary* library = DeviceLibrary::find(device.type(), why_no_library);
+  check_multicast_can_be(hosts > 1            ? "its ranks are on " + std::to_string(hosts) + " hosts"
+                         : library == nullptr ? why_no_library
+                                              : "");
   if (hosts > 1) {
     return make_several_hosts_device_transport(context_, process_group_, ranks_, device, hosts,
                                                instance_of(opening), library, why_no_transport_);
@@ -224,7 +227,14 @@ std::unique_ptr<Transport> Group::open_device_transport(c10::Device device, int 
     return nullptr;
   }
   c10d::symmetric_memory::set_group_info(workspaces_, rank(), world_size(), process_group_->getStore());
-  return make_device_transport(context_, workspaces_, device, *library, settings_.ring.chunk_bytes);
+  return make_device_transport(context_, workspaces_, device, *library, settings_.ring.chunk_bytes,
+                               settings_.multicast);
+}
+
+void Group::check_multicast_can_be(const std::string& why_not) const {
+  TORCH_CHECK_VALUE(settings_.multicast == Multicast::kOff || why_not.empty(), "multicast='",
+                    name_of(settings_.multicast), "' was asked for group '", name(), "', and ", why_not,
+                    "; it is for the devices of one host with the kernels built. Leave multicast out.");
 }
 
 std::string Group::transport_description() const {
@@ -240,6 +250,10 @@ void Group::configure(GroupSettings settings) {
   TORCH_CHECK_VALUE(settings.hosts.empty() || static_cast<int>(settings.hosts.size()) == world_size(),
                     "hosts names ", settings.hosts.size(), " ranks' hosts and group '", name(), "' has ",
                     world_size(), " ranks; name one for each rank.");
+  TORCH_CHECK_VALUE(
+      settings.multicast == Multicast::kOff || settings.transport != TransportKind::kCollectives,
+      "multicast='", name_of(settings.multicast), "' was asked for group '", name(),
+      "' with transport='collectives', which leaves all to the process group; leave one of them out.");
   settings_ = std::move(settings);
   transport_sought_ = false;
 }
@@ -295,6 +309,7 @@ void Group::open_transport() {
   }
   const HostLayout by_host(hosts, rank());
   const TransportKind asked = settings_.transport;
+  check_multicast_can_be(asked == TransportKind::kDevice ? "" : "an op has tensors on the CPU");
   const bool one_host = by_host.hosts() == 1;
   const bool can_be_hierarchical = !one_host && by_host.even() && by_host.ranks_per_host() > 1;
   TORCH_CHECK_VALUE(asked != TransportKind::kSymmetric || one_host,
@@ -328,7 +343,8 @@ std::pair<int64_t, std::vector<std::string>> Group::begin_opening() {
 std::vector<std::string> Group::meet(int64_t opening) {
   std::ostringstream own;
   own << "transport " << static_cast<int>(settings_.transport)
-      << ", chunk_bytes=" << settings_.ring.chunk_bytes << ", wire_dtype="
+      << ", multicast=" << name_of(settings_.multicast) << ", chunk_bytes=" << settings_.ring.chunk_bytes
+      << ", wire_dtype="
       << (settings_.ring.wire == c10::ScalarType::Undefined ? "None" : c10::toString(settings_.ring.wire))
       << ", hosts=[";
   for (const std::string& host : settings_.hosts) own << host << " ";

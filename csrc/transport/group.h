@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/deadline.h"
+#include "transport/multicast.h"
 #include "transport/ring.h"
 #include "transport/transport.h"
 
@@ -27,7 +28,10 @@ struct TierTrials {
   double chunked_s = 0;       // their medians
   double fused_s = 0;
   double unfused_s = 0;
-  std::string tuned;  // where the tier was chosen beforehand (ops/tier_presets.h): by what
+  // Where they were chosen beforehand (ops/tier_presets.h):
+  int chunks = 0;     // that each rank's rows travel in
+  std::string tiles;  // of the fused kernel
+  std::string tuned;  // by what
 };
 
 enum class TransportKind {
@@ -48,6 +52,7 @@ struct GroupSettings {
   // By rank, instead of what the ranks' hosts are called; empty: ask them.
   std::vector<std::string> hosts;
   RingOptions ring;
+  Multicast multicast = Multicast::kOff;  // between the devices of one host
 
   bool operator==(const GroupSettings&) const = default;
 };
@@ -111,6 +116,8 @@ class Group {
   // For tensors on a device; collective when first asked for one of its kind.
   Transport* device_transport(c10::Device device);
   std::unique_ptr<Transport> open_device_transport(c10::Device device, int hosts, int64_t opening);
+  // Raises ValueError where multicast was asked for and there is a reason against it.
+  void check_multicast_can_be(const std::string& why_not) const;
   // Tells messages of this opening apart from those of others over the same process group.
   int instance_of(int64_t opening) const;
   // A number for this opening, the same on all ranks, and the ranks' hosts.

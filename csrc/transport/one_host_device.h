@@ -11,15 +11,17 @@
 #include <memory>
 
 #include "transport/device_library.h"
+#include "transport/multicast.h"
 #include "transport/transport.h"
 
 namespace pyruntime {
 
 // Collective over the group, with its first op. `workspace` is the group under which its symmetric memory
 // meets; `library` outlives the transport; `piece_bytes`: how much of a rank's rows is announced at once to a
-// product that waits for them, 0 for a default.
+// product that waits for them, 0 for a default. Raises ValueError where the device cannot do the `multicast`
+// that is asked for.
 std::unique_ptr<Transport> make_device_transport(GroupContext& context, const std::string& workspace,
                                                  c10::Device device, const DeviceLibrary& library,
-                                                 int64_t piece_bytes);
+                                                 int64_t piece_bytes, Multicast multicast);
 
 }  // namespace pyruntime

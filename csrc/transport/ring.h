@@ -61,6 +61,12 @@ std::vector<int> ring_neighbours(const HostLayout& layout);
 int ring_pieces(int64_t bytes, int64_t rows, bool with_matmul, int hosts, const LinkCost& cost,
                 const RingOptions& options);
 
+// Why a ring of so many hosts cannot cut chunks into so many pieces; empty where it can.
+std::string why_no_ring_of_pieces(int pieces, int hosts);
+
+// Half and twice the usual number of pieces, of these those that a ring of so many hosts can have.
+std::vector<int> other_ring_pieces(int usual, int hosts);
+
 // Collective: measures the link, unless options.chunk_bytes makes that needless. `agree` gives the largest of
 // the ranks' values to all of them.
 std::unique_ptr<Transport> make_ring_transport(

@@ -48,7 +48,35 @@ int ring_pieces(int64_t bytes, int64_t rows, bool with_matmul, int hosts, const 
   return static_cast<int>(std::max<int64_t>(streams, pieces));
 }
 
+std::string why_no_ring_of_pieces(int pieces, int hosts) {
+  if (pieces < 1 || pieces > kMaxPieces)
+    return "a rank's rows are cut into 1 to " + std::to_string(kMaxPieces) + " chunks";
+  if (hosts > 2 && pieces % 2 != 0)
+    return "chunks go both ways round a ring of " + std::to_string(hosts) +
+           " hosts, which takes an even number of them";
+  return "";
+}
+
+std::vector<int> other_ring_pieces(int usual, int hosts) {
+  const int streams = hosts > 2 ? 2 : 1;
+  const int half = (usual / 2 + streams - 1) / streams * streams;
+  std::vector<int> others;
+  for (const int pieces : {half, usual * 2}) {
+    if (pieces != usual && why_no_ring_of_pieces(pieces, hosts).empty()) others.push_back(pieces);
+  }
+  return others;
+}
+
+std::string RingTransport::why_not_pieces(int pieces) const {
+  return why_no_ring_of_pieces(pieces, layout().hosts());
+}
+
+std::vector<int> RingTransport::other_pieces(const FlightDescriptor& descriptor) const {
+  return other_ring_pieces(pieces_for(descriptor), layout().hosts());
+}
+
 int RingTransport::pieces_for(const FlightDescriptor& descriptor) const {
+  if (descriptor.pieces > 0) return descriptor.pieces;
   const int64_t rows =
       rows_of_rank(descriptor.rows, world_size(), std::max(0, descriptor.holder), descriptor.holder);
   const bool with_matmul = descriptor.op == Op::kAllGatherMatmul ||

@@ -54,6 +54,10 @@ class RingTransport : public Transport {
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
   std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override;
 
+  // ring_cost.cpp
+  std::string why_not_pieces(int pieces) const override;
+  std::vector<int> other_pieces(const FlightDescriptor& descriptor) const override;
+
   // What flights use, in the op's thread.
   const HostLayout& layout() const { return parts_.layout; }
   void published() { arbiter().wake(); }

@@ -39,6 +39,10 @@ std::string Transport::why_not_fused(const FlightDescriptor&) const {
          description();
 }
 
+std::string Transport::why_not_pieces(int) const {
+  return "the number of chunks is no choice where they travel by " + description();
+}
+
 int64_t FlightDescriptor::row_bytes() const {
   return row_elements() * static_cast<int64_t>(c10::elementSize(scalar_type()));
 }
@@ -46,7 +50,7 @@ int64_t FlightDescriptor::row_bytes() const {
 bool FlightDescriptor::agrees_with(const FlightDescriptor& other) const {
   return other.op == op && other.dtype == dtype && other.rows == rows && other.row_blocks == row_blocks &&
          other.with_bias == with_bias && other.holder == holder && other.agreement == agreement &&
-         other.inner * other.width == inner * width;
+         other.pieces == pieces && other.inner * other.width == inner * width;
 }
 
 std::string FlightDescriptor::text() const {
@@ -59,6 +63,7 @@ std::string FlightDescriptor::text() const {
   }
   text << " (in " << row_blocks << " blocks) of " << inner * width << " " << c10::toString(scalar_type())
        << (with_bias ? " and a bias" : "");
+  if (pieces != 0) text << ", each rank's rows in " << pieces << " chunks";
   if (agreement != 0) text << ", its other arguments having the digest " << agreement;
   return text.str();
 }

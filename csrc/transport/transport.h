@@ -48,6 +48,7 @@ struct FlightDescriptor {
   int64_t own_rows;    // rows that this rank holds; may differ between ranks
   int32_t holder = kEveryRank;  // the rank that holds all rows
   int64_t agreement = 0;        // of whatever else the ranks must agree on, a digest
+  int32_t pieces = 0;           // that a rank's rows travel in; 0: as the transport chooses
 
   c10::ScalarType scalar_type() const { return static_cast<c10::ScalarType>(dtype); }
   // Of one row, over all blocks.
@@ -87,6 +88,8 @@ struct FusedProduct {
   bool transposed;
   at::Tensor bias;  // [N] or undefined
   at::Tensor out;   // [rows, N], contiguous
+  // One of Transport::tiles(); empty: by the kernel's rule.
+  std::string tiles;
 };
 
 // Every rank shows its rows; any rank reads any other's.
@@ -147,6 +150,19 @@ class Transport {
 
   // Why multiply() cannot be asked of such a flight; empty where it can. An answer for all ranks.
   virtual std::string why_not_fused(const FlightDescriptor& descriptor) const;
+
+  // Why a rank's rows cannot travel in so many pieces (FlightDescriptor::pieces); empty where they can. An
+  // answer for all ranks.
+  virtual std::string why_not_pieces(int pieces) const;
+  // Numbers of pieces worth trying beside the one that the transport chooses for such a flight. An answer
+  // for all ranks.
+  virtual std::vector<int> other_pieces(const FlightDescriptor& /*descriptor*/) const { return {}; }
+  // Names of the tiles that a fused product may be asked to be made of (FusedProduct::tiles).
+  virtual std::vector<std::string> tiles() const { return {}; }
+  // Those that are not what the kernel's rule takes for [rows, k] x [k, n], rows being of all ranks.
+  virtual std::vector<std::string> other_tiles(int64_t /*rows*/, int64_t /*n*/, int64_t /*k*/) const {
+    return {};
+  }
 
   // Waits until everything that this rank was asked to send has arrived. Peers may still need it to.
   virtual void flush() {}

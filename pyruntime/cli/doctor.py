@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
         show("Hardware", lambda: machine.processor() + machine.memory() + machine.accelerators())
         show("Fabric", lambda: backends() + machine.network())
         if not below_torchrun:
-            show("Symmetric memory", symmetric_memory)
+            show("Symmetric memory", lambda: [*symmetric_memory(), ("multicast (NVLS)", multicast())])
     if below_torchrun:
         show_tiers(options)
     elif options.ranks:
@@ -212,6 +212,24 @@ def symmetric_memory() -> Rows:
         return [("CPU", "works" if works else "a write through get_buffer did not reach the tensor")]
     finally:
         dist.destroy_process_group()
+
+
+def multicast() -> str:
+    """How many of the GPUs here torch can give one address for all ranks' memory
+    (`comm.configure(multicast=...)`)."""
+    import torch
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    if not torch.version.cuda:
+        return f"none: this torch is {torch_kind()}"
+    count = torch.cuda.device_count()
+    able = sum(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, index) for index in range(count))
+    return (
+        f"{able} of {count} GPUs can; comm.configure(multicast=...) uses it"
+        if able
+        else f"none of {count} GPUs"
+    )
 
 
 def start_tiers(options: Options, argv: list[str]) -> None:

@@ -19,14 +19,17 @@ from pyruntime.tuning import cache
 from pyruntime.tuning.cache import Cache, CacheError, Choice, Choices, Place
 
 if TYPE_CHECKING:
+    import torch
+
     from pyruntime.comm import Runtime
     from pyruntime.llama.config import LlamaConfig
     from pyruntime.tuning.linears import Linear
     from pyruntime.tuning.measure import Measured
 
 PROGRAM = "python -m pyruntime tune"
-DESCRIPTION = """Times the tiers of every linear of a model, forward and backward, on the ranks that torchrun
-started, beside the product and the collective alone, and keeps the fastest in a file, from which tier="auto"
+DESCRIPTION = """Times the tiers of every linear of a model, forward and backward, with several numbers of
+chunks and tiles where there is a choice, on the ranks that torchrun started, beside the product and the
+collective alone, and keeps the fastest in a file, from which tier="auto"
 starts: torchrun --nproc-per-node P -m pyruntime tune --model NAME | --config FILE. The file is tuning.json in
 the user's cache folder, or what the environment variable PYRUNTIME_TUNING names."""
 DEFAULT_SEQ_LEN = 2048
@@ -53,6 +56,9 @@ class Options:
     budget: float = 120.0
     """Seconds for all measurements; where they do not suffice there are fewer rounds, at least 3, and what
     comes last is left out."""
+    variants: bool = False
+    """On GPUs also time the product alone by tiles that the library of kernels does not have, compiled at run
+    time through cupy: minutes of compiling, which the budget does not count."""
     json: str = ""
     """File to write all figures to; empty: none."""
 
@@ -94,6 +100,14 @@ def check(options: Options) -> None:
     if options.rounds < 3:
         raise ConfigError(f"--rounds must be at least 3, found {options.rounds}.")
     validate.check_seconds("--budget", options.budget)
+    check_variants(options, options.device)
+
+
+def check_variants(options: Options, device: str) -> None:
+    if options.variants and device == "cpu":
+        raise ConfigError(
+            "--variants times tiles of kernels for GPUs, and operands lie on the CPU; leave it out."
+        )
 
 
 def job_of(options: Options, ranks: int) -> Job:
@@ -167,8 +181,10 @@ def run(options: Options, job: Job, path: Path, old: Cache) -> None:
     with start(options.device, job.tp) as runtime:
         device = torch.device(runtime.mesh.device_type)
         first = started_rank() == 0
+        check_variants(options, device.type)
         linears = linears_of(job.shape, runtime.tp, job.rows)
         found, left_out = measure_all(options, job, runtime, linears)
+        told = tell_variants(options, job, runtime, linears) if options.variants else []
         place = Place(
             device_name(device.type, job.threads),
             job.tp,
@@ -181,7 +197,7 @@ def run(options: Options, job: Job, path: Path, old: Cache) -> None:
             f"{place.device}\n{job.tp} ranks over {place.transport}, {job.rows} rows, {job.dtype}, ", end=""
         )
         print(f"{library()}\n\n{table(found)}")
-        for sentence in notes(found, left_out, options.budget):
+        for sentence in notes(found, left_out, options.budget) + told:
             print(sentence)
         if options.json:
             write_figures(options, place, found)
@@ -203,14 +219,10 @@ def measure_all(
 ) -> tuple[list[Measured], list[str]]:
     """What was measured, and the names of what the budget left out. What is left of the budget is shared out
     evenly, so what is quick leaves more to the others."""
-    import torch
-
     from pyruntime.train.run import DTYPES
     from pyruntime.tuning.measure import Problem, largest, measure
 
-    device = torch.device(runtime.mesh.device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = device_of_rank(runtime)
     started, found, left_out = time.perf_counter(), [], []
     passes = [(linear, when) for linear in linears for when in ("forward", "backward")]
     problem = None
@@ -225,14 +237,32 @@ def measure_all(
     return found, left_out
 
 
+def tell_variants(options: Options, job: Job, runtime: Runtime, linears: list[Linear]) -> list[str]:
+    """A sentence for each product: whether tiles that are not built in would be quicker."""
+    from pyruntime.train.run import DTYPES
+    from pyruntime.tuning.measure import Problem
+    from pyruntime.tuning.tile_variants import time_variants
+
+    device, told = device_of_rank(runtime), []
+    for linear in linears:
+        problem = Problem(linear, runtime.tp, DTYPES[job.dtype], device)
+        for when in ("forward", "backward"):
+            told.append(time_variants(problem, when, options.rounds).sentence())
+    return told
+
+
+def device_of_rank(runtime: Runtime) -> torch.device:
+    """Where this rank's operands lie."""
+    import torch
+
+    device = torch.device(runtime.mesh.device_type)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+
 def choices(found: list[Measured]) -> Choices:
     """For the file."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {
-        key: Choice(tier=one.tier, seconds=one.tiers, rounds=one.rounds, date=date)
-        for one in found
-        for key in one.keys
-    }
+    return {key: Choice.of(one.way, one.tiers, one.rounds, date) for one in found for key in one.keys}
 
 
 def store(path: Path, everything: Cache) -> None:
@@ -243,16 +273,24 @@ def store(path: Path, everything: Cache) -> None:
 
 
 def table(found: list[Measured]) -> str:
-    """A line for each pass of each linear, times in ms."""
-    tiers = list(dict.fromkeys(name for one in found for name in one.tiers))
+    """A line for each pass of each linear, times in ms. What differs from line to line, numbers of chunks and
+    tiles, stands behind the choice."""
+    tiers = list(dict.fromkeys(name for one in found for name in one.tiers if ":" not in name))
     lines = [["linear", "pass", "rows", "n", "k", "T_g ms", "T_c", *tiers, "R", "E", "choice"]]
-    for one in found:
+    tried = [
+        ", ".join(f"{name} {seconds * 1e3:.3f}" for name, seconds in one.tiers.items() if ":" in name)
+        for one in found
+    ]
+    if any(tried):
+        lines[0].append("also tried")
+    for one, others in zip(found, tried, strict=True):
         linear = one.linear
         times = [one.gemm, one.collective, *(one.tiers.get(name) for name in tiers)]
         lines.append(
             [linear.name, one.when, str(linear.rows), str(linear.n), str(linear.k)]
             + ["-" if seconds is None else f"{seconds * 1e3:.3f}" for seconds in times]
-            + [f"{one.bound_ratio:.3f}", f"{one.efficiency:.2f}", one.tier]
+            + [f"{one.bound_ratio:.3f}", f"{one.efficiency:.2f}", one.way]
+            + ([others] if any(tried) else [])
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     texts = (zip(line, widths, range(len(line)), strict=True) for line in lines)
@@ -279,7 +317,7 @@ def write_figures(options: Options, place: Place, found: list[Measured]) -> None
         "options": dataclasses.asdict(options),
         "place": dataclasses.asdict(place),
         "results": [
-            dataclasses.asdict(one) | {"tier": one.tier, "R": one.bound_ratio, "E": one.efficiency}
+            dataclasses.asdict(one) | {"way": one.way, "R": one.bound_ratio, "E": one.efficiency}
             for one in found
         ],
     }

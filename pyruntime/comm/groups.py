@@ -81,11 +81,12 @@ def configure(
     hosts: Sequence[str] | None = None,
     chunk_bytes: int | None = None,
     wire_dtype: torch.dtype | None = None,
+    multicast: str | None = None,
     traffic_class: str | None = None,
 ) -> None:
     """Settles how `group` communicates. All ranks must pass the same, before the first op or after `close`.
-    transport, hosts, chunk_bytes and wire_dtype are settled together: where one of them is given, those left
-    out return to their defaults.
+    transport, hosts, chunk_bytes, wire_dtype and multicast are settled together: where one of them is given,
+    those left out return to their defaults.
 
     Args:
         deadline_s: seconds that a wait on a peer may last.
@@ -102,10 +103,15 @@ def configure(
             that a product waits for on its own, by default 4 MiB; a rank's rows have 4 such pieces at most.
         wire_dtype: what partial sums travel as between hosts: torch.bfloat16 or torch.float32; by default
             the dtype of the operand. Each hop adds in fp32 and rounds to this.
+        multicast: between GPUs of one NVLink domain. "gather": what goes to all ranks is stored once, under
+            one address for all of them, and gives the same bits. "gather_and_reduce": sums of a
+            reduce-scatter or all-reduce are taken in the switch too, in an order that is the switch's: not
+            the same bits as on the CPU, nor surely those of the next run. By default "off".
         traffic_class: "tp", "cp", "pp", "dp" or "checkpoint": how urgent this group's chunks are beside
             those of other groups. May be changed at any time.
 
-    Raises ValueError for what is none of these, RuntimeError when the group has run ops already.
+    Raises ValueError for what is none of these, RuntimeError when the group has run ops already. The first op
+    raises ValueError where its devices cannot do the multicast that was asked for.
     """
     if wire_dtype not in (None, torch.bfloat16, torch.float32):
         raise ValueError(f"wire_dtype={wire_dtype} does not travel; use torch.bfloat16 or torch.float32.")
@@ -116,8 +122,9 @@ def configure(
     name = group_name(group)
     if traffic_class is not None:
         _C.set_traffic_class(name, traffic_class)
-    if any(setting is not None for setting in (transport, hosts, chunk_bytes, wire_dtype)):
-        _C.configure(name, transport, None if hosts is None else list(hosts), chunk_bytes, wire_dtype)
+    if any(setting is not None for setting in (transport, hosts, chunk_bytes, wire_dtype, multicast)):
+        named = None if hosts is None else list(hosts)
+        _C.configure(name, transport, named, chunk_bytes, wire_dtype, multicast)
 
 
 def transport_of(group: Group) -> str:

@@ -13,7 +13,11 @@ tier: "unfused" is the collective followed by the library's GEMM; "chunked" runs
 as chunks arrive; "fused" is one kernel that waits for rows, or sends them, while it multiplies; "auto"
 takes them in turn in the first calls with a shape, four each, and then keeps the fastest, or starts with
 the one that was tuned (docs/tuning.md). What travels is the same in all of them, so each rank may take its
-own.
+own. A tier can say more: "chunked:4" and "unfused:4" have each rank's rows travel in 4 chunks, where they go
+over a network, in which all ranks must agree; "fused:large" names the tiles of the kernel, each rank's own
+affair ("small" and "large", and where there are kernels for Hopper "sm90-small" and "sm90-large"; a product
+that those do not take goes to the portable kernel). A backward takes what its forward was given. ValueError
+says which there are.
 
 "fused" is for bf16 and fp16 on the devices of one host: all_gather_matmul, matmul_reduce_scatter and their
 backwards, where rows lie in one block (dim 0, or batches of one) and what travels is a multiple of 8 wide.

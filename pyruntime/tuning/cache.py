@@ -52,12 +52,29 @@ class Choice:
     tier: str
     """The one to take."""
     seconds: dict[str, float]
-    """Median over rounds of the slowest rank, by tier."""
+    """Median over rounds of the slowest rank, by way: a tier, or "chunked:4", "fused:large"."""
     rounds: int
     date: str
     """Of the measurement, as 2026-11-21."""
     tiles: str = ""
     """Of the fused kernel, by name; empty: by the kernel's own rule."""
+    chunks: int = 0
+    """That each rank's rows travel in; 0: as the transport chooses."""
+
+    @property
+    def way(self) -> str:
+        """What the ops take as `tier`."""
+        return ":".join(
+            [self.tier, *([str(self.chunks)] if self.chunks else []), *filter(None, [self.tiles])]
+        )
+
+    @classmethod
+    def of(cls, way: str, seconds: dict[str, float], rounds: int, date: str) -> Choice:
+        """The choice of a way that was measured."""
+        tier, _, detail = way.partition(":")
+        if tier == "fused":
+            return cls(tier, seconds, rounds, date, tiles=detail)
+        return cls(tier, seconds, rounds, date, chunks=int(detail or 0))
 
 
 Choices = dict[str, Choice]
@@ -139,11 +156,14 @@ def _place(entry: dict[str, Any]) -> tuple[Place, Choices]:
 def _choice(key: str, values: dict[str, Any]) -> Choice:
     choice = Choice(**values)
     texts = (key, choice.tier, choice.date, choice.tiles)
-    if not all(isinstance(text, str) for text in texts) or not isinstance(choice.rounds, int):
+    numbers = (choice.rounds, choice.chunks)
+    if not all(isinstance(text, str) for text in texts) or not all(type(one) is int for one in numbers):
         raise TypeError(f"the choice of {key} has a value of the wrong type")
+    if choice.chunks < 0 or (choice.tiles and choice.chunks):
+        raise ValueError(f"the choice of {key} has {choice.chunks} chunks and the tiles {choice.tiles!r}")
     _check_seconds(key, choice.seconds)
-    if choice.tier not in choice.seconds:
-        raise ValueError(f"the choice of {key} is {choice.tier!r}, which was not measured")
+    if choice.way not in choice.seconds:
+        raise ValueError(f"the choice of {key} is {choice.way!r}, which was not measured")
     return choice
 
 

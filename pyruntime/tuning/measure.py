@@ -1,4 +1,5 @@
-"""Times the tiers of one linear on all ranks, beside the product and the collective alone.
+"""Times the tiers of one linear on all ranks, beside the product and the collective alone: each as it is, and
+the chunked one with other numbers of chunks, the fused one with other tiles, where there are any.
 
 T_g, T_c, R and E are those of docs/performance.md: the best non-split product, the best standalone collective
 of the same bytes, R = T_o / max(T_g, T_c) and E = (T_g + T_c - T_o) / min(T_g, T_c), all of one interleaved
@@ -25,8 +26,9 @@ from pyruntime.tuning.timing import interleave
 Run = Callable[[], object]
 LEAST_ROUNDS = 3
 WARM_UP = 2
-UNFUSED_MUST_WIN_BY = 0.97
-"""As csrc/ops/tier.cpp has it: an overlapping tier is kept unless unfused is clearly faster."""
+MUST_WIN_BY = 0.97
+"""As csrc/ops/tier.cpp has it: an overlapping tier is kept unless unfused is clearly faster. So are the
+transport's number of chunks and the kernel's tiles."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Measured:
     keys: tuple[str, ...]
     """What the core calls it, on all ranks: they differ where a weight is cut unevenly."""
     tiers: dict[str, float]
+    """By way: a tier, or "chunked:4", "fused:large"."""
     refused: dict[str, str]
     """Why the op does not accept the other tiers."""
     gemm: float
@@ -46,29 +49,36 @@ class Measured:
     rounds: int
 
     @property
-    def tier(self) -> str:
+    def way(self) -> str:
+        """The one to take."""
         return choose(self.tiers)
 
     @property
     def bound_ratio(self) -> float:
         """R."""
-        return self.tiers[self.tier] / max(self.gemm, self.collective)
+        return self.tiers[self.way] / max(self.gemm, self.collective)
 
     @property
     def efficiency(self) -> float:
         """E."""
         alone = self.gemm + self.collective
-        return (alone - self.tiers[self.tier]) / min(self.gemm, self.collective)
+        return (alone - self.tiers[self.way]) / min(self.gemm, self.collective)
 
 
 def choose(seconds: dict[str, float]) -> str:
-    """The tier to take: the fastest of those that overlap, or unfused where it beats that clearly."""
-    overlapping = {name: value for name, value in seconds.items() if name != "unfused"}
-    if not overlapping:
+    """The way to take: the fastest of those that overlap, or unfused where it beats that clearly. The
+    transport's own number of chunks and the kernel's own tiles are left only for what clearly beats them."""
+    plain = [name for name in seconds if name != "unfused" and ":" not in name]
+    if not plain:
         return "unfused"
-    best = min(overlapping, key=lambda name: overlapping[name])
-    clearly = "unfused" in seconds and seconds["unfused"] < UNFUSED_MUST_WIN_BY * seconds[best]
-    return "unfused" if clearly else best
+    best = min(plain, key=lambda name: seconds[name])
+    for others in ([name for name in seconds if ":" in name], ["unfused"]):
+        quickest = min(
+            (name for name in others if name in seconds), key=lambda name: seconds[name], default=best
+        )
+        if seconds[quickest] < MUST_WIN_BY * seconds[best]:
+            best = quickest
+    return best
 
 
 class Problem:
@@ -152,9 +162,17 @@ class Problem:
         return lambda: reduce_scatter(out, whole, group=group)
 
     def key(self, when: str) -> str:
-        op = self.linear.op if when == "forward" else f"{self.linear.op}_backward"
+        return _C.tier_key(*self._shape(when), str(self.device))
+
+    def other_ways(self, when: str) -> list[str]:
+        """Numbers of chunks and tiles worth measuring beside the tiers as they are, such as "chunked:4" or
+        "fused:large". After the group's first op."""
+        return _C.other_ways(*self._shape(when), comm.group_name(self.group), str(self.device))
+
+    def _shape(self, when: str) -> tuple[str, int, int, int, torch.dtype]:
         linear = self.linear
-        return _C.tier_key(op, linear.rows, linear.n, linear.k, self.dtype, str(self.device))
+        op = linear.op if when == "forward" else f"{linear.op}_backward"
+        return op, linear.rows, linear.n, linear.k, self.dtype
 
     def finish(self) -> None:
         if self.device.type == "cuda":
@@ -165,6 +183,7 @@ def measure(problem: Problem, when: str, rounds: int, seconds: float) -> Measure
     """Times one pass: `rounds` rounds, or as many as fit into `seconds`, at least three. Collective over
     the problem's job."""
     tiers, refused = accepted_tiers(problem, when)
+    tiers |= {way: problem.tier(way, when) for way in other_ways(problem, when)}
     variants: dict[str, Run] = {f"tier {name}": run for name, run in tiers.items()}
     variants["gemm"] = problem.gemm(when)
     collectives = problem.collectives(when)
@@ -211,6 +230,13 @@ def accepted_tiers(problem: Problem, when: str) -> tuple[dict[str, Run], dict[st
         else:
             accepted[name] = run
     return accepted, refused
+
+
+def other_ways(problem: Problem, when: str) -> list[str]:
+    """Those that all ranks of the job name: where a weight is cut unevenly their tiles may differ."""
+    texts = gathered("\n".join(problem.other_ways(when)), problem.job)
+    common = set.intersection(*(set(text.split()) for text in texts))
+    return [way for way in texts[0].split() if way in common]
 
 
 def gathered(text: str, job: dist.ProcessGroup | None = None) -> list[str]:

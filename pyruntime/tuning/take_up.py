@@ -67,8 +67,8 @@ def hand_over(places: Cache) -> None:
         _C.set_tier_presets(place.world_size, place.transport, presets)
 
 
-def _preset(choice: Choice) -> tuple[str, str, list[tuple[str, float]], str]:
-    return choice.tier, choice.tiles, sorted(choice.seconds.items()), choice.date
+def _preset(choice: Choice) -> tuple[str, int, str, list[tuple[str, float]], str]:
+    return choice.tier, choice.chunks, choice.tiles, sorted(choice.seconds.items()), choice.date
 
 
 def dates(choices: Choices) -> str:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch._C import _distributed_c10d
 
 from pyruntime import cuda
 from pyruntime.cli import doctor, machine
@@ -31,6 +33,28 @@ def test_the_cuda_kernels_are_said_to_be_missing_and_how_to_get_them(monkeypatch
     assert doctor.cuda_kernels() == "none (CPU-only build: no nvcc on PATH)"
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/local/bin/{name}")
     assert doctor.cuda_kernels() == "not built: `make cuda` builds them with /usr/local/bin/nvcc"
+
+
+@pytest.mark.parametrize(
+    ("able", "sentence"),
+    [
+        ({0, 1}, "2 of 2 GPUs can; comm.configure(multicast=...) uses it"),
+        ({1}, "1 of 2 GPUs can; comm.configure(multicast=...) uses it"),
+        (set(), "none of 2 GPUs"),
+    ],
+)
+def test_multicast_is_asked_of_every_gpu(monkeypatch, able, sentence):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    asked = staticmethod(lambda kind, index: index in able)
+    monkeypatch.setattr(_distributed_c10d._SymmetricMemory, "has_multicast_support", asked)
+    assert doctor.multicast() == sentence
+
+
+def test_multicast_needs_a_torch_for_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert doctor.multicast() == "none: this torch is CPU only"
 
 
 def test_missing_files_are_unknown(monkeypatch, tmp_path):

@@ -33,6 +33,10 @@ def file(monkeypatch, tmp_path):
         (["--config", "no.toml"], "--config no.toml: there is no such file and no such preset;"),
         (["--model", "3m", "--rounds", "2"], "--rounds must be at least 3, found 2."),
         (["--model", "3m", "--budget", "0"], "--budget must be above 0"),
+        (
+            ["--model", "3m", "--variants", "True", "--device", "cpu"],
+            "--variants times tiles of kernels for GPUs",
+        ),
         (["--model", "3m", "--seq_len", "-1"], "--seq_len must not be negative, found -1."),
         (["--model", "3m", "--tp", "3"], "tp=3 and 4 ranks were started; start tp of them or a multiple"),
         (["--model", "debug", "--tp", "4", "--dtype", "fp16"], "dtype"),
@@ -112,6 +116,23 @@ def test_the_table_has_what_was_measured_and_what_was_not():
     assert "Not measured, as the budget of 7 s was used up: head forward." in said
 
 
+def test_numbers_of_chunks_and_tiles_stand_behind_the_choice():
+    linear = Linear("down", "matmul_reduce_scatter", 64, 96, 128)
+    tiers = {"unfused": 0.003, "chunked": 0.002, "chunked:2": 0.001, "chunked:8": 0.0025}
+    found = [
+        Measured(linear, "forward", ("a", "b"), tiers, {}, 0.001, 0.0015, 5),
+        Measured(linear, "backward", ("c",), {"unfused": 0.004, "chunked": 0.001}, {}, 0.001, 0.0015, 5),
+    ]
+    head, forward, backward = (re.split(r"  +", line) for line in tune.table(found).splitlines())
+    assert head[7:] == ["unfused", "chunked", "R", "E", "choice", "also tried"]
+    assert forward[7:9] == ["3.000", "2.000"]
+    assert forward[-2:] == ["chunked:2", "chunked:2 1.000, chunked:8 2.500"]
+    assert backward[-1] == "chunked"
+    kept = tune.choices(found)
+    assert kept["a"] == kept["b"] and (kept["a"].tier, kept["a"].chunks) == ("chunked", 2)
+    assert (kept["c"].tier, kept["c"].chunks, kept["a"].seconds) == ("chunked", 0, tiers)
+
+
 def test_a_model_is_tuned_and_the_trainer_and_the_doctor_take_it_up(file, tmp_path):
     figures = tmp_path / "figures.json"
     asked = ["tune", "--config", "tiny", "--rounds", "3", "--device", "cpu", "--json", figures]
@@ -127,7 +148,7 @@ def test_a_model_is_tuned_and_the_trainer_and_the_doctor_take_it_up(file, tmp_pa
     assert (place.world_size, place.transport, len(choices)) == (2, "symmetric memory", 10)
     for result in json.loads(figures.read_text())["results"]:
         (key,) = result["keys"]
-        assert choices[key].seconds == result["tiers"] and choices[key].tier == result["tier"]
+        assert choices[key].seconds == result["tiers"] and choices[key].way == result["way"]
 
     short = ["--train.steps", "4", "--output.sample_tokens", "0", "--comm.tier", "auto"]
     code, out, err = finish(start(2, "train", "--config", "tiny", *short, cwd=tmp_path))

@@ -9,7 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+from pyruntime import comm, ops
+from pyruntime.comm.core import _C
 from tools import build_cuda
 
 
@@ -64,6 +67,49 @@ def test_a_launcher_says_what_is_wrong_where_there_is_no_gpu(library: Path) -> N
     assert loaded.pyruntime_dialect() == b"cuda"
     assert loaded.pyruntime_matmul(None, None) == 1
     assert loaded.pyruntime_error() == b"matmul: the product is a null pointer."
+
+
+def ptx(source: str, architecture: str, folder: Path) -> str:
+    """What nvcc makes of a file of csrc/cuda/portable, before its assembler."""
+    root, made = build_cuda.ROOT, folder / f"{architecture}.ptx"
+    command = [str(build_cuda.find_nvcc()), "-std=c++17", "-O3", f"-arch={architecture}", "--ptx"]
+    command += [f"-I{root}/csrc", f"-I{root}/hip", str(build_cuda.PORTABLE / source), "-o", str(made)]
+    subprocess.run(command, check=True)
+    return made.read_text()
+
+
+@needs_nvcc
+def test_multicast_is_one_store_and_one_load_between_alias_fences_and_left_out_elsewhere(tmp_path) -> None:
+    hopper, ampere = (ptx("multicast.cu", of, tmp_path) for of in ("compute_90a", "compute_80"))
+    used = set(re.findall(r"multimem\.[\w.:]+", hopper))
+    add = "multimem.ld_reduce.relaxed.sys.global.add"
+    assert used == {
+        "multimem.st.relaxed.sys.global.v4.f32",
+        f"{add}.acc::f32.v4.bf16x2",
+        f"{add}.acc::f32.v4.f16x2",
+        f"{add}.v4.f32",
+    }
+    for kernel in re.findall(r"\.entry .*?\n}", hopper, re.S):
+        if "multimem" in kernel:
+            order = re.findall(r"fence\.proxy\.alias|multimem", kernel)
+            assert order[0] == order[-1] == "fence.proxy.alias"
+    assert "multimem" not in ampere and "trap;" in ampere
+
+
+def asks_for_multicast(group, path: str) -> str:
+    _C.use_device_library("cpu", path)
+    comm.configure(group, transport="device", multicast="gather")
+    with pytest.raises(ValueError) as error:
+        ops.all_gather(torch.ones(2, 2), group)
+    return str(error.value)
+
+
+@needs_nvcc
+def test_multicast_is_refused_where_there_is_no_gpu_for_it(library: Path, ranks) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, which may have it")
+    for outcome in ranks.launch(asks_for_multicast, 2, str(library)):
+        assert "cpu cannot: multicast: it needs a GPU of compute capability 9.0 or newer." in outcome.value
 
 
 @needs_nvcc

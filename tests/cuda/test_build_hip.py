@@ -56,6 +56,13 @@ def test_kernels_use_registers_alone(library: Path) -> None:
     assert not spilling
 
 
+def test_multicast_is_refused_by_name(library: Path) -> None:
+    loaded = ctypes.CDLL(str(library))
+    loaded.pyruntime_error.restype = ctypes.c_char_p
+    assert loaded.pyruntime_can_multicast() == 1
+    assert loaded.pyruntime_error() == b"multicast: GPUs of AMD have no multicast addresses."
+
+
 def test_shared_memory_beside_what_a_launch_asks_for_is_that_of_the_barrier(library: Path) -> None:
     # tile_gemm.cuh leaves room for so much below 64 KB.
     assert max(report.shared_bytes for report in build_hip.resource_reports()) <= 256

@@ -10,6 +10,8 @@ import os
 
 import pytest
 import torch
+from torch._C._autograd import DeviceType
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from pyruntime import comm, ops
 from pyruntime.cuda import Kernels, Library, why_not
@@ -79,6 +81,47 @@ def test_the_chunked_tier(ranks, world_size):
 def test_ranks_take_fused_and_other_tiers_in_one_flight(ranks, world_size):
     for errors in ranks.run(mixed_steps, world_size, SIZES * 3):
         assert max(errors) < 1 + world_size, errors
+
+
+def has_multicast() -> bool:
+    """Whether two GPUs here or more can be reached through one address."""
+    count = torch.cuda.device_count()
+    return count > 1 and all(
+        _SymmetricMemory.has_multicast_support(DeviceType.CUDA, index) for index in range(count)
+    )
+
+
+def multicast_steps(group, multicast, calls):
+    """Rows and sums that go to all, by multicast and then by copies; the errors of the products too."""
+    device = on_a_gpu(group)
+    generator = torch.Generator().manual_seed(group.rank())
+    parts = [torch.randn(rows, 37, generator=generator).to(device) for rows in (1, 50, 4096)]
+    parts += [part.bfloat16() for part in parts]
+    results = []
+    for setting in (multicast, "off"):
+        comm.close(group)
+        comm.configure(group, multicast=setting)
+        results.append([op(part, group).cpu() for part in parts for op in (ops.all_gather, ops.all_reduce)])
+        if setting == multicast:
+            assert "multicast of what goes to all" in comm.transport_of(group)
+            errors = cases.steps_in_tier(group, device, "chunked", calls)
+    return results, errors
+
+
+@pytest.mark.skipif(
+    not has_multicast(), reason="it needs several GPUs that have multicast, and all here must"
+)
+@pytest.mark.parametrize("multicast", ["gather", "gather_and_reduce"])
+def test_multicast_gives_what_copies_give(ranks, multicast):
+    world_size = min(torch.cuda.device_count(), 4)  # a GPU each: a multicast object takes each once
+    for (found, expected), errors in ranks.run(multicast_steps, world_size, multicast, RAGGED_SIZES):
+        assert max(errors) < 1 + world_size, errors
+        for one, other in zip(found, expected, strict=True):
+            if multicast == "gather":
+                assert torch.equal(one, other)
+            else:
+                unit = 2**-7 if one.dtype == torch.bfloat16 else 2**-21
+                torch.testing.assert_close(one, other, rtol=unit, atol=8 * unit)
 
 
 def auto_steps(group):

@@ -65,6 +65,15 @@ def test_stages_of_one_group_run_together_and_a_fallback_takes_the_place_of_what
     assert outcome.verdict == "passed" and outcome.last_lines[-1] == "second"
 
 
+@pytest.mark.parametrize("cupy", [True, False])
+def test_tile_variants_run_where_cupy_is(monkeypatch, cupy):
+    found = object() if cupy else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    (made,) = (made for made in gpu_check.stages_of((9, 0), 560.0) if made.name == "tests variants")
+    assert made.command[-3:] == ("tests/cuda/test_variants.py", "-k", "on_a_gpu")
+    assert ("cupy" in made.absent) != cupy
+
+
 def test_stages_are_all_that_there_is_to_do_and_end_in_time():
     stages = gpu_check.stages_of((9, 0), 560.0)
     assert {gpu_check.kind_of(made) for made in stages} == {"build", "test", "bench", "sanitizer"}

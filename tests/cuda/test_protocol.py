@@ -2,8 +2,9 @@
 wrote; a protocol that lacks a rule is found out.
 
 A program is a straight line of steps, and every word has one writer, so the state of everything is how far
-each program has come. Programs: the pushes and the product of a gather, which run on two streams; the blocks
-of a scatter, and what the last of them does at the end.
+each program has come. Programs: pushes and product of a gather, which run on two streams, by copies or
+by multicast; the blocks of a scatter, and what the last of them does at the end; a scatter whose sums the
+switch takes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ SLOTS = 2  # in truth 4; fewer bind sooner
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    kind: str  # "write"; "wait" until the word is at least the value; "read", which must find exactly that
+    # "write"; "wait" until the word is at least the value; "read", which must find exactly that; "see", which
+    # must find at least that
+    kind: str
     word: tuple
     value: int
 
@@ -107,6 +110,50 @@ def scatter(setup: Setup) -> list[Program]:
     return programs
 
 
+def multicast_gather(setup: Setup) -> list[Program]:
+    """A store writes all copies, this rank's own too. Peers may put something else over that one, once they
+    have leave; so they must find that the store has ended."""
+    programs = []
+    for me in range(setup.ranks):
+        push: Program = []
+        product: Program = []
+        peers = [peer for peer in range(setup.ranks) if peer != me]
+        for call, slot, epoch in uses(setup):
+            asked = peers[:1] if setup.without == "leave of all" else peers
+            push += [Step("wait", ("credit", me, slot, peer), epoch - 1) for peer in asked]
+            push += [Step("see", ("own", peer, slot), call - setup.slots) for peer in peers]
+            push += [Step("write", ("data", peer, slot, me), call) for peer in peers]
+            push.append(Step("write", ("own", me, slot), call))
+            push += [Step("write", ("flag", peer, slot, me), epoch) for peer in peers]
+            product += [step for peer in peers for step in receive(setup, me, peer, call, slot, epoch)]
+            if setup.without != "own store before credit":
+                product.append(Step("wait", ("own", me, slot), call))
+            product += give_credit(setup, me, slot, epoch)
+        programs += [push, product]
+    return programs
+
+
+def switch_sums(setup: Setup) -> list[Program]:
+    """Parts stay with their rank, and their owner reads them there."""
+    programs = []
+    for me in range(setup.ranks):
+        program: Program = []
+        peers = [peer for peer in range(setup.ranks) if peer != me]
+        for call, slot, epoch in uses(setup):
+            if setup.without != "leave at the beginning":
+                program += [Step("wait", ("credit", me, slot, peer), epoch - 1) for peer in peers]
+            program.append(Step("write", ("part", me, slot), call))
+            # The put that brings no data waits for its peer's credit all the same.
+            for peer in peers:
+                program.append(Step("wait", ("credit", me, slot, peer), epoch - 1))
+                program.append(Step("write", ("flag", peer, slot, me), epoch))
+            program += [Step("wait", ("flag", me, slot, peer), epoch) for peer in peers]
+            program += [Step("read", ("part", peer, slot), call) for peer in peers]
+            program += give_credit(setup, me, slot, epoch)
+        programs.append(program)
+    return programs
+
+
 def explore(programs: list[Program]) -> str:
     """What goes wrong in some order of steps: "", or a sentence."""
     writer = {}
@@ -137,6 +184,8 @@ def explore(programs: list[Program]) -> str:
                 continue
             if step.kind == "read" and found != step.value:
                 return f"read {found} where {step.value} was meant: {step.word}"
+            if step.kind == "see" and found < step.value:
+                return f"saw {found} where {step.value} was meant: {step.word}"
             moved = True
             after = (*state[:index], state[index] + 1, *state[index + 1 :])
             if after not in seen:
@@ -147,19 +196,26 @@ def explore(programs: list[Program]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("protocol", [gather, scatter])
+@pytest.mark.parametrize("protocol", [gather, scatter, multicast_gather, switch_sums])
 @pytest.mark.parametrize("slots", [1, 2])
 def test_every_call_ends_and_reads_its_own_epoch(protocol, slots):
     assert explore(protocol(Setup(ranks=2, calls=4, slots=slots))) == ""
 
 
-@pytest.mark.parametrize("protocol", [gather, scatter])
+@pytest.mark.parametrize("protocol", [gather, scatter, multicast_gather, switch_sums])
 def test_with_as_many_slots_as_there_are_the_first_is_used_again(protocol):
     assert explore(protocol(Setup(ranks=2, calls=5, slots=4))) == ""
 
 
 def test_three_ranks_scatter():
     assert explore(scatter(Setup(ranks=3, calls=2, slots=1, blocks=1))) == ""
+
+
+def test_three_ranks_multicast():
+    assert explore(multicast_gather(Setup(ranks=3, calls=2, slots=1))) == ""
+    assert explore(switch_sums(Setup(ranks=3, calls=4, slots=2))) == ""
+    # One peer's leave is not enough.
+    assert "read" in explore(multicast_gather(Setup(ranks=3, calls=2, slots=1, without="leave of all")))
 
 
 @pytest.mark.parametrize(
@@ -169,12 +225,14 @@ def test_three_ranks_scatter():
             [gather, scatter], ["credit awaited", "data before flag", "flags of this epoch"], ["read"]
         ),
         (gather, "reading before credit", "read"),
+        (multicast_gather, "own store before credit", "saw"),
+        (switch_sums, "leave at the beginning", "read"),
         (scatter, "all blocks ended", "read"),
         (scatter, "others' tiles first", "nobody can go on"),
     ],
 )
 def test_a_protocol_that_lacks_a_rule_fails(protocol, without, error):
     # Between two ranks a scatter's second slot stands in for credits: a call ends with parts of both.
-    slots = 1 if (protocol, without) == (scatter, "credit awaited") else 2
+    slots = 1 if (protocol, without) == (scatter, "credit awaited") or protocol == switch_sums else 2
     blocks = 1 if error == "nobody can go on" else 2
     assert error in explore(protocol(Setup(2, calls=4, slots=slots, blocks=blocks, without=without)))

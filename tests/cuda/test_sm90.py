@@ -191,10 +191,16 @@ def test_tiles_are_chosen_without_a_device(launchers: ctypes.CDLL) -> None:
     assert choose(64, 512, 768, 4096, 132) == 0
 
 
+@pytest.mark.skipif(not why_not(), reason="the kernels can be used here")
+def test_without_a_device_they_are_on_none(launchers: ctypes.CDLL) -> None:
+    assert launchers.pyruntime_sm90_is_on_device() == abi.REFUSED
+    assert b"is left to the portable kernel: there is no device" in launchers.pyruntime_error()
+
+
 def test_the_header_names_what_the_library_exports(launchers: ctypes.CDLL) -> None:
     header = (build_sm90.FOLDER / "launchers.h").read_text()
     declared = re.findall(r"PYRUNTIME_API [\w* ]*?\b(pyruntime_\w+)\(", header)
-    assert len(declared) == 4
+    assert len(declared) == 5
     assert all(hasattr(launchers, name) for name in declared)
 
 

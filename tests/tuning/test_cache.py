@@ -13,8 +13,12 @@ from pyruntime.tuning.cache import CacheError, Choice, Place
 PLACE = Place("a processor, 1 thread(s) a rank", 2, "symmetric memory", "pyruntime 0.1.0, torch 2.13.0")
 KEY = "all_gather_matmul rows=64 n=32 k=16 Float cpu"
 CHOICE = Choice("chunked", {"chunked": 0.001, "unfused": 0.002}, rounds=7, date="2026-11-21")
-TILED = dataclasses.replace(CHOICE, tiles="large")
-CACHE = {PLACE: {KEY: CHOICE, "another": TILED}, dataclasses.replace(PLACE, world_size=4): {KEY: TILED}}
+TILED = Choice.of("fused:large", {"unfused": 0.002, "fused": 0.002, "fused:large": 0.001}, 3, "2026-11-21")
+CHUNKED = Choice.of("chunked:4", {"unfused": 0.002, "chunked": 0.002, "chunked:4": 0.001}, 3, "2026-11-21")
+CACHE = {
+    PLACE: {KEY: CHOICE, "another": TILED, "third": CHUNKED},
+    dataclasses.replace(PLACE, world_size=4): {KEY: TILED},
+}
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -23,6 +27,25 @@ def test_what_is_written_is_read(tmp_path):
     cache.write(path, CACHE)
     assert cache.read(path) == CACHE
     assert os.listdir(path.parent) == ["tuning.json"]
+
+
+@pytest.mark.parametrize(
+    ("way", "tier", "chunks", "tiles"),
+    [
+        ("unfused", "unfused", 0, ""),
+        ("chunked:12", "chunked", 12, ""),
+        ("fused", "fused", 0, ""),
+        ("fused:sm90-large", "fused", 0, "sm90-large"),
+    ],
+)
+def test_a_way_is_kept_in_its_parts(way, tier, chunks, tiles):
+    choice = Choice.of(way, {way: 1.0}, 3, "2026-11-21")
+    assert (choice.way, choice.tier, choice.chunks, choice.tiles) == (way, tier, chunks, tiles)
+
+
+def test_files_from_before_numbers_of_chunks_are_read(tmp_path):
+    path = changed(tmp_path / "tuning.json", lambda document: first(document).pop("chunks"))
+    assert cache.read(path) == CACHE
 
 
 def test_the_file_is_where_the_environment_says(monkeypatch, tmp_path):
@@ -74,6 +97,11 @@ def first(document: dict) -> dict:
         lambda document: first(document).update(seconds={"chunked": float("inf")}),
         lambda document: first(document).update(seconds={"chunked": "fast"}),
         lambda document: first(document).update(tiles=None),
+        lambda document: first(document).update(tiles="large"),  # was not measured
+        lambda document: first(document).update(chunks=4),
+        lambda document: first(document).update(chunks="four"),
+        lambda document: first(document).update(chunks=-4, seconds={"chunked:-4": 1.0}),
+        lambda document: first(document).update(chunks=4, tiles="x", seconds={"chunked:4:x": 1.0}),
     ],
 )
 def test_a_file_with_something_else_inside_is_refused(tmp_path, change):
@@ -114,7 +142,7 @@ def test_new_choices_replace_old_ones_of_their_place_and_no_others():
     other = dataclasses.replace(PLACE, transport="ring over gloo")
     newer = dataclasses.replace(CHOICE, tier="unfused")
     found = cache.merged(CACHE, PLACE, {KEY: newer, "new": CHOICE})
-    assert found[PLACE] == {KEY: newer, "another": TILED, "new": CHOICE}
+    assert found[PLACE] == {KEY: newer, "another": TILED, "third": CHUNKED, "new": CHOICE}
     assert {place: choices for place, choices in found.items() if place != PLACE} == {
         place: choices for place, choices in CACHE.items() if place != PLACE
     }

@@ -23,6 +23,14 @@ SHAPE = preset("debug", vocab_size=259)  # the head's 259 columns are cut uneven
         ({"unfused": 0.5, "chunked": 0.7, "fused": 0.8}, "unfused"),
         ({"unfused": 0.5}, "unfused"),
         ({"chunked": 0.5}, "chunked"),
+        (
+            {"unfused": 1.0, "chunked": 0.9, "chunked:2": 0.88, "chunked:8": 1.0},
+            "chunked",
+        ),  # within the noise
+        ({"unfused": 1.0, "chunked": 0.9, "chunked:2": 0.8, "chunked:8": 0.7}, "chunked:8"),
+        ({"unfused": 0.5, "chunked": 0.9, "chunked:2": 0.7}, "unfused"),
+        ({"unfused": 0.6, "chunked": 0.5, "fused": 0.4, "fused:small": 0.3}, "fused:small"),
+        ({"unfused": 0.69, "chunked": 0.9, "chunked:2": 0.7}, "chunked:2"),
     ],
 )
 def test_the_fastest_is_chosen_and_unfused_only_where_it_wins_clearly(seconds, tier):
@@ -33,7 +41,7 @@ def test_figures_are_those_of_the_field():
     linear = Linear("qkv", "all_gather_matmul", 8, 4, 2)
     tiers = {"unfused": 5.0, "chunked": 3.6}
     found = Measured(linear, "forward", ("key",), tiers, {}, gemm=3.0, collective=2.0, rounds=3)
-    assert found.tier == "chunked"
+    assert found.way == "chunked"
     assert found.bound_ratio == pytest.approx(3.6 / 3.0)
     assert found.efficiency == pytest.approx((3.0 + 2.0 - 3.6) / 2.0)
 

@@ -126,14 +126,20 @@ def looked_up(group):
 
 def test_tiles_can_be_looked_up_by_op_and_shape(ranks):
     for preset, none in ranks.run(looked_up, 2):
-        assert preset == ("chunked", "large", [("chunked", 0.0015), ("unfused", 0.002)], "2026-11-21")
+        assert preset == ("chunked", 0, "large", [("chunked", 0.0015), ("unfused", 0.002)], "2026-11-21")
         assert none is None
 
 
 def test_the_core_refuses_what_is_no_tier():
     for tier in ("auto", "quick"):
         with pytest.raises(ValueError, match=f"'{tier}'"):
-            _C.set_tier_presets(2, "symmetric memory", {"key": (tier, "", [], "")})
+            _C.set_tier_presets(2, "symmetric memory", {"key": (tier, 0, "", [], "")})
+    for preset, sentence in (
+        (("chunked:4", 0, "", [], ""), "chunks and tiles have places of their own"),
+        (("chunked", -1, "", [], ""), "has -1 chunks; use 0"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            _C.set_tier_presets(2, "symmetric memory", {"key": preset})
 
 
 def test_a_key_has_the_kind_of_a_device_and_not_its_number():

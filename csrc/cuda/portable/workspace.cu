@@ -93,8 +93,9 @@ int pyruntime_failure(const PyruntimeGroup* group, PyruntimeFailure* out, void* 
 int pyruntime_describe_failure(const PyruntimeFailure* failure, char* out, int64_t size) {
   return guarded("describe_failure", [&] {
     require(failure != nullptr && out != nullptr && size > 0, "there is no record, or nowhere to write.");
-    static const char* const kOps[] = {"wait", "push of rows", "all_gather_matmul", "matmul_reduce_scatter"};
-    const char* op = failure->op >= 0 && failure->op < 4 ? kOps[failure->op] : "unknown op";
+    static const char* const kOps[] = {"wait", "push of rows", "all_gather_matmul", "matmul_reduce_scatter",
+                                       "multicast of rows"};
+    const char* op = failure->op >= 0 && failure->op < 5 ? kOps[failure->op] : "unknown op";
     const auto bytes = static_cast<size_t>(size);
     const auto number = [](uint64_t value) { return static_cast<unsigned long long>(value); };
     if (failure->state == PYRUNTIME_NO_FAILURE) {

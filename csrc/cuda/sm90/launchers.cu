@@ -39,14 +39,7 @@ void check_address(const char* name, const void* start, int64_t pitch) {
                 "; TMA takes rows less than 2^38 elements apart.");
 }
 
-// The device is asked last, so that all else is said without one.
-void check_that_it_is_for_hopper(const PyruntimeMatmul& matmul, int64_t rows_of_a, bool writes_c_by_tma) {
-  refuse_unless(kBuilt, "this library was built without kernels for compute capability 9.0.");
-  const bool is_empty = matmul.m == 0 || matmul.n == 0 || matmul.k == 0;
-  refuse_unless(!is_empty, "the product is empty; TMA has no maps of nothing.");
-  if (rows_of_a > 0) check_address("a", matmul.a, matmul.lda);
-  check_address("b", matmul.b, matmul.ldb);
-  if (writes_c_by_tma) check_address("c", matmul.c, matmul.ldc);
+void check_that_device_is_hopper() {
   const int major = runtime::attribute(cudaDevAttrComputeCapabilityMajor);
   const int minor = runtime::attribute(cudaDevAttrComputeCapabilityMinor);
   if (major == 9 && minor == 0) return;
@@ -54,6 +47,21 @@ void check_that_it_is_for_hopper(const PyruntimeMatmul& matmul, int64_t rows_of_
   refuse_unless(error == nullptr, "there is no device: ", error, ".");
   refuse_unless(false, "the device has compute capability ", major, ".", minor,
                 "; these kernels are for 9.0.");
+}
+
+void check_that_they_are_built() {
+  refuse_unless(kBuilt, "this library was built without kernels for compute capability 9.0.");
+}
+
+// The device is asked last, so that all else is said without one.
+void check_that_it_is_for_hopper(const PyruntimeMatmul& matmul, int64_t rows_of_a, bool writes_c_by_tma) {
+  check_that_they_are_built();
+  const bool is_empty = matmul.m == 0 || matmul.n == 0 || matmul.k == 0;
+  refuse_unless(!is_empty, "the product is empty; TMA has no maps of nothing.");
+  if (rows_of_a > 0) check_address("a", matmul.a, matmul.lda);
+  check_address("b", matmul.b, matmul.ldb);
+  if (writes_c_by_tma) check_address("c", matmul.c, matmul.ldc);
+  check_that_device_is_hopper();
 }
 
 // A launcher whose body may refuse. What is wrong all the same has its own code, from guarded().
@@ -103,6 +111,13 @@ int pyruntime_sm90_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n, int64_
                                 int32_t multiprocessors) {
   return choose_tiles(chunk_rows, m, n, k,
                       multiprocessors > 0 ? multiprocessors : runtime::multiprocessors());
+}
+
+int pyruntime_sm90_is_on_device() {
+  return offered("a search for a device", [] {
+    check_that_they_are_built();
+    check_that_device_is_hopper();
+  });
 }
 
 int pyruntime_sm90_matmul(const PyruntimeMatmul* matmul, void* stream) {

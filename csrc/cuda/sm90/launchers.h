@@ -23,6 +23,9 @@ enum { PYRUNTIME_REFUSED = 3 };
 PYRUNTIME_API int pyruntime_sm90_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n, int64_t k,
                                               int32_t multiprocessors);
 
+/* PYRUNTIME_OK where these kernels are built and the current device is theirs, else PYRUNTIME_REFUSED. */
+PYRUNTIME_API int pyruntime_sm90_is_on_device(void);
+
 /* Blocks with large tiles come in pairs: most_blocks and spare_blocks leave at least one. */
 PYRUNTIME_API int pyruntime_sm90_matmul(const PyruntimeMatmul* matmul, void* stream);
 PYRUNTIME_API int pyruntime_sm90_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,

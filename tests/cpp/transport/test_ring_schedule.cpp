@@ -18,6 +18,7 @@ using pyruntime::Chunk;
 using pyruntime::ChunkPlan;
 using pyruntime::HostLayout;
 using pyruntime::LinkCost;
+using pyruntime::other_ring_pieces;
 using pyruntime::ring_pieces;
 using pyruntime::ring_streams;
 using pyruntime::RingItem;
@@ -467,6 +468,27 @@ TEST(a_size_that_was_asked_for_is_taken_whatever_the_link_costs) {
   EXPECT_EQ(ring_pieces(1000, 1, true, 2, kSlowLink, {100}), 10);
   EXPECT_EQ(ring_pieces(1001, 1, true, 2, kSlowLink, {100}), 11);
   EXPECT_EQ(ring_pieces(1001, 1, true, 3, kSlowLink, {100}), 12);
+}
+
+TEST(other_numbers_of_pieces_are_half_and_twice_where_a_ring_can_have_them) {
+  using Numbers = std::vector<int>;
+  EXPECT(other_ring_pieces(8, 2) == (Numbers{4, 16}));
+  EXPECT(other_ring_pieces(1, 2) == Numbers{2});
+  EXPECT(other_ring_pieces(kMostPiecesEver, 2) == Numbers{kMostPiecesEver / 2});
+  EXPECT(other_ring_pieces(10, 3) == (Numbers{6, 20}));  // both ways round, as many each
+  EXPECT(other_ring_pieces(2, 3) == Numbers{4});
+  for_every_size([](int64_t bytes, int hosts, const LinkCost& cost) {
+    const int usual = ring_pieces(bytes, 2000, true, hosts, cost, {});
+    EXPECT(pyruntime::why_no_ring_of_pieces(usual, hosts).empty());
+    for (const int pieces : other_ring_pieces(usual, hosts)) {
+      EXPECT(pieces != usual && pyruntime::why_no_ring_of_pieces(pieces, hosts).empty());
+    }
+  });
+  for (const int pieces : {-1, 0, kMostPiecesEver + 1, 2 * kMostPiecesEver}) {
+    EXPECT(!pyruntime::why_no_ring_of_pieces(pieces, 2).empty());
+  }
+  EXPECT(pyruntime::why_no_ring_of_pieces(3, 2).empty());
+  EXPECT(!pyruntime::why_no_ring_of_pieces(3, 3).empty());
 }
 
 TEST(flags_suffice_for_the_most_pieces) {

@@ -1,0 +1,106 @@
+// What the transport between the devices of one host holds: symmetric memory, cut into slots, and the streams
+// on which chunks leave. What an op does with a slot is a flight's (one_host_device_flight.h).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transport/device_library.h"
+#include "transport/device_streams.h"
+#include "transport/fused_product.h"
+#include "transport/multicast.h"
+#include "transport/transport.h"
+
+namespace pyruntime {
+
+// Of a workspace: what it begins with is zero until something fails.
+inline constexpr int64_t kDeviceHeaderBytes = 128;
+
+// Symmetric memory on every rank, as the library lays it out: slots of so many bytes.
+struct DeviceWorkspace {
+  PyruntimeWorkspace shape;
+  at::Tensor memory;
+  c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> handle;
+  std::vector<void*> bases;   // every rank's
+  void* multicast = nullptr;  // all of them at once; nullptr: not asked for
+  at::Tensor header_seen;     // what it began with when the last flight here ended, copied by the device
+  PyruntimeGroup seen{};      // that flight's
+};
+
+class DeviceTransport : public Transport {
+ public:
+  DeviceTransport(GroupContext& context, std::string name, c10::Device device, const DeviceLibrary& library,
+                  int64_t piece_bytes, Multicast multicast);
+
+  std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
+  std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
+  std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override;
+  std::string why_not_fused(const FlightDescriptor& descriptor) const override;
+  std::vector<std::string> tiles() const override { return tile_names(library_); }
+  std::vector<std::string> other_tiles(int64_t rows, int64_t n, int64_t k) const override {
+    return other_tile_names(library_, world_size(), rows, n, k);
+  }
+
+  // How many flags say, piece by piece, that the rows of a rank have come.
+  int pieces_of(const FlightDescriptor& descriptor) const;
+  // How many flags say that a part of so many rows has come. Ranks whose kernels raise them one by one and
+  // ranks that raise them together need not know of each other.
+  int flags_of_part(const FlightDescriptor& descriptor, int64_t rows) const;
+  // Whether the switch sums. Never what a fused kernel of some rank may compute: that one sends its parts.
+  bool sums_in_the_switch(const FlightDescriptor& descriptor) const;
+
+  void flush() override;
+  void leave() override { flush(); }
+  bool crosses_hosts() const override { return false; }
+  bool is_capturing() const override { return library_.is_capturing(streams_.current()) != 0; }
+  std::string description() const override;
+  int64_t workspace_bytes() const override;
+
+ private:
+  friend class DeviceFlight;
+
+  struct Slot {
+    bool in_flight = false;
+    at::Tensor staging;  // what leaves from here
+    // Until then the puts of the flight before read what that flight wrote.
+    std::optional<c10::Event> puts_ended;
+  };
+
+  // A slot of the workspace for the next flight, with room for so many bytes and flags on every rank.
+  int claim(Op op, int64_t bytes, int64_t flags);
+  // All ranks come here with the same op, as all have claimed the same bytes so far. The memory before stays,
+  // because flights may be under way in it; together it is less than the new one.
+  void grow(int64_t bytes, int64_t flags);
+  void find_multicast(DeviceWorkspace& workspace) const;
+  at::Tensor staging(int slot, int64_t bytes);
+  // Looks at what the device had written down by the end of a flight that is over.
+  void raise_if_failed();
+
+  std::string name_;
+  c10::Device device_;
+  const DeviceLibrary& library_;
+  int64_t piece_bytes_;
+  Multicast multicast_;
+  DeviceStreams streams_;
+  uint64_t last_number_ = 0;
+  std::array<Slot, PYRUNTIME_SLOTS> slots_;
+  std::vector<std::unique_ptr<DeviceWorkspace>> workspaces_;  // the last one is the one to use
+  bool was_captured_ = false;                                 // any flight, into a graph
+  std::vector<at::Tensor> kept_;                              // what graphs still use
+};
+
+std::unique_ptr<GatherFlight> make_device_gather(DeviceTransport& transport,
+                                                 const FlightDescriptor& descriptor);
+std::unique_ptr<ScatterFlight> make_device_scatter(DeviceTransport& transport,
+                                                   const FlightDescriptor& descriptor, bool all);
+std::unique_ptr<ScatterFlight> make_switch_sums(DeviceTransport& transport,
+                                                const FlightDescriptor& descriptor, bool all);
+
+}  // namespace pyruntime

@@ -1,0 +1,93 @@
+"""Times the rank's own product by tiles that the library of kernels does not have, compiled by NVRTC.
+
+It is the portable product alone, nothing travels: it says whether other tiles would be worth building in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pyruntime.cuda.library import CudaLibraryError
+from pyruntime.cuda.nvrtc import NvrtcError
+from pyruntime.cuda.variants import CANDIDATES, LARGE, SMALL, Tiles, Variant, variants
+from pyruntime.tuning.measure import MUST_WIN_BY, Problem, Run, gathered
+from pyruntime.tuning.timing import interleave
+
+BUILT_IN = tuple(name for name, tiles in CANDIDATES.items() if tiles in (SMALL, LARGE))
+WARM_UP = 2
+
+
+class Product(Protocol):
+    """What Variant is."""
+
+    def matmul(self, a: Tensor, b: Tensor, c: Tensor) -> None: ...
+
+
+Make = Callable[[Tiles, str, torch.dtype], Product]
+
+
+@dataclass(frozen=True)
+class TimedVariants:
+    """One product; seconds are medians over rounds of the slowest rank."""
+
+    name: str
+    """ "qkv forward"."""
+    seconds: dict[str, float]
+    """By the tiles' name in CANDIDATES."""
+    refused: dict[str, str]
+    """Why other tiles were not timed."""
+
+    def sentence(self) -> str:
+        """What it says of the tiles that are built in."""
+        built_in = {name: value for name, value in self.seconds.items() if name in BUILT_IN}
+        if not built_in:
+            return f"{self.name}: tile variants were not timed: {next(iter(self.refused.values()))}"
+        best = min(self.seconds, key=lambda name: self.seconds[name])
+        ours = min(built_in, key=lambda name: built_in[name])
+        beaten = self.seconds[best] < MUST_WIN_BY * built_in[ours]
+        told = f"{self.name}: of the tiles that are built in {ours} is the quickest, {_ms(built_in[ours])}"
+        return f"{told}; the variant {best} would take {_ms(self.seconds[best])}" if beaten else told
+
+
+def time_variants(problem: Problem, when: str, rounds: int, make: Make = Variant) -> TimedVariants:
+    """Times Y = X W^T ("forward") or dX = dY W ("backward") of all rows by every candidate that compiles for
+    this device, in interleaved rounds. Collective over the problem's job; compiling takes seconds for each.
+    What cannot be had on one rank is timed on none. `make`: Variant, which raises CudaLibraryError or
+    NvrtcError where it cannot be had."""
+    forward = when == "forward"
+    layout = "NT" if forward else "NN"
+    a = problem.x_whole if forward else problem.y_whole
+    c = a.new_empty(a.shape[0], problem.linear.n if forward else problem.linear.k)
+    runs: dict[str, Run] = {}
+    refused: dict[str, str] = {}
+    for name, tiles in variants(layout).items():
+        why, made = "", None
+        try:
+            made = make(tiles, layout, problem.dtype)
+        except (CudaLibraryError, NvrtcError, ValueError) as error:
+            why = str(error)
+        found = [sentence for sentence in gathered(why, problem.job) if sentence]
+        if found or made is None:
+            refused[name] = found[0]
+        else:
+            runs[name] = _run(made, a, problem.weight, c)
+    for _ in range(WARM_UP):
+        for run in runs.values():
+            run()
+        problem.finish()
+    samples = interleave(runs, rounds, finish=problem.finish, group=problem.job) if runs else {}
+    seconds = {name: sample.median for name, sample in samples.items()}
+    return TimedVariants(f"{problem.linear.name} {when}", seconds, refused)
+
+
+def _run(product: Product, a: Tensor, b: Tensor, c: Tensor) -> Run:
+    return lambda: product.matmul(a, b, c)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
