@@ -67,7 +67,6 @@ def here() -> dict[str, Any]:
 
 def child(part: str, lines: Path, quick: bool) -> int:
     """Runs one part; its results go to a file line by line, so what it found outlives it."""
-    import gpu_parts
     import torch
 
     with lines.open("a", encoding="utf-8") as file:
@@ -80,6 +79,8 @@ def child(part: str, lines: Path, quick: bool) -> int:
         try:
             if not torch.cuda.is_available():
                 raise RuntimeError("torch sees no GPU.")
+            import gpu_parts
+
             with torch.cuda.stream(torch.cuda.Stream()):
                 gpu_parts.run(part, emit, quick)
                 torch.cuda.synchronize()

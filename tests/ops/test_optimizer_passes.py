@@ -121,7 +121,7 @@ def test_sum_of_squares_of_nothing_is_zero_and_does_not_overflow():
 
 @implementations
 @pytest.mark.parametrize(
-    "dtypes", itertools.product([torch.float32, torch.bfloat16, torch.float64], repeat=2)
+    "dtypes", list(itertools.product([torch.float32, torch.bfloat16, torch.float64], repeat=2))
 )
 @pytest.mark.parametrize("shape", [(), (0,), (7, 5), (40_001,), (6, 4)])
 def test_additions_of_two_dtypes_are_torchs_to_the_last_bit(run, dtypes, shape):
