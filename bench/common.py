@@ -71,7 +71,7 @@ class Report:
 
     def __init__(self, args: argparse.Namespace, how: str):
         self._args, self._how, self._facts = args, how, facts()
-        self._results: list[dict[str, Any]] = []
+        self.results: list[dict[str, Any]] = []
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
         if self._is_first:
             where = self._facts
@@ -79,14 +79,14 @@ class Report:
             print(f"{where['ranks']} ranks, torch {where['versions']['torch']}, {where['date']}\n\n{how}")
 
     def add(self, result: dict[str, Any], text: str) -> None:
-        self._results.append(result)
+        self.results.append(result)
         if self._is_first:
             print(f"\n{text}", flush=True)
 
     def write(self, path: str | None) -> None:
         """To a file, where one was asked for."""
         if path and self._is_first:
-            write_json(path, self._facts, {**vars(self._args), "how": self._how}, self._results)
+            write_json(path, self._facts, {**vars(self._args), "how": self._how}, self.results)
 
 
 def rounds_for(seconds: float, least: int, one_round: Callable[[], object], most: int = 100) -> int:

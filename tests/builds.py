@@ -10,6 +10,7 @@ pytest ends, and ends its compilers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,10 @@ from pathlib import Path
 from tests.rank_worker import die_with_parent
 from tools.build_cuda import ROOT, find_ninja
 
+FINISHES_S = 1500.0
+"""A build that takes longer, from when it is waited for, is ended."""
+STOPS_S = 30.0
+"""A build that was told to end and does not is killed."""
 NICENESS = 10
 """Tests measure time: a compiler takes what they leave."""
 
@@ -47,7 +52,7 @@ class Builds:
 
     def start(self) -> None:
         """Begins all that is wanted."""
-        jobs = int(os.environ.get("MAX_JOBS", len(os.sched_getaffinity(0))))
+        jobs = jobs_at_once()
         for recipe in self._wanted:
             self._running[recipe] = Build(recipe, max(1, jobs // len(self._wanted)))
 
@@ -87,13 +92,29 @@ class Build:
             )
 
     def finish(self) -> None:
-        if self._ninja is None or self._ninja.wait() != 0:
-            raise RuntimeError(f"{self._what} cannot be built:\n{self._log.read_text(errors='replace')}")
+        said = "is still compiling"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._ninja is not None and self._ninja.wait(FINISHES_S) == 0:
+                return
+            said = "cannot be built"
+        self.stop()
+        raise RuntimeError(f"{self._what} {said}:\n{self._log.read_text(errors='replace')}")
 
     def stop(self) -> None:
-        if self._ninja is not None:
-            self._ninja.terminate()
+        if self._ninja is None:
+            return
+        self._ninja.terminate()
+        try:
+            self._ninja.wait(STOPS_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._ninja.pid, signal.SIGKILL)
             self._ninja.wait()
+
+
+def jobs_at_once() -> int:
+    """Of all builds together: what MAX_JOBS says, where that is a number, else one for each core."""
+    asked = os.environ.get("MAX_JOBS", "")
+    return int(asked) if asked.isdecimal() and int(asked) > 0 else len(os.sched_getaffinity(0))
 
 
 def main() -> None:

@@ -45,7 +45,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    session.config.stash[BUILDS].stop()
+    builds = session.config.stash.get(BUILDS, None)
+    if builds is not None:  # the session may have ended before it began
+        builds.stop()
 
 
 @pytest.fixture(scope="module")

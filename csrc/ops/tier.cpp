@@ -102,14 +102,24 @@ std::optional<TierPreset> fitting_preset(Group& group, const Transport& transpor
   return preset;
 }
 
-// The number of chunks of this key, whatever the tier: what was tuned, unless the group has settled before.
-int tuned_chunks(Group& group, const Transport& transport, const TierKey& key,
-                 const std::function<std::string()>& why_not_fused) {
-  if (!any_tier_presets() && group.tier_trials().empty()) return 0;
-  const auto known = group.tier_trials().find(key.text());
-  if (known != group.tier_trials().end() && !known->second.tier.empty()) return known->second.chunks;
-  const std::optional<TierPreset> preset = fitting_preset(group, transport, key, why_not_fused);
-  return preset ? preset->chunks : 0;
+// The number of chunks of this key, whatever the tier: what was tuned when the group first saw it, which is
+// in the same op on all ranks.
+int tuned_chunks(const Group& group, const Transport& transport, const TierKey& key) {
+  const auto known = group.tuned_chunks().find(shared_text(key.text()));
+  if (known != group.tuned_chunks().end()) return known->second;
+  const int chunks = find_tuned_chunks(group, key);
+  return chunks > 0 && transport.why_not_pieces(chunks).empty() ? chunks : 0;
+}
+
+int settled_chunks(Group& group, const Transport& transport, const TierKey& key) {
+  const int chunks = tuned_chunks(group, transport, key);
+  return group.tuned_chunks().try_emplace(shared_text(key.text()), chunks).first->second;
+}
+
+// What explains a preset: with the number of chunks that is taken.
+std::string text_of(TierPreset preset, int chunks) {
+  preset.chunks = chunks;
+  return preset.text();
 }
 
 int positive_number(const std::string& text) {
@@ -173,6 +183,12 @@ std::string TierKey::text() const {
   return text.str();
 }
 
+std::string shared_text(const std::string& key) {
+  const size_t cut = key.find(key.rfind("all_gather_matmul", 0) == 0 ? " n=" : " k=");
+  if (cut == std::string::npos) return key;
+  return key.substr(0, cut) + key.substr(std::min(key.find(' ', cut + 1), key.size()));
+}
+
 std::string no_fused_kernel() {
   return "no fused kernel computes it";
 }
@@ -196,26 +212,22 @@ Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, cons
   }
   const std::string why_not = why_not_within(*transport, asked.chunks, asked.tiles);
   check(why_not.empty(), why_not, name_of(asked.tier));
-  if (asked.tier != Tier::kAuto) {
-    Way way = asked;
-    if (way.chunks == 0) way.chunks = tuned_chunks(group, *transport, key, why_not_fused);
-    return body(way);
-  }
+  const int chunks = asked.chunks > 0 ? asked.chunks : settled_chunks(group, *transport, key);
+  if (asked.tier != Tier::kAuto) return body({asked.tier, chunks, asked.tiles});
 
   TierTrials& trials = group.tier_trials()[key.text()];
   if (trials.tier.empty()) {
     if (const auto preset = fitting_preset(group, *transport, key, why_not_fused)) {
       trials.tier = preset->tier;
-      trials.chunks = preset->chunks;
       trials.tiles = preset->tiles;
-      trials.tuned = preset->text();
+      trials.tuned = text_of(*preset, chunks);
     }
   }
   if (!trials.tier.empty()) {
     // Calls with one key may differ in what the key does not say: rows in several blocks, say.
     const Tier settled = way_named(trials.tier).tier;
     const bool can_run = settled != Tier::kFused || why_not_fused().empty();
-    return body(can_run ? Way{settled, trials.chunks, trials.tiles} : Way{Tier::kChunked, trials.chunks});
+    return body(can_run ? Way{settled, chunks, trials.tiles} : Way{Tier::kChunked, chunks});
   }
   check(!transport->is_capturing(),
         "its tiers are still being measured, which a CUDA graph cannot capture: run it a dozen times before",
@@ -224,7 +236,7 @@ Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, cons
   const Tier tier = next_trial(trials);
   await_device(key.device);
   const double start = monotonic_seconds();
-  Tensors result = body({tier});
+  Tensors result = body({tier, chunks});
   await_device(key.device);
   calls_of(trials, tier).push_back(monotonic_seconds() - start);
   settle(trials);
@@ -240,7 +252,7 @@ std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& ke
   const auto why_not_fused = [&] { return why_not_fused_by_key(*transport, key); };
   if (asked.tier != Tier::kAuto) {
     std::string was_asked = "tier='" + text_of(asked) + "' was asked for";
-    const int chunks = tuned_chunks(group, *transport, key, why_not_fused);
+    const int chunks = tuned_chunks(group, *transport, key);
     if (asked.chunks == 0 && chunks > 0) was_asked += "; tuned: " + in_chunks(chunks);
     const std::string why_not = why_not_fused();
     if (why_not.empty()) return {name_of(asked.tier), was_asked};
@@ -249,7 +261,7 @@ std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& ke
   const auto known = group.tier_trials().find(key.text());
   if (known == group.tier_trials().end()) {
     const std::optional<TierPreset> preset = fitting_preset(group, *transport, key, why_not_fused);
-    if (preset) return {preset->tier, preset->text()};
+    if (preset) return {preset->tier, text_of(*preset, tuned_chunks(group, *transport, key))};
     return {"auto", "no call with this shape yet: the first ones measure the tiers"};
   }
   if (known->second.tier.empty())

@@ -45,13 +45,17 @@ struct TierKey {
   std::string text() const;
 };
 
+// What of TierKey::text() is the same on all ranks: all but the width in which a weight is cut, perhaps
+// unevenly: n of all_gather_matmul, k of the others.
+std::string shared_text(const std::string& key);
+
 using Tensors = std::vector<at::Tensor>;
 
 // Runs `body` in the way that was asked for. For kAuto the first calls with this key take the tiers in turn
 // and are timed; the later ones take the tier whose median was lowest. Each rank chooses for itself: what
 // travels, and in which order, is the same in all tiers, so ranks need not agree (their shapes may differ,
-// too, where a weight is cut unevenly). That holds for the number of chunks as well: one that was tuned for
-// the key is taken in every tier, unless `asked` names another.
+// too, where a weight is cut unevenly). The number of chunks is what they must agree on: one that was tuned
+// for the op and its rows when the group first saw them is taken in every tier, unless `asked` names another.
 //
 // `why_not_fused`: asked where that matters; then kAuto leaves the fused tier out, and kFused raises
 // ValueError.

@@ -215,9 +215,18 @@ Transport* Group::device_transport(c10::Device device) {
 std::unique_ptr<Transport> Group::open_device_transport(c10::Device device, int hosts, int64_t opening) {
   std::string why_no_library;
   const DeviceLibrary* library = DeviceLibrary::find(device.type(), why_no_library);
-  check_multicast_can_be(hosts > 1            ? "its ranks are on " + std::to_string(hosts) + " hosts"
-                         : library == nullptr ? why_no_library
-                                              : "");
+  check_multicast_can_be(hosts > 1 ? "its ranks are on " + std::to_string(hosts) + " hosts" : "");
+  if (settings_.multicast != Multicast::kOff) {
+    // On all ranks: who cannot must not leave the others waiting for its memory.
+    const std::string own = library == nullptr ? why_no_library : why_no_multicast(device, *library);
+    const std::string can = "can";
+    int rank = 0;
+    for (const std::string& found :
+         exchange("multicast/" + std::to_string(opening), own.empty() ? can : own)) {
+      check_multicast_can_be(found == can ? "" : "rank " + std::to_string(rank) + " cannot: " + found);
+      ++rank;
+    }
+  }
   if (hosts > 1) {
     return make_several_hosts_device_transport(context_, process_group_, ranks_, device, hosts,
                                                instance_of(opening), library, why_no_transport_);
@@ -282,6 +291,7 @@ void Group::free_workspaces() {
   }
   on_devices_.clear();
   tier_trials_.clear();
+  tuned_chunks_.clear();
   transport_sought_ = false;
   why_no_transport_.clear();
   // A rank that is not in the group that failed follows its job when it closes any group.

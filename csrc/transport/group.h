@@ -29,7 +29,6 @@ struct TierTrials {
   double fused_s = 0;
   double unfused_s = 0;
   // Where they were chosen beforehand (ops/tier_presets.h):
-  int chunks = 0;     // that each rank's rows travel in
   std::string tiles;  // of the fused kernel
   std::string tuned;  // by what
 };
@@ -110,6 +109,9 @@ class Group {
 
   // By TierKey::text().
   std::map<std::string, TierTrials>& tier_trials() { return tier_trials_; }
+  // That each rank's rows travel in, of the ops so far; 0: as the transport chooses.
+  std::map<std::string, int>& tuned_chunks() { return tuned_chunks_; }
+  const std::map<std::string, int>& tuned_chunks() const { return tuned_chunks_; }
 
  private:
   void open_transport();
@@ -145,6 +147,7 @@ class Group {
   std::map<c10::Device, OnDevice, bool (*)(const c10::Device&, const c10::Device&)> on_devices_{
       [](const c10::Device& a, const c10::Device& b) { return a.str() < b.str(); }};
   std::map<std::string, TierTrials> tier_trials_;
+  std::map<std::string, int> tuned_chunks_;  // by shared_text() of ops/tier.h
 };
 
 }  // namespace pyruntime

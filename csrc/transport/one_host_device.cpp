@@ -38,20 +38,13 @@ bool has_failed(const std::unique_ptr<DeviceWorkspace>& workspace) {
   return std::any_of(seen, seen + kDeviceHeaderBytes, [](char byte) { return byte != 0; });
 }
 
-// Of this rank's device. Whether those of the group reach each other so is known when they map memory.
-void check_multicast(const GroupContext& context, c10::Device device, const DeviceLibrary& library,
-                     Multicast multicast) {
-  std::string why;
-  if (library.can_multicast() != PYRUNTIME_OK) {
-    why = library.error();
-  } else if (!device.is_cpu() && !symm::has_multicast_support(device.type(), device.index())) {
-    why = "torch finds no support for it in this device, its driver and its links.";
-  }
-  TORCH_CHECK_VALUE(why.empty(), "multicast='", name_of(multicast), "' was asked for group '", context.name,
-                    "', and ", device, " cannot: ", why, " Leave multicast out.");
-}
-
 }  // namespace
+
+std::string why_no_multicast(c10::Device device, const DeviceLibrary& library) {
+  if (library.can_multicast() != PYRUNTIME_OK) return library.error();
+  if (device.is_cpu() || symm::has_multicast_support(device.type(), device.index())) return "";
+  return "torch finds no support for it in its device, driver and links.";
+}
 
 DeviceTransport::DeviceTransport(GroupContext& context, std::string name, c10::Device device,
                                  const DeviceLibrary& library, int64_t piece_bytes, Multicast multicast)
@@ -74,8 +67,8 @@ void DeviceTransport::flush() {
 std::string DeviceTransport::description() const {
   const char* also = multicast_ == Multicast::kOff ? ""
                      : multicast_ == Multicast::kGather
-                         ? ", multicast of what goes to all"
-                         : ", multicast of what goes to all, sums in the switch";
+                         ? " with multicast of what goes to all"
+                         : " with multicast of what goes to all and sums in the switch";
   return "symmetric memory and copy engines" + std::string(also) + ", " + std::to_string(world_size()) +
          " ranks of one host";
 }
@@ -222,7 +215,6 @@ std::vector<int64_t> DeviceTransport::rows_held(const FlightDescriptor& descript
 std::unique_ptr<Transport> make_device_transport(GroupContext& context, const std::string& workspace,
                                                  c10::Device device, const DeviceLibrary& library,
                                                  int64_t piece_bytes, Multicast multicast) {
-  if (multicast != Multicast::kOff) check_multicast(context, device, library, multicast);
   return std::make_unique<DeviceTransport>(context, workspace, device, library, piece_bytes, multicast);
 }
 

@@ -9,6 +9,7 @@
 #include <c10/core/Device.h>
 
 #include <memory>
+#include <string>
 
 #include "transport/device_library.h"
 #include "transport/multicast.h"
@@ -16,10 +17,13 @@
 
 namespace pyruntime {
 
+// What keeps this rank's device from multicast; "" for nothing. Whether those of a group reach each other so
+// is known when they map memory.
+std::string why_no_multicast(c10::Device device, const DeviceLibrary& library);
+
 // Collective over the group, with its first op. `workspace` is the group under which its symmetric memory
 // meets; `library` outlives the transport; `piece_bytes`: how much of a rank's rows is announced at once to a
-// product that waits for them, 0 for a default. Raises ValueError where the device cannot do the `multicast`
-// that is asked for.
+// product that waits for them, 0 for a default. `multicast`: off where a rank's device cannot.
 std::unique_ptr<Transport> make_device_transport(GroupContext& context, const std::string& workspace,
                                                  c10::Device device, const DeviceLibrary& library,
                                                  int64_t piece_bytes, Multicast multicast);

@@ -31,6 +31,7 @@ class DeviceGather : public GatherFlight {
       }
     };
     if (flight_.has_multicast()) {
+      // This rank's own rows are stored once more, with the bits that they have, while it may read them.
       for_each_piece(
           [&](int64_t at, int64_t bytes, Flags flags) { flight_.multicast_more(at, bytes, flags); });
     } else {

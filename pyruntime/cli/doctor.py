@@ -223,7 +223,7 @@ def multicast() -> str:
 
     if not torch.version.cuda:
         return f"none: this torch is {torch_kind()}"
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # which starts the driver
     able = sum(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, index) for index in range(count))
     return (
         f"{able} of {count} GPUs can; comm.configure(multicast=...) uses it"

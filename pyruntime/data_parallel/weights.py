@@ -7,7 +7,8 @@ and weights that no module's forward announces, are gathered before the step ret
 
 Stage 3 keeps the whole of a weight only while it is read: gathered before the module's forward and again
 before its backward, the next one of the order on its way meanwhile, its memory given back afterwards. The
-backward pass of an embedding does not read the table, so it is not gathered again.
+backward pass of an embedding does not read the table, so it is not gathered again; what the forward pass
+reads last stays, as the backward pass begins with it.
 """
 
 from __future__ import annotations
@@ -286,6 +287,8 @@ class GatherPerUse(Gatherer):
     def __init__(self, model: nn.Module, weights: Sequence[UnitWeights], keep: int):
         self._read_again: set[int] = set()
         """Units that backward passes read."""
+        self._last: UnitWeights | None = None
+        """What the first forward pass read last."""
         super().__init__(model, weights)
         self._keep = keep
         self._in_backward: list[UnitWeights] = []
@@ -308,6 +311,8 @@ class GatherPerUse(Gatherer):
 
     def _before(self, read: list[UnitWeights]) -> None:
         super()._before(read)
+        if not self._is_agreed and torch._C._current_graph_task_id() == -1:
+            self._last = read[-1]
         self._prefetch(read[-1], +1)
 
     def _after(self, read: list[UnitWeights], output: Any, *, again: bool) -> None:
@@ -315,9 +320,8 @@ class GatherPerUse(Gatherer):
         if again and torch._C._current_graph_task_id() != -1:
             return  # a forward that is computed again for a backward pass, which is about to read them
         for each in read:
-            place = self._order.index(each)
-            stays = place < self._keep or place == len(self._order) - 1
-            if not (stays and id(each) in self._read_again and torch.is_grad_enabled()):
+            stays = self._order.index(each) < self._keep or each is self._last
+            if not (stays and again and torch.is_grad_enabled()):
                 each.free()
         if not again:
             return

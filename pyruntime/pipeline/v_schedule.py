@@ -1,5 +1,5 @@
-"""ZB-V: two stages on every rank, in a V, and weight gradients where bubbles would be (arXiv 2405.15362;
-2401.10241, section 6).
+"""ZB-V: two stages on every rank, in a V, and weight gradients where bubbles would be (Qi et al., arXiv
+2405.15362; 2401.10241, section 6).
 
 With 3 ranks, stages 0 to 5::
 
@@ -12,48 +12,81 @@ The rank that begins a micro-batch also ends it, so backwards begin where forwar
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from pyruntime.pipeline.actions import Action, Kind
 
-FORWARD_SIZE = 4
-"""What a forward stores until its input gradient has run, in quarters of itself."""
-RULES = ((2, False), (2, True), (1, False))
-"""What is stored from then until the weight gradient has run, in the same quarters, and whether input
-gradients of the later stage come first."""
-
 
 def zb_v(ranks: int, micro_batches: int) -> list[list[Action]]:
-    """Computes of each rank, from a greedy list scheduler over unit costs.
+    """Computes of each rank.
 
-    A rank stores at most 2 ranks forwards of a stage: as a stage is half of one of 1F1B, that is 1F1B's most.
-    A weight gradient that waits counts as half a forward, or as a quarter where half would make a rank wait.
-    Where forward, input gradient and weight gradient cost the same and micro_batches >= 2 ranks, no rank
-    idles between its first and its last action (derived: simulated for 1 to 24 ranks).
+    A rank stores at most 2 ranks forwards of a stage, those counted whose weight gradient waits, which keeps
+    the inputs of linears and the gradients of their outputs: about as much. As a stage is half of one of
+    1F1B, that is 1F1B's most. With at least 2 ranks micro-batches, no rank idles between its first and its
+    last action where forward, input gradient and weight gradient cost the same.
     """
-    attempts = [_Greedy(ranks, micro_batches, *rule) for rule in RULES]
-    for attempt in attempts:
-        attempt.run()
-    return min(attempts, key=lambda attempt: attempt.waits).computes
+    if micro_batches >= 2 * ranks:
+        return [_V(ranks, rank, micro_batches).computes for rank in range(ranks)]
+    greedy = _Greedy(ranks, micro_batches)
+    greedy.run()
+    return greedy.computes
+
+
+class _V:
+    """A rank of the schedule as it was published: what is late goes first through its gradients, and steady
+    turns of F I W of the one stage and F I W of the other leave no gap."""
+
+    def __init__(self, ranks: int, rank: int, micro_batches: int) -> None:
+        self.early, self.late = rank, 2 * ranks - 1 - rank
+        self.computes: list[Action] = []
+        self._done: Counter[tuple[Kind, int]] = Counter()
+        # The first micro-batch comes back when this rank has run so many forwards.
+        for _ in range(2 * (ranks - rank) - 1):
+            self._run(self.early, Kind.FORWARD)
+        for _ in range(rank):
+            self._run(self.late, Kind.FORWARD)
+            self._run(self.early, Kind.FORWARD)
+        for _ in range(ranks - rank):
+            self._run(self.late, *TURN)
+        while self._done[Kind.FORWARD, self.late] < micro_batches:
+            if self._done[Kind.FORWARD, self.early] < micro_batches:
+                self._run(self.early, Kind.FORWARD)
+            self._run(self.early, *TURN[1:])
+            self._run(self.late, *TURN)
+        # Others wait for the last input gradients; the weights' fill the end.
+        for _ in range(rank):
+            self._run(self.early, Kind.BACKWARD_INPUT)
+            self._run(self.late, Kind.BACKWARD_INPUT)
+        for _ in range(ranks - rank):
+            self._run(self.early, *TURN[1:])
+        for stage in (self.late, self.early):
+            while self._done[Kind.BACKWARD_WEIGHT, stage] < micro_batches:
+                self._run(stage, Kind.BACKWARD_WEIGHT)
+
+    def _run(self, stage: int, *kinds: Kind) -> None:
+        for kind in kinds:
+            self.computes.append(Action(kind, stage, self._done[kind, stage]))
+            self._done[kind, stage] += 1
+
+
+TURN = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 class _Greedy:
-    """In every step every rank takes the first it can of: an input gradient, a forward (of its later stage
-    first, which leads to backwards sooner), a weight gradient."""
+    """For few micro-batches: in every step every rank takes the first it can of: an input gradient, of the
+    stage that has run fewer; a forward, of its later stage first, which leads to backwards sooner; a weight
+    gradient."""
 
-    def __init__(self, ranks: int, micro_batches: int, weight_size: int, late_first: bool) -> None:
+    def __init__(self, ranks: int, micro_batches: int) -> None:
         self.ranks = ranks
         self.stages = 2 * ranks
         self.micro_batches = micro_batches
-        self.weight_size = weight_size
-        self.late_first = late_first
         self.computes: list[list[Action]] = [[] for _ in range(ranks)]
-        self.waits = 0
-        """Steps in which a rank idled between its first and its last action."""
         self.forwards = [0] * self.stages
         """How many each stage has run: micro-batches go in ascending order."""
         self.backwards = [0] * self.stages
         self.stored = [0] * ranks
+        """Forwards whose weight gradient has not run."""
         self.weights: list[deque[Action]] = [deque() for _ in range(ranks)]
         """Weight gradients that wait, oldest first."""
 
@@ -65,18 +98,16 @@ class _Greedy:
             for rank, action in enumerate(chosen):
                 if action is not None:
                     self._run(rank, action)
-                elif 0 < len(self.computes[rank]) < own:
-                    self.waits += 1
 
     def _choose(self, rank: int) -> Action | None:
         early, late = rank, self.stages - 1 - rank
         ready = [stage for stage in (early, late) if self._backward_is_ready(stage)]
         if ready:
-            stage = max(ready) if self.late_first else min(ready, key=lambda stage: self.backwards[stage])
+            stage = min(ready, key=lambda stage: self.backwards[stage])
             return Action(Kind.BACKWARD_INPUT, stage, self.backwards[stage])
         # The last place is for the later stage: what the early one stores is freed only after it.
-        places = self.stages * FORWARD_SIZE - self.stored[rank]
-        for stage, needed in ((late, FORWARD_SIZE), (early, 2 * FORWARD_SIZE)):
+        places = self.stages - self.stored[rank]
+        for stage, needed in ((late, 1), (early, 2)):
             if self._forward_is_ready(stage) and places >= needed:
                 return Action(Kind.FORWARD, stage, self.forwards[stage])
         return self.weights[rank][0] if self.weights[rank] else None
@@ -93,11 +124,10 @@ class _Greedy:
         self.computes[rank].append(action)
         if action.kind is Kind.FORWARD:
             self.forwards[action.stage] += 1
-            self.stored[rank] += FORWARD_SIZE
+            self.stored[rank] += 1
         elif action.kind is Kind.BACKWARD_INPUT:
             self.backwards[action.stage] += 1
             self.weights[rank].append(action.as_kind(Kind.BACKWARD_WEIGHT))
-            self.stored[rank] -= FORWARD_SIZE - self.weight_size
         else:
             self.weights[rank].popleft()
-            self.stored[rank] -= self.weight_size
+            self.stored[rank] -= 1

@@ -53,7 +53,8 @@ class Cluster:
     """Share of the peak that attention reaches; 0: as products do."""
     core_bandwidth: float = 0.0
     """Bytes/s at which a rank spends its own time on what it receives, hidden or not; 0: none of it, where
-    copy engines and adapters move data. CPU ranks copy and sum with the core that multiplies."""
+    copy engines and adapters move data. CPU ranks copy and sum with the core that multiplies, and it also
+    waits for the weights of a product to come from memory."""
     layer_overhead: float = 0.0
     """Seconds that a layer's forward pass takes whatever its size; a backward pass takes twice that."""
     process_bytes: float = 1.5e9

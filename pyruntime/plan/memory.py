@@ -9,11 +9,12 @@ for interleaving and logits.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
-from pyruntime.plan.pipelines import in_flight, last_stage_rank, layers_by_rank
+from pyruntime.plan.pipelines import deferred, in_flight, last_stage_rank, layers_by_rank
 
 SAFE = 0.8
 """Share of a GPU's memory up to which no estimated run went out of memory (arXiv 2411.06465, 454 runs)."""
@@ -182,16 +183,20 @@ def memory_of_rank(
     held = in_flight(mesh.kind, rank, mesh.pp, micro_batches, mesh.virtual, mesh.slices)
     if mesh.pp == 1:
         held = 1
+    waiting = deferred(mesh.kind, rank, mesh.pp, micro_batches)
     if mesh.recompute:
         # Every layer's input of every micro-batch, and one layer whole while it is run again.
-        activations = held * layers * 2 * tokens * model.hidden / (mesh.tp * mesh.y) + one
+        activations = (held - waiting) * layers * 2 * tokens * model.hidden / (mesh.tp * mesh.y) + one
+        activations += waiting * layers * _waiting_layer(model, tokens) / mesh.tp
     else:
+        # Where weights' gradients wait, about as much is kept as for the backward pass.
         activations = held * layers * one
     logits = 0.0
     if rank == last:
         # Of one micro-batch: the last stage goes backward right after it went forward.
         logits = tokens * model.vocab / (mesh.tp * mesh.x * mesh.slices) * rules.logits
         logits += 4 * tokens * model.hidden / (mesh.tp * mesh.y)
+        logits += math.ceil(waiting) * 2 * tokens * (model.hidden + model.vocab) / mesh.tp
     return Memory(
         weights,
         gradients,
@@ -218,6 +223,14 @@ def _one_layer(model: ModelShape, tokens: float, mesh: Mesh, rules: Rules) -> fl
         wide = tokens * 8 * model.hidden
         return wide / mesh.y + (whole - wide) / mesh.x
     return layer_activations(model, tokens, mesh.tp, rules=rules)
+
+
+def _waiting_layer(model: ModelShape, tokens: float) -> float:
+    """Bytes of a layer's weight gradients that wait: bf16 inputs of its linears, and gradients of their
+    outputs."""
+    inputs = 2 * model.hidden + model.attention_width + model.ffn
+    outputs = model.qkv + 2 * model.hidden + model.up
+    return 2 * tokens * (inputs + outputs)
 
 
 def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
+from pyruntime.pipeline.actions import Kind
 from pyruntime.pipeline.closed_forms import bubble_1f1b, bubble_interleaved, bubble_zb_h1
 from pyruntime.pipeline.split import split_layers
+from pyruntime.pipeline.v_schedule import zb_v
 from pyruntime.plan.models import ModelShape
 
 
@@ -19,8 +22,8 @@ def in_flight(
     store for one micro-batch.
 
     gpipe, terapipe: all of them. 1f1b: min(p - r, m); interleaved: min(m v, 2 (p - r - 1) + (v - 1) p + 1) /
-    v (arXiv 2104.04473, section 2.2). zb-h1: as 1f1b, and up to r more whose weights' gradient waits and
-    keeps the inputs of linears (arXiv 2401.10241, table 2). zb-v: p, that is 2 p halves (arXiv 2405.15362).
+    v (arXiv 2104.04473, section 2.2). zb-h1: as 1f1b, and up to r more whose weights' gradient waits (arXiv
+    2401.10241, table 2; see `deferred`). zb-v: p, that is 2 p halves, those included (arXiv 2405.15362).
     seq1f1b: with q slices min(p - r - 1 + q, m q) / q (arXiv 2406.03488).
     """
     p, r, m = ranks, rank, micro_batches
@@ -36,6 +39,29 @@ def in_flight(
     return min(p - r, m)
 
 
+def deferred(kind: str, rank: int, ranks: int, micro_batches: int) -> float:
+    """Of those, the most whose weights' gradient waits: what is kept of them is inputs of linears and the
+    gradients of their outputs. zb-h1: r + 1; zb-v: 2 r + 1 halves, and with fewer than 2 p micro-batches what
+    its schedule has; none where the weights' gradient is a part of the backward pass, as on the first rank of
+    zb-h1. Derived: counted in the schedules."""
+    if ranks == 1 or kind not in ("zb-h1", "zb-v") or (kind == "zb-h1" and rank == 0):
+        return 0
+    if kind == "zb-v" and micro_batches < 2 * ranks:
+        return deferred_by_zb_v(ranks, micro_batches)[rank] / 2
+    return min(rank + (1 if kind == "zb-h1" else 0.5), micro_batches)
+
+
+@functools.lru_cache(maxsize=1024)
+def deferred_by_zb_v(ranks: int, micro_batches: int) -> list[int]:
+    """Most weight gradients of a stage that wait on each rank."""
+    found = []
+    for computes in zb_v(ranks, micro_batches):
+        kinds = [action.kind for action in computes]
+        steps = ((kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT) for kind in kinds)
+        found.append(max(itertools.accumulate(steps)))
+    return found
+
+
 def bubble(
     kind: str,
     ranks: int,
@@ -49,13 +75,13 @@ def bubble(
     """Seconds of a step in which a rank idles; given are the seconds of all its stages for one micro-batch.
 
     The closed forms of pyruntime.pipeline, and for zb-v, with F, I and W those of a stage (half of what is
-    given) and t the longest of them::
+    given)::
 
-        (p - 1) t + (m - p) 2 (3 t - F - I - W)
+        (p - 1) max(F, I, W, 2 F - I, 2 (I - W))
 
-    its ranks run in lock-step, so what is shorter waits. Derived: simulated; exact where the three cost the
-    same, elsewhere an estimate, mostly on the slow side, of which the error stays below 9 % of the work for
-    costs up to 1.4 times apart. (Qi et al. state 0, which leaves out the ends of a step.)
+    Derived: simulated; exact where the three cost the same and m >= 2 p. Elsewhere an estimate, of which
+    the error stays below 2 % of the work for costs up to 1.4 times apart, and below 10 % with fewer
+    micro-batches. (Qi et al. state 0, which leaves out the ends of a step.)
     """
     p, m = ranks, micro_batches
     whole = backward_input + backward_weight
@@ -69,9 +95,8 @@ def bubble(
             fill = min(forward, backward_input, backward_weight)
             return bubble_zb_h1(p, forward, backward_input, fill if m >= p else 0.0)
         case "zb-v":
-            parts = (forward / 2, backward_input / 2, backward_weight / 2)
-            longest = max(parts)
-            return (p - 1) * longest + max(0, m - p) * 2 * (3 * longest - sum(parts))
+            f, i, w = forward / 2, backward_input / 2, backward_weight / 2
+            return (p - 1) * max(f, i, w, 2 * f - i, 2 * (i - w))
     return bubble_1f1b(p, forward, whole)
 
 

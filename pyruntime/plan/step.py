@@ -317,11 +317,12 @@ class Predictor:
 
     def _not_read_again(self, mesh: Mesh) -> float:
         """Parameters of the pipeline's first rank that stage 3 does not gather for the backward pass: the
-        embedding's table, and the last weight of the forward pass, which stays."""
+        embedding's table, and the last weight of the forward pass, which stays. Where the head is the table,
+        it is gathered twice before, and stays."""
         model = self.job.model
         if last_stage_rank(mesh.kind, mesh.pp):
             return (model.embedding + model.hidden * model.ffn) / mesh.tp
-        return model.head * (1 if model.tied else 2) / mesh.tp
+        return 0.0 if model.tied else 2 * model.head / mesh.tp
 
     def _sums(self, mesh: Mesh, micro_batches: int) -> float:
         """Seconds of a micro-batch in which gradients are added to those before: all but the first slice's of

@@ -109,7 +109,7 @@ def test_multicast_is_refused_where_there_is_no_gpu_for_it(library: Path, ranks)
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, which may have it")
     for outcome in ranks.launch(asks_for_multicast, 2, str(library)):
-        assert "cpu cannot: multicast: it needs a GPU of compute capability 9.0 or newer." in outcome.value
+        assert "rank 0 cannot: multicast: it needs a GPU of compute capability 9.0 or newer." in outcome.value
 
 
 @needs_nvcc

@@ -85,7 +85,7 @@ def test_ranks_take_fused_and_other_tiers_in_one_flight(ranks, world_size):
 
 def has_multicast() -> bool:
     """Whether two GPUs here or more can be reached through one address."""
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # which starts the driver
     return count > 1 and all(
         _SymmetricMemory.has_multicast_support(DeviceType.CUDA, index) for index in range(count)
     )

@@ -55,10 +55,12 @@ def test_states_take_what_the_formula_says(ranks, stage, world):
         assert rank[2] <= 4 * 1.1 * 2 * WIDTH**2 + (1 << 20)
 
 
-def gathers_of_a_step(group):
+def gathers_of_a_step(group, tied):
     """Names of the weights in the order in which the third step of stage 3 gathers them."""
     take(group, "symmetric_memory")
-    model = nn.Sequential(*[nn.Embedding(8, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 6, bias=False)])
+    model = nn.Sequential(*[nn.Embedding(8, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 8, bias=False)])
+    if tied:
+        model[2].weight = model[0].weight
     handle = pyruntime.shard(model, DeviceMesh.from_group(group, "cpu"), stage=3, bucket_bytes=0)
     optimizer = handle.adamw()
     for _ in range(3):
@@ -78,7 +80,8 @@ def watched(names):
     return begin
 
 
-def test_what_backward_does_not_read_is_not_gathered_for_it(ranks):
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_backward_does_not_read_is_not_gathered_for_it(ranks, tied):
     """The table is not, and the last weight stays."""
-    for names in ranks.run(gathers_of_a_step, 2):
-        assert names == ["0.weight", "1.weight", "2.weight", "1.weight"]
+    for names in ranks.run(gathers_of_a_step, 2, tied):
+        assert names == ["0.weight", "1.weight", "0.weight" if tied else "2.weight", "1.weight"]

@@ -148,13 +148,37 @@ def not_shared(group, transport, mine):
 def test_numbers_that_ranks_do_not_share_are_refused(ranks, world, transport, ways):
     errors = ranks.run(not_shared, world, transport, ways, expect_errors=True, timeout=60)
     texts = [str(error) for error in errors]
-    assert all(isinstance(error, Exception) for error in errors), texts
+    assert all(isinstance(error, ValueError | comm.CommError) for error in errors), texts
     assert any("each rank's rows in 2 chunks" in text or "in 6 chunks" in text for text in texts), texts
     told = [
         isinstance(error, ValueError) and "Ranks disagree on op" in text
         for error, text in zip(errors, texts, strict=True)
     ]
     assert any(told), texts
+
+
+def cut_unevenly(group, ways):
+    """Rank r's part of a weight has 3 + r rows, and each part's shape a choice of its own."""
+    take(group, "process_group")
+    rows = (70 + len(ways[0]) + len(ways[1])) * group.size()
+    ops.all_gather(torch.ones(1, 1), group)
+    keys = [_C.tier_key("all_gather_matmul", rows, 3 + r, 4, torch.float32, "cpu") for r in (0, 1)]
+    found = {key: choice(way) for key, way in zip(keys, ways, strict=True)}
+    hand_over({place_of(group): found})
+    try:
+        before = comm.traffic()["tp"].chunks_sent
+        shard, weight = torch.ones(rows // group.size(), 4), torch.ones(3 + group.rank(), 4)
+        assert (ops.all_gather_matmul(shard, weight, group, rows=rows) == 4).all()
+        torch.distributed.barrier(group)
+        return comm.traffic()["tp"].chunks_sent - before
+    finally:
+        hand_over({})
+
+
+def test_parts_of_different_widths_travel_in_a_number_that_all_their_choices_name(ranks):
+    assert ranks.run(cut_unevenly, 2, ["chunked:6", "unfused:6"]) == [6, 6]
+    first, second = ranks.run(cut_unevenly, 2, ["chunked:64", "chunked"])
+    assert first == second != 64
 
 
 def refusals(group, transport, tier):

@@ -87,7 +87,7 @@ sum_copies(PYRUNTIME_PARAMETER Group parameter, Copies copies, Span span, T* out
     for (int rank = 0; rank < group.world_size(); ++rank) {
       sum += to_float(reinterpret_cast<const T*>(group.bases[rank] + span.at)[at]);
     }
-    store_with_bias(out, at, sum, bias, width);
+    store_with_bias(out, at, to_float(round_to<T>(sum)), bias, width);  // as the switch rounds
   }
   alias_fence();
 }
