@@ -102,8 +102,8 @@ std::optional<TierPreset> fitting_preset(Group& group, const Transport& transpor
   return preset;
 }
 
-// The number of chunks of this key, whatever the tier: what was tuned when the group first saw it, which is
-// in the same op on all ranks.
+// The number of chunks of this key, whatever the tier: what was tuned, which a group keeps from the first op
+// that took it; that is the same op on all ranks.
 int tuned_chunks(const Group& group, const Transport& transport, const TierKey& key) {
   const auto known = group.tuned_chunks().find(shared_text(key.text()));
   if (known != group.tuned_chunks().end()) return known->second;
@@ -113,7 +113,8 @@ int tuned_chunks(const Group& group, const Transport& transport, const TierKey& 
 
 int settled_chunks(Group& group, const Transport& transport, const TierKey& key) {
   const int chunks = tuned_chunks(group, transport, key);
-  return group.tuned_chunks().try_emplace(shared_text(key.text()), chunks).first->second;
+  if (chunks > 0) group.tuned_chunks().try_emplace(shared_text(key.text()), chunks);
+  return chunks;
 }
 
 // What explains a preset: with the number of chunks that is taken.

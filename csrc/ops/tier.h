@@ -55,7 +55,7 @@ using Tensors = std::vector<at::Tensor>;
 // and are timed; the later ones take the tier whose median was lowest. Each rank chooses for itself: what
 // travels, and in which order, is the same in all tiers, so ranks need not agree (their shapes may differ,
 // too, where a weight is cut unevenly). The number of chunks is what they must agree on: one that was tuned
-// for the op and its rows when the group first saw them is taken in every tier, unless `asked` names another.
+// for the op and its rows is taken in every tier, unless `asked` names another.
 //
 // `why_not_fused`: asked where that matters; then kAuto leaves the fused tier out, and kFused raises
 // ValueError.

@@ -109,7 +109,7 @@ class Group {
 
   // By TierKey::text().
   std::map<std::string, TierTrials>& tier_trials() { return tier_trials_; }
-  // That each rank's rows travel in, of the ops so far; 0: as the transport chooses.
+  // That each rank's rows travel in, of the ops so far that took a tuned number.
   std::map<std::string, int>& tuned_chunks() { return tuned_chunks_; }
   const std::map<std::string, int>& tuned_chunks() const { return tuned_chunks_; }
 

@@ -285,8 +285,8 @@ class GatherPerUse(Gatherer):
     """
 
     def __init__(self, model: nn.Module, weights: Sequence[UnitWeights], keep: int):
-        self._read_again: set[int] = set()
-        """Units that backward passes read."""
+        self._wanted_again: set[int] = set()
+        """Units whose place in the order is that of a module that reads them in its backward pass too."""
         self._last: UnitWeights | None = None
         """What the first forward pass read last."""
         super().__init__(model, weights)
@@ -294,13 +294,20 @@ class GatherPerUse(Gatherer):
         self._in_backward: list[UnitWeights] = []
 
     def _watch(self, module: nn.Module, read: list[UnitWeights]) -> None:
-        super()._watch(module, read)
         again = type(module) not in TABLES  # what is derived may do anything
-        if again:
-            self._read_again.update(map(id, read))
+        self._hooks.append(module.register_forward_pre_hook(lambda *_: self._note(read, again=again)))
+        super()._watch(module, read)
         self._hooks.append(
             module.register_forward_hook(lambda _, __, output: self._after(read, output, again=again))
         )
+
+    def _note(self, read: list[UnitWeights], *, again: bool) -> None:
+        """A module is about to read them. again: in its backward pass too."""
+        if self._is_agreed or torch._C._current_graph_task_id() != -1:
+            return
+        self._last = read[-1]
+        if again:
+            self._wanted_again.update(id(each) for each in read if each not in self._order)
 
     def _announced_changed(self, each: UnitWeights) -> None:
         self._in_backward = []
@@ -311,8 +318,6 @@ class GatherPerUse(Gatherer):
 
     def _before(self, read: list[UnitWeights]) -> None:
         super()._before(read)
-        if not self._is_agreed and torch._C._current_graph_task_id() == -1:
-            self._last = read[-1]
         self._prefetch(read[-1], +1)
 
     def _after(self, read: list[UnitWeights], output: Any, *, again: bool) -> None:
@@ -341,5 +346,5 @@ class GatherPerUse(Gatherer):
 
     def _prefetch(self, each: UnitWeights, step: int) -> None:
         place = self._order.index(each) + step
-        if 0 <= place < len(self._order) and (step > 0 or id(self._order[place]) in self._read_again):
+        if 0 <= place < len(self._order) and (step > 0 or id(self._order[place]) in self._wanted_again):
             self._order[place].begin()

@@ -25,7 +25,7 @@ def zb_v(ranks: int, micro_batches: int) -> list[list[Action]]:
     1F1B, that is 1F1B's most. With at least 2 ranks micro-batches, no rank idles between its first and its
     last action where forward, input gradient and weight gradient cost the same.
     """
-    if micro_batches >= 2 * ranks:
+    if micro_batches > ranks:
         return [_V(ranks, rank, micro_batches).computes for rank in range(ranks)]
     greedy = _Greedy(ranks, micro_batches)
     greedy.run()
@@ -34,10 +34,13 @@ def zb_v(ranks: int, micro_batches: int) -> list[list[Action]]:
 
 class _V:
     """A rank of the schedule as it was published: what is late goes first through its gradients, and steady
-    turns of F I W of the one stage and F I W of the other leave no gap."""
+    turns of F I W of the one stage and F I W of the other leave no gap. With fewer than 2 ranks micro-batches
+    it is that of so many, without the actions of those that there are not."""
 
     def __init__(self, ranks: int, rank: int, micro_batches: int) -> None:
         self.early, self.late = rank, 2 * ranks - 1 - rank
+        self.micro_batches = micro_batches
+        turns = max(micro_batches, 2 * ranks)
         self.computes: list[Action] = []
         self._done: Counter[tuple[Kind, int]] = Counter()
         # The first micro-batch comes back when this rank has run so many forwards.
@@ -48,8 +51,8 @@ class _V:
             self._run(self.early, Kind.FORWARD)
         for _ in range(ranks - rank):
             self._run(self.late, *TURN)
-        while self._done[Kind.FORWARD, self.late] < micro_batches:
-            if self._done[Kind.FORWARD, self.early] < micro_batches:
+        while self._done[Kind.FORWARD, self.late] < turns:
+            if self._done[Kind.FORWARD, self.early] < turns:
                 self._run(self.early, Kind.FORWARD)
             self._run(self.early, *TURN[1:])
             self._run(self.late, *TURN)
@@ -60,12 +63,14 @@ class _V:
         for _ in range(ranks - rank):
             self._run(self.early, *TURN[1:])
         for stage in (self.late, self.early):
-            while self._done[Kind.BACKWARD_WEIGHT, stage] < micro_batches:
+            while self._done[Kind.BACKWARD_WEIGHT, stage] < turns:
                 self._run(stage, Kind.BACKWARD_WEIGHT)
 
     def _run(self, stage: int, *kinds: Kind) -> None:
         for kind in kinds:
-            self.computes.append(Action(kind, stage, self._done[kind, stage]))
+            micro_batch = self._done[kind, stage]
+            if micro_batch < self.micro_batches:
+                self.computes.append(Action(kind, stage, micro_batch))
             self._done[kind, stage] += 1
 
 

@@ -44,7 +44,7 @@ def test_the_bubble_of_zb_v_with_few_micro_batches(ranks, micro_batches):
     for costs in ((1, 1, 1), (1, 1.3, 0.9), (1.2, 1, 1)):
         work = micro_batches * sum(costs)
         expected = simulated("zb-v", ranks, micro_batches, *costs)
-        assert bubble("zb-v", ranks, micro_batches, *costs) == pytest.approx(expected, abs=0.1 * work)
+        assert bubble("zb-v", ranks, micro_batches, *costs) == pytest.approx(expected, abs=0.15 * work)
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-v"])
