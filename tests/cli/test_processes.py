@@ -218,9 +218,9 @@ def test_generated_text_that_nobody_reads_ends_without_a_word(tmp_path):
 def test_the_planner_measures_the_link_of_two_ranks(tmp_path):
     """A gather takes something from products beside it, and moves no more than memory does."""
     process = start(2, "plan", "--measure", "mine.toml", cwd=tmp_path)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    assert "products wait a second for " in output
+    code, out, err = finish(process)
+    assert code == 0, out + err
+    assert "products wait a second for " in out
     found = tomllib.loads((tmp_path / "mine.toml").read_text())
     assert found["gpus_per_node"] == 2
     assert 1e7 < found["core_bandwidth"] < 1e11
