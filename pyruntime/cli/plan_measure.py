@@ -40,6 +40,7 @@ def main(path: str) -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     link, parallel = (None, lambda: None) if ranks == 1 else _links(ranks)
     flops, attention, copied = _products(parallel), _attention(parallel), _copies(parallel)
+    share = _core_share(parallel)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
     if started_rank():
         return
@@ -55,6 +56,7 @@ def main(path: str) -> None:
         inside=link.fitted if link and hosts == 1 else None,
         between=link.fitted if link and hosts > 1 else None,
         core_bandwidth=link.core_bandwidth if link else copied / 2,  # what is received is read and written
+        core_share=share,
     )
     try:
         Path(path).write_text(to_toml(cluster), encoding="utf-8")
@@ -101,6 +103,27 @@ def _products(together: Callable[[], object]) -> float:
 
     x, w = (torch.randn(1024, 1024).bfloat16() for _ in range(2))
     return 2 * 1024**3 / _median(lambda: torch.nn.functional.linear(x, w), together)
+
+
+def _core_share(together: Callable[[], object]) -> float:
+    """Products of all ranks at the same time, over those of the first rank while the others wait, of which
+    the waiting costs next to nothing. At most 1."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return 1.0
+    x, w = (torch.randn(1024, 1024).bfloat16() for _ in range(2))
+
+    def multiply() -> None:
+        torch.nn.functional.linear(x, w)
+
+    crowded = _median(multiply, together)
+    alone = torch.zeros(1)
+    if dist.get_rank() == 0:
+        alone += _median(multiply, lambda: None)
+    dist.broadcast(alone, 0)  # the others wait in it
+    return min(1.0, float(alone) / crowded)
 
 
 def _attention(together: Callable[[], object]) -> float:

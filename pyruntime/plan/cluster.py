@@ -55,6 +55,9 @@ class Cluster:
     """Bytes/s at which a rank spends its own time on what it receives, hidden or not; 0: none of it, where
     copy engines and adapters move data. CPU ranks copy and sum with the core that multiplies, and it also
     waits for the weights of a product to come from memory."""
+    core_share: float = 1.0
+    """Of its speed alone, what a rank has while all ranks of a node compute. CPU ranks may share cores: what
+    one leaves idle goes to the others."""
     layer_overhead: float = 0.0
     """Seconds that a layer's forward pass takes whatever its size; a backward pass takes twice that."""
     process_bytes: float = 1.5e9
@@ -156,6 +159,8 @@ def cluster_from(values: Mapping[str, Any], name: str, source: str) -> Cluster:
     if plain["gpus_per_node"] != int(plain["gpus_per_node"]):
         raise ValueError(f"{source}: gpus_per_node must be a whole number, found {plain['gpus_per_node']}.")
     plain["gpus_per_node"] = int(plain["gpus_per_node"])
+    if not 0 < plain.get("core_share", 1.0) <= 1:
+        raise ValueError(f"{source}: core_share must be above 0 and at most 1, found {plain['core_share']}.")
     return Cluster(name=name, inside=_inside(values["inside"], source), **plain)
 
 

@@ -59,6 +59,7 @@ def cluster_of(
     inside: AlphaBeta | None,
     between: AlphaBeta | None,
     core_bandwidth: float = 0.0,
+    core_share: float = 1.0,
     layer_overhead: float = 0.0,
     process_bytes: float = 0.3e9,
 ) -> Cluster:
@@ -86,6 +87,7 @@ def cluster_of(
         latency_between=far.alpha if far else 0.0,
         attention_efficiency=attention_flops / flops,
         core_bandwidth=core_bandwidth,
+        core_share=core_share,
         layer_overhead=layer_overhead,
         process_bytes=process_bytes,
     )

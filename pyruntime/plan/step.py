@@ -285,6 +285,7 @@ class Predictor:
             # Of equal slices the last attends to most: (2 q - 1) / q^2 of attention in place of 1 / q.
             q = mesh.slices
             idle += (mesh.pp - 1) * layers * one.attention * (q - 1) / q**2
+            idle *= cluster.core_share
             # Messages travel under other micro-batches; those of the first and the last one are waited for.
             pp_exposed = 2 * (mesh.pp - 1) * hop
             if mesh.kind == "zb-v" or mesh.virtual > 1:

@@ -224,3 +224,4 @@ def test_the_planner_measures_the_link_of_two_ranks(tmp_path):
     found = tomllib.loads((tmp_path / "mine.toml").read_text())
     assert found["gpus_per_node"] == 2
     assert 1e7 < found["core_bandwidth"] < 1e11
+    assert 0 < found["core_share"] <= 1

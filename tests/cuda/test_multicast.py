@@ -14,11 +14,11 @@ from tests.transports import CHUNK_BYTES
 
 pytestmark = pytest.mark.usefixtures("host_kernels", "pool_as_it_was")
 
-BEGINS = "symmetric memory and copy engines, "
+BEGINS = "symmetric memory and copy engines"
 OPEN_AS = {
-    "off": BEGINS + "{} ranks",
-    "gather": BEGINS + "multicast of what goes to all, {} ranks",
-    "gather_and_reduce": BEGINS + "multicast of what goes to all, sums in the switch, {} ranks",
+    "off": BEGINS + ", {} ranks",
+    "gather": BEGINS + " with multicast of what goes to all, {} ranks",
+    "gather_and_reduce": BEGINS + " with multicast of what goes to all and sums in the switch, {} ranks",
 }
 
 

@@ -52,6 +52,9 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
     assert "gpus_per_node must be above 0, found 0" in broken(
         tmp_path, lambda text: text.replace("gpus_per_node = 8", "gpus_per_node = 0")
     )
+    assert "core_share must be above 0 and at most 1, found 2" in broken(
+        tmp_path, lambda text: text.replace("core_share = 1.0", "core_share = 2")
+    )
     assert "between must be a number, found 'fast'" in broken(
         tmp_path, lambda text: text.replace("between = 360000000000.0", 'between = "fast"')
     )

@@ -226,3 +226,10 @@ def test_stage_3_gathers_neither_table_nor_last_weight_for_the_backward_pass(pp)
     gathered = pp * (2 * parameters - model.embedding - last)  # m = pp micro-batches
     seconds = all_gather(2 * (gathered + parameters), over)
     assert predictor.step(mesh).dp == pytest.approx(seconds, rel=0.02)  # but for latencies
+
+
+def test_ranks_that_share_cores_leave_them_to_each_other_in_a_bubble():
+    wanted, mesh = job("llama3-8b", "thin", 8, 8, 8192), Mesh(pp=8, zero=0)
+    alone = Predictor(wanted).step(mesh)
+    shared = Predictor(replace(wanted, cluster=replace(wanted.cluster, core_share=0.5))).step(mesh)
+    assert shared.bubble == alone.bubble / 2 > 0 and shared.compute == alone.compute
