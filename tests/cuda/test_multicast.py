@@ -143,6 +143,9 @@ def refusals(group):
     refused("collectives", gather, transport="collectives", multicast="gather")
     refused("cpu", gather, multicast="gather")
     refused("no kernels", gather, transport="device", multicast="gather_and_reduce")
+    if group_rank(group) == 0:
+        _C.use_device_library("cpu", str(build.LIBRARY))
+    refused("one rank", gather, transport="device", multicast="gather")
     _C.use_device_library("cpu", str(build.LIBRARY))
     refused("hosts", gather, transport="device", hosts=["a", "b"], multicast="gather")
     comm.close(group)
@@ -160,6 +163,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(ranks):
         assert "with transport='collectives', which leaves all to the process group" in found["collectives"]
         assert "and an op has tensors on the CPU; it is for the devices of one host" in found["cpu"]
         assert "multicast='gather_and_reduce' was asked for" in found["no kernels"]
-        assert "and there are no device kernels for cpu tensors; it is" in found["no kernels"]
+        assert "and rank 0 cannot: there are no device kernels for cpu tensors; it is" in found["no kernels"]
+        assert "and rank 1 cannot: there are no device kernels for cpu tensors; it is" in found["one rank"]
         assert "and its ranks are on 2 hosts; it is for" in found["hosts"]
         assert "multicast=off" in found["disagree"] and "multicast=gather" in found["disagree"]
