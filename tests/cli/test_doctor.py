@@ -45,6 +45,7 @@ def test_the_cuda_kernels_are_said_to_be_missing_and_how_to_get_them(monkeypatch
 )
 def test_multicast_is_asked_of_every_gpu(monkeypatch, able, sentence):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     asked = staticmethod(lambda kind, index: index in able)
     monkeypatch.setattr(_distributed_c10d._SymmetricMemory, "has_multicast_support", asked)
