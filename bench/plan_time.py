@@ -95,9 +95,10 @@ def main() -> None:
         single = job_of(args.shape, cluster, 1, max(1, args.batch // ranks), args.seq)
         report = Report(args, HOW.format(steps=args.steps))
         took, measured = [], []
-        meshes = [mesh for mesh in runnable(job, 1, args.most) if mesh.text() in (args.only or mesh.text())]
+        all_meshes = runnable(job, 1, args.most)
+        meshes = [mesh for mesh in all_meshes if not args.only or mesh.text() in args.only]
         if not meshes:
-            known = ", ".join(mesh.text() for mesh in runnable(job, 1, args.most))
+            known = ", ".join(mesh.text() for mesh in all_meshes)
             print(f"--only {args.only}: none of them is a mesh of {ranks} ranks here; there are {known}.")
             continue
         for index, mesh in enumerate(meshes):

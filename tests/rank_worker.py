@@ -135,7 +135,7 @@ def failure(error: BaseException) -> Outcome:
     carried: BaseException | None = error.with_traceback(None)
     try:
         pickle.loads(pickle.dumps(carried))
-    except Exception:
+    except Exception:  # whatever its class raises when it is pickled: its text and trace are carried instead
         carried = None
     return Outcome(failed=True, error=carried, summary=summary, trace=trace, at=time.monotonic())
 
