@@ -34,7 +34,7 @@ SHAPES = {
 ALONE, PLAIN_ALONE = "pyruntime, each rank alone", "PyTorch, each rank alone"
 PEERS = ("DDP", "ZeroRedundancyOptimizer", "FSDP2 zero 2", "FSDP2 zero 3")
 STAGES = (0, 1, 2, 3)
-TOLERANCE = {"bf16": 2**-4, "fp32": 2e-3}  # nats, between pyruntime and PyTorch
+TOLERANCE = {"bf16": 2**-3, "fp32": 2e-3}  # nats; the PyTorch loss of bf16 near 9 has steps of 2**-4
 
 HOW = """\
 Seconds of a training step (forward, backward, clipping to norm {clip:g}, AdamW with fp32 states), of the

@@ -260,6 +260,9 @@ void bind_data_parallel(py::module_& m) {
       .def("chunks", [](const LineScatter& scatter) { return pairs_of(scatter.chunks()); })
       .def("part", &LineScatter::part, NoGil())
       .def("publish", &LineScatter::publish, NoGil())
+      .def("parts_have_come", &LineScatter::parts_have_come)
+      .def("reduce", &LineScatter::reduce, NoGil())
+      .def("sums_have_come", &LineScatter::sums_have_come)
       .def("finish", &LineScatter::finish, NoGil());
   py::class_<LineGather>(m, "LineGather", "An all-gather of [lines, width] under way.")
       .def(py::init([](const std::string& group, int64_t lines, int64_t width, at::ScalarType dtype,
@@ -272,6 +275,7 @@ void bind_data_parallel(py::module_& m) {
       .def("publish", &LineGather::publish, NoGil())
       .def("chunks", [](const LineGather& gather) { return pairs_of(gather.chunks()); })
       .def("chunk", &LineGather::chunk, NoGil())
+      .def("has_come", &LineGather::has_come)
       .def("finish", &LineGather::finish, NoGil());
   py::class_<LineSend>(m, "LineSend", "Lines [lines, width] on their way from one rank to the others.")
       .def(py::init([](const std::string& group, int64_t lines, int64_t width, at::ScalarType dtype,

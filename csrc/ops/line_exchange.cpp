@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 namespace pyruntime {
 
 namespace {
@@ -55,8 +57,19 @@ void LineScatter::publish(size_t chunk) {
   scatter_->publish(scatter_->order().at(chunk));
 }
 
+void LineScatter::reduce() {
+  if (reduced_) return;
+  if (all_) {
+    scatter_->reduce_for_all({});
+  } else {
+    own_sums_ = scatter_->reduce({});
+  }
+  reduced_ = true;
+}
+
 at::Tensor LineScatter::finish() {
-  const at::Tensor sums = all_ ? scatter_->reduce_all({}) : scatter_->reduce({});
+  reduce();
+  const at::Tensor sums = all_ ? scatter_->collect_sums() : own_sums_;
   scatter_->finish();
   return sums.select(0, 0);
 }
@@ -115,6 +128,12 @@ std::vector<LineRange> LineGather::chunks() const {
   std::vector<LineRange> all = ranges(flight_->order());
   all.erase(all.begin());
   return all;
+}
+
+bool LineGather::has_come() const {
+  const std::vector<Chunk>& order = flight_->order();
+  return std::all_of(order.begin() + 1, order.end(),
+                     [&](const Chunk& chunk) { return flight_->has_come(chunk); });
 }
 
 at::Tensor LineGather::chunk(size_t chunk) {

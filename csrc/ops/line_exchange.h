@@ -34,11 +34,19 @@ class LineScatter {
   // Where this rank writes its part of that chunk, [count, width].
   at::Tensor part(size_t chunk);
   void publish(size_t chunk);
+  // Whether all parts of this rank's lines have come; false also where that cannot be told.
+  bool parts_have_come() const { return scatter_->parts_have_come(); }
+  // Sums them, which finish() does otherwise; waits for them.
+  void reduce();
+  // After reduce(): whether finish() would not wait; false also where that cannot be told.
+  bool sums_have_come() const { return !all_ || scatter_->sums_have_come(); }
   // The sums of this rank's lines, or of all where `all`, [*, width] in new memory; ends the flight.
   at::Tensor finish();
 
  private:
   bool all_;
+  bool reduced_ = false;
+  at::Tensor own_sums_;  // unless all_
   std::unique_ptr<RowScatter> scatter_;
 };
 
@@ -58,6 +66,8 @@ class LineGather {
   std::vector<LineRange> chunks() const;
   // The lines of that chunk where the transport has them, [count, width]; waits for them.
   at::Tensor chunk(size_t chunk);
+  // Whether chunk() would wait for none of them; false also where that cannot be told.
+  bool has_come() const;
   // They have been read.
   void finish() { flight_->finish(); }
 

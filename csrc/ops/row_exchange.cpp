@@ -3,6 +3,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <vector>
 
 namespace pyruntime {
@@ -139,7 +140,16 @@ at::Tensor RowScatter::multiply(const at::Tensor& x, const at::Tensor& weight, b
 }
 
 at::Tensor RowScatter::reduce_all(const at::Tensor& bias) {
-  flight_->reduce({}, bias);
+  reduce_for_all(bias);
+  return collect_sums();
+}
+
+bool RowScatter::sums_have_come() const {
+  return std::ranges::all_of(flight_->sums_order(),
+                             [&](const Chunk& chunk) { return flight_->sum_has_come(chunk); });
+}
+
+at::Tensor RowScatter::collect_sums() {
   at::Tensor all = at::empty({blocks_, rows_ * inner_, width_}, options_);
   for (const Chunk& chunk : flight_->sums_order()) {
     flight_->wait_for_sum(chunk);

@@ -36,6 +36,7 @@ class OneHostGather : public GatherFlight {
   }
   void publish(const Chunk& /*chunk*/) override { flight_->publish(0); }
   void wait(const Chunk& chunk) override { flight_->wait(chunk.owner, 0); }
+  bool has_come(const Chunk& chunk) const override { return flight_->ready(chunk.owner, 0); }
   void finish() override { flight_->finish(); }
 
  private:
@@ -83,9 +84,20 @@ class OneHostScatter : public ScatterFlight {
     if (all_) flight_->publish(plan_.world_size() + own.owner);
   }
 
+  bool parts_have_come() const override {
+    const int own = plan_.own().owner;
+    for (int rank = 0; rank < plan_.world_size(); ++rank) {
+      if (rank != own && !flight_->ready(rank, own)) return false;
+    }
+    return true;
+  }
+
   const std::vector<Chunk>& sums_order() const override { return sums_order_; }
   void wait_for_sum(const Chunk& chunk) override {
     if (chunk.owner != context_.rank) flight_->wait(chunk.owner, plan_.world_size() + chunk.owner);
+  }
+  bool sum_has_come(const Chunk& chunk) const override {
+    return chunk.owner == context_.rank || flight_->ready(chunk.owner, plan_.world_size() + chunk.owner);
   }
   at::Tensor sum(const Chunk& chunk) override { return at(chunk.owner, chunk); }
   void finish() override { flight_->finish(); }

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -52,6 +53,13 @@ class RingGather : public GatherFlight {
                        [&] { return "send chunk " + std::to_string(piece) + " of its rows"; });
     }
   }
+  bool has_come(const Chunk& chunk) const override {
+    const int local = transport_.layout().local_rank_of(chunk.owner);
+    return std::ranges::all_of(flight_->pieces_of(chunk), [&](int piece) {
+      return flight_->is_empty(chunk.owner, piece) ||
+             flight_->host().ready(local, flight_->rows_flag(chunk.owner, piece));
+    });
+  }
   void finish() override { flight_->finish(); }
 
  private:
@@ -95,6 +103,12 @@ class RingScatter : public ScatterFlight {
     }
   }
 
+  bool parts_have_come() const override {
+    return std::ranges::all_of(flight_->own_chunks(), [&](const Chunk& piece) {
+      return flight_->is_empty(piece.owner, piece.piece) || parts_have_come(piece);
+    });
+  }
+
   const std::vector<Chunk>& sums_order() const override { return flight_->sums_order(); }
   void wait_for_sum(const Chunk& chunk) override {
     if (chunk.owner == transport_.rank()) return;
@@ -106,6 +120,14 @@ class RingScatter : public ScatterFlight {
                        [&] { return "send chunk " + std::to_string(piece) + " of its sums"; });
     }
   }
+  bool sum_has_come(const Chunk& chunk) const override {
+    if (chunk.owner == transport_.rank()) return true;
+    const int local = transport_.layout().local_rank_of(chunk.owner);
+    return std::ranges::all_of(flight_->pieces_of(chunk), [&](int piece) {
+      return flight_->is_empty(chunk.owner, piece) ||
+             flight_->host().ready(local, flight_->sum_flag(chunk.owner, piece));
+    });
+  }
   at::Tensor sum(const Chunk& chunk) override {
     return view(flight_->rows_at(chunk), flight_->descriptor(), chunk);
   }
@@ -113,6 +135,18 @@ class RingScatter : public ScatterFlight {
 
  private:
   int own_local() const { return transport_.layout().local_rank(); }
+
+  bool parts_have_come(const Chunk& piece) const {
+    for (int local = 0; local < transport_.layout().ranks_per_host(); ++local) {
+      if (local != own_local() && !flight_->host().ready(local, flight_->part_flag(piece.owner, piece.piece)))
+        return false;
+    }
+    return has_arrived(flight_->own_partial(piece.piece));
+  }
+
+  static bool has_arrived(const RingFlight::OwnPartial& partial) {
+    return partial.stream->arrived[partial.index].load(std::memory_order_acquire);
+  }
 
   void await_parts(const Chunk& piece) {
     for (int local = 0; local < transport_.layout().ranks_per_host(); ++local) {
@@ -125,8 +159,7 @@ class RingScatter : public ScatterFlight {
     }
     const RingFlight::OwnPartial& partial = flight_->own_partial(piece.piece);
     const int sender = transport_.layout().rank_at(partial.stream->stream.upstream, own_local());
-    transport_.await([&] { return partial.stream->arrived[partial.index].load(std::memory_order_acquire); },
-                     *flight_, sender,
+    transport_.await([&] { return has_arrived(partial); }, *flight_, sender,
                      [&] { return "send the sum of chunk " + std::to_string(piece.piece); });
   }
 

@@ -105,6 +105,8 @@ class GatherFlight {
   virtual at::Tensor memory(const Chunk& chunk) = 0;
   virtual void publish(const Chunk& chunk) = 0;
   virtual void wait(const Chunk& chunk) = 0;
+  // Whether wait() would return at once; false also where that cannot be told.
+  virtual bool has_come(const Chunk& /*chunk*/) const { return false; }
   // The product of all rows, of which `product.a` has this rank's, in one kernel that waits for the others'.
   // After publish(), as often as there are weights; only where Transport::why_not_fused() is empty.
   virtual void multiply(const FusedProduct& product);
@@ -126,6 +128,8 @@ class ScatterFlight {
   // out [row_blocks, own rows * inner, width], contiguous. Where everybody's sums are asked for, out is not
   // used: see sum().
   virtual void reduce(const at::Tensor& out, const at::Tensor& bias) = 0;
+  // Whether reduce() would not wait; false also where that cannot be told.
+  virtual bool parts_have_come() const { return false; }
   // All of that in one kernel, instead of part(), publish() and reduce(): `product.a` has all rows,
   // `product.out` gets the sums of this rank's. Other ranks need not do the same. Only where
   // Transport::why_not_fused() is empty.
@@ -134,6 +138,8 @@ class ScatterFlight {
   // For all_reduce, after reduce(): the sums of all rows, this rank's first.
   virtual const std::vector<Chunk>& sums_order() const = 0;
   virtual void wait_for_sum(const Chunk& chunk) = 0;
+  // Whether wait_for_sum() would return at once; false also where that cannot be told.
+  virtual bool sum_has_come(const Chunk& /*chunk*/) const { return false; }
   virtual at::Tensor sum(const Chunk& chunk) = 0;
   virtual void finish() = 0;
 };

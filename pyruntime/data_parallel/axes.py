@@ -17,6 +17,9 @@ MOST_FLIGHTS = 3  # under way at once in one group; a transport has room for fou
 class Flight(Protocol):
     """What is under way in a group until somebody needs it."""
 
+    def advance(self) -> None:
+        """Takes what has come, so that the transport has its place back; waits for nobody."""
+
     def complete(self) -> None:
         """Waits for it and uses it."""
 
@@ -63,14 +66,27 @@ class Axis:
 
     def make_room(self, most: int = MOST_FLIGHTS - 1) -> None:
         """Completes the oldest flights until at most `most` are under way."""
+        self._advance()
         while len(self._flights) > most:
             self._complete_oldest()
+
+    def _advance(self) -> None:
+        """A rank that is ahead waits for places that the others still hold. So everything is taken as soon as
+        it has come; but when flights begin and complete, in which ranks must be alike, does not depend on
+        that."""
+        try:
+            for flight in self._flights:
+                flight.advance()
+        except BaseException:
+            self.drop()  # the group has failed
+            raise
 
     def add(self, flight: Flight) -> None:
         self._flights.append(flight)
 
     def complete_up_to(self, flight: Flight) -> None:
         """Completes flights, oldest first, until that one has been."""
+        self._advance()
         while flight in self._flights:
             self._complete_oldest()
 

@@ -25,9 +25,10 @@ from pyruntime.data_parallel.reduction import Reduced, launch
 from pyruntime.data_parallel.units import Unit
 from pyruntime.ops.layers import add_
 
-LEAST_PRODUCT = 1e8
+LEAST_PRODUCT = 5e8
 """Floating-point operations of one chunk's product. Below it a weight gradient is multiplied whole and
-copied: on one core of Zen 4 products of 3e7 lose a third of their speed, of 1e8 a tenth."""
+copied: of a chunk, the columns of dY must be made contiguous first, which costs more than copying a small
+result; products of 1e8 lose a tenth of their speed, of 3e8 a fifth where the weight is as narrow as 256."""
 
 
 class _Inbox:

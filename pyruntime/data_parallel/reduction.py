@@ -1,7 +1,8 @@
 """The way of one unit's gradient: written chunk by chunk where it leaves from, summed by who holds the shard.
 
 launch      its flight begins and every chunk is written and published
-complete    the others' parts are summed with this rank's; with replicas, the sum goes on to them
+advance     the others' parts are summed with this rank's, if they are there
+complete    they are at the latest; with replicas, the sum goes on to them
 on_reduced  the unit's gradient of this rank, [segment_lines, width]
 """
 
@@ -50,23 +51,46 @@ class _Sum:
         cut: bool,
     ):
         self._unit, self._dtype, self._on_reduced = unit, dtype, on_reduced
+        self._gradient: Tensor | None = None
+        """Once it is summed and nothing is under way any more."""
         axis, *self._rest = todo
         axis.make_room()
         lines = unit.lines if cut else unit.segment_lines
-        self._scatter = _C.LineScatter(axis.name, lines, unit.width, dtype, str(unit.device), not cut)
-        for index, (begin, _) in enumerate(self._scatter.chunks()):
+        scatter = _C.LineScatter(axis.name, lines, unit.width, dtype, str(unit.device), not cut)
+        for index, (begin, _) in enumerate(scatter.chunks()):
             with marked("dp write chunk of", unit.name):
-                write(self._scatter.part(index), begin)
-            self._scatter.publish(index)
+                write(scatter.part(index), begin)
+            scatter.publish(index)
+        self._scatter: _C.LineScatter | None = scatter
+        self._is_summed = False
         axis.add(self)
 
     def drop(self) -> None:
-        del self._scatter
+        self._scatter = None
+
+    def advance(self) -> None:
+        if self._scatter is None:
+            return
+        if not self._is_summed and self._scatter.parts_have_come():
+            self._sum(self._scatter)
+        if self._is_summed and self._scatter.sums_have_come():
+            self._end(self._scatter)
+
+    def _sum(self, scatter: _C.LineScatter) -> None:
+        with marked("dp sum", self._unit.name):
+            scatter.reduce()
+        self._is_summed = True
+
+    def _end(self, scatter: _C.LineScatter) -> Tensor:
+        self._gradient, self._scatter = scatter.finish(), None
+        return self._gradient
 
     def complete(self) -> None:
-        with marked("dp sum", self._unit.name):
-            gradient = self._scatter.finish()
-        del self._scatter
+        if self._scatter is not None and not self._is_summed:
+            self._sum(self._scatter)
+        gradient = self._gradient if self._scatter is None else self._end(self._scatter)
+        assert gradient is not None
+        self._gradient = None
         if not self._rest:
             self._on_reduced(self._unit, gradient)
             return

@@ -106,8 +106,6 @@ class UnitWeights:
                     chunk[span.place : span.place + span.count]
                 )
         gather.finish()
-        self._flight = None
-        self.is_current = True
 
     def is_under_way(self) -> bool:
         return self._flight is not None
@@ -120,9 +118,18 @@ class UnitWeights:
         """Whether a flight may begin without waiting for another."""
         return self._axis.has_room()
 
+    def landed(self) -> None:
+        """What the flight brought has been taken."""
+        self._flight = None
+        self.is_current = True
+
     def lost(self) -> None:
         """The flight was dropped."""
         self._flight = None
+
+    def may_be_taken_early(self) -> bool:
+        """Whether the parameters have memory before a module reads them."""
+        return not self._apart
 
     def free(self) -> None:
         """Gives the parameters' memory back; their shapes stay."""
@@ -137,18 +144,27 @@ class _Gather:
     def __init__(self, weights: UnitWeights, axis: Axis):
         self._weights = weights
         unit = weights.unit
-        self._gather = _C.LineGather(axis.name, unit.lines, unit.width, unit.dtype, str(unit.device))
+        gather = _C.LineGather(axis.name, unit.lines, unit.width, unit.dtype, str(unit.device))
         with marked("dp send weights", unit.name):
-            weights.give(self._gather)
+            weights.give(gather)
+        self._gather: _C.LineGather | None = gather
 
-    def complete(self) -> None:
-        gather = self._gather
-        del self._gather
+    def advance(self) -> None:
+        if self._gather is not None and self._weights.may_be_taken_early() and self._gather.has_come():
+            self._take(self._gather)
+
+    def _take(self, gather: _C.LineGather) -> None:
         with marked("dp take weights", self._weights.unit.name):
             self._weights.take(gather)
+        self._gather = None
+
+    def complete(self) -> None:
+        if self._gather is not None:
+            self._take(self._gather)
+        self._weights.landed()
 
     def drop(self) -> None:
-        del self._gather
+        self._gather = None
         self._weights.lost()
 
 
