@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from train_workers import BETA1, BETA2, CLIP, DTYPES, EPS, LEARNING_RATE, WEIGHT_DECAY, our_model
 
 import pyruntime
-from pyruntime.data_parallel.shard import BUCKET_BYTES
 
 SHAPES = {
     "dim256": Shape(256, 4, 8, 4, 768, 2048, seq=256, micro_batch=2, accumulate=1),
@@ -82,7 +81,7 @@ def ours_alone(shape: Shape, dtype: torch.dtype, group) -> Step:
 
 
 def ours(
-    shape: Shape, dtype: torch.dtype, group, mesh, stage: int, bucket_bytes: int
+    shape: Shape, dtype: torch.dtype, group, mesh, stage: int, bucket_bytes: int | None = None
 ) -> tuple[Step, pyruntime.data_parallel.Sharded]:
     model = our_model(shape, dtype, group)
     handle = pyruntime.shard(model, mesh, stage=stage, bucket_bytes=bucket_bytes)
@@ -257,8 +256,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--bucket-bytes",
         type=int,
-        default=BUCKET_BYTES,
-        help="what is smaller travels together, up to so much; default %(default)s",
+        help="what is smaller travels together, up to so much; default: as shard() chooses",
     )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=7)

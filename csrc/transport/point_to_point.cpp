@@ -1,6 +1,7 @@
 #include "transport/point_to_point.h"
 
 #include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
 
 #include <chrono>
 #include <utility>
@@ -29,6 +30,8 @@ class PendingWork : public PendingTransfer {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
+// Backends record a range for torch.profiler that ends when the transfer does. A transfer may outlive the
+// profiler it began under, which would then write into what that one has freed.
 class ProcessGroupLink : public PointToPoint {
  public:
   ProcessGroupLink(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
@@ -38,10 +41,12 @@ class ProcessGroupLink : public PointToPoint {
   std::unique_ptr<PendingTransfer> send(const void* data, int64_t bytes, int peer, int tag) override {
     // Not written to: c10d has no const tensors.
     std::vector<at::Tensor> tensors{bytes_of(const_cast<void*>(data), bytes)};
+    const at::DisableRecordFunctionGuard unrecorded;
     return std::make_unique<PendingWork>(backend_->send(tensors, ranks_.at(peer), tag));
   }
   std::unique_ptr<PendingTransfer> receive(void* data, int64_t bytes, int peer, int tag) override {
     std::vector<at::Tensor> tensors{bytes_of(data, bytes)};
+    const at::DisableRecordFunctionGuard unrecorded;
     return std::make_unique<PendingWork>(backend_->recv(tensors, ranks_.at(peer), tag));
   }
   std::string name() const override { return backend_->getBackendName(); }

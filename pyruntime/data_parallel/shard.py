@@ -25,7 +25,9 @@ from pyruntime.data_parallel.units import Unit, cut_into_units
 from pyruntime.data_parallel.weights import GatherAhead, GatherPerUse, UnitWeights
 from pyruntime.nn.handed_over import hand_over, handing_weights, take_back
 
-BUCKET_BYTES = 256 << 10
+BUCKET_BYTES = {0: 4 << 20, 1: 4 << 20, 2: 4 << 20, 3: 256 << 10}
+"""By stage. Every unit costs its handshake and a millisecond of Python (docs/performance.md, data
+parallelism); at stage 3 what is smaller is not cut."""
 
 
 def shard(
@@ -34,7 +36,7 @@ def shard(
     *,
     stage: int = 2,
     reduce_dtype: torch.dtype | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     keep_gathered: int = 0,
 ) -> Sharded:
     """Makes `model`, which is the same on every rank of `mesh`, train on different data on each of them.
@@ -56,7 +58,8 @@ def shard(
         mesh: one dimension, or two, (replicate, shard), for hybrid sharding.
         stage: 0 to 3; see the module's docstring.
         reduce_dtype: what gradients travel as; by default the parameters' dtype. Sums are fp32 in any case.
-        bucket_bytes: smaller parameters travel together, up to so much; at stage 3 they stay whole.
+        bucket_bytes: smaller parameters travel together, up to so much; at stage 3 they stay whole. By
+            default 4 MiB, at stage 3 256 KiB.
         keep_gathered: at stage 3, so many weights, the first that the forward pass reads, stay whole until
             its backward pass has read them.
 
@@ -69,6 +72,8 @@ def shard(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient.")
+    if bucket_bytes is None:
+        bucket_bytes = BUCKET_BYTES[stage]
     return Sharded(model, mesh, stage, reduce_dtype, bucket_bytes, keep_gathered)
 
 

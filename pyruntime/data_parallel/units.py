@@ -181,22 +181,28 @@ def _sibling(name: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
+_BucketKey = tuple[torch.dtype, torch.device, bool]
+
+
 def cut_into_units(named: Sequence[tuple[str, nn.Parameter]], segments: int, bucket_bytes: int) -> list[Unit]:
     """Units of `named` parameters in their order: matrices of `bucket_bytes` or more alone, what is smaller
-    in buckets of up to that size, by dtype and device."""
+    in buckets of up to that size, of matrices or of vectors, by dtype and device."""
     units: list[Unit] = []
-    buckets: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    buckets: dict[_BucketKey, list[tuple[str, nn.Parameter]]] = {}
 
-    def close(key: tuple[torch.dtype, torch.device]) -> None:
+    def close(key: _BucketKey) -> None:
         bucket = buckets.pop(key, [])
-        if bucket:
+        if len(bucket) == 1 and bucket[0][1].dim() >= 2:
+            units.append(matrix_unit(*bucket[0], segments))
+        elif bucket:
             units.append(bucket_unit(f"{bucket[0][0]} and {len(bucket) - 1} more", bucket, segments))
 
     for name, parameter in named:
-        if parameter.dim() >= 2 and parameter.nbytes >= bucket_bytes:
+        is_matrix = parameter.dim() >= 2
+        if is_matrix and parameter.nbytes >= bucket_bytes:
             units.append(matrix_unit(name, parameter, segments))
             continue
-        key = (parameter.dtype, parameter.device)
+        key = (parameter.dtype, parameter.device, is_matrix)
         if sum(p.nbytes for _, p in buckets.get(key, [])) + parameter.nbytes > bucket_bytes:
             close(key)
         buckets.setdefault(key, []).append((name, parameter))

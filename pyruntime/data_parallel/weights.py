@@ -2,8 +2,8 @@
 
 In a step every rank writes the new values of its shards, and stages 1 and 2 gather them into the parameters
 under the rest of the update and the next forward pass: a few units are always on their way, in the order in
-which the first pass read them, and a module waits for its own weight before its forward. Small parameters,
-and weights that no module's forward announces, are gathered before the step returns.
+which the first pass read them, and a module waits for the units of its own weights before its forward. Units
+with a weight that no module's forward announces are gathered before the step returns.
 
 Stage 3 keeps the whole of a weight only while it is read: gathered before the module's forward and again
 before its backward, the next one of the order on its way meanwhile, its memory given back afterwards. The
@@ -188,20 +188,27 @@ class Gatherer(ABC):
         self._order: list[UnitWeights] = []
         """Units in the order in which modules read them first; rank 0's, once a step has been taken."""
         self._is_agreed = False
+        self._announced: set[int] = set()
+        """Ids of the parameters that modules' forwards announced, until ranks agree on the order."""
         self._hooks = [model.register_state_dict_pre_hook(lambda *_: self.complete())]
-        matrices = {id(each.unit.parameters[0]): each for each in weights if len(each.unit.parameters) == 1}
+        unit_of = {id(p): each for each in weights if self._may_wait(each.unit) for p in each.unit.parameters}
         for module in model.modules():
-            read = [matrices[id(p)] for p in module.parameters(recurse=False) if id(p) in matrices]
-            if read and read[0].is_cut:
-                self._watch(module, read)
+            own = [p for p in module.parameters(recurse=False) if id(p) in unit_of]
+            if own and unit_of[id(own[0])].is_cut:
+                self._watch(module, list(dict.fromkeys(unit_of[id(p)] for p in own)))
+
+    def _may_wait(self, unit: Unit) -> bool:
+        """Whether a unit may be gathered when the first module that reads any of it is about to."""
+        return len(unit.parameters) == 1
 
     def _watch(self, module: nn.Module, read: list[UnitWeights]) -> None:
-        self._hooks.append(module.register_forward_pre_hook(lambda *_: self._before(read)))
+        self._hooks.append(module.register_forward_pre_hook(lambda module, _: self._before(module, read)))
 
-    def _before(self, read: list[UnitWeights]) -> None:
+    def _before(self, module: nn.Module, read: list[UnitWeights]) -> None:
+        if not self._is_agreed:
+            self._announced.update(id(p) for p in module.parameters(recurse=False))
+            self._order += [each for each in read if each not in self._order]
         for each in read:
-            if not self._is_agreed and each not in self._order:
-                self._order.append(each)
             self._bring(each)
 
     def _bring(self, each: UnitWeights) -> None:
@@ -252,7 +259,11 @@ class Gatherer(ABC):
             hook.remove()
 
     def _agree(self) -> None:
-        numbers = [self._weights.index(each) for each in self._order]
+        numbers = [
+            self._weights.index(each)
+            for each in self._order
+            if all(id(p) in self._announced for p in each.unit.parameters)
+        ]
         agreed = self._weights[0].of_first_rank(numbers) if self._weights else []
         self._order = [self._weights[number] for number in agreed]
         self._is_agreed = True
@@ -279,8 +290,11 @@ class GatherAhead(Gatherer):
         while self._waiting:
             self._waiting.popleft().begin()
 
-    def _before(self, read: list[UnitWeights]) -> None:
-        super()._before(read)
+    def _may_wait(self, unit: Unit) -> bool:
+        return True
+
+    def _before(self, module: nn.Module, read: list[UnitWeights]) -> None:
+        super()._before(module, read)
         self._fill()
 
     def _bring(self, each: UnitWeights) -> None:
@@ -332,8 +346,8 @@ class GatherPerUse(Gatherer):
     def begin_rest(self) -> None:
         """None: weights are gathered where they are used."""
 
-    def _before(self, read: list[UnitWeights]) -> None:
-        super()._before(read)
+    def _before(self, module: nn.Module, read: list[UnitWeights]) -> None:
+        super()._before(module, read)
         self._prefetch(read[-1], +1)
 
     def _after(self, read: list[UnitWeights], output: Any, *, again: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from pyruntime import comm, ops
 from pyruntime.comm import group_rank, group_size
@@ -117,3 +118,16 @@ def test_each_byte_crosses_the_network_once(ranks):
     assert [sum(column) for column in zip(*ring, strict=True)] == [3 * operand, 3 * operand]
     hosts = ranks.run(bytes_case, 4, "hierarchical")
     assert [sum(column) for column in zip(*hosts, strict=True)] == [operand, operand]
+
+
+def names_in_a_profile(group) -> set[str]:
+    take(group, "process_group")
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        ops.all_gather(torch.ones(64, 3), group)
+    return {event.key for event in found.key_averages()}
+
+
+def test_transfers_are_not_recorded_as_they_may_outlive_a_profiler(ranks):
+    for names in ranks.run(names_in_a_profile, 2):
+        assert "pyruntime::all_gather" in names
+        assert not {name for name in names if name.startswith("gloo:")}
