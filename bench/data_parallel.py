@@ -31,6 +31,7 @@ SHAPES = {
     "tiny": Shape(64, 2, 4, 2, 128, 256, seq=32, micro_batch=2, accumulate=1),
 }
 ALONE, PLAIN_ALONE = "pyruntime, each rank alone", "PyTorch, each rank alone"
+IN_STEP = "pyruntime, alone, in step"
 PEERS = ("DDP", "ZeroRedundancyOptimizer", "FSDP2 zero 2", "FSDP2 zero 3")
 STAGES = (0, 1, 2, 3)
 TOLERANCE = {"bf16": 2**-3, "fp32": 2e-3}  # nats; the PyTorch loss of bf16 near 9 has steps of 2**-4
@@ -39,9 +40,11 @@ HOW = """\
 Seconds of a training step (forward, backward, clipping to norm {clip:g}, AdamW with fp32 states), of the
 slowest rank, medians over {rounds} rounds; within a round every line takes one turn of {steps} step(s), in
 shuffled order, started together. "Alone": every rank trains its own copy at the same time and nothing is
-exchanged; "of alone" is the seconds of its own kind alone divided by a line's, the median over rounds, and +-
-half its interquartile range. T_c: reduce-scatter of all gradients, then all-gather of all weights, unit by
-unit, by pyruntime, with nothing else to do. R = step / max(alone, T_c)."""
+exchanged; "in step": the same, and before the optimizer ranks wait for each other, as they must for the
+norm of the whole gradient, so that every step takes as long as its slowest rank. "Of alone" is the seconds
+of its own kind alone divided by a line's, the median over rounds, and +- half its interquartile range. T_c:
+reduce-scatter of all gradients, then all-gather of all weights, unit by unit, by pyruntime, with nothing
+else to do. R = step / max(alone, T_c)."""
 
 Step = Callable[[Tensor, Tensor], float]
 
@@ -59,7 +62,8 @@ class Line:
     rounds: tuple[float, ...]
 
 
-def ours_alone(shape: Shape, dtype: torch.dtype, group) -> Step:
+def ours_alone(shape: Shape, dtype: torch.dtype, group, meets=None) -> Step:
+    """meets: the ranks that wait for each other in every step."""
     from pyruntime.train.config import Optimizer
     from pyruntime.train.optimizer import AdamW, clip_coefficient, global_norm
 
@@ -74,6 +78,8 @@ def ours_alone(shape: Shape, dtype: torch.dtype, group) -> Step:
         loss = model(ids, labels)
         loss.backward()
         sharded, replicated = optimizer.squared_norms()
+        if meets is not None:
+            pyruntime.ops.all_gather_stats(torch.zeros(1), meets)
         optimizer.step(steps, LEARNING_RATE, clip_coefficient(global_norm([sharded], replicated), CLIP))
         return float(loss)
 
@@ -158,7 +164,10 @@ def collectives(handle: pyruntime.data_parallel.Sharded, group: str) -> Callable
 
 def measure(shape_name: str, dtype: str, args: argparse.Namespace, mesh, tp) -> dict[str, Any]:
     shape, torch_dtype = SHAPES[shape_name], DTYPES[dtype]
-    steps: dict[str, Step] = {ALONE: ours_alone(shape, torch_dtype, tp)}
+    steps: dict[str, Step] = {
+        ALONE: ours_alone(shape, torch_dtype, tp),
+        IN_STEP: ours_alone(shape, torch_dtype, tp, mesh),
+    }
     handle = None
     for stage in args.stages:
         steps[f"pyruntime zero {stage}"], handle = ours(
