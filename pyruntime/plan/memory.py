@@ -69,6 +69,9 @@ MASTER = 4
 """Bytes of an fp32 master weight."""
 SLOTS = 4
 """Flights of a group that may be under way, and messages of a channel between stages."""
+BUCKET_BYTES = 4 << 20
+"""Up to so much, weights travel together; not at ZeRO stage 3, where few are smaller than what does
+(`pyruntime.shard`)."""
 
 
 @dataclass(frozen=True)
@@ -247,5 +250,8 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
             bytes_ += SLOTS * 2 * tokens * model.hidden
         if mesh.dp * mesh.cp > 1:
             # Peers' slots are read where they lie, and their pages count as resident here too.
-            bytes_ += SLOTS * rules.weight * model.largest / mesh.tp * mesh.dp * mesh.cp
+            unit = rules.weight * model.largest / mesh.tp
+            if mesh.zero < 3:
+                unit = max(unit, min(BUCKET_BYTES, rules.weight * model.parameters / (mesh.tp * mesh.pp)))
+            bytes_ += SLOTS * unit * mesh.dp * mesh.cp
     return bytes_

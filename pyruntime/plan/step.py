@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from pyruntime.plan import axonn, co2
 from pyruntime.plan.communication import Link, all_gather, all_reduce, link, own_seconds, send
-from pyruntime.plan.memory import layer_activations, parameters_of_rank
+from pyruntime.plan.memory import BUCKET_BYTES, layer_activations, parameters_of_rank
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.overlap import Exposed, Linear, Overlap, exposed, exposed_of, linears
 from pyruntime.plan.pipelines import bubble, last_stage_rank, layers_by_rank
@@ -21,7 +21,7 @@ from pyruntime.plan.pipelines import bubble, last_stage_rank, layers_by_rank
 FLASH_BACKWARD = 2.5
 """Products of flash attention's backward pass over those of its forward pass."""
 UNITS_OF_A_LAYER = 4
-"""Weights that travel one by one."""
+"""Weights that travel one by one, where they are not small."""
 OPTIMIZER_BYTES = {"nearest": 28, "stochastic": 22}
 """Read and written for a parameter, by the rounding of its weight: moments both ways, gradient; fp32 master
 both ways and weight, or the weight both ways."""
@@ -364,6 +364,8 @@ class Predictor:
         if self.overlap == "none":
             window_forward = window_backward = own_gradients = own_weights = 0.0
         units = UNITS_OF_A_LAYER * layers + 2
+        if zero < 3:
+            units = max(1, min(units, round(2 * parameters / BUCKET_BYTES)))
 
         def left(transfer: float, window: float) -> float:
             # Unit by unit: the first transfer begins when a unit has been computed, the last ends after all.

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyruntime.data_parallel.shard import BUCKET_BYTES as OF_STAGES
 from pyruntime.pipeline import make_schedule
 from pyruntime.plan.memory import (
+    BUCKET_BYTES,
     PAPER,
     TRAINER,
     layer_activations,
@@ -172,3 +174,7 @@ def test_the_last_stage_holds_the_logits_and_few_micro_batches():
     assert first.logits == 0 and last.logits >= 4 * 8192 * 128256
     # The last stage has fewer layers: the head counts for some.
     assert last.activations < first.activations / 4
+
+
+def test_weights_travel_together_as_shard_has_them():
+    assert [OF_STAGES[stage] for stage in (0, 1, 2)] == [BUCKET_BYTES] * 3 and OF_STAGES[3] < BUCKET_BYTES
