@@ -100,8 +100,8 @@ at::Tensor linear_wgrad(const at::Tensor& dy, const at::Tensor& x) {
 
 void write_linear_wgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {
   if (dy.size(0) > 0) {
-    // oneDNN takes columns of a wider dY only through a copy, and what it is given is their transpose, which it
-    // copies element by element; by rows that costs a tenth.
+    // oneDNN takes columns of a wider dY only through a copy, and what it is given is their transpose, which
+    // it copies element by element; by rows that costs a tenth.
     multiply(out, dy.contiguous().t(), x, {}, accumulate);
   } else if (!accumulate) {
     out.zero_();

@@ -84,7 +84,8 @@ class RowScatter {
   // reduce_all() in two steps, each of which waits for the others.
   void reduce_for_all(const at::Tensor& bias) { flight_->reduce({}, bias); }
   at::Tensor collect_sums();
-  // Whether reduce(), reduce_for_all() or collect_sums() would not wait; false also where that cannot be told.
+  // Whether reduce(), reduce_for_all() or collect_sums() would not wait; false also where that cannot be
+  // told.
   bool parts_have_come() const { return flight_->parts_have_come(); }
   bool sums_have_come() const;
   void finish() { flight_->finish(); }
