@@ -97,6 +97,14 @@ class Axis:
             self.drop()  # the group has failed
             raise
 
+    def of_all_ranks(self, value: list[int]) -> list[list[int]]:
+        """Every rank's value, on every rank."""
+        if self.size == 1:
+            return [value]
+        told: list[list[int]] = [[] for _ in range(self.size)]
+        dist.all_gather_object(told, value, group=comm.process_group(self.mesh))
+        return told
+
     def of_first_rank(self, value: list[int]) -> list[int]:
         """Rank 0's value, on every rank."""
         if self.size == 1:

@@ -72,25 +72,21 @@ class _Sum:
         if self._scatter is None:
             return
         if not self._is_summed and self._scatter.parts_have_come():
-            self._sum(self._scatter)
+            with marked("dp sum", self._unit.name):
+                self._scatter.reduce()
+            self._is_summed = True
         if self._is_summed and self._scatter.sums_have_come():
             self._end(self._scatter)
 
-    def _sum(self, scatter: _C.LineScatter) -> None:
-        with marked("dp sum", self._unit.name):
-            scatter.reduce()
-        self._is_summed = True
-
-    def _end(self, scatter: _C.LineScatter) -> Tensor:
+    def _end(self, scatter: _C.LineScatter) -> None:
         self._gradient, self._scatter = scatter.finish(), None
-        return self._gradient
 
     def complete(self) -> None:
-        if self._scatter is not None and not self._is_summed:
-            self._sum(self._scatter)
-        gradient = self._gradient if self._scatter is None else self._end(self._scatter)
+        if self._scatter is not None:
+            with marked("dp sum", self._unit.name):
+                self._end(self._scatter)
+        gradient, self._gradient = self._gradient, None
         assert gradient is not None
-        self._gradient = None
         if not self._rest:
             self._on_reduced(self._unit, gradient)
             return

@@ -25,9 +25,10 @@ from pyruntime.data_parallel.units import Unit, cut_into_units
 from pyruntime.data_parallel.weights import GatherAhead, GatherPerUse, UnitWeights
 from pyruntime.nn.handed_over import hand_over, handing_weights, take_back
 
-BUCKET_BYTES = {0: 4 << 20, 1: 4 << 20, 2: 4 << 20, 3: 256 << 10}
-"""By stage. Every unit costs its handshake and a millisecond of Python (docs/performance.md, data
-parallelism); at stage 3 what is smaller is not cut."""
+_LARGE_BUCKET = (4 << 20) - (64 << 10)  # 4 MiB with its marks and padding: places are powers of two
+BUCKET_BYTES = {0: _LARGE_BUCKET, 1: _LARGE_BUCKET, 2: _LARGE_BUCKET, 3: 256 << 10}
+"""By stage. Every unit costs its handshake and half a millisecond of Python (docs/performance.md, data
+parallelism); at stage 3 what shares its unit is not cut."""
 
 
 def shard(
@@ -58,8 +59,8 @@ def shard(
         mesh: one dimension, or two, (replicate, shard), for hybrid sharding.
         stage: 0 to 3; see the module's docstring.
         reduce_dtype: what gradients travel as; by default the parameters' dtype. Sums are fp32 in any case.
-        bucket_bytes: smaller parameters travel together, up to so much; at stage 3 they stay whole. By
-            default 4 MiB, at stage 3 256 KiB.
+        bucket_bytes: smaller parameters travel together, up to so much; at stage 3 those that do stay whole.
+            By default nearly 4 MiB, at stage 3 256 KiB.
         keep_gathered: at stage 3, so many weights, the first that the forward pass reads, stay whole until
             its backward pass has read them.
 
@@ -189,9 +190,7 @@ class Sharded:
 
     def loaded(self) -> None:
         """Something was written into the tensors of `state_dict()`: the parameters follow."""
-        for unit in self._gatherer.update_order():
-            self._gatherer.updated(unit)
-        self._gatherer.complete()
+        self._gatherer.loaded()
 
     def close(self) -> None:
         """The model is as it was, with its current weights; it can be sharded again. Every rank calls it."""

@@ -15,7 +15,7 @@ transport.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +149,7 @@ def _rows(parameter: Tensor) -> int:
 def matrix_unit(name: str, parameter: nn.Parameter, segments: int) -> Unit:
     """The unit of one parameter of two dimensions or more: a line is one of its rows."""
     parts = [(0, key, first, rows) for key, first, rows in _parts_of(name, parameter)]
-    return Unit(name, [parameter], parts, max(1, parameter[0].numel()), segments)
+    return Unit(name, [parameter], parts, max(1, parameter[:1].numel()), segments)
 
 
 def bucket_unit(name: str, named: Sequence[tuple[str, nn.Parameter]], segments: int) -> Unit:
@@ -184,18 +184,27 @@ def _sibling(name: str, key: str) -> str:
 _BucketKey = tuple[torch.dtype, torch.device, bool]
 
 
+@dataclass
+class _Bucket:
+    named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    nbytes: int = 0
+
+
 def cut_into_units(named: Sequence[tuple[str, nn.Parameter]], segments: int, bucket_bytes: int) -> list[Unit]:
     """Units of `named` parameters in their order: matrices of `bucket_bytes` or more alone, what is smaller
     in buckets of up to that size, of matrices or of vectors, by dtype and device."""
     units: list[Unit] = []
-    buckets: dict[_BucketKey, list[tuple[str, nn.Parameter]]] = {}
+    buckets: dict[_BucketKey, _Bucket] = {}
 
     def close(key: _BucketKey) -> None:
-        bucket = buckets.pop(key, [])
-        if len(bucket) == 1 and bucket[0][1].dim() >= 2:
-            units.append(matrix_unit(*bucket[0], segments))
-        elif bucket:
-            units.append(bucket_unit(f"{bucket[0][0]} and {len(bucket) - 1} more", bucket, segments))
+        together = buckets.pop(key).named
+        first, parameter = together[0]
+        if len(together) > 1:
+            units.append(bucket_unit(f"{first} and {len(together) - 1} more", together, segments))
+        elif parameter.dim() >= 2:
+            units.append(matrix_unit(first, parameter, segments))
+        else:
+            units.append(bucket_unit(first, together, segments))
 
     for name, parameter in named:
         is_matrix = parameter.dim() >= 2
@@ -203,9 +212,11 @@ def cut_into_units(named: Sequence[tuple[str, nn.Parameter]], segments: int, buc
             units.append(matrix_unit(name, parameter, segments))
             continue
         key = (parameter.dtype, parameter.device, is_matrix)
-        if sum(p.nbytes for _, p in buckets.get(key, [])) + parameter.nbytes > bucket_bytes:
+        if key in buckets and buckets[key].nbytes + parameter.nbytes > bucket_bytes:
             close(key)
-        buckets.setdefault(key, []).append((name, parameter))
+        bucket = buckets.setdefault(key, _Bucket())
+        bucket.named.append((name, parameter))
+        bucket.nbytes += parameter.nbytes
     for key in list(buckets):
         close(key)
     return units

@@ -60,7 +60,9 @@ class UnitWeights:
         return self._rows
 
     def has_changed(self) -> None:
-        """The optimizer wrote this rank's rows."""
+        """This rank's rows have been written. What is under way holds values of before, and lands first."""
+        if self._flight is not None:
+            self._axis.complete_up_to(self._flight)
         self.is_current = not self.is_cut
 
     def begin(self) -> None:
@@ -110,9 +112,9 @@ class UnitWeights:
     def is_under_way(self) -> bool:
         return self._flight is not None
 
-    def of_first_rank(self, value: list[int]) -> list[int]:
-        """Rank 0's value, on every rank that holds a shard."""
-        return self._axis.of_first_rank(value)
+    def of_all_ranks(self, value: list[int]) -> list[list[int]]:
+        """The value of every rank that holds a shard."""
+        return self._axis.of_all_ranks(value)
 
     def has_room(self) -> bool:
         """Whether a flight may begin without waiting for another."""
@@ -186,7 +188,8 @@ class Gatherer(ABC):
         self._weights = list(weights)
         self._of_unit = {id(each.unit): each for each in weights}
         self._order: list[UnitWeights] = []
-        """Units in the order in which modules read them first; rank 0's, once a step has been taken."""
+        """Units in the order in which modules read them first; once a step has been taken, in rank 0's order
+        those that modules announced on every rank."""
         self._is_agreed = False
         self._announced: set[int] = set()
         """Ids of the parameters that modules' forwards announced, until ranks agree on the order."""
@@ -219,6 +222,14 @@ class Gatherer(ABC):
         """All parameters are current when it returns."""
         for each in self._order:
             self._bring(each)
+        for each in self._weights:
+            each.complete()
+
+    def loaded(self) -> None:
+        """Something was written into this rank's rows; all parameters are current when it returns."""
+        self.begin_rest()
+        for each in self._weights:
+            each.has_changed()
         for each in self._weights:
             each.complete()
 
@@ -259,13 +270,15 @@ class Gatherer(ABC):
             hook.remove()
 
     def _agree(self) -> None:
-        numbers = [
+        announced = [
             self._weights.index(each)
             for each in self._order
             if all(id(p) in self._announced for p in each.unit.parameters)
         ]
-        agreed = self._weights[0].of_first_rank(numbers) if self._weights else []
-        self._order = [self._weights[number] for number in agreed]
+        of_ranks = self._weights[0].of_all_ranks(announced) if self._weights else [[]]
+        # A rank that did not announce a unit may have read it otherwise.
+        by_all = set(of_ranks[0]).intersection(*of_ranks)
+        self._order = [self._weights[number] for number in of_ranks[0] if number in by_all]
         self._is_agreed = True
 
 
@@ -348,17 +361,19 @@ class GatherPerUse(Gatherer):
 
     def _before(self, module: nn.Module, read: list[UnitWeights]) -> None:
         super()._before(module, read)
-        self._prefetch(read[-1], +1)
+        if read[-1] in self._order:
+            self._prefetch(read[-1], +1)
 
     def _after(self, read: list[UnitWeights], output: Any, *, again: bool) -> None:
         """again: the module's backward pass reads them too."""
         if again and torch._C._current_graph_task_id() != -1:
             return  # a forward that is computed again for a backward pass, which is about to read them
+        read = [each for each in read if each in self._order]  # the others stay whole
         for each in read:
             stays = self._order.index(each) < self._keep or each is self._last
             if not (stays and again and torch.is_grad_enabled()):
                 each.free()
-        if not again:
+        if not again or not read:
             return
         for tensor in output if isinstance(output, tuple | list) else [output]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:

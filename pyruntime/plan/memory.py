@@ -70,7 +70,7 @@ MASTER = 4
 SLOTS = 4
 """Flights of a group that may be under way, and messages of a channel between stages."""
 BUCKET_BYTES = 4 << 20
-"""Up to so much, weights travel together; not at ZeRO stage 3, where few are smaller than what does
+"""Up to so much, with its padding, weights travel together; not at ZeRO stage 3, where few do
 (`pyruntime.shard`)."""
 
 

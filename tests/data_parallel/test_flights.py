@@ -13,7 +13,7 @@ import pyruntime
 from pyruntime.comm import group_rank, process_group
 from pyruntime.data_parallel.axes import Axes, Axis
 from pyruntime.data_parallel.reduction import launch
-from pyruntime.data_parallel.units import matrix_unit
+from pyruntime.data_parallel.units import cut_into_units, matrix_unit
 from tests.transports import take
 
 PLACES, FLIGHTS, BEHIND = 4, 6, 3
@@ -59,33 +59,71 @@ def test_a_rank_may_be_several_flights_ahead(ranks):
             torch.testing.assert_close(each, torch.full((4, 3), 20.0 * number + 1))  # 3 rows and the mark
 
 
-class ReadsItsWeight(nn.Module):
-    """Its forward reads the weight of a module that it does not call."""
+class Reads(nn.Module):
+    """Its forward reads the weight of a module, and calls it or not."""
 
-    def __init__(self):
+    def __init__(self, calls: bool):
         super().__init__()
-        self.inner = nn.Linear(4, 4, bias=False)
+        self.inner, self.calls = nn.Linear(4, 4, bias=False), calls
 
     def forward(self, x):
-        return x @ self.inner.weight.T
+        return self.inner(x) if self.calls else x @ self.inner.weight.T
 
 
-def current_after_a_step(group, reads) -> list[bool]:
-    """Of every unit of a model of three matrices, whether all of it is there when a step returns."""
+def sharded(group, stage, bucket_bytes=None, calls=True):
+    """Three matrices in a row."""
     take(group, "symmetric_memory")
     torch.manual_seed(0)
-    middle = ReadsItsWeight() if reads else nn.Linear(4, 4, bias=False)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), middle, nn.Linear(4, 4, bias=False))
-    handle = pyruntime.shard(model, DeviceMesh.from_group(group, "cpu"), stage=2)
-    optimizer = handle.adamw()
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), Reads(calls), nn.Linear(4, 4, bias=False))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    handle = pyruntime.shard(model, mesh, stage=stage, bucket_bytes=bucket_bytes)
+    return model, handle, handle.adamw()
+
+
+def train(model, optimizer) -> None:
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
+
+
+def current_after_a_step(group, callers) -> list[bool]:
+    """Of every unit, whether all of it is there when a step returns, where only the ranks `callers` call the
+    module of a weight that all read."""
+    model, handle, optimizer = sharded(group, stage=2, calls=group_rank(group) in callers)
+    train(model, optimizer)
     current = [each.is_current for each in handle._weights]
     handle.close()
     return current
 
 
-@pytest.mark.parametrize("reads", [False, True])
-def test_a_bucket_comes_under_the_forward_pass_unless_a_weight_of_it_is_read_unannounced(ranks, reads):
-    for current in ranks.run(current_after_a_step, 2, reads):
-        assert current == [reads]
+@pytest.mark.parametrize("callers", [[0, 1], [0], []])
+def test_a_bucket_comes_under_the_forward_pass_if_all_ranks_announce_all_of_it(ranks, callers):
+    for current in ranks.run(current_after_a_step, 2, callers):
+        assert current == [len(callers) < 2]
+
+
+def weights_after_loading(group, stage, bucket_bytes, steps_before) -> tuple[set[float], list[bool]]:
+    """Values in the weights after ones have been loaded, and what is there after the step that follows."""
+    model, handle, optimizer = sharded(group, stage, bucket_bytes)
+    for _ in range(steps_before):
+        train(model, optimizer)
+    for tensor in handle.state_dict().values():
+        tensor.to_local().fill_(1.0)
+    handle.loaded()
+    values = {value for p in model.parameters() for value in p.flatten().tolist()}
+    train(model, optimizer)
+    current = [each.is_current for each in handle._weights]
+    handle.close()
+    return values, current
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize(("stage", "bucket_bytes"), [(2, None), (2, 1), (3, 1)])
+def test_what_is_loaded_replaces_what_is_under_way(ranks, stage, bucket_bytes, steps_before):
+    for values, current in ranks.run(weights_after_loading, 2, stage, bucket_bytes, steps_before):
+        assert values == {1.0}
+        assert current == [False] * len(current)
+
+
+def test_a_matrix_without_rows_is_a_unit():
+    (unit,) = cut_into_units([("none", nn.Parameter(torch.empty(0, 4)))], segments=2, bucket_bytes=8)
+    assert unit.lines == 2  # the marks
