@@ -101,7 +101,7 @@ at::Tensor linear_wgrad(const at::Tensor& dy, const at::Tensor& x) {
 void write_linear_wgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {
   if (dy.size(0) > 0) {
     // oneDNN takes columns of a wider dY only through a copy, and what it is given is their transpose, which
-    // it copies element by element; by rows that costs a tenth.
+    // it copies element by element; by rows that costs less.
     const bool copies = dy.device().is_cpu() && !widen(dy) && !dy.t().is_contiguous();
     multiply(out, (copies ? dy.contiguous() : dy).t(), x, {}, accumulate);
   } else if (!accumulate) {

@@ -105,15 +105,6 @@ class Axis:
         dist.all_gather_object(told, value, group=comm.process_group(self.mesh))
         return told
 
-    def of_first_rank(self, value: list[int]) -> list[int]:
-        """Rank 0's value, on every rank."""
-        if self.size == 1:
-            return value
-        told = [value]
-        group = comm.process_group(self.mesh)
-        dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
-        return told[0]
-
 
 @dataclass(frozen=True)
 class Axes:

@@ -275,7 +275,7 @@ class GradientReducer:
         rest = [index for index in range(len(self._inboxes)) if index not in self._seen]
         order = self._seen + rest
         for axis in (self._axes.shard, self._axes.replicate):
-            order = axis.of_first_rank(order)
+            order = axis.of_all_ranks(order)[0]
         return order
 
     def _leave(self, index: int, product: tuple[Tensor, Tensor] | None = None) -> None:

@@ -104,10 +104,10 @@ def asks_for_multicast(group, path: str) -> str:
     return str(error.value)
 
 
+# With a GPU the refusal may be wrong; tests/cuda/test_gpu.py asks that GPU.
 @needs_nvcc
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which may have it")
 def test_multicast_is_refused_where_there_is_no_gpu_for_it(library: Path, ranks) -> None:
-    if torch.cuda.is_available():  # there the refusal may be wrong; tests/cuda/test_gpu.py asks that GPU
-        pytest.skip("there is a GPU, which may have it")
     for outcome in ranks.launch(asks_for_multicast, 2, str(library)):
         assert "rank 0 cannot: multicast: it needs a GPU of compute capability 9.0 or newer." in outcome.value
 
