@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import struct
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from bench.gpu_machine_code import kernels_in
 from pyruntime.cuda import Library, why_not
 from pyruntime.cuda import library as abi
 from tests.cuda.test_build import library  # noqa: F401  (a fixture)
@@ -37,38 +37,8 @@ def headers():
         pytest.skip("CUTLASS's headers are not installed and cannot be downloaded")
 
 
-OPCODES = {
-    "HGMMA": 0x9F0,  # wgmma
-    "UTMALDG": 0x5B4,
-    "UTMALDG.MULTICAST": 0x3B4,
-    "UTMASTG": 0x3B5,
-    "STSM": 0x844,
-    "USETMAXREG": 0x9C8,
-    "FENCE.VIEW.ASYNC": 0x3C6,  # fence.proxy.async
-    "HMMA": 0x23C,
-}
-"""Of sm_90: the low 12 bits of an instruction's 128; the names are those of cuobjdump."""
-
-
-def machine_code(compiled: Path) -> bytes:
-    """All instructions in the cubin that lies in an object of nvcc."""
-    data = compiled.read_bytes()
-    start = data.index(b"\x7fELF", 1)  # the object itself is the first
-    cubin = data[start:]
-    (sections_at,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, sections_at + i * size) for i in range(count)]
-    names = sections[names_index][4]
-    code = b""
-    for name, _, _, _, offset, length in sections:
-        if cubin[names + name :].startswith(b".text."):
-            code += cubin[offset : offset + length]
-    return code
-
-
 def opcodes(compiled: Path) -> Counter[str]:
-    found = Counter(low & 0xFFF for low, _ in struct.iter_unpack("<QQ", machine_code(compiled)))
-    return Counter({name: found[number] for name, number in OPCODES.items()})
+    return sum((kernel.opcodes for kernel in kernels_in(compiled)), Counter())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
