@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cuda.test_build import library, needs_nvcc  # noqa: F401  (a fixture)
+
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
@@ -129,9 +131,6 @@ def test_a_wrong_library_is_one_sentence():
     )
     assert ran.returncode == 2 and len(ran.stderr.splitlines()) == 1, ran.stderr
     assert "holds no kernel for a GPU" in ran.stderr
-
-
-from tests.cuda.test_build import library, needs_nvcc  # noqa: E402, F401  (a fixture and a mark)
 
 
 @needs_nvcc
