@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
@@ -10,8 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import _profiler_enabled
 from torch.compiler import is_compiling
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pyruntime.nn.gradients import watch_gradient
+from pyruntime.nn.optimizer_states import before_step
 from pyruntime.nn.parameters import Group, Layout, Part, TensorGroup, mark
+from pyruntime.nn.wrappers import refuse_replacement, refuse_wrapper
 
 
 class LastCall:
@@ -33,6 +39,7 @@ class ParallelModule(nn.Module):
     qualified name."""
 
     def __init__(self, group: Group | TensorGroup | None):
+        _meet_torch()
         super().__init__()
         self.group = TensorGroup.of(group)
         self.label = ""
@@ -53,7 +60,7 @@ class ParallelModule(nn.Module):
         parameter = nn.Parameter(torch.empty(layout.local_shape(), dtype=dtype, device=device))
         self.register_parameter(name, parameter)
         self._layouts[name] = layout
-        mark(parameter, layout)
+        _mark(parameter, layout)
         return parameter
 
     @torch.no_grad()
@@ -83,12 +90,17 @@ class ParallelModule(nn.Module):
         """Whether somebody is watching: costs about 0.1 us, so that calls pay nothing when nobody is."""
         return not is_compiling() and (self._nvtx or _profiler_enabled())
 
+    def __setattr__(self, name, value):
+        if name in self.__dict__.get("_layouts", ()):
+            refuse_replacement(f"{self.label or type(self).__name__}.{name}", self.group, value)
+        super().__setattr__(name, value)
+
     # -- marks survive what replaces a Parameter object: .to(...), to_empty, deepcopy, pickle
 
     def _mark_all(self) -> None:
         for name, layout in self._layouts.items():
             if self._parameters.get(name) is not None:
-                mark(self._parameters[name], layout)
+                _mark(self._parameters[name], layout)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -134,7 +146,20 @@ class ParallelModule(nn.Module):
         # clone: a narrow of a full tensor would keep the whole of it alive.
         own = value.clone(memory_format=torch.contiguous_format)
         self._parameters[name] = nn.Parameter(own, requires_grad=parameter.requires_grad)
-        mark(self._parameters[name], self._layouts[name])
+        _mark(self._parameters[name], self._layouts[name])
+
+
+def _mark(parameter: nn.Parameter, layout: Layout) -> None:
+    mark(parameter, layout)
+    if layout.dim is not None and layout.group.size > 1:
+        watch_gradient(parameter)
+
+
+@functools.cache
+def _meet_torch() -> None:
+    """Once in a process: torch's optimizers and wrappers know what parallel modules are."""
+    register_optimizer_step_pre_hook(before_step)
+    register_module_module_registration_hook(refuse_wrapper)
 
 
 @contextlib.contextmanager
