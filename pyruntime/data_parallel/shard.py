@@ -93,8 +93,9 @@ def _check_ranks(named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) ->
         if len(shared) > 1:
             raise ValueError(
                 f"shard() was asked to make ranks {sorted(shared)} train one model on different data, "
-                f"but {name} is cut over them (tensor-parallel group {layout.group}): they hold different shards. "
-                "Pass the mesh of ranks that hold the same shards: runtime.dp of Runtime.start(dp=2), say."
+                f"but {name} is cut over them (tensor-parallel group {layout.group}), so that they hold "
+                "different shards. Pass the mesh of ranks that hold the same shards: runtime.dp of "
+                "Runtime.start(dp=2), say."
             )
 
 

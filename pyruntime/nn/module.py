@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _profiler_enabled
 from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pyruntime.comm.ranges import is_heard, marked
 from pyruntime.nn.gradients import watch_gradient
 from pyruntime.nn.optimizer_states import before_step
 from pyruntime.nn.parameters import Group, Layout, Part, TensorGroup, mark
@@ -35,7 +35,7 @@ class ParallelModule(nn.Module):
 
     `state_dict()` holds DTensors over the parameters' own storage, so that `torch.distributed.checkpoint`
     saves and loads in place; `load_state_dict()` takes DTensors, full tensors, or plain shards. `label` is
-    the name under which calls show in torch.profiler and nvtx; `parallelize` and the models set it to the
+    the name under which calls show in torch.profiler and NVTX; `parallelize` and the models set it to the
     qualified name."""
 
     def __init__(self, group: Group | TensorGroup | None):
@@ -45,7 +45,6 @@ class ParallelModule(nn.Module):
         self.label = ""
         self.last_call = LastCall()
         self._layouts: dict[str, Layout] = {}
-        self._nvtx = torch.cuda.is_available()
 
     def add_parameter(
         self,
@@ -83,12 +82,12 @@ class ParallelModule(nn.Module):
         return self.train(next(iter(sources.values())).training)
 
     def range(self) -> contextlib.AbstractContextManager:
-        """A profiler range (and an nvtx range on CUDA) named `label`; enter it only when `profiling()`."""
-        return _ranges(self.label or type(self).__name__, self._nvtx)
+        """A range named `label` for profilers; enter it only when `profiling()`."""
+        return marked(self.label or type(self).__name__)
 
     def profiling(self) -> bool:
-        """Whether somebody is watching: costs about 0.1 us, so that calls pay nothing when nobody is."""
-        return not is_compiling() and (self._nvtx or _profiler_enabled())
+        """Whether somebody is watching: calls pay less than a microsecond when nobody is."""
+        return not is_compiling() and is_heard()
 
     def __setattr__(self, name, value):
         if name in self.__dict__.get("_layouts", ()):
@@ -160,16 +159,3 @@ def _meet_torch() -> None:
     """Once in a process: torch's optimizers and wrappers know what parallel modules are."""
     register_optimizer_step_pre_hook(before_step)
     register_module_module_registration_hook(refuse_wrapper)
-
-
-@contextlib.contextmanager
-def _ranges(label: str, nvtx: bool) -> Iterator[None]:
-    recorded = torch.profiler.record_function(label) if _profiler_enabled() else contextlib.nullcontext()
-    if nvtx:
-        torch.cuda.nvtx.range_push(label)
-    try:
-        with recorded:
-            yield
-    finally:
-        if nvtx:
-            torch.cuda.nvtx.range_pop()
