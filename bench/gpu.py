@@ -8,7 +8,7 @@ gather-host       all_gather_matmul whose other ranks' rows stand in pinned memo
                   brought by the copy engine, for T_c / T_g of 0.3 to 3
 gather-throttled  the same on the device, throttled to about 380 GB/s
 scatter-host      matmul_reduce_scatter whose parts leave for pinned memory of the host
-baselines         cuBLAS and, with several GPUs, NCCL without torch, by cupy (extra `cuda`)
+baselines         cuBLAS and, with several GPUs, NCCL without torch, by cupy (extra `tiles`)
 support           AdamW, reduce, copy and LSE merge beside a copy's bandwidth and torch's fused AdamW
 training          whole training steps of Llama-3.2 1B, bf16, eager and as a CUDA graph, beside plain torch
 smoke             a small run of each fused kernel, for compute-sanitizer; only when it is asked for

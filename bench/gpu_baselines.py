@@ -1,4 +1,4 @@
-"""Raw cuBLAS and NCCL through cupy (the extra `cuda`), to see what torch adds to them; part of bench/gpu.py.
+"""Raw cuBLAS and NCCL through cupy (the extra `tiles`), to see what torch adds to them; part of bench/gpu.py.
 
 Where cupy, or a second GPU, is missing, a note says so.
 """
@@ -29,7 +29,7 @@ def baselines(emit: Emit, quick: bool) -> None:
         import cupy
     except ImportError as error:
         absent(
-            emit, f"no cupy ({error}), so neither raw cuBLAS nor raw NCCL; it comes with the extra `cuda`."
+            emit, f"no cupy ({error}), so neither raw cuBLAS nor raw NCCL; it comes with the extra `tiles`."
         )
         return
     for shape in problem.llama_shapes((4096,) if quick else (512, 4096, 16384)):

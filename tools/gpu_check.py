@@ -290,7 +290,7 @@ def stages_of(capability: Sequence[int], budget_s: float) -> list[Stage]:
 def without_cupy() -> str:
     """Why tile variants cannot be run; empty where they can."""
     found = importlib.util.find_spec("cupy")
-    return "" if found else "cupy, which runs tile variants, is not installed: pip install pyruntime[cuda]"
+    return "" if found else "cupy, which runs tile variants, is not installed: pip install pyruntime[tiles]"
 
 
 def kind_of(stage: Stage) -> str:

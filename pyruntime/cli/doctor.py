@@ -6,6 +6,7 @@ It never fails because something is missing: each part says what it could not fi
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
 import platform
 import re
@@ -99,6 +100,7 @@ def built() -> Rows:
         ("torch", f"{torch.__version__}, {torch_kind()}"),
         ("torch's CPU kernels", torch.backends.cpu.get_cpu_capability()),
         ("GEMM libraries", ", ".join(gemm_libraries())),
+        ("NVTX ranges", nvtx_ranges()),
         (
             "threads",
             f"{torch.get_num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')})",
@@ -120,6 +122,18 @@ def cuda_kernels() -> str:
         if nvcc
         else "none (CPU-only build: no nvcc on PATH)"
     )
+
+
+def nvtx_ranges() -> str:
+    """Whether NVIDIA's profilers hear what this does."""
+    from pyruntime.comm.ranges import nvtx_domain
+
+    try:
+        version = importlib.metadata.version("nvtx")
+    except importlib.metadata.PackageNotFoundError:
+        return "none: `pip install nvtx` gives them, for Nsight Systems"
+    heard = "a tool listens" if nvtx_domain() else "no tool listens (`nsys profile ..` does)"
+    return f"by nvtx {version}; {heard}"
 
 
 def tuning() -> Rows:

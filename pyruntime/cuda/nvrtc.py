@@ -74,7 +74,7 @@ def _library() -> ctypes.CDLL:
     if path is None:
         raise NvrtcError(
             "no libnvrtc was found, neither among Python's packages nor in CUDA_HOME: run `pip install "
-            "nvidia-cuda-nvrtc`, or install pyruntime with the extra `cuda`."
+            "nvidia-cuda-nvrtc`, or install pyruntime with the extra `tiles`."
         )
     try:
         for builtins in sorted(path.parent.glob("libnvrtc-builtins.so*")):

@@ -285,7 +285,7 @@ def _cupy() -> Any:
     except ImportError as error:
         raise CudaLibraryError(
             f"tile variants are compiled and run through cupy, which cannot be imported ({error}); install "
-            "pyruntime with the extra `cuda`."
+            "pyruntime with the extra `tiles`."
         ) from error
     if not torch.cuda.is_available():
         raise CudaLibraryError("tile variants run on a GPU, and torch sees none.")

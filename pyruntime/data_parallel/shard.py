@@ -10,8 +10,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -64,7 +66,8 @@ def shard(
         keep_gathered: at stage 3, so many weights, the first that the forward pass reads, stay whole until
             its backward pass has read them.
 
-    Raises ValueError for another stage, a mesh that does not fit it, or a model without trainable parameters.
+    Raises ValueError for another stage, a mesh that does not fit it, a mesh with several ranks of a group
+    that the model is cut over already, or a model without trainable parameters.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage} is none of 0, 1, 2 and 3.")
@@ -73,9 +76,27 @@ def shard(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient.")
+    _check_ranks(named, mesh)
     if bucket_bytes is None:
         bucket_bytes = BUCKET_BYTES[stage]
     return Sharded(model, mesh, stage, reduce_dtype, bucket_bytes, keep_gathered)
+
+
+def _check_ranks(named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
+    """ValueError where ranks that hold different shards of a parameter would be given the same."""
+    ours = set(mesh.mesh.flatten().tolist())
+    for name, parameter in named:
+        layout = getattr(parameter, "tp_layout", None)
+        if layout is None or layout.group.size == 1:
+            continue
+        shared = ours.intersection(dist.get_process_group_ranks(layout.group.process_group))
+        if len(shared) > 1:
+            raise ValueError(
+                f"shard() was asked to make ranks {sorted(shared)} train one model on different data, "
+                f"but {name} is cut over them (tensor-parallel group {layout.group}), so that they hold "
+                "different shards. Pass the mesh of ranks that hold the same shards: runtime.dp of "
+                "Runtime.start(dp=2), say."
+            )
 
 
 class Sharded:

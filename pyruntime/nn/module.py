@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _profiler_enabled
 from torch.compiler import is_compiling
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pyruntime.comm.ranges import is_heard, marked
+from pyruntime.nn.gradients import watch_gradient
+from pyruntime.nn.optimizer_states import before_step
 from pyruntime.nn.parameters import Group, Layout, Part, TensorGroup, mark
+from pyruntime.nn.wrappers import refuse_replacement, refuse_wrapper
 
 
 class LastCall:
@@ -29,16 +35,16 @@ class ParallelModule(nn.Module):
 
     `state_dict()` holds DTensors over the parameters' own storage, so that `torch.distributed.checkpoint`
     saves and loads in place; `load_state_dict()` takes DTensors, full tensors, or plain shards. `label` is
-    the name under which calls show in torch.profiler and nvtx; `parallelize` and the models set it to the
+    the name under which calls show in torch.profiler and NVTX; `parallelize` and the models set it to the
     qualified name."""
 
     def __init__(self, group: Group | TensorGroup | None):
+        _meet_torch()
         super().__init__()
         self.group = TensorGroup.of(group)
         self.label = ""
         self.last_call = LastCall()
         self._layouts: dict[str, Layout] = {}
-        self._nvtx = torch.cuda.is_available()
 
     def add_parameter(
         self,
@@ -53,7 +59,7 @@ class ParallelModule(nn.Module):
         parameter = nn.Parameter(torch.empty(layout.local_shape(), dtype=dtype, device=device))
         self.register_parameter(name, parameter)
         self._layouts[name] = layout
-        mark(parameter, layout)
+        _mark(parameter, layout)
         return parameter
 
     @torch.no_grad()
@@ -76,19 +82,24 @@ class ParallelModule(nn.Module):
         return self.train(next(iter(sources.values())).training)
 
     def range(self) -> contextlib.AbstractContextManager:
-        """A profiler range (and an nvtx range on CUDA) named `label`; enter it only when `profiling()`."""
-        return _ranges(self.label or type(self).__name__, self._nvtx)
+        """A range named `label` for profilers; enter it only when `profiling()`."""
+        return marked(self.label or type(self).__name__)
 
     def profiling(self) -> bool:
-        """Whether somebody is watching: costs about 0.1 us, so that calls pay nothing when nobody is."""
-        return not is_compiling() and (self._nvtx or _profiler_enabled())
+        """Whether somebody is watching: calls pay less than a microsecond when nobody is."""
+        return not is_compiling() and is_heard()
+
+    def __setattr__(self, name, value):
+        if name in self.__dict__.get("_layouts", ()):
+            refuse_replacement(f"{self.label or type(self).__name__}.{name}", self.group, value)
+        super().__setattr__(name, value)
 
     # -- marks survive what replaces a Parameter object: .to(...), to_empty, deepcopy, pickle
 
     def _mark_all(self) -> None:
         for name, layout in self._layouts.items():
             if self._parameters.get(name) is not None:
-                mark(self._parameters[name], layout)
+                _mark(self._parameters[name], layout)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -134,17 +145,17 @@ class ParallelModule(nn.Module):
         # clone: a narrow of a full tensor would keep the whole of it alive.
         own = value.clone(memory_format=torch.contiguous_format)
         self._parameters[name] = nn.Parameter(own, requires_grad=parameter.requires_grad)
-        mark(self._parameters[name], self._layouts[name])
+        _mark(self._parameters[name], self._layouts[name])
 
 
-@contextlib.contextmanager
-def _ranges(label: str, nvtx: bool) -> Iterator[None]:
-    recorded = torch.profiler.record_function(label) if _profiler_enabled() else contextlib.nullcontext()
-    if nvtx:
-        torch.cuda.nvtx.range_push(label)
-    try:
-        with recorded:
-            yield
-    finally:
-        if nvtx:
-            torch.cuda.nvtx.range_pop()
+def _mark(parameter: nn.Parameter, layout: Layout) -> None:
+    mark(parameter, layout)
+    if layout.dim is not None and layout.group.size > 1:
+        watch_gradient(parameter)
+
+
+@functools.cache
+def _meet_torch() -> None:
+    """Once in a process: torch's optimizers and wrappers know what parallel modules are."""
+    register_optimizer_step_pre_hook(before_step)
+    register_module_module_registration_hook(refuse_wrapper)

@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm, ops
+from pyruntime.comm.ranges import marked
 from pyruntime.context import Context
 from pyruntime.data_parallel import NonFiniteGradient, ShardedAdamW, shard
 from pyruntime.llama.config import LlamaConfig
@@ -164,7 +165,8 @@ class Trainer:
         with self._stop.deferred():
             self._exposed_s = comm.exposed_s()
             while self.step < train.steps:
-                known, signum = self._train_step(self.step + 1)
+                with marked("step", str(self.step + 1)):
+                    known, signum = self._train_step(self.step + 1)
                 self.step += 1
                 if self._not_finite is not None:
                     yield from known
@@ -242,7 +244,8 @@ class Trainer:
             loss = self._pipelined.step(ids, labels, float(self._backward_seed))
         seen = self._exchange(loss)
         lr = learning_rate(step, train.steps, self._config.optimizer)
-        norm = self._update(step, lr, seen)
+        with marked("update"):
+            norm = self._update(step, lr, seen)
         seconds = time.perf_counter() - started
         metrics = self._metrics(
             ReadStep(step, lr, seen.loss, norm, seconds), seen.exposed_comm_s, seen.memory_bytes
@@ -292,8 +295,9 @@ class Trainer:
         size = self._config.train.micro_batch_size
         micro = list(zip(ids.split(size), labels.split(size), strict=True))
         for index, (ids_micro, labels_micro) in enumerate(micro):
-            loss_micro = self.model(ids_micro, labels_micro)
-            with self._accumulating(more=index + 1 < len(micro)):
+            with marked("forward"):
+                loss_micro = self.model(ids_micro, labels_micro)
+            with self._accumulating(more=index + 1 < len(micro)), marked("backward"):
                 loss_micro.backward(self._backward_seed)
             loss += loss_micro.detach() * self._backward_seed
         return loss

@@ -35,6 +35,17 @@ def test_the_cuda_kernels_are_said_to_be_missing_and_how_to_get_them(monkeypatch
     assert doctor.cuda_kernels() == "not built: `make cuda` builds them with /usr/local/bin/nvcc"
 
 
+def test_it_says_whether_profilers_hear_ranges(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: f"1.2 of {name}")
+    assert doctor.nvtx_ranges() == "by nvtx 1.2 of nvtx; no tool listens (`nsys profile ..` does)"
+    monkeypatch.setattr(doctor.importlib.metadata, "version", missing_package)
+    assert doctor.nvtx_ranges() == "none: `pip install nvtx` gives them, for Nsight Systems"
+
+
+def missing_package(name):
+    raise doctor.importlib.metadata.PackageNotFoundError(name)
+
+
 @pytest.mark.parametrize(
     ("able", "sentence"),
     [

@@ -195,7 +195,7 @@ def test_without_nvrtc_there_is_a_sentence(monkeypatch):
 
 def test_without_cupy_or_a_gpu_there_is_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(CudaLibraryError, match="install pyruntime with the extra `cuda`"):
+    with pytest.raises(CudaLibraryError, match="install pyruntime with the extra `tiles`"):
         Variant(SMALL, "NT", torch.bfloat16)
     monkeypatch.setitem(sys.modules, "cupy", sys)  # any module: it is not asked for anything
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

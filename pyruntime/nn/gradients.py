@@ -1,0 +1,128 @@
+"""Gradients of shards that know that they are shards.
+
+A parameter that is cut over ranks has the gradient of this rank's shard in `.grad`. What torch computes of
+all gradients at once must see those of all ranks, or every rank goes on with a number of its own: the norm
+that `torch.nn.utils.clip_grad_norm_` clips by, and whether `GradScaler` found an infinity. Both are whole
+here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyruntime import ops
+
+
+class ShardGradient(Tensor):
+    """The gradient of this rank's shard: a plain tensor, but for its norms, which are those of all ranks'
+    shards together, the same bits on every rank. Every rank must ask for them. p.grad * 2, and whatever else
+    is computed of it, is plain."""
+
+    tp_group_name: str
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            whole = _OF_ALL_RANKS.get(func)
+            return func(*args, **kwargs) if whole is None else whole(func, *args, **kwargs)
+
+
+def watch_gradient(parameter: nn.Parameter) -> None:
+    """The gradients that autograd accumulates into `parameter` are ShardGradients of
+    `parameter.tp_group_name` from now on."""
+    if _wrap in (parameter._post_accumulate_grad_hooks or {}).values():
+        return
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes no hook of a frozen parameter, which may be thawed later
+    parameter.register_post_accumulate_grad_hook(_wrap)
+    parameter.requires_grad_(trains)
+
+
+def _wrap(parameter: Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is None or isinstance(gradient, ShardGradient):  # None: a gradient sink has taken it
+        return
+    parameter.grad = gradient.as_subclass(ShardGradient)
+    parameter.grad.tp_group_name = parameter.tp_group_name
+
+
+# -- what is computed of the shards of all ranks; `func` is torch's own, for this rank's
+
+
+def _norms(func: Callable, gradients: Sequence[Tensor], ord: float = 2, **options: Any) -> list[Tensor]:
+    """torch._foreach_norm."""
+    return _of_all_ranks(list(func(gradients, ord, **options)), gradients, float(ord))
+
+
+def _vector_norm(
+    func: Callable, gradient: Tensor, ord: float = 2, dim=None, *rest: Any, **options: Any
+) -> Tensor:
+    """torch.linalg.vector_norm."""
+    _refuse_dim(dim)
+    return _of_all_ranks([func(gradient, ord, dim, **options)], [gradient], float(ord))[0]
+
+
+def _norm(
+    func: Callable, gradient: Tensor, p: float | str | None = "fro", dim=None, *rest: Any, **options: Any
+):
+    """torch.norm and Tensor.norm."""
+    _refuse_dim(dim)
+    order = 2.0 if p in ("fro", None) else float(p)
+    return _of_all_ranks([func(gradient, p, dim, **options)], [gradient], order)[0]
+
+
+def _refuse_dim(dim: Any) -> None:
+    if dim is not None:
+        raise ValueError(
+            f"A norm along dim={dim} was asked of a gradient that is cut over ranks, of which this "
+            "rank holds a shard; take it of gradient.as_subclass(torch.Tensor), which is the shard alone."
+        )
+
+
+def _of_all_ranks(norms: list[Tensor], gradients: Sequence[Tensor], order: float) -> list[Tensor]:
+    """`norms` of this rank's shards, made those of all ranks' shards where the gradient is one. One gather
+    for each group."""
+    for group, places in _places(gradients).items():
+        mine = torch.stack([norms[i].double().reshape(()) for i in places])
+        every = ops.all_gather_stats(mine, group)  # [P, len(places)]
+        for i, norm in zip(places, _combined(every, order), strict=True):
+            norms[i] = norm.to(norms[i].dtype).reshape(norms[i].shape)
+    return norms
+
+
+def _combined(norms: Tensor, order: float) -> Tensor:
+    """Norms of vectors [n] out of those of their parts [P, n]."""
+    if order == float("inf"):
+        return norms.amax(0)
+    if order == -float("inf"):
+        return norms.amin(0)
+    return norms.sum(0) if order == 0 else norms.pow(order).sum(0).pow(1 / order)
+
+
+def _unscale(func: Callable, gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """torch._amp_foreach_non_finite_check_and_unscale_: what one rank found, all have found."""
+    func(gradients, found_inf, inverse_scale)
+    for group in _places(gradients):
+        found_inf.copy_(ops.all_gather_stats(found_inf.double(), group).amax(0))
+
+
+def _places(gradients: Sequence[Tensor]) -> dict[str, list[int]]:
+    """By group, where the gradients that are cut over it stand."""
+    places: dict[str, list[int]] = {}
+    for i, gradient in enumerate(gradients):
+        if isinstance(gradient, ShardGradient):
+            places.setdefault(gradient.tp_group_name, []).append(i)
+    return places
+
+
+_OF_ALL_RANKS: dict[Any, Callable] = {
+    torch._foreach_norm: _norms,
+    torch.linalg.vector_norm: _vector_norm,
+    torch.norm: _norm,
+    Tensor.norm: _norm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+}

@@ -1,0 +1,134 @@
+"""torch's optimizers over shards: `state_dict()` of one holds DTensors, as that of the model does.
+
+An optimizer keeps the moments of the shard that it was given, as plain tensors: saved as they are, rank 0's
+would be taken for everyone's. Hooks of the optimizer make them DTensors in `state_dict()`, over their own
+storage and without communication, and shards again in `load_state_dict()`. So what
+`torch.distributed.checkpoint` saves at one number of ranks it loads at any other, through
+`get_optimizer_state_dict` or not.
+
+Optimizers are found when they first step (or when `get_optimizer_state_dict` has them step to make their
+state): before that they have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pyruntime.nn.parameters import Layout
+
+MIX_ELEMENTS = tuple(
+    getattr(torch.optim, name) for name in ("Adafactor", "LBFGS", "Muon") if hasattr(torch.optim, name)
+)
+"""Their update of an element reads others of the same weight, of which a rank has only its shard."""
+
+
+@torch.compiler.disable
+def before_step(optimizer: Optimizer, _args: tuple, _kwargs: dict) -> None:
+    """Hook of torch for every step of every optimizer: takes care of those that hold shards.
+
+    Raises ValueError for an optimizer that would mix elements of a weight that is cut."""
+    if _is_watched(optimizer) or not any(True for _ in _shards(optimizer)):
+        return
+    _refuse_mixing(optimizer)
+    optimizer.register_state_dict_post_hook(whole_states)
+    optimizer.register_load_state_dict_pre_hook(local_states)
+    # What was loaded before this step came in without the hook.
+    for parameter, layout in _shards(optimizer):
+        if parameter in optimizer.state:
+            state = optimizer.state[parameter]
+            state.update({name: _local(layout, name, value) for name, value in state.items()})
+
+
+def _is_watched(optimizer: Optimizer) -> bool:
+    return whole_states in optimizer._optimizer_state_dict_post_hooks.values()
+
+
+def _shards(optimizer: Optimizer) -> Iterator[tuple[Tensor, Layout]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            layout = getattr(parameter, "tp_layout", None)
+            if layout is not None:
+                yield parameter, layout
+
+
+def _refuse_mixing(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, MIX_ELEMENTS):
+        return
+    for parameter, layout in _shards(optimizer):
+        if layout.dim is not None and layout.group.size > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} computes the update of an element from others of the same "
+                f"weight, but {layout.parts[0].key} {list(layout.parts[0].shape)} is cut over group "
+                f"{layout.group} and this rank holds {list(parameter.shape)} of it; take an optimizer that "
+                "works element by element, such as torch.optim.AdamW."
+            )
+
+
+def whole_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`state_dict` of an optimizer with DTensors for what it keeps of shards; {key in the module: DTensor}
+    where one parameter holds several tensors, as merged linears' do.
+
+    Raises ValueError for a state that has neither the shard's shape nor a single element."""
+    return _mapped(optimizer, state_dict, _whole)
+
+
+def local_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The other way: this rank's shards out of DTensors, full tensors or shards."""
+    return _mapped(optimizer, state_dict, _local)
+
+
+def _mapped(
+    optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[[Layout, str, Any], Any]
+) -> dict[str, Any]:
+    """A copy of `state_dict` with every state of a parameter that has a layout changed."""
+    indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    # Not strict: that the groups do not fit is for torch to say.
+    layouts: dict[Any, Any] = {
+        index: getattr(parameter, "tp_layout", None)
+        for index, parameter in zip(indices, parameters, strict=False)
+    }
+    states = {
+        index: state
+        if layouts.get(index) is None
+        else {name: change(layouts[index], name, value) for name, value in state.items()}
+        for index, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
+
+
+def _whole(layout: Layout, name: str, value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if tuple(value.shape) != layout.local_shape():
+        if layout.dim is None or layout.group.size == 1 or value.numel() == 1:
+            return value  # the same on every rank
+        raise ValueError(
+            f"The optimizer's state {name!r} of {layout.parts[0].key} has shape {list(value.shape)}, and "
+            f"this rank's shard {list(layout.local_shape())}: it is no shard of a whole state, so it cannot "
+            "be saved for another number of ranks; take an optimizer whose state has the parameter's shape, "
+            "such as torch.optim.AdamW."
+        )
+    parts = layout.to_dtensors(value)
+    return parts if len(parts) > 1 else next(iter(parts.values()))
+
+
+def _local(layout: Layout, name: str, value: Any) -> Any:
+    if isinstance(value, Mapping) and all(part.key in value for part in layout.parts):
+        return layout.gather_parts(value)
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if len(layout.parts) == 1 and (value.numel() > 1 or tuple(value.shape) == layout.parts[0].shape):
+        return layout.gather_parts({layout.parts[0].key: value}).contiguous()
+    if tuple(value.shape) != layout.local_shape():
+        raise ValueError(
+            f"The optimizer's state {name!r} to load has shape {list(value.shape)}, but is one for "
+            f"{', '.join(part.key for part in layout.parts)}, of which this rank holds "
+            f"{list(layout.local_shape())} in one; pass a DTensor for each, as state_dict() has them."
+        )
+    return value

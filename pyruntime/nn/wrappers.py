@@ -1,0 +1,39 @@
+"""What must not be wrapped around a tensor-parallel model, because it takes a rank's shard for the whole.
+
+`pyruntime.shard` is the data parallelism that knows of shards."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from pyruntime.nn.parameters import TensorGroup
+
+INSTEAD = "for data parallelism beside tensor parallelism call pyruntime.shard(model, runtime.dp)"
+
+
+def refuse_wrapper(wrapper: nn.Module, _name: str, module: nn.Module) -> None:
+    """Hook of torch for every module that becomes part of another: called in the constructor of
+    DistributedDataParallel, before it broadcasts rank 0's parameters. Raises ValueError."""
+    if not isinstance(wrapper, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return
+    for name, parameter in module.named_parameters():
+        layout = getattr(parameter, "tp_layout", None)
+        if layout is not None and layout.group.size > 1:
+            raise ValueError(
+                f"{type(wrapper).__name__} was asked to wrap a tensor-parallel model ({name} is cut over "
+                f"group {layout.group}), which it would take for whole: over those ranks it makes all shards "
+                "equal. Use the model as it is, with the same batch on every rank of that group; "
+                f"{INSTEAD}. Hugging Face's Trainer wraps every model: write the loop yourself (README)."
+            )
+
+
+def refuse_replacement(what: str, group: TensorGroup, value: object) -> None:
+    """ValueError where `value`, assigned to a parameter of a parallel module, is not such a parameter itself,
+    as where FSDP's fully_shard cuts it once more."""
+    if getattr(value, "tp_layout", None) is None:
+        kind = type(value).__name__ + (f" {list(value.shape)}" if isinstance(value, Tensor) else "")
+        raise ValueError(
+            f"{what} belongs to tensor-parallel group {group}, and a {kind} that does not was assigned to "
+            "it. Values are loaded with load_state_dict(); FSDP and fully_shard cannot cut a tensor-parallel "
+            f"model: {INSTEAD}, with stage=3 where weights are to be cut too."
+        )
