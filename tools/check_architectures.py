@@ -47,14 +47,16 @@ ENCODERS = ("bert", "roberta", "distilbert", "electra", "albert", "modernbert", 
 SEQ2SEQ = ("t5", "bart", "mbart", "pegasus", "marian", "mt5")
 
 SIZES = {
-    64: ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "word_embed_proj_dim"),
+    64: (
+        *("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "word_embed_proj_dim"),
+        *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "sliding_window"),
+    ),
     4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
     2: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
     96: ("intermediate_size", "d_ff", "ffn_dim", "n_inner", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim"),
     101: ("vocab_size",),
-    64.0: ("max_position_embeddings", "n_positions", "max_seq_len"),
     16: ("head_dim", "d_kv", "attention_head_size", "v_head_dim", "qk_nope_head_dim", "kv_lora_rank"),
-    8: ("qk_rope_head_dim", "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+    8: ("qk_rope_head_dim", "rotary_dim", "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
     32: ("q_lora_rank", "moe_intermediate_size", "shared_expert_intermediate_size", "index_head_dim"),
 }
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -86,6 +88,8 @@ def build(model_type: str, class_name: str) -> nn.Module:
     cls = getattr(transformers, class_name)
     config = cls.config_class()
     shrink(config)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
     torch.manual_seed(0)
     with torch.device("meta"):
         size = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
@@ -107,6 +111,8 @@ def shrink(config: Any) -> None:
         for name in names:
             if isinstance(values.get(name), int) and not isinstance(values[name], bool):
                 assign(config, name, int(size))
+    if isinstance(values.get("head_dim"), int) and "qk_rope_head_dim" in values:  # deepseek: only what rotates
+        assign(config, "head_dim", 8)
     for name in KEY_VALUE_HEADS:
         if isinstance(values.get(name), int):
             assign(config, name, 2 if values[name] < values.get("num_attention_heads", 10**9) else 4)

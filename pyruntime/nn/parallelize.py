@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyruntime.nn import lora, saving
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.first_call import FirstCall
 from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -58,6 +59,7 @@ def parallelize(
         setattr(model.get_submodule(parent), leaf, module)
     if group.size > 1:
         _watch(model, replaced, group)
+    saving.save_whole(model, group)
     return model
 
 
@@ -95,14 +97,15 @@ def match_modules(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]
                 f"The plan's pattern {pattern!r} matches no module; the model's linears are: "
                 f"{shown or 'none'}."
             )
-        for name in hits:
-            _check_kind(name, names[name], pattern, style)
-            before, by = found.setdefault(name, (style, pattern))
-            if before != style:
-                raise ValueError(
-                    f"{name} is {before!r} by pattern {by!r} and {style!r} by pattern {pattern!r}; make them "
-                    "disjoint."
-                )
+        for hit in hits:
+            for name, its_style in lora.linears_of(hit, names[hit], style):
+                _check_kind(name, names[name], pattern, its_style)
+                before, by = found.setdefault(name, (its_style, pattern))
+                if before != its_style:
+                    raise ValueError(
+                        f"{name} is {before!r} by pattern {by!r} and {its_style!r} by pattern {pattern!r}; make "
+                        "them disjoint."
+                    )
     return {name: found[name][0] for name in names if name in found}
 
 

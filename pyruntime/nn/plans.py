@@ -70,7 +70,7 @@ LLAMA = Plan(
         "*.mlp.up_proj": "column",
         "*.mlp.down_proj": "row",
         "*embed_tokens": "embedding",
-        "lm_head": "column_gather",
+        "*lm_head": "column_gather",
     },
     check=check_heads,
 )

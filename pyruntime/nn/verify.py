@@ -14,7 +14,7 @@ from pyruntime.nn.parameters import TensorGroup
 
 # Of a tensor's norm; what is smaller than _NOISE of the largest gradient is compared with that instead.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-_NOISE = 1e-4
+_NOISE = 1e-3
 
 
 class VerificationError(ValueError):
