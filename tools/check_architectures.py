@@ -52,7 +52,11 @@ SIZES = {
         *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "sliding_window"),
     ),
     4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
-    2: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
+    1: ("n_group", "topk_group", "num_nextn_predict_layers"),
+    2: (
+        *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_num_experts_per_tok", "top_k_experts"),
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
+    ),
     96: ("intermediate_size", "d_ff", "ffn_dim", "n_inner", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim"),
     101: ("vocab_size",),
     16: ("head_dim", "d_kv", "attention_head_size", "v_head_dim", "qk_nope_head_dim", "kv_lora_rank"),

@@ -45,7 +45,10 @@ def check_heads(model: nn.Module, tp: int) -> None:
             "instead."
         )
     for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, key, None)
+        try:
+            heads = getattr(config, key, None)
+        except Exception:  # some configurations refuse to tell what varies from layer to layer
+            heads = None
         if not isinstance(heads, int):
             raise ValueError(
                 f"The plan 'llama' reads {key} from model.config, and the {type(config).__name__} of this "
