@@ -13,6 +13,7 @@ difference that nothing has refused. The exit status is 1 where something is wro
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import os
@@ -41,7 +42,7 @@ import pyruntime  # noqa: E402
 from pyruntime.nn.verify import VerificationError  # noqa: E402
 
 RANKS = 2
-CASE_S = 60.0  # an architecture with one plan, all ranks
+CASE_S = 120.0  # an architecture with all plans
 LARGEST = 30_000_000  # parameters; what is still larger than this was not made small
 ENCODERS = ("bert", "roberta", "distilbert", "electra", "albert", "modernbert", "deberta-v2", "xlm-roberta", "mpnet")
 SEQ2SEQ = ("t5", "bart", "mbart", "pegasus", "marian", "mt5")
@@ -58,7 +59,7 @@ SIZES = {
         *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
     ),
     96: ("intermediate_size", "d_ff", "ffn_dim", "n_inner", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim"),
-    101: ("vocab_size",),
+    101: ("vocab_size", "vocab_size_per_layer_input"),
     16: ("head_dim", "d_kv", "attention_head_size", "v_head_dim", "qk_nope_head_dim", "kv_lora_rank"),
     8: ("qk_rope_head_dim", "rotary_dim", "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
     32: ("q_lora_rank", "moe_intermediate_size", "shared_expert_intermediate_size", "index_head_dim"),
@@ -87,7 +88,7 @@ def architectures() -> dict[str, type]:
     return {name: cls if isinstance(cls, str) else cls[0] for name, cls in sorted(found.items())}
 
 
-def build(model_type: str, class_name: str) -> nn.Module:
+def build(class_name: str) -> nn.Module:
     """The architecture, small, with random numbers in every parameter; the same on every rank."""
     cls = getattr(transformers, class_name)
     config = cls.config_class()
@@ -113,7 +114,8 @@ def shrink(config: Any) -> None:
     layers = 2
     for size, names in SIZES.items():
         for name in names:
-            if isinstance(values.get(name), int) and not isinstance(values[name], bool):
+            unset = name in values and values[name] is None and "expert" in name
+            if unset or (isinstance(values.get(name), int) and not isinstance(values[name], bool)):
                 assign(config, name, int(size))
     if isinstance(values.get("head_dim"), int) and "qk_rope_head_dim" in values:  # deepseek: only what rotates
         assign(config, "head_dim", 8)
@@ -128,9 +130,9 @@ def shrink(config: Any) -> None:
                 assign(config, name, 0.0)
         elif name.endswith("_token_id") and isinstance(value, int):
             assign(config, name, 1)
-    for child in ("text_config", "decoder", "encoder"):
-        if hasattr(getattr(config, child, None), "to_dict"):
-            shrink(getattr(config, child))
+    for child in list(vars(config).values()):
+        if isinstance(child, transformers.PretrainedConfig):
+            shrink(child)
 
 
 def assign(config: Any, name: str, value: Any) -> None:
@@ -156,28 +158,32 @@ def guessed(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def judge(model_type: str, class_name: str, plan_name: str, group: dist.ProcessGroup) -> tuple[str, str]:
-    """(right | refused | bare | wrong | not built | not run, why)."""
+def judge(class_name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
+    """{plan: (right | refused | bare | wrong | not built | not run, why)}."""
     try:
-        model = build(model_type, class_name)
+        model = build(class_name)
     except Exception as error:
-        return "not built", first_line(error)
+        return dict.fromkeys(plans, ("not built", first_line(error)))
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(2, 101, (2, 12), generator=draw)
     batch = {"input_ids": ids, "labels": ids.clone()}
-    reference = copy.deepcopy(model)
     try:
-        reference(**batch).loss.backward()
-        reference.zero_grad()
+        copy.deepcopy(model)(**batch).loss.backward()
     except Exception as error:
-        return "not run", first_line(error)
-    plan: Any = "llama" if plan_name == "llama" else guessed(model)
+        return dict.fromkeys(plans, ("not run", first_line(error)))
+    return {plan: judge_plan(model, plan, batch) for plan in plans}
+
+
+def judge_plan(whole: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> tuple[str, str]:
+    plan: Any = "llama" if name == "llama" else guessed(whole)
     if not plan:
         return "not run", "no linear has a name that the guess knows"
+    group = dist.new_group(list(range(RANKS)))  # its own: a group in which an op failed takes no other
+    model = copy.deepcopy(whole)
     try:
         pyruntime.parallelize(model, group, plan, tier="unfused")
         model(**batch)
-        pyruntime.verify(model, reference, batch)
+        pyruntime.verify(model, whole, batch)
     except VerificationError as error:
         return "wrong", first_line(error)
     except (ValueError, RuntimeError) as error:
@@ -192,31 +198,33 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def rank_main(rank: int, store: str, case: tuple[str, str, str], answer: int) -> None:
+def rank_main(rank: int, store: str, case: tuple[str, list[str]], answer: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    result = judge(*case, dist.group.WORLD)
-    os.write(answer, json.dumps([rank, *result]).encode()[:4000] + b"\n")
+    judged = {plan: (status, why[:1000]) for plan, (status, why) in judge(*case).items()}
+    os.write(answer, json.dumps(judged).encode() + b"\n")
 
 
-def run_case(case: tuple[str, str, str]) -> tuple[str, str]:
-    """Forks the ranks, which have everything imported, and hears what they say."""
+def run_case(class_name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
+    """Forks the ranks, which have everything imported, and hears what they say: the worse of what two say."""
+    with contextlib.suppress(Exception):  # the ranks say what is wrong with it
+        getattr(transformers, class_name)
     read, write = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
-        children = [fork(rank, f"{folder}/store", case, write) for rank in range(RANKS)]
+        children = [fork(rank, f"{folder}/store", (class_name, plans), write) for rank in range(RANKS)]
         os.close(write)
-        answers = dict(hear(read, time.monotonic() + CASE_S))
+        answers = list(hear(read, time.monotonic() + CASE_S))
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
     os.close(read)
     if len(answers) < RANKS:
-        return "bare", f"only {len(answers)} of {RANKS} ranks answered within {CASE_S:g} s"
+        return dict.fromkeys(plans, ("bare", f"only {len(answers)} of {RANKS} ranks answered within {CASE_S:g} s"))
     order = ("wrong", "bare", "not built", "not run", "refused", "right")
-    return min(answers.values(), key=lambda answer: order.index(answer[0]))
+    return {plan: tuple(min((a[plan] for a in answers), key=lambda said: order.index(said[0]))) for plan in plans}
 
 
-def fork(rank: int, store: str, case: tuple[str, str, str], answer: int) -> int:
+def fork(rank: int, store: str, case: tuple[str, list[str]], answer: int) -> int:
     child = os.fork()
     if child:
         return child
@@ -229,7 +237,7 @@ def fork(rank: int, store: str, case: tuple[str, str, str], answer: int) -> int:
         signal.pause()  # a rank that leaves first would be noticed by the other
 
 
-def hear(read: int, until: float) -> Iterator[tuple[int, tuple[str, str]]]:
+def hear(read: int, until: float) -> Iterator[dict[str, tuple[str, str]]]:
     heard, text = 0, b""
     while heard < RANKS:
         ready, _, _ = select.select([read], [], [], max(0.0, until - time.monotonic()))
@@ -238,10 +246,8 @@ def hear(read: int, until: float) -> Iterator[tuple[int, tuple[str, str]]]:
             return
         text += chunk
         *lines, text = text.split(b"\n")
-        for line in lines:
-            rank, status, why = json.loads(line)
-            heard += 1
-            yield rank, (status, why)
+        heard += len(lines)
+        yield from map(json.loads, lines)
 
 
 def main() -> int:
@@ -254,20 +260,20 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     chosen = {name: cls for name, cls in architectures().items() if not args.only or name in args.only}
-    until, failed = time.monotonic() + args.seconds, False
-    for plan in args.plans:
-        names: dict[str, list[str]] = defaultdict(list)
-        for model_type, class_name in chosen.items():
-            left = time.monotonic() < until
-            status, why = run_case((model_type, class_name, plan)) if left else ("not run", "no time left")
-            names[status].append(model_type)
+    until = time.monotonic() + args.seconds
+    names: dict[str, dict[str, list[str]]] = {plan: defaultdict(list) for plan in args.plans}
+    for model_type, class_name in chosen.items():
+        left = time.monotonic() < until
+        said = run_case(class_name, args.plans) if left else dict.fromkeys(args.plans, ("not run", "no time left"))
+        for plan, (status, why) in said.items():
+            names[plan][status].append(model_type)
             if args.verbose and status != "right":
                 print(f"{plan:8} {model_type:24} {status:10} {why}", flush=True)
-        print(f"\nplan {plan!r}, {RANKS} ranks, transformers {transformers.__version__}")
+    for plan, lists in names.items():
+        print(f"\nplan {plan!r}, {RANKS} ranks, transformers {transformers.__version__}, {len(chosen)} architectures")
         for status in ("right", "refused", "wrong", "bare", "not run", "not built"):
-            print(f"  {status:10} {len(names[status]):4}  {' '.join(names[status])}")
-        failed |= bool(names["wrong"] or names["bare"])
-    return int(failed)
+            print(f"  {status:10} {len(lists[status]):4}  {' '.join(lists[status])}")
+    return int(any(lists["wrong"] or lists["bare"] for lists in names.values()))
 
 
 if __name__ == "__main__":
