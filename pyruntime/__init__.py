@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pyruntime.data_parallel.shard import shard
     from pyruntime.nn.explain import explain
     from pyruntime.nn.parallelize import parallelize
+    from pyruntime.nn.verify import verify
     from pyruntime.ops import (
         all_gather,
         all_gather_matmul,
@@ -47,6 +48,7 @@ __all__ = [
     "replicated_matmul",
     "ring_attention",
     "shard",
+    "verify",
 ]
 
 # Imported when first asked for: `pyruntime.plan` and the schedules of `pyruntime.pipeline` need no torch.
@@ -58,6 +60,7 @@ _PLACES = {
     "parallelize": "pyruntime.nn.parallelize",
     "ring_attention": "pyruntime.context",
     "shard": "pyruntime.data_parallel",
+    "verify": "pyruntime.nn.verify",
 }
 __getattr__ = names_of(__name__, _PLACES, ("comm", "context", "data_parallel", "nn", "ops"))
 

@@ -198,8 +198,10 @@ class LlamaConfig:
         values["rope_scaling"] = _rope_from_hf(rope, values.get("max_position_embeddings", 2048))
         return cls(**values)
 
-    def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
-        """A `config.json` that `LlamaForCausalLM.from_pretrained` reads; `dtype` as torch names it."""
+    def to_hf(self, dtype: str = "float32", separator: int | None = None) -> dict[str, Any]:
+        """A `config.json` that `LlamaForCausalLM.from_pretrained` reads; `dtype` as torch names it.
+
+        separator: the token between documents, which ends a text (eos) and may begin one (bos)."""
         values = dataclasses.asdict(self)
         values["rope_scaling"] = _rope_to_hf(self.rope_scaling)
         return {
@@ -207,8 +209,8 @@ class LlamaConfig:
             "model_type": "llama",
             "hidden_act": "silu",
             "torch_dtype": dtype,
-            "bos_token_id": None,
-            "eos_token_id": None,
+            "bos_token_id": separator,
+            "eos_token_id": separator,
             **values,
         }
 

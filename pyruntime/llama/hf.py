@@ -21,6 +21,7 @@ from pyruntime.llama.shards import Shard, gather_full, shards
 from pyruntime.nn.parameters import Group
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -81,6 +82,7 @@ def save_hf(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5_000_000_000,
+    separator: int | None = None,
 ) -> None:
     """Writes a folder that `transformers.LlamaForCausalLM.from_pretrained` and `load_hf` read, at any tp.
 
@@ -88,8 +90,9 @@ def save_hf(
     one file of `max_file_bytes` (and one tensor more) in memory. A file appears under its name only when it
     is whole.
 
-    dtype: to convert to; None keeps the model's. Raises OSError on rank 0 where it cannot write, and
-    RuntimeError on the others then.
+    dtype: to convert to; None keeps the model's. separator: the token between the documents of the training
+    text, which transformers then ends and begins texts with (eos and bos); None where there is none. Raises
+    OSError on rank 0 where it cannot write, and RuntimeError on the others then.
     """
     directory = Path(directory)
     dtype = dtype or model.embed.weight.dtype
@@ -104,7 +107,7 @@ def save_hf(
         if writer is not None:
             writer.write(name, tensors)
     if writer is not None:
-        writer.finish(model.config)
+        writer.finish(model.config, separator)
     _agree(model, directory, None if writer is None else writer.error)
 
 
@@ -159,8 +162,9 @@ class _Writer:
             save_file(tensors, partial, metadata={"format": "pt"})
             partial.replace(self.directory / name)
 
-    def finish(self, config: LlamaConfig) -> None:
-        """Writes config.json, the index of several files; removes the files of an older checkpoint."""
+    def finish(self, config: LlamaConfig, separator: int | None) -> None:
+        """Writes config.json, generation_config.json, the index of several files; removes the files of an
+        older checkpoint."""
         if self.error is not None:
             return
         with self._keep_error():
@@ -169,7 +173,9 @@ class _Writer:
                 index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._weight_map}
                 self._write_json(INDEX, index)
                 written.add(INDEX)
-            self._write_json(CONFIG, config.to_hf(str(self.dtype).removeprefix("torch.")))
+            self._write_json(CONFIG, config.to_hf(str(self.dtype).removeprefix("torch."), separator))
+            tokens = {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
+            self._write_json(GENERATION_CONFIG, tokens)
             for path in self.directory.iterdir():
                 if _OURS.fullmatch(path.name) and path.name not in written:
                     path.unlink()

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyruntime import ops
+from pyruntime.nn.gather import gather_shard
 from pyruntime.nn.parameters import TensorGroup
 
 if TYPE_CHECKING:
@@ -68,14 +67,7 @@ def gather_full(shard: Shard, group: TensorGroup) -> Tensor:
     """The full tensor that `shard` is a part of, on every rank. All ranks of the group must call this."""
     if shard.dim is None or group.size == 1:
         return shard.local
-    total = shard.shape[shard.dim]
-    chunk = -(-total // group.size)  # every rank's share but that of the last ones, see nn/parameters.py
-    local, missing = shard.local, chunk - shard.local.shape[shard.dim]
-    if missing:  # all send equal shares; the padding of the last ones ends up behind the whole tensor
-        padding = [0, 0] * (local.dim() - 1 - shard.dim) + [0, missing]
-        local = F.pad(local, padding)
-    stacked = ops.all_gather(local.unsqueeze(0), group.name, rows=group.size)  # [P, *local.shape]
-    return stacked.movedim(0, shard.dim).flatten(shard.dim, shard.dim + 1).narrow(shard.dim, 0, total)
+    return gather_shard(shard.local, group, shard.dim, shard.shape[shard.dim])
 
 
 def _shards_of(module: nn.Module, names: dict[str, str], prefix: str = "") -> Iterator[Shard]:

@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from pyruntime import ops
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
+from pyruntime.nn.regions import mark_whole
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -90,7 +91,9 @@ class VocabParallelEmbedding(ParallelModule):
         mine = mine.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return ops.reduce_scatter(mine, self.group.name, dim=self.dim)
-        return ops.all_reduce(mine, self.group.name)
+        y = ops.all_reduce(mine, self.group.name)
+        mark_whole(y)
+        return y
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.profiling():

@@ -1,4 +1,4 @@
-"""Gathering features that are cut over the ranks, for readers that are replicated."""
+"""Gathering what is cut over the ranks: features, for readers that are replicated, and parameters."""
 
 from __future__ import annotations
 
@@ -18,6 +18,20 @@ def gather_features(y_shard: Tensor, group: TensorGroup, features: int) -> Tenso
     if group.size == 1:
         return y_shard
     return _GatherFeatures.apply(y_shard, group.name, group.size, group.rank, features)
+
+
+@torch.no_grad()
+def gather_shard(local: Tensor, group: TensorGroup, dim: int, total: int) -> Tensor:
+    """The whole of a tensor that is `total` along `dim`, cut as parameters are, on every rank. All ranks of
+    the group must call this; no gradient."""
+    if group.size == 1:
+        return local
+    chunk = -(-total // group.size)  # every rank's share but that of the last ones, see parameters.py
+    missing = chunk - local.shape[dim]
+    if missing:  # all send equal shares; the padding of the last ones ends up behind the whole tensor
+        local = pad(local, [0, 0] * (local.dim() - 1 - dim) + [0, missing])
+    stacked = ops.all_gather(local.unsqueeze(0), group.name, rows=group.size)  # [P, *local.shape]
+    return stacked.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, total)
 
 
 class _GatherFeatures(torch.autograd.Function):

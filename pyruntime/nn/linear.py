@@ -30,6 +30,7 @@ from pyruntime import ops
 from pyruntime.nn.gather import gather_features
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
+from pyruntime.nn.regions import Region, mark_whole
 from pyruntime.nn.tiers import OpUse, check_tier, refuse_slow_tier
 from pyruntime.ops import primitives
 
@@ -65,6 +66,7 @@ class ParallelLinear(ParallelModule):
         self.dim = dim
         self.tier = check_tier(tier)
         self.strict = strict
+        self.region: Region | None = None  # set by parallelize()
         self._accepted_rows: set[int] = set()
         self._alone = not self.group.name  # group=None: there is no process group to name
         self._parts = dict(parts)
@@ -87,6 +89,15 @@ class ParallelLinear(ParallelModule):
             if self.bias is not None:
                 full[f"{prefix}bias"] = torch.empty(size, **like).uniform_(-bound, bound)
         self.load_full(full)
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x, weight and bias in the dtype in which torch.autocast, where it is on, runs an nn.Linear."""
+        weight, bias = self.weight, self.bias
+        device = x.device.type
+        if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+            return x, weight, bias
+        dtype = torch.get_autocast_dtype(device)
+        return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def op_uses(self) -> list[OpUse]:
         """The primitives that one forward and one backward of this layer run."""
@@ -150,21 +161,22 @@ class _ColumnLinear(ParallelLinear):
                 f"{self.label or type(self).__name__} takes in_features={self.in_features}, but its input is "
                 f"{list(x.shape)}; a column-parallel linear needs every feature of x (only rows may be cut)."
             )
+        x, weight, bias = self._operands(x)
         if self._alone:
-            y = primitives.linear(x, self.weight, self.bias)
+            y = primitives.linear(x, weight, bias)
         elif self.sequence_parallel:
             y = ops.all_gather_matmul(
                 x,
-                self.weight,
+                weight,
                 self.group.name,
                 dim=self.dim,
                 rows=rows,
-                bias=self.bias,
+                bias=bias,
                 tier=self.tier,
                 keep_gathered=self.keep_gathered,
             )
         else:
-            y = ops.replicated_matmul(x, self.weight, self.group.name, bias=self.bias, tier=self.tier)
+            y = ops.replicated_matmul(x, weight, self.group.name, bias=bias, tier=self.tier)
         self._note(y.numel() // y.size(-1))
         return y
 
@@ -216,8 +228,15 @@ class ColumnParallelLinear(_ColumnLinear):
         return layout.bounds(layout.parts[0])[0]
 
     def _whole(self, x: Tensor, rows: int | None) -> Tensor:
+        if self.region is not None:
+            mark_whole(x)
         y = self._matmul(x, rows)
-        return gather_features(y, self.group, self.out_features) if self.gather_output else y
+        if self.gather_output:
+            y = gather_features(y, self.group, self.out_features)
+            if self.region is not None:
+                mark_whole(y)
+            return y
+        return y if self.region is None else self.region.begin(y)
 
     def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
         """rows: how many rows all ranks hold together along `dim`, which saves an exchange of counts; not
@@ -335,15 +354,18 @@ class RowParallelLinear(ParallelLinear):
                 f"input is {list(x.shape)}; a row-parallel linear takes what a column-parallel one (not "
                 "gathered) leaves on each rank."
             )
+        if self.region is not None:
+            x = self.region.end(x)
+        x, weight, bias = self._operands(x)
         group = self.group.name
         if self._alone:
-            y = primitives.linear(x, self.weight, self.bias)
+            y = primitives.linear(x, weight, bias)
         elif self.sequence_parallel:
-            y = ops.matmul_reduce_scatter(x, self.weight, group, dim=self.dim, bias=self.bias, tier=self.tier)
+            y = ops.matmul_reduce_scatter(x, weight, group, dim=self.dim, bias=bias, tier=self.tier)
         else:
-            y = ops.matmul_all_reduce(x, self.weight, group, bias=self.bias, tier=self.tier)
+            y = ops.matmul_all_reduce(x, weight, group, bias=bias, tier=self.tier)
         self._note(x.numel() // x.size(-1))
-        return y
+        return y if self.region is None else self.region.whole(y)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.profiling():

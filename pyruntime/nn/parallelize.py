@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyruntime.nn import lora, saving
 from pyruntime.nn.embedding import VocabParallelEmbedding
-from pyruntime.nn.linear import ColumnParallelLinear, RowParallelLinear
+from pyruntime.nn.first_call import FirstCall
+from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, TensorGroup
 from pyruntime.nn.plans import Plan, find_plan
+from pyruntime.nn.regions import Region
 from pyruntime.nn.tiers import check_tier
 
 
@@ -54,7 +57,31 @@ def parallelize(
     for name, module in replaced.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, module)
+    if group.size > 1:
+        _watch(model, replaced, group)
+    saving.save_whole(model, group)
     return model
+
+
+def _watch(model: nn.Module, replaced: Mapping[str, ParallelModule], group: TensorGroup) -> None:
+    """From here on gradients of what is whole are summed where they must be (regions.py), and the first call
+    is compared with the whole model's (first_call.py)."""
+    holders: dict[str, nn.Module] = {}
+    for name, module in replaced.items():
+        if isinstance(module, ParallelLinear):
+            module.region = Region(name, group)
+        parts = name.split(".")[:-1]
+        for depth in range(len(parts) + 1):
+            prefix = ".".join(parts[:depth])
+            holders.setdefault(prefix, model.get_submodule(prefix))
+    for holder in holders.values():
+        if not any(isinstance(hook, FirstCall) for hook in holder._forward_pre_hooks.values()):
+            holder.register_forward_pre_hook(FirstCall(), with_kwargs=True)
+        # torch's fast paths read weights instead of calling the layers that hold them.
+        if isinstance(holder, nn.TransformerEncoderLayer):
+            holder.activation_relu_or_gelu = 0
+        if isinstance(holder, nn.TransformerEncoder):
+            holder.use_nested_tensor = False
 
 
 def match_modules(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
@@ -70,14 +97,15 @@ def match_modules(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]
                 f"The plan's pattern {pattern!r} matches no module; the model's linears are: "
                 f"{shown or 'none'}."
             )
-        for name in hits:
-            _check_kind(name, names[name], pattern, style)
-            before, by = found.setdefault(name, (style, pattern))
-            if before != style:
-                raise ValueError(
-                    f"{name} is {before!r} by pattern {by!r} and {style!r} by pattern {pattern!r}; make them "
-                    "disjoint."
-                )
+        for hit in hits:
+            for name, its_style in lora.linears_of(hit, names[hit], style):
+                _check_kind(name, names[name], pattern, its_style)
+                before, by = found.setdefault(name, (its_style, pattern))
+                if before != its_style:
+                    raise ValueError(
+                        f"{name} is {before!r} by pattern {by!r} and {its_style!r} by pattern {pattern!r}; make "
+                        "them disjoint."
+                    )
     return {name: found[name][0] for name in names if name in found}
 
 

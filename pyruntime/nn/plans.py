@@ -45,7 +45,16 @@ def check_heads(model: nn.Module, tp: int) -> None:
             "instead."
         )
     for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, key)
+        try:
+            heads = getattr(config, key, None)
+        except Exception:  # some configurations refuse to tell what varies from layer to layer
+            heads = None
+        if not isinstance(heads, int):
+            raise ValueError(
+                f"The plan 'llama' reads {key} from model.config, and the {type(config).__name__} of this "
+                f"{type(model).__name__} has none that is a number; pass a mapping of module patterns to styles "
+                "instead."
+            )
         if heads % tp:
             fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise ValueError(
@@ -64,7 +73,7 @@ LLAMA = Plan(
         "*.mlp.up_proj": "column",
         "*.mlp.down_proj": "row",
         "*embed_tokens": "embedding",
-        "lm_head": "column_gather",
+        "*lm_head": "column_gather",
     },
     check=check_heads,
 )

@@ -104,7 +104,7 @@ def run(
     if pp is not None and is_first_group:
         model = _whole_model(config, wanted, group, trainer.saved or start_at, here.device)
     if is_first_group:
-        save_hf(model, run_dir / MODEL_FOLDER)
+        save_hf(model, run_dir / MODEL_FOLDER, separator=tokenizer.separator)
 
     def report_training() -> None:
         tokenizer.save(run_dir / MODEL_FOLDER)

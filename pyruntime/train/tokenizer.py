@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +12,7 @@ import numpy as np
 from pyruntime.train.errors import ConfigError
 
 FILE_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"  # what transformers' AutoTokenizer reads beside it
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -76,6 +78,15 @@ class JsonTokenizer:
 
     def save(self, folder: Path) -> None:
         shutil.copyfile(self._path, folder / FILE_NAME)
+        beside = self._path.with_name(CONFIG_NAME)
+        if beside.is_file():
+            shutil.copyfile(beside, folder / CONFIG_NAME)
+            return
+        config: dict[str, str] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if self.separator is not None:
+            name = self._engine.id_to_token(self.separator)
+            config |= {"bos_token": name, "eos_token": name}
+        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def open_tokenizer(name: str) -> Tokenizer:

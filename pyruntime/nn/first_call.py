@@ -1,0 +1,383 @@
+"""The first call of a model that parallelize() has cut: the same numbers as whole, or a refusal.
+
+What stands between a column and a row linear is the model's own code, and only running it tells whether it works
+on a rank's features as it does on all of them: a view with the whole number of heads, or a chunk of a fused
+linear, goes through and computes something else. So the first forward in training, and the first in evaluation,
+runs twice more without gradients: with whole weights, gathered layer by layer, and with this rank's shards. Both
+times every row linear is given the whole weights' output, so the inputs of each region are bitwise the same, and
+its result, the row linear's input, is compared by random projections. Dropout is off, and buffers, random
+numbers and arguments are given back as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyruntime import ops
+from pyruntime.nn import heads
+from pyruntime.nn.gather import gather_shard
+from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+
+_DIRECTIONS = 8  # random projections of a row linear's input
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}  # of the norm; half precisions: 0.05
+
+
+class FirstCall:
+    """A forward pre-hook for a module that holds parallel layers of parallelize()."""
+
+    def __init__(self) -> None:
+        self.seen: set[bool] = set()
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if module.training not in self.seen:
+            _first_call(self, module, args, kwargs)
+
+
+@dataclasses.dataclass
+class _Call:
+    """One call of a parallel linear during the check."""
+
+    layer: ParallelLinear
+    shape: tuple[int, ...] = ()
+    print: Tensor | None = None  # of a row linear's input
+    tolerance: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """Where the cut model differs from the whole one. `layers`: those around the place."""
+
+    message: str
+    layers: tuple[ParallelLinear, ...]
+
+
+def _check_first_call(hook: FirstCall, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    layers = watched(module)
+    if any(layer.region.in_check for layer in layers):
+        return
+    mode = module.training
+    if not all(mode in layer.region.checked for layer in layers):
+        for layer in layers:
+            layer.region.in_check = True
+        try:
+            _check(module, layers, args, kwargs)
+        finally:
+            for layer in layers:
+                layer.region.in_check = False
+        for layer in layers:
+            layer.region.checked.add(mode)
+    hook.seen.add(mode)
+
+
+_first_call = torch.compiler.disable(
+    _check_first_call,
+    reason="the first call of a parallel model is compared with that of the whole one: run one forward pass "
+    "before torch.compile, or compile without fullgraph=True",
+)
+
+
+def watched(module: nn.Module) -> list[ParallelLinear]:
+    """The linears below `module` that parallelize() made."""
+    return [m for m in module.modules() if isinstance(m, ParallelLinear) and m.region is not None]
+
+
+def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs: dict) -> None:
+    """Raises ValueError on every rank where one of them finds a mismatch that no head count mends."""
+
+    def run(forwards: Callable[[ParallelLinear], Callable]) -> Any:
+        with _untouched(module), _forwards(layers, forwards):
+            return module(*_copied(args), **_copied(kwargs))
+
+    whole = _WholeRun()
+    with heads.whole(module):
+        expected = run(whole.forward_of)
+
+    def compare() -> Mismatch | None:
+        cut = _CutRun(whole)
+        try:
+            found = run(cut.forward_of)
+        except _OutOfStep as error:
+            return cut.mismatch() or Mismatch(str(error), tuple(layers))
+        except Exception as error:
+            return cut.mismatch() or cut.failed(module, error)
+        return cut.mismatch() or _compare_outputs(cut.open_columns(), expected, found)
+
+    def everywhere() -> Mismatch | None:
+        return _agreed(compare(), layers)
+
+    if found := heads.mended(module, everywhere, layers[0].group.size):
+        raise ValueError(found.message)
+
+
+def _agreed(mismatch: Mismatch | None, layers: list[ParallelLinear]) -> Mismatch | None:
+    """The lowest rank's mismatch, by its layer, so that all ranks do the same."""
+    numbers = [layers.index(layer) for layer in mismatch.layers] if mismatch else []
+    mine = torch.full((1 + len(layers),), 0.0, dtype=torch.float64)
+    mine[0] = mismatch is not None
+    mine[[1 + i for i in numbers]] = 1
+    device = layers[0].weight.device
+    everyone = ops.all_gather_stats(mine.to(device), layers[0].group.name).cpu()
+    failed = everyone[:, 0].nonzero().flatten().tolist()
+    if not failed:
+        return None
+    there = tuple(layers[i] for i in everyone[failed[0], 1:].nonzero().flatten().tolist())
+    if mismatch is not None:
+        return Mismatch(mismatch.message, there)
+    names = ", ".join(layer.label for layer in there)
+    return Mismatch(f"Rank {failed[0]} computes other numbers around {names} than the whole model does.", there)
+
+
+class _WholeRun:
+    """Runs every layer with its whole weight, and keeps what row linears were given and gave."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.outputs: list[Tensor] = []
+
+    def forward_of(self, layer: ParallelLinear) -> Callable:
+        def forward(x: Tensor, rows: int | None = None) -> Tensor:
+            y = F.linear(x, *(_whole(layer, name) for name in ("weight", "bias")))
+            if isinstance(layer, RowParallelLinear):
+                layout = layer._layouts["weight"]
+                start, stop = layout.bounds(layout.parts[0])
+                self.calls.append(_noted(layer, x[..., start:stop]))
+                self.outputs.append(y.clone())  # the model may write into y
+            return y
+
+        return forward
+
+
+class _OutOfStep(Exception):
+    """The cut run has left the whole run's path."""
+
+
+class _CutRun:
+    """Runs column linears on this rank's shards; row linears return what the whole run's did."""
+
+    def __init__(self, whole: _WholeRun) -> None:
+        self.whole = whole
+        self.calls: list[_Call] = []  # of all linears, in order
+        self.rows: list[_Call] = []
+
+    def forward_of(self, layer: ParallelLinear) -> Callable:
+        def forward(x: Tensor, rows: int | None = None) -> Tensor:
+            if isinstance(layer, RowParallelLinear):
+                return self._row(layer, x)
+            self.calls.append(_Call(layer))
+            if isinstance(layer, ColumnParallelLinear) and layer.gather_output:
+                return type(layer).forward(layer, x)
+            return F.linear(x, layer.weight, layer.bias)
+
+        return forward
+
+    def _row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+        number = len(self.rows)
+        if number >= len(self.whole.calls) or self.whole.calls[number].layer is not layer:
+            raise _OutOfStep(
+                f"{layer.label} is called in another order with the plan than without, so what the model does "
+                "depends on activations that are cut; leave it and the column linears before it out of the plan."
+            )
+        self.calls.append(_noted(layer, x))
+        self.rows.append(self.calls[-1])
+        return self.whole.outputs[number].clone()
+
+    def open_columns(self) -> list[ParallelLinear]:
+        """Column linears called after the last row linear, whose outputs are not gathered."""
+        found: list[ParallelLinear] = []
+        for call in self.calls:
+            if isinstance(call.layer, RowParallelLinear):
+                found = []
+            elif not getattr(call.layer, "gather_output", False) and call.layer not in found:
+                found.append(call.layer)
+        return found
+
+    def mismatch(self) -> Mismatch | None:
+        """The first row linear whose input differs."""
+        for mine, whole in zip(self.rows, self.whole.calls, strict=False):
+            difference = _difference(mine, whole)
+            if difference:
+                feeding = self._before(mine)
+                if not feeding:
+                    return Mismatch(
+                        f"{mine.layer.label} is a 'row' linear and is given {difference}: no 'column' linear's "
+                        "output reaches it; name the linears that feed it in the plan, or leave it out.",
+                        (mine.layer,),
+                    )
+                names = ", ".join(layer.label for layer in feeding) or "what is before it"
+                return Mismatch(
+                    f"With the plan, {mine.layer.label} is given {difference}: what stands between {names} and it "
+                    "does not work feature by feature or head by head (a view with the whole number of heads? a "
+                    "fused linear that is split afterwards?); leave them out of the plan.",
+                    (*feeding, mine.layer),
+                )
+        return None
+
+    def failed(self, module: nn.Module, error: Exception) -> Mismatch:
+        """What the error of the model's own code says of the plan."""
+        open_columns = self.open_columns()
+        names = ", ".join(layer.label for layer in open_columns) or "its parallel layers"
+        place = _place_of(error, module)
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        return Mismatch(
+            f"{place} cannot work on a rank's features of {names} ({type(error).__name__}: {first_line}): it needs "
+            "all of them, or counts heads or features of the whole model; leave those linears out of the plan, or "
+            "make them 'column_gather'.",
+            tuple(open_columns) or tuple({call.layer: None for call in self.calls}),
+        )
+
+    def _before(self, row: _Call) -> list[ParallelLinear]:
+        feeding: list[ParallelLinear] = []
+        for call in self.calls:
+            if call is row:
+                break
+            feeding = [] if isinstance(call.layer, RowParallelLinear) else [*feeding, call.layer]
+        return list(dict.fromkeys(feeding))
+
+
+def _noted(layer: ParallelLinear, x: Tensor) -> _Call:
+    half = x.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(x.device.type)
+    tolerance = 0.05 if half else _TOLERANCES.get(x.dtype, 1e-3)
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    draw = torch.Generator().manual_seed(x.shape[-1])
+    directions = torch.randn(x.shape[-1], _DIRECTIONS, generator=draw, dtype=wide.dtype).to(x.device)
+    return _Call(layer, tuple(x.shape), torch.nan_to_num(wide) @ directions, tolerance)
+
+
+def _difference(mine: _Call, whole: _Call) -> str:
+    """What is wrong with the input, or ""."""
+    if mine.shape != whole.shape:
+        return f"an input of shape {list(mine.shape)} instead of {list(whole.shape)}"
+    error, norm = (mine.print - whole.print).norm().item(), whole.print.norm().item()
+    if error <= whole.tolerance * norm:
+        return ""
+    return f"other numbers than the whole model's ({error / max(norm, 1e-30):.0%} off)"
+
+
+def _compare_outputs(columns: list[ParallelLinear], expected: Any, found: Any) -> Mismatch | None:
+    """Tensors at the top of the output. Deeper ones of another shape are left alone: caches of a rank's own
+    heads."""
+    names = ", ".join(layer.label for layer in columns)
+    ours = dict(tensors_of(found))
+    for name, whole in tensors_of(expected):
+        mine = ours.get(name)
+        if mine is not None and mine.shape == whole.shape and not differs(mine, whole):
+            continue
+        what = "is missing" if mine is None else f"has shape {list(mine.shape)}"
+        if mine is not None and mine.shape == whole.shape:
+            what = "holds other numbers"
+        cause = f"what reads {names} reads a rank's features alone" if names else "the model reads cut weights itself"
+        return Mismatch(
+            f"With the plan, the model's output{name} {what}, without it the shape is {list(whole.shape)}: {cause}; "
+            "a column linear without a row linear behind it must be 'column_gather'.",
+            tuple(columns),
+        )
+    return None
+
+
+def tensors_of(output: Any) -> Iterator[tuple[str, Tensor]]:
+    """(" name", tensor) of an output that is a tensor, or a tuple, mapping or dataclass of such."""
+    if isinstance(output, Tensor):
+        yield "", output
+        return
+    if isinstance(output, Mapping):
+        items = list(output.items())
+    elif isinstance(output, tuple | list):
+        items = list(enumerate(output))
+    elif dataclasses.is_dataclass(output):
+        items = [(f.name, getattr(output, f.name)) for f in dataclasses.fields(output)]
+    else:
+        return
+    yield from ((f" {name}", value) for name, value in items if isinstance(value, Tensor))
+
+
+def differs(mine: Tensor, whole: Tensor) -> bool:
+    """Whether two tensors of one shape differ by more than rounding."""
+    if not whole.is_floating_point():
+        return not torch.equal(mine, whole)
+    half = whole.dtype in (torch.bfloat16, torch.float16)
+    a, b = torch.nan_to_num(mine.double()), torch.nan_to_num(whole.double())
+    tolerance = 0.05 if half else _TOLERANCES.get(whole.dtype, 1e-3)
+    return (a - b).norm().item() > tolerance * b.norm().item()
+
+
+def _place_of(error: Exception, module: nn.Module) -> str:
+    """The name of the innermost module whose code was running."""
+    names = {id(m): name for name, m in module.named_modules()}
+    place, trace = type(module).__name__, error.__traceback__
+    while trace is not None:
+        place = names.get(id(trace.tb_frame.f_locals.get("self")), place) or place
+        trace = trace.tb_next
+    return place
+
+
+def _whole(layer: ParallelLinear, name: str) -> Tensor | None:
+    parameter = getattr(layer, name)
+    if parameter is None:
+        return None
+    layout = layer._layouts[name]
+    if layout.dim is None:
+        return parameter
+    return gather_shard(parameter.detach(), layer.group, layout.dim, layout.parts[0].shape[layout.dim])
+
+
+def _copied(arguments: Any) -> Any:
+    """Arguments that the call may write into (caches)."""
+    return copy.deepcopy(torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach(), arguments))
+
+
+@contextlib.contextmanager
+def _forwards(layers: list[ParallelLinear], of: Callable[[ParallelLinear], Callable]) -> Iterator[None]:
+    for layer in layers:
+        layer.forward = of(layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+@contextlib.contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout; buffers and random numbers are put back."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = {b.device for b in (*module.parameters(), *module.buffers()) if b.device.type == "cuda"}
+    state = random.getstate()
+    with torch.no_grad(), torch.random.fork_rng(list(devices)), _NoDropout():
+        torch.manual_seed(0)
+        random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+class _NoDropout(TorchDispatchMode):
+    """Dropout keeps everything: masks of a rank's heads are not a part of the whole's."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        aten = torch.ops.aten
+        if func is aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if func is aten.bernoulli_.float:  # dropout divides by the same number afterwards
+            return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+        names = [argument.name for argument in func._schema.arguments]
+        if "dropout_p" in names:
+            place = names.index("dropout_p")
+            if place < len(args):
+                args = (*args[:place], 0.0, *args[place + 1 :])
+            else:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)

@@ -1,0 +1,210 @@
+"""Gradients of whatever is whole on every rank and meets activations that are cut.
+
+Between a column linear and the row linear that follows, each rank computes on its own features or heads. A
+tensor that is whole there (the weight of a norm over each head, a gain, a gate, keys that all heads share) takes
+part in every rank's share, and what flows back to it on one rank is that rank's share of its gradient:
+
+    z = sum_r f(y_r, w)        dL/dw = sum_r (dL/dz) df(y_r, w)/dw
+
+So that gradient is summed over the group where it leaves the region. Which tensors those are is read off the
+autograd graph that the forward has just left, from the row linear's input back to the column linears' outputs:
+no name is looked at, and a tensor that is read both inside and outside gets the sum of its inside part alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from pyruntime import ops
+from pyruntime.nn.parameters import TensorGroup
+
+_MARKS = "pyruntime.regions"  # in a node's metadata: {number of the output: Region where it is cut, else None}
+_SUMMED = "pyruntime.summed"  # the node's gradients are summed already: two row linears may share a region
+_WHOLE = "pyruntime.whole"  # nothing behind the node is cut, as an earlier walk has found
+
+
+class Region:
+    """What one layer knows of the cut activations that it begins (column) or ends (row).
+
+    settled: whether an eager pass has found that nothing needs a sum here, which is what lets torch.compile
+    trace the layer; None before the first pass.
+    checked: in which of training (True) and evaluation (False) the first call was compared (first_call.py)."""
+
+    def __init__(self, label: str, group: TensorGroup) -> None:
+        self.label = label
+        self.group = group
+        self.settled: bool | None = None
+        self.checked: set[bool] = set()
+        self.in_check = False
+
+    def begin(self, y: Tensor) -> Tensor:
+        """Marks y [..., N/P], the output of a column linear, as cut."""
+        if not torch.is_grad_enabled():
+            return y
+        if is_compiling():
+            return y if self.settled else _begin_eagerly(self, y)
+        return self._begin(y)
+
+    def end(self, x: Tensor) -> Tensor:
+        """x [..., K/P], the input of a row linear, once the gradients behind it are seen to."""
+        if not torch.is_grad_enabled():
+            return x
+        if is_compiling():
+            return x if self.settled else _end_eagerly(self, x)
+        return self._end(x)
+
+    def whole(self, y: Tensor) -> Tensor:
+        """Marks y as whole on every rank."""
+        if not torch.is_grad_enabled():
+            return y
+        if is_compiling():
+            return y if self.settled else _whole_eagerly(self, y)
+        return _mark(y, None)
+
+    def _begin(self, y: Tensor) -> Tensor:
+        # Frozen layers leave no graph, and what is cut must be known by it.
+        return _mark(y if y.requires_grad else _Graph.apply(y, torch.empty(0, requires_grad=True)), self)
+
+    def _end(self, x: Tensor) -> Tensor:
+        if x.grad_fn is None:
+            return x
+        marks = x.grad_fn.metadata.get(_MARKS, {})
+        begun, summed = {marks.get(x.output_nr)}, False
+        if x.output_nr not in marks:
+            begun, summed = _sum_gradients(x.grad_fn, self)
+        for region in {self, *begun} - {None}:
+            region.settled = region.settled is not False and not summed
+        return x
+
+
+class _Graph(torch.autograd.Function):
+    """y with a node of its own, which takes gradients and passes none on."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, anchor: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return None, None
+
+
+def mark_whole(x: Tensor) -> None:
+    """x is the same on every rank, so the graph behind it is of no concern to a region that reads it."""
+    if torch.is_grad_enabled() and not is_compiling():
+        _mark(x, None)
+
+
+def _mark(y: Tensor, region: Region | None) -> Tensor:
+    if y.grad_fn is not None:
+        y.grad_fn.metadata.setdefault(_MARKS, {})[y.output_nr] = region
+    return y
+
+
+def _sum_gradients(root: Any, end: Region) -> tuple[set[Region], bool]:
+    """Sees to every edge from a cut tensor to a whole one. Returns the regions that begin behind `root`, and
+    whether there was such an edge."""
+    begun: set[Region] = set()
+    cut = _cut_nodes(root, end, begun)
+    found = False
+    for node, edges in cut.items():
+        crossing = [
+            i for i, (other, number) in enumerate(edges) if other is not None and not _is_cut(other, number, cut)
+        ]
+        if not crossing:
+            continue
+        found = True
+        if node.metadata.get(_SUMMED):
+            continue
+        if "CompiledFunction" in node.name():
+            raise RuntimeError(
+                f"torch.compile has made one piece of what feeds {end.label}, and a tensor that is whole on "
+                "every rank is read in it, whose gradient must be summed over the ranks; leave the module that "
+                f"holds {end.label} out of torch.compile (torch.compiler.disable)."
+            )
+        node.metadata[_SUMMED] = True
+        node.register_hook(_Sum(tuple(crossing), end.group.name))
+    return begun, found
+
+
+class _Sum:
+    """A node's hook: sums some of the gradients that it passes on."""
+
+    def __init__(self, edges: tuple[int, ...], group: str) -> None:
+        self.edges, self.group = edges, group
+
+    def __call__(self, passed_on, _):
+        return tuple(
+            ops.all_reduce(g.contiguous(), self.group) if i in self.edges and g is not None else g
+            for i, g in enumerate(passed_on)
+        )
+
+
+def _cut_nodes(root: Any, end: Region, begun: set[Region]) -> dict[Any, tuple]:
+    """The nodes between `root` and the column linears whose outputs are cut, with their edges. `root` is
+    cut whatever it reads, because a row linear's input is."""
+    edges: dict[Any, tuple] = {}
+    cut: dict[Any, tuple] = {}
+    readers: dict[Any, list] = {}
+    stack, seeds = [root], [root]
+    while stack:
+        node = stack.pop()
+        if node in edges:
+            continue
+        edges[node] = node.next_functions
+        for other, number in edges[node]:
+            if other is None:
+                continue
+            marks = other.metadata.get(_MARKS)
+            if marks is not None and number in marks:
+                if marks[number] is not None:
+                    begun.add(marks[number])
+                    seeds.append(node)
+            elif _WHOLE in other.metadata:
+                continue
+            elif hasattr(other, "variable"):
+                _check_leaf(other.variable, end)
+            else:
+                readers.setdefault(other, []).append(node)
+                stack.append(other)
+    while seeds:
+        node = seeds.pop()
+        if node not in cut:
+            cut[node] = edges[node]
+            seeds.extend(readers.get(node, ()))
+    for node in edges.keys() - cut.keys():
+        node.metadata[_WHOLE] = True
+    return cut
+
+
+def _is_cut(node: Any, number: int, cut: dict[Any, tuple]) -> bool:
+    marks = node.metadata.get(_MARKS)
+    if marks is not None and number in marks:
+        return marks[number] is not None
+    return node in cut
+
+
+def _check_leaf(leaf: Tensor, end: Region) -> None:
+    if getattr(leaf, "tp_dim", None) is not None:
+        raise RuntimeError(
+            f"What feeds {end.label} reads a parallel layer's weight {list(leaf.shape)} itself, which holds this "
+            "rank's shard alone; call the layer, or leave it out of the plan."
+        )
+    if not isinstance(leaf, torch.nn.Parameter):
+        raise RuntimeError(
+            f"What feeds {end.label} begins at a tensor {list(leaf.shape)} that is no parameter, and whether it "
+            "is cut cannot be told; use checkpoint(use_reentrant=False), or detach the tensor."
+        )
+
+
+_FIRST = (
+    "gradients around parallel layers are checked in the first eager step: run one forward pass before "
+    "torch.compile, or compile without fullgraph=True"
+)
+_begin_eagerly = torch.compiler.disable(Region._begin, reason=_FIRST)
+_end_eagerly = torch.compiler.disable(Region._end, reason=_FIRST)
+_whole_eagerly = torch.compiler.disable(lambda _, y: _mark(y, None), reason=_FIRST)

@@ -1,0 +1,280 @@
+"""How many of transformers' architectures parallelize() runs right, refuses, or gets wrong.
+
+    python tools/check_architectures.py                      # all of them, on two ranks of this machine
+    python tools/check_architectures.py --only qwen3 opt --verbose
+
+Every architecture is built small, from its own configuration class, with random weights in every parameter; nothing is
+downloaded. It is cut twice: with plan "llama", and with a mapping guessed from the names of its linears, as a user would
+write it. Then one training step on two CPU ranks is compared with the whole model: loss, logits and every gradient
+(pyruntime.verify). "refused" is an error that pyruntime raises in a sentence; "bare" is any other error; "wrong" is a
+difference that nothing has refused. The exit status is 1 where something is wrong or bare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import transformers  # noqa: E402
+from torch import nn  # noqa: E402
+from transformers.models.auto import modeling_auto  # noqa: E402
+
+import pyruntime  # noqa: E402
+from pyruntime.nn.verify import VerificationError  # noqa: E402
+
+RANKS = 2
+CASE_S = 120.0  # an architecture with all plans
+LARGEST = 30_000_000  # parameters; what is still larger than this was not made small
+ENCODERS = ("bert", "roberta", "distilbert", "electra", "albert", "modernbert", "deberta-v2", "xlm-roberta", "mpnet")
+SEQ2SEQ = ("t5", "bart", "mbart", "pegasus", "marian", "mt5")
+
+SIZES = {
+    64: (
+        *("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "word_embed_proj_dim"),
+        *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "sliding_window"),
+    ),
+    4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
+    1: ("n_group", "topk_group", "num_nextn_predict_layers"),
+    2: (
+        *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_num_experts_per_tok", "top_k_experts"),
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
+    ),
+    96: ("intermediate_size", "d_ff", "ffn_dim", "n_inner", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim"),
+    101: ("vocab_size", "vocab_size_per_layer_input"),
+    16: ("head_dim", "d_kv", "attention_head_size", "v_head_dim", "qk_nope_head_dim", "kv_lora_rank"),
+    8: ("qk_rope_head_dim", "rotary_dim", "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+    32: ("q_lora_rank", "moe_intermediate_size", "shared_expert_intermediate_size", "index_head_dim"),
+}
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+COLUMN = (
+    *("q_proj", "k_proj", "v_proj", "query", "key", "value", "q_lin", "k_lin", "v_lin", "q", "k", "v", "wq", "wk", "wv"),
+    *("qkv_proj", "query_key_value", "Wqkv", "c_attn", "att_proj", "q_b_proj", "kv_b_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "fc1", "w1", "w3", "lin1", "wi", "wi_0", "wi_1", "fc_in", "c_fc", "Wi"),
+    *("dense_h_to_4h", "intermediate.dense", "linear_in", "ffn"),
+)
+ROW = (
+    *("o_proj", "out_proj", "out_lin", "o", "wo", "down_proj", "fc2", "w2", "lin2", "fc_out", "c_proj", "Wo"),
+    *("dense_4h_to_h", "output.dense", "linear_out", "ffn_output", "attention.dense", "self_attention.dense", "self_attn.dense"),
+)
+
+
+def architectures() -> dict[str, type]:
+    """{model type: class} of causal language models, and of a few encoders and encoder-decoders."""
+    found: dict[str, Any] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    for names, mapping in (
+        (ENCODERS, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+        (SEQ2SEQ, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    ):
+        found |= {name: mapping[name] for name in names if name in mapping}
+    return {name: cls if isinstance(cls, str) else cls[0] for name, cls in sorted(found.items())}
+
+
+def build(class_name: str) -> nn.Module:
+    """The architecture, small, with random numbers in every parameter; the same on every rank."""
+    cls = getattr(transformers, class_name)
+    config = cls.config_class()
+    shrink(config)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size:,} parameters after shrinking")
+    model = cls(config)
+    for p in model.parameters():  # biases are zeros and norms are ones as they are made, which hides mistakes
+        p.data.add_(torch.randn_like(p) * 0.1)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.float().train()
+
+
+def shrink(config: Any) -> None:
+    values = config.to_dict()
+    layers = 2
+    for size, names in SIZES.items():
+        for name in names:
+            unset = name in values and values[name] is None and "expert" in name
+            if unset or (isinstance(values.get(name), int) and not isinstance(values[name], bool)):
+                assign(config, name, int(size))
+    if isinstance(values.get("head_dim"), int) and "qk_rope_head_dim" in values:  # deepseek: only what rotates
+        assign(config, "head_dim", 8)
+    for name in KEY_VALUE_HEADS:
+        if isinstance(values.get(name), int):
+            assign(config, name, 2 if values[name] < values.get("num_attention_heads", 10**9) else 4)
+    for name, value in values.items():
+        if isinstance(value, list) and name.endswith(("layer_types", "layers_block_type", "attention_types")):
+            assign(config, name, [value[0], value[-1]][:layers])
+        elif "dropout" in name or name.endswith(("_pdrop", "layerdrop")):
+            if isinstance(value, float):
+                assign(config, name, 0.0)
+        elif name.endswith("_token_id") and isinstance(value, int):
+            assign(config, name, 1)
+    for child in list(vars(config).values()):
+        if isinstance(child, transformers.PretrainedConfig):
+            shrink(child)
+
+
+def assign(config: Any, name: str, value: Any) -> None:
+    try:
+        setattr(config, name, value)
+    except Exception:  # some names are properties of others
+        return
+
+
+def guessed(model: nn.Module) -> dict[str, str]:
+    """The plan that a user would write from the names of the model's linears."""
+    plan: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear:
+            continue
+        for style, leaves in (("column", COLUMN), ("row", ROW)):
+            for leaf in leaves:
+                if name.endswith("." + leaf):
+                    plan[f"*.{leaf}"] = style
+    head = getattr(model, "lm_head", None)
+    if type(head) is nn.Linear and not getattr(model.config, "tie_word_embeddings", False):
+        plan["lm_head"] = "column_gather"
+    return plan
+
+
+def judge(class_name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
+    """{plan: (right | refused | bare | wrong | not built | not run, why)}."""
+    try:
+        model = build(class_name)
+    except Exception as error:
+        return dict.fromkeys(plans, ("not built", first_line(error)))
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 101, (2, 12), generator=draw)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    try:
+        copy.deepcopy(model)(**batch).loss.backward()
+    except Exception as error:
+        return dict.fromkeys(plans, ("not run", first_line(error)))
+    return {plan: judge_plan(model, plan, batch) for plan in plans}
+
+
+def judge_plan(whole: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> tuple[str, str]:
+    plan: Any = "llama" if name == "llama" else guessed(whole)
+    if not plan:
+        return "not run", "no linear has a name that the guess knows"
+    group = dist.new_group(list(range(RANKS)))  # its own: a group in which an op failed takes no other
+    model = copy.deepcopy(whole)
+    try:
+        pyruntime.parallelize(model, group, plan, tier="unfused")
+        model(**batch)
+        pyruntime.verify(model, whole, batch)
+    except VerificationError as error:
+        return "wrong", first_line(error)
+    except (ValueError, RuntimeError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1].filename
+        return ("refused" if f"{os.sep}pyruntime{os.sep}" in last else "bare"), first_line(error)
+    except Exception as error:
+        return "bare", first_line(error)
+    return "right", ""
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def rank_main(rank: int, store: str, case: tuple[str, list[str]], answer: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    judged = {plan: (status, why[:1000]) for plan, (status, why) in judge(*case).items()}
+    os.write(answer, json.dumps(judged).encode() + b"\n")
+
+
+def run_case(class_name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
+    """Forks the ranks, which have everything imported, and hears what they say: the worse of what two say."""
+    with contextlib.suppress(Exception):  # the ranks say what is wrong with it
+        getattr(transformers, class_name)
+    read, write = os.pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        children = [fork(rank, f"{folder}/store", (class_name, plans), write) for rank in range(RANKS)]
+        os.close(write)
+        answers = list(hear(read, time.monotonic() + CASE_S))
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    os.close(read)
+    if len(answers) < RANKS:
+        return dict.fromkeys(plans, ("bare", f"only {len(answers)} of {RANKS} ranks answered within {CASE_S:g} s"))
+    order = ("wrong", "bare", "not built", "not run", "refused", "right")
+    return {plan: tuple(min((a[plan] for a in answers), key=lambda said: order.index(said[0]))) for plan in plans}
+
+
+def fork(rank: int, store: str, case: tuple[str, list[str]], answer: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    try:
+        rank_main(rank, store, case, answer)
+    finally:
+        signal.pause()  # a rank that leaves first would be noticed by the other
+
+
+def hear(read: int, until: float) -> Iterator[dict[str, tuple[str, str]]]:
+    heard, text = 0, b""
+    while heard < RANKS:
+        ready, _, _ = select.select([read], [], [], max(0.0, until - time.monotonic()))
+        chunk = os.read(read, 65536) if ready else b""
+        if not chunk:
+            return
+        text += chunk
+        *lines, text = text.split(b"\n")
+        heard += len(lines)
+        yield from map(json.loads, lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="*", help="model types (default: all)")
+    parser.add_argument("--plans", nargs="*", default=["llama", "guessed"], choices=["llama", "guessed"])
+    parser.add_argument("--seconds", type=float, default=3600.0, help="budget; what is left then is not run")
+    parser.add_argument("--verbose", action="store_true", help="say why, for every architecture that is not right")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    chosen = {name: cls for name, cls in architectures().items() if not args.only or name in args.only}
+    until = time.monotonic() + args.seconds
+    names: dict[str, dict[str, list[str]]] = {plan: defaultdict(list) for plan in args.plans}
+    for model_type, class_name in chosen.items():
+        left = time.monotonic() < until
+        said = run_case(class_name, args.plans) if left else dict.fromkeys(args.plans, ("not run", "no time left"))
+        for plan, (status, why) in said.items():
+            names[plan][status].append(model_type)
+            if args.verbose and status != "right":
+                print(f"{plan:8} {model_type:24} {status:10} {why}", flush=True)
+    for plan, lists in names.items():
+        print(f"\nplan {plan!r}, {RANKS} ranks, transformers {transformers.__version__}, {len(chosen)} architectures")
+        for status in ("right", "refused", "wrong", "bare", "not run", "not built"):
+            print(f"  {status:10} {len(lists[status]):4}  {' '.join(lists[status])}")
+    return int(any(lists["wrong"] or lists["bare"] for lists in names.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
