@@ -9,7 +9,9 @@ import shutil
 import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
-os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))  # its fonts take seconds to find
+os.environ.setdefault(
+    "MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib")
+)  # its fonts take seconds to find
 CACHE = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pyruntime-tests-")  # not the user's own
 
 from collections.abc import Iterator

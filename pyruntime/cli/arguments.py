@@ -30,8 +30,8 @@ def parse(
     default: Options | None = None,
     others: Sequence[str] = (),
 ) -> Options:
-    """`argv` as an instance of the dataclass `cls`; every flag takes a value (`--section.key value`). `others`
-    are flags of the command that have been taken out of `argv`.
+    """`argv` as an instance of the dataclass `cls`; every flag takes a value (`--section.key value`).
+    `others` are flags of the command that have been taken out of `argv`.
 
     Raises ConfigError with the nearest name of an unknown flag or tyro's finding in one sentence, HelpShown
     after printing --help (on rank 0).
@@ -73,10 +73,17 @@ def _check_names(argv: list[str], known: Sequence[str], program: str) -> None:
     for argument in argv:
         asked = flag_name(argument)
         if asked and asked not in ("help", *known):
-            same_end = [name for name in known if name.rpartition(".")[2] == asked]
-            close = same_end or difflib.get_close_matches(asked, known, n=1)
-            nearest = f"; the nearest is --{close[0]}" if close else ""
+            close = _nearest(asked, known)
+            nearest = f"; the nearest is --{close}" if close else ""
             raise ConfigError(f"There is no option --{asked}{nearest}; see {program} --help.")
+
+
+def _nearest(asked: str, known: Sequence[str]) -> str:
+    """The name whose last part is like that of `asked`, of several the one in the nearest section."""
+    ends = {name: name.rpartition(".")[2] for name in known}
+    close = difflib.get_close_matches(asked.rpartition(".")[2], sorted(set(ends.values())), n=1)
+    alike = [name for name in known if ends[name] in close]
+    return max(alike, key=lambda name: difflib.SequenceMatcher(None, asked, name).ratio(), default="")
 
 
 def flag_name(argument: str) -> str:

@@ -14,11 +14,11 @@ from pyruntime.train.errors import ConfigError
 from pyruntime.train.signals import StopRequest
 
 PROGRAM = "python -m pyruntime train"
-DESCRIPTION = """Trains a Llama on text with tensor parallelism over all ranks that torchrun started: torchrun
---nproc-per-node N -m pyruntime train --config FILE.toml [--section.key value ...]. --config takes a TOML file
-or the name of a preset ({presets}); left out it is main, or with --checkpoint.resume the run's own
-config.toml. Flags change single values of it; --model.init_from replaces its whole [model] section. --dry_run RANKS checks all of it for so many ranks, and starts
-nothing."""
+DESCRIPTION = """Trains a Llama on text with tensor parallelism over all ranks that torchrun started:
+torchrun --nproc-per-node N -m pyruntime train --config FILE.toml [--section.key value ...]. --config takes
+a TOML file or the name of a preset ({presets}); left out it is main, or with --checkpoint.resume the run's
+own config.toml. Flags change single values of it; --model.init_from replaces its whole [model] section.
+--dry_run RANKS checks all of it for so many ranks, and starts nothing."""
 
 
 def main(argv: list[str], stop: StopRequest) -> None:

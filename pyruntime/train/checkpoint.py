@@ -89,8 +89,8 @@ def load(checkpoint: Path, facts: Facts, checkpointed: Checkpointed, group: dist
     """Loads weights and optimizer state in place, at any number of ranks, and returns the step to go on
     after.
 
-    `facts` describe the model. Raises ConfigError where the checkpoint is another model's or is damaged, which
-    is found before anything is changed.
+    `facts` describe the model. Raises ConfigError where the checkpoint is another model's or is damaged,
+    which is found before anything is changed.
     """
     step = read_matching(checkpoint, facts).step
     _check_files(checkpoint, group)

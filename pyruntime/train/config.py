@@ -24,11 +24,11 @@ class Model:
     """Which Llama is trained."""
 
     preset: str = ""
-    """Name of the shape in pyruntime.llama.PRESETS; the fields below change single sizes of it. Empty: 3m, or the
-    shape of init_from."""
+    """Name of the shape in pyruntime.llama.PRESETS; the fields below change single sizes of it. Empty: 3m, or
+    the shape of init_from."""
     init_from: str = ""
-    """Hugging Face Llama checkpoint to start from, which says the shape in place of a preset and the fields below;
-    empty: random weights."""
+    """Hugging Face Llama checkpoint to start from, which says the shape in place of a preset and the fields
+    below; empty: random weights."""
     hidden_size: int | None = None
     """Width of the residual stream, in features; None: the preset's."""
     num_hidden_layers: int | None = None
@@ -52,16 +52,16 @@ class Data:
     """Which text is read and how it becomes tokens."""
 
     paths: tuple[str, ...] = ()
-    """Files and folders of text, folders recursively; empty: the running Python's standard library, *.py. Of a
-    .jsonl file the "text" of every line is a document, of others the whole file."""
+    """Files and folders of text, folders recursively; empty: the running Python's standard library, *.py. Of
+    a .jsonl file the "text" of every line is a document, of others the whole file."""
     pattern: str = "*"
     """Only files of a folder whose name matches this shell pattern are read."""
     tokenizer: str = ""
-    """"bytes" (one token a byte, 256 tokens), or the path of a tokenizer.json; empty: that of model.init_from,
-    else bytes."""
+    """"bytes" (one token a byte, 256 tokens), or the path of a tokenizer.json; empty: that of
+    model.init_from, else bytes."""
     cache: str = ""
-    """Folder in which the tokens of a text are kept for other runs; empty: pyruntime/tokens in the user's cache
-    folder (XDG_CACHE_HOME, ~/.cache)."""
+    """Folder in which the tokens of a text are kept for other runs; empty: pyruntime/tokens in the user's
+    cache folder (XDG_CACHE_HOME, ~/.cache)."""
     val_fraction: float = 0.05
     """Share of the tokens that is held out for validation, above 0 and at most 0.5, in whole documents."""
 
@@ -75,8 +75,8 @@ class Optimizer:
     min_lr_fraction: float = 0.1
     """Learning rate at the last step, as a share of the peak, 0 to 1."""
     warmup_steps: int | None = None
-    """Steps over which the learning rate rises linearly to its peak; None: 20, or a tenth of train.steps where
-    that is less."""
+    """Steps over which the learning rate rises linearly to its peak; None: 20, or a tenth of train.steps
+    where that is less."""
     beta1: float = 0.9
     """Decay of the running mean of the gradient per step, 0 to below 1."""
     beta2: float = 0.95

@@ -44,7 +44,9 @@ def _build_on_other_hosts(wanted: Path, group: dist.ProcessGroup, build: Callabl
     if not wanted.is_dir() and [name for name, _ in hosts].index(host) == group.rank():
         try:
             if build().folder.name != wanted.name:
-                refusal = f"data.paths hold another text on host {os.uname().nodename} than on that of rank 0."
+                refusal = (
+                    f"data.paths hold another text on host {os.uname().nodename} than on that of rank 0."
+                )
         except ConfigError as error:
             refusal = f"on host {os.uname().nodename}: {error}"
     with patience(group):

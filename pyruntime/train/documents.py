@@ -223,8 +223,8 @@ def cut(file: BinaryIO | io.RawIOBase) -> Iterator[tuple[bytes, bool]]:
 
 
 def _end_of_piece(text: bytes) -> int:
-    """Where to cut `text`, at most at its last byte: before a single blank, where tokenizers begin a word, else
-    behind a line, else between two characters."""
+    """Where to cut `text`, at most at its last byte: before a single blank, where tokenizers begin a word,
+    else behind a line, else between two characters."""
     last = len(text) - 1
     blank = text.rfind(b" ", 1, last)
     while blank > 0:

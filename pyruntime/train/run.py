@@ -271,8 +271,8 @@ def _opening(config: RunConfig, wanted: LlamaConfig, text: Corpus, run_dir: Path
             f"model  {wanted.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, tp={tp} with "
             f"sequence parallelism{dp}, {torch.get_num_threads()} thread(s) a rank",
             f"device {here.describe()}",
-            f"text   {facts.files} files{lines}{skipped}, {facts.tokens - facts.val_tokens:,} tokens to learn from, "
-            f"{facts.val_tokens:,} held out",
+            f"text   {facts.files} files{lines}{skipped}, {facts.tokens - facts.val_tokens:,} tokens to learn "
+            f"from, {facts.val_tokens:,} held out",
             f"steps  {train.steps} of {tokens_per_step(config):,} tokens, in micro-batches of "
             f"{train.micro_batch_size} x {train.seq_len}",
             f"run    {run_dir}",

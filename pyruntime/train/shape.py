@@ -24,9 +24,7 @@ def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int) -> Llam
     ranks.
     """
     try:
-        shape = (
-            _from_checkpoint(model) if model.init_from else _from_preset(model, vocab_needed)
-        )
+        shape = _from_checkpoint(model) if model.init_from else _from_preset(model, vocab_needed)
         shape = dataclasses.replace(
             shape, max_position_embeddings=max(shape.max_position_embeddings, seq_len)
         )
@@ -66,5 +64,7 @@ def _sizes(model: Model) -> dict[str, Any]:
     """The sizes that are asked for by name."""
     values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     return {
-        name: value for name, value in values.items() if name not in ("preset", "init_from") and value is not None
+        name: value
+        for name, value in values.items()
+        if name not in ("preset", "init_from") and value is not None
     }

@@ -138,8 +138,8 @@ def _of_bytes(init_from: str) -> ByteTokenizer:
             raise ConfigError(f"model.init_from: {error}") from error
         if vocabulary != ByteTokenizer.vocab_size:
             raise ConfigError(
-                f"model.init_from: {init_from} holds no {FILE_NAME}, and its vocabulary of {vocabulary} tokens "
-                f"is not that of bytes; copy the model's {FILE_NAME} there, or name what it reads in "
+                f"model.init_from: {init_from} holds no {FILE_NAME}, and its vocabulary of {vocabulary} "
+                f"tokens is not that of bytes; copy the model's {FILE_NAME} there, or name what it reads in "
                 "data.tokenizer."
             )
     return ByteTokenizer()

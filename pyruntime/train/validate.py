@@ -97,8 +97,8 @@ def _check_optimizer(config: RunConfig) -> None:
     warmup = warmup_steps(optimizer, steps)
     _require(
         0 <= warmup <= steps,
-        f"optimizer.warmup_steps must be between 0 and train.steps={steps}, found {warmup}; leave it out for a "
-        "tenth of the steps.",
+        f"optimizer.warmup_steps must be between 0 and train.steps={steps}, found {warmup}; leave it out for "
+        "a tenth of the steps.",
     )
 
 

@@ -85,7 +85,9 @@ def test_a_damaged_file_is_refused_by_its_name(ranks, copied, name, damage, find
     messages = ranks.run(refused_unchanged, 2, config, folder)
     assert messages[0] == messages[1]
     assert f"checkpoint.resume: {folder / name} is damaged: {finding}" in messages[0]
-    assert messages[0].endswith("; copy the checkpoint again from where it is whole, or resume from an older one.")
+    assert messages[0].endswith(
+        "; copy the checkpoint again from where it is whole, or resume from an older one."
+    )
 
 
 def test_a_checkpoint_without_a_manifest_is_refused(ranks, copied):

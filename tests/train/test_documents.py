@@ -73,7 +73,9 @@ def test_a_line_without_text_is_refused_by_file_and_number(tmp_path, line, findi
     assert not list((tmp_path / "cache").iterdir())
 
 
-@given(st.lists(st.sampled_from(["word", " ", "\n", "\n\n", "  x", "\u00fc", "\U0001f600", "abc"]), max_size=60))
+@given(
+    st.lists(st.sampled_from(["word", " ", "\n", "\n\n", "  x", "\u00fc", "\U0001f600", "abc"]), max_size=60)
+)
 @settings(max_examples=60)
 def test_pieces_are_the_text_and_end_between_characters(parts):
     text = "".join(parts).encode()
