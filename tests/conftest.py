@@ -5,8 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+os.environ.setdefault(
+    "MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib")
+)  # its fonts take seconds to find
+CACHE = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pyruntime-tests-")  # not the user's own
 
 from collections.abc import Iterator
 
@@ -48,6 +54,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     builds = session.config.stash.get(BUILDS, None)
     if builds is not None:  # the session may have ended before it began
         builds.stop()
+    shutil.rmtree(CACHE, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import difflib
 import io
 import re
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
@@ -20,12 +23,20 @@ class HelpShown(Exception):
 
 
 def parse(
-    cls: type[Options], argv: list[str], program: str, description: str, default: Options | None = None
+    cls: type[Options],
+    argv: list[str],
+    program: str,
+    description: str,
+    default: Options | None = None,
+    others: Sequence[str] = (),
 ) -> Options:
     """`argv` as an instance of the dataclass `cls`; every flag takes a value (`--section.key value`).
+    `others` are flags of the command that have been taken out of `argv`.
 
-    Raises ConfigError with tyro's finding in one sentence, HelpShown after printing --help (on rank 0).
+    Raises ConfigError with the nearest name of an unknown flag or tyro's finding in one sentence, HelpShown
+    after printing --help (on rank 0).
     """
+    _check_names(argv, [*_names(cls), *others], program)
     out, err = io.StringIO(), io.StringIO()
     start: dict[str, Any] = {} if default is None else {"default": default}
     try:
@@ -46,6 +57,38 @@ def parse(
             raise HelpShown from None
         finding = first_finding(err.getvalue()) or "the command line cannot be read"
         raise ConfigError(f"{finding}; see {program} --help.") from None
+
+
+def _names(cls: type) -> Iterator[str]:
+    """Flags of a dataclass, those of its sections with the section's name before a dot."""
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from (f"{field.name}.{name}" for name in _names(hints[field.name]))
+        else:
+            yield field.name
+
+
+def _check_names(argv: list[str], known: Sequence[str], program: str) -> None:
+    for argument in argv:
+        asked = flag_name(argument)
+        if asked and asked not in ("help", *known):
+            close = _nearest(asked, known)
+            nearest = f"; the nearest is --{close}" if close else ""
+            raise ConfigError(f"There is no option --{asked}{nearest}; see {program} --help.")
+
+
+def _nearest(asked: str, known: Sequence[str]) -> str:
+    """The name whose last part is like that of `asked`, of several the one in the nearest section."""
+    ends = {name: name.rpartition(".")[2] for name in known}
+    close = difflib.get_close_matches(asked.rpartition(".")[2], sorted(set(ends.values())), n=1)
+    alike = [name for name in known if ends[name] in close]
+    return max(alike, key=lambda name: difflib.SequenceMatcher(None, asked, name).ratio(), default="")
+
+
+def flag_name(argument: str) -> str:
+    """`--section.a-key` or `--section.a_key=3` as section.a_key; empty where it is a value."""
+    return argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else ""
 
 
 def take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:

@@ -6,19 +6,19 @@ import dataclasses
 import os
 from pathlib import Path
 
-from pyruntime.cli.arguments import parse, take_option
+from pyruntime.cli.arguments import flag_name, parse, take_option
 from pyruntime.cli.environment import started_ranks
 from pyruntime.train import checkpoint_folder, config_file, dry_run, validate
-from pyruntime.train.config import RunConfig
+from pyruntime.train.config import Model, RunConfig
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.signals import StopRequest
 
 PROGRAM = "python -m pyruntime train"
-DESCRIPTION = """Trains a Llama on text with tensor parallelism over all ranks that torchrun started: torchrun
---nproc-per-node N -m pyruntime train --config FILE.toml [--section.key value ...]. --config takes a TOML file
-or the name of a preset ({presets}); left out it is main, or with --checkpoint.resume the run's own
-config.toml. Flags change single values of it. --dry_run RANKS checks all of it for so many ranks, and starts
-nothing."""
+DESCRIPTION = """Trains a Llama on text with tensor parallelism over all ranks that torchrun started:
+torchrun --nproc-per-node N -m pyruntime train --config FILE.toml [--section.key value ...]. --config takes
+a TOML file or the name of a preset ({presets}); left out it is main, or with --checkpoint.resume the run's
+own config.toml. Flags change single values of it; --model.init_from replaces its whole [model] section.
+--dry_run RANKS checks all of it for so many ranks, and starts nothing."""
 
 
 def main(argv: list[str], stop: StopRequest) -> None:
@@ -54,8 +54,11 @@ def read(argv: list[str]) -> tuple[RunConfig, str]:
     else:
         path = config_file.find(asked or "main")
         default = config_file.load(path)
+    if "model.init_from" in map(flag_name, flags):  # the checkpoint's shape in place of the file's
+        default = dataclasses.replace(default, model=Model())
     description = DESCRIPTION.format(presets=", ".join(config_file.preset_names()))
-    return parse(RunConfig, flags, PROGRAM, description, default=default), path.stem
+    config = parse(RunConfig, flags, PROGRAM, description, default=default, others=("config", "dry_run"))
+    return config, path.stem
 
 
 def _of_run(folder: Path) -> tuple[Path, RunConfig]:

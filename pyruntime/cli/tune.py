@@ -129,7 +129,7 @@ def job_of(options: Options, ranks: int) -> Job:
         )
     seq_len = options.seq_len or train.seq_len
     if options.config:
-        vocabulary = open_tokenizer(config.data.tokenizer).vocab_size
+        vocabulary = open_tokenizer(config.data.tokenizer, config.model.init_from).vocab_size
         shape = llama_config(config.model, vocabulary, seq_len, tp)
     else:
         shape = named(options.model, tp)

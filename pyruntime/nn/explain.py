@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from torch import nn
 
 from pyruntime.comm import transport_of
+from pyruntime.footnotes import footnotes
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.linear import ParallelLinear
 from pyruntime.nn.tiers import OpUse, strict_refusal, tier_of
@@ -43,17 +44,19 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What `explain` found; str() is a table."""
+    """What `explain` found; str() is a table, with reasons that several lines share below it."""
 
     rows: tuple[LayerReport, ...]
 
     def __str__(self) -> str:
         if not self.rows:
             return "The model has no parallel layer; use pyruntime.nn's or call pyruntime.parallelize first."
-        lines = [_HEAD, *(tuple(str(cell) for cell in astuple(row)) for row in self.rows)]
+        reasons, notes = footnotes([row.reason for row in self.rows])
+        rows = (replace(row, reason=reason) for row, reason in zip(self.rows, reasons, strict=True))
+        lines = [_HEAD, *(tuple(str(cell) for cell in astuple(row)) for row in rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
         padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
-        return "\n".join("  ".join(cells).rstrip() for cells in padded)
+        return "\n".join([*("  ".join(cells).rstrip() for cells in padded), *notes])
 
 
 def explain(model: nn.Module) -> Report:

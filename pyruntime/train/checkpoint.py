@@ -2,7 +2,8 @@
 format.
 
 RUN_DIR/checkpoints/step-000300/ holds them for any number of ranks on either axis and any stage, because
-every tensor in it is a DTensor. A folder appears under its name only once it is complete.
+every tensor in it is a DTensor. A folder appears under its name only once it is complete, and a manifest in
+it says what its files are.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,10 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pyruntime.data_parallel import Sharded, ShardedAdamW
+from pyruntime.train import checksums
 from pyruntime.train.checkpoint_folder import FACTS_FILE, FOLDER, Facts, complete, read_matching
+from pyruntime.train.checksums import Checksum
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.first_rank import on_first_rank
 from pyruntime.train.optimizer import AdamW
+
+Found = TypeVar("Found")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +65,10 @@ def save(
     def start() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        (partial / FACTS_FILE).write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n")
 
     def finish() -> None:
-        (partial / FACTS_FILE).write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n")
+        checksums.write(partial, sums)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         others = [folder for folder in complete(run_dir / FOLDER) if folder != final]
@@ -71,6 +78,7 @@ def save(
     on_first_rank(group, start)
     try:
         dcp.save(checkpointed.state(), checkpoint_id=str(partial), process_group=group)
+        sums = _checksums(partial, group)
     except (Exception, CheckpointException) as error:  # the latter is none of the former
         raise TrainingError(f"The checkpoint {final} cannot be written: {_first_cause(error)}.") from error
     on_first_rank(group, finish)
@@ -81,9 +89,11 @@ def load(checkpoint: Path, facts: Facts, checkpointed: Checkpointed, group: dist
     """Loads weights and optimizer state in place, at any number of ranks, and returns the step to go on
     after.
 
-    `facts` describe the model. Raises ConfigError where the checkpoint is another model's or is damaged.
+    `facts` describe the model. Raises ConfigError where the checkpoint is another model's or is damaged,
+    which is found before anything is changed.
     """
     step = read_matching(checkpoint, facts).step
+    _check_files(checkpoint, group)
     try:
         dcp.load(checkpointed.state(), checkpoint_id=str(checkpoint), process_group=group)
     except (Exception, CheckpointException) as error:  # the latter is none of the former
@@ -96,6 +106,33 @@ def load(checkpoint: Path, facts: Facts, checkpointed: Checkpointed, group: dist
 def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -> None:
     """Loads the weights alone, in place, at any number of ranks."""
     dcp.load({"model": _weights(model)}, checkpoint_id=str(checkpoint), process_group=group)
+
+
+def _checksums(folder: Path, group: dist.ProcessGroup) -> dict[str, Checksum]:
+    """Of all files in `folder`, each read by one rank."""
+    sizes = on_first_rank(group, lambda: checksums.file_sizes(folder))
+    mine = checksums.share(sizes, group.rank(), group.size())
+    return _gather({name: checksums.checksum(folder / name) for name in mine}, group)
+
+
+def _check_files(checkpoint: Path, group: dist.ProcessGroup) -> None:
+    """Raises the same ConfigError on every rank where a file is not what was saved; each is read by one."""
+    expected = on_first_rank(group, lambda: checksums.read(checkpoint))
+    sizes = {name: each.size for name, each in expected.items()}
+    mine = checksums.share(sizes, group.rank(), group.size())
+    findings = _gather({name: checksums.finding_of(checkpoint, name, expected) for name in mine}, group)
+    for name in sorted(findings):
+        if findings[name]:
+            raise checksums.refusal(checkpoint, name, findings[name])
+
+
+def _gather(mine: dict[str, Found], group: dist.ProcessGroup) -> dict[str, Found]:
+    """What all ranks of `group` have found."""
+    if group.size() == 1:
+        return mine
+    found: list[dict[str, Found]] = [{}] * group.size()
+    dist.all_gather_object(found, mine, group=group)
+    return {name: value for each in found for name, value in each.items()}
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from pyruntime.train import checksums
 from pyruntime.train.errors import ConfigError
 
 FOLDER, FACTS_FILE = "checkpoints", "run.json"
@@ -45,13 +46,10 @@ def find(path: Path) -> Path:
 
 
 def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
-    """What `checkpoint` says of itself. Raises ConfigError where it is damaged or not of the wanted model and
-    dtype (the wanted step is not looked at)."""
-    try:
-        facts = Facts(**json.loads((checkpoint / FACTS_FILE).read_text()))
-        found = facts.model | {"train.dtype": facts.dtype, "optimizer.rounding": facts.rounding}
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"checkpoint.resume: {checkpoint / FACTS_FILE} is damaged: {error}.") from error
+    """What `checkpoint` says of itself. Raises ConfigError where that is damaged or not of the wanted model
+    and dtype (the wanted step is not looked at)."""
+    facts = _read(checkpoint)
+    found = facts.model | {"train.dtype": facts.dtype, "optimizer.rounding": facts.rounding}
     asked = wanted.model | {"train.dtype": wanted.dtype, "optimizer.rounding": wanted.rounding}
     for name, value in asked.items():
         if found.get(name) != value:
@@ -59,4 +57,16 @@ def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
                 f"checkpoint.resume: {checkpoint} was saved with {name}={found.get(name)}, but the "
                 f"configuration asks for {name}={value}."
             )
+    return facts
+
+
+def _read(checkpoint: Path) -> Facts:
+    checksums.check(checkpoint, FACTS_FILE, checksums.read(checkpoint))
+    try:
+        facts = Facts(**json.loads((checkpoint / FACTS_FILE).read_text(encoding="utf-8")))
+        whole = type(facts.step) is int and facts.step >= 1 and isinstance(facts.model, dict)
+    except (OSError, ValueError, TypeError, RecursionError):
+        whole = False
+    if not whole:
+        raise checksums.refusal(checkpoint, FACTS_FILE, "it does not say what was saved")
     return facts

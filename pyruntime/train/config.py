@@ -23,10 +23,12 @@ ContextVariant = Literal["ring", "all_gather_kv", "ulysses", "auto"]
 class Model:
     """Which Llama is trained."""
 
-    preset: str = "3m"
-    """Name of the shape in pyruntime.llama.PRESETS; the fields below change single sizes of it."""
+    preset: str = ""
+    """Name of the shape in pyruntime.llama.PRESETS; the fields below change single sizes of it. Empty: 3m, or
+    the shape of init_from."""
     init_from: str = ""
-    """Hugging Face Llama checkpoint to start from, which fixes the shape; empty: random weights."""
+    """Hugging Face Llama checkpoint to start from, which says the shape in place of a preset and the fields
+    below; empty: random weights."""
     hidden_size: int | None = None
     """Width of the residual stream, in features; None: the preset's."""
     num_hidden_layers: int | None = None
@@ -50,11 +52,16 @@ class Data:
     """Which text is read and how it becomes tokens."""
 
     paths: tuple[str, ...] = ()
-    """Files and folders of text, folders recursively; empty: the running Python's standard library, *.py."""
+    """Files and folders of text, folders recursively; empty: the running Python's standard library, *.py. Of
+    a .jsonl file the "text" of every line is a document, of others the whole file."""
     pattern: str = "*"
     """Only files of a folder whose name matches this shell pattern are read."""
-    tokenizer: str = "bytes"
-    """"bytes" (one token a byte, 256 tokens), or the path of a tokenizer.json."""
+    tokenizer: str = ""
+    """"bytes" (one token a byte, 256 tokens), or the path of a tokenizer.json; empty: that of
+    model.init_from, else bytes."""
+    cache: str = ""
+    """Folder in which the tokens of a text are kept for other runs; empty: pyruntime/tokens in the user's
+    cache folder (XDG_CACHE_HOME, ~/.cache)."""
     val_fraction: float = 0.05
     """Share of the tokens that is held out for validation, above 0 and at most 0.5, in whole documents."""
 
@@ -67,8 +74,9 @@ class Optimizer:
     """Peak learning rate, in parameter units per step."""
     min_lr_fraction: float = 0.1
     """Learning rate at the last step, as a share of the peak, 0 to 1."""
-    warmup_steps: int = 20
-    """Steps over which the learning rate rises linearly to its peak."""
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises linearly to its peak; None: 20, or a tenth of train.steps
+    where that is less."""
     beta1: float = 0.9
     """Decay of the running mean of the gradient per step, 0 to below 1."""
     beta2: float = 0.95
@@ -246,3 +254,8 @@ def micro_batches(config: RunConfig) -> int:
 def tokens_per_step(config: RunConfig) -> int:
     """Tokens that one optimizer step learns from."""
     return config.train.batch_size * config.train.seq_len
+
+
+def warmup_steps(optimizer: Optimizer, steps: int) -> int:
+    """Steps of the warm-up of a run of `steps`."""
+    return min(20, steps // 10) if optimizer.warmup_steps is None else optimizer.warmup_steps

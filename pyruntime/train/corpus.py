@@ -1,29 +1,46 @@
-"""Files of text become one memory-mapped array of tokens, its end held out for validation.
+"""Text becomes one memory-mapped array of tokens, its end held out for validation.
 
-Documents are ordered by a hash of their content, so the held-out end is a random choice of whole documents
-(and the tail of one more), the same on every machine that has the same files, and copies of a file never land
+Documents are ordered by a hash of their text, so the held-out end is a random choice of whole documents (and
+the tail of one more), the same on every machine that has the same text, and copies of a document never land
 on both sides.
+
+Tokens are kept in a cache (`token_cache`) under a name that is a hash of all the text and of the tokenizer:
+another run with the same text reads it and compares, and tokenizes nothing.
 """
 
 from __future__ import annotations
 
+import array
 import dataclasses
-import fnmatch
 import hashlib
 import json
-import os
-import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+from pyruntime.train import token_cache
 from pyruntime.train.config import Data
+from pyruntime.train.documents import Documents, Source, survey
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.tokenizer import Tokenizer
 
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-TOKENS_FILE, FACTS_FILE = "tokens.bin", "corpus.json"
+FORMAT = b"1"
+"""Of an entry; another one is another name."""
+TOKENS_FILE, ENDS_FILE, FACTS_FILE = "tokens.bin", "documents.bin", "corpus.json"
+BATCH_BYTES = 2**22
+"""Text that the tokenizer is given at a time, in pieces that it shares out over the cores. It takes about a
+hundred times as much memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenized:
+    """Where the tokens of some text are, and which files it came from."""
+
+    folder: Path
+    files: int
+    skipped: int
+    """Files of folders that were left out because they hold a zero byte, which text does not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +49,12 @@ class Facts:
 
     files: int
     skipped: int
-    """Files of folders that were left out because they hold a zero byte, which text does not."""
+    documents: int
     tokens: int
     val_tokens: int
     """Tokens at the end that are held out."""
     val_bytes: int
     """Bytes of text that those stand for."""
-    dtype: str
-    """Type of the stored tokens: uint8, uint16 or uint32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,111 +70,121 @@ class Corpus:
         return self.facts.val_bytes / self.facts.val_tokens
 
 
-def list_files(data: Data) -> list[tuple[Path, bool]]:
-    """Files to read, sorted within each path, and whether each was named itself rather than found in a
-    folder."""
-    if not data.paths:
-        return [(path, False) for path in _standard_library()]
-    files = []
-    for name in data.paths:
-        path = Path(name)
-        if path.is_dir():
-            files += [(file, False) for file in _walk(path, data.pattern, lambda folder: False)]
-        else:
-            files.append((path, True))
-    return files
+def cache_folder(data: Data) -> Path:
+    """Where the tokens of runs are kept."""
+    return Path(data.cache) if data.cache else token_cache.default_folder()
 
 
-def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = list(_walk(root, "*.py", NOT_LIBRARY.__contains__))
-    if not files:
-        raise ConfigError(
-            f"the Python standard library at {root} holds no source files to train on; name files or folders "
-            "of text in data.paths."
-        )
-    return files
+def build(data: Data, tokenizer: Tokenizer, say: Callable[[str], None] = lambda text: None) -> Tokenized:
+    """The tokens of all text, from the cache or written there. One process does this; all then `open_corpus`.
 
-
-def _walk(root: Path, pattern: str, leave_out: Callable[[str], bool]) -> Iterator[Path]:
-    """Regular files below `root`; pipes, sockets and links that lead nowhere are left out."""
-    for folder, names, files in os.walk(root):
-        names[:] = sorted(name for name in names if not leave_out(name))
-        for name in sorted(files):
-            if fnmatch.fnmatch(name, pattern) and os.path.isfile(os.path.join(folder, name)):
-                yield Path(folder, name)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}.") from error
-
-
-def build(data: Data, tokenizer: Tokenizer, folder: Path) -> Facts:
-    """Writes the tokens of all files and their `Facts` into `folder`. One process does this; all then
-    `open_corpus`.
-
-    Holds one file in memory at a time. Raises ConfigError where nothing can be read.
+    `say` is told before something is tokenized. Raises ConfigError where nothing can be read, a line of a
+    .jsonl file holds no text, or the cache cannot be written.
     """
-    order, skipped = [], 0
-    for path, named in list_files(data):
-        content = _read(path)
-        if b"\0" in content and not named:
-            skipped += 1
-        elif content:
-            order.append((hashlib.blake2b(content, digest_size=16).digest(), path))
-    if not order:
-        asked = ", ".join(data.paths)
-        raise ConfigError(f"data.paths: there is no text in {asked} with names like {data.pattern}.")
-    order.sort()
+    sources, skipped = survey(data)
+    cache, name = cache_folder(data), _name(sources, tokenizer)
+
+    def write(folder: Path) -> None:
+        size = sum(source.size for source in sources)
+        say(f"text   {size / 1e6:,.1f} MB become tokens, which are kept in {cache}")
+        documents = Documents(sources)
+        _write(documents, tokenizer, folder)
+        documents.check_unchanged()
+
+    try:
+        folder = token_cache.entry(cache, name, write)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache: {error.filename or cache} cannot be written: {error.strerror}; name another folder "
+            "for tokens."
+        ) from error
+    return Tokenized(folder, len(sources), skipped)
+
+
+def _name(sources: Iterable[Source], tokenizer: Tokenizer) -> str:
+    content = hashlib.blake2b(FORMAT + tokenizer.fingerprint, digest_size=16)
+    for digest in sorted(bytes([source.is_lines]) + source.digest for source in sources):
+        content.update(digest)
+    return content.hexdigest()
+
+
+def _write(documents: Documents, tokenizer: Tokenizer, folder: Path) -> None:
+    """Tokens, where each document ends (tokens and bytes of text, separators included), and their number."""
     kind = np.min_scalar_type(tokenizer.vocab_size - 1)
     separator = np.asarray([] if tokenizer.separator is None else [tokenizer.separator], dtype=kind)
-    lengths = []  # (tokens, bytes) of each document with its separator
-    folder.mkdir(parents=True, exist_ok=True)
+    tokens = size = 0
+    ends = array.array("Q")
     with open(folder / TOKENS_FILE, "wb") as out:
-        for _, path in order:
-            content = _read(path)
-            tokens = tokenizer.encode(content).astype(kind, copy=False)
-            out.write(tokens.tobytes() + separator.tobytes())
-            lengths.append((len(tokens) + len(separator), len(content) + len(separator)))
-    total = sum(tokens for tokens, _ in lengths)
-    val_tokens = round(total * data.val_fraction)
-    facts = Facts(
-        files=len(order),
-        skipped=skipped,
-        tokens=total,
-        val_tokens=val_tokens,
-        val_bytes=_bytes_of_last(lengths, val_tokens),
-        dtype=kind.name,
-    )
-    (folder / FACTS_FILE).write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n")
-    return facts
+        for batch in _batches(documents.pieces()):
+            encoded = tokenizer.encode_batch([piece for piece, _ in batch])
+            for (piece, is_last), ids in zip(batch, encoded, strict=True):
+                out.write(ids.astype(kind, copy=False).tobytes())
+                tokens, size = tokens + len(ids), size + len(piece)
+                if is_last:
+                    out.write(separator.tobytes())
+                    tokens, size = tokens + len(separator), size + len(separator)
+                    ends.extend((tokens, size))
+    (folder / ENDS_FILE).write_bytes(ends.tobytes())
+    facts = {"documents": len(documents), "tokens": tokens, "dtype": kind.name}
+    (folder / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def _bytes_of_last(lengths: list[tuple[int, int]], wanted: int) -> int:
-    """Bytes of the last `wanted` tokens; of the document that is cut, its share."""
-    size = 0.0
-    for tokens, length in reversed(lengths):
-        taken = min(tokens, wanted)
-        size += length * taken / tokens if tokens else 0
-        wanted -= taken
-        if not wanted:
-            break
-    return round(size)
+def _batches(pieces: Iterable[tuple[bytes, bool]]) -> Iterator[list[tuple[bytes, bool]]]:
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[0])
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
-def open_corpus(folder: Path, seq_len: int) -> Corpus:
-    """The corpus that `build` wrote. Raises ConfigError where either side is shorter than one sequence."""
-    facts = Facts(**json.loads((folder / FACTS_FILE).read_text()))
-    shorter = min(facts.val_tokens, facts.tokens - facts.val_tokens)
-    if shorter <= seq_len:
+def open_corpus(text: Tokenized, val_fraction: float, seq_len: int) -> Corpus:
+    """The corpus that `build` found. Raises ConfigError where either side is shorter than one sequence, or
+    what is in the cache is damaged."""
+    tokens, ends = _map(text.folder)
+    total = len(tokens)
+    val_tokens = round(total * val_fraction)
+    split = total - val_tokens
+    if min(val_tokens, split) <= seq_len:
         raise ConfigError(
             f"train.seq_len={seq_len} needs at least {seq_len + 1} tokens on both sides of the split, but "
-            f"the text of {facts.tokens} tokens leaves {facts.val_tokens} for validation and "
-            f"{facts.tokens - facts.val_tokens} for training; give more text or a shorter train.seq_len."
+            f"the text of {total} tokens leaves {val_tokens} for validation and {split} for training; give "
+            "more text or a shorter train.seq_len."
         )
-    tokens = np.memmap(folder / TOKENS_FILE, dtype=facts.dtype, mode="r")
-    split = facts.tokens - facts.val_tokens
+    facts = Facts(
+        files=text.files,
+        skipped=text.skipped,
+        documents=len(ends),
+        tokens=total,
+        val_tokens=val_tokens,
+        val_bytes=_bytes_behind(ends, split),
+    )
     return Corpus(train=tokens[:split], val=tokens[split:], facts=facts)
+
+
+def _map(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [n] and the ends of documents [documents, 2] of an entry."""
+    try:
+        facts = json.loads((folder / FACTS_FILE).read_text())
+        tokens = np.memmap(folder / TOKENS_FILE, dtype=facts["dtype"], mode="r")
+        ends = np.memmap(folder / ENDS_FILE, dtype=np.uint64, mode="r").reshape(-1, 2)
+        whole = (len(tokens), len(ends)) == (facts["tokens"], facts["documents"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        whole = False
+    if not whole:
+        raise ConfigError(f"data.cache: the tokens in {folder} are damaged; remove that folder.")
+    return tokens, ends
+
+
+def _bytes_behind(ends: np.ndarray, token: int) -> int:
+    """Bytes of text that the tokens from `token` on stand for; of the document that is cut, its share."""
+    document = int(np.searchsorted(ends[:, 0], token, side="right"))
+    if document == len(ends):
+        return 0
+    first, before = map(int, ends[document - 1]) if document else (0, 0)
+    last, behind = map(int, ends[document])
+    whole = int(ends[-1, 1])
+    return round(whole - before - (behind - before) * (token - first) / (last - first))

@@ -34,7 +34,7 @@ def on_first_rank(group: dist.ProcessGroup, work: Callable[[], Result], *, slow:
         except BaseException as error:
             failure, outcome = error, [(None, f"Rank 0 failed: {error}")]
     if group.size() > 1:
-        with _patience(group) if slow else contextlib.nullcontext():
+        with patience(group) if slow else contextlib.nullcontext():
             dist.broadcast_object_list(outcome, group=group, group_src=0)
     if failure is not None:
         raise failure
@@ -45,7 +45,8 @@ def on_first_rank(group: dist.ProcessGroup, work: Callable[[], Result], *, slow:
 
 
 @contextlib.contextmanager
-def _patience(group: dist.ProcessGroup) -> Iterator[None]:
+def patience(group: dist.ProcessGroup) -> Iterator[None]:
+    """Collectives of `group` in it may take longer than its deadline."""
     # torch has no public way to give one collective more time than the group's others.
     set_timeout = dist.distributed_c10d._set_pg_timeout
     set_timeout(LONGEST_WORK, group)

@@ -8,6 +8,7 @@ import json
 import statistics
 from pathlib import Path
 
+from pyruntime.footnotes import footnotes
 from pyruntime.train.metrics import StepMetrics
 
 PLOT_FILE, SCORECARD_FILE = "loss.png", "scorecard"
@@ -104,21 +105,28 @@ def _exposed_rows(card: Scorecard) -> list[tuple[str, str]]:
 
 def tier_lines(tiers: list[dict]) -> list[str]:
     """One line for all layers that run the same operation of the same size on the same tier for the same
-    reason."""
+    reason; below them the reasons that several lines share."""
     counts = collections.Counter(
         (
             f"{use['when']:<8} {use['op']}",
             (f"[{use['rows']}, {use['k']}] @ [{use['n']}, {use['k']}]^T " if "matmul" in use["op"] else "")
             + use["dtype"],
-            f"{use['tier']} ({use['reason']})" if use["reason"] else use["tier"],
+            use["tier"],
+            use["reason"],
         )
         for use in tiers
     )
     widths = [max(len(key[column]) for key in counts) for column in (0, 1)] if counts else []
-    return [
-        f"{count:>3} x {what:<{widths[0]}}  {size:<{widths[1]}}  {tier}"
-        for (what, size, tier), count in counts.items()
+    reasons, notes = footnotes([key[3] for key in counts])
+    lines = [
+        f"{count:>3} x {what:<{widths[0]}}  {size:<{widths[1]}}  {tier} {_bracketed(reason)}".rstrip()
+        for ((what, size, tier, _), count), reason in zip(counts.items(), reasons, strict=True)
     ]
+    return lines + notes
+
+
+def _bracketed(reason: str) -> str:
+    return f"({reason})" if reason and not reason.startswith("[") else reason
 
 
 def write_scorecard(card: Scorecard, run_dir: Path) -> None:

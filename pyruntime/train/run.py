@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import shutil
 import signal
 from pathlib import Path
 
@@ -25,7 +24,15 @@ from pyruntime.context import Context
 from pyruntime.llama import Llama, generate, load_weights, save_hf
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Part
-from pyruntime.train import checkpoint, checkpoint_folder, config_file, corpus, metrics, report, shape
+from pyruntime.train import (
+    checkpoint,
+    checkpoint_folder,
+    config_file,
+    corpus_of_ranks,
+    metrics,
+    report,
+    shape,
+)
 from pyruntime.train.config import RunConfig, tokens_per_step
 from pyruntime.train.corpus import Corpus
 from pyruntime.train.device import Here
@@ -42,7 +49,7 @@ from pyruntime.tuning.place import device_name, library
 from pyruntime.tuning.take_up import find, hand_over
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-MODEL_FOLDER, DATA_FOLDER, SAMPLE_FILE = "model", "data", "sample.txt"
+MODEL_FOLDER, SAMPLE_FILE = "model", "sample.txt"
 
 
 def run(
@@ -67,21 +74,21 @@ def run(
     ranks = comm.process_group(group) if replicas is None and pp is None else dist.group.WORLD
     context = None if cp is None else Context(cp, config.context.layout, config.context.variant)
     first = ranks.rank() == 0
-    tokenizer = open_tokenizer(config.data.tokenizer)
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from)
     wanted = shape.llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, tp)
     config = on_first_rank(ranks, lambda: resolved(config, wanted))
     part = None if pp is None else part_of(config, wanted, comm.group_rank(pp))
     start_at, steps_done = _checkpoint(config, wanted)
     run_dir = on_first_rank(ranks, lambda: _make_run_dir(config, name, start_at))
-    text = _corpus(config, tokenizer, run_dir, ranks)
-    model = _model(config, wanted, group, context, part, here.device)
-    tuned = _take_up_tuning(config, here.device.type, group, ranks)
     progress = Progress(
         config.train.steps,
         config.output.progress if first else "off",
         config.output.log_every,
         on_closed=lambda: stop.note(signal.SIGPIPE),
     )
+    text = corpus_of_ranks.open_everywhere(config, tokenizer, ranks, progress.say)
+    model = _model(config, wanted, group, context, part, here.device)
+    tuned = _take_up_tuning(config, here.device.type, group, ranks)
     if first:
         progress.say(_opening(config, wanted, text, run_dir, tp, here))
         if tuned:
@@ -171,24 +178,6 @@ def _first_free(parent: Path, name: str) -> Path:
     raise AssertionError("count() does not end")
 
 
-def _corpus(config: RunConfig, tokenizer: Tokenizer, run_dir: Path, group: dist.ProcessGroup) -> Corpus:
-    """Rank 0 writes the tokens, all map them, and the file is unlinked: it lives as long as it is mapped."""
-    folder, seq_len = run_dir / DATA_FOLDER, config.train.seq_len
-
-    def build() -> None:
-        corpus.build(config.data, tokenizer, folder)
-        corpus.open_corpus(folder, seq_len)
-
-    try:
-        on_first_rank(group, build, slow=True)
-        text = corpus.open_corpus(folder, seq_len)
-        on_first_rank(group, lambda: None)  # not before all have mapped it
-    finally:
-        if group.rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    return text
-
-
 def _whole_model(
     config: RunConfig, wanted: LlamaConfig, group: comm.Group, folder: Path | None, device: torch.device
 ) -> Llama:
@@ -275,14 +264,15 @@ def _opening(config: RunConfig, wanted: LlamaConfig, text: Corpus, run_dir: Path
         dp += f", pp={parallel.pp} ({config.pipeline.kind})"
     if parallel.cp > 1:
         dp += f", cp={parallel.cp} ({config.context.layout}, {config.context.variant})"
+    lines = f" of {facts.documents:,} documents" if facts.documents != facts.files else ""
     skipped = f" ({facts.skipped} without text left out)" if facts.skipped else ""
     return "\n".join(
         [
             f"model  {wanted.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, tp={tp} with "
             f"sequence parallelism{dp}, {torch.get_num_threads()} thread(s) a rank",
             f"device {here.describe()}",
-            f"text   {facts.files} files{skipped}, {facts.tokens - facts.val_tokens:,} tokens to learn from, "
-            f"{facts.val_tokens:,} held out",
+            f"text   {facts.files} files{lines}{skipped}, {facts.tokens - facts.val_tokens:,} tokens to learn "
+            f"from, {facts.val_tokens:,} held out",
             f"steps  {train.steps} of {tokens_per_step(config):,} tokens, in micro-batches of "
             f"{train.micro_batch_size} x {train.seq_len}",
             f"run    {run_dir}",

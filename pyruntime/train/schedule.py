@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pyruntime.train.config import Optimizer
+from pyruntime.train.config import Optimizer, warmup_steps
 
 
 def learning_rate(step: int, steps: int, optimizer: Optimizer) -> float:
@@ -17,8 +17,9 @@ def learning_rate(step: int, steps: int, optimizer: Optimizer) -> float:
     with f = min_lr_fraction, so that step `warmup` has the peak and step `steps` has f times the peak.
     (Loshchilov and Hutter 2017, equation 5, without restarts.)
     """
-    if step <= optimizer.warmup_steps:
-        return optimizer.lr * step / optimizer.warmup_steps
-    progress = (step - optimizer.warmup_steps) / (steps - optimizer.warmup_steps)
+    warmup = warmup_steps(optimizer, steps)
+    if step <= warmup:
+        return optimizer.lr * step / warmup
+    progress = (step - warmup) / (steps - warmup)
     cosine = (1 + math.cos(math.pi * progress)) / 2
     return optimizer.lr * (optimizer.min_lr_fraction + (1 - optimizer.min_lr_fraction) * cosine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.hf import read_config
@@ -12,6 +13,7 @@ from pyruntime.train.config import Model
 from pyruntime.train.errors import ConfigError
 
 VOCABULARY_MULTIPLE = 128
+DEFAULT_PRESET = "3m"
 
 
 def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int) -> LlamaConfig:
@@ -22,9 +24,7 @@ def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int) -> Llam
     ranks.
     """
     try:
-        shape = (
-            _from_checkpoint(Path(model.init_from)) if model.init_from else _from_preset(model, vocab_needed)
-        )
+        shape = _from_checkpoint(model) if model.init_from else _from_preset(model, vocab_needed)
         shape = dataclasses.replace(
             shape, max_position_embeddings=max(shape.max_position_embeddings, seq_len)
         )
@@ -40,16 +40,31 @@ def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int) -> Llam
 
 
 def _from_preset(model: Model, vocab_needed: int) -> LlamaConfig:
-    changes = {
-        field.name: getattr(model, field.name)
-        for field in dataclasses.fields(model)
-        if field.name not in ("preset", "init_from") and getattr(model, field.name) is not None
-    }
+    changes = _sizes(model)
     changes.setdefault("vocab_size", -(-vocab_needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
     if {"hidden_size", "num_attention_heads"} & set(changes):
         changes["head_dim"] = None  # the quotient of the new sizes instead of the preset's
-    return preset(model.preset, **changes)
+    return preset(model.preset or DEFAULT_PRESET, **changes)
 
 
-def _from_checkpoint(folder: Path) -> LlamaConfig:
-    return LlamaConfig.from_hf(read_config(folder))
+def _from_checkpoint(model: Model) -> LlamaConfig:
+    shape = LlamaConfig.from_hf(read_config(Path(model.init_from)))
+    others = {name: value for name, value in _sizes(model).items() if value != getattr(shape, name)}
+    if model.preset:
+        others = {"preset": model.preset, **others}
+    for name, value in others.items():
+        raise ValueError(
+            f"model.{name}={value} and model.init_from={model.init_from} were asked for, and the checkpoint "
+            "says what shape its weights have; leave one of the two out."
+        )
+    return shape
+
+
+def _sizes(model: Model) -> dict[str, Any]:
+    """The sizes that are asked for by name."""
+    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in ("preset", "init_from") and value is not None
+    }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,9 +25,14 @@ class Tokenizer(Protocol):
     """Number of tokens; ids are below it."""
     separator: int | None
     """Token put behind every document; None where the tokenizer has none."""
+    fingerprint: bytes
+    """What it makes of a text, by its content: two with the same make the same."""
 
     def encode(self, document: bytes) -> np.ndarray:
         """Token ids [n] of a document, without its separator."""
+
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Those of each of several documents, on all cores."""
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids."""
@@ -42,9 +49,13 @@ class ByteTokenizer:
 
     vocab_size = 256
     separator: int | None = 0
+    fingerprint = b"bytes"
 
     def encode(self, document: bytes) -> np.ndarray:
         return np.frombuffer(document, dtype=np.uint8)
+
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        return [self.encode(document) for document in documents]
 
     def decode(self, ids: list[int]) -> str:
         return bytes(token for token in ids if token < self.vocab_size).decode("utf-8", errors="replace")
@@ -61,23 +72,42 @@ class JsonTokenizer:
         from tokenizers import Tokenizer as Engine
 
         try:
-            self._engine = Engine.from_file(str(path))
-        except Exception as error:  # the package raises bare Exception
-            raise ConfigError(f"{path} is not a tokenizer.json that `tokenizers` reads: {error}.") from error
-        self._path = path
-        self.vocab_size = self._engine.get_vocab_size()
+            content = path.read_bytes()
+            self._engine = Engine.from_buffer(content)
+            self._engine.no_truncation()  # those are of a model's input, not of a text to learn from
+            self._engine.no_padding()
+            self.vocabulary: dict[str, int] = self._engine.get_vocab()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+        except BaseException as error:  # the package raises bare Exception, and panics raise BaseException
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            first = (str(error).splitlines() or [""])[0]
+            raise ConfigError(f"{path} is not a tokenizer.json that `tokenizers` reads: {first}.") from error
+        if not self.vocabulary:
+            raise ConfigError(f"{path} holds a tokenizer without any token.")
+        self._path, self._content = path, content
+        self.fingerprint = hashlib.sha256(content).digest()
+        self.vocab_size = max(self.vocabulary.values()) + 1  # ids may have gaps
         found = [self._engine.token_to_id(name) for name in END_OF_DOCUMENT_NAMES]
         self.separator = next((token for token in found if token is not None), None)
 
     def encode(self, document: bytes) -> np.ndarray:
-        text = document.decode("utf-8", errors="backslashreplace")
-        return np.asarray(self._engine.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        return self.encode_batch([document])[0]
+
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        texts = [document.decode("utf-8", errors="backslashreplace") for document in documents]
+        try:
+            encoded = self._engine.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # bare, as above
+            raise ConfigError(f"{self._path} cannot tokenize the text: {error}.") from error
+        return [np.asarray(each.ids, dtype=np.uint32) for each in encoded]
 
     def decode(self, ids: list[int]) -> str:
         return self._engine.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        shutil.copyfile(self._path, folder / FILE_NAME)
+        (folder / FILE_NAME).write_bytes(self._content)
         beside = self._path.with_name(CONFIG_NAME)
         if beside.is_file():
             shutil.copyfile(beside, folder / CONFIG_NAME)
@@ -89,9 +119,42 @@ class JsonTokenizer:
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`: "bytes" or a path."""
-    return ByteTokenizer() if name == "bytes" else JsonTokenizer(Path(name))
+def open_tokenizer(name: str, init_from: str = "") -> Tokenizer:
+    """The tokenizer of `data.tokenizer`: "bytes", the path of a tokenizer.json, or where it is empty that of
+    the checkpoint `init_from`, without one bytes.
+
+    Raises ConfigError where a file is damaged, the named vocabulary is not the checkpoint's, or nothing says
+    what the checkpoint reads.
+    """
+    beside = Path(init_from, FILE_NAME)
+    own = JsonTokenizer(beside) if init_from and beside.is_file() else None
+    if not name:
+        return own or _of_bytes(init_from)
+    named = ByteTokenizer() if name == "bytes" else JsonTokenizer(Path(name))
+    if own is not None and getattr(named, "vocabulary", None) != own.vocabulary:
+        raise ConfigError(
+            f"data.tokenizer={name} has another vocabulary than {beside}, which model.init_from was trained "
+            "with; leave data.tokenizer out."
+        )
+    return named
+
+
+def _of_bytes(init_from: str) -> ByteTokenizer:
+    """Bytes, unless a checkpoint without a tokenizer seems to read something else."""
+    if init_from:
+        from pyruntime.llama.hf import read_config
+
+        try:
+            vocabulary = read_config(init_from).get("vocab_size")
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"model.init_from: {error}") from error
+        if vocabulary != ByteTokenizer.vocab_size:
+            raise ConfigError(
+                f"model.init_from: {init_from} holds no {FILE_NAME}, and its vocabulary of {vocabulary} "
+                f"tokens is not that of bytes; copy the model's {FILE_NAME} there, or name what it reads in "
+                "data.tokenizer."
+            )
+    return ByteTokenizer()
 
 
 def load_beside(checkpoint: Path, vocab_size: int) -> Tokenizer:

@@ -7,7 +7,15 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from pyruntime.train.config import ContextLayout, ContextVariant, Device, PipelineKind, RunConfig, Tier
+from pyruntime.train.config import (
+    ContextLayout,
+    ContextVariant,
+    Device,
+    PipelineKind,
+    RunConfig,
+    Tier,
+    warmup_steps,
+)
 from pyruntime.train.errors import ConfigError
 
 LONGEST_S = 1e6
@@ -85,10 +93,12 @@ def _check_optimizer(config: RunConfig) -> None:
         _require(0 <= value < 1, f"optimizer.{name} must be at least 0 and below 1, found {value}.")
     fraction = optimizer.min_lr_fraction
     _require(0 <= fraction <= 1, f"optimizer.min_lr_fraction must be between 0 and 1, found {fraction}.")
-    warmup, steps = optimizer.warmup_steps, config.train.steps
+    steps = config.train.steps
+    warmup = warmup_steps(optimizer, steps)
     _require(
         0 <= warmup <= steps,
-        f"optimizer.warmup_steps must be between 0 and train.steps={steps}, found {warmup}.",
+        f"optimizer.warmup_steps must be between 0 and train.steps={steps}, found {warmup}; leave it out for "
+        "a tenth of the steps.",
     )
 
 
@@ -101,7 +111,7 @@ def _check_files(config: RunConfig) -> None:
         )
     tokenizer = config.data.tokenizer
     _require(
-        tokenizer == "bytes" or Path(tokenizer).is_file(),
+        tokenizer in ("", "bytes") or Path(tokenizer).is_file(),
         f'data.tokenizer: {tokenizer} is not a file; give "bytes" or the path of a tokenizer.json.',
     )
     folder = config.model.init_from

@@ -5,6 +5,8 @@ import pytest
 from pyruntime.cli import arguments, main, train
 from pyruntime.cli import main as run_command
 from pyruntime.cli.main import LAUNCHER_ENDS_US_S
+from pyruntime.train import validate
+from pyruntime.train.config import Model
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.signals import StopRequest
 
@@ -30,7 +32,19 @@ def refused(capsys, *argv):
         (["train", "--train.steps", "1.5"], "train.steps"),
         (["train", "--train.steps", "-3"], "train.steps must be at least 1, found -3."),
         (["train", "--train.steps"], "train.steps"),
-        (["train", "--train.stepz", "3"], "train.stepz"),
+        (
+            ["train", "--train.stepz", "3"],
+            "There is no option --train.stepz; the nearest is --train.steps; see",
+        ),
+        (["train", "--stepz=3"], "There is no option --stepz; the nearest is --train.steps;"),
+        (["train", "--lr", "3"], "There is no option --lr; the nearest is --optimizer.lr;"),
+        (["train", "--confg", "main"], "There is no option --confg; the nearest is --config;"),
+        (["train", "--train.frobnicate", "3"], "There is no option --train.frobnicate; see"),
+        (["plan", "--gpu", "8"], "There is no option --gpu; the nearest is --gpus;"),
+        (
+            ["schedule", "--micro-batch", "8"],
+            "There is no option --micro_batch; the nearest is --micro_batches;",
+        ),
         (["train", "--train.dtype", "fp8"], "train.dtype"),
         (["train", "--model.hidden_size", "wide"], "model.hidden_size"),
         (["train", "stray"], "stray"),
@@ -103,6 +117,24 @@ def test_flags_change_single_values_of_the_file(tmp_path):
     assert name == "mine"
     assert train.read([f"--config={path}"])[0].train.steps == 7
     assert train.read(["--checkpoint.save_on_stop", "False"])[0].checkpoint.save_on_stop is False
+
+
+def test_a_few_steps_of_the_main_job_need_no_other_flag():
+    config, _ = train.read(["--config", "main", "--train.steps", "10"])
+    validate.check(config, 1)
+    with pytest.raises(
+        ConfigError, match=r"warmup_steps must be between 0 and train\.steps=10, found 11; leave"
+    ):
+        named, _ = train.read(["--config", "main", "--train.steps", "10", "--optimizer.warmup_steps", "11"])
+        validate.check(named, 1)
+
+
+@pytest.mark.parametrize("flag", ["--model.init_from", "--model.init-from"])
+def test_a_checkpoint_to_start_from_stands_in_place_of_the_files_model(tmp_path, flag):
+    config, _ = train.read(["--config", "main", flag, str(tmp_path)])
+    assert config.model == Model(init_from=str(tmp_path))
+    config, _ = train.read(["--config", "main", f"{flag}={tmp_path}", "--model.num-hidden-layers", "1"])
+    assert config.model.num_hidden_layers == 1  # which the trainer refuses, see tests/train/test_shape.py
 
 
 def test_resuming_takes_the_configuration_of_the_run(tmp_path):

@@ -132,7 +132,9 @@ def test_every_layer_is_explained(ranks, world_size):
     before, after = ranks.run(explained, world_size)[0]
     assert "has not run yet" in before
     lines = after.splitlines()
-    assert len(lines) == 6 and lines[0].startswith("layer ")
+    assert len(lines) == 7 and lines[0].startswith("layer ")
+    # The reason that the linears share is said once, below them.
+    assert [line.count("[1]") for line in lines] == [0, 0, 1, 1, 1, 1, 1] and lines[6].startswith("[1] ")
     transport = "-" if world_size == 1 else "symmetric memory"
     cells = ["up", "forward", "all_gather_matmul", 10, 16 // world_size, 8, "float32", world_size, transport]
     assert re.split(r"  +", lines[2])[:10] == [*(str(cell) for cell in cells), "unfused"]

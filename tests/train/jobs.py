@@ -41,7 +41,7 @@ def job(folder: Path, **train) -> RunConfig:
     text.write_text(" ".join(generator.choice(words, 6000)))
     return RunConfig(
         model=Model(preset="debug", hidden_size=64, intermediate_size=128),
-        data=Data(paths=(str(text),)),
+        data=Data(paths=(str(text),), cache=str(folder / "tokens")),
         optimizer=Optimizer(lr=3e-3, warmup_steps=3),
         train=Train(
             **{
@@ -61,7 +61,8 @@ def changed(config: RunConfig, section: str, **values) -> RunConfig:
 def prepare(config: RunConfig) -> Path:
     """Writes the tokens of the job where `trainer` finds them."""
     folder = Path(config.output.run_dir)
-    corpus.build(config.data, ByteTokenizer(), folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus.build(config.data, ByteTokenizer())
     return folder
 
 
@@ -102,7 +103,8 @@ def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Traine
     options["recompute"] = config.train.activation_checkpointing
     model = Llama(wanted, group, context=context, part=part, **options)
     folder = Path(config.output.run_dir)
-    text = corpus.open_corpus(folder, config.train.seq_len)
+    tokens = corpus.build(config.data, ByteTokenizer())
+    text = corpus.open_corpus(tokens, config.data.val_fraction, config.train.seq_len)
     stop = stop or StopRequest()
     return Trainer(config, model, wanted, text, group, folder, stop, replicas, world, context, pp)
 

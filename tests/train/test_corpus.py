@@ -1,5 +1,6 @@
 """Files become tokens: all of them, once, split without overlap, the same every time."""
 
+import dataclasses
 import os
 import socket
 import sysconfig
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pyruntime.train import corpus
+from pyruntime.train import corpus, documents
 from pyruntime.train.config import Data
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.tokenizer import ByteTokenizer
@@ -27,8 +28,8 @@ def make_files(folder: Path, count: int = 40) -> dict[str, bytes]:
 
 
 def build(data: Data, folder: Path, seq_len: int = 8) -> corpus.Corpus:
-    corpus.build(data, ByteTokenizer(), folder)
-    return corpus.open_corpus(folder, seq_len)
+    tokens = corpus.build(dataclasses.replace(data, cache=str(folder)), ByteTokenizer())
+    return corpus.open_corpus(tokens, data.val_fraction, seq_len)
 
 
 def test_every_document_is_there_once_and_the_split_is_disjoint(tmp_path):
@@ -73,7 +74,7 @@ def test_bytes_that_are_no_utf8_are_kept_and_binaries_left_out(tmp_path):
 def test_the_pattern_chooses_files_of_folders(tmp_path):
     contents = make_files(tmp_path / "text", 9)
     data = Data(paths=(str(tmp_path / "text"),), pattern="[0-4].txt")
-    names = {path.name for path, _ in corpus.list_files(data)}
+    names = {path.name for path, _ in documents.list_files(data)}
     assert names == {f"{n}.txt" for n in range(5)} and len(contents) == 9
 
 
@@ -85,12 +86,12 @@ def test_what_is_no_file_is_left_out(tmp_path):
     (folder / "link.txt").symlink_to(folder / "0" / "0.txt")
     with socket.socket(socket.AF_UNIX) as unix:
         unix.bind(str(folder / "socket.txt"))
-        names = {path.name for path, _ in corpus.list_files(Data(paths=(str(folder),)))}
+        names = {path.name for path, _ in documents.list_files(Data(paths=(str(folder),)))}
     assert names == {"0.txt", "1.txt", "2.txt", "link.txt"}
 
 
 def test_the_default_text_is_the_standard_library_without_its_tests():
-    files = [path for path, _ in corpus.list_files(Data())]
+    files = [path for path, _ in documents.list_files(Data())]
     root = Path(sysconfig.get_path("stdlib"))
     assert root / "dataclasses.py" in files and root / "json" / "decoder.py" in files
     inside = [path.relative_to(root).parts for path in files]
@@ -101,25 +102,23 @@ def test_the_default_text_is_the_standard_library_without_its_tests():
 
 def test_bytes_of_the_held_out_tokens_are_counted():
     lengths = [(10, 40), (5, 10), (4, 20)]  # (tokens, bytes) of three documents
-    assert corpus._bytes_of_last(lengths, 4) == 20
-    assert corpus._bytes_of_last(lengths, 9) == 30
-    assert corpus._bytes_of_last(lengths, 14) == 30 + 20
+    ends = np.cumsum(np.array(lengths, dtype=np.uint64), axis=0)
+    assert [corpus._bytes_behind(ends, 19 - last) for last in (0, 4, 9, 14, 19)] == [0, 20, 30, 30 + 20, 70]
 
 
 def test_too_little_text_is_refused(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("a few words, no more")
-    corpus.build(Data(paths=(str(path),)), ByteTokenizer(), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"train\.seq_len=64 needs at least 65 tokens on both sides"):
-        corpus.open_corpus(tmp_path / "run", 64)
+        build(Data(paths=(str(path),)), tmp_path / "run", 64)
 
 
 def test_no_text_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.paths: there is no text in .* with names like \*\.md"):
-        corpus.build(Data(paths=(str(tmp_path),), pattern="*.md"), ByteTokenizer(), tmp_path / "run")
+        build(Data(paths=(str(tmp_path),), pattern="*.md"), tmp_path / "run")
 
 
 def test_a_python_without_sources_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(ConfigError, match=r"holds no source files to train on; name files or folders"):
-        corpus.list_files(Data())
+        documents.list_files(Data())

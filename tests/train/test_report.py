@@ -48,6 +48,18 @@ def test_layers_that_do_the_same_share_a_line():
     assert tier_lines([]) == []
 
 
+def test_a_reason_of_several_lines_is_said_once():
+    reason = "asked for; a faster tier would want " + "much " * 30
+    other = use("b", reason) | {"when": "backward"}
+    lines = tier_lines([use("a", reason), other, use("c", "measured")])
+    assert len(lines) == 4 and lines[3] == f"[1] {reason}"
+    assert [line.rpartition("  ")[2] for line in lines[:3]] == [
+        "chunked [1]",
+        "chunked [1]",
+        "chunked (measured)",
+    ]
+
+
 def test_the_scorecard_is_written_as_text_and_numbers(tmp_path):
     card = scorecard(history(), 2, 10**6, 6e6, [use("a")])
     write_scorecard(card, tmp_path)

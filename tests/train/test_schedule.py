@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pyruntime.train.config import Optimizer
+from pyruntime.train.config import Optimizer, warmup_steps
 from pyruntime.train.schedule import learning_rate
 
 PEAK = Optimizer(lr=0.5, min_lr_fraction=0.1, warmup_steps=10)
@@ -23,3 +23,10 @@ def test_decay_is_half_a_cosine_to_the_smallest_rate():
 def test_no_warm_up_and_nothing_but_warm_up():
     assert learning_rate(1, 1, Optimizer(lr=0.5, min_lr_fraction=0.1, warmup_steps=0)) == pytest.approx(0.05)
     assert learning_rate(10, 10, PEAK) == pytest.approx(0.5)
+
+
+def test_a_warm_up_that_is_not_named_follows_the_steps():
+    plain = Optimizer(lr=0.5)
+    assert [warmup_steps(plain, steps) for steps in (5, 10, 60, 200, 10**6)] == [0, 1, 6, 20, 20]
+    assert warmup_steps(PEAK, 5) == 10
+    assert learning_rate(1, 10, plain) == learning_rate(20, 500, plain) == 0.5

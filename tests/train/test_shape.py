@@ -25,6 +25,23 @@ def test_a_checkpoint_fixes_the_shape(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"num_hidden_layers": 1}, "num_hidden_layers=1"),
+        ({"preset": "3m"}, "preset=3m"),
+        ({"vocab_size": 512}, "vocab_size=512"),
+    ],
+)
+def test_a_shape_beside_a_checkpoint_is_refused(tmp_path, other, named):
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["debug"].to_hf()))
+    with pytest.raises(ConfigError) as refused:
+        llama_config(Model(init_from=str(tmp_path), **other), 256, 64, tp=1)
+    assert f"model.{named}" in str(refused.value) and "leave one of the two out" in str(refused.value)
+    same = Model(init_from=str(tmp_path), num_hidden_layers=2)  # what the checkpoint has is no contradiction
+    assert llama_config(same, 256, 64, tp=1) == PRESETS["debug"]
+
+
+@pytest.mark.parametrize(
     ("model", "vocab", "tp", "sentence"),
     [
         (Model(preset="3m"), 256, 3, "tp=3 does not divide num_key_value_heads=4; use 1, 2 or 4."),

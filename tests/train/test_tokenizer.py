@@ -66,3 +66,44 @@ def test_a_damaged_tokenizer_json_is_refused(tmp_path):
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
         JsonTokenizer(path)
+
+
+@pytest.fixture
+def checkpoint(bpe, tmp_path):
+    """A checkpoint's folder with that tokenizer."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 300}')
+    JsonTokenizer(bpe).save(tmp_path)
+    return tmp_path
+
+
+def test_the_tokenizer_of_the_checkpoint_to_start_from_is_used(bpe, checkpoint):
+    text = b"def main(self)"
+    expected = JsonTokenizer(bpe).encode(text).tolist()
+    for named in ("", str(bpe)):
+        assert open_tokenizer(named, str(checkpoint)).encode(text).tolist() == expected
+    assert isinstance(open_tokenizer(""), ByteTokenizer)
+
+
+def test_another_vocabulary_than_the_checkpoints_is_refused(checkpoint, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other") / "tokenizer.json"
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(other))
+    for named in ("bytes", str(other)):
+        with pytest.raises(ConfigError, match=r"has another vocabulary than .*tokenizer\.json, which model"):
+            open_tokenizer(named, str(checkpoint))
+
+
+def test_a_checkpoint_that_does_not_say_what_it_reads_is_refused(checkpoint):
+    (checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(
+        ConfigError, match=r"holds no tokenizer\.json, and its vocabulary of 300 tokens is not"
+    ):
+        open_tokenizer("", str(checkpoint))
+    assert isinstance(open_tokenizer("bytes", str(checkpoint)), ByteTokenizer)  # by name it is
+    (checkpoint / "config.json").write_text('{"vocab_size": 256}')
+    assert isinstance(open_tokenizer("", str(checkpoint)), ByteTokenizer)
+
+
+def test_ids_with_gaps_count_up_to_the_largest(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a")).save(str(path))
+    assert JsonTokenizer(path).vocab_size == 8

@@ -134,7 +134,7 @@ def refused(group, config, checkpoint):
     return ""
 
 
-def test_a_damaged_or_foreign_checkpoint_is_refused_in_one_sentence(ranks, tmp_path):
+def test_a_foreign_checkpoint_is_refused_in_one_sentence(ranks, tmp_path):
     config = jobs.job(tmp_path, steps=1)
     folder = jobs.prepare(config)
     ranks.run(jobs.history, 2, config)
@@ -147,14 +147,6 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_in_one_sentence(ranks, tmp_p
     )
     lower = jobs.changed(longer, "train", dtype="bf16")
     assert "was saved with train.dtype=fp32" in ranks.run(refused, 2, lower, saved)[1]
-
-    for part in sorted(saved.glob("*.distcp")):
-        part.write_bytes(part.read_bytes()[:500])
-    for message in ranks.run(refused, 2, longer, saved):
-        assert f"checkpoint.resume: {saved} is damaged or incomplete: " in message
-        assert "\n" not in message
-    (saved / "run.json").write_text("{")
-    assert "run.json is damaged: " in ranks.run(refused, 2, longer, saved)[0]
 
 
 def test_old_checkpoints_are_removed(ranks, tmp_path):

@@ -1,0 +1,92 @@
+"""A folder of finished work, found again by the name of its content.
+
+An entry is a folder that appears under its name only when it is whole, so runs may share a cache and may be
+killed at any time. What a killed run leaves is removed by the next that writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+PARTIAL = ".partial"
+
+
+def default_folder() -> Path:
+    """pyruntime/tokens in the user's cache folder (XDG)."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
+    return base / "pyruntime" / "tokens"
+
+
+def entry(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """The folder `name` of `cache`; where there is none yet, `write` fills it. Runs that want the same at the
+    same time each write their own, and the first one stays. Raises OSError."""
+    final = cache / name
+    if final.is_dir():
+        return final
+    cache.mkdir(parents=True, exist_ok=True)
+    with _partial(cache, name) as partial:
+        write(partial)
+        for path in [*partial.iterdir(), partial]:
+            _sync(path)
+        try:
+            partial.rename(final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        _sync(cache)
+    return final
+
+
+@contextlib.contextmanager
+def _partial(cache: Path, name: str) -> Iterator[Path]:
+    """A new folder that is locked while it is in use: the lock ends with the process, however that ends."""
+    _remove_left_behind(cache)
+    unique = f"{name}.{uuid.uuid4().hex}"
+    unseen, path = cache / f"{unique}.new", cache / f"{unique}{PARTIAL}"
+    unseen.mkdir()
+    lock = _lock(unseen)  # before others can see it: what they can lock they remove
+    unseen.rename(path)
+    try:
+        yield path
+    finally:
+        if lock is not None:
+            os.close(lock)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_left_behind(cache: Path) -> None:
+    for path in cache.glob(f"*{PARTIAL}"):
+        lock = _lock(path)
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """An open lock; None where another process holds it, the folder is gone, or its file system has none."""
+    opened = None
+    try:
+        opened = os.open(folder, os.O_RDONLY)
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        if opened is not None:
+            os.close(opened)
+        return None
+    return opened
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

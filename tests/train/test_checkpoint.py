@@ -1,0 +1,106 @@
+"""A checkpoint that is not what was saved is refused on every rank, by the name of the file, and changes
+nothing."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyruntime.train import checkpoint_folder, checksums
+from pyruntime.train.errors import ConfigError
+from tests.train import jobs
+
+
+@pytest.fixture(scope="module")
+def saved(request, tmp_path_factory):
+    """A checkpoint of two steps at tp=2, and the job it is of."""
+    ranks = request.getfixturevalue("ranks")
+    config = jobs.job(tmp_path_factory.mktemp("job"), steps=2)
+    folder = jobs.prepare(config)
+    ranks.run(jobs.history, 2, config)
+    return checkpoint_folder.find(folder), jobs.changed(config, "train", steps=3)
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    return shutil.copytree(saved[0], tmp_path / "step-000002"), saved[1]
+
+
+def refused_unchanged(group, config, checkpoint):
+    """What the refusal says; the weights and the step are then as they were."""
+    made = jobs.trainer(group, config)
+    before = {name: value.clone() for name, value in made.model.named_parameters()}
+    with pytest.raises(ConfigError) as refused:
+        made.resume(checkpoint)
+    assert made.step == 0
+    assert all(torch.equal(value, before[name]) for name, value in made.model.named_parameters())
+    return str(refused.value)
+
+
+def test_the_manifest_names_every_file_as_sha256sum_does(saved):
+    folder, _ = saved
+    files = json.loads((folder / checksums.MANIFEST).read_text())["files"]
+    assert set(files) | {checksums.MANIFEST} == {path.name for path in folder.iterdir()}
+    assert {"run.json", ".metadata"} < set(files)
+    for name, content in files.items():
+        stored = (folder / name).read_bytes()
+        assert content == {"size": len(stored), "sha256": hashlib.sha256(stored).hexdigest()}
+
+
+def damage_64_bytes(path):
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(byte ^ 0x55 for byte in content[middle : middle + 64])
+    path.write_bytes(content)
+
+
+def change_step(path):
+    path.write_text(path.read_text().replace('"step": 2', '"step": 1'))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:500])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "finding"),
+    [
+        ("__0_0.distcp", damage_64_bytes, "its content is not what was saved (SHA-256)"),
+        ("__1_0.distcp", damage_64_bytes, "its content is not what was saved (SHA-256)"),
+        ("__1_0.distcp", cut, "it has 500 bytes and was saved with"),
+        ("__0_0.distcp", lambda path: path.unlink(), "it cannot be read: No such file or directory"),
+        (".metadata", damage_64_bytes, "its content is not what was saved (SHA-256)"),
+        ("run.json", change_step, "its content is not what was saved (SHA-256)"),
+        ("run.json", lambda path: path.write_text("{"), "it has 1 bytes and was saved with"),
+        ("manifest.json", lambda path: path.write_text("[]"), "it is no list of checksums"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_its_name(ranks, copied, name, damage, finding):
+    folder, config = copied
+    damage(folder / name)
+    messages = ranks.run(refused_unchanged, 2, config, folder)
+    assert messages[0] == messages[1]
+    assert f"checkpoint.resume: {folder / name} is damaged: {finding}" in messages[0]
+    assert messages[0].endswith(
+        "; copy the checkpoint again from where it is whole, or resume from an older one."
+    )
+
+
+def test_a_checkpoint_without_a_manifest_is_refused(ranks, copied):
+    folder, config = copied
+    (folder / checksums.MANIFEST).unlink()
+    for message in ranks.run(refused_unchanged, 2, config, folder):
+        assert f"{folder} holds no manifest.json, so nothing says that its files are whole" in message
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(0, 100), max_size=12), st.integers(1, 5))
+@settings(max_examples=50)
+def test_every_file_is_read_by_one_rank_and_no_rank_reads_much_more(sizes, ranks):
+    shares = [checksums.share(sizes, rank, ranks) for rank in range(ranks)]
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    loads = [sum(sizes[name] for name in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes.values(), default=0)

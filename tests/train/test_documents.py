@@ -1,0 +1,274 @@
+"""Text is read as documents, in pieces, and its tokens are kept for the next run with the same text."""
+
+import dataclasses
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from pyruntime.train import corpus, corpus_of_ranks, documents, token_cache
+from pyruntime.train.config import Data, RunConfig, Train
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.tokenizer import ByteTokenizer, JsonTokenizer
+
+
+def lines_file(folder: Path, texts, name="text.jsonl") -> Path:
+    path = folder / name
+    path.write_text("\n\n".join(json.dumps({"id": n, "text": text}) for n, text in enumerate(texts)))
+    return path
+
+
+def build(paths, folder, tokenizer=None, **rest) -> corpus.Corpus:
+    data = Data(paths=tuple(map(str, paths)), cache=str(folder / "cache"), **rest)
+    return corpus.open_corpus(corpus.build(data, tokenizer or ByteTokenizer()), data.val_fraction, 4)
+
+
+def everything(text: corpus.Corpus) -> bytes:
+    return text.train.tobytes() + text.val.tobytes()
+
+
+def test_every_line_of_jsonl_is_a_document_of_its_text(tmp_path):
+    texts = ["one line", "a\nb \u00fc", "", *(f"document {n} of many" for n in range(40))]
+    path = lines_file(tmp_path, texts)
+    text = build([path], tmp_path)
+    assert sorted(everything(text).split(b"\0")[:-1]) == sorted(each.encode() for each in texts if each)
+    assert (text.facts.files, text.facts.documents) == (1, len(texts) - 1)
+
+
+def test_lines_are_split_by_their_text_whatever_file_they_are_in(tmp_path):
+    texts = [f"{n} " + "words " * (n % 7) for n in range(60)]
+    one = build([lines_file(tmp_path, texts)], tmp_path)
+    halves = [lines_file(tmp_path, part, f"{n}.JSONL") for n, part in enumerate((texts[40:], texts[:40]))]
+    assert everything(build(halves, tmp_path)) == everything(one)
+
+
+@pytest.mark.parametrize(
+    ("line", "finding"),
+    [
+        ('{"content": "a", "id": 3}', 'holds no string "text", found only content, id'),
+        ('{"text": 3}', 'holds no string "text", found a int'),
+        ("[1]", "holds no object but a list"),
+        ("just words", "is no JSON (Expecting value"),
+        ("[" * 100_000, "is no JSON ("),
+    ],
+)
+def test_a_line_without_text_is_refused_by_file_and_number(tmp_path, line, finding):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "fine"}\n\n' + line + "\n")
+    with pytest.raises(ConfigError) as refused:
+        build([path], tmp_path)
+    message = str(refused.value)
+    assert message.startswith(f"data.paths: {path}, line 3 {finding}")
+    assert message.endswith('a .jsonl file holds an object with a string "text" in every line.')
+    assert not list((tmp_path / "cache").iterdir())
+
+
+@given(
+    st.lists(st.sampled_from(["word", " ", "\n", "\n\n", "  x", "\u00fc", "\U0001f600", "abc"]), max_size=60)
+)
+@settings(max_examples=60)
+def test_pieces_are_the_text_and_end_between_characters(parts):
+    text = "".join(parts).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "PIECE_BYTES", 16)
+        pieces = list(documents.cut(io.BytesIO(text)))
+    assert b"".join(piece for piece, _ in pieces) == text
+    assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all(len(piece) <= 16 for piece, _ in pieces)
+    for piece, _ in pieces:
+        piece.decode()
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A BPE whose file also says how a model's input is cut and padded."""
+    engine = Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    engine.train_from_iterator([Path(__file__).read_text()] * 2, trainer)
+    engine.enable_truncation(7)
+    engine.enable_padding(length=12)
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    engine.save(str(path))
+    return path
+
+
+def test_pieces_make_the_tokens_of_the_whole_text(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 5000)
+    path = tmp_path / "long.txt"
+    path.write_text(Path(__file__).read_text() * 3)
+    tokenizer = JsonTokenizer(bpe)
+    text = build([path], tmp_path, tokenizer)
+    expected = [*tokenizer.encode(path.read_bytes()), tokenizer.separator]
+    assert len(expected) > 3000  # nothing was truncated
+    assert np.concatenate([text.train, text.val]).tolist() == expected
+    assert text.facts.val_bytes == pytest.approx(path.stat().st_size * 0.05, rel=0.05)
+
+
+def never(*_, **__):
+    raise AssertionError("tokenized again")
+
+
+def test_the_same_text_is_tokenized_once(tmp_path, bpe):
+    path = lines_file(tmp_path, [f"some text {n}" for n in range(50)])
+    said, tokenizer = [], JsonTokenizer(bpe)
+    data = Data(paths=(str(path),), cache=str(tmp_path / "cache"))
+    first = corpus.build(data, tokenizer, said.append)
+    assert len(said) == 1 and f"kept in {tmp_path / 'cache'}" in said[0]
+    moved = shutil.copy(path, tmp_path / "moved.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "encode_batch", never)
+        again = corpus.build(dataclasses.replace(data, paths=(str(moved),)), tokenizer, said.append)
+    assert again.folder == first.folder and len(said) == 1
+    with open(path, "a") as file:
+        file.write('\n{"text": "more"}')
+    assert corpus.build(data, tokenizer).folder != first.folder
+    assert corpus.build(data, ByteTokenizer()).folder != first.folder
+
+
+def test_the_share_held_out_is_no_part_of_what_is_kept(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("letters " * 100)
+    texts = [build([path], tmp_path, val_fraction=share) for share in (0.1, 0.4)]
+    assert [text.facts.val_tokens for text in texts] == [80, 320]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_damaged_tokens_are_refused(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("letters " * 100)
+    build([path], tmp_path)
+    (entry,) = (tmp_path / "cache").iterdir()
+    (entry / "tokens.bin").write_bytes(b"abc")
+    with pytest.raises(ConfigError, match=r"data\.cache: the tokens in .* are damaged; remove that folder\."):
+        build([path], tmp_path)
+
+
+def test_a_file_that_is_written_to_meanwhile_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("letters " * 100)
+    encode = ByteTokenizer.encode_batch
+
+    def growing(self, texts):
+        with open(path, "a") as file:
+            file.write("more")
+        return encode(self, texts)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", growing)
+    with pytest.raises(ConfigError, match=r"a\.txt was written to while it was read; start again\."):
+        build([path], tmp_path)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    path = tmp_path / "a.txt"
+    path.write_text("letters " * 100)
+    with pytest.raises(ConfigError, match=r"data\.cache: .*cache.* cannot be written: .*name another folder"):
+        build([path], tmp_path)
+
+
+def write_slowly(cache, number):
+    def write(folder):
+        (folder / "a").write_text("x" * 1000)
+        time.sleep(0.05 * number)
+        (folder / "b").write_text("y")
+
+    token_cache.entry(cache, "name", write)
+
+
+def test_writers_at_the_same_time_leave_one_whole_entry(tmp_path):
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_slowly, args=(tmp_path, n)) for n in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["name"]
+    assert ((tmp_path / "name" / "a").read_text(), (tmp_path / "name" / "b").read_text()) == ("x" * 1000, "y")
+
+
+def test_what_a_killed_writer_leaves_is_no_entry_and_is_removed_by_the_next(tmp_path):
+    def killed(folder):
+        (folder / "a").write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def living(folder):
+        (folder / "a").write_text("still writing")
+        time.sleep(60)
+
+    context = multiprocessing.get_context("fork")
+    other = context.Process(target=token_cache.entry, args=(tmp_path, "other", living))
+    other.start()
+    writer = context.Process(target=token_cache.entry, args=(tmp_path, "name", killed))
+    writer.start()
+    writer.join()
+    while len(list(tmp_path.glob("*.partial/a"))) < 2:
+        time.sleep(0.01)
+    token_cache.entry(tmp_path, "name", lambda folder: (folder / "a").write_text("whole"))
+    left = {path.name.partition(".")[0] for path in tmp_path.iterdir()}
+    other.kill()
+    other.join()
+    assert left == {"name", "other"}  # the folder of the writer that lives is left alone
+    assert len(list(tmp_path.iterdir())) == 2 and (tmp_path / "name" / "a").read_text() == "whole"
+
+
+def on_hosts(group, config, own_disk):
+    """How often each rank tokenized, and the text, where ranks 2 and 3 are another host."""
+    counts = []
+    build = corpus.build
+
+    def counted(data, *rest):
+        counts.append(1)
+        return build(data, *rest)
+
+    host = "ab"[group.rank() // 2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "build", counted)
+        patch.setattr(corpus_of_ranks, "host_name", lambda: host)
+        if own_disk:
+            config = dataclasses.replace(
+                config, data=dataclasses.replace(config.data, cache=f"{config.data.cache}-{host}")
+            )
+        text = corpus_of_ranks.open_everywhere(config, ByteTokenizer(), group, lambda line: None)
+    return len(counts), text.train.tobytes()
+
+
+@pytest.mark.parametrize(("own_disk", "expected"), [(False, [1, 0, 0, 0]), (True, [1, 0, 1, 0])])
+def test_one_rank_of_each_host_that_sees_no_tokens_makes_them(ranks, tmp_path, own_disk, expected):
+    path = tmp_path / "a.txt"
+    path.write_text("letters " * 100)
+    config = RunConfig(data=Data(paths=(str(path),), cache=str(tmp_path / "cache")), train=Train(seq_len=8))
+    found = ranks.run(on_hosts, 4, config, own_disk)
+    assert [count for count, _ in found] == expected
+    assert len({text for _, text in found}) == 1
+
+
+def test_the_tokenizer_never_gets_more_than_a_batch_whatever_the_size_of_a_file(tmp_path, monkeypatch):
+    path, given_at_a_time = tmp_path / "long.txt", []
+    path.write_text("def function(argument):\n    return argument + 1\n" * 250_000)
+    encode = ByteTokenizer.encode_batch
+
+    def watched(self, texts):
+        given_at_a_time.append((sum(map(len, texts)), max(map(len, texts))))
+        return encode(self, texts)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", watched)
+    text = build([path], tmp_path)
+    assert len(everything(text)) == path.stat().st_size + 1 > 2.5 * corpus.BATCH_BYTES
+    assert max(batch for batch, _ in given_at_a_time) < corpus.BATCH_BYTES + documents.PIECE_BYTES
+    assert max(piece for _, piece in given_at_a_time) <= documents.PIECE_BYTES
