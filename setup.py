@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
@@ -92,11 +93,22 @@ def extension():
 
 
 class Build(BuildExtension):
-    """torch's builder; a build in place (development) turns warnings into errors and is made to be repeated.
+    """torch's builder; a build in place (development) turns warnings into errors, unless it is told to be
+    lenient to them, and is made to be repeated.
 
     The objects of a build in place lie under build/ whoever asks for it (`setup.py build_ext --inplace` or
     `pip install -e .`), in a folder for each Python and torch, so that ninja rebuilds only what changed.
     """
+
+    user_options: ClassVar = [
+        *BuildExtension.user_options,
+        ("lenient", None, "in place too, warnings are no errors: for a compiler that is not the project's"),
+    ]
+    boolean_options: ClassVar = [*BuildExtension.boolean_options, "lenient"]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.lenient = False
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -104,8 +116,8 @@ class Build(BuildExtension):
         if not self.for_development:
             return
         tag = f"{platform.machine()}-cp{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}"
-        self.build_temp = str(ROOT / "build" / f"inplace-{tag}")
-        for ext in self.extensions:
+        self.build_temp = str(ROOT / "build" / f"inplace-{tag}{'-lenient' if self.lenient else ''}")
+        for ext in [] if self.lenient else self.extensions:
             ext.extra_compile_args = [*ext.extra_compile_args, "-Werror"]
 
     def build_extensions(self) -> None:

@@ -13,7 +13,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ __all__ = [
     "rounds_for",
     "start_together",
     "started",
-    "table",
     "write_json",
 ]
 
@@ -102,7 +101,7 @@ def rounds_for(seconds: float, least: int, one_round: Callable[[], object], most
 def facts() -> dict[str, Any]:
     """Where and how this benchmark runs: machine in words, versions, command, date."""
     import pyruntime
-    from pyruntime.cli import machine
+    from pyruntime import machine
 
     described = "; ".join(
         f"{name}: {value}"
@@ -123,19 +122,6 @@ def facts() -> dict[str, Any]:
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned: the first to the left, the others to the right."""
-    widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in [head, *rows]
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def write_json(

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import Report, Sample, interleave, parser_of, started, table
+from common import Report, Sample, interleave, parser_of, started
 from plain_llama import PlainLlama, Shape
+from tables import table
 from torch import Tensor, nn
 from train_workers import BETA1, BETA2, CLIP, DTYPES, EPS, LEARNING_RATE, WEIGHT_DECAY, our_model
 

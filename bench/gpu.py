@@ -1,6 +1,6 @@
 """The kernels of csrc/cuda on one GPU: fused products, overlap against a link, support kernels.
 
-    python bench/gpu.py [--parts products,gather-host,...] [--json FILE] [--budget 300] [--quick]
+    python bench/gpu.py [--parts products,gather-host,...] [--json FILE] [--budget SECONDS] [--quick]
 
 products          fused kernels as rank 0 of 8 runs them, all signals already set, beside torch.matmul of the
                   same local shape: Llama-3 8B and 70B at tp 8, M = 512 to 16384, bf16
@@ -11,10 +11,11 @@ scatter-host      matmul_reduce_scatter whose parts leave for pinned memory of t
 baselines         cuBLAS and, with several GPUs, NCCL without torch, by cupy (extra `tiles`)
 support           AdamW, reduce, copy and LSE merge beside a copy's bandwidth and torch's fused AdamW
 training          whole training steps of Llama-3.2 1B, bf16, eager and as a CUDA graph, beside plain torch
-smoke             a small run of each fused kernel, for compute-sanitizer; only when it is asked for
+load              the kernels' library and the device are found; this and smoke only when they are asked for
+smoke             a small run of each fused kernel, for compute-sanitizer
 
-Each but support, baselines and training is followed by -portable or -hopper (the fused kernel), overlap also
-by -chunked (torch.matmul on each chunk). A name without an ending stands for all of them.
+Each but load, support, baselines and training is followed by -portable or -hopper (the fused kernel), overlap
+also by -chunked (torch.matmul on each chunk). A name without an ending stands for all of them.
 
 Each part is a process of its own with a time limit; one that fails is reported and the others still run. One
 process plays all ranks of a group, with a workspace for each. Random data; CUDA events; variants in shuffled
@@ -35,34 +36,12 @@ from pathlib import Path
 from typing import Any
 
 import gpu_problem as problem
-from common import facts, parser_of, write_json
+from common import parser_of, write_json
 
 LEFT_OUT = (
     "A fused scatter stores straight into its peers' memory, so there is none against a throttled copy. "
     "Training steps are timed by the wall clock, one variant after the other, launches included."
 )
-
-
-def here() -> dict[str, Any]:
-    """Where this runs; what cannot be found out is left out."""
-    found: dict[str, Any] = {}
-    try:
-        found = facts()
-    except Exception as error:
-        found["facts_error"] = f"{type(error).__name__}: {error}"
-    import torch
-
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = {
-            "name": properties.name,
-            "multiprocessors": properties.multi_processor_count,
-            "memory_bytes": properties.total_memory,
-            "l2_bytes": properties.L2_cache_size,
-            "cuda_of_torch": torch.version.cuda,
-            "is_hopper": (properties.major, properties.minor) == (9, 0),
-        }
-    return found
 
 
 def child(part: str, lines: Path, quick: bool) -> int:
@@ -114,7 +93,7 @@ def run_part(part: str, limit_s: float, quick: bool, arguments: list[str]) -> li
 def chosen(names: str) -> list[str]:
     """The parts that are asked for; a name stands for all that begin with it. Raises ValueError."""
     if not names:
-        return [part for part in problem.PARTS if not part.startswith("smoke")]
+        return [part for part in problem.PARTS if part not in problem.UNMEASURED]
     wanted: list[str] = []
     for name in filter(None, names.split(",")):
         found = [part for part in problem.PARTS if part == name or part.startswith(f"{name}-")]
@@ -126,9 +105,11 @@ def chosen(names: str) -> list[str]:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--parts", default="", help="which parts, with commas between; default all but smoke")
+    parser.add_argument(
+        "--parts", default="", help="which parts, with commas between; default all that is measured"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds for all parts; default 300")
+    parser.add_argument("--budget", type=float, help="seconds for all parts; default: what they may take")
     parser.add_argument("--quick", action="store_true", help="few and small sizes: a try, no measurement")
     parser.add_argument("--child", help="run this part in this process; for bench/gpu.py itself")
     parser.add_argument("--lines", type=Path, help="where --child writes its results")
@@ -141,11 +122,13 @@ def main() -> int:
         return child(args.child, args.lines or Path(os.devnull), args.quick)
 
     how = " ".join((__doc__ or "").split("\n\n")[-1].split())
+    from gpu_machine import here
+
     where = here()
     if not where.get("gpu", {}).get("is_hopper") and not args.parts:
         wanted = [part for part in wanted if not part.endswith("-hopper")]
     print(how, flush=True)
-    end = time.monotonic() + args.budget
+    end = time.monotonic() + (args.budget or sum(problem.PARTS[part] for part in wanted))
     results: list[dict[str, Any]] = [{"kind": "note", "text": LEFT_OUT}]
     for part in wanted:
         limit_s = min(problem.PARTS[part], end - time.monotonic())

@@ -6,6 +6,7 @@ Every part runs in a process of its own: after a fault on the device nothing els
 from __future__ import annotations
 
 from gpu_baselines import baselines
+from gpu_machine import load
 from gpu_overlap import gather_overlap, scatter_overlap
 from gpu_problem import Emit
 from gpu_products import products
@@ -17,7 +18,9 @@ from gpu_training import training
 def run(name: str, emit: Emit, quick: bool) -> None:
     """The part of this name: one of gpu_problem.PARTS, which says what each is."""
     kind, _, which = name.rpartition("-")
-    if name == "support":
+    if name == "load":
+        load(emit)
+    elif name == "support":
         support(emit, quick)
     elif name == "baselines":
         baselines(emit, quick)

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Report, interleave, parser_of, start_together, started, table
+from common import Report, interleave, parser_of, start_together, started
 from plain_llama import PlainLlama, Shape
+from tables import table
 from torch import Tensor, nn
 from train_workers import DTYPES, llama_config
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, replace
 
-from common import Report, parser_of, table
+from common import Report, parser_of
 from plan_runs import RULES, SHAPES, job_of, runnable, train
+from tables import table
 
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.memory import memory_of_rank

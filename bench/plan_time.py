@@ -18,8 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import Report, parser_of, table
+from common import Report, parser_of
 from plan_runs import SHAPES, job_of, launcher, run, runnable, train
+from tables import table
 
 from pyruntime.plan.cluster import Cluster, find_cluster
 from pyruntime.plan.measured import fit_flops

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Report, interleave, parser_of, started, table
+from common import Report, interleave, parser_of, started
 from plain_llama import Shape
+from tables import table
 from torch import Tensor
 from train_workers import BETA1, BETA2, CLIP, DTYPES, EPS, LEARNING_RATE, WEIGHT_DECAY, our_model
 

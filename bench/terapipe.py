@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Report, Sample, interleave, parser_of, start_together, started, table
+from common import Report, Sample, interleave, parser_of, start_together, started
+from tables import table
 from torch import Tensor, nn
 from train_workers import DTYPES
 

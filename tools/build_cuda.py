@@ -21,14 +21,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 if __package__:
-    from tools import build_sm90
+    from tools import build_left_out, build_sm90
 else:  # run as a script
+    import build_left_out
     import build_sm90
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cuda"
 LIBRARY = ROOT / "pyruntime" / "libpyruntime_cuda.so"
 PORTABLE = ROOT / "csrc" / "cuda" / "portable"
+LAUNCHERS = (ROOT / "csrc" / "cuda" / "launchers.h", ROOT / "csrc" / "cuda" / "sm90" / "launchers.h")
 
 DEFAULT_ARCHITECTURES = "8.0+PTX;9.0a"
 """sm_80, sm_90a, and PTX that the driver compiles for any other GPU from 8.0 on."""
@@ -103,8 +105,18 @@ def architecture_flags(wanted: str | None = None) -> list[str]:
     return flags
 
 
-def ninja_file(nvcc: Path, architectures: Iterable[str], library: Path, strict: bool) -> str:
-    """The whole build as ninja reads it."""
+def ninja_file(
+    nvcc: Path,
+    architectures: Iterable[str],
+    library: Path,
+    strict: bool,
+    *,
+    hopper: bool = True,
+    folder: Path = BUILD,
+    left_out: Iterable[Path] = (),
+) -> str:
+    """The whole build as ninja reads it, in `folder`. Objects that are `left_out` are not linked, but what
+    stands for them is (tools/build_left_out.py)."""
     flags = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", f"-I{ROOT}/csrc", f"-I{ROOT}/hip"]
     flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
     if strict:
@@ -127,11 +139,16 @@ def ninja_file(nvcc: Path, architectures: Iterable[str], library: Path, strict: 
     ]
     objects = []
     for name, source, macros in sources():
-        objects.append(str(BUILD / f"{name}.o"))
+        objects.append(str(folder / f"{name}.o"))
         lines += [f"build {objects[-1]}: compile {source}", f"  macros = {' '.join(macros)}"]
-    hopper_lines, hopper_objects = build_sm90.ninja_lines(BUILD, architectures)
+    hopper_lines, hopper_objects = build_sm90.ninja_lines(folder, architectures, hopper)
     lines += hopper_lines
     objects += hopper_objects
+    if left_out := {str(path) for path in left_out}:
+        objects = [name for name in objects if name not in left_out]
+        objects.append(str(folder / f"{build_left_out.NAME}.o"))
+        lines.append(f"build {objects[-1]}: compile {folder / build_left_out.NAME}.cu")
+        lines.append(f"  macros = -I{PORTABLE}")
     lines.append(f"build {library}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
 
@@ -147,9 +164,19 @@ def find_ninja() -> str:
     return ninja
 
 
-def build(library: Path = LIBRARY, *, strict: bool = True) -> Path:
-    """Builds what changed and returns the library; `strict`: warnings are errors, as fits one's own compiler.
+def build(
+    library: Path = LIBRARY,
+    *,
+    strict: bool = True,
+    keep_going: bool = False,
+    hopper: bool = True,
+    folder: Path = BUILD,
+) -> Path:
+    """Builds what changed and returns the library; objects and recipe lie in `folder`.
 
+    strict: warnings are errors, as fits one's own compiler.
+    keep_going: what does not compile is left out, which is told, and refuses when it is called.
+    hopper: with the kernels of csrc/cuda/sm90, where the architectures ask for them.
     Raises RuntimeError with a sentence where it cannot.
     """
     nvcc = find_nvcc()
@@ -161,11 +188,30 @@ def build(library: Path = LIBRARY, *, strict: bool = True) -> Path:
         architectures = architecture_flags(os.environ.get("TORCH_CUDA_ARCH_LIST"))
     except ValueError as error:
         raise RuntimeError(str(error)) from error
-    BUILD.mkdir(parents=True, exist_ok=True)
-    recipe = BUILD / "build.ninja"
-    recipe.write_text(ninja_file(nvcc, architectures, library, strict))
-    jobs = os.environ.get("MAX_JOBS", str(len(os.sched_getaffinity(0))))
-    ran = subprocess.run([find_ninja(), "-C", str(BUILD), "-j", jobs], capture_output=True, text=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    library.parent.mkdir(parents=True, exist_ok=True)
+
+    def run(left_out: Iterable[Path] = ()) -> subprocess.CompletedProcess[str]:
+        recipe = ninja_file(
+            nvcc, architectures, library, strict, hopper=hopper, folder=folder, left_out=left_out
+        )
+        (folder / "build.ninja").write_text(recipe)
+        jobs = os.environ.get("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+        going = ["-k", "0"] if keep_going and not left_out else []
+        command = [find_ninja(), "-C", str(folder), "-j", jobs, *going, str(library)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    ran = run()
+    if ran.returncode != 0 and keep_going and (failed := build_left_out.failed_objects(ran.stdout)):
+        print(ran.stdout)
+        linked = re.findall(
+            rf"^build {library}: link (.*)$", (folder / "build.ninja").read_text(), re.MULTILINE
+        )
+        kept = [path for path in map(Path, linked[0].split()) if path not in failed]
+        build_left_out.write(folder, kept, failed, headers=LAUNCHERS)
+        ran = run(failed)
+        names = ", ".join(sorted(path.stem for path in failed))
+        print(f"{library.name} is built without {names}, because these do not compile")
     if ran.returncode != 0:
         raise RuntimeError(f"the CUDA kernels do not build:\n{ran.stdout}{ran.stderr}")
     return library

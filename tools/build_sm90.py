@@ -61,9 +61,6 @@ def _installed() -> Path | None:
 
 
 def _download() -> Path | None:
-    headers = DOWNLOADED / pinned_version() / HEADERS
-    if headers.exists():
-        return headers
     wheels = DOWNLOADED / "wheels"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1"]
     command += ["--dest", str(wheels), f"nvidia-cutlass=={pinned_version()}"]
@@ -77,13 +74,19 @@ def _download() -> Path | None:
         partial = DOWNLOADED / f"{pinned_version()}.partial"
         wheel.extractall(partial, inside)
     partial.rename(DOWNLOADED / pinned_version())
-    return headers
+    return DOWNLOADED / pinned_version() / HEADERS
+
+
+def local_cutlass() -> Path | None:
+    """The folder of CUTLASS's headers, where nothing needs to be downloaded for it."""
+    downloaded = DOWNLOADED / pinned_version() / HEADERS
+    return _installed() or (downloaded if downloaded.exists() else None)
 
 
 @cache
 def find_cutlass() -> Path | None:
     """The folder of CUTLASS's headers; None where they are not installed and cannot be downloaded."""
-    return _installed() or _download()
+    return local_cutlass() or _download()
 
 
 def kernels() -> list[tuple[str, Path, tuple[str, ...]]]:
@@ -104,16 +107,20 @@ def kernels() -> list[tuple[str, Path, tuple[str, ...]]]:
     ]
 
 
-def ninja_lines(build: Path, architectures: Iterable[str]) -> tuple[list[str], list[str]]:
-    """What ninja needs to build the objects of this folder in `build`, and their names.
+def ninja_lines(
+    build: Path, architectures: Iterable[str], with_kernels: bool = True
+) -> tuple[list[str], list[str]]:
+    """What ninja needs to build the objects of this folder in `build`, and their names; without kernels
+    those of the launchers alone.
 
     Uses the rule "compile" and its variables "architectures" and "macros".
     """
     launchers = build / "sm90_launchers.o"
     lines = [f"build {launchers}: compile {FOLDER / 'launchers.cu'}"]
-    cutlass = find_cutlass() if is_wanted(architectures) else None
+    wanted = with_kernels and is_wanted(architectures)
+    cutlass = find_cutlass() if wanted else None
     if cutlass is None:
-        if is_wanted(architectures):
+        if wanted:
             print(
                 f"CUTLASS's headers (nvidia-cutlass=={pinned_version()}) are not installed and cannot be "
                 "downloaded: the library is built without the kernels for Hopper, and the portable ones take "

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from pyruntime.cli import machine
+from pyruntime import machine
 from pyruntime.cli.arguments import parse
 from pyruntime.cli.environment import started_rank, started_ranks
-from pyruntime.cli.machine import Rows
+from pyruntime.machine import Rows
 from pyruntime.train import validate
 from pyruntime.train.errors import ConfigError
 

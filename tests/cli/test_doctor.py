@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._C import _distributed_c10d
 
-from pyruntime import cuda
-from pyruntime.cli import doctor, machine
+from pyruntime import cuda, machine
+from pyruntime.cli import doctor
 
 
 def test_a_part_that_fails_says_so(capsys):

@@ -1,241 +1,250 @@
-"""`make gpu-check` and bench/gpu.py, as far as they run without a GPU."""
+"""tools/gpu_check.py on a machine that is pretended (pretended_machine.py): whatever ends it leaves a whole
+report, and the next call goes on."""
 
 from __future__ import annotations
 
 import datetime
 import json
-import subprocess
+import os
 import sys
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from pyruntime.comm.core import _C
-from tests.cuda import build
-from tools import gpu_check
-from tools.gpu_check import Stage, run_stages
-
-BENCH = build.ROOT / "bench"
+from tests.cuda.pretended_machine import Machine
+from tools.build_cuda import ROOT
 
 
-def stage(name: str, program: str, limit_s: float = 30.0, **more) -> Stage:
-    return Stage(name, more.pop("group", name), (sys.executable, "-S", "-c", program), limit_s, **more)
+@pytest.fixture
+def tools(monkeypatch):
+    """The modules, which find those of bench/."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from tools import gpu_check
+    from tools.gpu import report, runner, stages
+
+    return type("Tools", (), {"check": gpu_check, "report": report, "runner": runner, "stages": stages})
 
 
-def test_a_stage_that_fails_or_hangs_is_recorded_and_the_next_ones_run(tmp_path):
-    hangs = "import subprocess, sys; print('begun', flush=True); subprocess.run(['sleep', '100'])"
-    outcomes = run_stages(
-        [
-            stage("breaks", "print('about to'); raise SystemExit(3)"),
-            stage("hangs", hangs, limit_s=1.0),
-            Stage("no program", "none", (str(tmp_path / "missing"),), 5.0),
-            stage("elsewhere", "", absent="no such GPU"),
-            stage("works", "print('fine')"),
-            stage("skips all", "print('3 skipped')", says=" passed"),
-        ],
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_run_that_is_killed_anywhere_leaves_a_whole_report_and_the_next_goes_on(tmp_path):
+    machine = Machine(tmp_path)
+    found: list[str] = []
+    for gate, last in (
+        ("core", ""),
+        ("chunked 1", "chunked-0"),
+        ("sm90 0 whole", "alone-2"),
+        ("training 1", "gather-host-chunked: figure 1"),
+        ("memcheck smoke-hopper", "on_a_gpu-2"),
+    ):
+        pid = machine.kill_at(gate)
+        report = machine.report()
+        known = [test["name"] for test in report["tests"]] + [row["text"] for row in report["results"]]
+        assert set(found) <= set(known)  # nothing is lost
+        assert not last or any(last in name for name in known), (gate, known)
+        found = known
+        assert any(stage["verdict"] == "under way" for stage in report["stages"])
+        assert machine.text().startswith("NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, sources ")
+        until = time.monotonic() + 10
+        while is_running(pid):  # what it had started ends with it
+            assert time.monotonic() < until, gate
+            time.sleep(0.05)
+    code, said = machine.run()
+    report = machine.report()
+    verdicts = {stage["name"]: stage["verdict"] for stage in report["stages"]}
+    failed = {name for name, verdict in verdicts.items() if verdict != "passed"}
+    # What the pretended machine has wrong: test fused-1, and the part "support".
+    assert (code, failed) == (1, {"tests fused", "tests fused, hopper", "support"}), said
+    assert report["facts"] == {"system": "pretended"}
+    again = {name for name in machine.ran if machine.ran.count(name) > 1}
+    gates = {"core", "chunked 1", "sm90 0 whole", "training 0", "training 1"}
+    assert again == {*gates, "memcheck smoke-hopper"}  # and of a part what came before the gate
+    assert {"graph 2", "graph 2 whole", "racecheck smoke-hopper"} <= set(machine.ran)
+    order = [stage["name"] for stage in report["stages"] if not stage["name"].endswith("kernels")]
+    first = ["core", "load", "smoke-portable", "tests chunked", "tests fused", "tests graph", "tests alone"]
+    assert order[: len(first)] == first
+    text = machine.text()
+    assert "2 passed, 1 failed" in text and "rank 0 waits for rank 1" in text
+    assert "note: training: figure 1" in text and "2 passed, 1 skipped" in text
+
+
+def test_what_is_known_of_these_sources_is_not_asked_for_again(tmp_path):
+    machine = Machine(tmp_path)
+    out = tmp_path / "out"
+    code, said = machine.run("--only", "test", "--out", str(out))
+    assert code == 1 and "without lse_merge" in said  # which the pretended nvcc cannot compile
+    assert {path.suffix for path in out.iterdir()} == {".json", ".txt", ".log"}
+    assert "==== tests chunked: passed" in (out / "gpu-check.log").read_text()
+    before = machine.ran
+    assert "link portable" in before and "link hopper" in before and "products-hopper 0" not in before
+    machine.run("--only", "test")
+    assert machine.ran == before
+    (tmp_path / "tests/cuda/cases.py").write_text("# the tests' source is another one")
+    machine.run("--only", "test")
+    new = machine.ran[len(before) :]
+    assert "chunked 0" in new and "core" not in new  # what was built is still right
+    assert {test["source"] for test in machine.report()["tests"]} == {machine.report()["source"]}
+
+
+class Told:
+    """A record of what a runner says."""
+
+    def __init__(self) -> None:
+        self.facts: list[dict] = []
+        self.begun: list[str] = []
+
+    def begin(self, stage) -> None:
+        self.begun.append(stage.name)
+
+    def add(self, stage, fact) -> None:
+        self.facts.append(fact)
+
+    def end(self, stage, outcome) -> None: ...
+
+
+def run(tools, folder: Path, *stages, budget_s: float = 60.0):
+    told = Told()
+    over = tools.runner.run_stages(stages, told, root=folder, logs=folder, budget_s=budget_s)
+    return over, told
+
+
+def stage(tools, name: str, program: str, limit_s: float = 30.0, kind: str = "test", **more):
+    return tools.runner.Stage(name, kind, (sys.executable, "-S", "-c", program), limit_s, **more)
+
+
+def test_a_stage_that_fails_or_hangs_is_recorded_and_the_next_ones_run(tools, tmp_path):
+    hangs = "import subprocess; print('begun', flush=True); subprocess.run(['sleep', '100'])"
+    over, told = run(
+        tools,
         tmp_path,
+        stage(tools, "breaks", "print('about to'); raise SystemExit(3)"),
+        stage(tools, "hangs", hangs, limit_s=0.5),
+        tools.runner.Stage("no program", "test", (str(tmp_path / "missing"),), 5.0),
+        stage(tools, "elsewhere", "", absent="no such GPU"),
+        stage(tools, "needs", "", needs=("breaks",)),
+        stage(tools, "works", "print('fine')"),
     )
-    verdicts = ["failed", "timed out", "failed", "absent", "passed", "failed"]
-    assert [outcome.verdict for outcome in outcomes] == verdicts
-    assert outcomes[0].text == "exit code 3" and outcomes[0].last_lines[-1] == "about to"
-    assert outcomes[1].last_lines[-1] == "begun" and outcomes[1].seconds < 10
-    assert "exit code 127" in outcomes[2].text
-    log = gpu_check.whole_log(outcomes, tmp_path)
-    assert "==== breaks: failed" in log and "fine" in log
-    document = gpu_check.document_of(outcomes, {"name": "a GPU"}, tmp_path / "no bench")
-    assert json.loads(json.dumps(document))["stages"][0]["name"] == "breaks"
+    verdicts = ["failed", "timed out", "failed", "absent", "not run", "passed"]
+    names = ["breaks", "hangs", "no program", "elsewhere", "needs", "works"]
+    assert [over[name].verdict for name in names] == verdicts
+    assert over["breaks"].text == "exit code 3" and over["breaks"].last_lines[-1] == "about to"
+    assert over["hangs"].last_lines[-1] == "begun" and over["hangs"].seconds < 10
+    assert "exit code 127" in over["no program"].text
+    assert told.begun == ["breaks", "hangs", "no program", "works"]
 
 
-def test_the_budget_ends_what_runs_and_skips_what_has_not_begun(tmp_path):
-    sleep = "import time; time.sleep(60)"
-    outcomes = run_stages([stage("long", sleep), stage("never", "")], tmp_path, budget_s=1.5)
-    assert [outcome.verdict for outcome in outcomes] == ["timed out", "not run"]
+def test_the_end_of_a_call_cuts_what_runs_and_the_rest_is_left_to_the_next(tools, tmp_path):
+    waits = stage(tools, "long", "import time; time.sleep(60)", facts=tmp_path / "facts", tests=True)
+    device = {"name": "GPU", "torch": "2.11"}
+    report = tools.report.Report(
+        device, "aaaa", tmp_path / "r", logs=tmp_path, today=datetime.date(2026, 1, 2)
+    )
+    stages = [waits, stage(tools, "never", "")]
+    least_s = tools.runner.LEAST_S
+    over = tools.runner.run_stages(stages, report, root=tmp_path, logs=tmp_path, budget_s=least_s + 0.5)
+    assert [over[name].verdict for name in ("long", "never")] == ["cut", "not run"]
+    left = tools.stages.left_to_do(stages, report, {"test"}, set())
+    assert [one.name for one in left] == ["long", "never"]
 
 
-def test_stages_of_one_group_run_together_and_a_fallback_takes_the_place_of_what_failed(tmp_path):
-    sleep, start = "import time; time.sleep(1)", time.monotonic()
-    both = run_stages([stage(name, sleep, group="build") for name in ("core", "kernels")], tmp_path)
-    assert time.monotonic() - start < 1.9
-    assert [outcome.verdict for outcome in both] == ["passed", "passed"]
-    second = (sys.executable, "-S", "-c", "print('second')")
-    (outcome,) = run_stages([stage("core", "raise SystemExit(1)", fallback=second)], tmp_path)
-    assert outcome.verdict == "passed" and outcome.last_lines[-1] == "second"
+def test_a_build_runs_beside_tests_that_do_not_need_it_and_beside_no_benchmark(tools, tmp_path):
+    said = f"import sys, time; file = open({str(tmp_path / 'order')!r}, 'a'); file.write(sys.argv[1] + '\\n')"
+
+    def saying(name: str, kind: str, after: str = "", **more):
+        command = (sys.executable, "-S", "-c", f"{said}; file.flush(); {after}", name)
+        return tools.runner.Stage(name, kind, command, 30.0, **more)
+
+    gate = (
+        f"[time.sleep(0.01) for _ in range(3000) if 'test' not in open({str(tmp_path / 'order')!r}).read()]"
+    )
+    run(
+        tools,
+        tmp_path,
+        saying("build", "build", f"{gate}; file.write('built\\n')"),
+        saying("needs it", "test", needs=("build",)),
+        saying("bench", "bench"),
+        saying("test", "test"),
+    )
+    order = (tmp_path / "order").read_text().splitlines()
+    assert order == ["build", "test", "built", "needs it", "bench"]
+
+
+@pytest.mark.parametrize("ends", ["os.abort()", "time.sleep(100)"])
+def test_the_test_in_which_a_process_ends_or_hangs_is_named(tools, tmp_path, ends):
+    facts = tmp_path / "facts"
+    lines = [{"begun": "a"}, {"name": "a", "verdict": "passed", "seconds": 1.0, "text": ""}, {"begun": "b"}]
+    text = "\n".join(json.dumps(line) for line in lines) + '\n{"half'
+    program = f"import os, time; open({str(facts)!r}, 'w').write({text!r}); {ends}"
+    made = stage(tools, "tests", program, limit_s=0.5, facts=facts, tests=True)
+    device = {"name": "GPU", "torch": "2.11"}
+    report = tools.report.Report(
+        device, "aaaa", tmp_path / "r", logs=tmp_path, today=datetime.date(2026, 1, 2)
+    )
+    tools.runner.run_stages([made], report, root=tmp_path, logs=tmp_path, budget_s=60.0)
+    document = json.loads((tmp_path / "r" / "gpu-2026-01-02.json").read_text())
+    assert [(test["name"], test["verdict"]) for test in document["tests"]] == [
+        ("a", "passed"),
+        ("b", "failed"),
+    ]
+    assert not report.has(made) and report.tests_of(made) == ["a", "b"]  # what follows is still to be run
 
 
 @pytest.mark.parametrize("cupy", [True, False])
-def test_tile_variants_run_where_cupy_is(monkeypatch, cupy):
+def test_tile_variants_run_where_cupy_is(tools, monkeypatch, tmp_path, cupy):
     found = object() if cupy else None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
-    (made,) = (made for made in gpu_check.stages_of((9, 0), 560.0) if made.name == "tests variants")
+    monkeypatch.setattr(tools.stages.build_sm90, "local_cutlass", lambda: None)
+    stages = tools.stages.Plan(ROOT, tmp_path, (9, 0), "mark").stages()
+    (made,) = (made for made in stages if made.name == "tests variants")
     assert made.command[-3:] == ("tests/cuda/test_variants.py", "-k", "on_a_gpu")
     assert ("cupy" in made.absent) != cupy
 
 
-def test_stages_are_all_that_there_is_to_do_and_end_in_time():
-    stages = gpu_check.stages_of((9, 0), 560.0)
-    assert {gpu_check.kind_of(made) for made in stages} == {"build", "test", "bench", "sanitizer"}
+def test_stages_are_all_that_there_is_to_do_and_fit_their_calls(tools, tmp_path):
+    stages = tools.stages.Plan(ROOT, tmp_path, (9, 0), "mark").stages()
+    assert {made.kind for made in stages} == set(tools.stages.KINDS)
     assert len({made.name for made in stages}) == len(stages)
-    assert all(0 < made.limit_s <= 240 for made in stages)
-    kernels = next(made for made in stages if made.name == "kernels")
-    assert gpu_check.own_architecture((9, 0)) == "9.0a" and gpu_check.own_architecture((8, 6)) == "8.6"
-    assert "TORCH_CUDA_ARCH_LIST" in kernels.environment
-    others = gpu_check.stages_of((8, 0), 560.0)
-    assert all(made.absent for made in others if "hopper" in made.name)
+    budget = tools.check.BUDGET_S
+    assert sum(made.limit_s for made in stages if made.kind == "bench") <= budget - 30
+    assert sum(made.limit_s for made in stages if made.kind == "sanitize") <= budget - 30
+    kernels = next(made for made in stages if made.name == "portable kernels")
+    assert kernels.environment["TORCH_CUDA_ARCH_LIST"] in ("9.0a", os.environ.get("TORCH_CUDA_ARCH_LIST"))
+    assert all("--maxfail=6" in made.command for made in stages if made.tests)
+    others = tools.stages.Plan(ROOT, tmp_path, (8, 0), "mark").stages()
+    (hopper,) = (made for made in others if made.name == "hopper kernels")
+    assert hopper.absent and tools.stages.own_architecture((8, 6)) == "8.6"
+    assert all("hopper kernels" in made.needs for made in others if made.name.endswith("hopper"))
 
 
-def test_the_report_is_named_after_the_gpu_and_the_day():
-    assert gpu_check.report_name("NVIDIA H200", datetime.date(2026, 11, 21)) == "nvidia_h200-2026-11-21"
+def test_a_report_goes_on_with_one_of_its_day_or_of_its_sources(tools, tmp_path):
+    assert tools.report.name_of("NVIDIA H200", datetime.date(2026, 11, 21)) == "nvidia_h200-2026-11-21"
+    for day, source in ((1, "aaaa"), (2, "bbbb")):
+        path = tmp_path / f"{tools.report.name_of('NVIDIA H200', datetime.date(2026, 11, day))}.json"
+        path.write_text(json.dumps({"source": source}))
+
+    def found(day: int, source: str) -> str | None:
+        got = tools.report.earlier([tmp_path], "NVIDIA H200", datetime.date(2026, 11, day), source)
+        return got and got["name"]
+
+    assert found(2, "cccc") == "nvidia_h200-2026-11-02"
+    assert found(5, "aaaa") == "nvidia_h200-2026-11-01"
+    assert found(5, "cccc") is None
 
 
-def test_headers_are_taken_from_a_wheel(tmp_path):
+def test_headers_are_taken_from_the_wheel_that_is_pinned(tools, tmp_path):
     wheel = tmp_path / "nvidia_cutlass-4.2.0.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("cutlass_library/source/include/cutlass/version.h", "// here")
         file.writestr("cutlass_library/__init__.py", "")
-    headers = gpu_check.unpack_cutlass(wheel, tmp_path / "build") / "cutlass_library/source/include"
+    headers = tools.check.unpack_cutlass(wheel, tmp_path / "build") / "cutlass_library/source/include"
     assert (headers / "cutlass/version.h").exists()
     assert headers == tmp_path / "build" / "4.2.0.0" / "cutlass_library" / "source" / "include"
-
-
-@pytest.mark.parametrize("program", ["bench/gpu.py", "tools/gpu_check.py"])
-def test_help_needs_no_gpu(program):
-    ran = subprocess.run(
-        [sys.executable, str(build.ROOT / program), "--help"], capture_output=True, text=True, timeout=60
-    )
-    assert ran.returncode == 0 and "usage" in ran.stdout, ran.stderr
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU every part can run")
-def test_a_part_that_cannot_run_is_reported(tmp_path):
-    report = tmp_path / "report.json"
-    command = [sys.executable, str(BENCH / "gpu.py"), "--parts", "support", "--json", str(report)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 1
-    texts = [result.get("text", "") for result in json.loads(report.read_text())["results"]]
-    assert any("torch sees no GPU" in text for text in texts), texts
-    assert any(text.startswith("support failed with exit code 1") for text in texts), texts
-
-
-@pytest.fixture
-def problem(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import gpu_problem
-
-    return gpu_problem
-
-
-def test_shapes_are_those_of_llama_at_tp_8(problem):
-    shapes = problem.llama_shapes([512])
-    assert [(s.name, s.op, s.n, s.k) for s in shapes] == [
-        ("8B qkv", "gather", 768, 4096),
-        ("8B gate+up", "gather", 3584, 4096),
-        ("8B o", "scatter", 4096, 512),
-        ("8B down", "scatter", 4096, 1792),
-        ("70B qkv", "gather", 1280, 8192),
-        ("70B gate+up", "gather", 7168, 8192),
-        ("70B o", "scatter", 8192, 1024),
-        ("70B down", "scatter", 8192, 3584),
-    ]
-    assert len(problem.llama_shapes()) == 48
-
-
-def test_figures_and_tables(problem):
-    assert problem.size_for(1e-3, 7e14, 2.0 * 8192 * 8192) == 5120  # 5215 in units of 256
-    figures = problem.overlap_figures(2.0, 1.0, 2.1)
-    assert figures["R"] == pytest.approx(1.05) and figures["E"] == pytest.approx(0.9)
-    product = {
-        "kind": "product",
-        **vars(problem.llama_shapes([512])[0]),
-        "seconds": {"torch.matmul": 1e-5, "portable": 2e-5},
-        "ratio": {"portable": 0.5},
-        "tflops": 300.0,
-    }
-    overlap = {"kind": "overlap", "name": "gather, host", "t_g": 1.0, "t_c": 1.0, "R": {"chunked": 1.2}}
-    overlap["R"]["chunked, 4 pieces"] = 1.04
-    support = {"kind": "support", "name": "pyruntime reduce of 8", "seconds": 1e-3}
-    support |= {"gb_per_second": 4000.0, "of_copy": 0.9}
-    text = problem.summary([product, overlap, support, {"kind": "note", "text": "how"}])
-    lines = text.splitlines()
-    assert any(line.split() == ["portable,", "median", "ratio", "0.500", ">=", "0.6"] for line in lines), text
-    assert any("gather, host, chunked, worst R" in line and "1.040" in line for line in lines), text
-    assert problem.summary([]) == ""
-
-
-@pytest.mark.parametrize("op", ["gather", "scatter"])
-def test_one_process_runs_a_rank_whose_signals_are_all_set(host_kernels, problem, op):
-    import gpu_ranks
-    from gpu_smoke import smoke_of
-
-    library = gpu_ranks.load(build.LIBRARY, hopper=False)
-    for tiles in gpu_ranks.TILES:
-        assert smoke_of(library, op, tiles, "cpu") < problem.TOLERANCE
-
-
-def test_one_process_plays_all_ranks_of_a_gather(host_kernels, problem):
-    from gpu_gather import Gather
-    from gpu_ranks import error_of, fused, load
-
-    library = load(build.LIBRARY, hopper=False)
-    m, n, k = 128, 40, 24
-    x, weight = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
-    c = torch.empty(m, n, dtype=torch.bfloat16)
-    gather = Gather(library, x.clone(), x)
-    run = fused(library, gather.spaces, "gather", x[: m // problem.WORLD_SIZE], weight, c, m, 0)
-    for flight in (
-        gather.fused(run, 1),
-        gather.chunked(weight, c, by_piece=False),
-        gather.chunked(weight, c, by_piece=True),
-        gather.fused(run, 2),
-    ):
-        gather.puts_alone()
-        gather.slot.fill_(float("nan"))
-        c.fill_(float("nan"))
-        flight()
-        gather.spaces.check()
-        assert error_of(c, x.float() @ weight.float().t()) < problem.TOLERANCE
-
-
-def test_a_training_step_in_its_captured_form_is_the_eager_one(host_kernels, problem):
-    """Without a GPU nothing is captured: the step that would be runs by itself."""
-    import gpu_training
-
-    _C.use_device_library("cpu", str(build.LIBRARY))
-    size = gpu_training.size_of(quick=True)
-    eager, captured = (gpu_training.Step(size, "cpu") for _ in range(2))
-    for _ in range(3):
-        eager.eager()
-        captured.announce()
-        for parameter in captured.model.parameters():
-            parameter.grad = None  # as replays find it
-        captured.by_settings()
-        assert captured.loss == pytest.approx(float(eager.loss), rel=1e-3)
-    assert eager.loss < gpu_training.Step(size, "cpu").model(eager.ids, eager.labels)
-    for mine, other in zip(captured.model.parameters(), eager.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=0.05, atol=1e-4)
-    losses = [float(captured.loss)]
-    found = gpu_training.result("pyruntime, eager", size, [0.5, 0.25, 1.0], losses, losses, 1e12, 10**9)
-    assert found["tokens_per_second"] == size.tokens / 0.5 and not found["wrong"]
-    assert found["mfu"] == pytest.approx(size.tokens / 0.5 * size.model.flops_per_token(size.seq_len) / 1e12)
-    assert gpu_training.result("x", size, [1.0], [3.0], losses, None, 0)["wrong"] == ["x"]
-    run, losses = gpu_training.plain(size, "cpu")
-    run()
-    assert losses[-1] < losses[0]
-
-
-def test_every_part_has_a_name_and_a_limit(problem, monkeypatch):
-    import gpu
-
-    assert gpu.chosen("")[0] == "products-portable"
-    assert not any(part.startswith("smoke") for part in gpu.chosen(""))
-    assert gpu.chosen("gather-host,support") == [
-        "gather-host-portable",
-        "gather-host-hopper",
-        "gather-host-chunked",
-        "support",
-    ]
-    with pytest.raises(ValueError, match="names 'gater'; choose from products-portable"):
-        gpu.chosen("gater")
-    assert Path(gpu.__file__).parent == BENCH
+    with pytest.raises(ValueError, match=r"give the path of nvidia_cutlass-4\.2\.0\.0"):
+        tools.check.unpack_cutlass(tmp_path / "nvidia_cutlass-3.0.0.0-py3-none-any.whl", tmp_path / "build")
