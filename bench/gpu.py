@@ -9,8 +9,9 @@ gather-host       all_gather_matmul whose other ranks' rows stand in pinned memo
 gather-throttled  the same on the device, throttled to about 380 GB/s
 scatter-host      matmul_reduce_scatter whose parts leave for pinned memory of the host
 baselines         cuBLAS and, with several GPUs, NCCL without torch, by cupy (extra `tiles`)
-support           AdamW, reduce, copy and LSE merge beside a copy's bandwidth and torch's fused AdamW
-training          whole training steps of Llama-3.2 1B, bf16, eager and as a CUDA graph, beside plain torch
+support           AdamW, layers, reduce, copy and LSE merge beside a copy's bandwidth and torch's own
+training          whole training steps of Llama-3.2 1B, bf16, eager and as a CUDA graph, beside plain torch;
+                  attention by flash and by cuDNN
 load              the kernels' library and the device are found; this and smoke only when they are asked for
 smoke             a small run of each fused kernel, for compute-sanitizer
 

@@ -38,6 +38,8 @@ PARTS: dict[str, float] = {
 """The most telling first, each with the most seconds it may take; those for Hopper run on a Hopper only."""
 UNMEASURED = ("load", "smoke-portable", "smoke-hopper")
 """Parts that measure nothing: they run where they are asked for."""
+AT_BANDWIDTH = tuple(f"pyruntime {name}" for name in ("adamw", "reduce", "swiglu", "rope", "cross-entropy"))
+"""Beginnings of the names of support kernels that should move memory as fast as a copy does."""
 AIMS = {"hopper": 0.95, "portable": 0.6, "overlap": 1.05, "bandwidth": 0.85, "training": 0.45}
 
 
@@ -113,6 +115,7 @@ def summary(results: list[dict[str, Any]]) -> str:
             support_table([r for r in results if r.get("kind") == "support"]),
             baselines_table([r for r in results if r.get("kind") == "baseline"]),
             training_table([r for r in results if r.get("kind") == "training"]),
+            attention_table([r for r in results if r.get("kind") == "attention"]),
             notes([r for r in results if r.get("kind") in ("note", "error", "part")]),
             aims_table(results),
         )
@@ -192,6 +195,22 @@ def training_table(results: list[dict[str, Any]]) -> str:
     return table(head, rows) if rows else ""
 
 
+def attention_table(results: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            r["model"],
+            str(r["head_dim"]),
+            r["name"],
+            f"{r['seconds'] * 1e3:.2f}",
+            f"{r['tflops']:.0f}",
+            "yes" if r["taken"] else "",
+        ]
+        for r in results
+    ]
+    head = ["attention, forward and backward", "head_dim", "", "ms", "TFLOP/s", "taken by torch"]
+    return table(head, rows) if rows else ""
+
+
 def notes(results: list[dict[str, Any]]) -> str:
     return "\n".join(f"{r['kind']}: {r['text']}" for r in results)
 
@@ -215,7 +234,7 @@ def aims_table(results: list[dict[str, Any]]) -> str:
             if found_best:
                 rows.append([f"{link}, {kind}, worst R", f"{max(found_best):.3f}", f"<= {AIMS['overlap']}"])
     for r in results:
-        if r.get("kind") == "support" and r["name"].startswith(("pyruntime adamw", "pyruntime reduce")):
+        if r.get("kind") == "support" and r["name"].startswith(AT_BANDWIDTH):
             rows.append([f"{r['name']}, of copy", f"{r['of_copy']:.3f}", f">= {AIMS['bandwidth']}"])
         if r.get("kind") == "training" and r["name"].startswith("pyruntime") and r["mfu"] is not None:
             rows.append([f"{r['name']}, MFU of a 1B step", f"{r['mfu']:.3f}", f">= {AIMS['training']}"])

@@ -1,4 +1,5 @@
-"""Part "support" of bench/gpu.py: kernels that move memory, beside what a copy reaches."""
+"""Part "support" of bench/gpu.py: kernels that move memory, beside what a copy reaches. Layers are in
+gpu_layers.py."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from ctypes import c_void_p
 
 import torch
+from gpu_layers import layers
 from gpu_problem import Emit
 from gpu_ranks import Stopwatch, bf16, load, stream
 
@@ -41,6 +43,7 @@ def support(emit: Emit, quick: bool) -> None:
     made["pyruntime lse_merge"] = (lambda: kernels.lse_merge_(out, lse, block, block_lse), moved)
 
     made |= optimizers(kernels, count // 2)
+    made |= layers(tokens=count >> 14, rows=count >> 16)
     samples = watch.interleave({name: run for name, (run, _) in made.items()}, rounds)
     copy = made["torch copy"][1] / samples["torch copy"].median
     for name, (_, moved) in made.items():

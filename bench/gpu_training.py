@@ -1,9 +1,10 @@
 """Part "training" of bench/gpu.py: whole training steps of Llama-3.2 1B on one GPU, without any other rank.
 
 A step is what the trainer takes: forward, backward, norm and clipping, AdamW with fp32 masters and moments,
-bf16 weights; the host reads nothing. "eager" launches it anew each time, "graph" replays one captured CUDA
-graph. "torch" is plain_llama.py with the head tied to the embedding: bf16 moments and no masters, so less
-memory is moved for it.
+bf16 weights; the host reads nothing. SwiGLU, rotary embedding, the loss's passes over the logits and AdamW are
+the kernels of csrc/cuda; where these are not built, a note says so. "eager" launches it anew each time, "graph"
+replays one captured CUDA graph. "torch" is plain_llama.py with the head tied to the embedding: bf16 moments and
+no masters, so less memory is moved for it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gpu_layers import attention
 from gpu_problem import Emit
 from plain_llama import PlainLlama, PlainStep, Shape
 from torch import Tensor
 
+from pyruntime.comm.core import _C
 from pyruntime.llama import Llama
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.presets import preset
@@ -165,7 +168,9 @@ VARIANTS = {"pyruntime, eager": eager, "pyruntime, CUDA graph": graph, "torch, e
 
 
 def training(emit: Emit, quick: bool) -> None:
-    """Every variant alone on the device, one after the other."""
+    """Every variant alone on the device, one after the other; then attention alone."""
+    if reason := _C.why_no_device_library("cuda"):
+        emit({"kind": "note", "text": f"training steps by ATen's operations: {reason}"})
     expected: list[float] = []
     for name in VARIANTS:
         try:
@@ -176,6 +181,7 @@ def training(emit: Emit, quick: bool) -> None:
             emit({"kind": "error", "text": f"training, {name}: {type(error).__name__}: {str(error)[:500]}"})
         gc.collect()
         torch.cuda.empty_cache()
+    attention(emit, quick)
 
 
 def measured(name: str, size: Size, expected: list[float]) -> dict[str, Any]:

@@ -42,6 +42,8 @@
 //                              not in HIP
 //   copy_async_commit(), copy_async_wait<n>()
 //   half_to_float(bits), float_to_half(x)
+//   fast_exp(x), fast_divide(x, y)  by the special-function units: a few last bits of fp32 are not right, and
+//                              a quotient by more than 2^126 may be 0
 //
 // and, in namespace pyruntime::runtime, what launchers ask of the machine: Stream, last_error(),
 // multiprocessors(), shared_bytes_per_block(), allow_shared_bytes(), resident_blocks(), copy_rows(),

@@ -119,6 +119,14 @@ PYRUNTIME_DEVICE uint16_t float_to_half(float value) {
   return bits;
 }
 
+PYRUNTIME_DEVICE float fast_exp(float x) {
+  return __expf(x);
+}
+
+PYRUNTIME_DEVICE float fast_divide(float x, float y) {
+  return __fdividef(x, y);
+}
+
 }  // namespace pyruntime::device
 
 #if !defined(__CUDACC_RTC__)

@@ -129,6 +129,14 @@ PYRUNTIME_DEVICE uint16_t float_to_half(float value) {
   return bits;
 }
 
+PYRUNTIME_DEVICE float fast_exp(float x) {
+  return __expf(x);
+}
+
+PYRUNTIME_DEVICE float fast_divide(float x, float y) {
+  return x * __builtin_amdgcn_rcpf(y);
+}
+
 }  // namespace pyruntime::device
 
 namespace pyruntime::runtime {

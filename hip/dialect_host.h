@@ -163,6 +163,14 @@ inline uint16_t float_to_half(float value) {
   return static_cast<uint16_t>(sign | (((unit + 24) << 10) + fraction));
 }
 
+inline float fast_exp(float x) {
+  return std::exp(x);
+}
+
+inline float fast_divide(float x, float y) {
+  return x / y;
+}
+
 }  // namespace pyruntime::device
 
 namespace pyruntime::runtime {

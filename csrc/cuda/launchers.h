@@ -244,6 +244,63 @@ PYRUNTIME_API int pyruntime_lse_merge(float* out, float* lse, const void* block_
                                       int64_t batch, int64_t tokens, int64_t heads, int64_t width,
                                       int32_t dtype, void* stream);
 
+/* ---- layers: one pass over memory each; bf16, fp16 and fp32, arithmetic in fp32, one rounding ---- */
+
+/* y = silu(gate) * up, [rows, features] each; gate and up may lie side by side in one matrix. The backward
+   reads gate, up and, in place of y, its gradient. */
+typedef struct {
+  int32_t dtype;
+  int64_t rows, features;
+  const void* gate;
+  const void* up;
+  void* y;     /* written by the forward; the gradient of y, and only read, in the backward */
+  void* dgate; /* both of the backward alone; each may lie where its operand does */
+  void* dup;
+  int64_t gate_up_pitch, y_pitch, dgate_dup_pitch; /* elements from row to row */
+} PyruntimeSwiglu;
+
+PYRUNTIME_API int pyruntime_swiglu(const PyruntimeSwiglu* swiglu, void* stream);
+PYRUNTIME_API int pyruntime_swiglu_backward(const PyruntimeSwiglu* swiglu, void* stream);
+
+/* Where the heads of q, k or v lie: element strides, those of a head side by side. */
+typedef struct {
+  void* data;
+  int64_t batch_stride, position_stride, head_stride;
+} PyruntimeHeads;
+
+/* Rotates the heads of q and k by their positions, each head [a | b] as halves, from one layout into another
+   or in place; v is copied, and left alone where both its addresses are the same. */
+typedef struct {
+  int32_t dtype;
+  int32_t inverse; /* 0, or 1 for the transpose, which is the backward */
+  int64_t batch, positions, head_dim;
+  int64_t heads[3]; /* of q, k and v */
+  PyruntimeHeads from[3], to[3];
+  const float* cos; /* [positions, head_dim] both */
+  const float* sin;
+} PyruntimeRope;
+
+PYRUNTIME_API int pyruntime_rope(const PyruntimeRope* rope, void* stream);
+
+/* Columns vocab_start .. vocab_start + columns of the logits of all rows; labels [rows] count from the
+   vocabulary's start. */
+typedef struct {
+  int32_t dtype;
+  int64_t rows, columns, pitch;
+  const void* data;
+  const int64_t* labels;
+  int64_t vocab_start;
+} PyruntimeLogits;
+
+/* stats [rows, 3]: the maximum, the sum of exp(logit - maximum), and the label's logit, 0 where the label
+   lies in another shard. The same bits in every run. */
+PYRUNTIME_API int pyruntime_cross_entropy_stats(const PyruntimeLogits* logits, float* stats, void* stream);
+/* dlogits = grad * (exp(logits - lse) - onehot(labels)), with lse [rows] over the whole vocabulary and grad
+   [rows] of each row's loss; rows whose grad is 0 become 0. dlogits may be the logits. */
+PYRUNTIME_API int pyruntime_cross_entropy_gradient(const PyruntimeLogits* logits, const float* lse,
+                                                   const float* grad, void* dlogits, int64_t dpitch,
+                                                   void* stream);
+
 #ifdef __cplusplus
 }
 #endif

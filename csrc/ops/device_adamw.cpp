@@ -3,13 +3,13 @@
 // pyruntime::adamw_ takes it on CUDA where the kernels are built, and ATen's operations where they are not.
 // pyruntime::device_adamw_ takes it always, also on the CPU where the host dialect of the kernels is loaded.
 #include <ATen/core/Tensor.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <map>
 #include <utility>
 #include <vector>
 
 #include "cpu/layers/adamw.h"
+#include "ops/device_call.h"
 #include "ops/register.h"
 #include "transport/device_library.h"
 
@@ -19,11 +19,6 @@ namespace {
 
 using layers::AdamwLists;
 using layers::AdamwOptions;
-
-int32_t code_of(at::ScalarType dtype) {
-  if (dtype == at::kBFloat16) return PYRUNTIME_BF16;
-  return dtype == at::kHalf ? PYRUNTIME_FP16 : PYRUNTIME_FP32;
-}
 
 // Whether a parameter is kept as the kernel wants it: in fp32, or rounded from a master.
 bool has_fp32(const AdamwLists& lists, size_t i) {
@@ -68,8 +63,8 @@ std::map<Kind, Batch> batches_of(const AdamwLists& lists) {
   for (size_t i = 0; i < lists.params.size(); ++i) {
     const at::Tensor &param = lists.params[i], master = lists.master_of(i);
     const at::Tensor grad = lists.grads[i].contiguous();
-    const int32_t dtype = master.defined() ? code_of(param.scalar_type()) : PYRUNTIME_BF16;
-    Batch& batch = batches[{dtype, code_of(grad.scalar_type())}];
+    const int32_t dtype = master.defined() ? dtype_code(param.scalar_type()) : PYRUNTIME_BF16;
+    Batch& batch = batches[{dtype, dtype_code(grad.scalar_type())}];
     batch.grads.push_back(grad);
     batch.tensors.push_back({master.defined() ? param.mutable_data_ptr() : nullptr,
                              static_cast<float*>((master.defined() ? master : param).mutable_data_ptr()),
@@ -83,16 +78,14 @@ std::map<Kind, Batch> batches_of(const AdamwLists& lists) {
 void launch(const DeviceLibrary& library, const AdamwOptions& o, const AdamwLists& lists,
             const std::optional<at::Tensor>& settings) {
   const at::Device device = lists.params[0].device();
-  const c10::DeviceGuard on(device);
+  const DeviceCall call(device);
   const PyruntimeAdamwOptions options{o.lr, o.beta1, o.beta2, o.eps, o.step};
   const at::Tensor scale = lists.grad_scale ? lists.grad_scale->to(device, at::kFloat) : at::Tensor();
-  const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  void* handle = device.is_cpu() ? nullptr : stream.native_handle();
   for (const auto& [kind, batch] : batches_of(lists)) {
     library.check(library.adamw(
         batch.tensors.data(), static_cast<int32_t>(batch.tensors.size()), kind.first, kind.second, &options,
         settings ? static_cast<const PyruntimeAdamwOptions*>(settings->const_data_ptr()) : nullptr,
-        scale.defined() ? scale.const_data_ptr<float>() : nullptr, handle));
+        scale.defined() ? scale.const_data_ptr<float>() : nullptr, call.stream));
   }
 }
 

@@ -8,6 +8,7 @@ void register_primitives(torch::Library& library) {
   register_collectives(library);
   register_linear(library);
   register_device_adamw(library);
+  register_device_layers(library);
 }
 
 }  // namespace pyruntime

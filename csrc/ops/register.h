@@ -14,5 +14,6 @@ void register_collectives(torch::Library& library);
 // linear.cpp
 void register_linear(torch::Library& library);
 void register_device_adamw(torch::Library& library);
+void register_device_layers(torch::Library& library);
 
 }  // namespace pyruntime

@@ -16,6 +16,8 @@ constexpr const char* kFileName = "libpyruntime_cuda.so";
 struct Loaded {
   std::mutex mutex;
   std::map<c10::DeviceType, DeviceLibrary> libraries;
+  // Why there is none: a layer asks anew in every call, and the file system is not looked at each time.
+  std::string why_no_cuda;
 };
 
 Loaded& loaded() {
@@ -59,6 +61,11 @@ bool load(const std::string& path, DeviceLibrary& library, std::string& why_not)
       look_up(handle, "pyruntime_slot_data", library.slot_data) &&
       look_up(handle, "pyruntime_reduce", library.reduce) &&
       look_up(handle, "pyruntime_adamw", library.adamw) &&
+      look_up(handle, "pyruntime_swiglu", library.swiglu) &&
+      look_up(handle, "pyruntime_swiglu_backward", library.swiglu_backward) &&
+      look_up(handle, "pyruntime_rope", library.rope) &&
+      look_up(handle, "pyruntime_cross_entropy_stats", library.cross_entropy_stats) &&
+      look_up(handle, "pyruntime_cross_entropy_gradient", library.cross_entropy_gradient) &&
       look_up(handle, "pyruntime_is_capturing", library.is_capturing) &&
       look_up(handle, "pyruntime_choose_tiles", library.choose_tiles) &&
       look_up(handle, "pyruntime_all_gather_matmul", library.all_gather_matmul) &&
@@ -83,7 +90,7 @@ void DeviceLibrary::check(int code) const {
 }
 
 const DeviceLibrary* DeviceLibrary::find(c10::DeviceType type, std::string& why_not) {
-  auto& [mutex, libraries] = loaded();
+  auto& [mutex, libraries, why_no_cuda] = loaded();
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = libraries.find(type);
   if (found != libraries.end()) return &found->second;
@@ -94,18 +101,17 @@ const DeviceLibrary* DeviceLibrary::find(c10::DeviceType type, std::string& why_
   }
   DeviceLibrary library{};
   std::string reason;
-  if (!load(path_beside_the_extension(), library, reason)) {
-    why_not = "the CUDA kernels are not built (" + reason + "); run `make cuda`";
-    return nullptr;
-  }
-  return &libraries.emplace(type, library).first->second;
+  if (why_no_cuda.empty() && !load(path_beside_the_extension(), library, reason))
+    why_no_cuda = "the CUDA kernels are not built (" + reason + "); run `make cuda`";
+  why_not = why_no_cuda;
+  return !why_no_cuda.empty() ? nullptr : &libraries.emplace(type, library).first->second;
 }
 
 void DeviceLibrary::use(c10::DeviceType type, const std::string& path) {
   DeviceLibrary library{};
   std::string why_not;
   TORCH_CHECK(load(path, library, why_not), "The device kernels cannot be loaded: ", why_not, ".");
-  auto& [mutex, libraries] = loaded();
+  auto& [mutex, libraries, why_no_cuda] = loaded();
   const std::lock_guard<std::mutex> lock(mutex);
   libraries.insert_or_assign(type, library);
 }

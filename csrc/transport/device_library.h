@@ -29,6 +29,11 @@ struct DeviceLibrary {
   decltype(&pyruntime_slot_data) slot_data;
   decltype(&pyruntime_reduce) reduce;
   decltype(&pyruntime_adamw) adamw;
+  decltype(&pyruntime_swiglu) swiglu;
+  decltype(&pyruntime_swiglu_backward) swiglu_backward;
+  decltype(&pyruntime_rope) rope;
+  decltype(&pyruntime_cross_entropy_stats) cross_entropy_stats;
+  decltype(&pyruntime_cross_entropy_gradient) cross_entropy_gradient;
   decltype(&pyruntime_is_capturing) is_capturing;
   decltype(&pyruntime_choose_tiles) choose_tiles;
   decltype(&pyruntime_all_gather_matmul) all_gather_matmul;

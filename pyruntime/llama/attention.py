@@ -17,7 +17,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     On a CPU this runs this project's own kernels, which take a quarter (bf16) to half (fp32) of the time of
     torch's flash kernel for CPUs, but for single queries. Everything else is torch's
-    `scaled_dot_product_attention`.
+    `scaled_dot_product_attention`, which chooses its kernel: on GPUs cuDNN's or flash (docs/cuda.md).
     """
     queries, keys = q.shape[2], k.shape[2]
     if queries == keys:

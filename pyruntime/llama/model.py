@@ -129,7 +129,15 @@ class Block(nn.Module):
         rows = step.batch * step.seq
         qkv = self.qkv(normed, rows)
         q, k, v = apply_rope_qkv(
-            qkv, step.cos, step.sin, step.batch, step.seq, step.heads, step.key_value_heads
+            qkv,
+            step.cos,
+            step.sin,
+            step.batch,
+            step.seq,
+            step.heads,
+            step.key_value_heads,
+            # What is kept beyond the layer, or travels, lies by itself.
+            overwrite_qkv=cache is None and step.context is None,
         )
         if cache is not None:
             k, v = cache.append(k, v)

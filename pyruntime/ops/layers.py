@@ -1,8 +1,9 @@
 """The fused layer kernels: norms, SwiGLU, rotary embedding, cross-entropy and the optimizer's passes.
 
 Each is a torch op of namespace `pyruntime` (csrc/cpu/layers): a vectorised C++ kernel on CPU, a composite of
-ATen ops on every other device, differentiable, and traceable by `torch.compile(fullgraph=True)`. Inputs are
-float32, bfloat16, float16 or float64; arithmetic and statistics are float32 (float64 for float64), and a
+ATen ops on every other device, differentiable, and traceable by `torch.compile(fullgraph=True)`. On CUDA with
+the kernels built (`make cuda`), SwiGLU, rotary embedding and the cross-entropy's passes over the logits are a
+launch each (csrc/cuda/portable), but for float64; without them they are the composites. Inputs are float32, bfloat16, float16 or float64; arithmetic and statistics are float32 (float64 for float64), and a
 result is bitwise the same whatever the number of threads. Bad arguments raise ValueError (shapes, values),
 TypeError (dtypes) or IndexError (labels) with what was found and what is needed.
 """
@@ -47,7 +48,15 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def apply_rope_qkv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, batch: int, seq: int, num_heads: int, num_kv_heads: int
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    batch: int,
+    seq: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    overwrite_qkv: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Splits the fused projection into heads and rotates q and k by position.
 
@@ -57,8 +66,11 @@ def apply_rope_qkv(
     -> q [batch, num_heads, seq, hd], k and v [batch, num_kv_heads, seq, hd], transposed views of contiguous
     [batch, seq, heads, hd] tensors, as torch's CPU flash attention takes them. The backward keeps only
     cos and sin.
+
+    `overwrite_qkv` lets q and k be rotated where they lie: all three may then be views of qkv, which nothing
+    else may read afterwards. Raises ValueError where qkv is a leaf that requires a gradient.
     """
-    return _ops.apply_rope_qkv(qkv, cos, sin, batch, seq, num_heads, num_kv_heads)
+    return _ops.apply_rope_qkv(qkv, cos, sin, batch, seq, num_heads, num_kv_heads, overwrite_qkv)
 
 
 def cross_entropy_stats(logits: Tensor, labels: Tensor, vocab_start: int) -> Tensor:
@@ -224,8 +236,13 @@ def _(grad, gate_up):
     return gate_up.new_empty(gate_up.shape)
 
 
-@torch.library.register_fake("pyruntime::apply_rope_qkv")
+@torch.library.register_fake("pyruntime::rotate_qkv_")
 def _(qkv, cos, sin, batch, seq, num_heads, num_kv_heads):
+    return None
+
+
+@torch.library.register_fake("pyruntime::apply_rope_qkv")
+def _(qkv, cos, sin, batch, seq, num_heads, num_kv_heads, overwrite_qkv=False):
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     q = _heads(qkv, batch, seq, num_heads, head_dim)
     return q, *(_heads(qkv, batch, seq, num_kv_heads, head_dim) for _ in range(2))

@@ -43,8 +43,9 @@ class Here:
         if not self.is_cuda:
             return f"{self.device} ({self.why})"
         reason = _C.why_no_device_library("cuda")
-        optimizer = f"AdamW by torch's operations: {reason}" if reason else "AdamW in fused launches"
-        return f"{self.device}, {torch.cuda.get_device_name(self.device)} ({self.why}); {optimizer}"
+        layers = "SwiGLU, rotary embedding, loss and AdamW"
+        by = f"by torch's operations, which is slow: {reason}" if reason else "in fused launches"
+        return f"{self.device}, {torch.cuda.get_device_name(self.device)} ({self.why}); {layers} {by}"
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the CPU, on the device; the host does not wait for it to be there."""

@@ -28,7 +28,7 @@ PROGRAMS = sorted(path.stem for path in FOLDER.glob("test_*.cpp"))
 OF_VARIANT = {
     "warp32": PROGRAMS,
     # What depends on the matrix instructions and on the size of a warp.
-    "warp64": ["test_fused", "test_host_grid", "test_matmul", "test_support"],
+    "warp64": ["test_fused", "test_host_grid", "test_layers", "test_matmul", "test_support"],
 }
 
 

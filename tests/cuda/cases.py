@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyruntime import ops
 from pyruntime.cuda import Kernels
+from pyruntime.llama import Llama
 
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+DEVICE_LAYERS = {"swiglu", "swiglu_backward", "apply_rope_qkv", "rotate_qkv_", "apply_rope_qkv_backward"}
+DEVICE_LAYERS |= {"cross_entropy_stats", "cross_entropy_backward", "cross_entropy_backward_"}
+"""Ops with kernels of csrc/cuda/portable (csrc/ops/device_layers.cpp)."""
+
+
+def on_device(op, *args, **kwargs):
+    """What is registered for CUDA, whatever device the tensors are on."""
+    return op.default.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs)
+
+
+class OnDevice(TorchDispatchMode):
+    """Below autograd, layers of CPU tensors run what is registered for CUDA; `ours`: those that did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("pyruntime::")
+        if name not in DEVICE_LAYERS:
+            return function(*args, **(kwargs or {}))
+        self.ours.add(name)
+        return function.redispatch(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **(kwargs or {})
+        )
+
+
+def check_training_step(make: Callable[[], Llama], device: str) -> None:
+    """Loss and every gradient of a Llama on `device`, its layers by the kernels, are those on the CPU."""
+    theirs, mine = make(), make().to(device)
+    ids, labels = torch.randint(500, (2, 2, 37)).unbind()
+    labels[:, -3:] = -100
+    expected = theirs(ids, labels)
+    expected.backward()
+    with OnDevice() as seen:
+        loss = mine(ids.to(device), labels.to(device))
+        loss.backward()
+    assert seen.ours == DEVICE_LAYERS - {"apply_rope_qkv", "cross_entropy_backward"}
+    low = mine.head.weight.dtype != torch.float32
+    torch.testing.assert_close(loss.cpu(), expected, rtol=2e-3 if low else 1e-5, atol=0)
+    for (name, found), wanted in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        assert wanted.grad is not None and found.grad is not None, name
+        error = (found.grad.cpu().double() - wanted.grad.double()).norm() / wanted.grad.double().norm()
+        assert error < (0.03 if low else 1e-5), f"{name}: {error:.1e}"
 
 
 def operands(layout: str, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,8 @@
 """A whole training step of a Llama on fake tensors "on cuda": run below pretended_cuda.cpp.
 
 Nothing is computed, but every operation says whether its operands are on one device and whether it exists
-there. pyruntime's own ops are taken apart into what they do on CUDA, ATen's operations.
+there. pyruntime's own ops are those that a GPU with the kernels runs, or taken apart into what they do on CUDA
+without them, ATen's operations.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ DEVICE = torch.device("cuda", 0)
 COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
-class TakenApart(TorchDispatchMode):
-    """Runs what an op of pyruntime is on devices, and looks where every operation computes."""
+class Watched(TorchDispatchMode):
+    """Looks where every operation computes, and takes those of pyruntime apart where it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool) -> None:
         super().__init__()
+        self.apart = apart
         self.ours: set[str] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -38,8 +40,16 @@ class TakenApart(TorchDispatchMode):
         if function.namespace != "pyruntime":
             return function(*args, **kwargs)
         self.ours.add(function._schema.name.removeprefix("pyruntime::"))
+        if not self.apart:
+            assert exists_on_cuda(function), f"{function} has nothing to run on CUDA"
+            return function(*args, **kwargs)
         with self:
             return function._op_dk(COMPOSITE, *args, **kwargs)
+
+
+def exists_on_cuda(function: torch._ops.OpOverload) -> bool:
+    keys = ("CUDA", "CompositeExplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key) for key in keys)
 
 
 def on_cuda(model: nn.Module) -> None:
@@ -54,20 +64,20 @@ def on_cuda(model: nn.Module) -> None:
             module._parameters[name] = None if parameter is None else made[parameter]
 
 
-def main(dtype: torch.dtype) -> None:
+def main(dtype: torch.dtype, apart: bool) -> None:
     config = preset("3m", vocab_size=512, tie_word_embeddings=True)
     model = Llama(config, dtype=dtype, device="meta")
     with FakeTensorMode():
         on_cuda(model)
         model._rope(64, DEVICE)  # made on the CPU, once
-        held, ours = trained(model)
+        held, ours = trained(model, apart)
         assert all(isinstance(each, FakeTensor) and each.device == DEVICE for each in held)
     print(" ".join(sorted(ours)))
 
 
-def trained(model: Llama) -> tuple[list[torch.Tensor], set[str]]:
+def trained(model: Llama, apart: bool) -> tuple[list[torch.Tensor], set[str]]:
     """Two steps: what they leave, and pyruntime's ops in them."""
-    with TakenApart() as seen:
+    with Watched(apart) as seen:
         ids = torch.zeros(2, 64, dtype=torch.long, device=DEVICE)
         optimizer, unread = AdamW(model, Optimizer()), Unread(DEVICE)
         for step in (1, 2):
@@ -79,4 +89,4 @@ def trained(model: Llama) -> tuple[list[torch.Tensor], set[str]]:
 
 
 if __name__ == "__main__":
-    main({"bf16": torch.bfloat16, "fp32": torch.float32}[sys.argv[1]])
+    main({"bf16": torch.bfloat16, "fp32": torch.float32}[sys.argv[1]], sys.argv[2] == "apart")

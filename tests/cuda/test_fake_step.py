@@ -14,7 +14,7 @@ import torch
 from tools.build_cuda import ROOT
 
 SOURCE = ROOT / "tests" / "cuda" / "pretended_cuda.cpp"
-EXPECTED = {"rms_norm", "add_rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "apply_rope_qkv"}
+EXPECTED = {"rms_norm", "add_rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rotate_qkv_"}
 EXPECTED |= {
     "apply_rope_qkv_backward",
     "cross_entropy_stats",
@@ -43,12 +43,13 @@ def pretended(tmp_path_factory) -> Path:
     return made
 
 
+@pytest.mark.parametrize("ops", ["whole", "apart"])  # with the kernels, and without
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_training_step_stays_on_cuda(pretended, dtype):
+def test_a_training_step_stays_on_cuda(pretended, dtype, ops):
     libraries = str(Path(torch.__file__).parent / "lib")
     environment = {**os.environ, "LD_PRELOAD": str(pretended), "LD_LIBRARY_PATH": libraries}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda.fake_step", dtype],
+        [sys.executable, "-m", "tests.cuda.fake_step", dtype, ops],
         env=environment,
         cwd=ROOT,
         capture_output=True,

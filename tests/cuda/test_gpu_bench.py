@@ -73,7 +73,12 @@ def test_figures_and_tables(problem):
     overlap["R"]["chunked, 4 pieces"] = 1.04
     support = {"kind": "support", "name": "pyruntime reduce of 8", "seconds": 1e-3}
     support |= {"gb_per_second": 4000.0, "of_copy": 0.9}
-    text = problem.summary([product, overlap, support, {"kind": "note", "text": "how"}])
+    layer = support | {"name": "pyruntime swiglu", "of_copy": 0.875}
+    attention = {"kind": "attention", "name": "cuDNN", "model": "8B", "head_dim": 128, "taken": True}
+    attention |= {"seconds": 2e-3, "spread": 0.0, "tflops": 512.3}
+    text = problem.summary([product, overlap, support, layer, attention, {"kind": "note", "text": "how"}])
+    assert "pyruntime swiglu, of copy" in text and "0.875" in text
+    assert "taken by torch" in text and "512" in text
     lines = text.splitlines()
     assert any(line.split() == ["portable,", "median", "ratio", "0.500", ">=", "0.6"] for line in lines), text
     assert any("gather, host, chunked, worst R" in line and "1.040" in line for line in lines), text
@@ -139,6 +144,20 @@ def test_a_training_step_in_its_captured_form_is_the_eager_one(host_kernels, pro
     run, losses = gpu_training.plain(size, "cpu")
     run()
     assert losses[-1] < losses[0]
+
+
+def test_the_layers_that_are_measured_do_what_their_composites_do(problem):
+    import gpu_layers
+
+    made = gpu_layers.layers(tokens=24, rows=5, vocab=300, device="cpu")
+    names = [name.removeprefix("pyruntime ") for name in made if name.startswith("pyruntime")]
+    assert len(names) == 6 and len(made) == 12
+    for name in names:
+        (ours, moved), (theirs, as_much) = made[f"pyruntime {name}"], made[f"ATen's {name}"]
+        assert moved == as_much > 0
+        found, expected = ours(), theirs()
+        if found is not None:  # those in place work on the same memory by turns
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_every_part_has_a_name_and_a_limit(problem, monkeypatch):

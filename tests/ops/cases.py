@@ -18,9 +18,8 @@ def cpu(op, *args, **kwargs):
 
 
 def composite(op, *args, **kwargs):
-    """The composite that every other device gets, here run on CPU tensors."""
-    other_device = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    return op.default.redispatch(other_device, *args, **kwargs)
+    """The composite that devices without kernels get, here run on CPU tensors."""
+    return op.default._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 implementations = pytest.mark.parametrize("run", [cpu, composite])

@@ -52,6 +52,7 @@ def opcheck_cases():
     yield "swiglu", (leaf(randn(5, 66, dtype=f32)),), {}
     yield "swiglu_backward", (x, randn(5, 66, dtype=f32)), {}
     yield "apply_rope_qkv", (leaf(randn(8, 4 * 32, dtype=f32)), cos, sin, 2, 4, 2, 1), {}
+    yield "rotate_qkv_", (randn(8, 4 * 32, dtype=f32), cos, sin, 2, 4, 2, 1), {}
     yield "apply_rope_qkv_backward", (*grads, cos, sin), {}
     yield "cross_entropy_stats", (leaf(x), labels, 3), {}
     yield "cross_entropy_loss", (leaf(x), labels, torch.rand(2, 5, 3), 3, 40), {}
@@ -66,10 +67,10 @@ def leaf(tensor: Tensor) -> Tensor:
     return tensor.clone().requires_grad_()
 
 
-@pytest.mark.parametrize("index", range(16))
+@pytest.mark.parametrize("index", range(17))
 def test_opcheck(index):
     cases = list(opcheck_cases())
-    assert len(cases) == 16
+    assert len(cases) == 17
     name, args, kwargs = cases[index]
     torch.library.opcheck(getattr(ops, name).default, args, kwargs)
 
@@ -94,9 +95,8 @@ class Block(torch.nn.Module):
     def forward(self, x: Tensor, labels: Tensor, batch: int, overwrite: bool) -> Tensor:
         tokens, dim = x.shape
         qkv = self.qkv(layers.rms_norm(x, self.norms[0], EPS))
-        q, k, v = layers.apply_rope_qkv(
-            qkv, self.cos, self.sin, batch, tokens // batch, self.heads, self.kv_heads
-        )
+        heads = batch, tokens // batch, self.heads, self.kv_heads
+        q, k, v = layers.apply_rope_qkv(qkv, self.cos, self.sin, *heads, overwrite_qkv=overwrite)
         attention = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         attention = self.out(attention.transpose(1, 2).reshape(tokens, dim))
         normed, x = layers.add_rms_norm(x, attention, self.norms[1], EPS)
@@ -193,6 +193,18 @@ BAD_CALLS = [
         ValueError,
         "detach them",
         lambda: layers.apply_rope_qkv(X, TABLE.clone().requires_grad_(), TABLE, 1, 4, 1, 1),
+    ),
+    (
+        ValueError,
+        "overwrite_qkv=True would destroy",
+        lambda: layers.apply_rope_qkv(
+            X.clone().requires_grad_(), TABLE[:, :2], TABLE[:, :2], 1, 4, 1, 1, overwrite_qkv=True
+        ),
+    ),
+    (
+        ValueError,
+        r"qkv has strides \[1, 4\]; it is written in place and its rows must be contiguous",
+        lambda: layers.apply_rope_qkv(torch.zeros(6, 4).t(), TABLE, TABLE, 1, 4, 1, 1, overwrite_qkv=True),
     ),
     (ValueError, r"must be \[rows, vocabulary\]", lambda: layers.cross_entropy_stats(X[0], LABELS, 0)),
     (ValueError, r"it must be \[4\]", lambda: layers.cross_entropy_stats(X, LABELS[:3], 0)),

@@ -76,3 +76,41 @@ def test_rope_tables_need_not_repeat_their_halves():
     cos, sin = randn(3, 8), randn(3, 8)
     qkv = randn(3, 4 * 8, grad=True)
     assert torch.autograd.gradcheck(lambda t: layers.apply_rope_qkv(t, cos, sin, 1, 3, 2, 1), qkv)
+
+
+@dtypes
+def test_rope_in_place_gives_the_same_and_its_gradient(dtype):
+    cos, sin = rotary_tables(4, 32, statistics_dtype(dtype))
+    leaf = randn(8, 4 * 32, dtype=dtype, grad=True)
+    made = leaf * 1
+    values = made[:, 3 * 32 :].clone()
+    found = layers.apply_rope_qkv(made, cos, sin, 2, 4, 2, 1, overwrite_qkv=True)
+    expected = layers.apply_rope_qkv(leaf, cos, sin, 2, 4, 2, 1)
+    addresses = [made.data_ptr() + head * 32 * made.element_size() for head in (0, 2, 3)]
+    assert [part.data_ptr() for part in found] == addresses
+    assert torch.equal(made[:, 3 * 32 :], values)
+    grads = [randn(*part.shape, dtype=dtype) for part in found]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    (mine,) = torch.autograd.grad(found, leaf, grads)
+    (theirs,) = torch.autograd.grad(expected, leaf, grads)
+    assert torch.equal(mine, theirs)
+
+
+@implementations
+def test_a_rotation_in_place_is_that_of_rope(run):
+    cos, sin = rotary_tables(3, 10, torch.float32)
+    rotated = randn(6, 4 * 10, dtype=torch.bfloat16)
+    expected = run(ops.apply_rope_qkv, rotated, cos, sin, 2, 3, 2, 1)
+    run(ops.rotate_qkv_, rotated, cos, sin, 2, 3, 2, 1)
+    fused = torch.cat([part.transpose(1, 2) for part in expected], 2).reshape(6, 4 * 10)
+    assert torch.equal(rotated, fused)
+
+
+def test_a_backward_that_had_saved_what_was_rotated_in_place_is_refused():
+    cos, sin = rotary_tables(4, 8, torch.float32)
+    made = randn(4, 3 * 8, dtype=torch.float32, grad=True) * 1
+    squares = made.square()  # saves it
+    layers.apply_rope_qkv(made, cos, sin, 1, 4, 1, 1, overwrite_qkv=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.sum().backward()

@@ -171,7 +171,7 @@ def without_known(stage: Stage, report: Report) -> Stage:
 def without_cupy() -> str:
     """Why tile variants cannot be run; empty where they can."""
     found = importlib.util.find_spec("cupy")
-    return "" if found else "cupy, which runs tile variants, is not installed: pip install pyruntime[cuda]"
+    return "" if found else "cupy, which runs tile variants, is not installed: pip install pyruntime[tiles]"
 
 
 def without_hopper(capability: Sequence[int]) -> str:

@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "common.h"
+#include "composites.h"
 #include "layers.h"
 #include "simd.h"
 
@@ -77,9 +78,11 @@ struct SoftmaxGradRows {
   }
 };
 
+}  // namespace
+
 // ---- checks ----
 
-void check_rows(const char* op, const Tensor& logits, const Tensor& labels) {
+void check_logits(const char* op, const Tensor& logits, const Tensor& labels) {
   check_floating(logits, op, "logits");
   TORCH_CHECK_VALUE(logits.dim() == 2, op, ": logits has shape ", logits.sizes(),
                     "; it must be [rows, vocabulary].");
@@ -89,6 +92,8 @@ void check_rows(const char* op, const Tensor& logits, const Tensor& labels) {
                     labels.sizes(), " for ", logits.size(0), " rows of logits; it must be [", logits.size(0),
                     "].");
 }
+
+namespace {
 
 void check_row_values(const char* op, const Tensor& logits, const Tensor& values, const char* name) {
   const at::ScalarType dtype = statistics_dtype(logits.scalar_type());
@@ -101,7 +106,7 @@ void check_row_values(const char* op, const Tensor& logits, const Tensor& values
 
 void check_loss(const Tensor& logits, const Tensor& labels, const Tensor& stats) {
   constexpr auto op = "cross_entropy_loss";
-  check_rows(op, logits, labels);
+  check_logits(op, logits, labels);
   const at::ScalarType dtype = statistics_dtype(logits.scalar_type());
   TORCH_CHECK_TYPE(stats.scalar_type() == dtype, op, ": stats has dtype ", stats.scalar_type(), "; for ",
                    logits.scalar_type(), " logits it must be ", dtype, ".");
@@ -110,17 +115,21 @@ void check_loss(const Tensor& logits, const Tensor& labels, const Tensor& stats)
       ": stats has shape ", stats.sizes(), "; it must be [shards, ", logits.size(0), ", 3].");
 }
 
-void check_backward(const char* op, const Tensor& logits, const Tensor& labels, const Tensor& lse,
-                    const Tensor& grad) {
-  check_rows(op, logits, labels);
+}  // namespace
+
+void check_logits_backward(const char* op, const Tensor& logits, const Tensor& labels, const Tensor& lse,
+                           const Tensor& grad) {
+  check_logits(op, logits, labels);
   check_row_values(op, logits, lse, "lse");
   check_row_values(op, logits, grad, "grad");
 }
 
+namespace {
+
 // ---- ops on the CPU ----
 
 Tensor stats_cpu(const Tensor& logits_in, const Tensor& labels_in, int64_t vocab_start) {
-  check_rows("cross_entropy_stats", logits_in, labels_in);
+  check_logits("cross_entropy_stats", logits_in, labels_in);
   const Tensor logits = logits_in.contiguous(), labels = labels_in.contiguous();
   const int64_t rows = logits.size(0), columns = logits.size(1);
   Tensor stats = at::empty({rows, 3}, logits.options().dtype(statistics_dtype(logits.scalar_type())));
@@ -191,7 +200,7 @@ void softmax_grad_cpu(const Tensor& logits, const Tensor& labels_in, const Tenso
 
 Tensor backward_cpu(const Tensor& logits, const Tensor& labels, const Tensor& lse, const Tensor& grad,
                     int64_t vocab_start) {
-  check_backward("cross_entropy_backward", logits, labels, lse, grad);
+  check_logits_backward("cross_entropy_backward", logits, labels, lse, grad);
   Tensor dlogits = at::empty(logits.sizes(), logits.options());
   softmax_grad_cpu(logits.contiguous(), labels, lse, grad, vocab_start, dlogits);
   return dlogits;
@@ -199,7 +208,7 @@ Tensor backward_cpu(const Tensor& logits, const Tensor& labels, const Tensor& ls
 
 void backward_inplace_cpu(const Tensor& logits, const Tensor& labels, const Tensor& lse, const Tensor& grad,
                           int64_t vocab_start) {
-  check_backward("cross_entropy_backward_", logits, labels, lse, grad);
+  check_logits_backward("cross_entropy_backward_", logits, labels, lse, grad);
   TORCH_CHECK_VALUE(logits.is_contiguous(), "cross_entropy_backward_: logits has strides ", logits.strides(),
                     "; it is written in place and must be contiguous.");
   softmax_grad_cpu(logits, labels, lse, grad, vocab_start, logits);
@@ -210,8 +219,10 @@ void backward_inplace_cpu(const Tensor& logits, const Tensor& labels, const Tens
 
 constexpr int64_t kRowsPerBlock = 2048;
 
-Tensor stats_composite(const Tensor& logits_in, const Tensor& labels, int64_t vocab_start) {
-  check_rows("cross_entropy_stats", logits_in, labels);
+}  // namespace
+
+Tensor cross_entropy_stats_composite(const Tensor& logits_in, const Tensor& labels, int64_t vocab_start) {
+  check_logits("cross_entropy_stats", logits_in, labels);
   const auto dtype = statistics_dtype(logits_in.scalar_type());
   const int64_t columns = logits_in.size(1);
   Tensor stats = at::zeros({logits_in.size(0), 3}, logits_in.options().dtype(dtype));
@@ -232,6 +243,8 @@ Tensor stats_composite(const Tensor& logits_in, const Tensor& labels, int64_t vo
   }
   return stats;
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor> loss_composite(const Tensor& logits, const Tensor& labels, const Tensor& stats,
                                           int64_t /*vocab_start*/, int64_t vocab_size, int64_t ignore_index,
@@ -267,19 +280,23 @@ void softmax_grad_composite(const Tensor& logits, const Tensor& labels, const Te
   }
 }
 
-Tensor backward_composite(const Tensor& logits, const Tensor& labels, const Tensor& lse, const Tensor& grad,
-                          int64_t vocab_start) {
-  check_backward("cross_entropy_backward", logits, labels, lse, grad);
+}  // namespace
+
+Tensor cross_entropy_backward_composite(const Tensor& logits, const Tensor& labels, const Tensor& lse,
+                                        const Tensor& grad, int64_t vocab_start) {
+  check_logits_backward("cross_entropy_backward", logits, labels, lse, grad);
   const Tensor dlogits = at::empty(logits.sizes(), logits.options());
   softmax_grad_composite(logits, labels, lse, grad, vocab_start, dlogits);
   return dlogits;
 }
 
-void backward_inplace_composite(const Tensor& logits, const Tensor& labels, const Tensor& lse,
-                                const Tensor& grad, int64_t vocab_start) {
-  check_backward("cross_entropy_backward_", logits, labels, lse, grad);
+void cross_entropy_backward_inplace_composite(const Tensor& logits, const Tensor& labels, const Tensor& lse,
+                                              const Tensor& grad, int64_t vocab_start) {
+  check_logits_backward("cross_entropy_backward_", logits, labels, lse, grad);
   softmax_grad_composite(logits, labels, lse, grad, vocab_start, logits);
 }
+
+namespace {
 
 // ---- autograd ----
 
@@ -369,10 +386,10 @@ void register_cross_entropy(torch::Library& m) {
   m.def(
       "cross_entropy_backward_(Tensor(a!) logits, Tensor labels, Tensor lse, Tensor grad, SymInt "
       "vocab_start) -> ()");
-  implement(m, "cross_entropy_stats", stats_cpu, stats_composite);
+  implement(m, "cross_entropy_stats", stats_cpu, cross_entropy_stats_composite);
   implement(m, "cross_entropy_loss", loss_cpu, loss_composite);
-  implement(m, "cross_entropy_backward", backward_cpu, backward_composite);
-  implement(m, "cross_entropy_backward_", backward_inplace_cpu, backward_inplace_composite);
+  implement(m, "cross_entropy_backward", backward_cpu, cross_entropy_backward_composite);
+  implement(m, "cross_entropy_backward_", backward_inplace_cpu, cross_entropy_backward_inplace_composite);
   implement_autograd(m, "cross_entropy_stats", stats_autograd);
   implement_autograd(m, "cross_entropy_loss", loss_autograd);
   refuse_autograd(m, "cross_entropy_backward");

@@ -9,12 +9,15 @@
 // contiguous [B, S, heads, hd]: rows are then written in the order they are read in, and torch's CPU flash
 // attention takes it at the same speed.
 //
+// In place (overwrite_qkv), q, k and v are views of qkv [B, S, heads, hd], of which v is not touched.
+//
 // Saved for the backward: cos and sin.
 
 #include <array>
 #include <tuple>
 
 #include "common.h"
+#include "composites.h"
 #include "layers.h"
 #include "simd.h"
 
@@ -86,7 +89,7 @@ struct RopeTokens {
         const int64_t step_out = Backward ? head_dim : heads.head_stride;
         if (part < 2) {
           rotate_heads<HalfDim, Backward>(in, step_in, out, step_out, cos, sin, heads.count, head_dim / 2);
-        } else {
+        } else if (in != out) {
           for (int64_t head = 0; head < heads.count; ++head) {
             std::memcpy(out + head * step_out, in + head * step_in, head_dim * sizeof(T));
           }
@@ -111,7 +114,11 @@ void rope_tokens(const RopeArguments<T, S>& arguments, int64_t begin, int64_t en
   }
 }
 
+}  // namespace
+
 // ---- checks ----
+
+namespace {
 
 void check_tables(const char* op, const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t positions,
                   int64_t head_dim) {
@@ -125,9 +132,10 @@ void check_tables(const char* op, const Tensor& x, const Tensor& cos, const Tens
       "] with S at least the ", positions, " positions of a sequence.");
 }
 
-void check_forward(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t batch, int64_t positions,
-                   int64_t heads, int64_t kv_heads) {
-  constexpr auto op = "apply_rope_qkv";
+}  // namespace
+
+void check_rope(const char* op, const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t batch,
+                int64_t positions, int64_t heads, int64_t kv_heads) {
   check_floating(qkv, op, "qkv");
   TORCH_CHECK_VALUE(batch >= 0 && positions >= 0 && heads > 0 && kv_heads > 0, op, ": batch=", batch,
                     ", seq=", positions, ", num_heads=", heads, ", num_kv_heads=", kv_heads,
@@ -141,8 +149,8 @@ void check_forward(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int6
   check_tables(op, qkv, cos, sin, positions, qkv.size(1) / all_heads);
 }
 
-void check_backward(const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& cos,
-                    const Tensor& sin) {
+void check_rope_backward(const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& cos,
+                         const Tensor& sin) {
   constexpr auto op = "apply_rope_qkv_backward";
   check_floating(dq, op, "dq");
   check_same_dtype(dq, "dq", dk, "dk", op);
@@ -154,7 +162,24 @@ void check_backward(const Tensor& dq, const Tensor& dk, const Tensor& dv, const 
   check_tables(op, dq, cos, sin, dq.size(2), dq.size(3));
 }
 
+void check_rows_in_place(const Tensor& qkv) {
+  TORCH_CHECK_VALUE(qkv.stride(1) == 1, "rotate_qkv_: qkv has strides ", qkv.strides(),
+                    "; it is written in place and its rows must be contiguous.");
+}
+
 // ---- ops on the CPU ----
+
+std::tuple<Tensor, Tensor, Tensor> heads_in_place(const Tensor& qkv, c10::SymInt batch, c10::SymInt positions,
+                                                  c10::SymInt heads, c10::SymInt kv_heads) {
+  const c10::SymInt all_heads = heads + kv_heads * 2;
+  const Tensor split = qkv.view_symint({batch, positions, all_heads, qkv.sym_size(1) / all_heads});
+  const auto part = [&](const c10::SymInt& first, const c10::SymInt& count) {
+    return split.narrow_symint(2, first, count).transpose(1, 2);
+  };
+  return {part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads)};
+}
+
+namespace {
 
 Tensor with_contiguous_rows(const Tensor& tensor) {
   return tensor.stride(-1) == 1 || tensor.size(-1) <= 1 ? tensor : tensor.contiguous();
@@ -188,8 +213,9 @@ void rope_cpu(const Tensor& qkv, const std::array<Tensor, 3>& parts, const Tenso
 
 std::tuple<Tensor, Tensor, Tensor> apply_rope_qkv_cpu(const Tensor& qkv_in, const Tensor& cos,
                                                       const Tensor& sin, int64_t batch, int64_t positions,
-                                                      int64_t heads, int64_t kv_heads) {
-  check_forward(qkv_in, cos, sin, batch, positions, heads, kv_heads);
+                                                      int64_t heads, int64_t kv_heads,
+                                                      bool /*overwrite_qkv*/) {
+  check_rope("apply_rope_qkv", qkv_in, cos, sin, batch, positions, heads, kv_heads);
   const Tensor qkv = with_contiguous_rows(qkv_in);
   const int64_t head_dim = qkv.size(1) / (heads + 2 * kv_heads);
   const auto new_part = [&](int64_t count) {
@@ -200,9 +226,18 @@ std::tuple<Tensor, Tensor, Tensor> apply_rope_qkv_cpu(const Tensor& qkv_in, cons
   return {parts[0], parts[1], parts[2]};
 }
 
+void rotate_qkv_cpu(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t batch, int64_t positions,
+                    int64_t heads, int64_t kv_heads) {
+  check_rope("rotate_qkv_", qkv, cos, sin, batch, positions, heads, kv_heads);
+  check_rows_in_place(qkv);
+  const auto [q, k, v] = heads_in_place(qkv, batch, positions, heads, kv_heads);
+  rope_cpu</*Backward=*/false>(qkv, {q, k, v}, cos, sin);
+  mark_written(qkv);
+}
+
 Tensor apply_rope_qkv_backward_cpu(const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& cos,
                                    const Tensor& sin) {
-  check_backward(dq, dk, dv, cos, sin);
+  check_rope_backward(dq, dk, dv, cos, sin);
   const Tensor dqkv =
       at::empty({dq.size(0) * dq.size(2), (dq.size(1) + 2 * dk.size(1)) * dq.size(3)}, dq.options());
   const std::array<Tensor, 3> parts{with_contiguous_rows(dq), with_contiguous_rows(dk),
@@ -211,7 +246,11 @@ Tensor apply_rope_qkv_backward_cpu(const Tensor& dq, const Tensor& dk, const Ten
   return dqkv;
 }
 
+}  // namespace
+
 // ---- ops on every other device ----
+
+namespace {
 
 // rotate_half [a | b] -> [-b | a], and its transpose.
 Tensor rotate_half(const Tensor& x) {
@@ -224,11 +263,13 @@ Tensor rotate_half_transposed(const Tensor& x) {
   return at::cat({halves[1], halves[0].neg()}, -1);
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor> apply_rope_qkv_composite(const Tensor& qkv, const Tensor& cos_in,
                                                             const Tensor& sin_in, int64_t batch,
                                                             int64_t positions, int64_t heads,
-                                                            int64_t kv_heads) {
-  check_forward(qkv, cos_in, sin_in, batch, positions, heads, kv_heads);
+                                                            int64_t kv_heads, bool /*overwrite_qkv*/) {
+  check_rope("apply_rope_qkv", qkv, cos_in, sin_in, batch, positions, heads, kv_heads);
   const int64_t all_heads = heads + 2 * kv_heads;
   const std::vector<Tensor> parts = qkv.reshape({batch, positions, all_heads, qkv.size(1) / all_heads})
                                         .split_with_sizes({heads, kv_heads, kv_heads}, 2);
@@ -242,9 +283,20 @@ std::tuple<Tensor, Tensor, Tensor> apply_rope_qkv_composite(const Tensor& qkv, c
   return {rotated(parts[0]), rotated(parts[1]), parts[2].clone(at::MemoryFormat::Contiguous).transpose(1, 2)};
 }
 
+void rotate_qkv_composite(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t batch,
+                          int64_t positions, int64_t heads, int64_t kv_heads) {
+  check_rope("rotate_qkv_", qkv, cos, sin, batch, positions, heads, kv_heads);
+  check_rows_in_place(qkv);
+  const auto [q, k, v] = heads_in_place(qkv, batch, positions, heads, kv_heads);
+  const auto [q_rotated, k_rotated, same_v] =
+      apply_rope_qkv_composite(qkv, cos, sin, batch, positions, heads, kv_heads, /*overwrite_qkv=*/false);
+  q.copy_(q_rotated);
+  k.copy_(k_rotated);
+}
+
 Tensor apply_rope_qkv_backward_composite(const Tensor& dq, const Tensor& dk, const Tensor& dv,
                                          const Tensor& cos_in, const Tensor& sin_in) {
-  check_backward(dq, dk, dv, cos_in, sin_in);
+  check_rope_backward(dq, dk, dv, cos_in, sin_in);
   const int64_t positions = dq.size(2);
   const Tensor cos = cos_in.narrow(0, 0, positions).unsqueeze(1),
                sin = sin_in.narrow(0, 0, positions).unsqueeze(1);
@@ -258,19 +310,32 @@ Tensor apply_rope_qkv_backward_composite(const Tensor& dq, const Tensor& dk, con
 
 // ---- autograd ----
 
+namespace {
+
 using RopeSignature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
-                                                         c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt);
+                                                         c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt,
+                                                         bool);
+using RotateSignature = void(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt,
+                             c10::SymInt, c10::SymInt);
 using RopeBackwardSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                      const Tensor&);
 
 struct ApplyRopeQkv : torch::autograd::Function<ApplyRopeQkv> {
   static variable_list forward(AutogradContext* ctx, const Tensor& qkv, const Tensor& cos, const Tensor& sin,
                                c10::SymInt batch, c10::SymInt positions, c10::SymInt heads,
-                               c10::SymInt kv_heads) {
+                               c10::SymInt kv_heads, bool overwrite_qkv) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     static const auto op = find_op<RopeSignature>("pyruntime::apply_rope_qkv");
-    auto [q, k, v] = op.call(qkv, cos, sin, batch, positions, heads, kv_heads);
+    static const auto op_inplace = find_op<RotateSignature>("pyruntime::rotate_qkv_");
     ctx->save_for_backward({cos, sin});
+    if (!overwrite_qkv) {
+      auto [q, k, v] = op.call(qkv, cos, sin, batch, positions, heads, kv_heads, false);
+      return {q, k, v};
+    }
+    op_inplace.call(qkv, cos, sin, batch, positions, heads, kv_heads);
+    // Views that autograd does not know as such: their gradients come to backward() below, and not to qkv's
+    // own history one by one.
+    auto [q, k, v] = heads_in_place(qkv, batch, positions, heads, kv_heads);
     return {q, k, v};
   }
 
@@ -278,17 +343,22 @@ struct ApplyRopeQkv : torch::autograd::Function<ApplyRopeQkv> {
     static const auto op = find_op<RopeBackwardSignature>("pyruntime::apply_rope_qkv_backward");
     const auto saved = ctx->get_saved_variables();
     const Tensor none;
-    return {op.call(grads[0], grads[1], grads[2], saved[0], saved[1]), none, none, none, none, none, none};
+    return {
+        op.call(grads[0], grads[1], grads[2], saved[0], saved[1]), none, none, none, none, none, none, none};
   }
 };
 
 std::tuple<Tensor, Tensor, Tensor> apply_rope_qkv_autograd(const Tensor& qkv, const Tensor& cos,
                                                            const Tensor& sin, c10::SymInt batch,
                                                            c10::SymInt positions, c10::SymInt heads,
-                                                           c10::SymInt kv_heads) {
+                                                           c10::SymInt kv_heads, bool overwrite_qkv) {
+  TORCH_CHECK_VALUE(!overwrite_qkv || !qkv.requires_grad() || !qkv.is_leaf(),
+                    "apply_rope_qkv: overwrite_qkv=True would destroy a projection that the caller made (a "
+                    "leaf of the graph); leave it False.");
   TORCH_CHECK_VALUE(!cos.requires_grad() && !sin.requires_grad(),
                     "apply_rope_qkv: cos or sin requires a gradient, which is not computed; detach them.");
-  const variable_list out = ApplyRopeQkv::apply(qkv, cos, sin, batch, positions, heads, kv_heads);
+  const variable_list out =
+      ApplyRopeQkv::apply(qkv, cos, sin, batch, positions, heads, kv_heads, overwrite_qkv);
   return {out[0], out[1], out[2]};
 }
 
@@ -297,11 +367,16 @@ std::tuple<Tensor, Tensor, Tensor> apply_rope_qkv_autograd(const Tensor& qkv, co
 void register_rope(torch::Library& m) {
   m.def(
       "apply_rope_qkv(Tensor qkv, Tensor cos, Tensor sin, SymInt batch, SymInt seq, SymInt num_heads, "
-      "SymInt num_kv_heads) -> (Tensor q, Tensor k, Tensor v)");
+      "SymInt num_kv_heads, bool overwrite_qkv=False) -> (Tensor q, Tensor k, Tensor v)");
+  m.def(
+      "rotate_qkv_(Tensor(a!) qkv, Tensor cos, Tensor sin, SymInt batch, SymInt seq, SymInt num_heads, "
+      "SymInt num_kv_heads) -> ()");
   m.def("apply_rope_qkv_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor");
   implement(m, "apply_rope_qkv", apply_rope_qkv_cpu, apply_rope_qkv_composite);
   implement(m, "apply_rope_qkv_backward", apply_rope_qkv_backward_cpu, apply_rope_qkv_backward_composite);
+  implement(m, "rotate_qkv_", rotate_qkv_cpu, rotate_qkv_composite);
   implement_autograd(m, "apply_rope_qkv", apply_rope_qkv_autograd);
+  refuse_autograd_in_place(m, "rotate_qkv_");
   refuse_autograd(m, "apply_rope_qkv_backward");
 }
 

@@ -6,6 +6,7 @@
 // Saved for the backward: gate_up alone.
 
 #include "common.h"
+#include "composites.h"
 #include "layers.h"
 #include "simd.h"
 
@@ -47,13 +48,17 @@ struct SwigluRowsBackward {
   }
 };
 
+}  // namespace
+
 // ---- checks ----
 
-void check_arguments(const char* op, const Tensor& gate_up) {
+void check_gate_up(const char* op, const Tensor& gate_up) {
   check_floating(gate_up, op, "gate_up");
   TORCH_CHECK_VALUE(gate_up.dim() >= 1 && gate_up.size(-1) % 2 == 0, op, ": gate_up has shape ",
                     gate_up.sizes(), "; its last dimension must hold the gates and then as many up values.");
 }
+
+namespace {
 
 std::vector<int64_t> output_shape(const Tensor& gate_up) {
   std::vector<int64_t> shape = gate_up.sizes().vec();
@@ -64,7 +69,7 @@ std::vector<int64_t> output_shape(const Tensor& gate_up) {
 // ---- ops on the CPU ----
 
 Tensor swiglu_cpu(const Tensor& gate_up_in) {
-  check_arguments("swiglu", gate_up_in);
+  check_gate_up("swiglu", gate_up_in);
   const Tensor gate_up = gate_up_in.contiguous();
   Tensor y = at::empty(output_shape(gate_up), gate_up.options());
   const int64_t features = gate_up.size(-1) / 2, rows = features == 0 ? 0 : y.numel() / features;
@@ -80,7 +85,7 @@ Tensor swiglu_cpu(const Tensor& gate_up_in) {
 }
 
 Tensor swiglu_backward_cpu(const Tensor& grad_in, const Tensor& gate_up_in) {
-  check_arguments("swiglu_backward", gate_up_in);
+  check_gate_up("swiglu_backward", gate_up_in);
   const Tensor grad = grad_in.contiguous(), gate_up = gate_up_in.contiguous();
   Tensor dgate_up = at::empty(gate_up.sizes(), gate_up.options());
   const int64_t features = gate_up.size(-1) / 2, rows = features == 0 ? 0 : grad.numel() / features;
@@ -96,23 +101,27 @@ Tensor swiglu_backward_cpu(const Tensor& grad_in, const Tensor& gate_up_in) {
   return dgate_up;
 }
 
+}  // namespace
+
 // ---- ops on every other device ----
 
 Tensor swiglu_composite(const Tensor& gate_up) {
-  check_arguments("swiglu", gate_up);
+  check_gate_up("swiglu", gate_up);
   const std::vector<Tensor> halves = gate_up.chunk(2, -1);
   Tensor gate = halves[0].to(statistics_dtype(gate_up.scalar_type()), /*non_blocking=*/false, /*copy=*/true);
   return at::silu_(gate).mul_(halves[1]).to(gate_up.scalar_type()).contiguous();
 }
 
 Tensor swiglu_backward_composite(const Tensor& grad_in, const Tensor& gate_up) {
-  check_arguments("swiglu_backward", gate_up);
+  check_gate_up("swiglu_backward", gate_up);
   const at::ScalarType dtype = statistics_dtype(gate_up.scalar_type());
   const std::vector<Tensor> halves = gate_up.to(dtype).chunk(2, -1);
   const Tensor grad = grad_in.to(dtype);
   const Tensor dgate = at::silu_backward(grad.mul(halves[1]), halves[0]);
   return at::cat({dgate, grad.mul(at::silu(halves[0]))}, -1).to(gate_up.scalar_type());
 }
+
+namespace {
 
 // ---- autograd ----
 
