@@ -9,8 +9,19 @@ import pytest
 
 from tools.check_torch import check
 
-HEADER = "#pragma once\nnamespace c10 { int sum(int a, int b); int gone(int a); }\n"
-CORE = "#include <c10/toy.h>\nnamespace ours { int add(int a) { return c10::sum(a, 1); } }\n"
+HEADER = """#pragma once
+namespace c10 {
+int sum(int a, int b);
+int gone(int a);
+__attribute__((weak)) void at_will();
+}
+"""
+CORE = """#include <c10/toy.h>
+int add(int a) {
+  if (c10::at_will) c10::at_will();
+  return c10::sum(a, 1);
+}
+"""
 
 
 def compile_(source: str, made: Path, *flags: str) -> None:

@@ -96,23 +96,22 @@ def ninja_file(folder: Path, build: Path, core: Iterable[Path], root: Path) -> s
     return "\n".join(lines) + "\n"
 
 
-def symbols(files: Iterable[Path], *which: str) -> set[str]:
-    """What nm tells of the files, names undone."""
-    said = subprocess.run(
-        ["nm", "-C", "--format=just-symbols", *which, *map(str, files)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return set(said.stdout.splitlines())
+def symbols(files: Iterable[Path], *which: str) -> set[tuple[str, str]]:
+    """What nm tells of the files: each symbol's type, a letter, and its name, undone."""
+    command = ["nm", "-C", *which, *map(str, files)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {(kind, name) for kind, name in re.findall(r"^[0-9a-f ]{16} (\S) (.+)$", said, re.MULTILINE)}
 
 
 def missing(objects: Iterable[Path], libraries: Iterable[Path]) -> list[str]:
     """torch's symbols that the objects want and neither they nor the libraries have."""
     objects = list(objects)
-    wanted = {name for name in symbols(objects, "--undefined-only") if OURS.search(name)}
-    wanted -= symbols(objects, "--defined-only")
-    return sorted(wanted - symbols(libraries, "-D", "--defined-only"))
+    # A weak symbol ("w") may be there or not.
+    wanted = {
+        name for kind, name in symbols(objects, "--undefined-only") if kind == "U" and OURS.search(name)
+    }
+    wanted -= {name for _, name in symbols(objects, "--defined-only")}
+    return sorted(wanted - {name for _, name in symbols(libraries, "-D", "--defined-only")})
 
 
 def check(torch: Path, root: Path = ROOT, build: Path = BUILD) -> list[str]:
