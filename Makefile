@@ -78,6 +78,11 @@ cuda: $(VENV)/.made  ## the CUDA kernels, with nvcc; no GPU is needed
 hip: $(VENV)/.made  ## the kernels for GPUs of AMD, with hipcc; no GPU is needed
 	$(RUN) tools/build_hip.py
 
+# TORCH_WHEEL: what `pip download --no-deps torch==2.11.0` brings, or the folder where it is unpacked.
+.PHONY: check-torch
+check-torch: $(VENV)/.made  ## compile the core against the headers and symbols of TORCH_WHEEL, a torch that is not installed
+	$(RUN) tools/check_torch.py $(TORCH_WHEEL)
+
 # With the Python that has a torch for CUDA, and nothing downloaded: not a part of the environment above.
 .PHONY: gpu-check
 gpu-check:  ## on a machine with a GPU: build, test, measure; OUT=DIR takes copies of the report and the logs

@@ -288,14 +288,10 @@ class CpuSymmetricMemory : public symm::SymmetricMemory {
   std::vector<void*> signal_pads_;
 };
 
-// The process group of that name, or else a group that was described with set_group_info() alone.
+// As torch's symmetric memory of CUDA finds a group: of the process groups alone, never by set_group_info().
 symm::GroupInfo group_named(const std::string& name) {
-  try {
-    const auto group = c10d::resolve_process_group(name);
-    return {group->getRank(), group->getSize(), group->getStore()};
-  } catch (const c10::Error&) {
-    return symm::get_group_info(name);
-  }
+  const auto group = c10d::resolve_process_group(name);
+  return {group->getRank(), group->getSize(), group->getStore()};
 }
 
 class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
@@ -327,7 +323,6 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
     TORCH_CHECK_VALUE(group_name.has_value(),
                       "rendezvous of CPU symmetric memory needs the name of a group.");
     std::shared_ptr<Segment> segment;
-    uint64_t round = 0;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       const Allocation& allocation = find(pointer);
@@ -341,10 +336,9 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
         return allocation.handle;
       }
       segment = allocation.segment;
-      round = rounds_[*group_name]++;
     }
     // Not under the lock: meeting the peers takes time, and a tensor may be freed meanwhile.
-    auto handle = meet(segment, *group_name, round);
+    auto handle = meet(segment, *group_name);
     const std::lock_guard<std::mutex> lock(mutex_);
     Allocation& allocation = find(pointer);
     allocation.handle = handle;
@@ -381,11 +375,13 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
   // Exchanges invitations through the group's store, opens every peer's segment, and waits until all peers
   // opened ours (until then its descriptor must stay open).
   c10::intrusive_ptr<symm::SymmetricMemory> meet(const std::shared_ptr<Segment>& segment,
-                                                 const std::string& group_name, uint64_t round_number) {
+                                                 const std::string& group_name) {
     const symm::GroupInfo group = group_named(group_name);
     const double seconds = deadline_seconds;
-    const std::string round =
-        "pyruntime/symmetric_memory/" + group_name + "/" + std::to_string(round_number) + "/";
+    const std::string topic = "pyruntime/symmetric_memory/" + group_name + "/";
+    // Counted in the store, which is the group's: here a count would outlive the group.
+    const int64_t number = group.store->add(topic + "rounds of " + std::to_string(group.rank), 1);
+    const std::string round = topic + std::to_string(number) + "/";
     const Invitation own{host_identity(), getpid(), segment->fd(), segment->buffer_bytes(),
                          segment->signal_bytes()};
     const std::string text = own.encode();
@@ -472,7 +468,6 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
 
   std::mutex mutex_;
   std::map<void*, Allocation> allocations_;
-  std::map<std::string, uint64_t> rounds_;  // rendezvous so far, per group: equal on all ranks of the group
 };
 
 }  // namespace

@@ -2,7 +2,6 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include <algorithm>
 #include <atomic>
@@ -45,8 +44,8 @@ std::string first_of(const std::string& name) {
   return name.substr(0, name.find(kCompanion));
 }
 
-// Of no other opening that this process is told of by any: torch keeps the names of groups of symmetric
-// memory for ever, and a group may be made anew under its name.
+// Of no other opening that this process is told of by any: the store keeps what was said under it, and a
+// group may be made anew under its name.
 std::string unique_name(const std::string& group) {
   static std::atomic<int> openings{0};
   return group + "/" + std::to_string(getpid()) + "." + std::to_string(++openings);
@@ -235,8 +234,7 @@ std::unique_ptr<Transport> Group::open_device_transport(c10::Device device, int 
     why_no_transport_ = why_no_library;
     return nullptr;
   }
-  c10d::symmetric_memory::set_group_info(workspaces_, rank(), world_size(), process_group_->getStore());
-  return make_device_transport(context_, workspaces_, device, *library, settings_.ring.chunk_bytes,
+  return make_device_transport(context_, workspace_group(), device, *library, settings_.ring.chunk_bytes,
                                settings_.multicast);
 }
 
@@ -332,8 +330,7 @@ void Group::open_transport() {
   if (asked == TransportKind::kDevice) {
     transport_ = open_device_transport(c10::kCPU, by_host.hosts(), opening);
   } else if (one_host && asked != TransportKind::kProcessGroup) {
-    c10d::symmetric_memory::set_group_info(workspaces_, rank(), world_size(), process_group_->getStore());
-    transport_ = make_one_host_transport(context_, workspaces_);
+    transport_ = make_one_host_transport(context_, workspace_group());
   } else if (can_be_hierarchical && asked != TransportKind::kProcessGroup) {
     transport_ = make_ring(by_host, hosts, opening);
   } else {
@@ -381,6 +378,10 @@ int Group::instance_of(int64_t opening) const {
   return static_cast<int>((opening * kGroupsOfOne + number_of(name())) % (int64_t{1} << 30));
 }
 
+std::unique_ptr<WorkspaceGroup> Group::workspace_group() const {
+  return std::make_unique<WorkspaceGroup>(workspaces_, rank(), world_size(), process_group_->getStore());
+}
+
 std::unique_ptr<Transport> Group::make_ring(const HostLayout& layout, const std::vector<std::string>& hosts,
                                             int64_t opening) {
   auto link = make_process_group_link(process_group_, ranks_);
@@ -397,10 +398,10 @@ std::unique_ptr<Transport> Group::make_ring(const HostLayout& layout, const std:
   if (layout.ranks_per_host() == 1) {
     workspace = make_private_workspace(context_, flags);
   } else {
-    const std::string host_group = workspaces_ + "/host" + std::to_string(layout.host());
-    c10d::symmetric_memory::set_group_info(host_group, layout.local_rank(), layout.ranks_per_host(),
-                                           process_group_->getStore());
-    workspace = make_symmetric_workspace(context_, host_group, layout.ranks_of(layout.host()),
+    auto of_the_host = std::make_unique<WorkspaceGroup>(workspaces_ + "/host" + std::to_string(layout.host()),
+                                                        layout.local_rank(), layout.ranks_per_host(),
+                                                        process_group_->getStore());
+    workspace = make_symmetric_workspace(context_, std::move(of_the_host), layout.ranks_of(layout.host()),
                                          layout.local_rank(), flags);
   }
   auto lines = connect_control_lines(*process_group_->getStore(), "pyruntime/" + topic + "line/", context_,

@@ -15,6 +15,7 @@
 #include "transport/multicast.h"
 #include "transport/ring.h"
 #include "transport/transport.h"
+#include "transport/workspace_group.h"
 
 namespace pyruntime {
 
@@ -122,6 +123,8 @@ class Group {
   void check_multicast_can_be(const std::string& why_not) const;
   // Tells messages of this opening apart from those of others over the same process group.
   int instance_of(int64_t opening) const;
+  // All ranks of this group, under the name of this opening.
+  std::unique_ptr<WorkspaceGroup> workspace_group() const;
   // A number for this opening, the same on all ranks, and the ranks' hosts.
   std::pair<int64_t, std::vector<std::string>> begin_opening();
   // The ranks' hosts, by rank; raises ValueError where the ranks settled different things.

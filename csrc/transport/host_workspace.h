@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "transport/transport.h"
+#include "transport/workspace_group.h"
 
 namespace pyruntime {
 
@@ -43,9 +44,10 @@ class HostWorkspace {
 };
 
 // Workspaces shared through symmetric memory. Collective over the ranks of the host: `ranks` gives their
-// ranks in the group, in order, and `local_rank` which of them this is; `name` is the group under which their
-// symmetric memory meets. A flight has `flags` flags on each rank.
-std::unique_ptr<HostWorkspace> make_symmetric_workspace(GroupContext& context, const std::string& name,
+// ranks in the group, in order, and `local_rank` which of them this is; `group` is theirs. A flight has
+// `flags` flags on each rank.
+std::unique_ptr<HostWorkspace> make_symmetric_workspace(GroupContext& context,
+                                                        std::unique_ptr<WorkspaceGroup> group,
                                                         std::vector<int> ranks, int local_rank, int flags);
 
 // For a rank that is alone on its host.

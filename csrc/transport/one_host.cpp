@@ -118,11 +118,11 @@ class OneHostScatter : public ScatterFlight {
 
 class OneHostTransport : public Transport {
  public:
-  OneHostTransport(GroupContext& context, const std::string& workspace) : Transport(context) {
+  OneHostTransport(GroupContext& context, std::unique_ptr<WorkspaceGroup> group) : Transport(context) {
     std::vector<int> ranks(context.world_size);
     std::iota(ranks.begin(), ranks.end(), 0);
-    workspace_ =
-        make_symmetric_workspace(context, workspace, std::move(ranks), context.rank, 2 * context.world_size);
+    workspace_ = make_symmetric_workspace(context, std::move(group), std::move(ranks), context.rank,
+                                          2 * context.world_size);
   }
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override {
@@ -150,8 +150,9 @@ class OneHostTransport : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_one_host_transport(GroupContext& context, const std::string& workspace) {
-  return std::make_unique<OneHostTransport>(context, workspace);
+std::unique_ptr<Transport> make_one_host_transport(GroupContext& context,
+                                                   std::unique_ptr<WorkspaceGroup> group) {
+  return std::make_unique<OneHostTransport>(context, std::move(group));
 }
 
 }  // namespace pyruntime

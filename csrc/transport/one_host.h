@@ -5,10 +5,12 @@
 #include <memory>
 
 #include "transport/transport.h"
+#include "transport/workspace_group.h"
 
 namespace pyruntime {
 
 // Collective over the group.
-std::unique_ptr<Transport> make_one_host_transport(GroupContext& context, const std::string& workspace);
+std::unique_ptr<Transport> make_one_host_transport(GroupContext& context,
+                                                   std::unique_ptr<WorkspaceGroup> group);
 
 }  // namespace pyruntime

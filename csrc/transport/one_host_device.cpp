@@ -8,7 +8,6 @@
 
 #include "core/chunk_plan.h"
 #include "core/failure_board.h"
-#include "cpu/symmetric_memory.h"
 #include "transport/one_host_device_transport.h"
 #include "transport/rows_held.h"
 
@@ -46,10 +45,11 @@ std::string why_no_multicast(c10::Device device, const DeviceLibrary& library) {
   return "torch finds no support for it in its device, driver and links.";
 }
 
-DeviceTransport::DeviceTransport(GroupContext& context, std::string name, c10::Device device,
-                                 const DeviceLibrary& library, int64_t piece_bytes, Multicast multicast)
+DeviceTransport::DeviceTransport(GroupContext& context, std::unique_ptr<WorkspaceGroup> group,
+                                 c10::Device device, const DeviceLibrary& library, int64_t piece_bytes,
+                                 Multicast multicast)
     : Transport(context),
-      name_(std::move(name)),
+      group_(std::move(group)),
       device_(device),
       library_(library),
       piece_bytes_(piece_bytes > 0 ? piece_bytes : kPieceBytes),
@@ -108,12 +108,11 @@ void DeviceTransport::grow(int64_t bytes, int64_t flags) {
                  rounded_up(bytes, kSlotGranularity)};
   const int64_t total = library_.workspace_bytes(&made->shape);
   library_.check(total < 0 ? static_cast<int>(-total) : PYRUNTIME_OK);
-  const cpu::ScopedSymmetricMemoryDeadline bounded(context_.deadline_seconds);
   made->memory = symm::empty_strided_p2p({total}, {1}, c10::kByte, device_, std::nullopt, std::nullopt);
   library_.check(library_.prepare_workspace(&made->shape, made->memory.data_ptr(), streams_.current()));
   streams_.synchronize();  // prepared before any peer can have its address
   raise_if_failed();       // in the memory before, at which nobody looks from now on
-  made->handle = symm::rendezvous(made->memory, name_);
+  made->handle = group_->rendezvous(made->memory, context_.deadline_seconds);
   made->bases = made->handle->get_buffer_ptrs();
   if (multicast_ != Multicast::kOff) find_multicast(*made);
   workspaces_.push_back(std::move(made));
@@ -212,10 +211,12 @@ std::vector<int64_t> DeviceTransport::rows_held(const FlightDescriptor& descript
   return held;
 }
 
-std::unique_ptr<Transport> make_device_transport(GroupContext& context, const std::string& workspace,
+std::unique_ptr<Transport> make_device_transport(GroupContext& context,
+                                                 std::unique_ptr<WorkspaceGroup> workspace,
                                                  c10::Device device, const DeviceLibrary& library,
                                                  int64_t piece_bytes, Multicast multicast) {
-  return std::make_unique<DeviceTransport>(context, workspace, device, library, piece_bytes, multicast);
+  return std::make_unique<DeviceTransport>(context, std::move(workspace), device, library, piece_bytes,
+                                           multicast);
 }
 
 }  // namespace pyruntime

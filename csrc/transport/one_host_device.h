@@ -14,6 +14,7 @@
 #include "transport/device_library.h"
 #include "transport/multicast.h"
 #include "transport/transport.h"
+#include "transport/workspace_group.h"
 
 namespace pyruntime {
 
@@ -21,10 +22,11 @@ namespace pyruntime {
 // is known when they map memory.
 std::string why_no_multicast(c10::Device device, const DeviceLibrary& library);
 
-// Collective over the group, with its first op. `workspace` is the group under which its symmetric memory
-// meets; `library` outlives the transport; `piece_bytes`: how much of a rank's rows is announced at once to a
-// product that waits for them, 0 for a default. `multicast`: off where a rank's device cannot.
-std::unique_ptr<Transport> make_device_transport(GroupContext& context, const std::string& workspace,
+// Collective over the group, with its first op. `workspace` is of its ranks; `library` outlives the
+// transport; `piece_bytes`: how much of a rank's rows is announced at once to a product that waits for them,
+// 0 for a default. `multicast`: off where a rank's device cannot.
+std::unique_ptr<Transport> make_device_transport(GroupContext& context,
+                                                 std::unique_ptr<WorkspaceGroup> workspace,
                                                  c10::Device device, const DeviceLibrary& library,
                                                  int64_t piece_bytes, Multicast multicast);
 

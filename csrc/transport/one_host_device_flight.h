@@ -59,7 +59,11 @@ class DeviceFlight {
   at::Tensor view(char* memory, const Chunk& chunk) const {
     const auto options = at::TensorOptions().dtype(descriptor_.scalar_type()).device(transport_.device_);
     if (chunk.rows * descriptor_.row_elements() == 0) return at::empty(descriptor_.sizes_of(chunk), options);
-    return at::from_blob(memory, descriptor_.sizes_of(chunk), options);
+    // Told where it lies, torch does not ask the driver, for every chunk and while a graph is captured.
+    return at::for_blob(memory, descriptor_.sizes_of(chunk))
+        .options(options)
+        .target_device(transport_.device_)
+        .make_tensor();
   }
 
   // Puts what the caller's stream has written so far; nearest peer first, where it goes to all.

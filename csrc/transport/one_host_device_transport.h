@@ -17,6 +17,7 @@
 #include "transport/fused_product.h"
 #include "transport/multicast.h"
 #include "transport/transport.h"
+#include "transport/workspace_group.h"
 
 namespace pyruntime {
 
@@ -36,8 +37,8 @@ struct DeviceWorkspace {
 
 class DeviceTransport : public Transport {
  public:
-  DeviceTransport(GroupContext& context, std::string name, c10::Device device, const DeviceLibrary& library,
-                  int64_t piece_bytes, Multicast multicast);
+  DeviceTransport(GroupContext& context, std::unique_ptr<WorkspaceGroup> group, c10::Device device,
+                  const DeviceLibrary& library, int64_t piece_bytes, Multicast multicast);
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
@@ -83,7 +84,7 @@ class DeviceTransport : public Transport {
   // Looks at what the device had written down by the end of a flight that is over.
   void raise_if_failed();
 
-  std::string name_;
+  std::unique_ptr<WorkspaceGroup> group_;
   c10::Device device_;
   const DeviceLibrary& library_;
   int64_t piece_bytes_;

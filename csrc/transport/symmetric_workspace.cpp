@@ -14,7 +14,6 @@
 #include "core/failure_board.h"
 #include "core/late_report.h"
 #include "cpu/host_process.h"
-#include "cpu/symmetric_memory.h"
 #include "transport/host_workspace.h"
 
 namespace pyruntime {
@@ -90,10 +89,10 @@ class SymmetricFlight : public HostFlight {
 
 class SymmetricWorkspace : public HostWorkspace {
  public:
-  SymmetricWorkspace(GroupContext& context, std::string name, std::vector<int> ranks, int local_rank,
-                     int flags)
+  SymmetricWorkspace(GroupContext& context, std::unique_ptr<WorkspaceGroup> group, std::vector<int> ranks,
+                     int local_rank, int flags)
       : context_(context),
-        name_(std::move(name)),
+        group_(std::move(group)),
         ranks_(std::move(ranks)),
         local_rank_(local_rank),
         size_(static_cast<int>(ranks_.size())) {
@@ -145,11 +144,10 @@ class SymmetricWorkspace : public HostWorkspace {
   const ControlBlock& own() const { return blocks_[local_rank_]; }
 
   Slot allocate(int64_t bytes) {
-    const cpu::ScopedSymmetricMemoryDeadline bounded(context_.deadline_seconds);
     const ScopedWaitCheck peers_live([this] { check_all_peers(); });
     Slot slot;
     slot.memory = symm::empty_strided_p2p({bytes}, {1}, c10::kByte, c10::kCPU, std::nullopt, std::nullopt);
-    slot.handle = symm::rendezvous(slot.memory, name_);
+    slot.handle = group_->rendezvous(slot.memory, context_.deadline_seconds);
     slot.buffers = slot.handle->get_buffer_ptrs();
     slot.bytes = bytes;
     return slot;
@@ -253,7 +251,7 @@ class SymmetricWorkspace : public HostWorkspace {
   }
 
   GroupContext& context_;
-  std::string name_;
+  std::unique_ptr<WorkspaceGroup> group_;
   std::vector<int> ranks_;  // of the group, by rank on this host
   int local_rank_;
   int size_;
@@ -311,9 +309,10 @@ void SymmetricFlight::finish() {
 
 }  // namespace
 
-std::unique_ptr<HostWorkspace> make_symmetric_workspace(GroupContext& context, const std::string& name,
+std::unique_ptr<HostWorkspace> make_symmetric_workspace(GroupContext& context,
+                                                        std::unique_ptr<WorkspaceGroup> group,
                                                         std::vector<int> ranks, int local_rank, int flags) {
-  return std::make_unique<SymmetricWorkspace>(context, name, std::move(ranks), local_rank, flags);
+  return std::make_unique<SymmetricWorkspace>(context, std::move(group), std::move(ranks), local_rank, flags);
 }
 
 }  // namespace pyruntime

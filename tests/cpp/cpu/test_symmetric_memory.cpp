@@ -1,8 +1,10 @@
 // Symmetric memory between forked processes, without Python: the store is a file.
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
@@ -37,18 +39,25 @@ class MeetingPoint {
   }
   MeetingPoint(const MeetingPoint&) = delete;
   MeetingPoint& operator=(const MeetingPoint&) = delete;
-  ~MeetingPoint() { std::filesystem::remove(path_); }
+  ~MeetingPoint() {
+    for (const char* name : kGroups) c10d::unregister_process_group(name);
+    std::filesystem::remove(path_);
+  }
 
   // Makes this process rank `rank` of group "group" and of group "other".
   c10::intrusive_ptr<c10d::Store> join(int rank, int ranks) const {
     const auto store = c10::make_intrusive<c10d::FileStore>(path_, ranks);
-    symm::set_group_info("group", rank, ranks, store);
-    symm::set_group_info("other", rank, ranks, store);
+    for (const char* name : kGroups) {
+      groups_.push_back(c10::make_intrusive<c10d::ProcessGroup>(store, rank, ranks));
+      c10d::register_process_group(name, groups_.back());  // which holds no reference
+    }
     return store;
   }
 
  private:
   std::string path_;
+  static constexpr std::array<const char*, 2> kGroups{"group", "other"};
+  mutable std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
 };
 
 at::Tensor symmetric_floats(int64_t count) {

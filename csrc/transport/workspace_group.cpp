@@ -1,0 +1,128 @@
+#include "transport/workspace_group.h"
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "core/deadline.h"
+#include "core/error.h"
+#include "core/store.h"
+#include "cpu/symmetric_memory.h"
+
+namespace pyruntime {
+
+namespace {
+
+bool is_number(const std::string& text) {
+  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
+}
+
+}  // namespace
+
+// A part of the job's store for one workspace.
+//
+// torch's symmetric memory of CUDA exchanges what it has to tell under WHAT/NUMBER/RANK, where NUMBER counts
+// the exchanges of the process, in whichever groups they were. Ranks that are in different groups have
+// counted differently, and would wait for each other's keys for ever; groups that share a store would read
+// each other's. Here keys begin with the workspace's name and NUMBER counts its own exchanges.
+class WorkspaceStore : public c10d::Store {
+ public:
+  WorkspaceStore(c10::intrusive_ptr<c10d::Store> store, std::string group, int rank)
+      : store_(std::move(store)), group_(std::move(group)), rank_(rank) {}
+
+  using c10d::Store::compareSet;
+  using c10d::Store::set;
+
+  // Of every wait from now on, whatever torch asks for: its own is minutes, and ends for no other reason.
+  void set_deadline_seconds(double seconds) { deadline_seconds_ = seconds; }
+
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    auto copy = c10::make_intrusive<WorkspaceStore>(store_->clone(), group_, rank_);
+    copy->deadline_seconds_ = deadline_seconds_;
+    copy->exchange_ = exchange_;
+    copy->exchanges_ = exchanges_;
+    return copy;
+  }
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    store_->set(own(key), value);
+  }
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override {
+    return store_->compareSet(own(key), expected, desired);
+  }
+  std::vector<uint8_t> get(const std::string& key) override {
+    await(key);
+    return store_->get(own(key));
+  }
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    std::vector<std::vector<uint8_t>> values;
+    for (const std::string& key : keys) values.push_back(get(key));
+    return values;
+  }
+  int64_t add(const std::string& key, int64_t value) override { return store_->add(own(key), value); }
+  bool deleteKey(const std::string& key) override { return store_->deleteKey(own(key)); }
+  bool check(const std::vector<std::string>& keys) override {
+    std::vector<std::string> owned;
+    for (const std::string& key : keys) owned.push_back(own(key));
+    return store_->check(owned);
+  }
+  int64_t getNumKeys() override { return store_->getNumKeys(); }
+  void wait(const std::vector<std::string>& keys) override {
+    for (const std::string& key : keys) await(key);
+  }
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& /*timeout*/) override {
+    wait(keys);
+  }
+
+ private:
+  std::string own(const std::string& key) {
+    const std::string prefix = "pyruntime/workspace/" + group_ + "/";
+    const size_t slash = key.find('/');
+    if (slash == std::string::npos) return prefix + key;
+    const size_t end = std::min(key.find('/', slash + 1), key.size());
+    const std::string number = key.substr(slash + 1, end - slash - 1);
+    if (!is_number(number)) return prefix + key;
+    // An exchange is over on a rank before it begins the next.
+    if (std::exchange(exchange_, number) != number) ++exchanges_;
+    return prefix + key.substr(0, slash + 1) + std::to_string(exchanges_) + key.substr(end);
+  }
+
+  void await(const std::string& key) {
+    if (await_key(*store_, own(key), deadline_seconds_)) return;
+    raise_comm_error(CommErrorKind::kTimeout,
+                     "rendezvous on group '" + group_ + "', rank " + std::to_string(rank_) +
+                         ": a rank did not come within " + std::to_string(deadline_seconds_) + " s ('" + key +
+                         "' is not in the store); all ranks must allocate and rendezvous in the same order.");
+  }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::string group_;
+  int rank_;
+  double deadline_seconds_ = kDefaultDeadlineSeconds;
+  std::string exchange_;  // torch's number of the last one
+  uint64_t exchanges_ = 0;
+};
+
+WorkspaceGroup::WorkspaceGroup(std::string name, int rank, int world_size,
+                               c10::intrusive_ptr<c10d::Store> store)
+    : name_(std::move(name)),
+      store_(c10::make_intrusive<WorkspaceStore>(std::move(store), name_, rank)),
+      process_group_(c10::make_intrusive<c10d::ProcessGroup>(store_, rank, world_size)) {
+  c10d::register_process_group(name_, process_group_);
+}
+
+// Nothing is missing where destroy_process_group() has forgotten all groups before.
+WorkspaceGroup::~WorkspaceGroup() {
+  c10d::unregister_process_group(name_);
+}
+
+c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> WorkspaceGroup::rendezvous(
+    const at::Tensor& memory, double seconds) const {
+  const cpu::ScopedSymmetricMemoryDeadline bounded(seconds);
+  store_->set_deadline_seconds(seconds);
+  return c10d::symmetric_memory::rendezvous(memory, name_);
+}
+
+}  // namespace pyruntime
