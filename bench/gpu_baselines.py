@@ -78,17 +78,18 @@ def gemm(cupy: Any, x: Tensor, weight: Tensor, out: Tensor) -> Callable[[], None
     one, zero = numpy.array(1, numpy.float32), numpy.array(0, numpy.float32)
 
     def run() -> None:
-        cublas.setStream(handle, stream() or 0)
-        cublas.gemmEx(
-            handle,
-            cublas.CUBLAS_OP_T,
-            cublas.CUBLAS_OP_N,
-            *(n, m, k, one.ctypes.data),
-            *(weight.data_ptr(), BF16_OF_CUDA, k),
-            *(x.data_ptr(), BF16_OF_CUDA, k, zero.ctypes.data),
-            *(out.data_ptr(), BF16_OF_CUDA, n),
-            *(FP32_COMPUTE, DEFAULT_GEMM),
-        )
+        # Before each call cupy gives the handle what it holds for the current stream.
+        with cupy.cuda.ExternalStream(stream() or 0):
+            cublas.gemmEx(
+                handle,
+                cublas.CUBLAS_OP_T,
+                cublas.CUBLAS_OP_N,
+                *(n, m, k, one.ctypes.data),
+                *(weight.data_ptr(), BF16_OF_CUDA, k),
+                *(x.data_ptr(), BF16_OF_CUDA, k, zero.ctypes.data),
+                *(out.data_ptr(), BF16_OF_CUDA, n),
+                *(FP32_COMPUTE, DEFAULT_GEMM),
+            )
 
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import Any
 
 import torch
@@ -26,9 +27,19 @@ def here() -> dict[str, Any]:
             "memory_bytes": properties.total_memory,
             "l2_bytes": properties.L2_cache_size,
             "cuda_of_torch": torch.version.cuda,
+            "driver": driver(),
             "is_hopper": (properties.major, properties.minor) == (9, 0),
         }
     return found
+
+
+def driver() -> str:
+    """Version of NVIDIA's driver, as its own tool tells it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown: {error}"
 
 
 def load(emit: Emit) -> None:

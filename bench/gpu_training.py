@@ -62,7 +62,8 @@ class Step:
     """One training step of our Llama on `device`, over the same tokens each time."""
 
     def __init__(self, size: Size, device: str):
-        self.model = Llama(size.model, dtype=torch.bfloat16, device=device, seed=0)
+        self.model = Llama(size.model, dtype=torch.bfloat16, device=device, seed=None)
+        draw_weights(self.model, device)
         self.optimizer = AdamW(self.model, SETTINGS)
         self.ids, self.labels = tokens_of(size, device)
         self.loss = torch.zeros((), device=device)
@@ -107,6 +108,18 @@ class Step:
         return clip_on_device(self.optimizer.squared_norm().sqrt(), CLIP)
 
 
+@torch.no_grad()
+def draw_weights(model: Llama, device: str) -> None:
+    """The same in every call, drawn on the device: `Llama` itself draws on the CPU, of which a billion take
+    longer than what is measured."""
+    draw = torch.Generator(device).manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() < 2:
+            parameter.fill_(1.0)  # of norms
+        else:
+            parameter.normal_(0.0, model.config.initializer_range, generator=draw)
+
+
 def tokens_of(size: Size, device: str) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
     shape = (size.sequences, size.seq_len + 1)
@@ -129,7 +142,9 @@ def graph(size: Size, device: str) -> tuple[Callable[[], None], list[float]]:
 
 
 def plain(size: Size, device: str) -> tuple[Callable[[], None], list[float]]:
-    model, config = plain_model(size).to(device), size.model
+    with torch.device(device):  # where its weights are drawn
+        model = plain_model(size)
+    config = size.model
     assert config.tie_word_embeddings
     settings = {"lr": SETTINGS.lr, "betas": (SETTINGS.beta1, SETTINGS.beta2), "eps": SETTINGS.eps}
     step = PlainStep(model, {**settings, "weight_decay": SETTINGS.weight_decay}, clip=CLIP)

@@ -40,7 +40,7 @@ RESULTS = ROOT / "bench" / "results"
 BUDGET_S = 560.0
 COLD_IMPORT_S = 150.0  # of torch, from a disk that has not read it yet
 BUILDS = {"core": "core", "portable kernels": "portable", "hopper kernels": "hopper"}
-WANTED_PACKAGES = ("torch", "pytest", "ninja", "pybind11", "setuptools", "numpy", "tokenizers", "safetensors")
+WANTED_PACKAGES = ("torch", "pytest", "ninja", "setuptools", "numpy", "tokenizers", "safetensors")
 
 
 def device() -> dict[str, Any]:

@@ -133,10 +133,8 @@ class Machine:
         environment = os.environ | {
             "PYTHONPATH": str(self.folder / "packages"),
             "CUDA_HOME": str(self.folder / "cuda"),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "GATE": gate,
         }
-        environment.pop("TORCH_CUDA_ARCH_LIST", None)
         command = [sys.executable, str(self.folder / "tools" / "gpu_check.py"), *arguments]
         return subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,5 +1,6 @@
 """Raw cuBLAS and NCCL in bench/gpu.py: absent with a sentence, and operands as cuBLAS counts them."""
 
+import contextlib
 import ctypes
 import sys
 from pathlib import Path
@@ -28,14 +29,30 @@ def test_without_cupy_there_is_a_note(baselines, monkeypatch):
     assert said[0]["text"].startswith("baselines: no cupy (")
 
 
+class Streams:
+    """cupy's idea of the current stream."""
+
+    def __init__(self) -> None:
+        self.current = -1
+
+    @contextlib.contextmanager
+    def ExternalStream(self, pointer: int):
+        self.current, before = pointer, self.current
+        yield
+        self.current = before
+
+
 class ColumnMajor:
-    """cublasGemmEx in words: C [m, n] = op(A) op(B), columns first, on the CPU and in fp32."""
+    """cublasGemmEx in words: C [m, n] = op(A) op(B), columns first, on the CPU and in fp32. As cupy has it,
+    on cupy's current stream, whatever stream the handle had."""
 
     CUBLAS_OP_N, CUBLAS_OP_T = 0, 1
 
-    def setStream(self, handle: int, stream: int) -> None: ...
+    def __init__(self, streams: Streams) -> None:
+        self.streams, self.ran_on = streams, -1
 
     def gemmEx(self, handle, ta, tb, m, n, k, alpha, a, _a, lda, b, _b, ldb, beta, c, _c, ldc, compute, algo):
+        self.ran_on = self.streams.current
         left = self.matrix(a, lda, k if ta else m, m if ta else k)
         right = self.matrix(b, ldb, n if tb else k, k if tb else n)
         product = (left.T if ta else left) @ (right.T if tb else right)
@@ -49,11 +66,18 @@ class ColumnMajor:
         return ctypes.c_float.from_address(pointer).value
 
 
-def test_cublas_is_given_the_operands_of_the_product(baselines):
-    cuda = SimpleNamespace(cublas=ColumnMajor(), device=SimpleNamespace(get_cublas_handle=lambda: 0))
+def test_cublas_is_given_the_operands_of_the_product_on_torchs_stream(baselines, monkeypatch):
+    monkeypatch.setattr(baselines, "stream", lambda: 1234)
+    streams = Streams()
+    cuda = SimpleNamespace(
+        cublas=ColumnMajor(streams),
+        device=SimpleNamespace(get_cublas_handle=lambda: 0),
+        ExternalStream=streams.ExternalStream,
+    )
     x, weight, out = torch.randn(7, 5), torch.randn(3, 5), torch.full((7, 3), float("nan"))
     baselines.gemm(SimpleNamespace(cuda=cuda), x, weight, out)()
     torch.testing.assert_close(out, x @ weight.t())
+    assert cuda.cublas.ran_on == 1234 and streams.current == -1
 
 
 def test_baselines_have_a_table(baselines):

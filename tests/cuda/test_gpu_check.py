@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import sys
 import time
 import zipfile
@@ -173,7 +172,7 @@ def test_a_build_runs_beside_tests_that_do_not_need_it_and_beside_no_benchmark(t
         saying("test", "test"),
     )
     order = (tmp_path / "order").read_text().splitlines()
-    assert order == ["build", "test", "built", "needs it", "bench"]
+    assert (set(order[:2]), order[2:]) == ({"build", "test"}, ["built", "needs it", "bench"])
 
 
 @pytest.mark.parametrize("ends", ["os.abort()", "time.sleep(100)"])
@@ -215,7 +214,7 @@ def test_stages_are_all_that_there_is_to_do_and_fit_their_calls(tools, tmp_path)
     assert sum(made.limit_s for made in stages if made.kind == "bench") <= budget - 30
     assert sum(made.limit_s for made in stages if made.kind == "sanitize") <= budget - 30
     kernels = next(made for made in stages if made.name == "portable kernels")
-    assert kernels.environment["TORCH_CUDA_ARCH_LIST"] in ("9.0a", os.environ.get("TORCH_CUDA_ARCH_LIST"))
+    assert kernels.environment["TORCH_CUDA_ARCH_LIST"] == "9.0a"
     assert all("--maxfail=6" in made.command for made in stages if made.tests)
     others = tools.stages.Plan(ROOT, tmp_path, (8, 0), "mark").stages()
     (hopper,) = (made for made in others if made.name == "hopper kernels")

@@ -68,7 +68,7 @@ class Plan:
         ]
 
     def builds(self) -> list[Stage]:
-        architecture = os.environ.get("TORCH_CUDA_ARCH_LIST") or own_architecture(self.capability)
+        architecture = own_architecture(self.capability)
         environment = self.environment(MAX_JOBS=_cores(), TORCH_CUDA_ARCH_LIST=architecture)
 
         def stage(name: str, what: str, limit_s: float, **more: Any) -> Stage:
@@ -110,15 +110,19 @@ class Plan:
         facts = self.logs / f"tests {name}.facts"
         command = (sys.executable, "-m", "pytest", "-p", "tools.gpu.pytest_facts", "--facts", str(facts))
         command += ("-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider", f"--maxfail={MOST_FAILURES}")
-        # References are made on the CPU; where ranks are processes each keeps to one thread.
+        # References are made on the CPU; where ranks are processes each keeps to one thread. Where they are
+        # streams of one process, none may have to share a queue with another that it waits for.
         threads = "1" if name.partition(",")[0] in LIMITS else str(min(8, int(_cores())))
+        queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if path == HOPPER_TESTS else {}
+        # Plugins that happen to be installed import what takes seconds.
+        alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         return Stage(
             f"tests {name}",
             "test",
             (*command, path, "-k", chosen),
             limit_s,
             needs,
-            self.environment(OMP_NUM_THREADS=threads),
+            self.environment(OMP_NUM_THREADS=threads, **queues, **alone),
             absent,
             facts,
             tests=True,

@@ -1,0 +1,93 @@
+"""The source distribution has all that an installation from it needs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tools.build_cuda import ROOT
+
+COMPILER = """#!/bin/sh
+# Compiles nothing: looks whether its sources are there, and makes what it is asked for.
+for argument; do
+  case "$last" in -o) made=$argument;; -c) source=$argument;; -MF) needed=$argument;; esac
+  last=$argument
+done
+test -n "$made" || exec c++ "$@"
+test -z "$source" || test -f "$source" || exit 1
+test -z "$needed" || echo "$made: $source" > "$needed"
+: > "$made"
+"""
+
+
+def run(*command: str | Path, **more) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **more
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    # A list of files that an earlier build left in the source folder would hide what MANIFEST.in lacks.
+    run(sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder, "sdist", "-d", folder, cwd=ROOT)
+    (made,) = folder.glob("pyruntime-*.tar.gz")
+    return made
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist) -> Path:
+    with tarfile.open(sdist) as file:
+        file.extractall(sdist.parent, filter="data")
+    return sdist.parent / sdist.name.removesuffix(".tar.gz")
+
+
+def test_it_has_every_source_of_the_core_and_of_the_kernels(unpacked):
+    for top in ("csrc", "hip"):
+        wanted = {path.relative_to(ROOT) for path in (ROOT / top).rglob("*") if path.is_file()}
+        assert wanted == {
+            path.relative_to(unpacked) for path in (unpacked / top).rglob("*") if path.is_file()
+        }
+    for name in ("build_cuda", "build_hip"):
+        program = f"from tools import {name}; assert all(path.is_file() for _, path, _ in {name}.sources())"
+        run(sys.executable, "-c", program, cwd=unpacked)
+
+
+def install(sdist: Path, target: Path, **environment: str) -> None:
+    # pip's own folder, or the sources here would be found beside it.
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation")
+    pip += ("--no-compile",)
+    run(*pip, "--target", target, sdist, cwd=sdist.parent, env=os.environ | environment)
+
+
+def test_pip_installs_from_it(sdist, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    compilers = dict.fromkeys(("CC", "CXX", "LDSHARED", "LDCXXSHARED"), str(compiler))
+    install(sdist, tmp_path / "site", CUDA_HOME=str(tmp_path), CCACHE_DISABLE="1", **compilers)
+    installed, package = tmp_path / "site" / "pyruntime", ROOT / "pyruntime"
+    for ending in ("*.py", "*.toml"):
+        wanted = {path.relative_to(package) for path in package.rglob(ending)}
+        assert wanted <= {path.relative_to(installed) for path in installed.rglob(ending)}
+    assert list(installed.glob("_C*.so"))
+    headers = installed / "cuda" / "headers"  # what tile variants are compiled of
+    assert (headers / "csrc/cuda/portable/tile_gemm.cuh").exists() and (headers / "hip/compat.h").exists()
+
+
+@pytest.mark.install
+def test_what_pip_has_compiled_from_it_computes(sdist, tmp_path):
+    install(sdist, tmp_path / "site")
+    program = (
+        "import pyruntime, torch; assert 'site' in pyruntime.__file__; import pyruntime.ops.layers as layers;"
+    )
+    program += "x = torch.randn(3, 8); print(layers.rms_norm(x, torch.ones(8), 1e-6).shape)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    assert "[3, 8]" in run(sys.executable, "-c", program, cwd=tmp_path, env=environment)
