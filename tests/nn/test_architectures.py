@@ -19,7 +19,13 @@ LATENT = {"*.q_b_proj": "column", "*.kv_b_proj": "column", "*.o_proj": "row"}
 OPT = {"*.[qkv]_proj": "column", "*.out_proj": "row", "*.fc1": "column", "*.fc2": "row"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEEPSEEK = {
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+    **{
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     **{"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
 }
 RIGHT = {
@@ -30,9 +36,21 @@ RIGHT = {
     "DeepseekV3": (LATENT, SHAPE | DEEPSEEK | {"num_key_value_heads": 4}),
 }
 REFUSED = {
-    "Phi3": ({"*.gate_up_proj": "column", "*.down_proj": "row"}, SHAPE, "mlp.gate_up_proj and it does not work"),
-    "Olmo2": ("llama", SHAPE, "model.layers.0.self_attn.q_norm cannot work on a rank's features of model.layers.0"),
-    "GPT2": ("llama", {"n_embd": 32, "n_layer": 1, "n_head": 4}, "GPT2Config of this GPT2LMHeadModel has none"),
+    "Phi3": (
+        {"*.gate_up_proj": "column", "*.down_proj": "row"},
+        SHAPE,
+        "mlp.gate_up_proj and it does not work",
+    ),
+    "Olmo2": (
+        "llama",
+        SHAPE,
+        "model.layers.0.self_attn.q_norm cannot work on a rank's features of model.layers.0",
+    ),
+    "GPT2": (
+        "llama",
+        {"n_embd": 32, "n_layer": 1, "n_head": 4},
+        "GPT2Config of this GPT2LMHeadModel has none",
+    ),
 }
 
 

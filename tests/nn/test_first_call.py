@@ -1,4 +1,4 @@
-"""The first call of a parallel model: models that count heads or split features themselves are mended or refused."""
+"""The first call of a parallel model: what counts heads or splits features itself is mended or refused."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ def mended(group) -> None:
 
 def random_numbers_are_those_of_one_call(group) -> torch.Tensor:
     torch.manual_seed(0)
-    model = parallelize(nn.Sequential(nn.Linear(D, 24), nn.Linear(24, D), nn.Dropout()), group, {"0": "column", "1": "row"})
+    model = parallelize(
+        nn.Sequential(nn.Linear(D, 24), nn.Linear(24, D), nn.Dropout()), group, {"0": "column", "1": "row"}
+    )
     torch.manual_seed(3)
     return model(X).detach()
 
@@ -165,9 +167,21 @@ def test_counts_of_heads_become_a_ranks_own(ranks, world_size):
     ("kind", "plan", "expected"),
     [
         (Fixed, PLAN, "0.out is given other numbers than the whole model's ("),
-        (Fused, {"*gate_up": "column", "*down": "row"}, "between 0.gate_up and it does not work feature by feature"),
-        (Normed, {"*up": "column", "*down": "row"}, "0.norm cannot work on a rank's features of 0.up (RuntimeError"),
-        (Softmaxed, {"*up": "column", "*down": "row"}, "0.down is given other numbers than the whole model's ("),
+        (
+            Fused,
+            {"*gate_up": "column", "*down": "row"},
+            "between 0.gate_up and it does not work feature by feature",
+        ),
+        (
+            Normed,
+            {"*up": "column", "*down": "row"},
+            "0.norm cannot work on a rank's features of 0.up (RuntimeError",
+        ),
+        (
+            Softmaxed,
+            {"*up": "column", "*down": "row"},
+            "0.down is given other numbers than the whole model's (",
+        ),
         (Normed, {"3.down": "row"}, "3.down is a 'row' linear and is given an input of shape [2, 6, 24]"),
         (Normed, {"3.up": "column"}, "3.norm cannot work on a rank's features of 3.up"),
     ],

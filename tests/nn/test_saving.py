@@ -20,7 +20,9 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "o_proj", "gate_proj", "down_pr
 
 def adapted(**options) -> PeftModel:
     """Adapters that do something: B is zeros as peft makes it."""
-    model = get_peft_model(llama(), copy.deepcopy(LORA) if not options else LoraConfig(**LORA.to_dict() | options))
+    model = get_peft_model(
+        llama(), copy.deepcopy(LORA) if not options else LoraConfig(**LORA.to_dict() | options)
+    )
     torch.manual_seed(1)
     for name, p in model.named_parameters():
         if "lora_B" in name:
