@@ -3,11 +3,12 @@
     python tools/check_architectures.py                      # all of them, on two ranks of this machine
     python tools/check_architectures.py --only qwen3 opt --verbose
 
-Every architecture is built small, from its own configuration class, with random weights in every parameter; nothing is
-downloaded. It is cut twice: with plan "llama", and with a mapping guessed from the names of its linears, as a user would
-write it. Then one training step on two CPU ranks is compared with the whole model: loss, logits and every gradient
-(pyruntime.verify). "refused" is an error that pyruntime raises in a sentence; "bare" is any other error; "wrong" is a
-difference that nothing has refused. The exit status is 1 where something is wrong or bare.
+Every architecture is built small, from its own configuration class, with random weights in every parameter;
+nothing is downloaded. It is cut twice: with plan "llama", and with a mapping guessed from the names of its
+linears, as a user would write it. Then one training step on two CPU ranks is compared with the whole model:
+loss, logits and every gradient (pyruntime.verify). "refused" is an error that pyruntime raises in a
+sentence; "bare" is any other error; "wrong" is a difference that nothing has refused. The exit status is 1
+where something is wrong or bare.
 """
 
 from __future__ import annotations
@@ -44,7 +45,17 @@ from pyruntime.nn.verify import VerificationError  # noqa: E402
 RANKS = 2
 CASE_S = 120.0  # an architecture with all plans
 LARGEST = 30_000_000  # parameters; what is still larger than this was not made small
-ENCODERS = ("bert", "roberta", "distilbert", "electra", "albert", "modernbert", "deberta-v2", "xlm-roberta", "mpnet")
+ENCODERS = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "electra",
+    "albert",
+    "modernbert",
+    "deberta-v2",
+    "xlm-roberta",
+    "mpnet",
+)
 SEQ2SEQ = ("t5", "bart", "mbart", "pegasus", "marian", "mt5")
 
 SIZES = {
@@ -52,28 +63,95 @@ SIZES = {
         *("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "word_embed_proj_dim"),
         *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "sliding_window"),
     ),
-    4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
+    4: (
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_heads",
+        "encoder_attention_heads",
+        "decoder_attention_heads",
+    ),
     1: ("n_group", "topk_group", "num_nextn_predict_layers"),
     2: (
-        *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_num_experts_per_tok", "top_k_experts"),
+        *(
+            "num_experts_per_tok",
+            "num_experts_per_token",
+            "moe_topk",
+            "moe_k",
+            "moe_num_experts_per_tok",
+            "top_k_experts",
+        ),
         *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
     ),
-    96: ("intermediate_size", "d_ff", "ffn_dim", "n_inner", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim"),
+    96: (
+        "intermediate_size",
+        "d_ff",
+        "ffn_dim",
+        "n_inner",
+        "hidden_dim",
+        "encoder_ffn_dim",
+        "decoder_ffn_dim",
+    ),
     101: ("vocab_size", "vocab_size_per_layer_input"),
     16: ("head_dim", "d_kv", "attention_head_size", "v_head_dim", "qk_nope_head_dim", "kv_lora_rank"),
-    8: ("qk_rope_head_dim", "rotary_dim", "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+    8: (
+        "qk_rope_head_dim",
+        "rotary_dim",
+        "n_routed_experts",
+        "num_experts",
+        "num_local_experts",
+        "moe_num_experts",
+    ),
     32: ("q_lora_rank", "moe_intermediate_size", "shared_expert_intermediate_size", "index_head_dim"),
 }
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 COLUMN = (
-    *("q_proj", "k_proj", "v_proj", "query", "key", "value", "q_lin", "k_lin", "v_lin", "q", "k", "v", "wq", "wk", "wv"),
+    *(
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "query",
+        "key",
+        "value",
+        "q_lin",
+        "k_lin",
+        "v_lin",
+        "q",
+        "k",
+        "v",
+        "wq",
+        "wk",
+        "wv",
+    ),
     *("qkv_proj", "query_key_value", "Wqkv", "c_attn", "att_proj", "q_b_proj", "kv_b_proj"),
-    *("gate_proj", "up_proj", "gate_up_proj", "fc1", "w1", "w3", "lin1", "wi", "wi_0", "wi_1", "fc_in", "c_fc", "Wi"),
+    *(
+        "gate_proj",
+        "up_proj",
+        "gate_up_proj",
+        "fc1",
+        "w1",
+        "w3",
+        "lin1",
+        "wi",
+        "wi_0",
+        "wi_1",
+        "fc_in",
+        "c_fc",
+        "Wi",
+    ),
     *("dense_h_to_4h", "intermediate.dense", "linear_in", "ffn"),
 )
 ROW = (
     *("o_proj", "out_proj", "out_lin", "o", "wo", "down_proj", "fc2", "w2", "lin2", "fc_out", "c_proj", "Wo"),
-    *("dense_4h_to_h", "output.dense", "linear_out", "ffn_output", "attention.dense", "self_attention.dense", "self_attn.dense"),
+    *(
+        "dense_4h_to_h",
+        "output.dense",
+        "linear_out",
+        "ffn_output",
+        "attention.dense",
+        "self_attention.dense",
+        "self_attn.dense",
+    ),
 )
 
 
@@ -93,7 +171,10 @@ def build(class_name: str) -> nn.Module:
     cls = getattr(transformers, class_name)
     config = cls.config_class()
     shrink(config)
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        and getattr(config, "decoder_start_token_id", None) is None
+    ):
         config.decoder_start_token_id = 0
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -117,7 +198,9 @@ def shrink(config: Any) -> None:
             unset = name in values and values[name] is None and "expert" in name
             if unset or (isinstance(values.get(name), int) and not isinstance(values[name], bool)):
                 assign(config, name, int(size))
-    if isinstance(values.get("head_dim"), int) and "qk_rope_head_dim" in values:  # deepseek: only what rotates
+    if (
+        isinstance(values.get("head_dim"), int) and "qk_rope_head_dim" in values
+    ):  # deepseek: only what rotates
         assign(config, "head_dim", 8)
     for name in KEY_VALUE_HEADS:
         if isinstance(values.get(name), int):
@@ -219,9 +302,13 @@ def run_case(class_name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
             os.waitpid(child, 0)
     os.close(read)
     if len(answers) < RANKS:
-        return dict.fromkeys(plans, ("bare", f"only {len(answers)} of {RANKS} ranks answered within {CASE_S:g} s"))
+        return dict.fromkeys(
+            plans, ("bare", f"only {len(answers)} of {RANKS} ranks answered within {CASE_S:g} s")
+        )
     order = ("wrong", "bare", "not built", "not run", "refused", "right")
-    return {plan: tuple(min((a[plan] for a in answers), key=lambda said: order.index(said[0]))) for plan in plans}
+    return {
+        plan: tuple(min((a[plan] for a in answers), key=lambda said: order.index(said[0]))) for plan in plans
+    }
 
 
 def fork(rank: int, store: str, case: tuple[str, list[str]], answer: int) -> int:
@@ -255,7 +342,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="model types (default: all)")
     parser.add_argument("--plans", nargs="*", default=["llama", "guessed"], choices=["llama", "guessed"])
     parser.add_argument("--seconds", type=float, default=3600.0, help="budget; what is left then is not run")
-    parser.add_argument("--verbose", action="store_true", help="say why, for every architecture that is not right")
+    parser.add_argument(
+        "--verbose", action="store_true", help="say why, for every architecture that is not right"
+    )
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -264,13 +353,20 @@ def main() -> int:
     names: dict[str, dict[str, list[str]]] = {plan: defaultdict(list) for plan in args.plans}
     for model_type, class_name in chosen.items():
         left = time.monotonic() < until
-        said = run_case(class_name, args.plans) if left else dict.fromkeys(args.plans, ("not run", "no time left"))
+        said = (
+            run_case(class_name, args.plans)
+            if left
+            else dict.fromkeys(args.plans, ("not run", "no time left"))
+        )
         for plan, (status, why) in said.items():
             names[plan][status].append(model_type)
             if args.verbose and status != "right":
                 print(f"{plan:8} {model_type:24} {status:10} {why}", flush=True)
     for plan, lists in names.items():
-        print(f"\nplan {plan!r}, {RANKS} ranks, transformers {transformers.__version__}, {len(chosen)} architectures")
+        print(
+            f"\nplan {plan!r}, {RANKS} ranks, transformers {transformers.__version__}, {len(chosen)} "
+            "architectures"
+        )
         for status in ("right", "refused", "wrong", "bare", "not run", "not built"):
             print(f"  {status:10} {len(lists[status]):4}  {' '.join(lists[status])}")
     return int(any(lists["wrong"] or lists["bare"] for lists in names.values()))

@@ -1,35 +1,33 @@
 """The first call of a model that parallelize() has cut: the same numbers as whole, or a refusal.
 
-What stands between a column and a row linear is the model's own code, and only running it tells whether it works
-on a rank's features as it does on all of them: a view with the whole number of heads, or a chunk of a fused
-linear, goes through and computes something else. So the first forward in training, and the first in evaluation,
-runs twice more without gradients: with whole weights, gathered layer by layer, and with this rank's shards. Both
-times every row linear is given the whole weights' output, so the inputs of each region are bitwise the same, and
-its result, the row linear's input, is compared by random projections. Dropout is off, and buffers, random
-numbers and arguments are given back as they were.
+What stands between a column and a row linear is the model's own code, and only running it tells whether it
+works on a rank's features as it does on all of them: a view with the whole number of heads, or a chunk of a
+fused linear, goes through and computes something else. So the first forward in training, and the first in
+evaluation, runs twice more without gradients: with whole weights, gathered layer by layer, and with this
+rank's shards. Both times every row linear is given the whole weights' output, so the inputs of each region
+are bitwise the same, and its result, the row linear's input, is compared by random projections. Dropout is
+off, and buffers, random numbers and arguments are given back as they were.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyruntime import ops
+from pyruntime.comm import CommError
 from pyruntime.nn import heads
 from pyruntime.nn.gather import gather_shard
 from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from pyruntime.nn.regions import Region
+from pyruntime.nn.rehearsal import TOLERANCES, copied, differs, forwards, tensors_of, untouched
 
 _DIRECTIONS = 8  # random projections of a row linear's input
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}  # of the norm; half precisions: 0.05
 
 
 class FirstCall:
@@ -49,7 +47,7 @@ class _Call:
 
     layer: ParallelLinear
     shape: tuple[int, ...] = ()
-    print: Tensor | None = None  # of a row linear's input
+    print: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # of a row linear's input
     tolerance: float = 0.0
 
 
@@ -62,20 +60,20 @@ class Mismatch:
 
 
 def _check_first_call(hook: FirstCall, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    layers = watched(module)
-    if any(layer.region.in_check for layer in layers):
+    watched = _watched(module)
+    if any(region.in_check for _, region in watched):
         return
     mode = module.training
-    if not all(mode in layer.region.checked for layer in layers):
-        for layer in layers:
-            layer.region.in_check = True
+    if not all(mode in region.checked for _, region in watched):
+        for _, region in watched:
+            region.in_check = True
         try:
-            _check(module, layers, args, kwargs)
+            _check(module, [layer for layer, _ in watched], args, kwargs)
         finally:
-            for layer in layers:
-                layer.region.in_check = False
-        for layer in layers:
-            layer.region.checked.add(mode)
+            for _, region in watched:
+                region.in_check = False
+        for _, region in watched:
+            region.checked.add(mode)
     hook.seen.add(mode)
 
 
@@ -86,17 +84,17 @@ _first_call = torch.compiler.disable(
 )
 
 
-def watched(module: nn.Module) -> list[ParallelLinear]:
-    """The linears below `module` that parallelize() made."""
-    return [m for m in module.modules() if isinstance(m, ParallelLinear) and m.region is not None]
+def _watched(module: nn.Module) -> list[tuple[ParallelLinear, Region]]:
+    """The linears below `module` that parallelize() made, each with what it knows of its region."""
+    return [(m, m.region) for m in module.modules() if isinstance(m, ParallelLinear) and m.region is not None]
 
 
 def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs: dict) -> None:
     """Raises ValueError on every rank where one of them finds a mismatch that no head count mends."""
 
-    def run(forwards: Callable[[ParallelLinear], Callable]) -> Any:
-        with _untouched(module), _forwards(layers, forwards):
-            return module(*_copied(args), **_copied(kwargs))
+    def run(forward_of: Callable[[ParallelLinear], Callable]) -> Any:
+        with untouched(module), forwards(layers, forward_of):
+            return module(*copied(args), **copied(kwargs))
 
     whole = _WholeRun()
     with heads.whole(module):
@@ -106,6 +104,8 @@ def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs:
         cut = _CutRun(whole)
         try:
             found = run(cut.forward_of)
+        except (CommError, torch.OutOfMemoryError):  # says nothing of the plan
+            raise
         except _OutOfStep as error:
             return cut.mismatch() or Mismatch(str(error), tuple(layers))
         except Exception as error:
@@ -134,7 +134,9 @@ def _agreed(mismatch: Mismatch | None, layers: list[ParallelLinear]) -> Mismatch
     if mismatch is not None:
         return Mismatch(mismatch.message, there)
     names = ", ".join(layer.label for layer in there)
-    return Mismatch(f"Rank {failed[0]} computes other numbers around {names} than the whole model does.", there)
+    return Mismatch(
+        f"Rank {failed[0]} computes other numbers around {names} than the whole model does.", there
+    )
 
 
 class _WholeRun:
@@ -184,8 +186,10 @@ class _CutRun:
         number = len(self.rows)
         if number >= len(self.whole.calls) or self.whole.calls[number].layer is not layer:
             raise _OutOfStep(
-                f"{layer.label} is called in another order with the plan than without, so what the model does "
-                "depends on activations that are cut; leave it and the column linears before it out of the plan."
+                f"{layer.label} is called in another order with the plan than without, so what the model "
+                "does "
+                "depends on activations that are cut; leave it and the column linears before it out of the "
+                "plan."
             )
         self.calls.append(_noted(layer, x))
         self.rows.append(self.calls[-1])
@@ -209,14 +213,17 @@ class _CutRun:
                 feeding = self._before(mine)
                 if not feeding:
                     return Mismatch(
-                        f"{mine.layer.label} is a 'row' linear and is given {difference}: no 'column' linear's "
+                        f"{mine.layer.label} is a 'row' linear and is given {difference}: no 'column' "
+                        "linear's "
                         "output reaches it; name the linears that feed it in the plan, or leave it out.",
                         (mine.layer,),
                     )
                 names = ", ".join(layer.label for layer in feeding) or "what is before it"
                 return Mismatch(
-                    f"With the plan, {mine.layer.label} is given {difference}: what stands between {names} and it "
-                    "does not work feature by feature or head by head (a view with the whole number of heads? a "
+                    f"With the plan, {mine.layer.label} is given {difference}: what stands between {names} "
+                    "and it "
+                    "does not work feature by feature or head by head (a view with the whole number of "
+                    "heads? a "
                     "fused linear that is split afterwards?); leave them out of the plan.",
                     (*feeding, mine.layer),
                 )
@@ -229,8 +236,10 @@ class _CutRun:
         place = _place_of(error, module)
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return Mismatch(
-            f"{place} cannot work on a rank's features of {names} ({type(error).__name__}: {first_line}): it needs "
-            "all of them, or counts heads or features of the whole model; leave those linears out of the plan, or "
+            f"{place} cannot work on a rank's features of {names} ({type(error).__name__}: {first_line}): "
+            "it needs "
+            "all of them, or counts heads or features of the whole model; leave those linears out of the "
+            "plan, or "
             "make them 'column_gather'.",
             tuple(open_columns) or tuple({call.layer: None for call in self.calls}),
         )
@@ -246,7 +255,7 @@ class _CutRun:
 
 def _noted(layer: ParallelLinear, x: Tensor) -> _Call:
     half = x.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(x.device.type)
-    tolerance = 0.05 if half else _TOLERANCES.get(x.dtype, 1e-3)
+    tolerance = 0.05 if half else TOLERANCES.get(x.dtype, 1e-3)
     wide = x.double() if x.dtype == torch.float64 else x.float()
     draw = torch.Generator().manual_seed(x.shape[-1])
     directions = torch.randn(x.shape[-1], _DIRECTIONS, generator=draw, dtype=wide.dtype).to(x.device)
@@ -275,39 +284,18 @@ def _compare_outputs(columns: list[ParallelLinear], expected: Any, found: Any) -
         what = "is missing" if mine is None else f"has shape {list(mine.shape)}"
         if mine is not None and mine.shape == whole.shape:
             what = "holds other numbers"
-        cause = f"what reads {names} reads a rank's features alone" if names else "the model reads cut weights itself"
+        cause = (
+            f"what reads {names} reads a rank's features alone"
+            if names
+            else "the model reads cut weights itself"
+        )
         return Mismatch(
-            f"With the plan, the model's output{name} {what}, without it the shape is {list(whole.shape)}: {cause}; "
+            f"With the plan, the model's output{name} {what}, without it the shape is {list(whole.shape)}: "
+            f"{cause}; "
             "a column linear without a row linear behind it must be 'column_gather'.",
             tuple(columns),
         )
     return None
-
-
-def tensors_of(output: Any) -> Iterator[tuple[str, Tensor]]:
-    """(" name", tensor) of an output that is a tensor, or a tuple, mapping or dataclass of such."""
-    if isinstance(output, Tensor):
-        yield "", output
-        return
-    if isinstance(output, Mapping):
-        items = list(output.items())
-    elif isinstance(output, tuple | list):
-        items = list(enumerate(output))
-    elif dataclasses.is_dataclass(output):
-        items = [(f.name, getattr(output, f.name)) for f in dataclasses.fields(output)]
-    else:
-        return
-    yield from ((f" {name}", value) for name, value in items if isinstance(value, Tensor))
-
-
-def differs(mine: Tensor, whole: Tensor) -> bool:
-    """Whether two tensors of one shape differ by more than rounding."""
-    if not whole.is_floating_point():
-        return not torch.equal(mine, whole)
-    half = whole.dtype in (torch.bfloat16, torch.float16)
-    a, b = torch.nan_to_num(mine.double()), torch.nan_to_num(whole.double())
-    tolerance = 0.05 if half else _TOLERANCES.get(whole.dtype, 1e-3)
-    return (a - b).norm().item() > tolerance * b.norm().item()
 
 
 def _place_of(error: Exception, module: nn.Module) -> str:
@@ -328,56 +316,3 @@ def _whole(layer: ParallelLinear, name: str) -> Tensor | None:
     if layout.dim is None:
         return parameter
     return gather_shard(parameter.detach(), layer.group, layout.dim, layout.parts[0].shape[layout.dim])
-
-
-def _copied(arguments: Any) -> Any:
-    """Arguments that the call may write into (caches)."""
-    return copy.deepcopy(torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach(), arguments))
-
-
-@contextlib.contextmanager
-def _forwards(layers: list[ParallelLinear], of: Callable[[ParallelLinear], Callable]) -> Iterator[None]:
-    for layer in layers:
-        layer.forward = of(layer)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-@contextlib.contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout; buffers and random numbers are put back."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    devices = {b.device for b in (*module.parameters(), *module.buffers()) if b.device.type == "cuda"}
-    state = random.getstate()
-    with torch.no_grad(), torch.random.fork_rng(list(devices)), _NoDropout():
-        torch.manual_seed(0)
-        random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
-
-class _NoDropout(TorchDispatchMode):
-    """Dropout keeps everything: masks of a rank's heads are not a part of the whole's."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        aten = torch.ops.aten
-        if func is aten.native_dropout.default:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if func is aten.bernoulli_.float:  # dropout divides by the same number afterwards
-            return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
-        names = [argument.name for argument in func._schema.arguments]
-        if "dropout_p" in names:
-            place = names.index("dropout_p")
-            if place < len(args):
-                args = (*args[:place], 0.0, *args[place + 1 :])
-            else:
-                kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)

@@ -1,9 +1,8 @@
 """Counts of heads and widths that a module keeps as attributes, and reads where its activations are cut.
 
-Attention that views its projections as `[B, -1, self.num_heads, head_dim]` is right on a rank's heads only when
-`num_heads` is theirs. Which attributes those are is guessed by their names, and the guess is kept only where the
-numbers of the first call agree (first_call.py).
-"""
+Attention that views its projections as `[B, -1, self.num_heads, head_dim]` is right on a rank's heads only
+when `num_heads` is theirs. Which attributes those are is guessed by their names, and the guess is kept only
+where the numbers of the first call agree (first_call.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +28,9 @@ def mended(root: nn.Module, compare: Callable[[], Mismatch | None], tp: int) -> 
     for names in _TRIALS:
         changed: list[nn.Module] = []
         while mismatch is not None:
-            modules = [m for m in _around(root, mismatch) if _KEPT not in vars(m) and _divisible(m, names, tp)]
+            modules = [
+                m for m in _around(root, mismatch) if _KEPT not in vars(m) and _divisible(m, names, tp)
+            ]
             if not modules:
                 break
             for module in modules:
@@ -61,7 +62,9 @@ def whole(root: nn.Module) -> Iterator[None]:
 def _around(root: nn.Module, mismatch: Mismatch) -> list[nn.Module]:
     """Every module of a class that holds one of the mismatch's layers: layers of one kind go together."""
     classes = {
-        type(module) for module in root.modules() if any(child in mismatch.layers for child in module.children())
+        type(module)
+        for module in root.modules()
+        if any(child in mismatch.layers for child in module.children())
     }
     return [module for module in root.modules() if type(module) in classes]
 

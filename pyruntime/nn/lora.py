@@ -12,15 +12,21 @@ from torch import nn
 
 
 def linears_of(name: str, module: nn.Module, style: str) -> list[tuple[str, str]]:
-    """[(qualified name, style)]: what `style` on a module means. The module itself, unless it is a linear with
+    """[(qualified name, style)]: what `style` on a module means. The module itself, unless it is a linear
+    with
     adapters.
 
     Raises ValueError for adapters that are not plain LoRA."""
     if not all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B")):
         return [(name, style)]
-    if style == "embedding" or getattr(module, "lora_variant", None) or getattr(module, "lora_bias", None) is True:
+    if (
+        style == "embedding"
+        or getattr(module, "lora_variant", None)
+        or getattr(module, "lora_bias", None) is True
+    ):
         raise ValueError(
-            f"{name} has adapters of peft that cannot be cut as {style!r}: linears with plain LoRA can (no DoRA "
+            f"{name} has adapters of peft that cannot be cut as {style!r}: linears with plain LoRA can (no "
+            "DoRA "
             "or another variant, no embeddings); leave it out of the plan, or make plain adapters."
         )
     cut = "lora_A" if style == "row" else "lora_B"

@@ -39,10 +39,16 @@ def parallelize(
     model. plan: a mapping {glob on module names: "column" | "column_gather" | "row" | "embedding"}, or a
     plan's name ("llama"). tier, strict: for every linear, see nn.ColumnParallelLinear.
 
+    Weights that are whole and are read in between (norms over each head, gains, gates) get the sum of their
+    gradients over the group (regions.py). The first call in training, and the first in evaluation, is
+    compared with that of the whole model, and raises ValueError where the plan changes what the model
+    computes (first_call.py); counts of heads that modules keep are made the rank's own there.
+    `pyruntime.verify` compares a step of both, gradients too.
+
     Tied weights stay tied: an lm_head that shares its weight with the embedding must be in the plan beside
-    it. Raises ValueError, before anything is replaced, where a pattern matches nothing or a module of another
-    kind, two patterns disagree, tp is too large for a module, weights are tied across the edge of the plan,
-    or the ranks hold different models."""
+    it. A linear with peft's LoRA adapters is cut with them. Raises ValueError, before anything is replaced,
+    where a pattern matches nothing or a module of another kind, two patterns disagree, tp is too large for
+    a module, weights are tied across the edge of the plan, or the ranks hold different models."""
     group = TensorGroup.of(mesh)
     plan = find_plan(plan)
     check_tier(tier)
@@ -103,7 +109,8 @@ def match_modules(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]
                 before, by = found.setdefault(name, (its_style, pattern))
                 if before != its_style:
                     raise ValueError(
-                        f"{name} is {before!r} by pattern {by!r} and {its_style!r} by pattern {pattern!r}; make "
+                        f"{name} is {before!r} by pattern {by!r} and {its_style!r} by pattern {pattern!r}; "
+                        "make "
                         "them disjoint."
                     )
     return {name: found[name][0] for name in names if name in found}

@@ -52,7 +52,8 @@ def check_heads(model: nn.Module, tp: int) -> None:
         if not isinstance(heads, int):
             raise ValueError(
                 f"The plan 'llama' reads {key} from model.config, and the {type(config).__name__} of this "
-                f"{type(model).__name__} has none that is a number; pass a mapping of module patterns to styles "
+                f"{type(model).__name__} has none that is a number; pass a mapping of module patterns to "
+                "styles "
                 "instead."
             )
         if heads % tp:

@@ -1,14 +1,16 @@
 """Gradients of whatever is whole on every rank and meets activations that are cut.
 
 Between a column linear and the row linear that follows, each rank computes on its own features or heads. A
-tensor that is whole there (the weight of a norm over each head, a gain, a gate, keys that all heads share) takes
-part in every rank's share, and what flows back to it on one rank is that rank's share of its gradient:
+tensor that is whole there (the weight of a norm over each head, a gain, a gate, keys that all heads share)
+takes part in every rank's share, and what flows back to it on one rank is that rank's share of its
+gradient:
 
     z = sum_r f(y_r, w)        dL/dw = sum_r (dL/dz) df(y_r, w)/dw
 
-So that gradient is summed over the group where it leaves the region. Which tensors those are is read off the
-autograd graph that the forward has just left, from the row linear's input back to the column linears' outputs:
-no name is looked at, and a tensor that is read both inside and outside gets the sum of its inside part alone.
+So that gradient is summed over the group where it leaves the region. Which tensors those are is read off
+the autograd graph that the forward has just left, from the row linear's input back to the column linears'
+outputs: no name is looked at, and a tensor that is read both inside and outside gets the sum of its inside
+part alone.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from torch.compiler import is_compiling
 from pyruntime import ops
 from pyruntime.nn.parameters import TensorGroup
 
-_MARKS = "pyruntime.regions"  # in a node's metadata: {number of the output: Region where it is cut, else None}
+# In a node's metadata:
+_MARKS = "pyruntime.regions"  # {number of the output: its Region where it is cut, None where it is whole}
 _SUMMED = "pyruntime.summed"  # the node's gradients are summed already: two row linears may share a region
 _WHOLE = "pyruntime.whole"  # nothing behind the node is cut, as an earlier walk has found
 
@@ -32,7 +35,8 @@ class Region:
 
     settled: whether an eager pass has found that nothing needs a sum here, which is what lets torch.compile
     trace the layer; None before the first pass.
-    checked: in which of training (True) and evaluation (False) the first call was compared (first_call.py)."""
+    checked: in which of training (True) and evaluation (False) the first call was compared
+    (first_call.py)."""
 
     def __init__(self, label: str, group: TensorGroup) -> None:
         self.label = label
@@ -113,7 +117,9 @@ def _sum_gradients(root: Any, end: Region) -> tuple[set[Region], bool]:
     found = False
     for node, edges in cut.items():
         crossing = [
-            i for i, (other, number) in enumerate(edges) if other is not None and not _is_cut(other, number, cut)
+            i
+            for i, (other, number) in enumerate(edges)
+            if other is not None and not _is_cut(other, number, cut)
         ]
         if not crossing:
             continue
@@ -123,7 +129,8 @@ def _sum_gradients(root: Any, end: Region) -> tuple[set[Region], bool]:
         if "CompiledFunction" in node.name():
             raise RuntimeError(
                 f"torch.compile has made one piece of what feeds {end.label}, and a tensor that is whole on "
-                "every rank is read in it, whose gradient must be summed over the ranks; leave the module that "
+                "every rank is read in it, whose gradient must be summed over the ranks; leave the module "
+                "that "
                 f"holds {end.label} out of torch.compile (torch.compiler.disable)."
             )
         node.metadata[_SUMMED] = True
@@ -191,12 +198,14 @@ def _is_cut(node: Any, number: int, cut: dict[Any, tuple]) -> bool:
 def _check_leaf(leaf: Tensor, end: Region) -> None:
     if getattr(leaf, "tp_dim", None) is not None:
         raise RuntimeError(
-            f"What feeds {end.label} reads a parallel layer's weight {list(leaf.shape)} itself, which holds this "
+            f"What feeds {end.label} reads a parallel layer's weight {list(leaf.shape)} itself, which holds "
+            "this "
             "rank's shard alone; call the layer, or leave it out of the plan."
         )
     if not isinstance(leaf, torch.nn.Parameter):
         raise RuntimeError(
-            f"What feeds {end.label} begins at a tensor {list(leaf.shape)} that is no parameter, and whether it "
+            f"What feeds {end.label} begins at a tensor {list(leaf.shape)} that is no parameter, and "
+            "whether it "
             "is cut cannot be told; use checkpoint(use_reentrant=False), or detach the tensor."
         )
 

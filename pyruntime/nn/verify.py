@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pyruntime import ops
-from pyruntime.nn.first_call import tensors_of
 from pyruntime.nn.parameters import TensorGroup
+from pyruntime.nn.rehearsal import tensors_of
 
 # Of a tensor's norm; what is smaller than _NOISE of the largest gradient is compared with that instead.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -28,10 +28,10 @@ def verify(model: nn.Module, reference: nn.Module, batch: Mapping[str, Any] | tu
     (copy.deepcopy before parallelize). batch: the arguments of one call, the same on every rank: a mapping of
     keyword arguments, a tuple of positional ones, or one tensor.
 
-    Both run once, forward and backward, and every output and the gradient of every parameter are compared. What
-    is differentiated is the output's `loss` where there is one, else a random weighting of every floating-point
-    output. Gradients of both are left as they were. Dropout must be off (p = 0, or eval()), because a rank
-    draws for its own heads. The message names the parameter whose gradient is furthest off.
+    Both run once, forward and backward, and every output and the gradient of every parameter are compared.
+    What is differentiated is the output's `loss` where there is one, else a random weighting of every
+    floating-point output. Gradients of both are left as they were. Dropout must be off (p = 0, or eval()),
+    because a rank draws for its own heads. The message names the parameter whose gradient is furthest off.
     Tolerance: 1e-3 of the norm in fp32, 1e-6 in fp64, 0.1 in bf16, 0.05 in fp16."""
     expected, wanted = _run(reference, batch)
     found, got = _run(model, batch)
@@ -63,7 +63,8 @@ def _weighted(outputs: list[Tensor]) -> Tensor:
     ]
     if not parts:
         raise ValueError(
-            "Nothing in the model's output depends on a parameter that is trained, so there is no gradient to "
+            "Nothing in the model's output depends on a parameter that is trained, so there is no gradient "
+            "to "
             "compare; give a model whose output is a tensor, or a tuple or mapping that holds one."
         )
     return torch.stack(parts).sum()

@@ -112,7 +112,7 @@ class JsonTokenizer:
         if beside.is_file():
             shutil.copyfile(beside, folder / CONFIG_NAME)
             return
-        config: dict[str, str] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config: dict[str, str | None] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self.separator is not None:
             name = self._engine.id_to_token(self.separator)
             config |= {"bos_token": name, "eos_token": name}

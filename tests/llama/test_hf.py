@@ -225,3 +225,14 @@ def test_damaged_checkpoints_are_refused_on_every_rank(ranks, checkpoint):
     truncate(checkpoint)
     for error in ranks.run(only_loads, 2, checkpoint, expect_errors=True):
         assert isinstance(error, ValueError) and "not a whole safetensors file" in str(error)
+
+
+def test_transformers_ends_and_begins_texts_with_the_separator(tmp_path):
+    save_hf(Llama(preset("debug")), tmp_path, separator=7)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    for config in (theirs.config, theirs.generation_config):
+        assert (config.bos_token_id, config.eos_token_id) == (7, 7)
+    save_hf(Llama(preset("debug")), tmp_path)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    for config in (theirs.config, theirs.generation_config):
+        assert (config.bos_token_id, config.eos_token_id) == (None, None)

@@ -177,3 +177,22 @@ def test_checkpoint_of_one_tp_loads_at_another(ranks, tmp_path):
 
 def test_a_plain_state_dict_loads(ranks):
     ranks.run(whole_state_dict_of_one_rank_loads, 2)
+
+
+def autocast(group) -> None:
+    """The same dtypes as autocast gives the whole model, and gradients in the weights' own."""
+    whole = llama()
+    model = parallelize(copy.deepcopy(whole), group, "llama")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = model(**batch()), whole(**batch())
+    assert found.logits.dtype == expected.logits.dtype
+    assert_near(found.loss, expected.loss, "loss", 1e-2)
+    found.loss.backward()
+    expected.loss.backward()
+    compare(model, whole, lambda p: p.grad, "gradient", 0.1)
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_autocast_runs_parallel_linears_as_it_runs_linears(ranks):
+    for world_size in (1, 2):
+        ranks.run(autocast, world_size)

@@ -233,7 +233,8 @@ def test_refusals_are_sentences(ranks):
         "permuted": "0.weight of rank 1 is not that of rank 0",
         "shapes": "where rank 0 has 0.weight [4, 4] torch.float32, rank 1 has 0.weight [5, 4] torch.float32",
         "depth": "rank 0 has 2 parameters, rank 1 has 4",
-        "row alone": "1 is a 'row' linear and is given an input of shape [2, 4] instead of [2, 2]: no 'column' "
+        "row alone": "1 is a 'row' linear and is given an input of shape [2, 4] instead of [2, 2]: no "
+        "'column' "
         "linear's output",
     }
     for messages in ranks.run(refusals, 2):

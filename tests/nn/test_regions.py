@@ -96,7 +96,9 @@ class HeadNorms(nn.Module):
         self.norm, self.out = nn.LayerNorm(4), nn.Linear(HEADS * 4, D)
 
     def forward(self, x):
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
         q, k = self.norm(q), self.norm(k)
         shared = self.shared_key(x).unsqueeze(1).expand(-1, k.shape[1], -1, -1)
         k, q = torch.cat([k, shared], -1), torch.cat([q, q[..., :2]], -1)
@@ -142,7 +144,11 @@ def gradients_match(group, kind: type[nn.Module], frozen: bool) -> None:
 
 class Reentrant(Mlp):
     def forward(self, x):
-        return self.down(self.up(x)) if self.up is None else checkpoint(self.rest, self.up(x), use_reentrant=True)
+        return (
+            self.down(self.up(x))
+            if self.up is None
+            else checkpoint(self.rest, self.up(x), use_reentrant=True)
+        )
 
     def rest(self, h):
         return self.down(torch.tanh(h))
@@ -215,5 +221,3 @@ def test_what_cannot_be_told_is_refused(ranks):
 @pytest.mark.parametrize("kind", [Plain, Gain], ids=lambda kind: kind.__name__)
 def test_compiled_is_right_or_refused(ranks, kind):
     ranks.run(compiled, 2, kind)
-
-

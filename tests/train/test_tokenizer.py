@@ -61,6 +61,22 @@ def test_a_checkpoints_tokenizer_is_found_beside_it(bpe, tmp_path):
     assert load_beside(tmp_path, 300).vocab_size == JsonTokenizer(bpe).vocab_size
 
 
+def test_transformers_reads_the_tokenizer_beside_a_checkpoint(bpe, tmp_path):
+    from transformers import AutoTokenizer
+
+    ours = JsonTokenizer(bpe)
+    ours.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == theirs.bos_token_id == ours.separator is not None
+    assert theirs.encode("a text", add_special_tokens=False) == ours.encode(b"a text").tolist()
+    config = tmp_path / "own" / "tokenizer_config.json"
+    config.parent.mkdir()
+    bpe.rename(config.with_name("tokenizer.json"))
+    config.write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "mine"}')
+    JsonTokenizer(config.with_name("tokenizer.json")).save(tmp_path)
+    assert (tmp_path / config.name).read_text() == config.read_text(), "one that is there already is kept"
+
+
 def test_a_damaged_tokenizer_json_is_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
