@@ -132,7 +132,7 @@ def find_cluster(name_or_path: str) -> Cluster:
             )
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"The cluster file {path} cannot be read: {error}.") from error
     return cluster_from(values, path.stem, str(path))
 

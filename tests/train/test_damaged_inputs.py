@@ -16,7 +16,7 @@ from pyruntime.train.config import Data, RunConfig
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.metrics import MetricsFile, StepMetrics
 from pyruntime.train.shape import llama_config
-from pyruntime.train.tokenizer import JsonTokenizer
+from pyruntime.train.tokenizer import ByteTokenizer, JsonTokenizer
 from tests.mutations import BOUNDED, contents, documents, is_one_sentence
 
 CONFIG = RunConfig()
@@ -216,3 +216,17 @@ def test_changed_bytes_of_a_tokenizer(folder, content):
     path = folder / "tokenizer.json"
     path.write_bytes(content)
     use_tokenizer(path)
+
+
+@given(contents(b"".join(json.dumps({"text": f"some text {n}", "id": n}).encode() + b"\n" for n in range(6))))
+@BOUNDED
+def test_changed_bytes_of_text(folder, content):
+    path = folder / "text.jsonl"
+    path.write_bytes(content)
+    try:
+        built = corpus.build(Data(paths=(str(path),), cache=str(folder / "tokens")), ByteTokenizer())
+        text = corpus.open_corpus(built, 0.5, 1)
+    except ConfigError as error:
+        assert is_one_sentence(error)
+        return
+    assert text.facts.documents <= content.count(b"\n") + 1
