@@ -17,8 +17,9 @@ from pyruntime.train.config import RunConfig
 from tests.mutations import BOUNDED, contents
 
 FEW = settings(BOUNDED, max_examples=25 if BOUNDED.derandomize else BOUNDED.max_examples)
-WORDS = ["", "a", "nan", "inf", "-inf", "-1", "0", "1", "2", "3", "4", "7", "8", "0.5", "1e-320", "1e308", "1" * 30,
-         "1" * 5000, "True", "None", "[]", "4K", "1M", "\udcff", "a\0b", "/", "/nowhere/a.png", "x" * 5000]  # fmt: skip
+WORDS = ["", "a", "nan", "inf", "-inf", "-1", "0", "1", "2", "3", "4", "7", "8", "0.5", "1e-320", "1e308",
+         "1" * 30, "1" * 5000, "True", "None", "[]", "4K", "1M", "\udcff", "a\0b", "/", "/nowhere/a.png",
+         "x" * 5000]  # fmt: skip
 
 
 def flags(cls: type, leave_out: tuple[str, ...] = (), prefix: str = "") -> dict[str, list[str]]:
