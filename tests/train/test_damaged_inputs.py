@@ -1,5 +1,5 @@
-"""Configurations, metrics, checkpoints, tokenizers and text in which anything was changed are read or refused in
-one sentence."""
+"""Configurations, metrics, checkpoints, tokenizers and text in which anything was changed are read, or refused
+in one sentence."""
 
 import json
 import tomllib
