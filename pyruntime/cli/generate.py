@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -83,7 +84,7 @@ def _show(piece: str, *, alone: bool) -> bool:
 
 def check(options: Options) -> None:
     """Raises ConfigError for options that make no sense on their own."""
-    if not Path(options.checkpoint).is_dir():
+    if not os.path.isdir(options.checkpoint):
         raise ConfigError(f"--checkpoint {options.checkpoint}: there is no such folder.")
     if options.tokens < 1:
         raise ConfigError(f"--tokens must be at least 1, found {options.tokens}.")

@@ -49,7 +49,7 @@ def read(argv: list[str]) -> tuple[RunConfig, str]:
     """The configuration of a command line, and its name. Raises ConfigError."""
     asked, flags = take_option(argv, "config")
     resumed, _ = take_option(argv, "checkpoint.resume")
-    if asked is None and resumed is not None and Path(resumed).is_dir():
+    if asked is None and resumed is not None and os.path.isdir(resumed):
         path, default = _of_run(Path(resumed))
     else:
         path = config_file.find(asked or "main")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pyruntime.comm import companions
 from pyruntime.comm.core import _C
 from pyruntime.comm.devices import Host, place
-from pyruntime.comm.groups import group_name, group_size, set_deadline, stats
+from pyruntime.comm.groups import check_deadline, group_name, group_size, set_deadline, stats
 
 DEFAULT_DEADLINE_S = 120.0
 
@@ -76,6 +76,7 @@ class Runtime:
         Raises ValueError when the axes do not make up the world size or there is no such device, CommTimeout
         when the other ranks do not come.
         """
+        check_deadline(deadline_s)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         tp = max(1, world_size // (dp * cp * pp)) if tp is None else tp
         if tp * dp * cp * pp != world_size or dp % dp_replicate:

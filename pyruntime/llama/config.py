@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 ROPE_TYPES = ("default", "linear", "llama3")
+LARGEST = 2**31 - 1
+"""Of all sizes; a larger one is no model but a damaged file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,21 +29,21 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.rope_type not in ("linear", "llama3"):
             raise ValueError(
-                f"rope_type={self.rope_type!r} is no scaling; use 'linear' or 'llama3', or rope_scaling=None."
+                f"rope_type={_shown(self.rope_type)} is no scaling; use 'linear' or 'llama3', or "
+                "rope_scaling=None."
             )
+        _check_number("rope factor", self.factor)
         if not self.factor >= 1.0:
             raise ValueError(f"rope factor={self.factor} must be at least 1.0, as it lengthens the context.")
         if self.rope_type == "llama3":
+            _check_number("rope low_freq_factor", self.low_freq_factor)
+            _check_number("rope high_freq_factor", self.high_freq_factor)
             if not 0.0 < self.low_freq_factor < self.high_freq_factor:
                 raise ValueError(
                     f"rope low_freq_factor={self.low_freq_factor} and high_freq_factor="
                     f"{self.high_freq_factor} must be positive, the low one smaller than the high one."
                 )
-            if self.original_max_position_embeddings < 1:
-                raise ValueError(
-                    "rope original_max_position_embeddings="
-                    f"{self.original_max_position_embeddings} must be a positive number of tokens."
-                )
+            _check_size("rope original_max_position_embeddings", self.original_max_position_embeddings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +80,12 @@ class LlamaConfig:
             "num_attention_heads",
             "max_position_embeddings",
         ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a positive whole number.")
+            _check_size(name, getattr(self, name))
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={_shown(getattr(self, name))} must be true or false.")
+        for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
+            _check_number(name, getattr(self, name))
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim is None:
@@ -89,7 +95,9 @@ class LlamaConfig:
                     f"{self.num_attention_heads}; change one of them or give head_dim."
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+        _check_size("num_key_value_heads", self.num_key_value_heads)
+        _check_size("head_dim", self.head_dim)
+        if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads} does not divide num_attention_heads="
                 f"{self.num_attention_heads}; use one of {divisors(self.num_attention_heads)}."
@@ -168,11 +176,12 @@ class LlamaConfig:
         model_type = hf.get("model_type", "llama")
         if model_type != "llama":
             raise ValueError(
-                f"config.json describes model_type={model_type!r}; only 'llama' can be loaded as a Llama."
+                f"config.json describes model_type={_shown(model_type)}; only 'llama' can be loaded as a "
+                "Llama."
             )
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ValueError(
-                f"hidden_act={hf['hidden_act']!r} is not supported; Llama's activation is 'silu'."
+                f"hidden_act={_shown(hf['hidden_act'])} is not supported; Llama's activation is 'silu'."
             )
         if hf.get("quantization_config") is not None:
             raise ValueError("The checkpoint is quantized; load an fp32, bf16 or fp16 version of it instead.")
@@ -191,9 +200,10 @@ class LlamaConfig:
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; a Llama cannot be built without.")
         values.setdefault("rms_norm_eps", 1e-6)  # what transformers assumes
-        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+        rope = _rope_of(hf)
         theta = rope.pop("rope_theta", None)
         if theta is not None:
+            _check_number("rope_theta", theta)
             values["rope_theta"] = float(theta)
         values["rope_scaling"] = _rope_from_hf(rope, values.get("max_position_embeddings", 2048))
         return cls(**values)
@@ -215,12 +225,42 @@ class LlamaConfig:
         }
 
 
+def _check_size(name: str, value: Any) -> None:
+    if type(value) is not int or not 1 <= value <= LARGEST:
+        raise ValueError(f"{name}={_shown(value)} must be a positive whole number below 2**31.")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e38 <= value <= 1e38:
+        raise ValueError(f"{name}={_shown(value)} must be a finite number.")
+
+
+def _shown(value: Any) -> str:
+    """What was found, not longer than an error is read."""
+    try:
+        text = ascii(value)
+    except (ValueError, RecursionError):  # of more digits than Python prints
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:60]}.."
+
+
+def _rope_of(hf: dict[str, Any]) -> dict[str, Any]:
+    for name in ("rope_parameters", "rope_scaling"):
+        if hf.get(name) is not None:
+            if not isinstance(hf[name], dict):
+                raise ValueError(f"{name} of config.json must be an object, found {_shown(hf[name])}.")
+            if hf[name]:
+                return dict(hf[name])
+    return {}
+
+
 def _rope_from_hf(rope: dict[str, Any], max_positions: int) -> RopeScaling | None:
     """`rope_scaling` or `rope_parameters` of a config.json, without its theta."""
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise ValueError(
-            f"rope_type={rope_type!r} is not supported; Llama checkpoints use one of {list(ROPE_TYPES)}."
+            f"rope_type={_shown(rope_type)} is not supported; Llama checkpoints use one of "
+            f"{list(ROPE_TYPES)}."
         )
     if rope_type == "default":
         return None
@@ -245,7 +285,8 @@ def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 def divisors(n: int) -> list[int]:
     """All positive divisors of `n`, ascending."""
-    return [p for p in range(1, n + 1) if n % p == 0]
+    small = [p for p in range(1, math.isqrt(n) + 1) if n % p == 0]
+    return small + [n // p for p in reversed(small) if p * p != n]
 
 
 def _either(values: list[int]) -> str:

@@ -279,8 +279,8 @@ def _open(path: Path) -> Iterator[Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); fetch or save it again.") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
@@ -289,9 +289,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _saved_dtype(hf: Mapping[str, Any]) -> torch.dtype:
     name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-    if name not in _DTYPES:
+    if not isinstance(name, str) or name not in _DTYPES:
         raise ValueError(
-            f"{CONFIG} says dtype {name!r}; give dtype= one of {', '.join(_DTYPES)} to convert to."
+            f"{CONFIG} says dtype {ascii(name)[:60]}; give dtype= one of {', '.join(_DTYPES)} to convert to."
         )
     return _DTYPES[name]
 

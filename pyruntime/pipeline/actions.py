@@ -12,6 +12,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+MOST_UNITS = 2**20
+"""Forwards of a step, over all stages: what has more of them is a mistyped number."""
+
+
+def check_units(stages: int, micro_batches: int, slices: int) -> None:
+    """Raises ValueError for a step with more forwards than MOST_UNITS."""
+    if max(stages, micro_batches, slices, stages * micro_batches * slices) > MOST_UNITS:
+        raise ValueError(
+            f"micro_batches={micro_batches} in {slices} slice(s) through {stages} stage(s) are more than "
+            f"{MOST_UNITS} forwards of a step; use smaller numbers."
+        )
+
 
 class Kind(enum.Enum):
     """What an action does; the value is its code in tables and on the terminal."""

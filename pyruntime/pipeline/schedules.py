@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers
+from pyruntime.pipeline.actions import Action, Kind, Schedule, check_units, with_transfers
 from pyruntime.pipeline.v_schedule import zb_v
 
 KindName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "terapipe", "seq1f1b"]
@@ -57,6 +57,7 @@ def _check(kind: str, ranks: int, micro_batches: int, virtual: int, slices: int)
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, found {value}.")
+    check_units(ranks * virtual, micro_batches, slices)
     if virtual > 1 and kind != "interleaved":
         raise ValueError(
             f"virtual={virtual} stages of a rank were asked for, and {kind} fixes their number; leave it at "

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pyruntime.pipeline.actions import Action, Kind, Schedule
 from pyruntime.pipeline.validate import check
 
+LONGEST_S = 1e12
+"""Of one action: sums of these are finite."""
 Table = tuple[tuple[float, ...], ...]
 """Seconds by stage, and by slice: table[stage][slice]."""
 
@@ -17,7 +19,7 @@ Table = tuple[tuple[float, ...], ...]
 class Costs:
     """Seconds of each action; a number for all stages and slices, or table[stage][slice].
 
-    Raises ValueError for seconds that are negative or not finite.
+    Raises ValueError for seconds that are negative or above LONGEST_S.
     """
 
     forward: float | Table
@@ -31,8 +33,10 @@ class Costs:
         for name in ("forward", "backward_input", "backward_weight", "transfer"):
             value = getattr(self, name)
             for seconds in (value,) if isinstance(value, (int, float)) else (s for row in value for s in row):
-                if not (math.isfinite(seconds) and seconds >= 0):
-                    raise ValueError(f"{name} must be finite seconds of at least 0, found {seconds}.")
+                if not 0 <= seconds <= LONGEST_S:
+                    raise ValueError(
+                        f"{name} must be seconds of at least 0 and at most {LONGEST_S:g}, found {seconds}."
+                    )
 
     @classmethod
     def uniform(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 
-from pyruntime.pipeline.actions import Action, Kind, Schedule, received_before, sent_after
+from pyruntime.pipeline.actions import Action, Kind, Schedule, check_units, received_before, sent_after
 
 
 class ScheduleError(ValueError):
@@ -41,6 +41,7 @@ def _check_sizes(schedule: Schedule) -> None:
     for name in ("micro_batches", "slices", "stages", "ranks"):
         value = getattr(schedule, name)
         _require(value >= 1, f"{name} must be at least 1, found {value}.")
+    check_units(schedule.stages, schedule.micro_batches, schedule.slices)
     for stage, rank in enumerate(schedule.placement):
         _require(
             0 <= rank < schedule.ranks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -122,7 +123,7 @@ def find_cluster(name_or_path: str) -> Cluster:
         path = FOLDER / f"{name_or_path.lower()}.toml"
     else:
         path = Path(name_or_path)
-        if not path.is_file():
+        if not os.path.isfile(path):
             close = difflib.get_close_matches(name_or_path.lower(), names, n=1, cutoff=0.0)
             raise ValueError(
                 f"There is no cluster {name_or_path!r}, and no such file; the nearest is {close[0]}. "
@@ -131,7 +132,7 @@ def find_cluster(name_or_path: str) -> Cluster:
             )
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"The cluster file {path} cannot be read: {error}.") from error
     return cluster_from(values, path.stem, str(path))
 

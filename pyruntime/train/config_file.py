@@ -6,10 +6,12 @@ default.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
 import math
+import os
 import tomllib
 import types
 import typing
@@ -29,11 +31,10 @@ def preset_names() -> list[str]:
 def find(name_or_path: str) -> Path:
     """The TOML file of a preset's name or of a path. Raises ConfigError when there is neither."""
     preset = PRESET_DIR / f"{name_or_path}.toml"
-    if "/" not in name_or_path and preset.is_file():
+    if "/" not in name_or_path and os.path.isfile(preset):
         return preset
-    path = Path(name_or_path)
-    if path.is_file():
-        return path
+    if os.path.isfile(name_or_path):
+        return Path(name_or_path)
     raise ConfigError(
         f"--config {name_or_path}: there is no such file and no such preset; give the path of a TOML file or "
         f"one of {', '.join(preset_names())}."
@@ -47,7 +48,7 @@ def load(path: Path) -> RunConfig:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
     return from_dict(values, source=str(path))
 
@@ -60,7 +61,9 @@ def from_dict(values: dict, source: str) -> RunConfig:
         if name not in hints:
             raise ConfigError(f"{source}: there is no section [{name}]{_suggest(name, hints)}.")
         if not isinstance(content, dict):
-            raise ConfigError(f"{source}: {name} must be a section of keys, as [{name}], found {content!r}.")
+            raise ConfigError(
+                f"{source}: {name} must be a section of keys, as [{name}], found {_shown(content)}."
+            )
         sections[name] = _section(hints[name], name, content, source)
     return RunConfig(**sections)
 
@@ -75,7 +78,7 @@ def _section(cls: type, section: str, content: dict, source: str):
             fields[key] = _convert(value, hints[key])
         except TypeError:
             raise ConfigError(
-                f"{source}: {section}.{key} must be {_describe(hints[key])}, found {value!r}."
+                f"{source}: {section}.{key} must be {_describe(hints[key])}, found {_shown(value)}."
             ) from None
     return cls(**fields)
 
@@ -86,14 +89,15 @@ def _convert(value, hint):
     if origin is types.UnionType:
         return _convert(value, next(arg for arg in typing.get_args(hint) if arg is not types.NoneType))
     if origin is typing.Literal:
-        if value in typing.get_args(hint):
+        if any(value == each and type(value) is type(each) for each in typing.get_args(hint)):
             return value
     elif origin is tuple:
         if isinstance(value, list):
             return tuple(_convert(item, typing.get_args(hint)[0]) for item in value)
     elif hint is float:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            with contextlib.suppress(OverflowError):
+                return float(value)
     elif type(value) is hint:
         return value
     raise TypeError
@@ -108,6 +112,16 @@ def _describe(hint) -> str:
     if origin is tuple:
         return f"a list, each item {_describe(typing.get_args(hint)[0])}"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[hint]
+
+
+def _shown(value) -> str:
+    """What was found, not longer than an error is read."""
+    try:
+        text = repr(value)
+    except ValueError:  # of more digits than Python prints
+        return "a number of thousands of digits"
+    text = text.encode("ascii", errors="backslashreplace").decode() if not text.isprintable() else text
+    return text if len(text) <= 80 else f"{text[:80]}.."
 
 
 def _suggest(name: str, known: typing.Iterable[str]) -> str:
@@ -134,4 +148,4 @@ def _toml(value) -> str:
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which TOML wants escaped

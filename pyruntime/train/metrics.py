@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import resource
 import sys
 from pathlib import Path
+
+from pyruntime.train.errors import ConfigError
 
 FILE_NAME = "metrics.jsonl"
 
@@ -67,14 +70,37 @@ class MetricsFile:
 
 
 def read(path: Path) -> list[dict]:
-    """The lines of a metrics file, a torn last one left out."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
+    """The lines of a metrics file, a torn last one left out. Raises ConfigError where another one does not
+    hold a step's figures."""
+    try:
+        content = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    whole, torn = content[:-1], content[-1]  # every line that was written out ends
+    lines = [_parse(text) for text in whole]
+    for number, line in enumerate(lines, start=1):
+        if line is None:
+            raise ConfigError(
+                f"{path}, line {number} is damaged: it does not hold the figures of a step; remove that line."
+            )
+    last = _parse(torn)
+    return [line for line in [*lines, last] if line is not None]
+
+
+def _parse(text: bytes) -> dict | None:
+    """The figures of a step, or None."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or type(line.get("step")) is not int or not 1 <= line["step"] < 2**31:
+        return None
+    figures = [line.get("loss"), *(line[name] for name in ("val_loss",) if name in line)]
+    return line if all(map(_is_loss, figures)) else None
+
+
+def _is_loss(figure: object) -> bool:
+    return isinstance(figure, float) and not 1e30 < abs(figure) < math.inf
 
 
 def peak_memory_bytes() -> int:

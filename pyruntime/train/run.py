@@ -160,6 +160,10 @@ def _make_run_dir(config: RunConfig, name: str, start_at: Path | None) -> Path:
             run_dir = start_at.parent.parent
         else:
             run_dir = _first_free(Path("runs"), name)
+        if (run_dir / metrics.FILE_NAME).exists():
+            metrics.read(
+                run_dir / metrics.FILE_NAME
+            )  # which the run goes on with, so all ranks hear of damage
         (run_dir / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"output.run_dir: {error.filename} cannot be written: {error.strerror}.") from error
@@ -271,8 +275,8 @@ def _opening(config: RunConfig, wanted: LlamaConfig, text: Corpus, run_dir: Path
             f"model  {wanted.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, tp={tp} with "
             f"sequence parallelism{dp}, {torch.get_num_threads()} thread(s) a rank",
             f"device {here.describe()}",
-            f"text   {facts.files} files{lines}{skipped}, {facts.tokens - facts.val_tokens:,} tokens to learn "
-            f"from, {facts.val_tokens:,} held out",
+            f"text   {facts.files} files{lines}{skipped}, {facts.tokens - facts.val_tokens:,} tokens to "
+            f"learn from, {facts.val_tokens:,} held out",
             f"steps  {train.steps} of {tokens_per_step(config):,} tokens, in micro-batches of "
             f"{train.micro_batch_size} x {train.seq_len}",
             f"run    {run_dir}",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
-from pathlib import Path
 from typing import get_args
 
 from pyruntime.train.config import (
@@ -18,8 +18,10 @@ from pyruntime.train.config import (
 )
 from pyruntime.train.errors import ConfigError
 
-LONGEST_S = 1e6
+SHORTEST_S, LONGEST_S = 1e-3, 1e6
 SEEDS = 2**63
+LARGEST = 2**31 - 1
+"""Of all numbers of steps, sequences, tokens, ranks."""
 
 
 def check(config: RunConfig, world_size: int) -> None:
@@ -28,11 +30,35 @@ def check(config: RunConfig, world_size: int) -> None:
     `world_size` is the number of ranks that were started. The model's sizes are checked where it is made, in
     `pyruntime.train.shape`.
     """
+    _check_values(config)
     _check_train(config)
     _check_optimizer(config)
     _check_files(config)
     _check_output(config)
     _check_ranks(config, world_size)
+
+
+def _check_values(config: RunConfig) -> None:
+    """What no field can be, whatever it means."""
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        for field in dataclasses.fields(values):
+            value, name = getattr(values, field.name), f"{section.name}.{field.name}"
+            for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, str):
+                    _check_text(name, each)
+                elif isinstance(each, int) and field.name != "seed":
+                    _require(abs(each) <= LARGEST, f"{name} must be below 2**31, found {_shown(each)}.")
+
+
+def _check_text(name: str, text: str) -> None:
+    readable = text.encode(errors="replace").decode()
+    _require(readable == text, f"{name} must be text in UTF-8, found {readable!r}.")
+    _require("\0" not in text, f"{name} must not hold a zero character, found {text!r}.")
+
+
+def _shown(number: int) -> str:
+    return str(number) if abs(number) < 10**40 else "one of more than 40 digits"
 
 
 def _check_train(config: RunConfig) -> None:
@@ -111,18 +137,18 @@ def _check_files(config: RunConfig) -> None:
         )
     tokenizer = config.data.tokenizer
     _require(
-        tokenizer in ("", "bytes") or Path(tokenizer).is_file(),
+        tokenizer in ("", "bytes") or os.path.isfile(tokenizer),
         f'data.tokenizer: {tokenizer} is not a file; give "bytes" or the path of a tokenizer.json.',
     )
     folder = config.model.init_from
     if folder:
         _require(
-            (Path(folder) / "config.json").is_file(),
+            os.path.isfile(os.path.join(folder, "config.json")),
             f"model.init_from: {folder} holds no config.json; give the folder of a Hugging Face Llama "
             "checkpoint.",
         )
     resume = config.checkpoint.resume
-    _require(not resume or Path(resume).is_dir(), f"checkpoint.resume: the folder {resume} does not exist.")
+    _require(not resume or os.path.isdir(resume), f"checkpoint.resume: the folder {resume} does not exist.")
 
 
 def _check_output(config: RunConfig) -> None:
@@ -141,10 +167,11 @@ def _check_output(config: RunConfig) -> None:
         math.isfinite(output.temperature) and output.temperature >= 0,
         f"output.temperature must be a finite number of at least 0, found {output.temperature}.",
     )
-    run_dir = Path(output.run_dir or ".")
-    _require(
-        not run_dir.exists() or run_dir.is_dir(), f"output.run_dir: {run_dir} exists and is not a folder."
-    )
+    for name, folder in (("output.run_dir", output.run_dir), ("data.cache", config.data.cache)):
+        _require(
+            not os.path.exists(folder) or os.path.isdir(folder),
+            f"{name}: {folder} exists and is not a folder.",
+        )
 
 
 def _check_ranks(config: RunConfig, world_size: int) -> None:
@@ -198,7 +225,7 @@ def _check_pipeline(config: RunConfig) -> None:
         f"pipeline.slices must be at least 1, or 0 with pipeline.costs, found {pipeline.slices}.",
     )
     _require(
-        not pipeline.costs or Path(pipeline.costs).is_file(),
+        not pipeline.costs or os.path.isfile(pipeline.costs),
         f"pipeline.costs: {pipeline.costs} is not a file; `python -m pyruntime profile --json` writes one.",
     )
     _require(
@@ -251,14 +278,14 @@ def _check_context(config: RunConfig) -> None:
 
 def check_seed(key: str, value: int) -> None:
     """Raises ConfigError where `value`, the option `key`, is no seed that torch takes."""
-    _require(0 <= value < SEEDS, f"{key} must be at least 0 and below 2**63, found {value}.")
+    _require(0 <= value < SEEDS, f"{key} must be at least 0 and below 2**63, found {_shown(value)}.")
 
 
 def check_seconds(key: str, value: float) -> None:
     """Raises ConfigError where `value`, the option `key`, is no deadline in seconds."""
     _require(
-        math.isfinite(value) and 0 < value <= LONGEST_S,
-        f"{key} must be above 0 and at most {LONGEST_S:.0f} seconds, found {value}.",
+        SHORTEST_S <= value <= LONGEST_S,
+        f"{key} must be at least {SHORTEST_S} and at most {LONGEST_S:.0f} seconds, found {value}.",
     )
 
 

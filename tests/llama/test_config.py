@@ -88,8 +88,8 @@ def test_preset_with_another_width_has_another_head_dim():
         ),
         ({"head_dim": 7}, "head_dim=7 must be even"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0 must be positive"),
-        ({"rope_theta": float("nan")}, "rope_theta=nan must be positive"),
-        ({"initializer_range": float("nan")}, "initializer_range=nan must lie in"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan must be a finite number"),
+        ({"initializer_range": float("nan")}, "initializer_range=nan must be a finite number"),
     ],
 )
 def test_impossible_shapes_are_refused(changes, message):

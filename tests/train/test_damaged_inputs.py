@@ -1,0 +1,235 @@
+"""Configurations, metrics, checkpoints, tokenizers and text in which anything was changed are read, or refused
+in one sentence."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from pyruntime.train import checkpoint_folder, checksums, config_file, corpus, metrics, report, validate
+from pyruntime.train.checkpoint_folder import Facts
+from pyruntime.train.config import Data, RunConfig
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.metrics import MetricsFile, StepMetrics
+from pyruntime.train.shape import llama_config
+from pyruntime.train.tokenizer import ByteTokenizer, JsonTokenizer
+from tests.mutations import BOUNDED, contents, documents, is_one_sentence
+
+CONFIG = RunConfig()
+CONFIG_VALUES = tomllib.loads(config_file.to_toml(CONFIG)) | {
+    "model": {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300, "rope_theta": 1e4},
+    "parallel": {"tp": 2, "zero": 1},
+}
+METRICS = "".join(
+    StepMetrics(n, 3.0 / n, 1.0, 1e-3, 10.0, 9.0, None, 10**8, val_loss=2.0 if n == 2 else None).to_json()
+    + "\n"
+    for n in (1, 2, 3)
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("damaged")
+
+
+def use(config: RunConfig) -> None:
+    """What the trainer does with a configuration before ranks are started, and writes into the run folder."""
+    validate.check(config, 2)
+    llama_config(config.model, 256, config.train.seq_len, 2)
+
+
+@given(documents(CONFIG_VALUES))
+@example({"output": {"run_dir": "a\0b"}})
+@example({"output": {"run_dir": "a" * 5000}})
+@example({"data": {"tokenizer": "a" * 5000}})
+@example({"data": {"paths": ["\ud800"]}})
+@example({"optimizer": {"lr": 10**400}})
+@example({"parallel": {"zero": True}})
+@example({"train": {"seq_len": 10**30}})
+@example({"comm": {"deadline_s": 1e-320}})
+@BOUNDED
+def test_changed_values_of_a_configuration(values):
+    if not isinstance(values, dict):
+        return
+    try:
+        config = config_file.from_dict(values, "mine.toml")
+        use(config)
+    except ConfigError as error:
+        assert is_one_sentence(error)
+        return
+    assert config_file.from_dict(tomllib.loads(config_file.to_toml(config)), "again") == config
+
+
+@given(contents(config_file.to_toml(CONFIG).encode()))
+@example(b"a = " + b"[" * 100_000)
+@BOUNDED
+def test_changed_bytes_of_a_configuration(folder, content):
+    path = folder / "mine.toml"
+    path.write_bytes(content)
+    try:
+        use(config_file.load(path))
+    except ConfigError as error:
+        assert is_one_sentence(error)
+
+
+@given(st.text(max_size=20))
+@example("\x7f")
+@BOUNDED
+def test_any_text_survives_toml(text):
+    values = {"data": {"paths": [text]}, "output": {"sample_prompt": text}}
+    config = config_file.from_dict(values, "mine.toml")
+    assert config_file.from_dict(tomllib.loads(config_file.to_toml(config)), "again") == config
+
+
+@given(contents(METRICS.encode()))
+@example(METRICS.encode().replace(b'"step": 2', b'"step": "2"'))
+@example(METRICS.encode().replace(b'"loss": 3.0', b'"loss": null'))
+@example(b"[1]\n" + METRICS.encode())
+@example(b"3\n")
+@example(b"\xff\xfe\n" + METRICS.encode())
+@BOUNDED
+def test_changed_bytes_of_metrics(folder, content):
+    path = folder / metrics.FILE_NAME
+    path.write_bytes(content)
+    try:
+        with MetricsFile(folder, resume_at=2):
+            pass
+    except ConfigError as error:
+        assert is_one_sentence(error) and str(path) in str(error)
+        assert path.read_bytes() == content
+        return
+    kept = metrics.read(path)
+    assert all(line["step"] <= 2 for line in kept)
+    assert len(kept) <= content.count(b"\n") + 1
+
+
+@given(documents([json.loads(line) for line in METRICS.splitlines()]))
+@BOUNDED
+def test_changed_values_of_metrics(folder, lines):
+    path = folder / metrics.FILE_NAME
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) if isinstance(lines, list) else "[]\n")
+    try:
+        found = metrics.read(path)
+    except ConfigError as error:
+        assert is_one_sentence(error) and "is damaged" in str(error)
+        return
+    for line in found:
+        assert isinstance(line["step"], int) and isinstance(line["loss"], float)
+
+
+def test_metrics_that_are_read_are_drawn(folder):
+    path = folder / metrics.FILE_NAME
+    path.write_text('{"step": 1, "loss": NaN}\n{"step": 2147483647, "loss": 1e30, "val_loss": -Infinity}\n')
+    report.plot_loss(metrics.read(path), folder / "loss.png")
+
+
+WANTED = Facts(step=0, dtype="fp32", model={"hidden_size": 64})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder):
+    """What a checkpoint says of itself, and its manifest."""
+    facts = {"step": 3, "dtype": "fp32", "model": {"hidden_size": 64}, "rounding": "nearest"}
+    path = folder / "step-000003"
+    path.mkdir()
+    (path / checkpoint_folder.FACTS_FILE).write_text(json.dumps(facts))
+    checksums.write(path, {"run.json": checksums.checksum(path / "run.json")})
+    return path, facts, json.loads((path / checksums.MANIFEST).read_text())
+
+
+def read_checkpoint(path: Path) -> Facts | None:
+    try:
+        return checkpoint_folder.read_matching(path, WANTED)
+    except ConfigError as error:
+        assert is_one_sentence(error) and str(path) in str(error)
+        return None
+
+
+@given(st.data())
+@BOUNDED
+def test_changed_bytes_of_a_checkpoints_facts_or_manifest(checkpoint, data):
+    path, facts, _ = checkpoint
+    name = data.draw(st.sampled_from(["run.json", checksums.MANIFEST]))
+    whole = (path / name).read_bytes()
+    (path / name).write_bytes(data.draw(contents(whole)))
+    try:
+        found = read_checkpoint(path)
+        assert found is None or found == Facts(**facts)
+    finally:
+        (path / name).write_bytes(whole)
+
+
+@given(st.data())
+@BOUNDED
+def test_changed_values_of_a_checkpoints_facts_with_a_manifest_that_fits(checkpoint, data):
+    """What another program wrote, checksums and all."""
+    path, facts, manifest = checkpoint
+    if data.draw(st.booleans()):
+        (path / "run.json").write_text(json.dumps(data.draw(documents(facts))))
+        checksums.write(path, {"run.json": checksums.checksum(path / "run.json")})
+    else:
+        (path / checksums.MANIFEST).write_text(json.dumps(data.draw(documents(manifest))))
+    try:
+        found = read_checkpoint(path)
+        assert found is None or (
+            type(found.step) is int and found.step > 0 and found.model["hidden_size"] == 64
+        )
+    finally:
+        (path / "run.json").write_text(json.dumps(facts))
+        (path / checksums.MANIFEST).write_text(json.dumps(manifest))
+
+
+def small_tokenizer() -> dict:
+    engine = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "</s>": 3}, [("a", "b")]))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.add_special_tokens(["</s>", "<pad>"])
+    return json.loads(engine.to_str())
+
+
+def use_tokenizer(path: Path) -> None:
+    try:
+        tokenizer = JsonTokenizer(path)
+        text = path.with_name("text.txt")
+        text.write_bytes(b"abba ab\xff " * 9)
+        built = corpus.build(Data(paths=(str(text),), cache=str(path.with_name("tokens"))), tokenizer)
+        tokens = corpus.open_corpus(built, 0.5, 1)
+    except ConfigError as error:
+        assert is_one_sentence(error)
+        return
+    for part in (tokens.train, tokens.val):
+        assert part.max() < tokenizer.vocab_size
+    tokenizer.decode(tokens.train.tolist())
+
+
+@given(documents(small_tokenizer()))
+@BOUNDED
+def test_changed_values_of_a_tokenizer(folder, content):
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    use_tokenizer(path)
+
+
+@given(contents(json.dumps(small_tokenizer()).encode()))
+@BOUNDED
+def test_changed_bytes_of_a_tokenizer(folder, content):
+    path = folder / "tokenizer.json"
+    path.write_bytes(content)
+    use_tokenizer(path)
+
+
+@given(contents(b"".join(json.dumps({"text": f"some text {n}", "id": n}).encode() + b"\n" for n in range(6))))
+@BOUNDED
+def test_changed_bytes_of_text(folder, content):
+    path = folder / "text.jsonl"
+    path.write_bytes(content)
+    try:
+        built = corpus.build(Data(paths=(str(path),), cache=str(folder / "tokens")), ByteTokenizer())
+        text = corpus.open_corpus(built, 0.5, 1)
+    except ConfigError as error:
+        assert is_one_sentence(error)
+        return
+    assert text.facts.documents <= content.count(b"\n") + 1
