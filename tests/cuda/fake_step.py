@@ -1,8 +1,8 @@
 """A whole training step of a Llama on fake tensors "on cuda": run below pretended_cuda.cpp.
 
 Nothing is computed, but every operation says whether its operands are on one device and whether it exists
-there. pyruntime's own ops are those that a GPU with the kernels runs, and then taken apart into what they do on
-CUDA without them, ATen's operations.
+there. pyruntime's own ops are those that a GPU with the kernels runs, and then taken apart into what they do
+on CUDA without them, ATen's operations.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What the layers' ops are on CUDA, here on tensors of the CPU through the kernels' host dialect: against
-float64 and, as a whole training step, against the CPU's kernels. tests/cuda/test_gpu_layers.py is for GPUs."""
+float64 and, as a whole training step, against the CPU's kernels; test_gpu_layers.py is for GPUs."""
 
 from __future__ import annotations
 
