@@ -1,5 +1,5 @@
-"""Layers for parts "support" and "training" of bench/gpu.py, in the sizes of Llama-3.2 1B: passes over memory,
-beside the same ops by ATen's operations, and attention by the kernels that torch has for it."""
+"""Layers for parts "support" and "training" of bench/gpu.py, in the sizes of Llama-3.2 1B: passes over
+memory, beside the same ops by ATen's operations, and attention by the kernels that torch has for it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def layers(tokens: int, rows: int, vocab: int = VOCAB, device: str = "cuda") -> 
     width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     cos, sin = torch.rand(2, tokens, HEAD_DIM, device=device).unbind()
     sizes = (1, tokens, HEADS, KV_HEADS)
-    dq, dk, dv = (bf16(1, tokens, count, HEAD_DIM).transpose(1, 2) for count in (HEADS, KV_HEADS, KV_HEADS))
-    gate_up, dy, qkv, logits = bf16(tokens, 2 * FFN), bf16(tokens, FFN), bf16(tokens, width), bf16(rows, vocab)
+    counts = (HEADS, KV_HEADS, KV_HEADS)
+    dq, dk, dv = (bf16(1, tokens, count, HEAD_DIM).transpose(1, 2) for count in counts)
+    gate_up, dy = bf16(tokens, 2 * FFN), bf16(tokens, FFN)
+    qkv, logits = bf16(tokens, width), bf16(rows, vocab)
     labels = torch.randint(vocab, (rows,), device=device)
     lse, grad = torch.full((rows,), 12.0, device=device), torch.full((rows,), 1.0 / rows, device=device)
     tables = 8 * tokens * HEAD_DIM
@@ -101,7 +103,9 @@ def attention(emit: Emit, quick: bool) -> None:
             )
 
 
-def passes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: SDPBackend) -> tuple[torch.Tensor, ...]:
+def passes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: SDPBackend
+) -> tuple[torch.Tensor, ...]:
     """The gradients of causal attention by that kernel alone. Raises RuntimeError where it cannot."""
     with sdpa_kernel(backend):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

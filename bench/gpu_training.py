@@ -1,10 +1,10 @@
 """Part "training" of bench/gpu.py: whole training steps of Llama-3.2 1B on one GPU, without any other rank.
 
 A step is what the trainer takes: forward, backward, norm and clipping, AdamW with fp32 masters and moments,
-bf16 weights; the host reads nothing. SwiGLU, rotary embedding, the loss's passes over the logits and AdamW are
-the kernels of csrc/cuda; where these are not built, a note says so. "eager" launches it anew each time, "graph"
-replays one captured CUDA graph. "torch" is plain_llama.py with the head tied to the embedding: bf16 moments and
-no masters, so less memory is moved for it.
+bf16 weights; the host reads nothing. SwiGLU, rotary embedding, the loss's passes over the logits and AdamW
+are the kernels of csrc/cuda; where these are not built, a note says so. "eager" launches it anew each time,
+"graph" replays one captured CUDA graph. "torch" is plain_llama.py with the head tied to the embedding: bf16
+moments and no masters, so less memory is moved for it.
 """
 
 from __future__ import annotations

@@ -38,6 +38,8 @@
 //   nap()                      gives way to others in a loop that waits
 //   shuffle_xor(x, mask)       over the whole warp
 //   load_streaming(p)          16 bytes that another rank wrote, past caches that may be stale
+//   store_global(p, v)         16 bytes into global memory as one access; an assignment nvcc may split into
+//                              several
 //   copy_async(to, from, n)    16 bytes into shared memory, of which n come from `from` and the rest is zero;
 //                              not in HIP
 //   copy_async_commit(), copy_async_wait<n>()

@@ -87,6 +87,12 @@ PYRUNTIME_DEVICE uint4 load_streaming(const void* p) {
   return __ldcg(static_cast<const uint4*>(p));
 }
 
+PYRUNTIME_DEVICE void store_global(void* p, uint4 value) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
 PYRUNTIME_DEVICE uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }

@@ -116,6 +116,10 @@ PYRUNTIME_DEVICE uint4 load_streaming(const void* p) {
   return make_uint4(words.x, words.y, words.z, words.w);
 }
 
+PYRUNTIME_DEVICE void store_global(void* p, uint4 value) {
+  *static_cast<uint4*>(p) = value;
+}
+
 PYRUNTIME_DEVICE float half_to_float(uint16_t bits) {
   _Float16 value;
   __builtin_memcpy(&value, &bits, sizeof(value));

@@ -123,6 +123,10 @@ inline uint4 load_streaming(const void* p) {
   return value;
 }
 
+inline void store_global(void* p, uint4 value) {
+  *static_cast<uint4*>(p) = value;
+}
+
 inline void copy_async(void* to, const void* from, int bytes) {
   host::copy_async(to, from, bytes);
 }

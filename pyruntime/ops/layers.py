@@ -3,9 +3,10 @@
 Each is a torch op of namespace `pyruntime` (csrc/cpu/layers): a vectorised C++ kernel on CPU, a composite of
 ATen ops on every other device, differentiable, and traceable by `torch.compile(fullgraph=True)`. On CUDA with
 the kernels built (`make cuda`), SwiGLU, rotary embedding and the cross-entropy's passes over the logits are a
-launch each (csrc/cuda/portable), but for float64; without them they are the composites. Inputs are float32, bfloat16, float16 or float64; arithmetic and statistics are float32 (float64 for float64), and a
-result is bitwise the same whatever the number of threads. Bad arguments raise ValueError (shapes, values),
-TypeError (dtypes) or IndexError (labels) with what was found and what is needed.
+launch each (csrc/cuda/portable), but for float64; without them they are the composites. Inputs are float32,
+bfloat16, float16 or float64; arithmetic and statistics are float32 (float64 for float64), and a result is
+bitwise the same whatever the number of threads. Bad arguments raise ValueError (shapes, values), TypeError
+(dtypes) or IndexError (labels) with what was found and what is needed.
 """
 
 from __future__ import annotations

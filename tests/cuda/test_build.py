@@ -96,6 +96,17 @@ def test_multicast_is_one_store_and_one_load_between_alias_fences_and_left_out_e
     assert "multimem" not in ampere and "trap;" in ampere
 
 
+@needs_nvcc
+@pytest.mark.parametrize("source", ["swiglu", "rope", "cross_entropy"])
+def test_layers_move_16_bytes_at_a_time(source, tmp_path) -> None:
+    kernels = re.findall(r"\.entry (\w+)(.*?\n})", ptx(f"{source}.cu", "compute_80", tmp_path), re.S)
+    vectorised = [(name, body) for name, body in kernels if "rotate_heads" not in name or "Li1E" not in name]
+    assert len(vectorised) == 6
+    for name, body in vectorised:
+        assert "ld.global.v4" in body, name
+        assert "st.global.v4" in body or "row_statistics" in name, name  # which stores three floats a row
+
+
 def asks_for_multicast(group, path: str) -> str:
     _C.use_device_library("cpu", path)
     comm.configure(group, transport="device", multicast="gather")

@@ -1,4 +1,4 @@
-"""The kernels of layers on a GPU: `pytest -m gpu` where there is one, with a torch for CUDA and `make cuda`."""
+"""The kernels of layers on GPUs: `pytest -m gpu` where one is, with a torch for CUDA and `make cuda`."""
 
 from __future__ import annotations
 

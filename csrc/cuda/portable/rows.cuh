@@ -32,7 +32,7 @@ PYRUNTIME_DEVICE void store_floats(T* p, const float (&values)[kCount]) {
       Vector<T> vector;
 #pragma unroll
       for (int e = 0; e < kWide; ++e) vector.values[e] = round_to<T>(values[part + e]);
-      store_vector(p + part, vector);
+      device::store_global(p + part, bits_of(vector));
     }
   } else {
     static_assert(kCount == 1);
