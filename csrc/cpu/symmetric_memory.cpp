@@ -380,8 +380,8 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
     const double seconds = deadline_seconds;
     const std::string topic = "pyruntime/symmetric_memory/" + group_name + "/";
     // Counted in the store, which is the group's: here a count would outlive the group.
-    const int64_t number = group.store->add(topic + "rounds of " + std::to_string(group.rank), 1);
-    const std::string round = topic + std::to_string(number) + "/";
+    const int64_t before = group.store->add(topic + "rounds of " + std::to_string(group.rank), 1) - 1;
+    const std::string round = topic + std::to_string(before) + "/";
     const Invitation own{host_identity(), getpid(), segment->fd(), segment->buffer_bytes(),
                          segment->signal_bytes()};
     const std::string text = own.encode();
