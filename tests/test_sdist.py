@@ -61,18 +61,24 @@ def test_it_has_every_source_of_the_core_and_of_the_kernels(unpacked):
 
 
 def install(sdist: Path, target: Path, **environment: str) -> None:
-    # pip's own folder, or the sources here would be found beside it.
+    # Not from the source folder, whose package would be in the way.
     pip = (sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation")
     pip += ("--no-compile",)
     run(*pip, "--target", target, sdist, cwd=sdist.parent, env=os.environ | environment)
 
 
-def test_pip_installs_from_it(sdist, tmp_path):
+@pytest.fixture
+def compilers(tmp_path) -> dict[str, str]:
+    """Variables that name a compiler which compiles nothing."""
     compiler = tmp_path / "compiler"
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
-    compilers = dict.fromkeys(("CC", "CXX", "LDSHARED", "LDCXXSHARED"), str(compiler))
-    install(sdist, tmp_path / "site", CUDA_HOME=str(tmp_path), CCACHE_DISABLE="1", **compilers)
+    named = dict.fromkeys(("CC", "CXX", "LDSHARED", "LDCXXSHARED"), str(compiler))
+    return {**named, "CUDA_HOME": str(tmp_path), "CCACHE_DISABLE": "1"}
+
+
+def test_pip_installs_from_it(sdist, tmp_path, compilers):
+    install(sdist, tmp_path / "site", **compilers)
     installed, package = tmp_path / "site" / "pyruntime", ROOT / "pyruntime"
     for ending in ("*.py", "*.toml"):
         wanted = {path.relative_to(package) for path in package.rglob(ending)}
@@ -80,6 +86,14 @@ def test_pip_installs_from_it(sdist, tmp_path):
     assert list(installed.glob("_C*.so"))
     headers = installed / "cuda" / "headers"  # what tile variants are compiled of
     assert (headers / "csrc/cuda/portable/tile_gemm.cuh").exists() and (headers / "hip/compat.h").exists()
+
+
+def test_a_build_in_place_can_be_lenient_to_warnings(unpacked, compilers):
+    build = (sys.executable, "setup.py", "build_ext", "--inplace", "--lenient")
+    run(*build, cwd=unpacked, env=os.environ | compilers)
+    (recipe,) = unpacked.glob("build/inplace-*-lenient/build.ninja")
+    assert "-Wextra" in recipe.read_text() and "-Werror" not in recipe.read_text()
+    assert list((unpacked / "pyruntime").glob("_C*.so"))
 
 
 @pytest.mark.install

@@ -201,7 +201,7 @@ def build(
         command = [find_ninja(), "-C", str(folder), "-j", jobs, *going, str(library)]
         return subprocess.run(command, capture_output=True, text=True)
 
-    ran = run()
+    ran, failed = run(), []
     if ran.returncode != 0 and keep_going and (failed := build_left_out.failed_objects(ran.stdout)):
         print(ran.stdout)
         linked = re.findall(
@@ -210,10 +210,11 @@ def build(
         kept = [path for path in map(Path, linked[0].split()) if path not in failed]
         build_left_out.write(folder, kept, failed, headers=LAUNCHERS)
         ran = run(failed)
-        names = ", ".join(sorted(path.stem for path in failed))
-        print(f"{library.name} is built without {names}, because these do not compile")
     if ran.returncode != 0:
         raise RuntimeError(f"the CUDA kernels do not build:\n{ran.stdout}{ran.stderr}")
+    if failed:
+        names = ", ".join(sorted(path.stem for path in failed))
+        print(f"{library.name} is built without {names}, because these do not compile")
     return library
 
 

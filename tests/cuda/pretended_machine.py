@@ -145,15 +145,15 @@ class Machine:
         said, _ = process.communicate(timeout=120)
         return process.returncode, said
 
-    def kill_at(self, gate: str, *arguments: str) -> int:
-        """Ends the command by SIGKILL when `gate` has been reached; returns the pid of what waited there."""
-        process = self.start(*arguments, gate=gate)
+    def kill_at(self, gate: str, last: str) -> int:
+        """Ends the command by SIGKILL when `gate` has been reached and the report says `last`; returns the
+        pid of what waited there."""
+        process = self.start(gate=gate)
         waits = self.folder / "at_gate"
-        until = time.monotonic() + 60
-        while not (waits.exists() and waits.read_text()):
+        until = time.monotonic() + 120
+        while not (waits.exists() and waits.read_text() and last in json.dumps(self.report())):
             assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
             time.sleep(0.01)
-        time.sleep(0.15)  # what came before the gate is read by then
         process.send_signal(signal.SIGKILL)
         process.communicate()
         return int(waits.read_text())

@@ -160,6 +160,21 @@ def test_the_layers_that_are_measured_do_what_their_composites_do(problem):
             torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
+def test_the_model_that_is_trained_has_the_same_weights_each_time_drawn_where_it_is(problem, monkeypatch):
+    import gpu_training
+
+    def draws(*_):
+        raise AssertionError("weights are drawn on the CPU")
+
+    monkeypatch.setattr("pyruntime.llama.model.init_shard", draws)
+    size = gpu_training.size_of(quick=True)
+    first, second = (gpu_training.Step(size, "cpu").model for _ in range(2))
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+    spread = first.embed.weight.detach().float().std()
+    assert float(spread) == pytest.approx(size.model.initializer_range, rel=0.05)
+
+
 def test_every_part_has_a_name_and_a_limit(problem, monkeypatch):
     import gpu
 
@@ -172,6 +187,6 @@ def test_every_part_has_a_name_and_a_limit(problem, monkeypatch):
         "gather-host-chunked",
         "support",
     ]
-    with pytest.raises(ValueError, match="names 'gater'; choose from products-portable"):
+    with pytest.raises(ValueError, match="names 'gater'; choose from load, smoke"):
         gpu.chosen("gater")
     assert Path(gpu.__file__).parent == BENCH

@@ -115,7 +115,8 @@ class Report:
     # ---- what is found ----
 
     def begin(self, stage: Stage) -> None:
-        self._rows = 0
+        if stage.facts is not None:  # a build may begin beside what writes them
+            self._rows = 0
         self._put(stage, {"verdict": UNDER_WAY, "text": "", "seconds": 0.0, "code": None, "last_lines": []})
         self.write()
 
