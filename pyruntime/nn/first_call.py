@@ -68,12 +68,13 @@ def _check_first_call(hook: FirstCall, module: nn.Module, args: tuple, kwargs: d
         for _, region in watched:
             region.in_check = True
         try:
-            _check(module, [layer for layer, _ in watched], args, kwargs)
+            called = _check(module, [layer for layer, _ in watched], args, kwargs)
         finally:
             for _, region in watched:
                 region.in_check = False
-        for _, region in watched:
-            region.checked.add(mode)
+        for layer, region in watched:
+            if layer in called:  # the others are compared when a module that holds them is called
+                region.checked.add(mode)
     hook.seen.add(mode)
 
 
@@ -89,8 +90,10 @@ def _watched(module: nn.Module) -> list[tuple[ParallelLinear, Region]]:
     return [(m, m.region) for m in module.modules() if isinstance(m, ParallelLinear) and m.region is not None]
 
 
-def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs: dict) -> None:
-    """Raises ValueError on every rank where one of them finds a mismatch that no head count mends."""
+def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs: dict) -> set:
+    """The layers that were called. Raises ValueError on every rank where one of them finds a mismatch that no
+    head count mends."""
+    called: set[ParallelLinear] = set()
 
     def run(forward_of: Callable[[ParallelLinear], Callable]) -> Any:
         with untouched(module), forwards(layers, forward_of):
@@ -110,6 +113,7 @@ def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs:
             return cut.mismatch() or Mismatch(str(error), tuple(layers))
         except Exception as error:
             return cut.mismatch() or cut.failed(module, error)
+        called.update(call.layer for call in cut.calls)
         return cut.mismatch() or _compare_outputs(cut.open_columns(), expected, found)
 
     def everywhere() -> Mismatch | None:
@@ -117,6 +121,7 @@ def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs:
 
     if found := heads.mended(module, everywhere, layers[0].group.size):
         raise ValueError(found.message)
+    return called
 
 
 def _agreed(mismatch: Mismatch | None, layers: list[ParallelLinear]) -> Mismatch | None:

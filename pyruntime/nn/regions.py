@@ -99,8 +99,11 @@ class _Graph(torch.autograd.Function):
 
 def mark_whole(x: Tensor) -> None:
     """x is the same on every rank, so the graph behind it is of no concern to a region that reads it."""
-    if torch.is_grad_enabled() and not is_compiling():
-        _mark(x, None)
+    if not torch.is_grad_enabled() or is_compiling():
+        return
+    _mark(x, None)
+    if x.is_leaf and x.requires_grad:  # it has no node to mark
+        x.tp_whole = True
 
 
 def _mark(y: Tensor, region: Region | None) -> Tensor:
@@ -202,7 +205,7 @@ def _check_leaf(leaf: Tensor, end: Region) -> None:
             "this "
             "rank's shard alone; call the layer, or leave it out of the plan."
         )
-    if not isinstance(leaf, torch.nn.Parameter):
+    if not isinstance(leaf, torch.nn.Parameter) and not getattr(leaf, "tp_whole", False):
         raise RuntimeError(
             f"What feeds {end.label} begins at a tensor {list(leaf.shape)} that is no parameter, and "
             "whether it "

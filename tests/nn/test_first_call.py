@@ -148,6 +148,28 @@ def arguments_are_left_alone(group) -> None:
     assert len(cache) == 1 and cache[0].shape == (2, 6, HEADS * 4 // group.size())
 
 
+class Routed(nn.Module):
+    """Two experts, and the second is wrong when it is cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([Softmaxed(), Softmaxed()])
+        self.experts[0].forward = lambda x: self.experts[0].down(self.experts[0].up(x))
+
+    def forward(self, x, expert: int):
+        return self.experts[expert](x)
+
+
+def an_expert_called_later(group) -> str:
+    torch.manual_seed(0)
+    model = parallelize(Routed(), group, {"*up": "column", "*down": "row"})
+    for _ in range(2):
+        model(X, 0)
+    with pytest.raises(ValueError) as caught:
+        model(X, 1)
+    return str(caught.value)
+
+
 def half_precision(group) -> None:
     """Rounding is no mismatch."""
     model = seeded(Attention).bfloat16()
@@ -228,3 +250,8 @@ def test_arguments_are_left_alone(ranks):
 
 def test_rounding_is_no_mismatch(ranks):
     ranks.run(half_precision, 2)
+
+
+def test_what_the_first_call_left_out_is_compared_when_it_is_called(ranks):
+    for message in ranks.run(an_expert_called_later, 2):
+        assert "experts.1.down is given other numbers than the whole model's (" in message
