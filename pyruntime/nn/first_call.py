@@ -114,7 +114,7 @@ def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs:
         except Exception as error:
             return cut.mismatch() or cut.failed(module, error)
         called.update(call.layer for call in cut.calls)
-        return cut.mismatch() or _compare_outputs(cut.open_columns(), expected, found)
+        return cut.mismatch() or cut.missing() or _compare_outputs(cut.open_columns(), expected, found)
 
     def everywhere() -> Mismatch | None:
         return _agreed(compare(), layers)
@@ -164,6 +164,12 @@ class _WholeRun:
         return forward
 
 
+_OUT_OF_STEP = (
+    "{} is not called with the plan where it is called without: what the model does depends on activations "
+    "that are cut; leave it and the column linears before it out of the plan."
+)
+
+
 class _OutOfStep(Exception):
     """The cut run has left the whole run's path."""
 
@@ -190,12 +196,7 @@ class _CutRun:
     def _row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
         number = len(self.rows)
         if number >= len(self.whole.calls) or self.whole.calls[number].layer is not layer:
-            raise _OutOfStep(
-                f"{layer.label} is called in another order with the plan than without, so what the model "
-                "does "
-                "depends on activations that are cut; leave it and the column linears before it out of the "
-                "plan."
-            )
+            raise _OutOfStep(_OUT_OF_STEP.format(layer.label))
         self.calls.append(_noted(layer, x))
         self.rows.append(self.calls[-1])
         return self.whole.outputs[number].clone()
@@ -219,20 +220,26 @@ class _CutRun:
                 if not feeding:
                     return Mismatch(
                         f"{mine.layer.label} is a 'row' linear and is given {difference}: no 'column' "
-                        "linear's "
-                        "output reaches it; name the linears that feed it in the plan, or leave it out.",
+                        "linear's output reaches it; name the linears that feed it in the plan, or leave "
+                        "it out.",
                         (mine.layer,),
                     )
                 names = ", ".join(layer.label for layer in feeding) or "what is before it"
                 return Mismatch(
                     f"With the plan, {mine.layer.label} is given {difference}: what stands between {names} "
-                    "and it "
-                    "does not work feature by feature or head by head (a view with the whole number of "
-                    "heads? a "
-                    "fused linear that is split afterwards?); leave them out of the plan.",
+                    "and it does not work feature by feature or head by head (a view with the whole "
+                    "number of heads? a fused linear that is split afterwards?); leave them out of the "
+                    "plan.",
                     (*feeding, mine.layer),
                 )
         return None
+
+    def missing(self) -> Mismatch | None:
+        """The first row linear that the whole model calls and the cut one does not."""
+        if len(self.rows) == len(self.whole.calls):
+            return None
+        layer = self.whole.calls[len(self.rows)].layer
+        return Mismatch(_OUT_OF_STEP.format(layer.label), (layer,))
 
     def failed(self, module: nn.Module, error: Exception) -> Mismatch:
         """What the error of the model's own code says of the plan."""
@@ -242,10 +249,8 @@ class _CutRun:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return Mismatch(
             f"{place} cannot work on a rank's features of {names} ({type(error).__name__}: {first_line}): "
-            "it needs "
-            "all of them, or counts heads or features of the whole model; leave those linears out of the "
-            "plan, or "
-            "make them 'column_gather'.",
+            "it needs all of them, or counts heads or features of the whole model; leave those linears "
+            "out of the plan, or make them 'column_gather'.",
             tuple(open_columns) or tuple({call.layer: None for call in self.calls}),
         )
 
@@ -296,8 +301,7 @@ def _compare_outputs(columns: list[ParallelLinear], expected: Any, found: Any) -
         )
         return Mismatch(
             f"With the plan, the model's output{name} {what}, without it the shape is {list(whole.shape)}: "
-            f"{cause}; "
-            "a column linear without a row linear behind it must be 'column_gather'.",
+            f"{cause}; a column linear without a row linear behind it must be 'column_gather'.",
             tuple(columns),
         )
     return None

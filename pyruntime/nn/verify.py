@@ -69,9 +69,9 @@ def _weighted(outputs: list[Tensor]) -> Tensor:
     ]
     if not parts:
         raise ValueError(
-            "Nothing in the model's output depends on a parameter that is trained, so there is no gradient "
-            "to "
-            "compare; give a model whose output is a tensor, or a tuple or mapping that holds one."
+            "Nothing in the model's output depends on a parameter that is trained, so there is no "
+            "gradient to compare; give a model whose output is a tensor, or a tuple or mapping that holds "
+            "one."
         )
     return torch.stack(parts).sum()
 

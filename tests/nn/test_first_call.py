@@ -65,6 +65,14 @@ class Normed(nn.Module):
         return self.down(self.norm(self.up(x)))
 
 
+class Fickle(Normed):
+    """Takes another path when its features are cut."""
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.down(h) if h.shape[-1] == 24 else x
+
+
 class Softmaxed(Normed):
     def forward(self, x):
         return self.down(self.up(x).softmax(-1))
@@ -204,10 +212,15 @@ def test_counts_of_heads_become_a_ranks_own(ranks, world_size):
             {"*up": "column", "*down": "row"},
             "0.down is given other numbers than the whole model's (",
         ),
+        (
+            Fickle,
+            {"*up": "column", "*down": "row"},
+            "0.down is not called with the plan where it is called without",
+        ),
         (Normed, {"3.down": "row"}, "3.down is a 'row' linear and is given an input of shape [2, 6, 24]"),
         (Normed, {"3.up": "column"}, "3.norm cannot work on a rank's features of 3.up"),
     ],
-    ids=["view", "fused", "norm", "softmax", "row alone", "column alone"],
+    ids=["view", "fused", "norm", "softmax", "path", "row alone", "column alone"],
 )
 def test_what_does_not_work_on_a_ranks_features_is_refused(ranks, kind, plan, expected):
     for messages in ranks.run(refused, 2, kind, plan):
