@@ -47,7 +47,7 @@ class _Call:
 
     layer: ParallelLinear
     shape: tuple[int, ...] = ()
-    print: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # of a row linear's input
+    projected: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # a row linear's input
     tolerance: float = 0.0
 
 
@@ -224,7 +224,7 @@ class _CutRun:
                         "it out.",
                         (mine.layer,),
                     )
-                names = ", ".join(layer.label for layer in feeding) or "what is before it"
+                names = ", ".join(layer.label for layer in feeding)
                 return Mismatch(
                     f"With the plan, {mine.layer.label} is given {difference}: what stands between {names} "
                     "and it does not work feature by feature or head by head (a view with the whole "
@@ -269,14 +269,14 @@ def _noted(layer: ParallelLinear, x: Tensor) -> _Call:
     wide = x.double() if x.dtype == torch.float64 else x.float()
     draw = torch.Generator().manual_seed(x.shape[-1])
     directions = torch.randn(x.shape[-1], _DIRECTIONS, generator=draw, dtype=wide.dtype).to(x.device)
-    return _Call(layer, tuple(x.shape), torch.nan_to_num(wide) @ directions, tolerance)
+    return _Call(layer, tuple(x.shape), torch.nan_to_num(wide, 0.0, 0.0, 0.0) @ directions, tolerance)
 
 
 def _difference(mine: _Call, whole: _Call) -> str:
     """What is wrong with the input, or ""."""
     if mine.shape != whole.shape:
         return f"an input of shape {list(mine.shape)} instead of {list(whole.shape)}"
-    error, norm = (mine.print - whole.print).norm().item(), whole.print.norm().item()
+    error, norm = (mine.projected - whole.projected).norm().item(), whole.projected.norm().item()
     if error <= whole.tolerance * norm:
         return ""
     return f"other numbers than the whole model's ({error / max(norm, 1e-30):.0%} off)"
