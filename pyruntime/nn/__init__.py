@@ -1,5 +1,5 @@
 """Tensor-parallel layers for torch models: linears, embedding, norm, loss, and the two that work on whole
-models, `parallelize` and `explain`."""
+models, `parallelize`, `verify` and `explain`."""
 
 from pyruntime.nn.clip import clip_grad_norm_, grad_norm
 from pyruntime.nn.cross_entropy import vocab_parallel_cross_entropy
@@ -11,6 +11,7 @@ from pyruntime.nn.norm import RMSNorm
 from pyruntime.nn.parallelize import parallelize
 from pyruntime.nn.parameters import Layout, Part, TensorGroup, shard_bounds
 from pyruntime.nn.plans import PLANS, Plan
+from pyruntime.nn.verify import VerificationError, verify
 
 __all__ = [
     "PLANS",
@@ -25,11 +26,13 @@ __all__ = [
     "Report",
     "RowParallelLinear",
     "TensorGroup",
+    "VerificationError",
     "VocabParallelEmbedding",
     "clip_grad_norm_",
     "explain",
     "grad_norm",
     "parallelize",
     "shard_bounds",
+    "verify",
     "vocab_parallel_cross_entropy",
 ]

@@ -47,7 +47,7 @@ class _Call:
 
     layer: ParallelLinear
     shape: tuple[int, ...] = ()
-    print: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # of a row linear's input
+    projected: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # a row linear's input
     tolerance: float = 0.0
 
 
@@ -68,12 +68,13 @@ def _check_first_call(hook: FirstCall, module: nn.Module, args: tuple, kwargs: d
         for _, region in watched:
             region.in_check = True
         try:
-            _check(module, [layer for layer, _ in watched], args, kwargs)
+            called = _check(module, [layer for layer, _ in watched], args, kwargs)
         finally:
             for _, region in watched:
                 region.in_check = False
-        for _, region in watched:
-            region.checked.add(mode)
+        for layer, region in watched:
+            if layer in called:  # the others are compared when a module that holds them is called
+                region.checked.add(mode)
     hook.seen.add(mode)
 
 
@@ -89,8 +90,10 @@ def _watched(module: nn.Module) -> list[tuple[ParallelLinear, Region]]:
     return [(m, m.region) for m in module.modules() if isinstance(m, ParallelLinear) and m.region is not None]
 
 
-def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs: dict) -> None:
-    """Raises ValueError on every rank where one of them finds a mismatch that no head count mends."""
+def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs: dict) -> set:
+    """The layers that were called. Raises ValueError on every rank where one of them finds a mismatch that no
+    head count mends."""
+    called: set[ParallelLinear] = set()
 
     def run(forward_of: Callable[[ParallelLinear], Callable]) -> Any:
         with untouched(module), forwards(layers, forward_of):
@@ -110,13 +113,15 @@ def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs:
             return cut.mismatch() or Mismatch(str(error), tuple(layers))
         except Exception as error:
             return cut.mismatch() or cut.failed(module, error)
-        return cut.mismatch() or _compare_outputs(cut.open_columns(), expected, found)
+        called.update(call.layer for call in cut.calls)
+        return cut.mismatch() or cut.missing() or _compare_outputs(cut.open_columns(), expected, found)
 
     def everywhere() -> Mismatch | None:
         return _agreed(compare(), layers)
 
     if found := heads.mended(module, everywhere, layers[0].group.size):
         raise ValueError(found.message)
+    return called
 
 
 def _agreed(mismatch: Mismatch | None, layers: list[ParallelLinear]) -> Mismatch | None:
@@ -159,6 +164,12 @@ class _WholeRun:
         return forward
 
 
+_OUT_OF_STEP = (
+    "{} is not called with the plan where it is called without: what the model does depends on activations "
+    "that are cut; leave it and the column linears before it out of the plan."
+)
+
+
 class _OutOfStep(Exception):
     """The cut run has left the whole run's path."""
 
@@ -185,12 +196,7 @@ class _CutRun:
     def _row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
         number = len(self.rows)
         if number >= len(self.whole.calls) or self.whole.calls[number].layer is not layer:
-            raise _OutOfStep(
-                f"{layer.label} is called in another order with the plan than without, so what the model "
-                "does "
-                "depends on activations that are cut; leave it and the column linears before it out of the "
-                "plan."
-            )
+            raise _OutOfStep(_OUT_OF_STEP.format(layer.label))
         self.calls.append(_noted(layer, x))
         self.rows.append(self.calls[-1])
         return self.whole.outputs[number].clone()
@@ -214,20 +220,26 @@ class _CutRun:
                 if not feeding:
                     return Mismatch(
                         f"{mine.layer.label} is a 'row' linear and is given {difference}: no 'column' "
-                        "linear's "
-                        "output reaches it; name the linears that feed it in the plan, or leave it out.",
+                        "linear's output reaches it; name the linears that feed it in the plan, or leave "
+                        "it out.",
                         (mine.layer,),
                     )
-                names = ", ".join(layer.label for layer in feeding) or "what is before it"
+                names = ", ".join(layer.label for layer in feeding)
                 return Mismatch(
                     f"With the plan, {mine.layer.label} is given {difference}: what stands between {names} "
-                    "and it "
-                    "does not work feature by feature or head by head (a view with the whole number of "
-                    "heads? a "
-                    "fused linear that is split afterwards?); leave them out of the plan.",
+                    "and it does not work feature by feature or head by head (a view with the whole "
+                    "number of heads? a fused linear that is split afterwards?); leave them out of the "
+                    "plan.",
                     (*feeding, mine.layer),
                 )
         return None
+
+    def missing(self) -> Mismatch | None:
+        """The first row linear that the whole model calls and the cut one does not."""
+        if len(self.rows) == len(self.whole.calls):
+            return None
+        layer = self.whole.calls[len(self.rows)].layer
+        return Mismatch(_OUT_OF_STEP.format(layer.label), (layer,))
 
     def failed(self, module: nn.Module, error: Exception) -> Mismatch:
         """What the error of the model's own code says of the plan."""
@@ -237,10 +249,8 @@ class _CutRun:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return Mismatch(
             f"{place} cannot work on a rank's features of {names} ({type(error).__name__}: {first_line}): "
-            "it needs "
-            "all of them, or counts heads or features of the whole model; leave those linears out of the "
-            "plan, or "
-            "make them 'column_gather'.",
+            "it needs all of them, or counts heads or features of the whole model; leave those linears "
+            "out of the plan, or make them 'column_gather'.",
             tuple(open_columns) or tuple({call.layer: None for call in self.calls}),
         )
 
@@ -259,14 +269,14 @@ def _noted(layer: ParallelLinear, x: Tensor) -> _Call:
     wide = x.double() if x.dtype == torch.float64 else x.float()
     draw = torch.Generator().manual_seed(x.shape[-1])
     directions = torch.randn(x.shape[-1], _DIRECTIONS, generator=draw, dtype=wide.dtype).to(x.device)
-    return _Call(layer, tuple(x.shape), torch.nan_to_num(wide) @ directions, tolerance)
+    return _Call(layer, tuple(x.shape), torch.nan_to_num(wide, 0.0, 0.0, 0.0) @ directions, tolerance)
 
 
 def _difference(mine: _Call, whole: _Call) -> str:
     """What is wrong with the input, or ""."""
     if mine.shape != whole.shape:
         return f"an input of shape {list(mine.shape)} instead of {list(whole.shape)}"
-    error, norm = (mine.print - whole.print).norm().item(), whole.print.norm().item()
+    error, norm = (mine.projected - whole.projected).norm().item(), whole.projected.norm().item()
     if error <= whole.tolerance * norm:
         return ""
     return f"other numbers than the whole model's ({error / max(norm, 1e-30):.0%} off)"
@@ -291,8 +301,7 @@ def _compare_outputs(columns: list[ParallelLinear], expected: Any, found: Any) -
         )
         return Mismatch(
             f"With the plan, the model's output{name} {what}, without it the shape is {list(whole.shape)}: "
-            f"{cause}; "
-            "a column linear without a row linear behind it must be 'column_gather'.",
+            f"{cause}; a column linear without a row linear behind it must be 'column_gather'.",
             tuple(columns),
         )
     return None

@@ -26,8 +26,7 @@ def linears_of(name: str, module: nn.Module, style: str) -> list[tuple[str, str]
     ):
         raise ValueError(
             f"{name} has adapters of peft that cannot be cut as {style!r}: linears with plain LoRA can (no "
-            "DoRA "
-            "or another variant, no embeddings); leave it out of the plan, or make plain adapters."
+            "DoRA or another variant, no embeddings); leave it out of the plan, or make plain adapters."
         )
     cut = "lora_A" if style == "row" else "lora_B"
     adapters = [f"{name}.{cut}.{adapter}" for adapter in getattr(module, cut)]

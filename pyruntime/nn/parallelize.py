@@ -110,8 +110,7 @@ def match_modules(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]
                 if before != its_style:
                     raise ValueError(
                         f"{name} is {before!r} by pattern {by!r} and {its_style!r} by pattern {pattern!r}; "
-                        "make "
-                        "them disjoint."
+                        "make them disjoint."
                     )
     return {name: found[name][0] for name in names if name in found}
 

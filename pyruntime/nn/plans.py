@@ -53,8 +53,7 @@ def check_heads(model: nn.Module, tp: int) -> None:
             raise ValueError(
                 f"The plan 'llama' reads {key} from model.config, and the {type(config).__name__} of this "
                 f"{type(model).__name__} has none that is a number; pass a mapping of module patterns to "
-                "styles "
-                "instead."
+                "styles instead."
             )
         if heads % tp:
             fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)

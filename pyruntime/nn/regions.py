@@ -99,8 +99,11 @@ class _Graph(torch.autograd.Function):
 
 def mark_whole(x: Tensor) -> None:
     """x is the same on every rank, so the graph behind it is of no concern to a region that reads it."""
-    if torch.is_grad_enabled() and not is_compiling():
-        _mark(x, None)
+    if not torch.is_grad_enabled() or is_compiling():
+        return
+    _mark(x, None)
+    if x.is_leaf and x.requires_grad:  # it has no node to mark
+        x.tp_whole = True
 
 
 def _mark(y: Tensor, region: Region | None) -> Tensor:
@@ -128,10 +131,9 @@ def _sum_gradients(root: Any, end: Region) -> tuple[set[Region], bool]:
             continue
         if "CompiledFunction" in node.name():
             raise RuntimeError(
-                f"torch.compile has made one piece of what feeds {end.label}, and a tensor that is whole on "
-                "every rank is read in it, whose gradient must be summed over the ranks; leave the module "
-                "that "
-                f"holds {end.label} out of torch.compile (torch.compiler.disable)."
+                f"torch.compile has made one piece of what feeds {end.label}, and a tensor that is whole "
+                "on every rank is read in it, whose gradient must be summed over the ranks; leave the "
+                f"module that holds {end.label} out of torch.compile (torch.compiler.disable)."
             )
         node.metadata[_SUMMED] = True
         node.register_hook(_Sum(tuple(crossing), end.group.name))
@@ -198,15 +200,13 @@ def _is_cut(node: Any, number: int, cut: dict[Any, tuple]) -> bool:
 def _check_leaf(leaf: Tensor, end: Region) -> None:
     if getattr(leaf, "tp_dim", None) is not None:
         raise RuntimeError(
-            f"What feeds {end.label} reads a parallel layer's weight {list(leaf.shape)} itself, which holds "
-            "this "
-            "rank's shard alone; call the layer, or leave it out of the plan."
+            f"What feeds {end.label} reads a parallel layer's weight {list(leaf.shape)} itself, which "
+            "holds this rank's shard alone; call the layer, or leave it out of the plan."
         )
-    if not isinstance(leaf, torch.nn.Parameter):
+    if not isinstance(leaf, torch.nn.Parameter) and not getattr(leaf, "tp_whole", False):
         raise RuntimeError(
             f"What feeds {end.label} begins at a tensor {list(leaf.shape)} that is no parameter, and "
-            "whether it "
-            "is cut cannot be told; use checkpoint(use_reentrant=False), or detach the tensor."
+            "whether it is cut cannot be told; use checkpoint(use_reentrant=False), or detach the tensor."
         )
 
 

@@ -49,9 +49,15 @@ def _run(model: nn.Module, batch: Any) -> tuple[list[tuple[str, Tensor]], dict[s
     losses = [value for name, value in outputs if name == " loss"]
     loss = losses[0] if losses else _weighted([value for _, value in outputs])
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    zipped = zip(parameters.items(), gradients, strict=True)
-    return outputs, {name: torch.zeros_like(p) if g is None else g for (name, p), g in zipped}
+    kept = {name: p.grad for name, p in parameters.items()}
+    try:
+        for p in parameters.values():
+            p.grad = None
+        loss.backward()  # not autograd.grad: reentrant checkpoints refuse it
+        return outputs, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+    finally:
+        for name, p in parameters.items():
+            p.grad = kept[name]
 
 
 def _weighted(outputs: list[Tensor]) -> Tensor:
@@ -63,9 +69,9 @@ def _weighted(outputs: list[Tensor]) -> Tensor:
     ]
     if not parts:
         raise ValueError(
-            "Nothing in the model's output depends on a parameter that is trained, so there is no gradient "
-            "to "
-            "compare; give a model whose output is a tensor, or a tuple or mapping that holds one."
+            "Nothing in the model's output depends on a parameter that is trained, so there is no "
+            "gradient to compare; give a model whose output is a tensor, or a tuple or mapping that holds "
+            "one."
         )
     return torch.stack(parts).sum()
 

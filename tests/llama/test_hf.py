@@ -87,6 +87,7 @@ def test_a_new_checkpoint_leaves_nothing_of_the_old_one(tmp_path):
     save_hf(new, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "config.json",
+        "generation_config.json",
         "model.safetensors",
         "notes.txt",
     ]

@@ -57,7 +57,7 @@ REFUSED = {
 def build(name: str, shape: dict) -> nn.Module:
     torch.manual_seed(0)
     config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(**shape)
-    kind = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    kind = {"GPT2": "LMHeadModel", "T5": "ForConditionalGeneration"}.get(name, "ForCausalLM")
     model = getattr(transformers, f"{name}{kind}")(config)
     for p in model.parameters():  # biases are zeros and norms are ones as they are made, which hides mistakes
         p.data.add_(torch.randn_like(p) * 0.1)

@@ -65,6 +65,14 @@ class Normed(nn.Module):
         return self.down(self.norm(self.up(x)))
 
 
+class Fickle(Normed):
+    """Takes another path when its features are cut."""
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.down(h) if h.shape[-1] == 24 else x
+
+
 class Softmaxed(Normed):
     def forward(self, x):
         return self.down(self.up(x).softmax(-1))
@@ -148,6 +156,28 @@ def arguments_are_left_alone(group) -> None:
     assert len(cache) == 1 and cache[0].shape == (2, 6, HEADS * 4 // group.size())
 
 
+class Routed(nn.Module):
+    """Two experts, and the second is wrong when it is cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([Softmaxed(), Softmaxed()])
+        self.experts[0].forward = lambda x: self.experts[0].down(self.experts[0].up(x))
+
+    def forward(self, x, expert: int):
+        return self.experts[expert](x)
+
+
+def an_expert_called_later(group) -> str:
+    torch.manual_seed(0)
+    model = parallelize(Routed(), group, {"*up": "column", "*down": "row"})
+    for _ in range(2):
+        model(X, 0)
+    with pytest.raises(ValueError) as caught:
+        model(X, 1)
+    return str(caught.value)
+
+
 def half_precision(group) -> None:
     """Rounding is no mismatch."""
     model = seeded(Attention).bfloat16()
@@ -182,10 +212,15 @@ def test_counts_of_heads_become_a_ranks_own(ranks, world_size):
             {"*up": "column", "*down": "row"},
             "0.down is given other numbers than the whole model's (",
         ),
+        (
+            Fickle,
+            {"*up": "column", "*down": "row"},
+            "0.down is not called with the plan where it is called without",
+        ),
         (Normed, {"3.down": "row"}, "3.down is a 'row' linear and is given an input of shape [2, 6, 24]"),
         (Normed, {"3.up": "column"}, "3.norm cannot work on a rank's features of 3.up"),
     ],
-    ids=["view", "fused", "norm", "softmax", "row alone", "column alone"],
+    ids=["view", "fused", "norm", "softmax", "path", "row alone", "column alone"],
 )
 def test_what_does_not_work_on_a_ranks_features_is_refused(ranks, kind, plan, expected):
     for messages in ranks.run(refused, 2, kind, plan):
@@ -228,3 +263,8 @@ def test_arguments_are_left_alone(ranks):
 
 def test_rounding_is_no_mismatch(ranks):
     ranks.run(half_precision, 2)
+
+
+def test_what_the_first_call_left_out_is_compared_when_it_is_called(ranks):
+    for message in ranks.run(an_expert_called_later, 2):
+        assert "experts.1.down is given other numbers than the whole model's (" in message

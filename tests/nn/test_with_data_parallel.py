@@ -22,7 +22,7 @@ def norms(group, stage: int) -> None:
     model = parallelize(copy.deepcopy(whole), mesh["tp"], PLAN, tier="unfused")
     handle = shard(model, mesh["dp"], stage=stage)
     optimizer = handle.adamw(lr=1e-2, weight_decay=0.0)
-    reference = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.0)
+    reference = torch.optim.AdamW(whole.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(3):
         batches = torch.randn(2, 2, 5, 12, generator=torch.Generator().manual_seed(step))
         model(batches[mine]).square().mean().backward()
