@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 BOUNDED = settings(max_examples=60, derandomize=True, database=None)
 
 NASTY: list[Any] = [
-    None, True, False, 0, -1, 1, 3, 7, 2**31, 2**63, 10**30, -(10**400), 0.0, 0.5, -1.5, 1e-320,
-    1e308, math.nan, math.inf, -math.inf, "", "a", "3", "1e-5", "\0", "\ud800", "x" * 5000, "../..", [], [1], ["a"], [[]], {},
-    {"a": 1}, {"factor": "8"}, {"rope_type": []},
+    None, True, False, 0, -1, 1, 3, 7,
+    2**31, 2**63, 10**30, -(10**400), 0.0, 0.5, -1.5, 1e-320,
+    1e308, math.nan, math.inf, -math.inf, "", "a", "3", "1e-5", "\0", "\ud800", "x" * 5000, "../..",
+    [], [1], ["a"], [[]], {}, {"a": 1}, {"factor": "8"}, {"rope_type": []},
 ]  # fmt: skip
 """What takes the place of a value."""
 

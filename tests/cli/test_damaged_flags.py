@@ -63,6 +63,7 @@ TRAIN = flags(RunConfig)
 @given(command_lines(SCHEDULE))
 @example(["--stages=1000000", "--micro_batches=1000000000"])
 @example(["--from_csv=" + "x" * 5000])
+@example(["--from_csv=a\0b"])
 @example(["--forward=1e308", "--backward_input=1e308"])
 @FEW
 def test_schedule(argv):
@@ -98,6 +99,7 @@ def folder(tmp_path_factory):
 
 @given(contents(pipeline.to_csv(make_schedule("1f1b", 3, 4)).encode()))
 @example(b"kind,1f1b,micro_batches,999999999,slices,999999999,placement,0 0\nF0.0,B0.0\n")
+@example(b'"kind,1f1b,micro_batches,1\nF0.0,B0.0\n')
 @example(b"kind,a\0b,micro_batches,1,slices,1,placement,0\nF0.0,B0.0\n")
 @FEW
 def test_schedule_of_a_changed_file(folder, content):

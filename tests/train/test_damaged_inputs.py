@@ -1,5 +1,4 @@
-"""Configurations, metrics, checkpoints, tokenizers and text in which anything was changed are read, or refused
-in one sentence."""
+"""Whatever was changed in configurations, metrics, checkpoints, tokenizers, text: it is read or refused."""
 
 import json
 import tomllib
