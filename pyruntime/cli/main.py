@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 
+from pyruntime import __version__
 from pyruntime.cli.arguments import HelpShown
 from pyruntime.cli.environment import started_rank
 from pyruntime.train.errors import ConfigError, TrainingError
@@ -28,7 +29,8 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
   plan       find the fastest mesh that fits a model into a cluster, before a GPU is rented
   tune       measure which tier is the fastest for a model's linears on this machine, and keep it
 
-python -m pyruntime COMMAND --help documents every option."""
+python -m pyruntime COMMAND --help documents every option, --version tells the version; where it is installed,
+the command `pyruntime` is the same."""
 
 LAUNCHER_ENDS_US_S = 5.0
 """A rank that has nothing to print waits at most this long for the launcher to end it, so that rank 0's
@@ -74,6 +76,9 @@ def _last_words(ending: BaseException, stop: StopRequest) -> int:
 def _dispatch(argv: list[str], stop: StopRequest) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
+        return 0
+    if argv[0] == "--version":
+        print(f"pyruntime {__version__}")
         return 0
     command, rest = argv[0], argv[1:]
     if command == "train":

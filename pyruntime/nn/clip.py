@@ -52,7 +52,8 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ over shards: scales every gradient in place so that their norm over the
-    group is at most max_norm, and returns the norm before (fp64 scalar, see grad_norm).
+    group is at most max_norm, and returns the norm before (fp64 scalar, see grad_norm). torch's own sees all
+    shards as well (gradients.py); this one sums in fp64.
 
     Raises ValueError where max_norm is not positive; RuntimeError for a norm of nan or inf with
     error_if_nonfinite."""

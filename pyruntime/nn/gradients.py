@@ -58,21 +58,17 @@ def _norms(func: Callable, gradients: Sequence[Tensor], ord: float = 2, **option
     return _of_all_ranks(list(func(gradients, ord, **options)), gradients, float(ord))
 
 
-def _vector_norm(
-    func: Callable, gradient: Tensor, ord: float = 2, dim=None, *rest: Any, **options: Any
-) -> Tensor:
+def _vector_norm(func: Callable, gradient: Tensor, ord: Any = 2, dim: Any = None, *rest, **options) -> Tensor:
     """torch.linalg.vector_norm."""
     _refuse_dim(dim)
-    return _of_all_ranks([func(gradient, ord, dim, **options)], [gradient], float(ord))[0]
+    return _of_all_ranks([func(gradient, ord, dim, *rest, **options)], [gradient], float(ord))[0]
 
 
-def _norm(
-    func: Callable, gradient: Tensor, p: float | str | None = "fro", dim=None, *rest: Any, **options: Any
-):
+def _norm(func: Callable, gradient: Tensor, p: Any = "fro", dim: Any = None, *rest, **options) -> Tensor:
     """torch.norm and Tensor.norm."""
     _refuse_dim(dim)
     order = 2.0 if p in ("fro", None) else float(p)
-    return _of_all_ranks([func(gradient, p, dim, **options)], [gradient], order)[0]
+    return _of_all_ranks([func(gradient, p, dim, *rest, **options)], [gradient], order)[0]
 
 
 def _refuse_dim(dim: Any) -> None:

@@ -21,9 +21,7 @@ from torch.optim import Optimizer
 
 from pyruntime.nn.parameters import Layout
 
-MIX_ELEMENTS = tuple(
-    getattr(torch.optim, name) for name in ("Adafactor", "LBFGS", "Muon") if hasattr(torch.optim, name)
-)
+MIX_ELEMENTS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 """Their update of an element reads others of the same weight, of which a rank has only its shard."""
 
 
@@ -32,7 +30,7 @@ def before_step(optimizer: Optimizer, _args: tuple, _kwargs: dict) -> None:
     """Hook of torch for every step of every optimizer: takes care of those that hold shards.
 
     Raises ValueError for an optimizer that would mix elements of a weight that is cut."""
-    if _is_watched(optimizer) or not any(True for _ in _shards(optimizer)):
+    if _is_watched(optimizer) or next(_shards(optimizer), None) is None:
         return
     _refuse_mixing(optimizer)
     optimizer.register_state_dict_post_hook(whole_states)

@@ -8,10 +8,11 @@ itself:
     p.tp_dim          the dimension that is cut, or None where every rank holds the whole tensor
     p.tp_group_name   the name of the group it is cut over
 
-Only state dicts speak DTensor. **Parameters are cut as DTensor's `Shard` cuts (`torch.chunk`: every rank
-ceil(n / P), the last ones less)**, because `full_tensor()` and `torch.distributed.checkpoint` know no other
-cut. Rows of activations are cut as `torch.tensor_split` cuts. The two agree wherever P divides n, and the
-largest shard is ceil(n / P) in both."""
+Only state dicts speak DTensor, the model's and those of torch's optimizers (optimizer_states.py).
+**Parameters are cut as DTensor's `Shard` cuts (`torch.chunk`: every rank ceil(n / P), the last ones less)**,
+because `full_tensor()` and `torch.distributed.checkpoint` know no other cut. Rows of activations are cut as
+`torch.tensor_split` cuts. The two agree wherever P divides n, and the largest shard is ceil(n / P) in
+both."""
 
 from __future__ import annotations
 

@@ -2,9 +2,14 @@
 
 import dataclasses
 import re
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
+import pyruntime
 from pyruntime.cli import main
 from pyruntime.cli.doctor import Options as DoctorOptions
 from pyruntime.cli.generate import Options as GenerateOptions
@@ -50,3 +55,14 @@ def test_help_names_the_presets_and_the_commands(capsys):
     assert "dim1024, dim256, main, tiny" in shown
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
+
+
+def test_the_console_command_is_the_program_and_tells_its_version(capsys, monkeypatch):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    command = EntryPoint("pyruntime", project["scripts"]["pyruntime"], "console_scripts").load()
+    monkeypatch.setattr(sys, "argv", ["pyruntime", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"pyruntime {pyruntime.__version__}\n"
+    assert pyruntime.__version__ == project["version"]

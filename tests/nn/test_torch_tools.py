@@ -222,6 +222,8 @@ def looks_at_gradients(group) -> list[float]:
     for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         assert_near(mine.grad.norm(), theirs.grad.norm(), "Tensor.norm")
         assert_near(torch.norm(mine.grad, 1), torch.norm(theirs.grad, 1), "torch.norm")
+        kept = torch.linalg.vector_norm(mine.grad, 2, None, True)
+        assert kept.dim() == mine.dim(), "keepdim"
         assert_near(
             torch.linalg.vector_norm(mine.grad, keepdim=True), theirs.grad.norm().expand([1] * mine.dim()), ""
         )

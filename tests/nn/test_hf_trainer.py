@@ -1,0 +1,41 @@
+"""Hugging Face's Trainer wraps models in DistributedDataParallel: a tensor-parallel one refuses, at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import pyruntime
+
+
+def trains(_group, folder: str) -> str:
+    from transformers import Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    with pyruntime.Runtime.start() as runtime:
+        shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+        model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
+        pyruntime.parallelize(model, runtime.tp, "llama", tier="chunked")
+        before = [p.detach().clone() for p in model.parameters()]
+        ids = torch.arange(8)
+        options = {
+            "max_steps": 1,
+            "report_to": [],
+            "use_cpu": True,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+        }
+        arguments = TrainingArguments(folder, per_device_train_batch_size=1, **options)
+        with pytest.raises(ValueError) as caught:
+            Trainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}] * 4).train()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        return str(caught.value)
+
+
+def test_the_trainer_is_refused_before_it_changes_a_weight(ranks, tmp_path):
+    pytest.importorskip("accelerate")
+    for outcome in ranks.launch(trains, 2, str(tmp_path), init=False):
+        assert outcome.error is None and outcome.exit_code == 0, outcome.output
+        assert "DistributedDataParallel was asked to wrap a tensor-parallel model" in outcome.value
+        assert "pyruntime.shard(model, runtime.dp)" in outcome.value
