@@ -30,6 +30,7 @@ struct DeviceLibrary {
   decltype(&pyruntime_reduce) reduce;
   decltype(&pyruntime_adamw) adamw;
   decltype(&pyruntime_is_capturing) is_capturing;
+  decltype(&pyruntime_multiprocessors) multiprocessors;
   decltype(&pyruntime_choose_tiles) choose_tiles;
   decltype(&pyruntime_all_gather_matmul) all_gather_matmul;
   decltype(&pyruntime_matmul_reduce_scatter) matmul_reduce_scatter;
