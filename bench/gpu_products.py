@@ -22,6 +22,7 @@ from gpu_ranks import (
     scatter_shape,
     tiles_for,
 )
+from torch import Tensor
 
 from pyruntime.cuda import library as abi
 from pyruntime.cuda.library import Library
@@ -45,7 +46,8 @@ def products(emit: Emit, which: str, quick: bool) -> None:
 def product(
     library: Library, which: str, shape: problem.Shape, watch: Stopwatch, rounds: int
 ) -> dict[str, Any]:
-    """Times of torch.matmul and of a fused kernel as rank 0 of 8 runs it, and how wrong that is."""
+    """Times of torch.matmul, of what a rank does without the fused kernel, and of that kernel as rank 0 of 8
+    runs it; and how wrong it is."""
     m, n, k, gathers = shape.m, shape.n, shape.k, shape.op == "gather"
     chunk = m // P
     x, weight = bf16(m, k), bf16(n, k)
@@ -61,10 +63,7 @@ def product(
         c, a = bf16(chunk, n), x
         wanted = (x[:chunk] @ weight.t()).float() + parts[1:].float().sum(0)
     spaces.set_all_signals()
-    theirs = bf16(m, n)
-    variants: dict[str, Callable[[], object]] = {
-        "torch.matmul": lambda: torch.matmul(x, weight.t(), out=theirs)
-    }
+    variants = unfused(x, weight, None if gathers else parts)
     errors = {}
     tiles = tiles_for(library, which == "hopper", chunk, m, n, k)
     other = abi.SMALL + abi.LARGE - tiles
@@ -81,15 +80,35 @@ def product(
     spaces.check()
     seconds = {name: sample.median for name, sample in samples.items()}
     wrong = [name for name, error in errors.items() if not error < TOLERANCE]
-    base = samples["torch.matmul"]
+    base = samples[list(variants)[0 if gathers else 1]]
     return {
         "kind": "product",
         **vars(shape),
         "seconds": seconds,
         "spread": {name: sample.spread for name, sample in samples.items()},
         "ratio": {name: base.over(samples[name]).median for name in errors if name not in wrong},
-        "tflops": shape.flops / base.median / 1e12,
+        "tflops": shape.flops / seconds["torch.matmul"] / 1e12,
         "tiles": TILES[tiles],
         "error": errors,
         "wrong": wrong,
     }
+
+
+def unfused(x: Tensor, weight: Tensor, parts: Tensor | None) -> dict[str, Callable[[], object]]:
+    """What a rank computes without a fused kernel, by the vendor's kernels: the product, x [m, k] by
+    weight [n, k]; and, of a scatter, that and the sum of the parts [P, m / P, n] of all ranks. What moves
+    between them is in neither."""
+    product = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+
+    def multiply() -> None:
+        torch.matmul(x, weight.t(), out=product)
+
+    if parts is None:
+        return {"torch.matmul": multiply}
+    total = torch.empty_like(parts[0])
+
+    def multiply_and_sum() -> None:
+        multiply()
+        torch.sum(parts, 0, out=total)
+
+    return {"torch.matmul": multiply, "torch.matmul, sum": multiply_and_sum}

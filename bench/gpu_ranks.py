@@ -155,8 +155,7 @@ def scatter_shape(library: Library, world_size: int, m: int, n: int, x: Tensor) 
 def tiles_for(library: Library, hopper: bool, chunk_rows: int, m: int, n: int, k: int) -> int:
     if not hopper:
         return library.choose_tiles(chunk_rows, m, n)
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    return library._function("sm90_choose_tiles")(chunk_rows, m, n, k, multiprocessors)
+    return library._function("sm90_choose_tiles")(chunk_rows, m, n, k, 0)
 
 
 def fused(

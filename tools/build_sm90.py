@@ -27,8 +27,14 @@ TYPES = ("Bf16", "Fp16")
 LAYOUTS = ("NT", "NN", "TN")
 
 ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
-FLAGS = ("-DNDEBUG", "--expt-relaxed-constexpr", ARCHITECTURE)
-"""Of kernels. Without NDEBUG, CUTLASS's checks keep ptxas from running wgmma asynchronously."""
+FLAGS = (
+    "-DNDEBUG",
+    "-DCUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL",
+    "--expt-relaxed-constexpr",
+    ARCHITECTURE,
+)
+"""Of kernels. Without NDEBUG, CUTLASS's checks keep ptxas from running wgmma asynchronously. Its calls of the
+driver are those of csrc/cuda/sm90/tensor_map.cu, which checks what the driver says."""
 
 
 def is_wanted(architectures: Iterable[str]) -> bool:

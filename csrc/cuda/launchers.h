@@ -175,6 +175,8 @@ PYRUNTIME_API int pyruntime_await(const PyruntimeGroup* group, int32_t peer, int
 PYRUNTIME_API int pyruntime_slot_data(const PyruntimeGroup* group, void** data);
 /* 1 where what is put on the stream now is captured into a graph instead of run, else 0. */
 PYRUNTIME_API int pyruntime_is_capturing(void* stream);
+/* Of the current device. */
+PYRUNTIME_API int pyruntime_multiprocessors(void);
 
 /* ---- one address for all ranks' copies (NVLink multicast) ----
 

@@ -81,6 +81,19 @@ std::string why_not_fused_by_key(const Transport& transport, const TierKey& key)
   return flight ? transport.why_not_fused(*flight) : no_fused_kernel();
 }
 
+// The product of a key, as the kernels count it: [rows, k] x [k, n].
+struct Widths {
+  int64_t n, k;
+};
+
+Widths widths_of(const TierKey& key) {
+  return is_forward(key) ? Widths{key.n, key.k} : Widths{key.k, key.n};
+}
+
+std::string why_crowded(const Transport& transport, const TierKey& key) {
+  return transport.why_crowded(key.rows, widths_of(key).n);
+}
+
 // Why the transport cannot do what within a tier was chosen; empty where it can.
 std::string why_not_within(const Transport& transport, int chunks, const std::string& tiles) {
   if (chunks > 0) {
@@ -210,6 +223,9 @@ Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, cons
   if (asked.tier == Tier::kFused) {
     const std::string why_not = why_not_fused();
     check(why_not.empty(), why_not, "chunked");
+    // What runs now waits its turn.
+    const std::string crowded = transport->is_capturing() ? why_crowded(*transport, key) : "";
+    check(crowded.empty(), crowded, "chunked");
   }
   const std::string why_not = why_not_within(*transport, asked.chunks, asked.tiles);
   check(why_not.empty(), why_not, name_of(asked.tier));
@@ -227,15 +243,22 @@ Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, cons
   if (!trials.tier.empty()) {
     // Calls with one key may differ in what the key does not say: rows in several blocks, say.
     const Tier settled = way_named(trials.tier).tier;
-    const bool can_run = settled != Tier::kFused || why_not_fused().empty();
-    return body(can_run ? Way{settled, chunks, trials.tiles} : Way{Tier::kChunked, chunks});
+    if (settled != Tier::kFused) return body({settled, chunks});
+    if (!why_not_fused().empty()) return body({Tier::kChunked, chunks});
+    const std::string crowded = why_crowded(*transport, key);
+    if (crowded.empty()) return body({settled, chunks, trials.tiles});
+    ++trials.crowded;
+    trials.why_crowded = crowded;
+    return body({Tier::kChunked, chunks});
   }
   check(!transport->is_capturing(),
         "its tiers are still being measured, which a CUDA graph cannot capture: run it a dozen times before",
         "chunked");
-  trials.why_not_fused = why_not_fused();
-  const Tier tier = next_trial(trials);
   await_device(key.device);
+  std::string not_fused = why_not_fused();
+  if (not_fused.empty()) not_fused = why_crowded(*transport, key);
+  if (!not_fused.empty()) trials.why_not_fused = not_fused;
+  const Tier tier = next_trial(trials);
   const double start = monotonic_seconds();
   Tensors result = body({tier, chunks});
   await_device(key.device);
@@ -268,12 +291,16 @@ std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& ke
   if (known->second.tier.empty())
     return {"auto", "being measured: the first calls with this shape take the tiers in turn"};
   const TierTrials& trials = known->second;
-  if (!trials.tuned.empty()) return {trials.tier, trials.tuned};
+  const std::string crowded = trials.crowded == 0
+                                  ? ""
+                                  : c10::str("; ", trials.crowded, trials.crowded == 1 ? " call" : " calls",
+                                             " took the chunked tier: ", trials.why_crowded);
+  if (!trials.tuned.empty()) return {trials.tier, trials.tuned + crowded};
   std::string measured = "measured: chunked " + milliseconds(trials.chunked_s);
   if (trials.fused_s > 0) measured += ", fused " + milliseconds(trials.fused_s);
   measured += ", unfused " + milliseconds(trials.unfused_s);
   if (!trials.why_not_fused.empty()) measured += "; fused: " + trials.why_not_fused;
-  return {trials.tier, measured};
+  return {trials.tier, measured + crowded};
 }
 
 std::vector<std::string> other_ways(Group& group, const TierKey& key) {
@@ -284,8 +311,8 @@ std::vector<std::string> other_ways(Group& group, const TierKey& key) {
   if (transport == nullptr || !flight) return ways;
   for (const int chunks : transport->other_pieces(*flight)) ways.push_back(text_of({Tier::kChunked, chunks}));
   if (!transport->why_not_fused(*flight).empty()) return ways;
-  const int64_t n = is_forward(key) ? key.n : key.k, k = is_forward(key) ? key.k : key.n;
-  for (const std::string& tiles : transport->other_tiles(key.rows, n, k)) {
+  const Widths widths = widths_of(key);
+  for (const std::string& tiles : transport->other_tiles(key.rows, widths.n, widths.k)) {
     ways.push_back(text_of({Tier::kFused, 0, tiles}));
   }
   return ways;

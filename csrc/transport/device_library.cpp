@@ -67,6 +67,7 @@ bool load(const std::string& path, DeviceLibrary& library, std::string& why_not)
       look_up(handle, "pyruntime_cross_entropy_stats", library.cross_entropy_stats) &&
       look_up(handle, "pyruntime_cross_entropy_gradient", library.cross_entropy_gradient) &&
       look_up(handle, "pyruntime_is_capturing", library.is_capturing) &&
+      look_up(handle, "pyruntime_multiprocessors", library.multiprocessors) &&
       look_up(handle, "pyruntime_choose_tiles", library.choose_tiles) &&
       look_up(handle, "pyruntime_all_gather_matmul", library.all_gather_matmul) &&
       look_up(handle, "pyruntime_matmul_reduce_scatter", library.matmul_reduce_scatter)) {

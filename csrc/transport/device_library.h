@@ -35,6 +35,7 @@ struct DeviceLibrary {
   decltype(&pyruntime_cross_entropy_stats) cross_entropy_stats;
   decltype(&pyruntime_cross_entropy_gradient) cross_entropy_gradient;
   decltype(&pyruntime_is_capturing) is_capturing;
+  decltype(&pyruntime_multiprocessors) multiprocessors;
   decltype(&pyruntime_choose_tiles) choose_tiles;
   decltype(&pyruntime_all_gather_matmul) all_gather_matmul;
   decltype(&pyruntime_matmul_reduce_scatter) matmul_reduce_scatter;

@@ -18,6 +18,7 @@ class DeviceStreams {
     if (has_streams()) moving_ = guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
   }
 
+  c10::Stream current_stream() const { return guard_.getStream(device_); }
   // As the library's functions take them.
   void* current() const { return has_streams() ? guard_.getStream(device_).native_handle() : nullptr; }
   void* moving() const { return has_streams() ? moving_->native_handle() : nullptr; }

@@ -1,5 +1,6 @@
 #include "transport/fused_product.h"
 
+#include <algorithm>
 #include <array>
 
 #include "core/chunk_plan.h"
@@ -53,19 +54,34 @@ bool has_large_tiles(const DeviceLibrary& library) {
   return library.choose_tiles(kMany, kMany, kMany) == PYRUNTIME_TILES_LARGE;
 }
 
-// The quickest tiles of a product by rule, the one place where they are chosen.
+// The quickest tiles of a product by rule, the one place where they are chosen. `blocks`: that run at one
+// time.
 int32_t choose_tiles(const DeviceLibrary& library, bool hopper, int64_t m, int64_t n, int64_t k,
-                     int world_size) {
+                     int world_size, int blocks) {
   const int64_t chunk_rows = rows_of_rank(m, world_size, 0);
-  return hopper ? library.sm90_choose_tiles(chunk_rows, m, n, k, /*multiprocessors=*/0)
+  return hopper ? library.sm90_choose_tiles(chunk_rows, m, n, k, blocks)
                 : library.choose_tiles(chunk_rows, m, n);
 }
 
+// More blocks than any tiles of any kernel make: a cluster has two for what may be one signal.
+int most_blocks(int world_size, int64_t rows, int64_t n) {
+  constexpr int64_t kNoLimit = 1 << 20;
+  const auto pieces = [](int64_t size, int64_t of) { return (size + of - 1) / of; };
+  const int64_t down = world_size * pieces(rows_of_rank(rows, world_size, 0), PYRUNTIME_SIGNAL_ROWS);
+  return static_cast<int>(std::min(kNoLimit, 2 * down * pieces(n, PYRUNTIME_SIGNAL_COLUMNS)));
+}
+
+BlockBudget::Launch launch_at(const DeviceLibrary& library, int world_size, int64_t rows, int64_t n,
+                              const FusedPlace& place) {
+  return {place.stream, library.multiprocessors(), most_blocks(world_size, rows, n), place.is_captured,
+          place.owner};
+}
+
 // Calls `launch(matmul, hopper)` with the product as the launchers take it: for Hopper, unless that kernel
-// refuses, else the portable one.
+// refuses, else the portable one. `blocks`: as many as may run; `all`: as many as there could be.
 template <class Launch>
 void launch_one_of_two(const DeviceLibrary& library, int world_size, int64_t rows,
-                       const FusedProduct& product, const Launch& launch) {
+                       const FusedProduct& product, int blocks, int all, const Launch& launch) {
   const at::Tensor a = with_contiguous_rows(product.a), b = with_contiguous_rows(product.weight);
   const at::Tensor bias = product.bias.defined() ? product.bias.contiguous() : product.bias;
   PyruntimeMatmul matmul{};
@@ -81,13 +97,14 @@ void launch_one_of_two(const DeviceLibrary& library, int world_size, int64_t row
   matmul.lda = pitch(a);
   matmul.ldb = pitch(b);
   matmul.ldc = pitch(product.out);
-  // Room for the waits and signals of other flights: blocks of this one may wait for ranks that wait for
-  // those.
-  matmul.spare_blocks = 1;
+  matmul.spare_blocks = BlockBudget::kSpare;
+  // Several of the portable kernels' blocks fit a multiprocessor, unless others may need one whole.
+  matmul.most_blocks = blocks < all ? blocks : 0;
   const TileChoice* named = tiles_named(product.tiles);
   const auto tiles = [&](bool hopper) {
     const bool is_named = named != nullptr && named->hopper == hopper;
-    return is_named ? named->tiles : choose_tiles(library, hopper, matmul.m, matmul.n, matmul.k, world_size);
+    return is_named ? named->tiles
+                    : choose_tiles(library, hopper, matmul.m, matmul.n, matmul.k, world_size, blocks);
   };
   if (library.sm90_choose_tiles != nullptr && (named == nullptr || named->hopper)) {
     matmul.tiles = tiles(/*hopper=*/true);
@@ -96,6 +113,17 @@ void launch_one_of_two(const DeviceLibrary& library, int world_size, int64_t row
   }
   matmul.tiles = tiles(/*hopper=*/false);
   library.check(launch(matmul, /*hopper=*/false));
+}
+
+template <class Launch>
+void launch_in_turn(const DeviceLibrary& library, const PyruntimeGroup& group, int64_t rows,
+                    const FusedProduct& product, const FusedPlace& place, const Launch& launch) {
+  const int world_size = group.shape.world_size;
+  const BlockBudget::Launch wanted = launch_at(library, world_size, rows, product.out.size(1), place);
+  const int all = std::min(wanted.blocks, wanted.multiprocessors - BlockBudget::kSpare);
+  place.budget.put(wanted, [&](int blocks) {
+    launch_one_of_two(library, world_size, rows, product, blocks, all, launch);
+  });
 }
 
 }  // namespace
@@ -114,7 +142,7 @@ std::vector<std::string> other_tile_names(const DeviceLibrary& library, int worl
                                           int64_t n, int64_t k) {
   // TMA takes rows that lie multiples of 16 bytes apart.
   const bool hopper = is_on_hopper(library) && rows > 0 && n > 0 && k > 0 && n % 8 == 0 && k % 8 == 0;
-  const int32_t usual = choose_tiles(library, hopper, rows, n, k, world_size);
+  const int32_t usual = choose_tiles(library, hopper, rows, n, k, world_size, /*blocks=*/0);
   std::vector<std::string> names;
   for (const std::string& name : tile_names(library)) {
     const TileChoice& choice = *tiles_named(name);
@@ -124,22 +152,25 @@ std::vector<std::string> other_tile_names(const DeviceLibrary& library, int worl
   return names;
 }
 
+std::string why_crowded(const DeviceLibrary& library, int world_size, int64_t rows, int64_t n,
+                        const FusedPlace& place) {
+  return place.budget.why_crowded(launch_at(library, world_size, rows, n, place));
+}
+
 void gather_and_multiply(const DeviceLibrary& library, const PyruntimeGroup& group, int64_t rows,
-                         const FusedProduct& product, void* stream) {
-  launch_one_of_two(library, group.shape.world_size, rows, product,
-                    [&](const PyruntimeMatmul& matmul, bool hopper) {
-                      const auto kernel = hopper ? library.sm90_all_gather_matmul : library.all_gather_matmul;
-                      return kernel(&group, &matmul, /*hold=*/1, stream);
-                    });
+                         const FusedProduct& product, const FusedPlace& place) {
+  launch_in_turn(library, group, rows, product, place, [&](const PyruntimeMatmul& matmul, bool hopper) {
+    const auto kernel = hopper ? library.sm90_all_gather_matmul : library.all_gather_matmul;
+    return kernel(&group, &matmul, /*hold=*/1, place.handle);
+  });
 }
 
 void multiply_and_scatter(const DeviceLibrary& library, const PyruntimeGroup& group, int64_t rows,
-                          const FusedProduct& product, void* stream) {
-  launch_one_of_two(
-      library, group.shape.world_size, rows, product, [&](const PyruntimeMatmul& matmul, bool hopper) {
-        const auto kernel = hopper ? library.sm90_matmul_reduce_scatter : library.matmul_reduce_scatter;
-        return kernel(&group, &matmul, stream);
-      });
+                          const FusedProduct& product, const FusedPlace& place) {
+  launch_in_turn(library, group, rows, product, place, [&](const PyruntimeMatmul& matmul, bool hopper) {
+    const auto kernel = hopper ? library.sm90_matmul_reduce_scatter : library.matmul_reduce_scatter;
+    return kernel(&group, &matmul, place.handle);
+  });
 }
 
 }  // namespace pyruntime

@@ -29,6 +29,9 @@ struct TierTrials {
   double chunked_s = 0;       // their medians
   double fused_s = 0;
   double unfused_s = 0;
+  // Calls of the fused tier that took the chunked one, and why the last of them did.
+  int64_t crowded = 0;
+  std::string why_crowded;
   // Where they were chosen beforehand (ops/tier_presets.h):
   std::string tiles;  // of the fused kernel
   std::string tuned;  // by what

@@ -106,10 +106,10 @@ class DeviceFlight {
 
   // `rows`: over all ranks, as the kernels count them.
   void gather_and_multiply(int64_t rows, const FusedProduct& product) {
-    pyruntime::gather_and_multiply(library(), group_, rows, product, streams().current());
+    pyruntime::gather_and_multiply(library(), group_, rows, product, transport_.fused_place());
   }
   void multiply_and_scatter(int64_t rows, const FusedProduct& product) {
-    pyruntime::multiply_and_scatter(library(), group_, rows, product, streams().current());
+    pyruntime::multiply_and_scatter(library(), group_, rows, product, transport_.fused_place());
     end_puts();
     is_finished_ = true;
   }

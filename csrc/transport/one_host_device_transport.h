@@ -39,11 +39,15 @@ class DeviceTransport : public Transport {
  public:
   DeviceTransport(GroupContext& context, std::unique_ptr<WorkspaceGroup> group, c10::Device device,
                   const DeviceLibrary& library, int64_t piece_bytes, Multicast multicast);
+  ~DeviceTransport() override { BlockBudget::of(device_).forget(this); }
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
   std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override;
   std::string why_not_fused(const FlightDescriptor& descriptor) const override;
+  std::string why_crowded(int64_t rows, int64_t n) const override {
+    return pyruntime::why_crowded(library_, world_size(), rows, n, fused_place());
+  }
   std::vector<std::string> tiles() const override { return tile_names(library_); }
   std::vector<std::string> other_tiles(int64_t rows, int64_t n, int64_t k) const override {
     return other_tile_names(library_, world_size(), rows, n, k);
@@ -81,6 +85,10 @@ class DeviceTransport : public Transport {
   void grow(int64_t bytes, int64_t flags);
   void find_multicast(DeviceWorkspace& workspace) const;
   at::Tensor staging(int slot, int64_t bytes);
+  // Of a fused kernel that is launched now.
+  FusedPlace fused_place() const {
+    return {BlockBudget::of(device_), streams_.current_stream(), streams_.current(), is_capturing(), this};
+  }
   // Looks at what the device had written down by the end of a flight that is over.
   void raise_if_failed();
 

@@ -11,6 +11,7 @@
 
 #include "core/deadline.h"
 #include "core/failure_board.h"
+#include "transport/block_budget.h"
 #include "transport/device_streams.h"
 #include "transport/device_sums.h"
 #include "transport/host_workspace.h"
@@ -49,7 +50,12 @@ class ExchangeTransport : public Transport {
         streams_(device),
         hosts_(hosts),
         instance_(instance),
-        library_(library) {}
+        library_(library) {
+    if (!device_.is_cpu()) BlockBudget::of(device_).leave_room(process_group_.get());
+  }
+  ~ExchangeTransport() override {
+    if (!device_.is_cpu()) BlockBudget::of(device_).no_room(process_group_.get());
+  }
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;

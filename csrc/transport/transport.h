@@ -157,6 +157,11 @@ class Transport {
   // Why multiply() cannot be asked of such a flight; empty where it can. An answer for all ranks.
   virtual std::string why_not_fused(const FlightDescriptor& descriptor) const;
 
+  // Why the kernel of a product [rows, *] x [*, n] that could be asked for would find no room beside others
+  // that are under way on this rank's device, or may be; empty where it would. Rows are of all ranks. It is
+  // asked for all the same where the caller insists, and then waits for them, or cannot be captured.
+  virtual std::string why_crowded(int64_t /*rows*/, int64_t /*n*/) const { return {}; }
+
   // Why a rank's rows cannot travel in so many pieces (FlightDescriptor::pieces); empty where they can. An
   // answer for all ranks.
   virtual std::string why_not_pieces(int pieces) const;

@@ -21,7 +21,8 @@ says which there are.
 
 "fused" is for bf16 and fp16 on the devices of one host: all_gather_matmul, matmul_reduce_scatter and their
 backwards, where rows lie in one block (dim 0, or batches of one) and what travels is a multiple of 8 wide.
-Elsewhere it raises ValueError, and "auto" leaves it out.
+Elsewhere it raises ValueError, and "auto" leaves it out. Where other fused kernels, or CUDA graphs with some,
+hold the device, "fused" waits for them and "auto" takes the chunked tier, which tier_of tells (docs/cuda.md).
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ PROGRAMS = {
         "cpu/host_process.cpp",
         "cpu/symmetric_memory.cpp",
     ],
+    "transport/test_block_budget": ["transport/block_budget.cpp"],
     "transport/test_ring": RING,
     "transport/test_ring_failures": RING,
     "transport/test_ring_schedule": RING,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
 from pathlib import Path
 
 from tests.builds import Recipe
@@ -40,6 +41,19 @@ def builds() -> list[tuple[str, str]]:
 def program(name: str, variant: str) -> Path:
     """Where a built program lies."""
     return BUILD / variant / name
+
+
+def stand_before_library(name: str, folder: Path) -> str:
+    """Compiles tests/cuda/`name`.cpp into a library in `folder` that stands before LIBRARY: what it does not
+    have itself, dlsym() finds there."""
+    path = folder / f"lib{name}.so"
+    command = ["c++", "-std=c++17", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}"]
+    # Nothing of the library is called by name, and yet it is needed.
+    command += ["-Wl,--no-as-needed", str(FOLDER / f"{name}.cpp"), str(LIBRARY), "-ldl", "-o", str(path)]
+    command += [f"-Wl,-rpath,{LIBRARY.parent}"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return str(path)
 
 
 @functools.cache

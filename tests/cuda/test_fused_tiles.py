@@ -4,7 +4,6 @@ own affair, and auto takes what was tuned."""
 from __future__ import annotations
 
 import ctypes
-import subprocess
 
 import pytest
 import torch
@@ -31,15 +30,7 @@ NUMBERS = {"small": 0, "large": 1}
 @pytest.fixture(scope="module")
 def recorder(host_kernels, tmp_path_factory) -> str:
     """The library of kernels behind one that writes down which tiles are asked for."""
-    path = tmp_path_factory.mktemp("recorder") / "librecorded.so"
-    command = ["c++", "-std=c++17", "-shared", "-fPIC", f"-I{build.ROOT / 'csrc'}"]
-    # Nothing of the library is called by name, and yet it is needed.
-    command += ["-Wl,--no-as-needed", str(build.FOLDER / "recorded_tiles.cpp"), str(build.LIBRARY), "-ldl"]
-    command += ["-o", str(path)]
-    command += [f"-Wl,-rpath,{build.LIBRARY.parent}"]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    return str(path)
+    return build.stand_before_library("recorded_tiles", tmp_path_factory.mktemp("recorder"))
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -87,7 +87,7 @@ class Ranks:
         for memory in self.memory:
             self.library.call("prepare_workspace", byref(self.shape), memory.data_ptr(), None)
         torch.cuda.synchronize()
-        # Large tiles come in pairs of blocks.
+        # Blocks come in pairs.
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         self.share = (multiprocessors - 16) // len(self.memory) // 2 * 2
 

@@ -43,22 +43,33 @@ Raised raised_by_portable_kernel(const std::vector<Chunk>& order, int world, int
 template <class Config>
 void expect_units(const ChunkPlan& plan, const std::vector<Chunk>& order, int64_t columns) {
   const TileSchedule units = sm90::make_units<Config>(order, columns);
-  Raised raised(plan.world_size());
+  Raised raised(plan.world_size()), by_halves(plan.world_size());
   std::vector<int> owners;
   std::vector<int64_t> elements(plan.world_size());
   Tile unit;
   for (int64_t number = 0; units.at(number, unit); ++number) {
     if (owners.empty() || owners.back() != unit.chunk.owner) owners.push_back(unit.chunk.owner);
     for (int block = 0; block < Config::kCluster; ++block) {
-      const Tile tile = sm90::tile_of_block(unit, block);
+      const Tile tile = sm90::tile_of_block<Config>(unit, block);
       EXPECT(tile.rows >= 0 && tile.rows <= sm90::kBlockRows);
       EXPECT(tile.rows == 0 || tile.row + tile.rows <= tile.chunk.rows);
-      EXPECT(block > 0 || tile.rows > 0);
-      elements[tile.chunk.owner] += static_cast<int64_t>(tile.rows) * tile.columns;
+      EXPECT(tile.columns >= 0 && tile.columns <= Config::kTileColumns);
+      EXPECT(tile.columns == 0 || tile.column + tile.columns <= columns);
+      EXPECT(block > 0 || (tile.rows > 0 && tile.columns > 0));
+      // What blocks share they wait for alike.
+      EXPECT(Config::kAcross == 1 || tile.rows == unit.rows);
       raise_signals(raised, tile, columns);
+      for (int half = 0; half < 2; ++half) {
+        const Tile part = sm90::half_of(tile, half);
+        EXPECT(part.rows >= 0 && part.rows <= sm90::kHalfRows);
+        EXPECT(part.rows == 0 || part.row + part.rows <= tile.row + tile.rows);
+        elements[tile.chunk.owner] += static_cast<int64_t>(part.rows) * part.columns;
+        raise_signals(by_halves, part, columns);
+      }
     }
   }
   EXPECT(raised == raised_by_portable_kernel(order, plan.world_size(), columns));
+  EXPECT(by_halves == raised);
   std::vector<int> visited;
   for (const Chunk& chunk : order) {
     EXPECT_EQ(elements[chunk.owner], chunk.rows * columns);
@@ -99,13 +110,21 @@ TEST(products_that_fill_the_device_get_large_tiles_and_others_small_ones) {
   EXPECT_EQ(sm90::choose_tiles(512, 512, 1280, 8192, 132), PYRUNTIME_TILES_SMALL);  // few tiles
 }
 
+// 66 units of large tiles: with a spare block they do not run at one time on 132 multiprocessors.
+TEST(a_block_that_is_spared_takes_its_cluster_along) {
+  static_assert(sm90::clusters_of(132, 2) == 66 && sm90::clusters_of(131, 2) == 65);
+  static_assert(sm90::clusters_of(1, 2) == 1 && sm90::clusters_of(131, 1) == 131);
+  EXPECT_EQ(sm90::choose_tiles(1536, 1536, 2816, 4096, 132), PYRUNTIME_TILES_LARGE);
+  EXPECT_EQ(sm90::choose_tiles(1536, 1536, 2816, 4096, 131), PYRUNTIME_TILES_SMALL);
+}
+
 // Every thread's registers go through stmatrix, as the PTX ISA describes both, into shared memory; then TMA
 // reads it, as the driver API describes the swizzle: bits 4 to 6 of an address are those of the byte in the
 // box, xor bits 7 to 9.
 template <class Config>
 void expect_staged() {
   std::vector<int> shared(Config::kResultBytes / 2, -1);
-  for (int warp = 0; warp < 8; ++warp) {
+  for (int warp = 0; warp < 4; ++warp) {
     for (int piece = 0; piece < Config::kTileColumns / 8; piece += 2) {
       for (int matrix = 0; matrix < 4; ++matrix) {
         std::vector<int> banks(8);
@@ -115,7 +134,7 @@ void expect_staged() {
           EXPECT(at % 16 == 0 && at + 16 <= Config::kResultBytes);
           if (lane % 4 == 0) ++banks[at / 16 % 8];
           // The fourth pair of registers that this is: of two pieces, upper and lower rows.
-          const int row = warp / 4 * 64 + warp % 4 * 16 + matrix % 2 * 8 + lane / 4;
+          const int row = warp * 16 + matrix % 2 * 8 + lane / 4;
           const int column = sm90::summed_column(thread, piece + matrix / 2);
           for (int e = 0; e < 2; ++e) {
             int& place = shared[at / 2 + lane % 4 * 2 + e];
@@ -127,7 +146,7 @@ void expect_staged() {
       }
     }
   }
-  for (int row = 0; row < sm90::kBlockRows; ++row) {
+  for (int row = 0; row < sm90::kHalfRows; ++row) {
     for (int column = 0; column < Config::kTileColumns; ++column) {
       const int byte = row * 128 + column % 64 * 2, swizzled = byte ^ (byte >> 3 & 0x70);
       EXPECT_EQ(shared[(column / 64 * sm90::kBoxBytes + swizzled) / 2], row * 1000 + column);

@@ -72,3 +72,7 @@ int pyruntime_slot_data(const PyruntimeGroup* group, void** data) {
 int pyruntime_is_capturing(void* stream) {
   return runtime::is_capturing(static_cast<runtime::Stream>(stream)) ? 1 : 0;
 }
+
+int pyruntime_multiprocessors(void) {
+  return runtime::multiprocessors();
+}

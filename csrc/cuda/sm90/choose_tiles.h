@@ -1,5 +1,6 @@
 // Which tiles a product is quickest with: a model of the time, and nothing but a rule of the sizes and of the
-// number of multiprocessors, so every size has an answer and ranks with equal devices and sizes choose alike.
+// number of blocks that run at one time, so every size has an answer and ranks with equal devices and sizes
+// choose alike.
 #pragma once
 
 #include "units.h"
@@ -13,27 +14,27 @@ struct TileCosts {
 
 // A small tile is half the work. It takes more than half the time, because it reads 1.5 times as much for it.
 // Estimated from the widths of shared memory and L2.
-constexpr TileCosts kSmallCosts{0.6, 2.0};
+constexpr TileCosts kSmallCosts{0.58, 2.0};
 constexpr TileCosts kLargeCosts{1.0, 3.0};
 
 template <class Config>
 double estimated_time(const TileCosts& costs, int64_t chunk_rows, int64_t m, int64_t n, int64_t k,
-                      int multiprocessors) {
+                      int blocks) {
   const auto pieces = [](int64_t size, int64_t of) { return (size + of - 1) / of; };
   const int64_t last = m % chunk_rows;
   const int64_t down =
       m / chunk_rows * pieces(chunk_rows, Config::kUnitRows) + pieces(last, Config::kUnitRows);
-  const int64_t units = down * pieces(n, Config::kTileColumns);
-  const int64_t clusters = multiprocessors < Config::kCluster ? 1 : multiprocessors / Config::kCluster;
+  const int64_t units = down * pieces(n, Config::kUnitColumns);
+  const int64_t clusters = clusters_of(blocks, Config::kCluster);
   return static_cast<double>(pieces(units, clusters)) *
          (costs.step * static_cast<double>(pieces(k, kDepth)) + costs.rest);
 }
 
 // `chunk_rows`: of one rank.
-inline int32_t choose_tiles(int64_t chunk_rows, int64_t m, int64_t n, int64_t k, int multiprocessors) {
+inline int32_t choose_tiles(int64_t chunk_rows, int64_t m, int64_t n, int64_t k, int blocks) {
   if (chunk_rows < 1 || m < 1 || n < 1) return PYRUNTIME_TILES_SMALL;
-  const double small = estimated_time<SmallTiles>(kSmallCosts, chunk_rows, m, n, k, multiprocessors);
-  const double large = estimated_time<LargeTiles>(kLargeCosts, chunk_rows, m, n, k, multiprocessors);
+  const double small = estimated_time<SmallTiles>(kSmallCosts, chunk_rows, m, n, k, blocks);
+  const double large = estimated_time<LargeTiles>(kLargeCosts, chunk_rows, m, n, k, blocks);
   return large <= small ? PYRUNTIME_TILES_LARGE : PYRUNTIME_TILES_SMALL;
 }
 

@@ -31,7 +31,10 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
   params.role = warpgroup == 0 ? Pipeline::ThreadCategory::Producer : Pipeline::ThreadCategory::Consumer;
   params.is_leader = threadIdx.x % kWarpgroup == 0;
   params.num_consumers = kMultipliers;
-  Pipeline pipeline(shared.pipeline, params, typename Types::ClusterShape{});
+  // Launched in a row, whatever the shape: by it, CUTLASS tells to whom a stage is given back, and in either
+  // shape that is every block.
+  Pipeline pipeline(shared.pipeline, params,
+                    cute::Shape<cute::Int<Product::Config::kCluster>, cute::_1, cute::_1>{});
   // The barriers are made before anybody, in either block of the cluster, arrives at them.
   __syncthreads();
   if constexpr (Product::Config::kCluster > 1) {

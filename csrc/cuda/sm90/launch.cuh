@@ -72,8 +72,8 @@ template <class Config>
 int clusters_of_grid(int resident, const Problem& problem) {
   int blocks = resident * Config::kCluster - problem.matmul.spare_blocks;
   if (problem.matmul.most_blocks > 0) blocks = std::min(blocks, problem.matmul.most_blocks);
-  const int64_t clusters = std::min<int64_t>(blocks / Config::kCluster, problem.units.count());
-  return std::max(1, static_cast<int>(clusters));
+  const int64_t units = std::max<int64_t>(1, problem.units.count());
+  return static_cast<int>(std::min<int64_t>(clusters_of(blocks, Config::kCluster), units));
 }
 
 template <class Config, class T, int kLayout>

@@ -107,10 +107,8 @@ void launch_tiles(Problem& problem, const std::vector<Chunk>& order, void* strea
 
 }  // namespace
 
-int pyruntime_sm90_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n, int64_t k,
-                                int32_t multiprocessors) {
-  return choose_tiles(chunk_rows, m, n, k,
-                      multiprocessors > 0 ? multiprocessors : runtime::multiprocessors());
+int pyruntime_sm90_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n, int64_t k, int32_t blocks) {
+  return choose_tiles(chunk_rows, m, n, k, blocks > 0 ? blocks : runtime::multiprocessors() - 1);
 }
 
 int pyruntime_sm90_is_on_device() {

@@ -18,15 +18,16 @@ extern "C" {
    without them. */
 enum { PYRUNTIME_REFUSED = 3 };
 
-/* Which tiles these kernels are quickest with, on a device of so many multiprocessors (0: on this one): a
-   rule of its arguments. `chunk_rows` are the rows of one rank. */
+/* Which tiles these kernels are quickest with where so many blocks run at one time, one a multiprocessor (0:
+   on all of this device but one, as beside a gather's own push): a rule of its arguments. `chunk_rows` are
+   the rows of one rank. */
 PYRUNTIME_API int pyruntime_sm90_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n, int64_t k,
-                                              int32_t multiprocessors);
+                                              int32_t blocks);
 
 /* PYRUNTIME_OK where these kernels are built and the current device is theirs, else PYRUNTIME_REFUSED. */
 PYRUNTIME_API int pyruntime_sm90_is_on_device(void);
 
-/* Blocks with large tiles come in pairs: most_blocks and spare_blocks leave at least one. */
+/* Blocks come in pairs: most_blocks and spare_blocks leave at least one. */
 PYRUNTIME_API int pyruntime_sm90_matmul(const PyruntimeMatmul* matmul, void* stream);
 PYRUNTIME_API int pyruntime_sm90_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
                                                    int32_t hold, void* stream);

@@ -26,7 +26,7 @@ PYRUNTIME_DEVICE void settle(const Product& product, UnderWay& result, uint64_t 
   portable::raise_signals(product.group, result.owner, result.signals, epoch);
 }
 
-// By one thread.
+// Of half a tile; by one thread.
 template <class Product>
 PYRUNTIME_DEVICE void store_result(const Product& product, const Tile& tile, const unsigned char* result) {
   const CUtensorMap* map = &product.results[tile.chunk.owner];
@@ -39,7 +39,7 @@ PYRUNTIME_DEVICE void store_result(const Product& product, const Tile& tile, con
   cute::tma_store_arrive();
 }
 
-// Waits, a lane a peer, for the parts of an own tile. False: stop.
+// Waits, a lane a peer, for the parts of half an own tile. False: stop.
 template <class Product>
 PYRUNTIME_DEVICE bool parts_are_here(const Product& product, const Tile& tile, uint64_t epoch) {
   const Group& group = product.group;
@@ -60,7 +60,7 @@ PYRUNTIME_DEVICE bool parts_are_here(const Product& product, const Tile& tile, u
 // tiles.
 template <class Product>
 PYRUNTIME_DEVICE bool may_write(const Product& product, const Tile& tile, uint64_t epoch, int& granted) {
-  if (tile.rows == 0) return false;
+  if (tile.rows == 0 || tile.columns == 0) return false;
   if (product.work != Work::kScatter) return true;
   const int owner = tile.chunk.owner;
   if (granted == owner) return !portable::has_failed(product.group);
@@ -78,26 +78,33 @@ PYRUNTIME_DEVICE void move_tiles(const Product& product, Shared& shared, int blo
   int granted = -1;
 
   for_each_tile(product, block, [&](const Tile& tile) {
-    arrive(kFree, kMultipliersAndMover);
-    // Before this warp waits for anybody, it has signalled all that others may wait for.
+    // This warp comes to kFree of a half again only after kStaged of that half, to which its warpgroup comes
+    // after kFree: nobody comes to a barrier twice before the others come once.
+    arrive(of_half(kFree, 0), kHalfAndMover);
+    // Before this warp waits for other ranks, it has signalled all that they may wait for. Between the halves
+    // of a tile it waits for its own block alone; parts, for which tiles of others must have been signalled,
+    // are waited for in tiles of which nothing is signalled.
     if (elected) settle(product, under_way, epoch);
     __syncwarp();
-    if (product.is_summed(tile)) {
-      if (!parts_are_here(product, tile, epoch)) shared.stop();
-      // Passes on what the lanes have acquired. To wait here, and not only to arrive, keeps this warp from
-      // coming to kFree twice before the multipliers come once.
-      wait(kParts, kMultipliersAndMover);
-      return;
-    }
-    const bool moves = elected && may_write(product, tile, epoch, granted);
+    const bool sums = product.is_summed(tile);
+    const bool moves = !sums && elected && may_write(product, tile, epoch, granted);
     __syncwarp();
-    wait(kStaged, kMultipliersAndMover);
-    if (moves && !shared.is_stopped()) {
-      store_result(product, tile, shared.result);
-      under_way = {true, tile.chunk.owner, signals_of(tile, product.n)};
-      wait_until_read();
+    for (int half = 0; half < 2; ++half) {
+      const Tile part = half_of(tile, half);
+      if (half > 0) arrive(of_half(kFree, half), kHalfAndMover);
+      if (sums) {
+        if (!parts_are_here(product, part, epoch)) shared.stop();
+        wait(of_half(kParts, half), kHalfAndMover);  // passes on what the lanes have acquired
+      }
+      wait(of_half(kStaged, half), kHalfAndMover);
+      if (moves && part.rows > 0 && !shared.is_stopped()) {
+        store_result(product, part, shared.result);
+        // Of both halves: in a scatter nobody but this warp stops, and not between them.
+        under_way = {true, tile.chunk.owner, signals_of(tile, product.n)};
+        wait_until_read();  // before the other half is staged in its place
+      }
+      __syncwarp();
     }
-    __syncwarp();
   });
   if (elected) settle(product, under_way, epoch);
   __syncwarp();

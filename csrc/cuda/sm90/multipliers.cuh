@@ -10,7 +10,7 @@
 
 namespace pyruntime::sm90 {
 
-// Rounds the sums (+ bias) of one thread and stages them.
+// Rounds the sums (+ bias) of one thread of a warpgroup and stages them.
 template <class Config, class T, class Sums>
 PYRUNTIME_DEVICE void stage_result(const Sums& sums, unsigned char* result, int thread, const T* bias,
                                    int columns) {
@@ -34,14 +34,14 @@ PYRUNTIME_DEVICE void stage_result(const Sums& sums, unsigned char* result, int 
   }
 }
 
-// C = the staged part of this rank and those of the others.
+// C = the staged part of this rank and those of the others, of one warpgroup's half of a tile.
 template <class Product>
 PYRUNTIME_DEVICE void sum_tile(const Product& product, const Tile& tile, const unsigned char* result,
                                int thread) {
   using T = typename Product::Element;
   constexpr int kPieces = Product::Config::kTileColumns / 8;
   const T* parts = product.group.template data<T>(product.group.rank);
-  for (int i = thread; i < tile.rows * kPieces; i += kMultipliers) {
+  for (int i = thread; i < tile.rows * kPieces; i += kWarpgroup) {
     const int row = i / kPieces, piece = i % kPieces, column = tile.column + piece * 8;
     const int existing = tile.columns - piece * 8;
     if (existing <= 0) continue;
@@ -59,6 +59,7 @@ PYRUNTIME_DEVICE void multiply_tiles(const Product& product, Shared& shared, Pip
   using Types = typename Product::Types;
   using Config = typename Product::Config;
   const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
+  const int half = thread / kWarpgroup, in_half = thread % kWarpgroup;
   typename Types::Mainloop mainloop;
   typename Types::Mainloop::PipelineState state;
 
@@ -69,18 +70,20 @@ PYRUNTIME_DEVICE void multiply_tiles(const Product& product, Shared& shared, Pip
     mainloop.mma_tail(pipeline, state, product.steps());
     state.advance(product.steps());
 
-    wait(kFree,
-         kMultipliersAndMover);  // for the mover, and for each other: all have read what was staged before
+    // For the mover, which has had read what the other warpgroup staged; and for each other, since all
+    // threads of this one have done with what they staged before.
+    wait(of_half(kFree, half), kHalfAndMover);
     const bool early = product.bias != nullptr && product.work != Work::kScatter;
-    stage_result<Config>(sums, shared.result, thread, early ? product.bias + tile.column : nullptr,
+    stage_result<Config>(sums, shared.result, in_half, early ? product.bias + tile.column : nullptr,
                          tile.columns);
     if (product.is_summed(tile)) {
-      wait(kParts, kMultipliersAndMover);
-      if (!shared.is_stopped()) sum_tile(product, tile, shared.result, thread);
+      wait(of_half(kParts, half), kHalfAndMover);  // also: the threads of this warpgroup have staged
+      if (!shared.is_stopped()) sum_tile(product, half_of(tile, half), shared.result, in_half);
     } else {
       fence_async_shared();
-      arrive(kStaged, kMultipliersAndMover);
     }
+    // From here on the staged half is the mover's, and then the other warpgroup's.
+    arrive(of_half(kStaged, half), kHalfAndMover);
   });
 }
 

@@ -2,17 +2,23 @@
 //
 //   watcher      1 warp   waits for the rows of A of a gather, a tile ahead of the loader
 //   loader       1 warp   brings A and B into shared memory, by TMA
-//   multipliers  8 warps  two warpgroups with 64 rows of the tile each: wgmma. They stage the rounded result,
-//                         and sum own tiles of a scatter with what the other ranks have sent
+//   multipliers  8 warps  two warpgroups with half of the tile each, 64 rows: wgmma. They stage the rounded
+//                         result, and sum own tiles of a scatter with what the other ranks have sent
 //   mover        1 warp   brings staged results to where they belong, by TMA, and signals them; waits for
 //                         other ranks on behalf of the multipliers, which go on with the next tile meanwhile
 //
 // Loader and multipliers meet in CUTLASS's pipeline; the others in turn, tile by tile, at
 //
 //   kRows    watcher and loader: the tile's rows of A are here
-//   kFree    mover and multipliers: the result that was staged before has been read
-//   kStaged  multipliers and mover: a result that goes elsewhere is staged
-//   kParts   mover and multipliers: the others' parts of an own tile of a scatter are here
+//
+// and, a half after the other, because there is room for one of them to be staged, at
+//
+//   kFree    mover and one warpgroup: what was staged before has been read
+//   kParts   mover and that warpgroup: the others' parts of this half of an own tile of a scatter are here
+//   kStaged  that warpgroup and the mover: the half is staged, or, of an own tile, summed
+//
+// So one warpgroup is behind the other by what it takes to stage a half and to read it again, and multiplies
+// alone while the other one rounds: the tensor cores do not wait for either.
 #pragma once
 
 #include <cuda.h>
@@ -29,7 +35,12 @@ constexpr int kWarpgroup = 128;
 constexpr int kMultipliers = 2 * kWarpgroup;
 constexpr int kThreads = kWarpgroup + kMultipliers;
 
-enum Barrier : uint32_t { kRows, kFree, kStaged, kParts, kEnd };
+// There are eight for us (CUTLASS has the others). From kFree on there is one for each half.
+enum Barrier : uint32_t { kRows, kEnd, kFree, kStaged = kFree + 2, kParts = kStaged + 2 };
+
+PYRUNTIME_DEVICE Barrier of_half(Barrier barrier, int half) {
+  return static_cast<Barrier>(barrier + half);
+}
 
 // Barriers of hardware: the number says how many threads come, arriving or waiting.
 PYRUNTIME_DEVICE void arrive(Barrier barrier, int threads) {
@@ -40,7 +51,7 @@ PYRUNTIME_DEVICE void wait(Barrier barrier, int threads) {
 }
 
 constexpr int kWatcherAndLoader = 64;
-constexpr int kMultipliersAndMover = kMultipliers + 32;
+constexpr int kHalfAndMover = kWarpgroup + 32;
 constexpr int kAllButWatcher = kMultipliers + 64;
 
 template <class T>
@@ -64,7 +75,7 @@ struct Types {
   using LayoutA = std::conditional_t<kLayout == PYRUNTIME_TN, Column, Row>;
   using LayoutB = std::conditional_t<kLayout == PYRUNTIME_NT, Column, Row>;
   using TileShape = cute::Shape<cute::Int<kBlockRows>, cute::Int<Config::kTileColumns>, cute::Int<kDepth>>;
-  using ClusterShape = cute::Shape<cute::Int<Config::kCluster>, cute::_1, cute::_1>;
+  using ClusterShape = cute::Shape<cute::Int<Config::kDown>, cute::Int<Config::kAcross>, cute::_1>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, 8, Element, LayoutB, 8, float,
       TileShape, ClusterShape, cutlass::gemm::collective::StageCount<Config::kStages>,
@@ -123,7 +134,7 @@ PYRUNTIME_DEVICE void for_each_tile(const Product& product, int block_in_cluster
   Tile unit;
   for (int64_t number = blockIdx.x / Config::kCluster; product.units.at(number, unit);
        number += gridDim.x / Config::kCluster) {
-    visit(tile_of_block(unit, block_in_cluster));
+    visit(tile_of_block<Config>(unit, block_in_cluster));
   }
 }
 

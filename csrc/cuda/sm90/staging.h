@@ -1,15 +1,15 @@
-// How a result is staged in shared memory, between the registers of wgmma and the bulk copies of TMA. Numbers
-// alone, so that it is tested without a GPU.
+// How half of a result is staged in shared memory, between the registers of wgmma and the bulk copies of TMA.
+// Numbers alone, so that it is tested without a GPU.
 #pragma once
 
 #include "units.h"
 
 namespace pyruntime::sm90 {
 
-// A staged result lies as TMA takes it: boxes of 64 columns, 128 bytes a row, in which the 16-byte pieces of
+// It lies as TMA takes it: boxes of 64 columns, 128 bytes a row, in which the 16-byte pieces of
 // row r change places by r mod 8, against conflicts of banks (CUDA driver API, CU_TENSOR_MAP_SWIZZLE_128B).
 constexpr int kBoxColumns = 64;
-constexpr int kBoxBytes = kBlockRows * kBoxColumns * 2;
+constexpr int kBoxBytes = kHalfRows * kBoxColumns * 2;
 
 // Byte of a piece: 8 elements of a row.
 PYRUNTIME_HOST_DEVICE int staged_at(int row, int piece) {
@@ -22,7 +22,7 @@ PYRUNTIME_HOST_DEVICE int staged_at(int row, int piece) {
 // in row l / 4; lane 8 i + r says where row r of the i-th goes. Here these are the upper and the lower 8 rows
 // of one piece, and those of the next.
 
-// `thread` is one of the multipliers, `piece` the first of the two.
+// `thread` is one of a warpgroup, `piece` the first of the two.
 PYRUNTIME_HOST_DEVICE int stored_row(int thread) {
   return thread / 32 * 16 + thread % 16;
 }

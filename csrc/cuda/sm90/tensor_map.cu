@@ -5,8 +5,6 @@
 #include "tensor_map.h"
 #include "units.h"
 
-namespace pyruntime::sm90 {
-
 namespace {
 
 // The driver's function by way of the runtime, so that the library links without a driver.
@@ -16,26 +14,54 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
   if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) {
-    throw portable::DeviceError("the driver knows no tensor maps; it is older than CUDA 12.");
+    throw pyruntime::portable::DeviceError("the driver knows no tensor maps; it is older than CUDA 12.");
   }
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
 }
 
+// [128, 64] for { 64, 128 }, which is how TMA counts: the innermost first.
+template <class Number>
+std::string sizes_of(const Number* sizes, uint32_t count) {
+  std::ostringstream text;
+  for (uint32_t i = count; i-- > 0;) text << (i + 1 == count ? "[" : ", ") << sizes[i];
+  text << "]";
+  return text.str();
+}
+
 }  // namespace
 
-CUtensorMap result_map(int32_t dtype, void* start, int64_t rows, int64_t columns, int64_t pitch) {
+// The one way by which tensor maps are made here: CUTLASS's calls of the driver come here too, by
+// CUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL (tools/build_sm90.py), because by itself it would print what the
+// driver refuses and launch with a map of zeros. Hidden, so that nobody else takes it for the driver's.
+extern "C" __attribute__((visibility("hidden"))) CUresult
+cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* start,
+                       const cuuint64_t* sizes, const cuuint64_t* pitches, const cuuint32_t* box,
+                       const cuuint32_t* steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                       CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = encoder();
+  const CUresult result =
+      encode(map, type, rank, start, sizes, pitches, box, steps, interleave, swizzle, promotion, fill);
+  if (result == CUDA_SUCCESS) return result;
+  // Codes of driver and runtime are the same.
+  std::ostringstream sentence;
+  sentence << "the driver refuses a tensor map with " << cudaGetErrorName(static_cast<cudaError_t>(result))
+           << " (" << result << "): " << sizes_of(sizes, rank) << " elements at " << start << ", "
+           << sizes_of(pitches, rank - 1) << " bytes apart, in boxes of " << sizes_of(box, rank)
+           << "; nothing was launched.";
+  throw pyruntime::portable::DeviceError(sentence.str());
+}
+
+namespace pyruntime::sm90 {
+
+CUtensorMap result_map(int32_t dtype, void* start, int64_t rows, int64_t columns, int64_t pitch) {
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t pitches[] = {static_cast<cuuint64_t>(pitch) * 2};
-  const cuuint32_t box[] = {64, kBlockRows}, steps[] = {1, 1};
+  const cuuint32_t box[] = {64, kHalfRows}, steps[] = {1, 1};
   CUtensorMap map;
-  const CUresult result = encode(
+  cuTensorMapEncodeTiled(
       &map, dtype == PYRUNTIME_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
       start, sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  portable::require(result == CUDA_SUCCESS, "the driver refuses (code ", static_cast<int>(result),
-                    ") a tensor map of ", rows, " by ", columns, " elements, ", pitch, " apart, at ", start,
-                    ".");
   return map;
 }
 

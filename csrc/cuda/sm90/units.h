@@ -1,6 +1,6 @@
 // What a cluster of blocks multiplies at a time, and which part of it each block has. A block's tile is 128
-// rows high; the blocks of a cluster lie below each other and share the columns of B, each of which is
-// fetched once for all.
+// rows high. Blocks that lie below each other share the columns of B, blocks side by side the rows of A: each
+// fetches a part of what they share for all.
 #pragma once
 
 #include "cuda/portable/tiles.h"
@@ -13,40 +13,61 @@ using portable::Tile;
 using portable::TileSchedule;
 
 constexpr int kBlockRows = 128;
+constexpr int kHalfRows = 64;  // of a warpgroup
 constexpr int kDepth =
     64;  // of a stage, in elements of k: 128 bytes, which is what shared memory is swizzled by
 
-template <int kColumns, int kBlocks, int kPipeline>
+template <int kColumns, int kBlocksDown, int kBlocksAcross, int kPipeline>
 struct Tiles {
   static constexpr int kTileColumns = kColumns;
-  static_assert(kBlockRows % PYRUNTIME_SIGNAL_ROWS == 0 && kColumns % PYRUNTIME_SIGNAL_COLUMNS == 0);
-  static constexpr int kCluster = kBlocks;
-  static constexpr int kUnitRows = kBlocks * kBlockRows;
+  static_assert(kHalfRows % PYRUNTIME_SIGNAL_ROWS == 0 && kColumns % PYRUNTIME_SIGNAL_COLUMNS == 0);
+  static constexpr int kDown = kBlocksDown, kAcross = kBlocksAcross;
+  static constexpr int kCluster = kDown * kAcross;
+  static_assert(kDown == 1 || kAcross == 1, "all blocks of a cluster meet at the same barriers");
+  static constexpr int kUnitRows = kDown * kBlockRows, kUnitColumns = kAcross * kColumns;
   static constexpr int kStages = kPipeline;
   static constexpr int kStageBytes = (kBlockRows + kColumns) * kDepth * 2;
-  static constexpr int kResultBytes = kBlockRows * kColumns * 2;
+  static constexpr int kResultBytes = kHalfRows * kColumns * 2;
 };
 
-// Shared memory of 227 KB holds the stages and one result beside them. A large tile reads as much from L2 in
-// a given time as L2 gives, if it reads alone: in pairs it reads two thirds of that.
-using SmallTiles = Tiles<128, 1, 5>;
-using LargeTiles = Tiles<256, 2, 3>;
+// Shared memory of 227 KB holds the stages and half of a result beside them. In pairs large tiles read two
+// thirds, and small ones three quarters, of what they would read from L2 alone. Small ones lie side by side,
+// since they are for few rows: where a chunk has no more than 128, a block below would have none.
+using SmallTiles = Tiles<128, 1, 2, 6>;
+using LargeTiles = Tiles<256, 2, 1, 4>;
+
+// That run at one time where so many blocks do; at least one.
+constexpr int clusters_of(int blocks, int blocks_of_cluster) {
+  return blocks < blocks_of_cluster ? 1 : blocks / blocks_of_cluster;
+}
 
 template <class Config>
 TileSchedule make_units(const std::vector<Chunk>& order, int64_t columns) {
-  return portable::make_schedule(order, columns, Config::kUnitRows, Config::kTileColumns);
+  return portable::make_schedule(order, columns, Config::kUnitRows, Config::kUnitColumns);
 }
 
-// The tile of one block of the cluster. It has no rows where the chunk ends above it; such a block still
-// fetches its share of B.
+// The tile of one block of the cluster. It has no rows where the chunk ends above it, and no columns where
+// the product ends before it. Such a block still fetches its share of what the blocks share, so it waits for
+// the rows that it has, as the others do.
+template <class Config>
 PYRUNTIME_HOST_DEVICE Tile tile_of_block(const Tile& unit, int block) {
+  const auto cut = [](int size, int most) { return size < 0 ? 0 : size > most ? most : size; };
+  const int above = block % Config::kDown * kBlockRows, before = block / Config::kDown * Config::kTileColumns;
   Tile tile = unit;
-  const int above = block * kBlockRows;
   tile.row += above;
-  tile.rows = unit.rows - above;
-  if (tile.rows < 0) tile.rows = 0;
-  if (tile.rows > kBlockRows) tile.rows = kBlockRows;
+  tile.column += before;
+  tile.rows = cut(unit.rows - above, kBlockRows);
+  tile.columns = cut(unit.columns - before, Config::kTileColumns);
   return tile;
+}
+
+// Of a block's tile, the rows of one warpgroup; there may be none.
+PYRUNTIME_HOST_DEVICE Tile half_of(const Tile& tile, int half) {
+  Tile part = tile;
+  const int left = tile.rows - half * kHalfRows;
+  part.row += half * kHalfRows;
+  part.rows = left < 0 ? 0 : left > kHalfRows ? kHalfRows : left;
+  return part;
 }
 
 }  // namespace pyruntime::sm90
