@@ -68,9 +68,14 @@ def deadline(group: Group) -> float:
 
 def set_deadline(group: Group, seconds: float) -> None:
     """Bounds every wait on a peer of `group` to `seconds`; then CommTimeout is raised."""
+    check_deadline(seconds)
+    _C.set_deadline(group_name(group), float(seconds))
+
+
+def check_deadline(seconds: float) -> None:
+    """Raises ValueError where that is no deadline."""
     if not 1e-3 <= seconds <= 1e6:
         raise ValueError(f"deadline_s={seconds} is no deadline; pass between 0.001 and 1e6 seconds.")
-    _C.set_deadline(group_name(group), float(seconds))
 
 
 def configure(

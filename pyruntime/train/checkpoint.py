@@ -7,9 +7,11 @@ every tensor in it is a DTensor. A folder appears under its name only once it is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,8 +19,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from pyruntime.comm.errors import CommError
+from pyruntime.comm.meeting import named_failures
 from pyruntime.data_parallel import Sharded, ShardedAdamW
-from pyruntime.train.checkpoint_folder import FACTS_FILE, FOLDER, Facts, complete, read_matching
+from pyruntime.train.checkpoint_folder import (
+    FACTS_FILE,
+    FOLDER,
+    PARTIAL,
+    Facts,
+    complete,
+    newest,
+    read_matching,
+)
+from pyruntime.train.durable import cannot_write, publish_folder
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.first_rank import on_first_rank
 from pyruntime.train.optimizer import AdamW
@@ -52,28 +65,29 @@ def save(
     run_dir: Path, facts: Facts, checkpointed: Checkpointed, group: dist.ProcessGroup, keep: int
 ) -> Path:
     """Writes the checkpoint of `facts.step` and removes all but the newest `keep`. Every rank of `group`
-    calls this."""
+    calls this. Raises TrainingError where it cannot be written, CommTimeout and PeerLost where a rank is
+    stopped or ends meanwhile; what was there before stays."""
     final = run_dir / FOLDER / f"step-{facts.step:06d}"
-    partial = final.with_name(final.name + ".partial")
+    partial = final.with_name(final.name + PARTIAL)
+    doing = f"Writing the checkpoint {final}"
 
     def start() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in final.parent.glob(f"*{PARTIAL}"):
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
 
     def finish() -> None:
         (partial / FACTS_FILE).write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n")
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        publish_folder(partial, final)
         others = [folder for folder in complete(run_dir / FOLDER) if folder != final]
         for old in others[: len(others) - keep + 1]:
             shutil.rmtree(old)
 
-    on_first_rank(group, start)
-    try:
-        dcp.save(checkpointed.state(), checkpoint_id=str(partial), process_group=group)
-    except (Exception, CheckpointException) as error:  # the latter is none of the former
-        raise TrainingError(f"The checkpoint {final} cannot be written: {_first_cause(error)}.") from error
-    on_first_rank(group, finish)
+    with _refusals(final, partial, run_dir):
+        on_first_rank(group, doing, start)
+        with named_failures(group, doing):
+            dcp.save(checkpointed.state(), checkpoint_id=str(partial), process_group=group)
+        on_first_rank(group, doing, finish)
     return final
 
 
@@ -85,12 +99,30 @@ def load(checkpoint: Path, facts: Facts, checkpointed: Checkpointed, group: dist
     """
     step = read_matching(checkpoint, facts).step
     try:
-        dcp.load(checkpointed.state(), checkpoint_id=str(checkpoint), process_group=group)
+        with named_failures(group, f"Loading the checkpoint {checkpoint}"):
+            dcp.load(checkpointed.state(), checkpoint_id=str(checkpoint), process_group=group)
+    except CommError:
+        raise
     except (Exception, CheckpointException) as error:  # the latter is none of the former
         cause = _first_cause(error)
         raise ConfigError(f"checkpoint.resume: {checkpoint} is damaged or incomplete: {cause}.") from error
     checkpointed.loaded(step)
     return step
+
+
+@contextlib.contextmanager
+def _refusals(final: Path, partial: Path, run_dir: Path) -> Iterator[None]:
+    """What was being written is no checkpoint, so it takes no space where writing it failed."""
+    try:
+        yield
+    except CommError:
+        raise
+    except (Exception, CheckpointException) as error:  # the latter is none of the former
+        shutil.rmtree(partial, ignore_errors=True)
+        kept = newest(run_dir)
+        saved = f"go on with --checkpoint.resume {run_dir}, which holds {kept.name}" if kept else ""
+        so = saved or "nothing is saved"
+        raise TrainingError("The checkpoint " + cannot_write(final, _cause(error), so)) from error
 
 
 def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -105,9 +137,12 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if name not in again}
 
 
-def _first_cause(error: BaseException) -> str:
+def _cause(error: BaseException) -> BaseException:
     failures = getattr(error, "failures", None)  # CheckpointException: {rank: (exception, traceback)}
-    if failures:
-        error = next(iter(failures.values()))[0]
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def _first_cause(error: BaseException) -> str:
+    error = _cause(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

@@ -14,6 +14,8 @@ import dataclasses
 import itertools
 import shutil
 import signal
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -29,8 +31,9 @@ from pyruntime.train import checkpoint, checkpoint_folder, config_file, corpus, 
 from pyruntime.train.config import RunConfig, tokens_per_step
 from pyruntime.train.corpus import Corpus
 from pyruntime.train.device import Here
-from pyruntime.train.errors import ConfigError
-from pyruntime.train.first_rank import on_first_rank
+from pyruntime.train.durable import writing
+from pyruntime.train.errors import ConfigError, TrainingError
+from pyruntime.train.first_rank import on_every_rank, on_first_rank
 from pyruntime.train.loop import Trainer
 from pyruntime.train.metrics import MetricsFile, StepMetrics
 from pyruntime.train.pipelined import part_of, resolved
@@ -69,12 +72,14 @@ def run(
     first = ranks.rank() == 0
     tokenizer = open_tokenizer(config.data.tokenizer)
     wanted = shape.llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, tp)
-    config = on_first_rank(ranks, lambda: resolved(config, wanted))
+    config = on_first_rank(ranks, "Settling the pipeline", lambda: resolved(config, wanted))
     part = None if pp is None else part_of(config, wanted, comm.group_rank(pp))
-    start_at, steps_done = _checkpoint(config, wanted)
-    run_dir = on_first_rank(ranks, lambda: _make_run_dir(config, name, start_at))
+    start_at, steps_done = on_first_rank(ranks, "Finding the checkpoint", lambda: _checkpoint(config, wanted))
+    run_dir = on_first_rank(ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at))
     text = _corpus(config, tokenizer, run_dir, ranks)
-    model = _model(config, wanted, group, context, part, here.device)
+    model = on_every_rank(
+        ranks, "Making the model", lambda: _model(config, wanted, group, context, part, here.device)
+    )
     tuned = _take_up_tuning(config, here.device.type, group, ranks)
     progress = Progress(
         config.train.steps,
@@ -96,7 +101,8 @@ def run(
         for step in trainer.fit():
             history.append(step)
             if file:
-                file.write(step)
+                with _told_to_all(), writing(run_dir / metrics.FILE_NAME, trainer.what_is_saved()):
+                    file.write(step)
                 progress.show(step)
     bytes_moved = _bytes_read() - bytes_before
     trainer.close()
@@ -104,18 +110,33 @@ def run(
     if pp is not None and is_first_group:
         model = _whole_model(config, wanted, group, trainer.saved or start_at, here.device)
     if is_first_group:
-        save_hf(model, run_dir / MODEL_FOLDER)
+        with _told_to_all(), writing(run_dir / MODEL_FOLDER, trainer.what_is_saved()):
+            save_hf(model, run_dir / MODEL_FOLDER)
 
     def report_training() -> None:
+        with writing(run_dir, trainer.what_is_saved()):
+            write_report()
+
+    def write_report() -> None:
         tokenizer.save(run_dir / MODEL_FOLDER)
         card = _scorecard(config, trainer, history, bytes_moved, ranks.size()) if history else None
         _report(run_dir, card, progress)
 
-    on_first_rank(ranks, report_training, slow=True)
+    on_first_rank(ranks, "Writing the report", report_training)
     sample = _sample(config, model, tokenizer) if pp is None or is_first_group else None
     if first:
         _close(run_dir, sample, progress)
     return run_dir
+
+
+@contextlib.contextmanager
+def _told_to_all() -> Iterator[None]:
+    """Around what one rank does while others wait for it inside a step: they end with its reason."""
+    try:
+        yield
+    except TrainingError as error:
+        comm.post_failure(str(error))
+        raise
 
 
 def _bytes_read() -> int:
@@ -124,9 +145,13 @@ def _bytes_read() -> int:
 
 def _checkpoint(config: RunConfig, wanted: LlamaConfig) -> tuple[Path | None, int]:
     """The checkpoint to go on with, if any, and its step."""
-    if not config.checkpoint.resume:
+    resume = config.checkpoint.resume
+    if resume == checkpoint_folder.AUTO:
+        folder = checkpoint_folder.newest(Path(config.output.run_dir))
+    else:
+        folder = checkpoint_folder.find(Path(resume)) if resume else None
+    if folder is None:
         return None, 0
-    folder = checkpoint_folder.find(Path(config.checkpoint.resume))
     facts = checkpoint_folder.Facts(
         step=0,
         dtype=config.train.dtype,
@@ -143,7 +168,8 @@ def _make_run_dir(config: RunConfig, name: str, start_at: Path | None) -> Path:
         if config.output.run_dir:
             run_dir = Path(config.output.run_dir)
             same = start_at is not None and start_at.resolve().is_relative_to(run_dir.resolve())
-            if (run_dir / metrics.FILE_NAME).exists() and not same:
+            again = config.checkpoint.resume == checkpoint_folder.AUTO
+            if (run_dir / metrics.FILE_NAME).exists() and not same and not again:
                 raise ConfigError(
                     f"output.run_dir: {run_dir} holds a run already; name another folder, or go on with it "
                     f"through --checkpoint.resume {run_dir}."
@@ -176,13 +202,21 @@ def _corpus(config: RunConfig, tokenizer: Tokenizer, run_dir: Path, group: dist.
     folder, seq_len = run_dir / DATA_FOLDER, config.train.seq_len
 
     def build() -> None:
-        corpus.build(config.data, tokenizer, folder)
+        with writing(folder):
+            corpus.build(config.data, tokenizer, folder)
         corpus.open_corpus(folder, seq_len)
 
+    def opened() -> Corpus:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"output.run_dir: rank {group.rank()} on host {socket.gethostname()} does not see {folder}, "
+                "which rank 0 has written; all hosts need one run folder: name one on shared storage."
+            )
+        return corpus.open_corpus(folder, seq_len)
+
     try:
-        on_first_rank(group, build, slow=True)
-        text = corpus.open_corpus(folder, seq_len)
-        on_first_rank(group, lambda: None)  # not before all have mapped it
+        on_first_rank(group, "Building the corpus", build)
+        text = on_every_rank(group, "Opening the corpus", opened)  # not removed before all have mapped it
     finally:
         if group.rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -208,7 +242,9 @@ def _take_up_tuning(config: RunConfig, device_type: str, group: comm.Group, rank
     if config.comm.tier != "auto" or config.comm.tuning == "off" or tp == 1:
         return ""
     device = device_name(device_type, torch.get_num_threads())
-    found = on_first_rank(ranks, lambda: find(default_path(), device, tp, library()))
+    found = on_first_rank(
+        ranks, "Reading what was tuned", lambda: find(default_path(), device, tp, library())
+    )
     hand_over(found.places)
     return found.words
 
