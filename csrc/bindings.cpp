@@ -170,9 +170,9 @@ void bind_messages(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   m.def(
       "join_job",
-      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size) {
-        pyruntime::FailureBoard::instance().join(store, rank, world_size);
-      },
+      [](const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Store>& connection,
+         int rank,
+         int world_size) { pyruntime::FailureBoard::instance().join(store, rank, world_size, connection); },
       NoGil());
   m.def(
       "tell_job",
@@ -201,8 +201,7 @@ void bind_messages(py::module_& m) {
         pyruntime::FailureBoard::instance().post({pyruntime::CommErrorKind::kPeerLost, message, ""});
       },
       NoGil());
-  m.def(
-      "raise_if_failed", [] { pyruntime::FailureBoard::instance().raise_if_failed(); }, NoGil());
+  m.def("raise_if_failed", [] { pyruntime::FailureBoard::instance().raise_if_failed(); }, NoGil());
   m.def("next_meeting", [](const std::string& group) { return Group::get(group).next_meeting(); }, NoGil());
   m.def(
       "tell",

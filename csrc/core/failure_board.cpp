@@ -112,11 +112,13 @@ bool FailureBoard::has_joined(const c10::intrusive_ptr<c10d::Store>& store) {
   return session()->store == store;
 }
 
-void FailureBoard::join(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size) {
+void FailureBoard::join(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                        const c10::intrusive_ptr<c10d::Store>& connection) {
   if (has_joined(store)) return;
   leave();
   auto made = std::make_shared<Session>();
   made->store = store;
+  made->own = connection;
   made->rank = rank;
   made->world_size = world_size;
   made->watched = true;
@@ -140,7 +142,7 @@ void FailureBoard::leave() {
 }
 
 void FailureBoard::Session::connect() {
-  auto connection = store->clone();
+  auto connection = own ? own : store->clone();
   const int64_t joined = connection->add("pyruntime/joined/" + std::to_string(rank), 1);
   const std::lock_guard<std::mutex> lock(mutex);
   own = std::move(connection);

@@ -29,8 +29,10 @@ class FailureBoard {
   static FailureBoard& instance();
 
   // From now on failures are shared through `store` with the other ranks of the job, which all pass the same
-  // one. With another store it leaves the job that it was in.
-  void join(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size);
+  // one. With another store it leaves the job that it was in. `connection` leads to the same store and is the
+  // watching thread's alone; without one it makes its own.
+  void join(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+            const c10::intrusive_ptr<c10d::Store>& connection = {});
   // Ends the watching thread, or leaves it to itself where it hangs in a store that does not answer.
   void leave();
 

@@ -1,6 +1,6 @@
 """How the ranks of a job find each other, and come to a store that holds nothing of earlier openings.
 
-The connection to the job's store is made once and lives as long as the process: where rank 0 serves it,
+The connections to the job's store are made once and live as long as the process: where rank 0 serves it,
 others may still ask when rank 0 has closed its Runtime. Each opening has keys of its own, below the run's id,
 the launcher's count of restarts, and a number that the ranks count alike.
 """
@@ -36,9 +36,9 @@ def open_store(deadline_s: float) -> dist.Store:
         "(MASTER_ADDR:MASTER_PORT), which torchrun or rank 0 serves, did not answer within "
         f"{deadline_s:g} s; see whether it runs, and whether this host reaches that address."
     )
-    store = _within(deadline_s, lambda: _numbered(rank, deadline_s), too_late)
+    store, watched = _within(deadline_s, lambda: _numbered(rank, deadline_s), too_late)
     if world_size > 1:
-        _C.join_job(store, rank, world_size)
+        _C.join_job(store, watched, rank, world_size)
         _meet(rank, world_size, doing, deadline_s)
     return store
 
@@ -55,14 +55,16 @@ def _meet(rank: int, world_size: int, doing: str, deadline_s: float) -> None:
         _C.hear_job("pyruntime/here/0", 0, doing, deadline_s + 1.0)
 
 
-def _numbered(rank: int, deadline_s: float) -> dist.Store:
+def _numbered(rank: int, deadline_s: float) -> tuple[dist.Store, dist.Store]:
+    """The store of this opening, through a connection for this thread and one for that which watches."""
     attempt = "/".join(
         os.environ.get(name, "-") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     )
-    store = _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _serves(rank))
+    store, watched = _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _serves(rank))
     store.set_timeout(timedelta(seconds=deadline_s))
     number = store.add(f"pyruntime/{attempt}/openings/{rank}", 1)
-    return dist.PrefixStore(f"pyruntime/{attempt}/{number}", store)
+    prefix = f"pyruntime/{attempt}/{number}"
+    return dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, watched)
 
 
 def _serves(rank: int) -> bool:
@@ -70,11 +72,12 @@ def _serves(rank: int) -> bool:
 
 
 @functools.cache
-def _connect(host: str, port: int, serves: bool) -> dist.Store:
+def _connect(host: str, port: int, serves: bool) -> tuple[dist.Store, dist.Store]:
     # multi_tenant: whoever calls init_process_group besides finds the same store.
-    return dist.TCPStore(
+    store = dist.TCPStore(
         host, port, None, serves, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=120)
     )
+    return store, store.clone()
 
 
 def _within(seconds: float, work: Callable[[], Result], too_late: str) -> Result:

@@ -19,8 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from pyruntime.comm.errors import CommError
-from pyruntime.comm.meeting import named_failures
+from pyruntime.comm import CommError, named_failures
 from pyruntime.data_parallel import Sharded, ShardedAdamW
 from pyruntime.train.checkpoint_folder import (
     FACTS_FILE,

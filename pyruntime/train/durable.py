@@ -52,8 +52,7 @@ def writing(path: Path, so: str = "") -> Iterator[None]:
 
 def cannot_write(path: Path, error: BaseException, so: str = "") -> str:
     """The sentence for it."""
-    cause = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
-    return f"{path} cannot be written: {cause} ({free_space(path)}){so and '; ' + so}."
+    return f"{path} cannot be written: {_cause(error)} ({free_space(path)}){so and '; ' + so}."
 
 
 def free_space(path: Path) -> str:
@@ -73,6 +72,12 @@ def _is_of_disk(error: BaseException | None) -> bool:
     return False
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": .")
+def _cause(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = (str(error).strip().splitlines() or [""])[0]
+    if (
+        "inline_container" in text
+    ):  # torch's writer, which finds out when the file is shorter than it should be
+        return "the disk took only a part of what was written"
+    return f"{type(error).__name__}: {text}".rstrip(": .")

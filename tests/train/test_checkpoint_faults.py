@@ -18,7 +18,7 @@ from pyruntime.train.errors import TrainingError
 from tests.comm.test_startup import stop_me
 from tests.train import jobs
 
-DEADLINE_S, OTHERS_S = 2.0, 2.5
+DEADLINE_S, OTHERS_S = 2.0, 5.0
 
 
 def last_words(config):
@@ -93,7 +93,8 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(ranks, tmp_path):
         kind, message, _ = outcome.value
         assert kind == "TrainingError", message
         assert f"{folder}/checkpoints/step-000002 cannot be written: " in message
-        assert "File too large" in message and "MB are free there" in message
+        assert "the disk took only a part of what was written (" in message
+        assert "MB are free there)" in message
         assert f"go on with --checkpoint.resume {folder}, which holds step-000001." in message
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000001"]
 
