@@ -9,14 +9,14 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-# The same examples in every run, and few of them: what a longer search finds becomes a test of its own. Such a search
-# is `settings.get_profile("pyruntime")` with more of them.
+# The same examples in every run, and few of them: what a longer search finds becomes an @example.
 BOUNDED = settings(max_examples=60, derandomize=True, database=None)
 
 NASTY: list[Any] = [
-    None, True, False, 0, -1, 1, 3, 7, 2**31, 2**63, 10**30, -(10**400), 0.0, 0.5, -1.5, 1e-320, 1e308, math.nan,
-    math.inf, -math.inf, "", "a", "3", "1e-5", "\0", "\ud800", "x" * 5000, "../..", [], [1], ["a"], [[]], {},
-    {"a": 1}, {"factor": "8"}, {"rope_type": []},
+    None, True, False, 0, -1, 1, 3, 7,
+    2**31, 2**63, 10**30, -(10**400), 0.0, 0.5, -1.5, 1e-320,
+    1e308, math.nan, math.inf, -math.inf, "", "a", "3", "1e-5", "\0", "\ud800", "x" * 5000, "../..",
+    [], [1], ["a"], [[]], {}, {"a": 1}, {"factor": "8"}, {"rope_type": []},
 ]  # fmt: skip
 """What takes the place of a value."""
 
@@ -73,7 +73,9 @@ def contents(draw: st.DrawFn, valid: bytes) -> bytes:
         elif kind == "double":
             content[start:start] = content[start : start + 20 * length]
         else:
-            content[start:start] = draw(st.sampled_from([b"\0", b"[", b"{" * 9, b"NaN", b"-", b'"', b"\xff", b"1e999"]))
+            content[start:start] = draw(
+                st.sampled_from([b"\0", b"[", b"{" * 9, b"NaN", b"-", b'"', b"\xff", b"1e999"])
+            )
     return bytes(content)
 
 

@@ -82,7 +82,7 @@ def _read(options: Options) -> Schedule:
     path = options.from_csv
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--from_csv {path} cannot be read: {error}.") from error
     try:
         return pipeline.from_csv(text)
@@ -98,6 +98,8 @@ def _write(options: Options, schedule: Schedule, timeline: Timeline) -> None:
             pipeline.png(timeline, options.plot)
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}.") from error
+    except ValueError as error:  # of a name that no file can have
+        raise ConfigError(f"{options.csv or options.plot}: cannot be written: {error}.") from error
 
 
 def _summary(timeline: Timeline, formula: float | None) -> str:

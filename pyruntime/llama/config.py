@@ -29,7 +29,8 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.rope_type not in ("linear", "llama3"):
             raise ValueError(
-                f"rope_type={_shown(self.rope_type)} is no scaling; use 'linear' or 'llama3', or rope_scaling=None."
+                f"rope_type={_shown(self.rope_type)} is no scaling; use 'linear' or 'llama3', or "
+                "rope_scaling=None."
             )
         _check_number("rope factor", self.factor)
         if not self.factor >= 1.0:
@@ -175,7 +176,8 @@ class LlamaConfig:
         model_type = hf.get("model_type", "llama")
         if model_type != "llama":
             raise ValueError(
-                f"config.json describes model_type={_shown(model_type)}; only 'llama' can be loaded as a Llama."
+                f"config.json describes model_type={_shown(model_type)}; only 'llama' can be loaded as a "
+                "Llama."
             )
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ValueError(
@@ -255,7 +257,8 @@ def _rope_from_hf(rope: dict[str, Any], max_positions: int) -> RopeScaling | Non
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise ValueError(
-            f"rope_type={_shown(rope_type)} is not supported; Llama checkpoints use one of {list(ROPE_TYPES)}."
+            f"rope_type={_shown(rope_type)} is not supported; Llama checkpoints use one of "
+            f"{list(ROPE_TYPES)}."
         )
     if rope_type == "default":
         return None

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-
 MOST_UNITS = 2**20
 """Forwards of a step, over all stages: what has more of them is a mistyped number."""
 

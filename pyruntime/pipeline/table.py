@@ -94,7 +94,7 @@ def _header(cells: list[str]) -> tuple[str, int, int, tuple[int, ...]]:
     for index, name in enumerate(NAMES):
         found = stripped[2 * index] if 2 * index < len(stripped) else ""
         if found != name:
-            raise ValueError(f"line 1, cell {2 * index + 1}: expected {name}, found {found or 'nothing'}.")
+            raise ValueError(f"line 1, cell {2 * index + 1}: expected {name}, found {_shown(found)}.")
     if len(stripped) != 2 * len(NAMES):
         raise ValueError(f"line 1: expected {2 * len(NAMES)} cells, found {len(stripped)}.")
     _, micro_batches, slices, placement = stripped[1::2]
@@ -109,16 +109,22 @@ def _header(cells: list[str]) -> tuple[str, int, int, tuple[int, ...]]:
     )
 
 
+def _shown(cell: str) -> str:
+    """What was found, on one line and not longer than an error is read."""
+    text = cell if cell.isprintable() else ascii(cell)
+    return (text if len(text) <= 40 else f"{text[:40]}..") or "nothing"
+
+
 def _number(cell: str, where: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", cell):
-        raise ValueError(f"{where}: expected a number, found {cell or 'nothing'}.")
+        raise ValueError(f"{where}: expected a number, found {_shown(cell)}.")
     return int(cell)
 
 
 def _action(cell: str, where: str, stages: int) -> Action:
     match = CELL.fullmatch(cell)
     if match is None:
-        raise ValueError(f"{where}: {cell} is no action; write e.g. F0.3, or F0.3/1 for slice 1.")
+        raise ValueError(f"{where}: {_shown(cell)} is no action; write e.g. F0.3, or F0.3/1 for slice 1.")
     code, *numbers = match.groups(default="0")
     if code not in KINDS:
         raise ValueError(f"{where}: {cell} begins with none of {', '.join(KINDS)}.")

@@ -61,7 +61,9 @@ def from_dict(values: dict, source: str) -> RunConfig:
         if name not in hints:
             raise ConfigError(f"{source}: there is no section [{name}]{_suggest(name, hints)}.")
         if not isinstance(content, dict):
-            raise ConfigError(f"{source}: {name} must be a section of keys, as [{name}], found {_shown(content)}.")
+            raise ConfigError(
+                f"{source}: {name} must be a section of keys, as [{name}], found {_shown(content)}."
+            )
         sections[name] = _section(hints[name], name, content, source)
     return RunConfig(**sections)
 

@@ -188,7 +188,9 @@ def _make_run_dir(config: RunConfig, name: str, start_at: Path | None) -> Path:
         else:
             run_dir = _first_free(Path("runs"), name)
         if (run_dir / metrics.FILE_NAME).exists():
-            metrics.read(run_dir / metrics.FILE_NAME)  # which the run goes on with, so all ranks hear of damage
+            metrics.read(
+                run_dir / metrics.FILE_NAME
+            )  # which the run goes on with, so all ranks hear of damage
         (run_dir / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"output.run_dir: {error.filename} cannot be written: {error.strerror}.") from error

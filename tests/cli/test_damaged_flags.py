@@ -17,8 +17,9 @@ from pyruntime.train.config import RunConfig
 from tests.mutations import BOUNDED, contents
 
 FEW = settings(BOUNDED, max_examples=25 if BOUNDED.derandomize else BOUNDED.max_examples)
-WORDS = ["", "a", "nan", "inf", "-inf", "-1", "0", "1", "2", "3", "4", "7", "8", "0.5", "1e-320", "1e308", "1" * 30,
-         "1" * 5000, "True", "None", "[]", "4K", "1M", "\udcff", "a\0b", "/", "/nowhere/a.png", "x" * 5000]  # fmt: skip
+WORDS = ["", "a", "nan", "inf", "-inf", "-1", "0", "1", "2", "3", "4", "7", "8", "0.5", "1e-320", "1e308",
+         "1" * 30, "1" * 5000, "True", "None", "[]", "4K", "1M", "\udcff", "a\0b", "/", "/nowhere/a.png",
+         "x" * 5000]  # fmt: skip
 
 
 def flags(cls: type, leave_out: tuple[str, ...] = (), prefix: str = "") -> dict[str, list[str]]:
@@ -62,6 +63,7 @@ TRAIN = flags(RunConfig)
 @given(command_lines(SCHEDULE))
 @example(["--stages=1000000", "--micro_batches=1000000000"])
 @example(["--from_csv=" + "x" * 5000])
+@example(["--from_csv=a\0b"])
 @example(["--forward=1e308", "--backward_input=1e308"])
 @FEW
 def test_schedule(argv):
@@ -97,6 +99,7 @@ def folder(tmp_path_factory):
 
 @given(contents(pipeline.to_csv(make_schedule("1f1b", 3, 4)).encode()))
 @example(b"kind,1f1b,micro_batches,999999999,slices,999999999,placement,0 0\nF0.0,B0.0\n")
+@example(b'"kind,1f1b,micro_batches,1\nF0.0,B0.0\n')
 @example(b"kind,a\0b,micro_batches,1,slices,1,placement,0\nF0.0,B0.0\n")
 @FEW
 def test_schedule_of_a_changed_file(folder, content):

@@ -73,7 +73,10 @@ def refused(capsys, *argv):
         (["schedule", "--kind", "2f2b"], "kind"),
         (["schedule", "--stages", "0"], "--stages must be at least 1, found 0."),
         (["schedule", "--slices", "2"], "1f1b does not cut sequences, and slices=2 were asked for;"),
-        (["schedule", "--forward", "-1"], "forward must be seconds of at least 0 and at most 1e+12, found -1.0."),
+        (
+            ["schedule", "--forward", "-1"],
+            "forward must be seconds of at least 0 and at most 1e+12, found -1.0.",
+        ),
         (["schedule", "--from_csv", "/nowhere"], "--from_csv /nowhere cannot be read:"),
         (["schedule", "--plot", "/nowhere/a.png"], "/nowhere/a.png: cannot be written:"),
         (["schedule", "--from_csv", "/nowhere", "--stages", "2"], "--stages is said by the file of"),

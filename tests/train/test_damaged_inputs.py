@@ -1,5 +1,4 @@
-"""Configurations, metrics, checkpoints and tokenizers in which anything was changed are read or refused in one
-sentence."""
+"""Whatever was changed in configurations, metrics, checkpoints, tokenizers and text: it is read or refused."""
 
 import json
 import tomllib
@@ -25,7 +24,8 @@ CONFIG_VALUES = tomllib.loads(config_file.to_toml(CONFIG)) | {
     "parallel": {"tp": 2, "zero": 1},
 }
 METRICS = "".join(
-    StepMetrics(n, 3.0 / n, 1.0, 1e-3, 10.0, 9.0, None, 10**8, val_loss=2.0 if n == 2 else None).to_json() + "\n"
+    StepMetrics(n, 3.0 / n, 1.0, 1e-3, 10.0, 9.0, None, 10**8, val_loss=2.0 if n == 2 else None).to_json()
+    + "\n"
     for n in (1, 2, 3)
 )
 
@@ -174,7 +174,9 @@ def test_changed_values_of_a_checkpoints_facts_with_a_manifest_that_fits(checkpo
         (path / checksums.MANIFEST).write_text(json.dumps(data.draw(documents(manifest))))
     try:
         found = read_checkpoint(path)
-        assert found is None or (type(found.step) is int and found.step > 0 and found.model["hidden_size"] == 64)
+        assert found is None or (
+            type(found.step) is int and found.step > 0 and found.model["hidden_size"] == 64
+        )
     finally:
         (path / "run.json").write_text(json.dumps(facts))
         (path / checksums.MANIFEST).write_text(json.dumps(manifest))

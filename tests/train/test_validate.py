@@ -52,7 +52,11 @@ def with_value(key, value):
         ("checkpoint.resume", "/nowhere", "checkpoint.resume: the folder /nowhere does not exist."),
         ("checkpoint.keep", 0, "checkpoint.keep must be at least 1, found 0."),
         ("checkpoint.every_steps", -1, "checkpoint.every_steps must not be negative, found -1."),
-        ("comm.deadline_s", 0.0, "comm.deadline_s must be at least 0.001 and at most 1000000 seconds, found 0.0."),
+        (
+            "comm.deadline_s",
+            0.0,
+            "comm.deadline_s must be at least 0.001 and at most 1000000 seconds, found 0.0.",
+        ),
         ("comm.deadline_s", math.inf, "found inf."),
         ("comm.deadline_s", math.nan, "found nan."),
         ("comm.deadline_s", 1e7, "comm.deadline_s must be at least 0.001 and at most"),
