@@ -1,4 +1,4 @@
-"""Whatever was changed in configurations, metrics, checkpoints, tokenizers and text: it is read or refused."""
+"""Whatever was changed in configurations, metrics, checkpoints, tokenizers, text: it is read or refused."""
 
 import json
 import tomllib
