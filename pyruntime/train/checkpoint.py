@@ -140,9 +140,7 @@ def _checksums(folder: Path, group: dist.ProcessGroup, doing: str) -> dict[str, 
     """Of all files in `folder`, each read by one rank."""
     sizes = on_first_rank(group, doing, lambda: checksums.file_sizes(folder))
     mine = checksums.share(sizes, group.rank(), group.size())
-    found = on_every_rank(
-        group, doing, lambda: {name: checksums.checksum(folder / name) for name in mine}
-    )
+    found = on_every_rank(group, doing, lambda: {name: checksums.checksum(folder / name) for name in mine})
     return _gather(found, group, doing)
 
 

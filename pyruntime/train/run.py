@@ -212,8 +212,8 @@ def _first_free(parent: Path, name: str) -> Path:
 def _check_seen(run_dir: Path, rank: int) -> None:
     if not run_dir.is_dir():
         raise ConfigError(
-            f"output.run_dir: rank {rank} on host {socket.gethostname()} does not see {run_dir}, which rank 0 "
-            "has made; all hosts need one run folder: name one on shared storage."
+            f"output.run_dir: rank {rank} on host {socket.gethostname()} does not see {run_dir}, which rank "
+            "0 has made; all hosts need one run folder: name one on shared storage."
         )
 
 

@@ -171,7 +171,7 @@ def test_hosts_without_a_common_run_folder_are_refused_on_every_rank(ranks, tmp_
     config = jobs.changed(jobs.job(tmp_path), "output", run_dir="run")
     messages = ranks.run(refusal_elsewhere, 2, config, folders)
     assert messages[0] == messages[1]
-    assert "output.run_dir: rank 1 on host " in messages[0] and "does not see run/data" in messages[0]
+    assert "output.run_dir: rank 1 on host " in messages[0] and "does not see run," in messages[0]
     assert "name one on shared storage" in messages[0]
 
 
