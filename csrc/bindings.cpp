@@ -1,5 +1,6 @@
 // The only file that knows Python: one register call per domain, and the exceptions' Python types.
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -10,6 +11,7 @@
 #include "core/error.h"
 #include "core/failure_board.h"
 #include "core/late_report.h"
+#include "core/peers.h"
 #include "cpu/layers/layers.h"
 #include "cpu/symmetric_memory.h"
 #include "ops/gemm.h"
@@ -162,6 +164,68 @@ void bind_tiers(py::module_& m) {
         });
 }
 
+// What ranks tell each other beside all ops, and who of them is missing.
+void bind_messages(py::module_& m) {
+  using pyruntime::Group;
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  m.def(
+      "join_job",
+      [](const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Store>& connection,
+         int rank,
+         int world_size) { pyruntime::FailureBoard::instance().join(store, rank, world_size, connection); },
+      NoGil());
+  m.def(
+      "tell_job",
+      [](const std::string& key, const std::string& value, const std::string& doing, double seconds) {
+        pyruntime::tell(key, value, {doing, "", seconds});
+      },
+      NoGil());
+  m.def(
+      "hear_job",
+      [](const std::string& key, int rank, const std::string& doing, double seconds) {
+        const auto peer = [rank] { return pyruntime::Peer{rank, "rank " + std::to_string(rank)}; };
+        return pyruntime::hear(key, peer, {doing + " waiting for rank " + std::to_string(rank), "", seconds});
+      },
+      NoGil());
+  m.def(
+      "raise_for_missing_in_job",
+      [](const std::vector<int>& ranks, const std::string& doing, const std::string& cause, double seconds) {
+        std::vector<pyruntime::Peer> peers;
+        for (const int rank : ranks) peers.push_back({rank, "rank " + std::to_string(rank)});
+        pyruntime::raise_for_missing(peers, {doing, "", seconds}, cause);
+      },
+      NoGil());
+  m.def(
+      "post_failure",
+      [](const std::string& message) {
+        pyruntime::FailureBoard::instance().post({pyruntime::CommErrorKind::kPeerLost, message, ""});
+      },
+      NoGil());
+  m.def("raise_if_failed", [] { pyruntime::FailureBoard::instance().raise_if_failed(); }, NoGil());
+  m.def("next_meeting", [](const std::string& group) { return Group::get(group).next_meeting(); }, NoGil());
+  m.def(
+      "tell",
+      [](const std::string& group, const std::string& topic, const std::string& value) {
+        Group::get(group).tell(topic, value);
+      },
+      NoGil());
+  m.def("hear", [](const std::string& group, int peer, const std::string& topic, const std::string& doing,
+                   double seconds, bool while_it_lives) {
+    std::string heard;
+    {
+      const py::gil_scoped_release no_gil;
+      heard = Group::get(group).hear(peer, topic, doing, seconds, while_it_lives);
+    }
+    return py::bytes(heard);
+  });
+  m.def(
+      "raise_for_missing",
+      [](const std::string& group, const std::string& doing, const std::string& cause) {
+        Group::get(group).raise_for_missing(doing, cause);
+      },
+      NoGil());
+}
+
 void bind_comm(py::module_& m) {
   using pyruntime::Group;
   py::class_<pyruntime::CommStats>(m, "CommStats", "Cumulative figures of one group on this rank.")
@@ -227,6 +291,7 @@ void bind_comm(py::module_& m) {
   m.def(
       "leave_job", [] { pyruntime::FailureBoard::instance().leave(); },
       py::call_guard<py::gil_scoped_release>());
+  bind_messages(m);
   bind_traffic(m);
   // Without the GIL: a process group's destructor may join threads that want it.
   m.def("close_group", &Group::close, py::call_guard<py::gil_scoped_release>());

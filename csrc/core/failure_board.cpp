@@ -4,10 +4,16 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <optional>
 #include <thread>
+#include <unistd.h>
 #include <utility>
 #include <vector>
+
+#include "core/deadline.h"
+#include "core/peers.h"
+#include "cpu/host_process.h"
 
 namespace pyruntime {
 
@@ -18,6 +24,9 @@ namespace {
 std::chrono::milliseconds period_of(int world_size) {
   return std::chrono::milliseconds(std::clamp(world_size / 8, 100, 500));
 }
+
+// How often a wait for an answer of the store looks for what may end it.
+constexpr std::chrono::milliseconds kAnswerLook{20};
 
 // A store that has not answered after this long is left alone.
 constexpr std::chrono::milliseconds kStorePatience{500};
@@ -44,6 +53,12 @@ std::optional<Failure> decode(const std::vector<uint8_t>& bytes) {
 
 }  // namespace
 
+struct FailureBoard::Asking {
+  Question question;
+  bool answered = false;
+  bool failed = false;
+};
+
 // What the threads of one job share. The store is asked by the watching thread alone: a store that does not
 // answer holds up nobody else.
 struct FailureBoard::Session {
@@ -62,12 +77,21 @@ struct FailureBoard::Session {
   std::optional<Failure> to_post;
   bool look_now = false;
   uint64_t looks = 0;
+  std::deque<std::shared_ptr<Asking>> questions;
 
-  int64_t number = 0;  // how often this rank has joined a job on this store
+  int64_t number = 0;  // how often this rank has joined a job on this store; 0: it has not yet
 
   std::string key() const {
     return "pyruntime/failure/" + std::to_string(number) + "/" + std::to_string(generation);
   }
+  std::string life_key(int of) const {
+    return "pyruntime/life/" + std::to_string(number) + "/" + std::to_string(of);
+  }
+
+  // The thread's first work: the store may not answer.
+  void connect();
+  void answer(std::unique_lock<std::mutex>& lock);
+  bool look(std::unique_lock<std::mutex>& lock);
 };
 
 FailureBoard& FailureBoard::instance() {
@@ -84,13 +108,17 @@ std::shared_ptr<FailureBoard::Session> FailureBoard::session() {
   return session_;
 }
 
-void FailureBoard::join(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size) {
-  if (session()->store == store) return;
+bool FailureBoard::has_joined(const c10::intrusive_ptr<c10d::Store>& store) {
+  return session()->store == store;
+}
+
+void FailureBoard::join(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                        const c10::intrusive_ptr<c10d::Store>& connection) {
+  if (has_joined(store)) return;
   leave();
   auto made = std::make_shared<Session>();
   made->store = store;
-  made->own = store->clone();
-  made->number = store->add("pyruntime/joined/" + std::to_string(rank), 1);
+  made->own = connection;
   made->rank = rank;
   made->world_size = world_size;
   made->watched = true;
@@ -113,42 +141,122 @@ void FailureBoard::leave() {
   left->changed.wait_for(lock, kStorePatience, [&] { return !left->watched; });
 }
 
+void FailureBoard::Session::connect() {
+  auto connection = own ? own : store->clone();
+  const int64_t joined = connection->add("pyruntime/joined/" + std::to_string(rank), 1);
+  const std::lock_guard<std::mutex> lock(mutex);
+  own = std::move(connection);
+  number = joined;
+}
+
+void FailureBoard::Session::answer(std::unique_lock<std::mutex>& lock) {
+  while (!questions.empty()) {
+    const std::shared_ptr<Asking> next = questions.front();
+    questions.pop_front();
+    bool failed_to_answer = false;
+    lock.unlock();
+    try {
+      next->question(*own);
+    } catch (const std::exception&) {
+      failed_to_answer = true;
+    }
+    lock.lock();
+    next->failed = failed_to_answer;
+    next->answered = true;
+    changed.notify_all();
+  }
+}
+
+// False where the store's process is gone: the job is ending, and waits end by what they see themselves.
+bool FailureBoard::Session::look(std::unique_lock<std::mutex>& lock) {
+  look_now = false;
+  const std::string board_key = key(), own_life = life_key(rank);
+  const uint64_t looked_in = generation;
+  const std::string sign = SignOfLife{cpu::host_identity(), getpid(), looks}.text();
+  const std::optional<Failure> posting = std::exchange(to_post, std::nullopt);
+  std::optional<Failure> found;
+  bool reached = true;
+  lock.unlock();
+  try {
+    if (posting) {
+      found = decode(own->compareSet(board_key, {}, encode(*posting)));
+    } else if (own->check({board_key})) {
+      found = decode(own->get(board_key));
+    }
+    own->set(own_life, std::vector<uint8_t>(sign.begin(), sign.end()));
+  } catch (const std::exception&) {
+    reached = false;
+  }
+  lock.lock();
+  ++looks;
+  if (found && looked_in == generation && !failed.load()) {
+    first = *found;
+    failed.store(true, std::memory_order_release);
+  }
+  changed.notify_all();
+  return reached;
+}
+
 void FailureBoard::watch(const std::shared_ptr<Session>& session) {
   pthread_setname_np(pthread_self(), "pyr-failures");
   const auto period = period_of(session->world_size);
+  bool reached = true;
+  try {
+    session->connect();
+  } catch (const std::exception&) {
+    reached = false;
+  }
   std::unique_lock<std::mutex> lock(session->mutex);
-  while (!session->leaving) {
-    session->changed.wait_for(
-        lock, period, [&] { return session->leaving || session->to_post.has_value() || session->look_now; });
+  auto next_look = std::chrono::steady_clock::now();  // at once: others look for a sign of this rank
+  while (reached && !session->leaving) {
+    session->changed.wait_until(lock, next_look, [&] {
+      return session->leaving || session->to_post.has_value() || session->look_now ||
+             !session->questions.empty();
+    });
     if (session->leaving) break;
-    session->look_now = false;
-    const std::string key = session->key();
-    const uint64_t generation = session->generation;
-    const std::optional<Failure> posting = std::exchange(session->to_post, std::nullopt);
-    std::optional<Failure> found;
-    bool reached = true;
-    lock.unlock();
-    try {
-      if (posting) {
-        found = decode(session->own->compareSet(key, {}, encode(*posting)));
-      } else if (session->own->check({key})) {
-        found = decode(session->own->get(key));
-      }
-    } catch (const std::exception&) {
-      // The store's process is gone: the job is ending, and waits end by what they see themselves.
-      reached = false;
-    }
-    lock.lock();
-    ++session->looks;
-    if (found && generation == session->generation && !session->failed.load()) {
-      session->first = *found;
-      session->failed.store(true, std::memory_order_release);
-    }
-    session->changed.notify_all();
-    if (!reached) break;
+    session->answer(lock);
+    const auto now = std::chrono::steady_clock::now();
+    if (now < next_look && !session->to_post && !session->look_now) continue;
+    next_look = now + period;
+    reached = session->look(lock);
   }
   session->watched = false;
+  session->own.reset();
   session->changed.notify_all();
+}
+
+FailureBoard::Asked FailureBoard::ask(Question question, double seconds) {
+  const std::shared_ptr<Session> session = this->session();
+  const auto asking = std::make_shared<Asking>();
+  asking->question = std::move(question);
+  const double end = monotonic_seconds() + seconds;
+  std::unique_lock<std::mutex> lock(session->mutex);
+  session->questions.push_back(asking);
+  session->changed.notify_all();
+  while (!asking->answered) {
+    if (!session->watched) return Asked::kStoreGone;
+    if (monotonic_seconds() > end) return Asked::kTimeout;
+    session->changed.wait_for(lock, kAnswerLook, [&] { return asking->answered || !session->watched; });
+    lock.unlock();
+    check_wait();
+    lock.lock();
+  }
+  return asking->failed ? Asked::kStoreGone : Asked::kAnswered;
+}
+
+void FailureBoard::ask_later(Question question) {
+  const std::shared_ptr<Session> session = this->session();
+  const auto asking = std::make_shared<Asking>();
+  asking->question = std::move(question);
+  const std::lock_guard<std::mutex> lock(session->mutex);
+  session->questions.push_back(asking);
+  session->changed.notify_all();
+}
+
+std::string FailureBoard::life_key(int rank) {
+  const std::shared_ptr<Session> session = this->session();
+  const std::lock_guard<std::mutex> lock(session->mutex);
+  return session->life_key(rank);
 }
 
 Failure FailureBoard::post(Failure failure) {

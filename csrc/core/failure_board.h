@@ -1,7 +1,8 @@
 // Where the first failure of a job is written for all its ranks to see, so that all stop with the same cause.
 //
 // Every process looks at the job's store a few times a second, from a thread of its own, and every wait on a
-// peer looks at what the thread found.
+// peer looks at what the thread found. The thread leaves a sign of life each time: a process that computes
+// gives it, one that is stopped or gone does not.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -28,10 +29,27 @@ class FailureBoard {
   static FailureBoard& instance();
 
   // From now on failures are shared through `store` with the other ranks of the job, which all pass the same
-  // one. With another store it leaves the job that it was in.
-  void join(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size);
+  // one. With another store it leaves the job that it was in. `connection` leads to the same store and is the
+  // watching thread's alone; without one it makes its own.
+  void join(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+            const c10::intrusive_ptr<c10d::Store>& connection = {});
   // Ends the watching thread, or leaves it to itself where it hangs in a store that does not answer.
   void leave();
+
+  // Whether it is in the job of that very store.
+  bool has_joined(const c10::intrusive_ptr<c10d::Store>& store);
+
+  // Has the watching thread ask the store, so that a store that does not answer holds up nobody. Ctrl-C, the
+  // job's failure and a ScopedWaitCheck end the wait.
+  enum class Asked { kAnswered, kTimeout, kStoreGone };
+  // `question` owns what it writes to: it may come to run when nobody waits for it any more.
+  using Question = std::function<void(c10d::Store&)>;
+  Asked ask(Question question, double seconds);
+  // The same without waiting for it.
+  void ask_later(Question question);
+
+  // Where the sign of life of that rank of the job stands: a SignOfLife as text.
+  std::string life_key(int rank);
 
   // Shows a failure to all ranks and returns the one that was there first, which may be another's. Never
   // throws, and takes half a second at most: where the store cannot be reached the failure stays this rank's
@@ -47,6 +65,7 @@ class FailureBoard {
 
  private:
   struct Session;
+  struct Asking;
 
   // The watching thread; it holds the session, not the board.
   static void watch(const std::shared_ptr<Session>& session);

@@ -161,14 +161,78 @@ Group::~Group() = default;
 // All groups of a job stand on the same store, each below a prefix of its own. The rank in the job is the
 // launcher's; without a launcher the job is this group.
 void Group::join_job() {
+  FailureBoard& board = FailureBoard::instance();
   auto store = process_group_->getStore();
-  if (const auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) {
-    store = const_cast<c10d::PrefixStore*>(prefixed)->getUnderlyingStore();
+  auto below = store;
+  bool joined = board.has_joined(below);
+  for (bool first = true; !joined; first = false) {
+    const auto* prefixed = dynamic_cast<c10d::PrefixStore*>(below.get());
+    if (prefixed == nullptr) break;
+    below = const_cast<c10d::PrefixStore*>(prefixed)->getUnderlyingStore();
+    if (first) store = below;
+    joined = board.has_joined(below);
   }
   const char* rank = std::getenv("RANK");
-  FailureBoard::instance().join(std::move(store),
-                                rank == nullptr ? process_group_->getRank() : std::atoi(rank),
-                                process_group_->getSize());
+  const int own = rank == nullptr ? process_group_->getRank() : std::atoi(rank);
+  if (!joined) board.join(std::move(store), own, process_group_->getSize());
+  // Others know this rank by its number in the group, and its signs of life by that in the job.
+  board.ask_later([key = key_of("member", this->rank()), number = std::to_string(own)](c10d::Store& asked) {
+    asked.set(key, std::vector<uint8_t>(number.begin(), number.end()));
+  });
+}
+
+std::string Group::key_of(const std::string& topic, int rank) const {
+  return "pyruntime/" + topic + "/" + name() + "/" + std::to_string(rank);
+}
+
+Peer Group::peer_of(int rank) {
+  Peer peer{-1, "rank " + std::to_string(context_.told(rank))};
+  const auto known = job_ranks_.find(rank);
+  if (known != job_ranks_.end()) {
+    peer.rank = known->second;
+    return peer;
+  }
+  auto found = std::make_shared<std::string>();
+  const auto asked = FailureBoard::instance().ask(
+      [found, key = key_of("member", rank)](c10d::Store& store) {
+        if (!store.check({key})) return;
+        const auto bytes = store.get(key);
+        found->assign(bytes.begin(), bytes.end());
+      },
+      deadline_seconds());
+  if (asked == FailureBoard::Asked::kAnswered && !found->empty()) {
+    peer.rank = job_ranks_[rank] = std::stoi(*found);
+  }
+  return peer;
+}
+
+void Group::tell(const std::string& topic, const std::string& value) {
+  pyruntime::tell(
+      key_of(topic, rank()), value,
+      {"Group '" + name() + "', rank " + std::to_string(context_.own_rank()), name(), deadline_seconds()});
+}
+
+int64_t Group::next_meeting() {
+  return count(
+      key_of("meetings", rank()),
+      {"Group '" + name() + "', rank " + std::to_string(context_.own_rank()), name(), deadline_seconds()});
+}
+
+std::string Group::hear(int peer, const std::string& topic, const std::string& doing, double seconds,
+                        bool while_it_lives) {
+  return pyruntime::hear(key_of(topic, peer), [this, peer] { return peer_of(peer); },
+                         {doing + ", rank " + std::to_string(context_.own_rank()) + " waiting for rank " +
+                              std::to_string(context_.told(peer)),
+                          name(), seconds, while_it_lives});
+}
+
+void Group::raise_for_missing(const std::string& doing, const std::string& cause) {
+  std::vector<Peer> peers;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer != rank()) peers.push_back(peer_of(peer));
+  }
+  pyruntime::raise_for_missing(
+      peers, {doing + ", rank " + std::to_string(context_.own_rank()), name(), deadline_seconds()}, cause);
 }
 
 Transport* Group::transport(c10::Device device) {
@@ -429,22 +493,12 @@ std::unique_ptr<Transport> Group::make_ring(const HostLayout& layout, const std:
 }
 
 std::vector<std::string> Group::exchange(const std::string& topic, const std::string& own) {
-  auto store = process_group_->getStore();
-  const std::string prefix = "pyruntime/" + topic + "/" + name() + "/";
-  store->set(prefix + std::to_string(rank()), std::vector<uint8_t>(own.begin(), own.end()));
+  tell(topic, own);
   std::vector<std::string> all;
   for (int peer = 0; peer < world_size(); ++peer) {
-    const std::string key = prefix + std::to_string(peer);
-    if (!await_key(*store, key, deadline_seconds())) {
-      raise_for_all({CommErrorKind::kTimeout,
-                     "Group '" + name() + "', rank " + std::to_string(context_.own_rank()) + ": rank " +
-                         std::to_string(context_.told(peer)) +
-                         " did not come to the first op of the group within " +
-                         std::to_string(deadline_seconds()) + " s.",
-                     name()});
-    }
-    const auto bytes = store->get(key);
-    all.emplace_back(bytes.begin(), bytes.end());
+    all.push_back(peer == rank() ? own
+                                 : hear(peer, topic, "The first op of group '" + name() + "'",
+                                        deadline_seconds(), /*while_it_lives=*/false));
   }
   return all;
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/deadline.h"
+#include "core/peers.h"
 #include "transport/multicast.h"
 #include "transport/ring.h"
 #include "transport/transport.h"
@@ -111,6 +112,18 @@ class Group {
   void set_deadline_seconds(double seconds) { context_.deadline_seconds = seconds; }
   double deadline_seconds() const { return context_.deadline_seconds; }
 
+  // What this rank says about `topic` to others of the group, through the job's store, and what `peer` has
+  // said: before the first op and beside all ops. hear() raises, on all ranks, PeerLost where the peer has
+  // ended and CommTimeout where it does not come within `seconds`, or with `while_it_lives` where it has
+  // shown no sign of life for so long. `doing` begins the sentence.
+  void tell(const std::string& topic, const std::string& value);
+  // A number that no topic has had: the same on all ranks, which call it alike.
+  int64_t next_meeting();
+  std::string hear(int peer, const std::string& topic, const std::string& doing, double seconds,
+                   bool while_it_lives);
+  // For a collective of torch's over this group that has failed: see raise_for_missing() in core/peers.h.
+  [[noreturn]] void raise_for_missing(const std::string& doing, const std::string& cause);
+
   // By TierKey::text().
   std::map<std::string, TierTrials>& tier_trials() { return tier_trials_; }
   // That each rank's rows travel in, of the ops so far that took a tuned number.
@@ -133,13 +146,17 @@ class Group {
   // The ranks' hosts, by rank; raises ValueError where the ranks settled different things.
   std::vector<std::string> meet(int64_t opening);
   void join_job();
+  std::string key_of(const std::string& topic, int rank) const;
+  // With its number in the job, once it has made the group too.
+  Peer peer_of(int rank);
   // What every rank puts under `topic`, by rank. Collective.
   std::vector<std::string> exchange(const std::string& topic, const std::string& own);
   std::unique_ptr<Transport> make_ring(const HostLayout& layout, const std::vector<std::string>& hosts,
                                        int64_t opening);
 
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
-  std::vector<int> ranks_;  // of the process group, by rank in this group
+  std::vector<int> ranks_;        // of the process group, by rank in this group
+  std::map<int, int> job_ranks_;  // of this group's ranks, where they are known
   GroupContext context_;
   GroupSettings settings_;
   std::unique_ptr<Transport> transport_;

@@ -13,6 +13,16 @@ def started_rank() -> int:
     return int(value) if value.isdigit() else 0
 
 
+def check_started() -> None:
+    """Raises ConfigError where a launcher has started several tasks that do not know of each other."""
+    from pyruntime.comm.launcher import check_launcher
+
+    try:
+        check_launcher(os.environ)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def started_ranks() -> int:
     """Number of ranks started; 1 without a launcher. Raises ConfigError where WORLD_SIZE is no number."""
     value = os.environ.get("WORLD_SIZE", "1")

@@ -46,12 +46,28 @@ def main(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    with StopRequest() as stop:
+    with StopRequest(_end_now) as stop:
         try:
             return _dispatch(argv, stop)
         except BaseException as ending:
             stop.ending()
             return _last_words(ending, stop)
+
+
+def _end_now(stopped: Stopped) -> None:
+    """Called by another thread than the one that works, which does not answer: the process ends here. Another
+    rank's failure is why it ends, where there is one."""
+    from pyruntime.comm.meeting import post_failure, raise_if_failed
+
+    try:
+        raise_if_failed()
+        post_failure(str(stopped))
+        _say_once(str(stopped))
+        code = 128 + stopped.signum
+    except Exception as failure:
+        _explain(failure)
+        code = 1
+    os._exit(code)
 
 
 def _last_words(ending: BaseException, stop: StopRequest) -> int:
@@ -128,8 +144,10 @@ def _drop_unread_output() -> None:
 
 def _refuse(sentence: str, stop: StopRequest) -> int:
     _say_once(sentence)
-    if started_rank():
+    if rank := started_rank():
         stop.wait(LAUNCHER_ENDS_US_S)
+        if not stop.signum:  # rank 0 has not refused
+            _say(f"pyruntime: rank {rank}: {sentence}")
     return 2
 
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from pyruntime.cli.arguments import flag_name, parse, take_option
-from pyruntime.cli.environment import started_ranks
+from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import checkpoint_folder, config_file, dry_run, validate
 from pyruntime.train.config import Model, RunConfig
 from pyruntime.train.errors import ConfigError
@@ -27,6 +27,7 @@ def main(argv: list[str], stop: StopRequest) -> None:
     if ranks is not None:
         print(dry_run.report(config, ranks))
         return
+    check_started()
     world_size = started_ranks()
     validate.check(config, world_size)
     run(config, name, world_size, stop)

@@ -19,6 +19,7 @@ from pyruntime.comm.groups import (
     transport_of,
     workspace_bytes,
 )
+from pyruntime.comm.meeting import named_failures, post_failure
 from pyruntime.comm.runtime import Runtime
 
 __all__ = [
@@ -37,6 +38,8 @@ __all__ = [
     "group_rank",
     "group_size",
     "keep_freed_memory",
+    "named_failures",
+    "post_failure",
     "process_group",
     "set_deadline",
     "stats",

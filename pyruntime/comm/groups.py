@@ -73,7 +73,7 @@ def set_deadline(group: Group, seconds: float) -> None:
 
 
 def check_deadline(seconds: float) -> None:
-    """Raises ValueError where `seconds` are no deadline."""
+    """Raises ValueError where that is no deadline."""
     if not 1e-3 <= seconds <= 1e6:
         raise ValueError(f"deadline_s={seconds} is no deadline; pass between 0.001 and 1e6 seconds.")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -14,6 +16,9 @@ from pyruntime.comm import companions
 from pyruntime.comm.core import _C
 from pyruntime.comm.devices import Host, place
 from pyruntime.comm.groups import check_deadline, group_name, group_size, set_deadline, stats
+from pyruntime.comm.launcher import check_launcher
+from pyruntime.comm.meeting import first_line, is_of_connection
+from pyruntime.comm.rendezvous import open_store
 
 DEFAULT_DEADLINE_S = 120.0
 
@@ -73,9 +78,11 @@ class Runtime:
 
         The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp), with cp before tp and pp before all where
         they are above 1.
-        Raises ValueError when the axes do not make up the world size or there is no such device, CommTimeout
-        when the other ranks do not come.
+        May be called again once the Runtime is closed, on all ranks. Raises ValueError when the axes do not
+        make up the world size, there is no such device, or a launcher has started several tasks without
+        torchrun's variables; CommTimeout when the other ranks do not come, PeerLost when one has ended.
         """
+        check_launcher(os.environ)
         check_deadline(deadline_s)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         tp = max(1, world_size // (dp * cp * pp)) if tp is None else tp
@@ -88,13 +95,6 @@ class Runtime:
         placement = place(device, Host.here())
         if placement.device.type == "cuda":
             torch.cuda.set_device(placement.device)
-        timeout = timedelta(seconds=deadline_s)
-        if "RANK" in os.environ:
-            dist.init_process_group(placement.backend, timeout=timeout)
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                store = dist.FileStore(os.path.join(folder, "store"), 1)
-                dist.init_process_group(placement.backend, store=store, rank=0, world_size=1, timeout=timeout)
         axes = {"tp": tp} if cp == 1 else {"cp": cp, "tp": tp}
         if dp_replicate > 1:
             axes = {"dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate} | axes
@@ -102,7 +102,9 @@ class Runtime:
             axes = {"dp": dp} | axes
         if pp > 1:
             axes = {"pp": pp} | axes
-        mesh = init_device_mesh(placement.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        with _named_failures(world_size, deadline_s):
+            _init_process_groups(placement.backend, deadline_s)
+            mesh = init_device_mesh(placement.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         runtime = cls(mesh, deadline_s=deadline_s)
         runtime._owns_process_groups = True
         runtime.device, runtime.why_device = placement.device, placement.why
@@ -164,13 +166,48 @@ class Runtime:
             companions.forget(name)
             _C.close_group(name)
         if self._owns_process_groups and dist.is_initialized():
-            dist.destroy_process_group()
+            _leave_job()
 
     def __enter__(self) -> Runtime:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _init_process_groups(backend: str, deadline_s: float) -> None:
+    timeout = timedelta(seconds=deadline_s)
+    if "RANK" in os.environ:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = open_store(deadline_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = dist.FileStore(os.path.join(folder, "store"), 1)
+        dist.init_process_group(backend, store=file, rank=0, world_size=1, timeout=timeout)
+
+
+@contextlib.contextmanager
+def _named_failures(world_size: int, deadline_s: float) -> Iterator[None]:
+    """Start-up is undone where it fails, and torch's own error names the rank that is missing."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            if world_size > 1 and is_of_connection(error):
+                rank = int(os.environ["RANK"])
+                others = [other for other in range(world_size) if other != rank]
+                doing = f"Start-up, rank {rank}"
+                _C.raise_for_missing_in_job(others, doing, first_line(error), deadline_s)
+            raise
+        finally:
+            _leave_job()
+
+
+def _leave_job() -> None:
+    _C.leave_job()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

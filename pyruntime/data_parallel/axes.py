@@ -102,7 +102,8 @@ class Axis:
         if self.size == 1:
             return [value]
         told: list[list[int]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(told, value, group=comm.process_group(self.mesh))
+        with comm.named_failures(self.mesh, "Sharding the model"):
+            dist.all_gather_object(told, value, group=comm.process_group(self.mesh))
         return told
 
 

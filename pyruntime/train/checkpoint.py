@@ -8,26 +8,35 @@ it says what its files are.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from pyruntime.comm import CommError, named_failures
 from pyruntime.data_parallel import Sharded, ShardedAdamW
 from pyruntime.train import checksums
-from pyruntime.train.checkpoint_folder import FACTS_FILE, FOLDER, Facts, complete, read_matching
+from pyruntime.train.checkpoint_folder import (
+    FACTS_FILE,
+    FOLDER,
+    PARTIAL,
+    Facts,
+    complete,
+    newest,
+    read_matching,
+)
 from pyruntime.train.checksums import Checksum
+from pyruntime.train.durable import cannot_write, publish_folder
 from pyruntime.train.errors import ConfigError, TrainingError
-from pyruntime.train.first_rank import on_first_rank
+from pyruntime.train.first_rank import on_every_rank, on_first_rank
 from pyruntime.train.optimizer import AdamW
-
-Found = TypeVar("Found")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,30 +67,31 @@ def save(
     run_dir: Path, facts: Facts, checkpointed: Checkpointed, group: dist.ProcessGroup, keep: int
 ) -> Path:
     """Writes the checkpoint of `facts.step` and removes all but the newest `keep`. Every rank of `group`
-    calls this."""
+    calls this. Raises TrainingError where it cannot be written, CommTimeout and PeerLost where a rank is
+    stopped or ends meanwhile; what was there before stays."""
     final = run_dir / FOLDER / f"step-{facts.step:06d}"
-    partial = final.with_name(final.name + ".partial")
+    partial = final.with_name(final.name + PARTIAL)
+    doing = f"Writing the checkpoint {final}"
 
     def start() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in final.parent.glob(f"*{PARTIAL}"):
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
         (partial / FACTS_FILE).write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n")
 
     def finish() -> None:
         checksums.write(partial, sums)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        publish_folder(partial, final)
         others = [folder for folder in complete(run_dir / FOLDER) if folder != final]
         for old in others[: len(others) - keep + 1]:
             shutil.rmtree(old)
 
-    on_first_rank(group, start)
-    try:
-        dcp.save(checkpointed.state(), checkpoint_id=str(partial), process_group=group)
-        sums = _checksums(partial, group)
-    except (Exception, CheckpointException) as error:  # the latter is none of the former
-        raise TrainingError(f"The checkpoint {final} cannot be written: {_first_cause(error)}.") from error
-    on_first_rank(group, finish)
+    with _refusals(final, partial, run_dir):
+        on_first_rank(group, doing, start)
+        with named_failures(group, doing):
+            dcp.save(checkpointed.state(), checkpoint_id=str(partial), process_group=group)
+        sums = _checksums(partial, group, doing)
+        on_first_rank(group, doing, finish)
     return final
 
 
@@ -95,7 +105,10 @@ def load(checkpoint: Path, facts: Facts, checkpointed: Checkpointed, group: dist
     step = read_matching(checkpoint, facts).step
     _check_files(checkpoint, group)
     try:
-        dcp.load(checkpointed.state(), checkpoint_id=str(checkpoint), process_group=group)
+        with named_failures(group, f"Loading the checkpoint {checkpoint}"):
+            dcp.load(checkpointed.state(), checkpoint_id=str(checkpoint), process_group=group)
+    except CommError:
+        raise
     except (Exception, CheckpointException) as error:  # the latter is none of the former
         cause = _first_cause(error)
         raise ConfigError(f"checkpoint.resume: {checkpoint} is damaged or incomplete: {cause}.") from error
@@ -103,35 +116,55 @@ def load(checkpoint: Path, facts: Facts, checkpointed: Checkpointed, group: dist
     return step
 
 
+@contextlib.contextmanager
+def _refusals(final: Path, partial: Path, run_dir: Path) -> Iterator[None]:
+    """What was being written is no checkpoint, so it takes no space where writing it failed."""
+    try:
+        yield
+    except CommError:
+        raise
+    except (Exception, CheckpointException) as error:  # the latter is none of the former
+        shutil.rmtree(partial, ignore_errors=True)
+        kept = newest(run_dir)
+        saved = f"go on with --checkpoint.resume {run_dir}, which holds {kept.name}" if kept else ""
+        so = saved or "nothing is saved"
+        raise TrainingError("The checkpoint " + cannot_write(final, _cause(error), so)) from error
+
+
 def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -> None:
     """Loads the weights alone, in place, at any number of ranks."""
     dcp.load({"model": _weights(model)}, checkpoint_id=str(checkpoint), process_group=group)
 
 
-def _checksums(folder: Path, group: dist.ProcessGroup) -> dict[str, Checksum]:
+def _checksums(folder: Path, group: dist.ProcessGroup, doing: str) -> dict[str, Checksum]:
     """Of all files in `folder`, each read by one rank."""
-    sizes = on_first_rank(group, lambda: checksums.file_sizes(folder))
+    sizes = on_first_rank(group, doing, lambda: checksums.file_sizes(folder))
     mine = checksums.share(sizes, group.rank(), group.size())
-    return _gather({name: checksums.checksum(folder / name) for name in mine}, group)
+    found = on_every_rank(group, doing, lambda: {name: checksums.checksum(folder / name) for name in mine})
+    return _gather(found, group, doing)
 
 
 def _check_files(checkpoint: Path, group: dist.ProcessGroup) -> None:
     """Raises the same ConfigError on every rank where a file is not what was saved; each is read by one."""
-    expected = on_first_rank(group, lambda: checksums.read(checkpoint))
+    doing = f"Checking the checkpoint {checkpoint}"
+    expected = on_first_rank(group, doing, lambda: checksums.read(checkpoint))
     sizes = {name: each.size for name, each in expected.items()}
     mine = checksums.share(sizes, group.rank(), group.size())
-    findings = _gather({name: checksums.finding_of(checkpoint, name, expected) for name in mine}, group)
-    for name in sorted(findings):
-        if findings[name]:
-            raise checksums.refusal(checkpoint, name, findings[name])
+
+    def check() -> None:
+        for name in sorted(mine):
+            checksums.check(checkpoint, name, expected)
+
+    on_every_rank(group, doing, check)
 
 
-def _gather(mine: dict[str, Found], group: dist.ProcessGroup) -> dict[str, Found]:
+def _gather(mine: dict[str, Checksum], group: dist.ProcessGroup, doing: str) -> dict[str, Checksum]:
     """What all ranks of `group` have found."""
     if group.size() == 1:
         return mine
-    found: list[dict[str, Found]] = [{}] * group.size()
-    dist.all_gather_object(found, mine, group=group)
+    found: list[dict[str, Checksum]] = [{}] * group.size()
+    with named_failures(group, doing):
+        dist.all_gather_object(found, mine, group=group)
     return {name: value for each in found for name, value in each.items()}
 
 
@@ -142,9 +175,12 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if name not in again}
 
 
-def _first_cause(error: BaseException) -> str:
+def _cause(error: BaseException) -> BaseException:
     failures = getattr(error, "failures", None)  # CheckpointException: {rank: (exception, traceback)}
-    if failures:
-        error = next(iter(failures.values()))[0]
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def _first_cause(error: BaseException) -> str:
+    error = _cause(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

@@ -10,6 +10,10 @@ from pyruntime.train import checksums
 from pyruntime.train.errors import ConfigError
 
 FOLDER, FACTS_FILE = "checkpoints", "run.json"
+PARTIAL = ".partial"
+"""How the name of a folder ends that is being written."""
+AUTO = "auto"
+"""Of `checkpoint.resume`: the newest checkpoint of the run folder, where it has one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,21 +32,26 @@ class Facts:
 
 def complete(folder: Path) -> list[Path]:
     return sorted(
-        path.parent for path in folder.glob(f"step-*/{FACTS_FILE}") if path.parent.suffix != ".partial"
+        path.parent for path in folder.glob(f"step-*/{FACTS_FILE}") if path.parent.suffix != PARTIAL
     )
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of that run; None where it has none."""
+    return next(reversed(complete(run_dir / FOLDER)), None)
 
 
 def find(path: Path) -> Path:
     """The checkpoint that `checkpoint.resume` names: the folder itself, or the newest one of a run folder."""
     if (path / FACTS_FILE).is_file():
         return path
-    found = complete(path / FOLDER)
-    if not found:
+    found = newest(path)
+    if found is None:
         raise ConfigError(
             f"checkpoint.resume: {path} holds no complete checkpoint; give a run folder or one of its "
             f"{FOLDER}/step-N folders."
         )
-    return found[-1]
+    return found
 
 
 def read_matching(checkpoint: Path, wanted: Facts) -> Facts:

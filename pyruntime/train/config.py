@@ -193,7 +193,8 @@ class Checkpoint:
     """What is kept on disk, below the run folder."""
 
     resume: str = ""
-    """Run folder, or one of its checkpoints/step-N folders, to go on with; empty: start anew."""
+    """Run folder, or one of its checkpoints/step-N folders, to go on with; auto: output.run_dir if it holds a
+    checkpoint, else start there, as a job needs that its launcher restarts; empty: start anew."""
     every_steps: int = 0
     """Steps between two resumable checkpoints; 0: only at the end."""
     keep: int = 1

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from pyruntime.comm import named_failures
 from pyruntime.train import corpus
 from pyruntime.train.config import RunConfig
 from pyruntime.train.corpus import Corpus, Tokenized
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.first_rank import on_first_rank, patience
+from pyruntime.train.first_rank import on_every_rank, on_first_rank
 from pyruntime.train.tokenizer import Tokenizer
 
 
@@ -29,30 +30,32 @@ def open_everywhere(
         corpus.open_corpus(text, data.val_fraction, seq_len)  # what is too short is refused by one rank
         return text
 
-    text = on_first_rank(group, build, slow=True)
+    doing = "Building the corpus"
+    text = on_first_rank(group, doing, build)
     mine = corpus.cache_folder(data) / text.folder.name
-    _build_on_other_hosts(mine, group, lambda: corpus.build(data, tokenizer))
-    return corpus.open_corpus(Tokenized(mine, text.files, text.skipped), data.val_fraction, seq_len)
+    with named_failures(group, doing):
+        hosts = _gather((host_name(), mine.is_dir()), group)
+    first = [name for name, _ in hosts].index(host_name())
+
+    def build_here() -> None:
+        if first == group.rank() and not mine.is_dir():
+            _build_the_same(mine, lambda: corpus.build(data, tokenizer))
+
+    on_every_rank(group, doing, build_here)
+    here = Tokenized(mine, text.files, text.skipped)
+    return on_every_rank(
+        group, "Opening the corpus", lambda: corpus.open_corpus(here, data.val_fraction, seq_len)
+    )
 
 
-def _build_on_other_hosts(wanted: Path, group: dist.ProcessGroup, build: Callable[[], Tokenized]) -> None:
-    host = host_name()
-    hosts = _gather((host, wanted.is_dir()), group)
-    if all(there for _, there in hosts):
-        return
-    refusal = ""
-    if not wanted.is_dir() and [name for name, _ in hosts].index(host) == group.rank():
-        try:
-            if build().folder.name != wanted.name:
-                refusal = (
-                    f"data.paths hold another text on host {os.uname().nodename} than on that of rank 0."
-                )
-        except ConfigError as error:
-            refusal = f"on host {os.uname().nodename}: {error}"
-    with patience(group):
-        refusals = _gather(refusal, group)
-    for each in filter(None, refusals):
-        raise ConfigError(each)
+def _build_the_same(wanted: Path, build: Callable[[], Tokenized]) -> None:
+    host = os.uname().nodename
+    try:
+        built = build()
+    except ConfigError as error:
+        raise ConfigError(f"on host {host}: {error}") from error
+    if built.folder.name != wanted.name:
+        raise ConfigError(f"data.paths hold another text on host {host} than on that of rank 0.")
 
 
 def host_name() -> str:

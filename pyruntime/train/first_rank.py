@@ -1,56 +1,69 @@
-"""What one rank does for all: files are written once, and its result or its refusal reaches every rank."""
+"""What one rank does for all: files are written once, and its result or its refusal reaches every rank.
+
+`doing` says in words what is being done, and begins the sentence of an error: "Building the corpus". All of
+it may take as long as the ranks show signs of life.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+import pickle
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from pyruntime import comm
+from pyruntime.comm.meeting import Meeting
 from pyruntime.train.errors import ConfigError
 
 Result = TypeVar("Result")
 
-LONGEST_WORK = timedelta(days=1)
 
-
-def on_first_rank(group: dist.ProcessGroup, work: Callable[[], Result], *, slow: bool = False) -> Result:
+def on_first_rank(group: dist.ProcessGroup, doing: str, work: Callable[[], Result]) -> Result:
     """Runs `work` on rank 0 of `group` and returns its (picklable) result on every rank.
 
-    A ConfigError of rank 0 is raised on every rank, so that all end alike. `slow` work may take longer than
-    the group's deadline; should rank 0 die, its closed connection still ends the others at once. Not for the
-    inside of a step: this pickles and goes through torch.distributed.
+    A ConfigError of rank 0 is raised on every rank, so that all end alike. Raises CommTimeout or PeerLost
+    where rank 0 is stopped or ends. Not for the inside of a step: this pickles and goes through the store.
     """
-    outcome: list = [None]
-    failure: BaseException | None = None
-    if group.rank() == 0:
-        try:
-            outcome = [(work(), None)]
-        except ConfigError as error:
-            failure, outcome = error, [(None, str(error))]
-        except BaseException as error:
-            failure, outcome = error, [(None, f"Rank 0 failed: {error}")]
-    if group.size() > 1:
-        with patience(group) if slow else contextlib.nullcontext():
-            dist.broadcast_object_list(outcome, group=group, group_src=0)
-    if failure is not None:
-        raise failure
-    result, refusal = outcome[0]
-    if refusal is not None:
-        raise ConfigError(refusal)
+    if group.size() == 1:
+        return work()
+    meeting = Meeting(group, doing, while_it_lives=True)
+    if group.rank() > 0:
+        result, refusal = pickle.loads(meeting.hear(0))
+        if refusal is not None:
+            raise ConfigError(refusal)
+        return result
+    try:
+        result = work()
+    except BaseException as error:
+        refusal = str(error) if isinstance(error, ConfigError) else f"Rank 0 failed: {error}"
+        meeting.tell(pickle.dumps((None, refusal)))
+        raise
+    meeting.tell(pickle.dumps((result, None)))
     return result
 
 
-@contextlib.contextmanager
-def patience(group: dist.ProcessGroup) -> Iterator[None]:
-    """Collectives of `group` in it may take longer than its deadline."""
-    # torch has no public way to give one collective more time than the group's others.
-    set_timeout = dist.distributed_c10d._set_pg_timeout
-    set_timeout(LONGEST_WORK, group)
+def on_every_rank(group: dist.ProcessGroup, doing: str, work: Callable[[], Result]) -> Result:
+    """Runs `work` on every rank of `group`, and returns this rank's result once all have done.
+
+    The first ConfigError, by rank, is raised on every rank. Raises CommTimeout or PeerLost where a rank is
+    stopped or ends.
+    """
+    if group.size() == 1:
+        return work()
+    meeting = Meeting(group, doing, while_it_lives=True)
+    result, refusal = None, ""
     try:
-        yield
-    finally:
-        set_timeout(timedelta(seconds=comm.deadline(group)), group)
+        result = work()
+    except ConfigError as error:
+        refusal = str(error)
+    if group.rank() > 0:
+        meeting.tell(refusal.encode())
+        refusal = meeting.hear(0).decode()
+    else:  # one rank hears all: n looks, and not n * n
+        for rank in range(1, group.size()):
+            heard = meeting.hear(rank).decode()
+            refusal = refusal or heard
+        meeting.tell(refusal.encode())
+    if refusal:
+        raise ConfigError(refusal)
+    return result  # type: ignore[return-value]

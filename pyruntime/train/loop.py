@@ -126,6 +126,7 @@ class Trainer:
         )
         self.saved: Path | None = None
         """The checkpoint of the last step, where one has been taken."""
+        self._saved_at = 0
         self._exposed_s = 0.0
         self._memory_bytes = 0
         self._validation = validation_batches(
@@ -160,9 +161,9 @@ class Trainer:
         was sent a signal, and TrainingError where loss or gradient are no longer finite.
         """
         train = self._config.train
-        saved_at = self.step
+        self._saved_at = self.step
         comm.keep_freed_memory()
-        with self._stop.deferred():
+        with self._stop.deferred(self._lost_sentence):
             self._exposed_s = comm.exposed_s()
             while self.step < train.steps:
                 with marked("step", str(self.step + 1)):
@@ -181,11 +182,10 @@ class Trainer:
                 wanted = signum and self._config.checkpoint.save_on_stop
                 if self._is_due(self._config.checkpoint.every_steps) or wanted:
                     self._save()
-                    saved_at = self.step
                 if signum:
-                    raise Stopped(signum, self._stop_sentence(saved_at))
+                    raise Stopped(signum, self._stop_sentence())
             if signum := self._exchange_stop():  # sent since the last step's exchange
-                raise Stopped(signum, self._stop_sentence(saved_at))
+                raise Stopped(signum, self._stop_sentence())
 
     def _is_due(self, every: int, step: int | None = None) -> bool:
         """Whether something that is done each `every` steps (0: never) and after the last is to be done
@@ -370,22 +370,30 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        self.saved = checkpoint.save(
-            self._run_dir,
-            dataclasses.replace(self._facts, step=self.step),
-            self._checkpointed(),
-            self._group,
-            self._config.checkpoint.keep,
-        )
+        with self._stop.saving():
+            self.saved = checkpoint.save(
+                self._run_dir,
+                dataclasses.replace(self._facts, step=self.step),
+                self._checkpointed(),
+                self._group,
+                self._config.checkpoint.keep,
+            )
+        self._saved_at = self.step
         self._exposed_s = comm.exposed_s()
 
     def _checkpointed(self) -> checkpoint.Checkpointed:
         return checkpoint.Checkpointed(self.model, self.optimizer, self.sharded)
 
-    def _stop_sentence(self, saved_at: int) -> str:
-        steps = self._config.train.steps
-        return f"after step {self.step} of {steps}; " + (
-            f"go on with --checkpoint.resume {self._run_dir} (it holds step {saved_at})."
-            if saved_at
-            else f"nothing was saved but the metrics in {self._run_dir}."
-        )
+    def _stop_sentence(self) -> str:
+        return f"after step {self.step} of {self._config.train.steps}; {self.what_is_saved()}."
+
+    def _lost_sentence(self) -> str:
+        """Where a signal has not waited for the end of a step."""
+        step = min(self.step + 1, self._config.train.steps)
+        return f"in the midst of step {step} of {self._config.train.steps}; {self.what_is_saved()}."
+
+    def what_is_saved(self) -> str:
+        """In words, for a run that ends here."""
+        if not self._saved_at:
+            return f"nothing was saved but the metrics in {self._run_dir}"
+        return f"go on with --checkpoint.resume {self._run_dir} (it holds step {self._saved_at})"

@@ -55,8 +55,11 @@ class MetricsFile:
         kept = (
             [line for line in read(path) if line["step"] <= resume_at] if resume_at and path.exists() else []
         )
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
-        self._file.writelines(json.dumps(line) + "\n" for line in kept)
+        # Renamed: who is killed here must not lose what earlier steps measured.
+        shorter = path.with_name(path.name + ".new")
+        shorter.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        shorter.replace(path)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
 
     def write(self, metrics: StepMetrics) -> None:
         self._file.write(metrics.to_json() + "\n")

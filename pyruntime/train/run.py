@@ -13,6 +13,8 @@ import contextlib
 import dataclasses
 import itertools
 import signal
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -36,8 +38,9 @@ from pyruntime.train import (
 from pyruntime.train.config import RunConfig, tokens_per_step
 from pyruntime.train.corpus import Corpus
 from pyruntime.train.device import Here
-from pyruntime.train.errors import ConfigError
-from pyruntime.train.first_rank import on_first_rank
+from pyruntime.train.durable import writing
+from pyruntime.train.errors import ConfigError, TrainingError
+from pyruntime.train.first_rank import on_every_rank, on_first_rank
 from pyruntime.train.loop import Trainer
 from pyruntime.train.metrics import MetricsFile, StepMetrics
 from pyruntime.train.pipelined import part_of, resolved
@@ -76,10 +79,11 @@ def run(
     first = ranks.rank() == 0
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from)
     wanted = shape.llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, tp)
-    config = on_first_rank(ranks, lambda: resolved(config, wanted))
+    config = on_first_rank(ranks, "Settling the pipeline", lambda: resolved(config, wanted))
     part = None if pp is None else part_of(config, wanted, comm.group_rank(pp))
-    start_at, steps_done = _checkpoint(config, wanted)
-    run_dir = on_first_rank(ranks, lambda: _make_run_dir(config, name, start_at))
+    start_at, steps_done = on_first_rank(ranks, "Finding the checkpoint", lambda: _checkpoint(config, wanted))
+    run_dir = on_first_rank(ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at))
+    on_every_rank(ranks, "Opening the run folder", lambda: _check_seen(run_dir, ranks.rank()))
     progress = Progress(
         config.train.steps,
         config.output.progress if first else "off",
@@ -87,7 +91,9 @@ def run(
         on_closed=lambda: stop.note(signal.SIGPIPE),
     )
     text = corpus_of_ranks.open_everywhere(config, tokenizer, ranks, progress.say)
-    model = _model(config, wanted, group, context, part, here.device)
+    model = on_every_rank(
+        ranks, "Making the model", lambda: _model(config, wanted, group, context, part, here.device)
+    )
     tuned = _take_up_tuning(config, here.device.type, group, ranks)
     if first:
         progress.say(_opening(config, wanted, text, run_dir, tp, here))
@@ -103,7 +109,8 @@ def run(
         for step in trainer.fit():
             history.append(step)
             if file:
-                file.write(step)
+                with _told_to_all(), writing(run_dir / metrics.FILE_NAME, trainer.what_is_saved()):
+                    file.write(step)
                 progress.show(step)
     bytes_moved = _bytes_read() - bytes_before
     trainer.close()
@@ -111,18 +118,33 @@ def run(
     if pp is not None and is_first_group:
         model = _whole_model(config, wanted, group, trainer.saved or start_at, here.device)
     if is_first_group:
-        save_hf(model, run_dir / MODEL_FOLDER, separator=tokenizer.separator)
+        with _told_to_all(), writing(run_dir / MODEL_FOLDER, trainer.what_is_saved()):
+            save_hf(model, run_dir / MODEL_FOLDER, separator=tokenizer.separator)
 
     def report_training() -> None:
+        with writing(run_dir, trainer.what_is_saved()):
+            write_report()
+
+    def write_report() -> None:
         tokenizer.save(run_dir / MODEL_FOLDER)
         card = _scorecard(config, trainer, history, bytes_moved, ranks.size()) if history else None
         _report(run_dir, card, progress)
 
-    on_first_rank(ranks, report_training, slow=True)
+    on_first_rank(ranks, "Writing the report", report_training)
     sample = _sample(config, model, tokenizer) if pp is None or is_first_group else None
     if first:
         _close(run_dir, sample, progress)
     return run_dir
+
+
+@contextlib.contextmanager
+def _told_to_all() -> Iterator[None]:
+    """Around what one rank does while others wait for it inside a step: they end with its reason."""
+    try:
+        yield
+    except TrainingError as error:
+        comm.post_failure(str(error))
+        raise
 
 
 def _bytes_read() -> int:
@@ -131,9 +153,13 @@ def _bytes_read() -> int:
 
 def _checkpoint(config: RunConfig, wanted: LlamaConfig) -> tuple[Path | None, int]:
     """The checkpoint to go on with, if any, and its step."""
-    if not config.checkpoint.resume:
+    resume = config.checkpoint.resume
+    if resume == checkpoint_folder.AUTO:
+        folder = checkpoint_folder.newest(Path(config.output.run_dir))
+    else:
+        folder = checkpoint_folder.find(Path(resume)) if resume else None
+    if folder is None:
         return None, 0
-    folder = checkpoint_folder.find(Path(config.checkpoint.resume))
     facts = checkpoint_folder.Facts(
         step=0,
         dtype=config.train.dtype,
@@ -150,7 +176,8 @@ def _make_run_dir(config: RunConfig, name: str, start_at: Path | None) -> Path:
         if config.output.run_dir:
             run_dir = Path(config.output.run_dir)
             same = start_at is not None and start_at.resolve().is_relative_to(run_dir.resolve())
-            if (run_dir / metrics.FILE_NAME).exists() and not same:
+            again = config.checkpoint.resume == checkpoint_folder.AUTO
+            if (run_dir / metrics.FILE_NAME).exists() and not same and not again:
                 raise ConfigError(
                     f"output.run_dir: {run_dir} holds a run already; name another folder, or go on with it "
                     f"through --checkpoint.resume {run_dir}."
@@ -182,6 +209,14 @@ def _first_free(parent: Path, name: str) -> Path:
     raise AssertionError("count() does not end")
 
 
+def _check_seen(run_dir: Path, rank: int) -> None:
+    if not run_dir.is_dir():
+        raise ConfigError(
+            f"output.run_dir: rank {rank} on host {socket.gethostname()} does not see {run_dir}, which rank "
+            "0 has made; all hosts need one run folder: name one on shared storage."
+        )
+
+
 def _whole_model(
     config: RunConfig, wanted: LlamaConfig, group: comm.Group, folder: Path | None, device: torch.device
 ) -> Llama:
@@ -201,7 +236,9 @@ def _take_up_tuning(config: RunConfig, device_type: str, group: comm.Group, rank
     if config.comm.tier != "auto" or config.comm.tuning == "off" or tp == 1:
         return ""
     device = device_name(device_type, torch.get_num_threads())
-    found = on_first_rank(ranks, lambda: find(default_path(), device, tp, library()))
+    found = on_first_rank(
+        ranks, "Reading what was tuned", lambda: find(default_path(), device, tp, library())
+    )
     hand_over(found.places)
     return found.words
 

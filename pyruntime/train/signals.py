@@ -1,15 +1,23 @@
-"""Ctrl-C and SIGTERM end a run at a step that all ranks agree on."""
+"""Ctrl-C and SIGTERM end a run at a step that all ranks agree on, or within seconds where a step is long."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pyruntime.comm import CommError
+
+STEP_MAY_TAKE_S = 4.0
+"""After the first signal; then the process ends in the midst of whatever it does."""
+ENDING_MAY_TAKE_S = 0.5
+"""After the second signal."""
 
 
 class Stopped(BaseException):
@@ -31,18 +39,27 @@ class StopRequest:
     Between ranks a signal may not act at once: a rank that leaves in the middle of a step leaves its peers
     waiting. So inside `deferred()` the first signal is only noted in `signum`, which the ranks exchange with
     each step's metrics; a second one, and any signal outside, raises `Stopped` where the program stands.
+    Python's handlers wait for C++ to return, which may take minutes: a thread that the signal wakes by itself
+    ends the process STEP_MAY_TAKE_S after the first signal, unless a checkpoint is being written, and
+    ENDING_MAY_TAKE_S after the second in any case. `end_process` is what it calls, with the sentence.
     A rank that is ending already goes on ending: where a communication error is on its way out, or after
     `ending()`, a signal (the launcher's SIGTERM, as a rule, because another rank failed too) is only noted,
     so that it cannot replace the reason.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, end_process: Callable[[Stopped], None] | None = None) -> None:
         self.signum = 0
         self._defer = False
         self._ending = False
+        self._saving = False
+        self._where: Callable[[], str] = lambda: "before the first step; nothing was saved."
+        self._end_process = end_process
         self._previous: dict[int, Any] = {}
+        self._watch: _Watch | None = None
 
     def __enter__(self) -> StopRequest:
+        if self._end_process is not None:
+            self._watch = _Watch(self._is_over, self._cut_short)
         for signum in (signal.SIGINT, signal.SIGTERM):
             self._previous[signum] = signal.signal(signum, self._handle)
         return self
@@ -50,17 +67,30 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+        if self._watch is not None:
+            self._watch.close()
 
     @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """While inside, the first signal waits for the end of a step."""
+    def deferred(self, where: Callable[[], str] | None = None) -> Iterator[None]:
+        """While inside, the first signal waits for the end of a step; `where` completes the sentence where it
+        does not end in time."""
         self._defer = True
+        self._where = where or self._where
         try:
             yield
         finally:
             self._defer = False
         if self.signum:
             raise Stopped(self.signum)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """While inside, the first signal waits for what is being written."""
+        self._saving = True
+        try:
+            yield
+        finally:
+            self._saving = False
 
     def ending(self) -> None:
         """From here on signals are only noted: the program is saying its last words."""
@@ -82,3 +112,49 @@ class StopRequest:
             return
         if again or not self._defer:
             raise Stopped(self.signum)
+
+    def _is_over(self, first: float, again: float | None) -> bool:
+        """Whether the time is up, of signals that came at those moments."""
+        now = time.monotonic()
+        if self._ending:
+            return False
+        if again is not None and now - again > ENDING_MAY_TAKE_S:
+            return True
+        return now - first > STEP_MAY_TAKE_S and not self._saving
+
+    def _cut_short(self, signum: int) -> None:
+        if not self._ending and self._end_process is not None:
+            self._end_process(Stopped(signum, self._where()))
+
+
+class _Watch:
+    """A thread that sleeps until the first signal."""
+
+    def __init__(self, is_over: Callable[[float, float | None], bool], cut_short: Callable[[int], None]):
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._run, args=(is_over, cut_short), daemon=True, name="pyr-signals"
+        )
+        self._thread.start()
+
+    def _run(self, is_over: Callable[[float, float | None], bool], cut_short: Callable[[int], None]) -> None:
+        came: list[tuple[float, int]] = []
+        while not self._closed:
+            if select.select([self._reading], [], [], 0.1 if came else None)[0]:
+                for signum in os.read(self._reading, 64):
+                    if signum in (signal.SIGINT, signal.SIGTERM):
+                        came.append((time.monotonic(), signum))
+            if came and is_over(came[0][0], came[1][0] if len(came) > 1 else None):
+                cut_short(came[0][1])
+                return
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._before)
+        self._closed = True
+        os.write(self._writing, b"\0")
+        self._thread.join()
+        os.close(self._reading)
+        os.close(self._writing)

@@ -7,6 +7,7 @@ import math
 import os
 from typing import get_args
 
+from pyruntime.train.checkpoint_folder import AUTO
 from pyruntime.train.config import (
     ContextLayout,
     ContextVariant,
@@ -148,7 +149,16 @@ def _check_files(config: RunConfig) -> None:
             "checkpoint.",
         )
     resume = config.checkpoint.resume
-    _require(not resume or os.path.isdir(resume), f"checkpoint.resume: the folder {resume} does not exist.")
+    auto = resume == AUTO
+    _require(
+        not auto or bool(config.output.run_dir),
+        "checkpoint.resume=auto goes on with the run in output.run_dir, which is not set; name a folder, the "
+        "same at every start.",
+    )
+    _require(
+        not resume or auto or os.path.isdir(resume),
+        f"checkpoint.resume: the folder {resume} does not exist.",
+    )
 
 
 def _check_output(config: RunConfig) -> None:

@@ -1,5 +1,7 @@
 """Bad requests end with one sentence on stderr and exit code 2, before anything is started."""
 
+import signal
+
 import pytest
 
 from pyruntime.cli import arguments, main, train
@@ -101,15 +103,39 @@ def test_a_wrong_number_of_ranks_in_the_environment_is_refused(capsys, monkeypat
     assert "WORLD_SIZE=many is not a number of ranks" in refused(capsys, "train", "--config", "tiny")
 
 
-def test_only_rank_0_speaks_and_the_others_end_with_2_too(capsys, monkeypatch):
-    monkeypatch.setattr(StopRequest, "wait", lambda _stop, seconds: waits.append(seconds))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, lines in (("0", 1), ("1", 0)):
-        waits = []
-        monkeypatch.setenv("RANK", rank)
-        assert main(["train", "--optimizer.lr", "nan"]) == 2
-        assert capsys.readouterr().err.count("\n") == lines
-        assert waits == ([] if rank == "0" else [LAUNCHER_ENDS_US_S])
+@pytest.mark.parametrize(("rank", "ended", "lines"), [("0", False, 1), ("1", True, 0), ("1", False, 1)])
+def test_rank_0_speaks_for_all_unless_another_rank_alone_refuses(capsys, monkeypatch, rank, ended, lines):
+    """The launcher ends the others when rank 0 has spoken; who is not ended speaks too."""
+    waits = []
+
+    def wait(stop, seconds):
+        waits.append(seconds)
+        stop.signum = signal.SIGTERM if ended else 0
+
+    monkeypatch.setattr(StopRequest, "wait", wait)
+    for name, value in (
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "1"),
+        ("WORLD_SIZE", "2"),
+        ("RANK", rank),
+    ):
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--optimizer.lr", "nan"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == lines and ("rank 1: " in said) == (rank == "1" and not ended)
+    assert waits == ([] if rank == "0" else [LAUNCHER_ENDS_US_S])
+
+
+def test_tasks_of_srun_without_torchruns_variables_are_refused(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert "srun has started 4 tasks" in refused(capsys, "train", "--config", "tiny")
+
+
+def test_going_on_by_itself_needs_a_folder_of_its_own(capsys):
+    assert "checkpoint.resume=auto goes on with the run in output.run_dir, which is not set" in refused(
+        capsys, "train", "--config", "tiny", "--checkpoint.resume", "auto"
+    )
 
 
 def test_flags_change_single_values_of_the_file(tmp_path):

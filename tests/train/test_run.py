@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,40 @@ def test_too_little_text_is_refused_on_every_rank(ranks, tmp_path):
     messages = ranks.run(refusal, 2, config)
     assert messages[0] == messages[1]
     assert "train.seq_len=33 needs at least 34 tokens on both sides" in messages[0]
+
+
+def refusal_elsewhere(group, config, folders):
+    """Each rank in a folder of its own, as on hosts that share none."""
+    before = os.getcwd()
+    os.chdir(folders[group.rank()])
+    try:
+        return refusal(group, config)
+    finally:
+        os.chdir(before)
+
+
+def test_hosts_without_a_common_run_folder_are_refused_on_every_rank(ranks, tmp_path):
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    config = jobs.changed(jobs.job(tmp_path), "output", run_dir="run")
+    messages = ranks.run(refusal_elsewhere, 2, config, folders)
+    assert messages[0] == messages[1]
+    assert "output.run_dir: rank 1 on host " in messages[0] and "does not see run," in messages[0]
+    assert "name one on shared storage" in messages[0]
+
+
+def test_a_run_goes_on_by_itself_and_starts_where_there_is_nothing_to_go_on_with(ranks, tmp_path):
+    config = jobs.changed(jobs.job(tmp_path, steps=2), "checkpoint", resume="auto")
+    (folder, _) = ranks.run(whole_run, 2, config)
+    first = [(line["step"], line["loss"]) for line in read(folder / "metrics.jsonl")]
+    shutil.rmtree(folder / "checkpoints")  # killed before the first one
+    ranks.run(whole_run, 2, config)
+    assert [(line["step"], line["loss"]) for line in read(folder / "metrics.jsonl")] == first
+    (folder / "checkpoints" / "step-000003.partial").mkdir()  # and while one was written
+    ranks.run(whole_run, 2, jobs.changed(config, "train", steps=3))
+    assert [line["step"] for line in read(folder / "metrics.jsonl")] == [1, 2, 3]
+    assert [path.name for path in (folder / "checkpoints").glob("*.partial")] == []
 
 
 @pytest.mark.parametrize("damage", ["config.json", "model.safetensors"])

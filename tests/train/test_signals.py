@@ -1,7 +1,9 @@
-"""Signals wait for the end of a step, but only once."""
+"""Signals wait for the end of a step, but only once, and not for long."""
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -65,3 +67,58 @@ def test_a_program_that_is_ending_waits_for_a_signal_and_not_longer():
         threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
         stop.wait(60.0)
         assert stop.signum == signal.SIGTERM and time.monotonic() - begin < 30
+
+
+LONG_STEP = """
+import sys, torch
+from pyruntime.cli.main import _end_now
+from pyruntime.train import signals
+signals.STEP_MAY_TAKE_S = float(sys.argv[1])
+torch.set_num_threads(1)
+big = torch.eye(3000)
+with signals.StopRequest(_end_now) as stop, stop.deferred(lambda: "in the midst of step 3; it holds step 2."):
+    with stop.saving() if sys.argv[2] == "saving" else stop.deferred():
+        print("begun", flush=True)
+        torch.linalg.matrix_power(big, 2**62)  # one call of C++, minutes long
+"""
+
+
+def long_step(step_may_take_s, *, saving=False):
+    """A process in the midst of a step that does not end by itself."""
+    arguments = [str(step_may_take_s), "saving" if saving else "step"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", LONG_STEP, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "begun\n"
+    return process
+
+
+def ended(process):
+    """Its exit code, what it said, and how many seconds it took from now."""
+    start = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    return process.returncode, said, time.monotonic() - start
+
+
+def test_a_step_that_does_not_end_is_cut_short():
+    process = long_step(0.5)
+    process.send_signal(signal.SIGTERM)
+    code, said, seconds = ended(process)
+    assert code == 128 + signal.SIGTERM
+    assert said == "pyruntime: Stopped by SIGTERM in the midst of step 3; it holds step 2.\n"
+    assert 0.4 < seconds < 5.0
+
+
+@pytest.mark.parametrize("saving", [True, False])
+def test_the_second_signal_ends_it_at_once(saving):
+    process = long_step(0.5 if saving else 60.0, saving=saving)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    assert process.poll() is None  # what is being written is waited for, and so is a step for a while
+    process.send_signal(signal.SIGINT)
+    code, said, seconds = ended(process)
+    assert code == 128 + signal.SIGINT and said.startswith("pyruntime: Stopped by SIGINT")
+    assert seconds < 3.0

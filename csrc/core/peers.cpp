@@ -1,0 +1,217 @@
+#include "core/peers.h"
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <thread>
+
+#include "core/deadline.h"
+#include "core/failure_board.h"
+#include "cpu/host_process.h"
+
+namespace pyruntime {
+
+namespace {
+
+constexpr char kSeparator = '\x1f';
+constexpr double kLongestWork = 24 * 3600.0;
+// Of silence after which a rank that may have brought a collective down is named: many times the period of
+// the signs.
+constexpr double kSilent = 2.0;
+constexpr double kLookEvery = 0.1;
+
+std::string get_text(c10d::Store& store, const std::string& key) {
+  if (!store.check({key})) return "";
+  const auto bytes = store.get(key);
+  return {bytes.begin(), bytes.end()};
+}
+
+// Signs of life of one rank, as they are seen from here.
+class Life {
+ public:
+  // `text` is what the store holds; empty: nothing yet.
+  void see(const std::string& text) {
+    const double now = monotonic_seconds();
+    // Of what this process sleeps itself, or is stopped, no peer is guilty.
+    silence_ += std::min(now - last_look_, 0.5);
+    last_look_ = now;
+    if (text.empty() || text == last_) return;
+    if (last_.empty()) {
+      const SignOfLife sign = SignOfLife::of(text);
+      if (sign.host == cpu::host_identity()) process_ = cpu::WatchedProcess(sign.pid);
+    }
+    last_ = text;
+    silence_ = 0;
+  }
+
+  bool was_seen() const { return !last_.empty(); }
+  bool ended() const { return process_.pid() != 0 && process_.gone(); }
+  pid_t pid() const { return process_.pid(); }
+  double silence() const { return silence_; }
+
+ private:
+  std::string last_;
+  cpu::WatchedProcess process_;
+  double last_look_ = monotonic_seconds();
+  double silence_ = 0;
+};
+
+std::string seconds_text(double seconds) {
+  std::ostringstream text;
+  text.precision(3);
+  text << seconds << " s";
+  return text.str();
+}
+
+void require_answer(FailureBoard::Asked asked, const Waiting& waiting) {
+  if (asked == FailureBoard::Asked::kAnswered) return;
+  // Its process may have gone because a rank failed, whose word comes in another way.
+  FailureBoard::instance().raise_if_failed();
+  const bool gone = asked == FailureBoard::Asked::kStoreGone;
+  raise_for_all(
+      {gone ? CommErrorKind::kPeerLost : CommErrorKind::kTimeout,
+       waiting.for_what +
+           (gone ? ": the job's store is gone, with the launcher or the rank 0 that served it."
+                 : ": the job's store, which the launcher or rank 0 serves, did not answer within " +
+                       seconds_text(waiting.seconds) + "."),
+       waiting.group});
+}
+
+[[noreturn]] void raise_ended(const Life& life, const Waiting& waiting) {
+  raise_for_all({CommErrorKind::kPeerLost,
+                 waiting.for_what + ": its process " + std::to_string(life.pid()) + " has ended.",
+                 waiting.group});
+}
+
+void check_in_time(const Life& life, double waited, const Waiting& waiting) {
+  std::string why;
+  if (waiting.while_it_lives) {
+    if (life.silence() > waiting.seconds) {
+      why = ": no sign of life for " + seconds_text(life.silence()) +
+            (life.was_seen() ? "; its process is stopped, or its host is gone." : "; it has not started.");
+    } else if (waited > kLongestWork) {
+      why = ": it works on, but has not come within a day.";
+    }
+  } else if (waited > waiting.seconds) {
+    why = ": not within the deadline of " + seconds_text(waiting.seconds);
+    if (!life.was_seen()) {
+      why += "; it has not started.";
+    } else {
+      why += life.silence() > std::min(kSilent, waiting.seconds / 2)
+                 ? "; it shows no sign of life: its process is stopped, or its host is gone."
+                 : "; its process lives.";
+    }
+  }
+  if (!why.empty()) raise_for_all({CommErrorKind::kTimeout, waiting.for_what + why, waiting.group});
+}
+
+}  // namespace
+
+std::string SignOfLife::text() const {
+  return host + kSeparator + std::to_string(pid) + kSeparator + std::to_string(count);
+}
+
+SignOfLife SignOfLife::of(const std::string& text) {
+  std::istringstream parts(text);
+  SignOfLife sign;
+  char separator = 0;
+  std::getline(parts, sign.host, kSeparator);
+  parts >> sign.pid >> separator >> sign.count;
+  return sign;
+}
+
+void tell(const std::string& key, const std::string& value, const Waiting& waiting) {
+  const auto ask = [key, value](c10d::Store& store) {
+    store.set(key, std::vector<uint8_t>(value.begin(), value.end()));
+  };
+  require_answer(FailureBoard::instance().ask(ask, waiting.seconds), waiting);
+}
+
+int64_t count(const std::string& key, const Waiting& waiting) {
+  const auto number = std::make_shared<int64_t>(0);
+  const auto ask = [number, key](c10d::Store& store) { *number = store.add(key, 1); };
+  require_answer(FailureBoard::instance().ask(ask, waiting.seconds), waiting);
+  return *number;
+}
+
+std::string hear(const std::string& key, const std::function<Peer()>& peer, const Waiting& waiting) {
+  struct Answer {
+    bool there = false;
+    std::string value, sign;
+  };
+  FailureBoard& board = FailureBoard::instance();
+  Life life;
+  const double start = monotonic_seconds();
+  double looked_for_life = 0;
+  bool last_look = false;
+  // Each look is a round trip to the store: often at first, then every few milliseconds.
+  for (auto pause = std::chrono::microseconds(200);;
+       pause = std::min(2 * pause, std::chrono::microseconds(20000))) {
+    const double now = monotonic_seconds();
+    const bool for_life = now - looked_for_life > kLookEvery && now - start > kLookEvery;
+    if (for_life) looked_for_life = now;
+    const int rank = for_life ? peer().rank : -1;
+    const std::string life_key = rank >= 0 ? board.life_key(rank) : "";
+    auto answer = std::make_shared<Answer>();
+    const auto asked = board.ask(
+        [answer, key, life_key](c10d::Store& store) {
+          answer->there = store.check({key});
+          if (answer->there) answer->value = get_text(store, key);
+          if (!life_key.empty()) answer->sign = get_text(store, life_key);
+        },
+        waiting.seconds);
+    require_answer(asked, waiting);
+    if (answer->there) return answer->value;
+    if (for_life) life.see(answer->sign);
+    check_wait();
+    // The peer may have told and then ended, between the look and this.
+    if (last_look) raise_ended(life, waiting);
+    last_look = life.ended();
+    if (!last_look) {
+      check_in_time(life, monotonic_seconds() - start, waiting);
+      std::this_thread::sleep_for(pause);
+    }
+  }
+}
+
+void raise_for_missing(const std::vector<Peer>& peers, const Waiting& waiting, const std::string& cause) {
+  FailureBoard& board = FailureBoard::instance();
+  std::vector<Life> lives(peers.size());
+  const double start = monotonic_seconds();
+  while (monotonic_seconds() - start < kSilent + 3 * kLookEvery) {
+    check_wait();
+    std::vector<std::string> keys;
+    for (const Peer& peer : peers) keys.push_back(board.life_key(peer.rank));
+    auto signs = std::make_shared<std::vector<std::string>>();
+    const auto asked = board.ask(
+        [signs, keys](c10d::Store& store) {
+          for (const std::string& key : keys) signs->push_back(get_text(store, key));
+        },
+        kSilent);
+    if (asked != FailureBoard::Asked::kAnswered) break;
+    for (size_t at = 0; at < peers.size(); ++at) {
+      lives[at].see(signs->at(at));
+      if (!lives[at].ended()) continue;
+      raise_for_all({CommErrorKind::kPeerLost,
+                     waiting.for_what + ": " + peers[at].name + " has ended (its process " +
+                         std::to_string(lives[at].pid()) + ").",
+                     waiting.group});
+    }
+    std::this_thread::sleep_for(std::chrono::duration<double>(kLookEvery));
+  }
+  check_wait();
+  for (size_t at = 0; at < peers.size(); ++at) {
+    if (lives[at].silence() <= kSilent) continue;
+    raise_for_all({CommErrorKind::kTimeout,
+                   waiting.for_what + ": " + peers[at].name +
+                       " shows no sign of life: its process is stopped, or its host is gone (" + cause + ").",
+                   waiting.group});
+  }
+  const bool late = cause.find("imed out") != std::string::npos;
+  raise_for_all({late ? CommErrorKind::kTimeout : CommErrorKind::kPeerLost, waiting.for_what + ": " + cause,
+                 waiting.group});
+}
+
+}  // namespace pyruntime

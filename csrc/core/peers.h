@@ -1,0 +1,54 @@
+// What the ranks of a job tell each other through its store, and whether they live: for what happens before
+// their groups have workspaces, and for naming who is missing where torch's own messages cannot.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <sys/types.h>
+#include <vector>
+
+namespace pyruntime {
+
+// What a rank leaves in the store a few times a second, for as long as its process runs.
+struct SignOfLife {
+  std::string host;  // cpu::host_identity()
+  pid_t pid = 0;
+  uint64_t count = 0;
+
+  std::string text() const;
+  static SignOfLife of(const std::string& text);
+};
+
+// A rank of the job, and what messages call it.
+struct Peer {
+  int rank = -1;  // in the job; -1: not known
+  std::string name;
+};
+
+// What is waited for, and how long.
+struct Waiting {
+  std::string for_what;  // "Building the corpus, rank 1 waiting for rank 0"
+  std::string group;     // whose ranks are out of step where it fails
+  double seconds;
+  // Of silence that `seconds` are: a peer that shows signs of life may take a day.
+  bool while_it_lives = false;
+};
+
+// Leaves `value` in the job's store.
+void tell(const std::string& key, const std::string& value, const Waiting& waiting);
+
+// The number of calls with this key so far, of this rank and of those before it in its place.
+int64_t count(const std::string& key, const Waiting& waiting);
+
+// What a rank has left under `key`. Raises, on all ranks: PeerLost where its process has ended, CommTimeout
+// where it does not come in time or shows no sign of life.
+// `peer` is asked until it knows the rank.
+std::string hear(const std::string& key, const std::function<Peer()>& peer, const Waiting& waiting);
+
+// For a collective of torch's that has failed with `cause` while `peers` took part: raises, on all ranks,
+// what another rank has reported, or the name of the one that has ended or shows no sign of life.
+[[noreturn]] void raise_for_missing(const std::vector<Peer>& peers, const Waiting& waiting,
+                                    const std::string& cause);
+
+}  // namespace pyruntime

@@ -1,0 +1,36 @@
+"""What launchers say of the process that they have started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+TASKS = {
+    "srun": ("SLURM_STEP_NUM_TASKS",),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+}
+"""Variables in which launchers say how many tasks they have started."""
+
+
+def check_launcher(environment: Mapping[str, str]) -> None:
+    """Raises ValueError where a launcher has started several tasks without torchrun's variables: each would
+    be a job of its own."""
+    if "RANK" in environment:
+        if missing := [
+            name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment
+        ]:
+            raise ValueError(
+                f"RANK={environment['RANK']} is set and {', '.join(missing)} is not; start ranks through "
+                "torchrun, which sets them all, or unset RANK."
+            )
+        return
+    for launcher, names in TASKS.items():
+        for name in names:
+            count = environment.get(name, "")
+            if count.isdigit() and int(count) > 1:
+                raise ValueError(
+                    f"{launcher} has started {count} tasks ({name}={count}) and RANK is not set, so each "
+                    "would be a run of its own; let it start one torchrun on each host (torchrun --nnodes "
+                    "HOSTS --nproc-per-node RANKS --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500), or "
+                    "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each "
+                    "task."
+                )

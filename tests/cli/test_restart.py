@@ -1,0 +1,62 @@
+"""A job whose rank is killed comes back by itself, and ends with what it would have ended with."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from tests.cli.test_processes import LIMIT_S, finish, processes_naming, start, wait_for_steps
+
+SIZES = ["--config", "tiny", "--train.steps", "40", "--train.val_every", "20", "--output.sample_tokens", "0"]
+
+
+def kill_rank_1(process):
+    """Of the launcher's workers of now."""
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{child}/environ").read_bytes():
+            os.kill(int(child), signal.SIGKILL)
+            return
+    raise AssertionError("there is no rank 1")
+
+
+def wait_for(process, there):
+    end = time.monotonic() + LIMIT_S
+    while not there():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
+
+
+def test_a_killed_job_restarts_and_ends_as_if_nothing_had_been(tmp_path):
+    arguments = [*SIZES, "--checkpoint.every_steps", "15", "--checkpoint.resume", "auto"]
+    code, _, err = finish(start(2, "train", *arguments, "--output.run_dir", "undisturbed", cwd=tmp_path))
+    assert code == 0, err
+
+    run_dir = tmp_path / "killed"
+    process = start(
+        2,
+        "train",
+        *arguments,
+        "--output.run_dir",
+        run_dir,
+        "--comm.deadline_s",
+        "60",
+        cwd=tmp_path,
+        launcher_options=["--max-restarts", "2"],
+    )
+    wait_for_steps(process, run_dir, 2)
+    kill_rank_1(process)  # before the first checkpoint
+    wait_for(process, lambda: (run_dir / "checkpoints" / "step-000015").exists())
+    kill_rank_1(process)  # behind it
+    code, _, err = finish(process)
+    assert code == 0, err
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    whole = [
+        json.loads(line) for line in (tmp_path / "undisturbed" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in whole]
+    weights = [folder / "model" / "model.safetensors" for folder in (run_dir, tmp_path / "undisturbed")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert processes_naming(str(run_dir)) == []

@@ -1,0 +1,82 @@
+"""A Runtime is closed and started again in the same process, as often as one likes, and leaves nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+import pyruntime
+
+CYCLES, WARM = 25, 5
+
+
+def held() -> dict[str, int]:
+    """Descriptors, threads and memory maps of this process."""
+    gc.collect()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "maps": len(Path("/proc/self/maps").read_text().splitlines()),
+    }
+
+
+def cycles_case(_, transport: str, port: int | None, cycles: int):
+    """What the process holds after WARM openings and after all; with a `port`, rank 0 serves the store."""
+    if port is not None:
+        os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    found = []
+    for cycle in range(cycles):
+        with pyruntime.Runtime.start(deadline_s=60) as runtime:
+            pyruntime.comm.configure(runtime.tp, transport=transport)
+            x = torch.full((2 - runtime.rank, 4), cycle + 1.0)
+            total = pyruntime.all_gather_matmul(x, torch.ones(3, 4), runtime.tp)
+            assert torch.equal(total, torch.full((3, 3), 4.0 * (cycle + 1)))
+        if cycle + 1 in (WARM, cycles):
+            found.append(held())
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.parametrize(("transport", "of_rank_0"), [("symmetric_memory", False), ("process_group", True)])
+def test_a_runtime_opens_and_closes_without_end(ranks, transport, of_rank_0):
+    port = free_port() if of_rank_0 else None
+    for rank in ranks.launch(cycles_case, 2, transport, port, CYCLES, init=False, timeout=150):
+        assert rank.error is None, rank.output
+        early, late = rank.value
+        assert late["descriptors"] <= early["descriptors"], (early, late)
+        assert late["threads"] <= early["threads"], (early, late)
+        # The C library's own arenas come and go.
+        assert late["maps"] <= early["maps"] + 4, (early, late)
+
+
+def late_case(_):
+    """Rank 1 misses the first opening, and both meet in the second."""
+    try:
+        with pyruntime.Runtime.start(deadline_s=1.0 if os.environ["RANK"] == "0" else 30.0):
+            return "met at once"
+    except pyruntime.CommError:
+        pass
+    with pyruntime.Runtime.start(deadline_s=60) as runtime:
+        return pyruntime.all_reduce(torch.ones(2), runtime.tp).tolist()
+
+
+def held_up_case(_):
+    import time
+
+    if os.environ["RANK"] == "1":
+        time.sleep(2.0)
+    return late_case(_)
+
+
+def test_ranks_that_missed_each_other_meet_in_the_next_opening(ranks):
+    assert [rank.value for rank in ranks.launch(held_up_case, 2, init=False)] == [[2.0, 2.0]] * 2

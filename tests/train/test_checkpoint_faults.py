@@ -1,0 +1,130 @@
+"""What is left and what is said when writing a checkpoint is cut short: a lost rank, a full disk, a crash."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+import pyruntime
+from pyruntime.train import checkpoint_folder
+from pyruntime.train.durable import publish_folder
+from pyruntime.train.errors import TrainingError
+from tests.comm.test_startup import stop_me
+from tests.train import jobs
+
+DEADLINE_S, OTHERS_S = 2.0, 5.0
+
+
+def last_words(config):
+    """What the job ends with on this rank, and how long after its last step."""
+    with pyruntime.Runtime.start(deadline_s=DEADLINE_S) as runtime:
+        made, at = jobs.trainer(runtime.tp, config), time.monotonic()
+        try:
+            for _ in made.fit():
+                at = time.monotonic()
+        except (pyruntime.CommError, TrainingError) as error:
+            return type(error).__name__, str(error), time.monotonic() - at
+    return "nothing", "", 0.0
+
+
+def lost_case(_, config, lost, how):
+    """Rank `lost` is killed or stopped when the second checkpoint is written, before its part or after."""
+    real, saves = dcp.save, [0]
+
+    def broken(*arguments, **options):
+        saves[0] += 1
+        if os.environ["RANK"] == lost and saves[0] == 2:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            stop_me(DEADLINE_S + OTHERS_S + 1)
+        return real(*arguments, **options)
+
+    dcp.save = broken
+    return last_words(config)
+
+
+@pytest.mark.parametrize(
+    ("how", "lost", "expected", "words"),
+    [
+        ("killed", "0", "PeerLost", "rank 0 has ended"),
+        ("killed", "1", "PeerLost", "rank 1 has ended"),
+        ("stopped", "1", "CommTimeout", "rank 1 shows no sign of life"),
+    ],
+)
+def test_a_rank_lost_while_a_checkpoint_is_written_is_named_on_all_others(
+    ranks, tmp_path, how, lost, expected, words
+):
+    config = jobs.changed(jobs.job(tmp_path, steps=3), "checkpoint", every_steps=1)
+    folder = jobs.prepare(config)
+    outcomes = ranks.launch(lost_case, 4, config, lost, how, init=False)
+    told = [outcome.value for rank, outcome in enumerate(outcomes) if str(rank) != lost]
+    for kind, message, seconds in told:
+        assert (kind, words in message) == (expected, True), message
+        assert "Writing the checkpoint" in message and "step-000002" in message
+        assert seconds < DEADLINE_S + OTHERS_S
+    assert len({message.split(" reports: ")[-1] for _, message, _ in told}) == 1, told
+    assert checkpoint_folder.newest(folder).name == "step-000001"
+
+
+def full_case(_, config):
+    """The disk takes no more after the first checkpoint."""
+    real, saves = dcp.save, [0]
+
+    def filling(*arguments, **options):
+        saves[0] += 1
+        if saves[0] == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+        return real(*arguments, **options)
+
+    dcp.save = filling
+    return last_words(config)
+
+
+def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(ranks, tmp_path):
+    config = jobs.changed(jobs.job(tmp_path, steps=3), "checkpoint", every_steps=1)
+    folder = jobs.prepare(config)
+    for outcome in ranks.launch(full_case, 2, config, init=False):
+        kind, message, _ = outcome.value
+        assert kind == "TrainingError", message
+        assert f"{folder}/checkpoints/step-000002 cannot be written: " in message
+        assert "the disk took only a part of what was written (" in message
+        assert "MB are free there)" in message
+        assert f"go on with --checkpoint.resume {folder}, which holds step-000001." in message
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_a_checkpoint_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
+    calls = []
+
+    def record(name, function):
+        def recorded(*arguments, **options):
+            first = arguments[0]
+            path = os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else os.fspath(first)
+            calls.append((name, Path(path).name))
+            return function(*arguments, **options)
+
+        return recorded
+
+    partial, final = tmp_path / "step-000002.partial", tmp_path / "step-000002"
+    partial.mkdir()
+    for name in ("a.distcp", "run.json"):
+        (partial / name).write_text("x")
+    monkeypatch.setattr(os, "fsync", record("fsync", os.fsync))
+    monkeypatch.setattr(os, "rename", record("rename", os.rename))
+    publish_folder(partial, final)
+    assert calls == [
+        ("fsync", "a.distcp"),
+        ("fsync", "run.json"),
+        ("fsync", "step-000002.partial"),
+        ("rename", "step-000002.partial"),
+        ("fsync", tmp_path.name),
+    ]
+    partial.mkdir()
+    publish_folder(partial, final)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"] and not any(final.iterdir())
