@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <map>
 #include <memory>
 #include <sstream>
 #include <thread>
@@ -180,7 +179,17 @@ void raise_for_missing(const std::vector<Peer>& peers, const Waiting& waiting, c
   FailureBoard& board = FailureBoard::instance();
   std::vector<Life> lives(peers.size());
   const double start = monotonic_seconds();
-  while (monotonic_seconds() - start < kSilent + 3 * kLookEvery) {
+  // A rank that has brought it down by an error of its own may take a moment to end. On a busy machine signs
+  // come late: who is neither silent for long nor heard of just now is waited for.
+  const auto undecided = [&] {
+    const double waited = monotonic_seconds() - start;
+    return waited < kSilent + 3 * kLookEvery ||
+           (waited < 3 * kSilent &&
+            std::any_of(
+                lives.begin(), lives.end(),
+                [](const Life& life) { return life.silence() > kSilent / 4 && life.silence() <= kSilent; }));
+  };
+  while (undecided()) {
     check_wait();
     std::vector<std::string> keys;
     for (const Peer& peer : peers) keys.push_back(board.life_key(peer.rank));

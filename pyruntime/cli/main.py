@@ -59,12 +59,16 @@ def _end_now(stopped: Stopped) -> None:
     rank's failure is why it ends, where there is one."""
     from pyruntime.comm.meeting import post_failure, raise_if_failed
 
+    failure: Exception | None = None
     try:
         raise_if_failed()
+    except Exception as found:
+        failure = found
+    if failure is None or "reports: Stopped by " in str(failure):  # as a rule all ranks are sent the signal
         post_failure(str(stopped))
         _say_once(str(stopped))
         code = 128 + stopped.signum
-    except Exception as failure:
+    else:
         _explain(failure)
         code = 1
     os._exit(code)

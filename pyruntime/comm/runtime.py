@@ -82,6 +82,11 @@ class Runtime:
         make up the world size, there is no such device, or a launcher has started several tasks without
         torchrun's variables; CommTimeout when the other ranks do not come, PeerLost when one has ended.
         """
+        if dist.is_initialized():
+            raise ValueError(
+                "torch.distributed is initialized already, and Runtime.start() makes groups of its own; "
+                "make a DeviceMesh of yours and pass it to Runtime(mesh), or destroy them first."
+            )
         check_launcher(os.environ)
         check_deadline(deadline_s)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))

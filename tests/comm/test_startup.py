@@ -126,6 +126,18 @@ def test_others_wait_for_a_rank_that_works_and_for_no_other(ranks, how, expected
     assert len({outcomes[rank].value[1].split(" reports: ")[-1] for rank in (1, 2)}) == 1
 
 
+def twice_case(group):
+    try:
+        pyruntime.Runtime.start(deadline_s=1.0)
+    except ValueError as error:
+        return str(error), dist.is_initialized()
+
+
+def test_process_groups_that_are_there_are_left_alone(ranks):
+    message, still_there = ranks.launch(twice_case, 1)[0].value
+    assert "torch.distributed is initialized already" in message and still_there
+
+
 def refusals_case(_):
     def work():
         if os.environ["RANK"] == "2":
