@@ -61,9 +61,10 @@ class Mismatch:
 
 def _check_first_call(hook: FirstCall, module: nn.Module, args: tuple, kwargs: dict) -> None:
     watched = _watched(module)
-    if any(region.in_check for _, region in watched):
-        return
     mode = module.training
+    if any(region.in_check for _, region in watched):
+        hook.seen.add(mode)  # compared within the module that holds it, and alone its arguments may not copy
+        return
     if not all(mode in region.checked for _, region in watched):
         for _, region in watched:
             region.in_check = True
