@@ -61,14 +61,18 @@ class Mismatch:
 
 def _check_first_call(hook: FirstCall, module: nn.Module, args: tuple, kwargs: dict) -> None:
     watched = _watched(module)
-    if any(region.in_check for _, region in watched):
-        return
     mode = module.training
+    if any(region.in_check for _, region in watched):
+        hook.seen.add(mode)  # compared within the module that holds it, and alone its arguments may not copy
+        return
     if not all(mode in region.checked for _, region in watched):
         for _, region in watched:
             region.in_check = True
         try:
             called = _check(module, [layer for layer, _ in watched], args, kwargs)
+        except BaseException:
+            _forget(module, mode)
+            raise
         finally:
             for _, region in watched:
                 region.in_check = False
@@ -76,6 +80,14 @@ def _check_first_call(hook: FirstCall, module: nn.Module, args: tuple, kwargs: d
             if layer in called:  # the others are compared when a module that holds them is called
                 region.checked.add(mode)
     hook.seen.add(mode)
+
+
+def _forget(module: nn.Module, mode: bool) -> None:
+    """What ran within a check that failed has not been compared."""
+    for holder in module.modules():
+        for hook in holder._forward_pre_hooks.values():
+            if isinstance(hook, FirstCall):
+                hook.seen.discard(mode)
 
 
 _first_call = torch.compiler.disable(
