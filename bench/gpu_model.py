@@ -29,8 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import gpu_problem as problem
-from common import table
 from gpu_machine_code import Kernel, Loop, kernels_in
+from tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "pyruntime" / "libpyruntime_cuda.so"
@@ -107,7 +107,8 @@ class FusedKernel:
     layout: str
     rows: int  # of a block's tile
     columns: int
-    cluster: int  # blocks below each other that fetch B once
+    down: int  # blocks of a cluster below each other, which fetch B once
+    across: int  # blocks of a cluster side by side, which fetch A once
     stages: int
     warps: int  # that multiply
     blocks: int  # on a multiprocessor
@@ -140,7 +141,7 @@ class FusedKernel:
             read = warpgroups * (64 + self.columns) * DEPTH * 2
         else:
             read = loop.opcodes["LDSM"] * MATRIX_BYTES * self.warps // turns
-        fetched = (self.rows + self.columns / self.cluster) * DEPTH * 2
+        fetched = (self.rows / self.across + self.columns / self.down) * DEPTH * 2
         return Clocks(
             tensor=2.0 * self.rows * self.columns * DEPTH / (gpu.flops_per_clock * share),
             issue=loop.instructions / turns * self.warps / SCHEDULERS,
@@ -167,10 +168,9 @@ def estimate(
     kernel: FusedKernel, gpu: Gpu, shape: problem.Shape, chunks: int = problem.WORLD_SIZE
 ) -> Estimate:
     """A product with all signals set. No tile spans two of the `chunks` of rows."""
-    unit_rows = kernel.rows * kernel.cluster
-    down = chunks * ceil(max(1, shape.m // chunks) / unit_rows)
-    units = down * ceil(shape.n / kernel.columns)
-    at_once = max(1, gpu.multiprocessors // kernel.cluster) * kernel.blocks
+    down = chunks * ceil(max(1, shape.m // chunks) / (kernel.rows * kernel.down))
+    units = down * ceil(shape.n / (kernel.columns * kernel.across))
+    at_once = max(1, gpu.multiprocessors // (kernel.down * kernel.across)) * kernel.blocks
     waves = ceil(units / at_once)
     clocks = kernel.clocks(gpu)
     # Blocks of one multiprocessor share what it has, and hide each other's ends.
@@ -197,16 +197,16 @@ def fused_kernel(code: Kernel) -> FusedKernel | None:
     The numbers are those of Tiles in csrc/cuda/sm90/units.h and csrc/cuda/portable/tile_gemm.cuh.
     """
     if match := HOPPER.match(code.name):
-        columns, cluster, stages = (int(number) for number in match[1].split(","))
+        columns, down, across, stages = (int(number) for number in match[1].split(","))
         layout = LAYOUTS[int(match[3])]
         return FusedKernel(
-            code, "hopper", "", match[2], layout, 128, columns, cluster, stages, warps=8, blocks=1
+            code, "hopper", "", match[2], layout, 128, columns, down, across, stages, warps=8, blocks=1
         )
     if match := PORTABLE.match(code.name):
         rows, columns, down, across, stages, blocks = (int(number) for number in match[1].split(","))
         layout = LAYOUTS[int(match[3])]
         return FusedKernel(
-            code, "portable", match[4], match[2], layout, rows, columns, 1, stages, down * across, blocks
+            code, "portable", match[4], match[2], layout, rows, columns, 1, 1, stages, down * across, blocks
         )
     return None
 
@@ -242,7 +242,7 @@ def products_table(fused: Iterable[FusedKernel], gpu: Gpu) -> str:
             [
                 f"{kernel.family} {kernel.job.removesuffix('Job').lower()} {kernel.dtype} {kernel.layout}",
                 f"{kernel.rows}x{kernel.columns}",
-                f"{kernel.cluster}",
+                f"{kernel.down}x{kernel.across}",
                 f"{kernel.stages}",
                 f"{kernel.stages * kernel.stage_bytes // 1024}",
                 f"{kernel.code.registers}",

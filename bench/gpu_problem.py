@@ -130,21 +130,32 @@ def products_table(results: list[dict[str, Any]]) -> str:
     if not results:
         return ""
     contenders = sorted({name for r in results for name in r["ratio"]})
+    modelled = sorted({name for r in results for name in r.get("model", {})})
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}  # each kind of kernel was a run of its own
     for r in results:
-        row = merged.setdefault(tuple(r[of] for of in ("name", "op", "m", "n", "k")), {**r, "ratio": {}})
+        empty = {"ratio": {}, "model": {}}
+        row = merged.setdefault(tuple(r[of] for of in ("name", "op", "m", "n", "k")), {**r, **empty})
         row["ratio"] |= r["ratio"]
+        row["model"] |= {
+            name: f"{r['seconds'][name] / seconds:.2f} {bound_by}"
+            for name, (seconds, bound_by) in r.get("model", {}).items()
+        }
     rows = [
         [f"{r['name']} {r['op']}", *(str(r[s]) for s in "mnk"), f"{r['seconds']['torch.matmul'] * 1e6:.1f}"]
         + [f"{r['tflops']:.0f}"]
         + [f"{r['ratio'][name]:.3f}" if name in r["ratio"] else "-" for name in contenders]
+        + [r["model"].get(name, "-") for name in modelled]
         for r in merged.values()
     ]
     for op in sorted({r["op"] for r in merged.values()}):
         medians = [median_ratio(results, name, op) for name in contenders]
         rows.append([f"median {op}", *[""] * 5, *("-" if x is None else f"{x:.3f}" for x in medians)])
+        rows[-1] += [""] * len(modelled)
     head = ["signals already set", "m", "n", "k", "cuBLAS us", "TFLOP/s", *contenders]
+    head += [f"{name} / model" for name in modelled]
     how = "Ratio: time of torch.matmul, of a scatter with torch.sum of all parts, / time of the fused kernel"
+    if modelled:
+        how += "\n/ model: that kernel's time over gpu_model.py's least, and what the model says bounds it"
     return f"{how}\n{table(head, rows)}"
 
 

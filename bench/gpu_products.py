@@ -7,6 +7,7 @@ from typing import Any
 
 import gpu_problem as problem
 import torch
+from gpu_model import Model, gpu_named
 from gpu_problem import TOLERANCE, Emit
 from gpu_problem import WORLD_SIZE as P
 from gpu_ranks import (
@@ -31,16 +32,27 @@ from pyruntime.cuda.library import Library
 def products(emit: Emit, which: str, quick: bool) -> None:
     library = library_of(which)
     shapes = problem.llama_shapes((512, 4096) if quick else problem.ROWS)
+    gpu = gpu_named(torch.cuda.get_device_name())
+    model = None if gpu is None else Model(library.path, gpu)
     watch = Stopwatch(0.0003)
     empty = watch.interleave({"nothing": lambda: None}, 20)["nothing"].median
     emit({"kind": "note", "text": f"products: two events with nothing between them are {empty * 1e6:.1f} us"})
     for shape in shapes:
         try:
-            emit(product(library, which, shape, watch, 5 if quick else 15))
+            found = product(library, which, shape, watch, 5 if quick else 15)
+            emit(found | {"model": estimates(model, which, shape, found["tiles"])})
         except (RuntimeError, ValueError) as error:
             emit({"kind": "error", "text": f"{shape}: {type(error).__name__}: {error}"})
             if "CUDA error" in str(error) or "the device said" in str(error):
                 raise
+
+
+def estimates(
+    model: Model | None, which: str, shape: problem.Shape, tiles: str
+) -> dict[str, tuple[float, str]]:
+    """{kernel: (seconds, what bounds it)} by gpu_model.py; nothing on a GPU that it has no figures of."""
+    found = None if model is None else model.of(which, shape.op, tiles, shape)
+    return {} if found is None else {which: (found.seconds, found.bound_by)}
 
 
 def product(

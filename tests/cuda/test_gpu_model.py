@@ -79,20 +79,18 @@ def kernel(name: str, instructions: int, **opcodes: int):
 def test_clocks_of_a_step_follow_from_tiles_and_instructions():
     from gpu_model import GPUS, fused_kernel
 
-    large = fused_kernel(kernel("multiply<Product<Tiles<256, 2, 3>, Bf16, 0>>", 45, HGMMA=4))
-    assert (large.family, large.layout, large.rows, large.columns, large.cluster) == (
-        "hopper",
-        "NT",
-        128,
-        256,
-        2,
-    )
+    large = fused_kernel(kernel("multiply<Product<Tiles<256, 2, 1, 4>, Bf16, 0>>", 45, HGMMA=4))
+    assert (large.family, large.layout, large.rows, large.columns) == ("hopper", "NT", 128, 256)
+    assert (large.down, large.across, large.stages) == (2, 1, 4)
     clocks = large.clocks(GPUS["H100"])
     assert clocks.tensor == 128 * 256 * 64 * 2 / 4096
     assert clocks.issue == 45 * 8 / 4
     # Two warpgroups read 64 rows of A and 256 of B each, and TMA writes 128 and 256.
     assert clocks.shared == (2 * (64 + 256) + 128 + 256) * 128 / 128
     assert clocks.l2 == pytest.approx((128 + 256 / 2) * 128 * 132 / 5120)
+
+    small = fused_kernel(kernel("multiply<Product<Tiles<128, 1, 2, 6>, Bf16, 0>>", 45, HGMMA=4))
+    assert small.clocks(GPUS["H100"]).l2 == pytest.approx((128 / 2 + 128) * 128 * 132 / 5120)
 
     portable = fused_kernel(
         kernel("tile_gemm<Tiles<128, 256, 2, 4, 3, 1>, Bf16, 1, GatherJob<Bf16>>", 500, HMMA=128, LDSM=32)
@@ -102,7 +100,7 @@ def test_clocks_of_a_step_follow_from_tiles_and_instructions():
     assert portable.clocks(GPUS["H100"]).tensor == pytest.approx(
         portable.clocks(GPUS["A100"]).tensor / 2 / 0.63
     )
-    unrolled = fused_kernel(kernel("multiply<Product<Tiles<256, 2, 3>, Bf16, 0>>", 90, HGMMA=8))
+    unrolled = fused_kernel(kernel("multiply<Product<Tiles<256, 2, 1, 4>, Bf16, 0>>", 90, HGMMA=8))
     assert unrolled.steps_a_turn == 2 and unrolled.clocks(GPUS["H100"]).issue == clocks.issue
     assert fused_kernel(kernel("adamw_step<Bf16, float>", 10)) is None
 
@@ -112,7 +110,7 @@ def test_an_estimate_counts_waves_and_never_beats_memory_or_the_peak():
     from gpu_problem import Shape
 
     h100 = GPUS["H100"]
-    large = fused_kernel(kernel("multiply<Product<Tiles<256, 2, 3>, Bf16, 0>>", 45, HGMMA=4))
+    large = fused_kernel(kernel("multiply<Product<Tiles<256, 2, 1, 4>, Bf16, 0>>", 45, HGMMA=4))
     assert estimate(large, h100, Shape("", "gather", 256 * 8, 256, 4096)).waves == 1
     # 66 clusters at once; eight chunks of 9 units are 72.
     assert estimate(large, h100, Shape("", "gather", 256 * 8 * 9, 256, 4096)).waves == 2
@@ -123,6 +121,17 @@ def test_an_estimate_counts_waves_and_never_beats_memory_or_the_peak():
     thin = Shape("", "gather", 8, 1 << 20, 128)
     found = estimate(large, h100, thin)
     assert found.seconds >= 2 * (thin.n * thin.k + thin.m * thin.n) / 3.35e12
+
+
+def test_a_measured_product_stands_beside_the_model():
+    from gpu_problem import llama_shapes, products_table
+
+    (shape, *_) = llama_shapes([512])
+    measured = {"kind": "product", **vars(shape), "tflops": 300.0, "ratio": {"hopper": 0.5}}
+    measured["seconds"] = {"torch.matmul": 1e-5, "hopper": 2e-5}
+    text = products_table([measured | {"model": {"hopper": (1.6e-5, "l2")}}])
+    assert "hopper / model" in text and "1.25 l2" in text
+    assert "model" not in products_table([measured])
 
 
 def test_a_wrong_library_is_one_sentence():
