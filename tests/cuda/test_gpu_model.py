@@ -156,6 +156,12 @@ def test_every_fused_kernel_of_the_library_has_a_main_loop_of_whole_steps(librar
         if fused.family == "portable":
             products = fused.rows * fused.columns * 64 // (16 * 8 * 16 * fused.warps)
             assert fused.main_loop.opcodes["HMMA"] % products == 0, fused.code.name
+    adamw = [kernel for kernel in model.kernels if kernel.name.startswith("adamw_step")]
+    assert len(adamw) == 6
+    for kernel in adamw:
+        loop = min(kernel.loops, key=lambda loop: loop.opcodes["STG"] or loop.instructions)
+        # Three states of fp32 and the parameter, four elements of each as one access.
+        assert (loop.stored_bytes, loop.opcodes["STG"]) == (3 * 16 + 8, 4), kernel.name
     shape = Shape("8B qkv", "gather", 4096, 768, 4096)
     found = model.of("portable", "gather", "large", shape)
     assert found is not None

@@ -58,6 +58,22 @@ PYRUNTIME_DEVICE Pack<T, kCount>& pack(T* p) {
   return *reinterpret_cast<Pack<T, kCount>*>(p);
 }
 
+// As one access where it is of 8 or 16 bytes; nvcc splits an assignment into one for each element.
+template <class T, int kCount>
+PYRUNTIME_DEVICE void store_pack(T* p, const Pack<T, kCount>& values) {
+  if constexpr (sizeof(values) == 16) {
+    uint4 bits;
+    device::copy_bits(&bits, &values, sizeof(bits));
+    device::store_global(p, bits);
+  } else if constexpr (sizeof(values) == 8) {
+    uint64_t bits;
+    device::copy_bits(&bits, &values, sizeof(bits));
+    *reinterpret_cast<uint64_t*>(p) = bits;
+  } else {
+    pack<T, kCount>(p) = values;
+  }
+}
+
 // kCount elements from i on.
 template <class P, class G, int kCount>
 PYRUNTIME_DEVICE void update(const PyruntimeAdamwTensor& tensor, const Constants& c, float keep, int64_t i) {
@@ -76,10 +92,10 @@ PYRUNTIME_DEVICE void update(const PyruntimeAdamwTensor& tensor, const Constants
     master.values[e] = master.values[e] * keep - c.step_size * m / (sqrtf(v) * c.root_correction + c.eps);
     rounded.values[e] = round_to<P>(master.values[e]);
   }
-  pack<float, kCount>(tensor.exp_avg + i) = exp_avg;
-  pack<float, kCount>(tensor.exp_avg_sq + i) = exp_avg_sq;
-  pack<float, kCount>(tensor.master + i) = master;
-  if (tensor.param != nullptr) pack<P, kCount>(static_cast<P*>(tensor.param) + i) = rounded;
+  store_pack(tensor.exp_avg + i, exp_avg);
+  store_pack(tensor.exp_avg_sq + i, exp_avg_sq);
+  store_pack(tensor.master + i, master);
+  if (tensor.param != nullptr) store_pack(static_cast<P*>(tensor.param) + i, rounded);
 }
 
 PYRUNTIME_DEVICE bool takes_packs(const PyruntimeAdamwTensor& tensor) {

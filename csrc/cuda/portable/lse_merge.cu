@@ -65,7 +65,7 @@ merge_rows(PYRUNTIME_PARAMETER Merge merge) {
 #pragma unroll
           for (int e = 0; e < 4; ++e)
             mine.values[e] = merged(mine.values[e], to_float(theirs.values[part + e]));
-          store_vector(out + i + part, mine);
+          device::store_global(out + i + part, bits_of(mine));
         }
       }
     } else {
