@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import facts, interleave, table, write_json
+from common import facts, interleave, write_json
+from tables import table
 
 import pyruntime
 from pyruntime.ops.layers import adamw_

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-from common import facts, table, write_json
+from common import facts, write_json
+from tables import table
 
 import pyruntime
 from pyruntime import comm

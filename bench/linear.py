@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Sample, facts, interleave, rounds_for, table, write_json
+from common import Sample, facts, interleave, rounds_for, write_json
 from linear_contenders import Ours, activation, collectives, dtensor, products
 from linear_problem import DTYPES, Case, Operands, check
+from tables import table
 from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Sample, facts, table, write_json
+from common import Sample, facts, write_json
 from plain_llama import Shape
+from tables import table
 from train_workers import DTYPES, KEEP_FREED_MEMORY, LEAD_S, Team, Turn, Variant
 
 SHAPES = {

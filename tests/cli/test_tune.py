@@ -32,7 +32,7 @@ def file(monkeypatch, tmp_path):
         (["--model", "gpt-145.6b"], "--model: gpt-145.6b is no Llama that the trainer has a preset of."),
         (["--config", "no.toml"], "--config no.toml: there is no such file and no such preset;"),
         (["--model", "3m", "--rounds", "2"], "--rounds must be at least 3, found 2."),
-        (["--model", "3m", "--budget", "0"], "--budget must be above 0"),
+        (["--model", "3m", "--budget", "0"], "--budget must be at least 0.001"),
         (
             ["--model", "3m", "--variants", "True", "--device", "cpu"],
             "--variants times tiles of kernels for GPUs",
