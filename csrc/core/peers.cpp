@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <memory>
 #include <sstream>
 #include <thread>
@@ -175,8 +176,11 @@ std::string hear(const std::string& key, const std::function<Peer()>& peer, cons
   }
 }
 
-void raise_for_missing(const std::vector<Peer>& peers, const Waiting& waiting, const std::string& cause) {
+void raise_for_missing(const std::vector<Peer>& all, const Waiting& waiting, const std::string& cause) {
   FailureBoard& board = FailureBoard::instance();
+  // Who is not known by a rank of the job gives no sign that could be missed.
+  std::vector<Peer> peers;
+  std::copy_if(all.begin(), all.end(), std::back_inserter(peers), [](const Peer& p) { return p.rank >= 0; });
   std::vector<Life> lives(peers.size());
   const double start = monotonic_seconds();
   // A rank that has brought it down by an error of its own may take a moment to end. On a busy machine signs

@@ -22,6 +22,11 @@ namespace {
 
 using at::Tensor;
 
+// Of the rows of a matrix; of a single row torch may say anything.
+int64_t pitch_of(const Tensor& rows) {
+  return rows.size(0) > 1 ? rows.stride(0) : rows.size(1);
+}
+
 // nullptr: there is no kernel for this tensor.
 const DeviceLibrary* kernels_for(const Tensor& tensor) {
   std::string why_not;
@@ -52,7 +57,7 @@ PyruntimeSwiglu operands_of(const Tensor& gate_up) {
   operands.features = features;
   operands.gate = gate;
   operands.up = gate + features * gate_up.element_size();
-  operands.gate_up_pitch = gate_up.stride(0);
+  operands.gate_up_pitch = pitch_of(gate_up);
   return operands;
 }
 
@@ -94,7 +99,7 @@ Tensor swiglu_backward_on_device(const Tensor& grad_in, const Tensor& gate_up_in
   PyruntimeSwiglu operands = operands_of(gate_up);
   auto* dgate = static_cast<char*>(dgate_up.mutable_data_ptr());
   operands.y = const_cast<void*>(grad.const_data_ptr());  // which the backward only reads
-  operands.y_pitch = grad.stride(0);
+  operands.y_pitch = pitch_of(grad);
   operands.dgate = dgate;
   operands.dup = dgate + operands.features * dgate_up.element_size();
   operands.dgate_dup_pitch = 2 * operands.features;
@@ -106,8 +111,8 @@ Tensor swiglu_backward_on_device(const Tensor& grad_in, const Tensor& gate_up_in
 
 using Heads = std::array<Tensor, 3>;  // of q, k and v: [B, heads, S, hd]
 
-PyruntimeHeads place_of(const Tensor& heads) {
-  return {const_cast<void*>(heads.const_data_ptr()), heads.stride(0), heads.stride(2), heads.stride(1)};
+PyruntimeHeads place_of(const Tensor& heads, const void* data) {
+  return {const_cast<void*>(data), heads.stride(0), heads.stride(2), heads.stride(1)};
 }
 
 Tensor with_contiguous_rows(const Tensor& x) {
@@ -129,10 +134,12 @@ void rotate(const DeviceLibrary& library, const Heads& from, const Heads& to, co
   rope.batch = from[0].size(0);
   rope.positions = from[0].size(2);
   rope.head_dim = from[0].size(3);
+  // What is written first: where it shares memory that is copied on writing, it gets its own here, and what
+  // is read, which may be the same tensor, follows it.
+  for (size_t part = 0; part < 3; ++part) rope.to[part] = place_of(to[part], to[part].mutable_data_ptr());
   for (size_t part = 0; part < 3; ++part) {
     rope.heads[part] = from[part].size(1);
-    rope.from[part] = place_of(from[part]);
-    rope.to[part] = place_of(to[part]);
+    rope.from[part] = place_of(from[part], from[part].const_data_ptr());
   }
   rope.cos = cos.const_data_ptr<float>();
   rope.sin = sin.const_data_ptr<float>();
@@ -195,7 +202,7 @@ PyruntimeLogits logits_of(const Tensor& logits, const Tensor& labels, int64_t vo
   return {dtype_code(logits.scalar_type()),
           logits.size(0),
           logits.size(1),
-          logits.stride(0),
+          pitch_of(logits),
           logits.const_data_ptr(),
           labels.const_data_ptr<int64_t>(),
           vocab_start};
@@ -225,7 +232,7 @@ void gradient(const DeviceLibrary& library, const Tensor& logits, const Tensor& 
   const PyruntimeLogits operand = logits_of(logits, labels, vocab_start);
   library.check(library.cross_entropy_gradient(&operand, lse.const_data_ptr<float>(),
                                                grad.const_data_ptr<float>(), dlogits.mutable_data_ptr(),
-                                               dlogits.stride(0), call.stream));
+                                               pitch_of(dlogits), call.stream));
 }
 
 Tensor cross_entropy_backward_on_device(const Tensor& logits, const Tensor& labels, const Tensor& lse,

@@ -255,10 +255,18 @@ Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, cons
         "its tiers are still being measured, which a CUDA graph cannot capture: run it a dozen times before",
         "chunked");
   await_device(key.device);
-  std::string not_fused = why_not_fused();
-  if (not_fused.empty()) not_fused = why_crowded(*transport, key);
+  const std::string not_fused = why_not_fused();
   if (!not_fused.empty()) trials.why_not_fused = not_fused;
   const Tier tier = next_trial(trials);
+  if (tier == Tier::kFused) {
+    // Said of this moment, not of the kernel: its trial comes later.
+    const std::string crowded = why_crowded(*transport, key);
+    if (!crowded.empty()) {
+      ++trials.crowded;
+      trials.why_crowded = crowded;
+      return body({Tier::kChunked, chunks});
+    }
+  }
   const double start = monotonic_seconds();
   Tensors result = body({tier, chunks});
   await_device(key.device);

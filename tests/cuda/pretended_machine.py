@@ -112,7 +112,11 @@ class Machine:
         self._program("packages/torch/__init__.py", TORCH)
         self._program("setup.py", PASS.format(up=0) + SETUP)
         self._program("bench/gpu.py", PASS.format(up=1) + BENCH)
-        kinds = {"test_gpu": ("chunked", "fused", "graph", "alone"), "test_sm90_gpu": ("sm90",)}
+        kinds = {
+            "test_gpu": ("chunked", "fused", "graph", "alone"),
+            "test_sm90_gpu": ("sm90",),
+            "test_gpu_layers": ("swiglu",),
+        }
         for name, of in {**kinds, "test_variants": ("on_a_gpu",)}.items():
             self._program(f"tests/cuda/{name}.py", PASS.format(up=2) + TESTS.format(kinds=of))
         for name, text in (("nvcc", NVCC), ("compute-sanitizer", SANITIZER)):

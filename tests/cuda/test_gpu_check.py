@@ -213,6 +213,9 @@ def test_stages_are_all_that_there_is_to_do_and_fit_their_calls(tools, tmp_path)
     budget = tools.check.BUDGET_S
     assert sum(made.limit_s for made in stages if made.kind == "bench") <= budget - 30
     assert sum(made.limit_s for made in stages if made.kind == "sanitize") <= budget - 30
+    files = {word for made in stages if made.tests for word in made.command if word.endswith(".py")}
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
+    assert {path.relative_to(ROOT).as_posix() for path in marked if path != Path(__file__)} <= files
     kernels = next(made for made in stages if made.name == "portable kernels")
     assert kernels.environment["TORCH_CUDA_ARCH_LIST"] == "9.0a"
     assert all("--maxfail=6" in made.command for made in stages if made.tests)

@@ -24,6 +24,7 @@ NEED_KERNELS = ("core", "portable kernels")
 NEED_HOPPER = (*NEED_KERNELS, "hopper kernels")
 TESTS = "tests/cuda/test_gpu.py"
 HOPPER_TESTS = "tests/cuda/test_sm90_gpu.py"
+LAYERS_TESTS = "tests/cuda/test_gpu_layers.py"
 ALONE = "not fused and not chunked and not graph"
 
 
@@ -58,6 +59,7 @@ class Plan:
             self.part("smoke-portable"),
             *(self.tests(name, TESTS, name, limit) for name, limit in LIMITS.items()),
             self.tests("alone", TESTS, ALONE, 60),
+            self.tests("layers", LAYERS_TESTS, "test", 60),
             self.part("smoke-hopper"),
             self.tests("hopper", HOPPER_TESTS, "test", 120, NEED_HOPPER),
             # The same tests once more: a product that Hopper's kernels take is theirs now.
