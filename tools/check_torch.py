@@ -28,7 +28,7 @@ else:  # run as a script
 
 BUILD = ROOT / "build" / "check_torch"
 NEEDED = ("torch/include/", "torch/lib/", "torch/version.py")
-FLAGS = ["-std=c++20", "-O0", "-g0", "-fPIC", "-fopenmp-simd", "-Wall", "-Wextra", "-Werror", "-Winvalid-pch"]
+FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-fopenmp-simd", "-Wall", "-Wextra", "-Werror", "-Winvalid-pch"]
 MACROS = [
     "-DTORCH_API_INCLUDE_EXTENSION_H",
     "-DTORCH_EXTENSION_NAME=_C",
