@@ -58,6 +58,7 @@ def test_lines_are_split_by_their_text_whatever_file_they_are_in(tmp_path):
         ('{"content": "a", "id": 3}', 'holds no string "text", found only content, id'),
         ('{"text": 3}', 'holds no string "text", found a int'),
         ("[1]", "holds no object but a list"),
+        (r'{"text": "a\u0000b"}', "holds a zero character"),
         ("just words", "is no JSON (Expecting value"),
         ("[" * 100_000, "is no JSON ("),
     ],
@@ -70,6 +71,25 @@ def test_a_line_without_text_is_refused_by_file_and_number(tmp_path, line, findi
     message = str(refused.value)
     assert message.startswith(f"data.paths: {path}, line 3 {finding}")
     assert message.endswith('a .jsonl file holds an object with a string "text" in every line.')
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_lines_of_ndjson_are_documents_too(tmp_path):
+    texts = [f"document {n} of many" for n in range(40)]
+    assert build([lines_file(tmp_path, texts, "text.ndjson")], tmp_path).facts.documents == 40
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.xz", "a.BZ2"])
+def test_a_compressed_file_is_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b"anything" * 100)
+    with pytest.raises(ConfigError, match=rf"data\.paths: .*{name} is compressed.*; unpack it first\."):
+        build([tmp_path / name], tmp_path)
+
+
+def test_lines_that_all_hold_no_text_are_refused_and_nothing_is_kept(tmp_path):
+    path = lines_file(tmp_path, ["", ""])
+    with pytest.raises(ConfigError, match=r"data\.paths: no line of .*text\.jsonl holds text\."):
+        build([path], tmp_path)
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -173,12 +193,31 @@ def test_a_file_that_is_written_to_meanwhile_is_refused(tmp_path, monkeypatch):
     assert not list((tmp_path / "cache").iterdir())
 
 
+def test_lines_that_are_rewritten_meanwhile_are_refused(tmp_path):
+    path = lines_file(tmp_path, ["some text", "more text"])
+    sources, _ = documents.survey(Data(paths=(str(path),)))
+    found = documents.Documents(sources)
+    path.write_text("x" * 200)
+    with pytest.raises(ConfigError, match=r"text\.jsonl was written to while it was read; start again\."):
+        list(found.pieces())
+
+
+def test_where_there_is_no_home_a_cache_is_asked_for(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ConfigError, match=r"data\.cache: there is no home folder .*; name a folder\."):
+        token_cache.default_folder()
+
+
 def test_a_cache_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "cache").write_text("a file")
     path = tmp_path / "a.txt"
     path.write_text("letters " * 100)
     with pytest.raises(ConfigError, match=r"data\.cache: .*cache.* cannot be written: .*name another folder"):
         build([path], tmp_path)
+
+
+NAME, OTHER = "0a" * 16, "1b" * 16
 
 
 def write_slowly(cache, number):
@@ -212,19 +251,27 @@ def test_what_a_killed_writer_leaves_is_no_entry_and_is_removed_by_the_next(tmp_
         time.sleep(60)
 
     context = multiprocessing.get_context("fork")
-    other = context.Process(target=token_cache.entry, args=(tmp_path, "other", living))
+    other = context.Process(target=token_cache.entry, args=(tmp_path, OTHER, living))
     other.start()
-    writer = context.Process(target=token_cache.entry, args=(tmp_path, "name", killed))
+    writer = context.Process(target=token_cache.entry, args=(tmp_path, NAME, killed))
     writer.start()
     writer.join()
     while len(list(tmp_path.glob("*.partial/a"))) < 2:
         time.sleep(0.01)
-    token_cache.entry(tmp_path, "name", lambda folder: (folder / "a").write_text("whole"))
+    token_cache.entry(tmp_path, NAME, lambda folder: (folder / "a").write_text("whole"))
     left = {path.name.partition(".")[0] for path in tmp_path.iterdir()}
     other.kill()
     other.join()
-    assert left == {"name", "other"}  # the folder of the writer that lives is left alone
-    assert len(list(tmp_path.iterdir())) == 2 and (tmp_path / "name" / "a").read_text() == "whole"
+    assert left == {NAME, OTHER}  # the folder of the writer that lives is left alone
+    assert len(list(tmp_path.iterdir())) == 2 and (tmp_path / NAME / "a").read_text() == "whole"
+
+
+def test_folders_of_others_in_the_cache_are_left_alone(tmp_path):
+    names = ["mine.partial", f"{NAME}.partial", f"{NAME}.old.partial"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    token_cache.entry(tmp_path, NAME, lambda folder: None)
+    assert {path.name for path in tmp_path.iterdir()} == {NAME, *names}
 
 
 def on_hosts(group, config, own_disk):
