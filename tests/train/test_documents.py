@@ -274,8 +274,8 @@ def test_folders_of_others_in_the_cache_are_left_alone(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {NAME, *names}
 
 
-def on_hosts(group, config, own_disk):
-    """How often each rank tokenized, and the text, where ranks 2 and 3 are another host."""
+def on_hosts(group, config, hosts, disks):
+    """How often each rank tokenized, and the text, where rank r is on hosts[r] and sees disks[r]."""
     counts = []
     build = corpus.build
 
@@ -283,26 +283,56 @@ def on_hosts(group, config, own_disk):
         counts.append(1)
         return build(data, *rest)
 
-    host = "ab"[group.rank() // 2]
+    host, cache = hosts[group.rank()], f"{config.data.cache}-{disks[group.rank()]}"
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache=cache))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "build", counted)
         patch.setattr(corpus_of_ranks, "host_name", lambda: host)
-        if own_disk:
-            config = dataclasses.replace(
-                config, data=dataclasses.replace(config.data, cache=f"{config.data.cache}-{host}")
-            )
         text = corpus_of_ranks.open_everywhere(config, ByteTokenizer(), group, lambda line: None)
     return len(counts), text.train.tobytes()
 
 
-@pytest.mark.parametrize(("own_disk", "expected"), [(False, [1, 0, 0, 0]), (True, [1, 0, 1, 0])])
-def test_one_rank_of_each_host_that_sees_no_tokens_makes_them(ranks, tmp_path, own_disk, expected):
-    path = tmp_path / "a.txt"
+def small_run(folder):
+    path = folder / "a.txt"
     path.write_text("letters " * 100)
-    config = RunConfig(data=Data(paths=(str(path),), cache=str(tmp_path / "cache")), train=Train(seq_len=8))
-    found = ranks.run(on_hosts, 4, config, own_disk)
+    return RunConfig(data=Data(paths=(str(path),), cache=str(folder / "cache")), train=Train(seq_len=8))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "disks", "expected"),
+    [
+        ("aabb", "0000", [1, 0, 0, 0]),
+        ("aabb", "0011", [1, 0, 1, 0]),
+        ("aaaa", "0011", [1, 0, 1, 0]),  # two containers that have one name
+    ],
+)
+def test_one_rank_of_each_host_that_sees_no_tokens_makes_them(ranks, tmp_path, hosts, disks, expected):
+    found = ranks.run(on_hosts, 4, small_run(tmp_path), hosts, disks)
     assert [count for count, _ in found] == expected
     assert len({text for _, text in found}) == 1
+
+
+def test_ranks_of_a_host_that_see_too_many_folders_are_refused(ranks, tmp_path):
+    errors = ranks.run(on_hosts, 3, small_run(tmp_path), "aaa", "012", expect_errors=True)
+    for error in errors:
+        assert isinstance(error, ConfigError)
+        assert str(error).startswith("data.cache: rank 2 does not see ")
+
+
+def without_a_home_on_rank_1(group, config):
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank() == 1:
+            patch.delenv("XDG_CACHE_HOME", raising=False)
+            patch.setattr(os.path, "expanduser", lambda path: path)
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache=""))
+        corpus_of_ranks.open_everywhere(config, ByteTokenizer(), group, lambda line: None)
+
+
+def test_a_rank_without_a_home_is_told_of_on_every_rank(ranks, tmp_path):
+    errors = ranks.run(without_a_home_on_rank_1, 2, small_run(tmp_path), expect_errors=True)
+    assert [str(error).partition(" to keep")[0] for error in errors] == [
+        "data.cache: there is no home folder"
+    ] * 2
 
 
 def test_the_tokenizer_never_gets_more_than_a_batch_whatever_the_size_of_a_file(tmp_path, monkeypatch):
