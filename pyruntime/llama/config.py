@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
+from pyruntime.shown import shown
+
 ROPE_TYPES = ("default", "linear", "llama3")
 LARGEST = 2**31 - 1
 """Of all sizes; a larger one is no model but a damaged file."""
@@ -29,7 +31,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.rope_type not in ("linear", "llama3"):
             raise ValueError(
-                f"rope_type={_shown(self.rope_type)} is no scaling; use 'linear' or 'llama3', or "
+                f"rope_type={shown(self.rope_type)} is no scaling; use 'linear' or 'llama3', or "
                 "rope_scaling=None."
             )
         _check_number("rope factor", self.factor)
@@ -83,7 +85,7 @@ class LlamaConfig:
             _check_size(name, getattr(self, name))
         for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={_shown(getattr(self, name))} must be true or false.")
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be true or false.")
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             _check_number(name, getattr(self, name))
         if self.num_key_value_heads is None:
@@ -176,12 +178,12 @@ class LlamaConfig:
         model_type = hf.get("model_type", "llama")
         if model_type != "llama":
             raise ValueError(
-                f"config.json describes model_type={_shown(model_type)}; only 'llama' can be loaded as a "
+                f"config.json describes model_type={shown(model_type)}; only 'llama' can be loaded as a "
                 "Llama."
             )
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ValueError(
-                f"hidden_act={_shown(hf['hidden_act'])} is not supported; Llama's activation is 'silu'."
+                f"hidden_act={shown(hf['hidden_act'])} is not supported; Llama's activation is 'silu'."
             )
         if hf.get("quantization_config") is not None:
             raise ValueError("The checkpoint is quantized; load an fp32, bf16 or fp16 version of it instead.")
@@ -227,28 +229,19 @@ class LlamaConfig:
 
 def _check_size(name: str, value: Any) -> None:
     if type(value) is not int or not 1 <= value <= LARGEST:
-        raise ValueError(f"{name}={_shown(value)} must be a positive whole number below 2**31.")
+        raise ValueError(f"{name}={shown(value)} must be a positive whole number below 2**31.")
 
 
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e38 <= value <= 1e38:
-        raise ValueError(f"{name}={_shown(value)} must be a finite number.")
-
-
-def _shown(value: Any) -> str:
-    """What was found, not longer than an error is read."""
-    try:
-        text = ascii(value)
-    except (ValueError, RecursionError):  # of more digits than Python prints
-        return f"a {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:60]}.."
+        raise ValueError(f"{name}={shown(value)} must be a finite number.")
 
 
 def _rope_of(hf: dict[str, Any]) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         if hf.get(name) is not None:
             if not isinstance(hf[name], dict):
-                raise ValueError(f"{name} of config.json must be an object, found {_shown(hf[name])}.")
+                raise ValueError(f"{name} of config.json must be an object, found {shown(hf[name])}.")
             if hf[name]:
                 return dict(hf[name])
     return {}
@@ -259,8 +252,7 @@ def _rope_from_hf(rope: dict[str, Any], max_positions: int) -> RopeScaling | Non
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise ValueError(
-            f"rope_type={_shown(rope_type)} is not supported; Llama checkpoints use one of "
-            f"{list(ROPE_TYPES)}."
+            f"rope_type={shown(rope_type)} is not supported; Llama checkpoints use one of {list(ROPE_TYPES)}."
         )
     if rope_type == "default":
         return None

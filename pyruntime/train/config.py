@@ -53,7 +53,7 @@ class Data:
 
     paths: tuple[str, ...] = ()
     """Files and folders of text, folders recursively; empty: the running Python's standard library, *.py. Of
-    a .jsonl file the "text" of every line is a document, of others the whole file."""
+    a .jsonl or .ndjson file the "text" of every line is a document, of others the whole file."""
     pattern: str = "*"
     """Only files of a folder whose name matches this shell pattern are read."""
     tokenizer: str = ""

@@ -17,6 +17,7 @@ import types
 import typing
 from pathlib import Path
 
+from pyruntime.shown import shown
 from pyruntime.train.config import RunConfig
 from pyruntime.train.errors import ConfigError
 
@@ -62,7 +63,7 @@ def from_dict(values: dict, source: str) -> RunConfig:
             raise ConfigError(f"{source}: there is no section [{name}]{_suggest(name, hints)}.")
         if not isinstance(content, dict):
             raise ConfigError(
-                f"{source}: {name} must be a section of keys, as [{name}], found {_shown(content)}."
+                f"{source}: {name} must be a section of keys, as [{name}], found {shown(content)}."
             )
         sections[name] = _section(hints[name], name, content, source)
     return RunConfig(**sections)
@@ -78,7 +79,7 @@ def _section(cls: type, section: str, content: dict, source: str):
             fields[key] = _convert(value, hints[key])
         except TypeError:
             raise ConfigError(
-                f"{source}: {section}.{key} must be {_describe(hints[key])}, found {_shown(value)}."
+                f"{source}: {section}.{key} must be {_describe(hints[key])}, found {shown(value)}."
             ) from None
     return cls(**fields)
 
@@ -112,16 +113,6 @@ def _describe(hint) -> str:
     if origin is tuple:
         return f"a list, each item {_describe(typing.get_args(hint)[0])}"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[hint]
-
-
-def _shown(value) -> str:
-    """What was found, not longer than an error is read."""
-    try:
-        text = repr(value)
-    except ValueError:  # of more digits than Python prints
-        return "a number of thousands of digits"
-    text = text.encode("ascii", errors="backslashreplace").decode() if not text.isprintable() else text
-    return text if len(text) <= 80 else f"{text[:80]}.."
 
 
 def _suggest(name: str, known: typing.Iterable[str]) -> str:

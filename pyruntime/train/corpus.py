@@ -25,7 +25,7 @@ from pyruntime.train.documents import Documents, Source, survey
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.tokenizer import Tokenizer
 
-FORMAT = b"1"
+FORMAT = b"2"
 """Of an entry; another one is another name."""
 TOKENS_FILE, ENDS_FILE, FACTS_FILE = "tokens.bin", "documents.bin", "corpus.json"
 BATCH_BYTES = 2**22
@@ -79,7 +79,7 @@ def build(data: Data, tokenizer: Tokenizer, say: Callable[[str], None] = lambda 
     """The tokens of all text, from the cache or written there. One process does this; all then `open_corpus`.
 
     `say` is told before something is tokenized. Raises ConfigError where nothing can be read, a line of a
-    .jsonl file holds no text, or the cache cannot be written.
+    .jsonl file holds no text or none has any, or the cache cannot be written.
     """
     sources, skipped = survey(data)
     cache, name = cache_folder(data), _name(sources, tokenizer)
@@ -88,6 +88,8 @@ def build(data: Data, tokenizer: Tokenizer, say: Callable[[str], None] = lambda 
         size = sum(source.size for source in sources)
         say(f"text   {size / 1e6:,.1f} MB become tokens, which are kept in {cache}")
         documents = Documents(sources)
+        if not len(documents):
+            raise ConfigError(f"data.paths: no line of {', '.join(data.paths)} holds text.")
         _write(documents, tokenizer, folder)
         documents.check_unchanged()
 

@@ -20,9 +20,9 @@ from pyruntime.train.tokenizer import Tokenizer
 def open_everywhere(
     config: RunConfig, tokenizer: Tokenizer, group: dist.ProcessGroup, say: Callable[[str], None]
 ) -> Corpus:
-    """Every rank of `group` calls this. Rank 0 tokenizes where the cache has nothing; then so does the first
-    rank of each host that does not see what rank 0 wrote, because the cache lies on a disk of its own. `say`
-    prints a line on rank 0. Raises the same ConfigError on every rank."""
+    """Every rank of `group` calls this. Rank 0 tokenizes where the cache has nothing; then so does, of
+    each host, the first rank that does not see what rank 0 wrote, because the cache lies on a disk of its
+    own. `say` prints a line on rank 0. Raises the same ConfigError on every rank."""
     data, seq_len = config.data, config.train.seq_len
 
     def build() -> Tokenized:
@@ -32,20 +32,25 @@ def open_everywhere(
 
     doing = "Building the corpus"
     text = on_first_rank(group, doing, build)
-    mine = corpus.cache_folder(data) / text.folder.name
+    mine = on_every_rank(group, doing, lambda: corpus.cache_folder(data) / text.folder.name)
     with named_failures(group, doing):
         hosts = _gather((host_name(), mine.is_dir()), group)
-    first = [name for name, _ in hosts].index(host_name())
+    blind = [rank for rank, host in enumerate(hosts) if host == (host_name(), False)]
 
     def build_here() -> None:
-        if first == group.rank() and not mine.is_dir():
+        if group.rank() in blind[:1]:
             _build_the_same(mine, lambda: corpus.build(data, tokenizer))
 
+    def open_here() -> Corpus:
+        if not mine.is_dir():
+            raise ConfigError(
+                f"data.cache: rank {group.rank()} does not see {mine}, which another rank of its host wrote; "
+                "name a folder that all ranks of a host see."
+            )
+        return corpus.open_corpus(Tokenized(mine, text.files, text.skipped), data.val_fraction, seq_len)
+
     on_every_rank(group, doing, build_here)
-    here = Tokenized(mine, text.files, text.skipped)
-    return on_every_rank(
-        group, "Opening the corpus", lambda: corpus.open_corpus(here, data.val_fraction, seq_len)
-    )
+    return on_every_rank(group, "Opening the corpus", open_here)
 
 
 def _build_the_same(wanted: Path, build: Callable[[], Tokenized]) -> None:

@@ -1,4 +1,4 @@
-"""The text of a run as documents: every file is one, and so is every line of a .jsonl file.
+"""The text of a run as documents: every file is one, and so is every line of a .jsonl or .ndjson file.
 
 Files are read twice and never held whole: once to know their content (`survey`), which says whether they were
 tokenized before, and once to be tokenized, in pieces (`Documents`).
@@ -26,6 +26,8 @@ from pyruntime.train.config import Data
 from pyruntime.train.errors import ConfigError
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+LINES = {".jsonl", ".ndjson"}
+COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
 BLOCK_BYTES = 2**20
 PIECE_BYTES = 2**16
 """A document that is longer is handed to the tokenizer in pieces of at most as many bytes."""
@@ -45,12 +47,12 @@ class Source:
     @property
     def is_lines(self) -> bool:
         """Whether every line is a document of its own."""
-        return self.path.suffix.lower() == ".jsonl"
+        return self.path.suffix.lower() in LINES
 
 
 def list_files(data: Data) -> list[tuple[Path, bool]]:
     """Files to read, sorted within each path, and whether each was named itself rather than found in a
-    folder."""
+    folder. Raises ConfigError for a compressed one that was."""
     if not data.paths:
         return [(path, False) for path in _standard_library()]
     files = []
@@ -58,6 +60,8 @@ def list_files(data: Data) -> list[tuple[Path, bool]]:
         path = Path(name)
         if path.is_dir():
             files += [(file, False) for file in _walk(path, data.pattern, lambda folder: False)]
+        elif path.suffix.lower() in COMPRESSED:
+            raise ConfigError(f"data.paths: {path} is compressed; unpack it first.")
         else:
             files.append((path, True))
     return files
@@ -150,8 +154,11 @@ class Documents:
             path = self._sources[source].path
             with _reading(path), open(path, "rb", buffering=0) as file:
                 if self._sources[source].is_lines:
-                    text = io.BytesIO(_text_of(os.pread(file.fileno(), size, offset)))
-                    yield from cut(text)
+                    try:
+                        text = _text_of(os.pread(file.fileno(), size, offset))
+                    except _NoText:  # it had text when its place was noted
+                        raise _written_to(path) from None
+                    yield from cut(io.BytesIO(text))
                 else:
                     yield from cut(file)
 
@@ -161,7 +168,11 @@ class Documents:
             with _reading(source.path):
                 now = source.path.stat()
             if (now.st_size, now.st_mtime_ns) != (source.size, source.modified_ns):
-                raise ConfigError(f"data.paths: {source.path} was written to while it was read; start again.")
+                raise _written_to(source.path)
+
+
+def _written_to(path: Path) -> ConfigError:
+    return ConfigError(f"data.paths: {path} was written to while it was read; start again.")
 
 
 def _as_number(digest: bytes) -> int:
@@ -178,8 +189,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, bytes]]:
                     text = _text_of(line)
                 except _NoText as finding:
                     raise ConfigError(
-                        f"data.paths: {path}, line {number} {finding}; a .jsonl file holds an object with a "
-                        'string "text" in every line.'
+                        f"data.paths: {path}, line {number} {finding}; a {path.suffix} file holds an object "
+                        'with a string "text" in every line.'
                     ) from None
                 if text:
                     yield offset, line, text
@@ -202,6 +213,8 @@ def _text_of(line: bytes) -> bytes:
     if not isinstance(text, str):
         found = f"a {type(text).__name__}" if "text" in content else f"only {', '.join(content) or 'nothing'}"
         raise _NoText(f'holds no string "text", found {found}')
+    if "\0" in text:  # the token that ends a document of bytes
+        raise _NoText("holds a zero character")
     return text.encode("utf-8", errors="backslashreplace")
 
 

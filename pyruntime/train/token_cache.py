@@ -10,25 +10,33 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pyruntime.train import durable
+from pyruntime.train.errors import ConfigError
+
 PARTIAL = ".partial"
 
 
 def default_folder() -> Path:
-    """pyruntime/tokens in the user's cache folder (XDG)."""
+    """pyruntime/tokens in the user's cache folder (XDG). Raises ConfigError where the user has none."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification has relative paths ignored.
-    base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
-    return base / "pyruntime" / "tokens"
+    if os.path.isabs(folder):
+        return Path(folder, "pyruntime", "tokens")
+    try:
+        return Path.home() / ".cache" / "pyruntime" / "tokens"
+    except RuntimeError:
+        raise ConfigError("data.cache: there is no home folder to keep tokens in; name a folder.") from None
 
 
 def entry(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """The folder `name` of `cache`; where there is none yet, `write` fills it. Runs that want the same at the
-    same time each write their own, and the first one stays. Raises OSError."""
+    """The folder `name` (32 hexadecimal digits) of `cache`; where there is none yet, `write` fills it. Runs
+    that want the same at the same time each write their own, and the first one stays. Raises OSError."""
     final = cache / name
     if final.is_dir():
         return final
@@ -36,13 +44,13 @@ def entry(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
     with _partial(cache, name) as partial:
         write(partial)
         for path in [*partial.iterdir(), partial]:
-            _sync(path)
+            durable.flush(path)
         try:
             partial.rename(final)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        _sync(cache)
+        durable.flush(cache)
     return final
 
 
@@ -65,6 +73,8 @@ def _partial(cache: Path, name: str) -> Iterator[Path]:
 
 def _remove_left_behind(cache: Path) -> None:
     for path in cache.glob(f"*{PARTIAL}"):
+        if not re.fullmatch(rf"[0-9a-f]{{32}}\.[0-9a-f]{{32}}\{PARTIAL}", path.name):
+            continue  # a user's own
         lock = _lock(path)
         if lock is not None:
             shutil.rmtree(path, ignore_errors=True)
@@ -82,11 +92,3 @@ def _lock(folder: Path) -> int | None:
             os.close(opened)
         return None
     return opened
-
-
-def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

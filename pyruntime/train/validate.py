@@ -7,6 +7,7 @@ import math
 import os
 from typing import get_args
 
+from pyruntime.shown import shown
 from pyruntime.train.checkpoint_folder import AUTO
 from pyruntime.train.config import (
     ContextLayout,
@@ -49,17 +50,13 @@ def _check_values(config: RunConfig) -> None:
                 if isinstance(each, str):
                     _check_text(name, each)
                 elif isinstance(each, int) and field.name != "seed":
-                    _require(abs(each) <= LARGEST, f"{name} must be below 2**31, found {_shown(each)}.")
+                    _require(abs(each) <= LARGEST, f"{name} must be below 2**31, found {shown(each)}.")
 
 
 def _check_text(name: str, text: str) -> None:
     readable = text.encode(errors="replace").decode()
     _require(readable == text, f"{name} must be text in UTF-8, found {readable!r}.")
     _require("\0" not in text, f"{name} must not hold a zero character, found {text!r}.")
-
-
-def _shown(number: int) -> str:
-    return str(number) if abs(number) < 10**40 else "one of more than 40 digits"
 
 
 def _check_train(config: RunConfig) -> None:
@@ -125,7 +122,7 @@ def _check_optimizer(config: RunConfig) -> None:
     _require(
         0 <= warmup <= steps,
         f"optimizer.warmup_steps must be between 0 and train.steps={steps}, found {warmup}; leave it out for "
-        "a tenth of the steps.",
+        "a tenth of the steps, at most 20.",
     )
 
 
@@ -288,7 +285,7 @@ def _check_context(config: RunConfig) -> None:
 
 def check_seed(key: str, value: int) -> None:
     """Raises ConfigError where `value`, the option `key`, is no seed that torch takes."""
-    _require(0 <= value < SEEDS, f"{key} must be at least 0 and below 2**63, found {_shown(value)}.")
+    _require(0 <= value < SEEDS, f"{key} must be at least 0 and below 2**63, found {shown(value)}.")
 
 
 def check_seconds(key: str, value: float) -> None:

@@ -58,6 +58,7 @@ def test_lines_are_split_by_their_text_whatever_file_they_are_in(tmp_path):
         ('{"content": "a", "id": 3}', 'holds no string "text", found only content, id'),
         ('{"text": 3}', 'holds no string "text", found a int'),
         ("[1]", "holds no object but a list"),
+        (r'{"text": "a\u0000b"}', "holds a zero character"),
         ("just words", "is no JSON (Expecting value"),
         ("[" * 100_000, "is no JSON ("),
     ],
@@ -70,6 +71,25 @@ def test_a_line_without_text_is_refused_by_file_and_number(tmp_path, line, findi
     message = str(refused.value)
     assert message.startswith(f"data.paths: {path}, line 3 {finding}")
     assert message.endswith('a .jsonl file holds an object with a string "text" in every line.')
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_lines_of_ndjson_are_documents_too(tmp_path):
+    texts = [f"document {n} of many" for n in range(40)]
+    assert build([lines_file(tmp_path, texts, "text.ndjson")], tmp_path).facts.documents == 40
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.xz", "a.BZ2"])
+def test_a_compressed_file_is_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b"anything" * 100)
+    with pytest.raises(ConfigError, match=rf"data\.paths: .*{name} is compressed.*; unpack it first\."):
+        build([tmp_path / name], tmp_path)
+
+
+def test_lines_that_all_hold_no_text_are_refused_and_nothing_is_kept(tmp_path):
+    path = lines_file(tmp_path, ["", ""])
+    with pytest.raises(ConfigError, match=r"data\.paths: no line of .*text\.jsonl holds text\."):
+        build([path], tmp_path)
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -173,12 +193,31 @@ def test_a_file_that_is_written_to_meanwhile_is_refused(tmp_path, monkeypatch):
     assert not list((tmp_path / "cache").iterdir())
 
 
+def test_lines_that_are_rewritten_meanwhile_are_refused(tmp_path):
+    path = lines_file(tmp_path, ["some text", "more text"])
+    sources, _ = documents.survey(Data(paths=(str(path),)))
+    found = documents.Documents(sources)
+    path.write_text("x" * 200)
+    with pytest.raises(ConfigError, match=r"text\.jsonl was written to while it was read; start again\."):
+        list(found.pieces())
+
+
+def test_where_there_is_no_home_a_cache_is_asked_for(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ConfigError, match=r"data\.cache: there is no home folder .*; name a folder\."):
+        token_cache.default_folder()
+
+
 def test_a_cache_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "cache").write_text("a file")
     path = tmp_path / "a.txt"
     path.write_text("letters " * 100)
     with pytest.raises(ConfigError, match=r"data\.cache: .*cache.* cannot be written: .*name another folder"):
         build([path], tmp_path)
+
+
+NAME, OTHER = "0a" * 16, "1b" * 16
 
 
 def write_slowly(cache, number):
@@ -212,23 +251,31 @@ def test_what_a_killed_writer_leaves_is_no_entry_and_is_removed_by_the_next(tmp_
         time.sleep(60)
 
     context = multiprocessing.get_context("fork")
-    other = context.Process(target=token_cache.entry, args=(tmp_path, "other", living))
+    other = context.Process(target=token_cache.entry, args=(tmp_path, OTHER, living))
     other.start()
-    writer = context.Process(target=token_cache.entry, args=(tmp_path, "name", killed))
+    writer = context.Process(target=token_cache.entry, args=(tmp_path, NAME, killed))
     writer.start()
     writer.join()
     while len(list(tmp_path.glob("*.partial/a"))) < 2:
         time.sleep(0.01)
-    token_cache.entry(tmp_path, "name", lambda folder: (folder / "a").write_text("whole"))
+    token_cache.entry(tmp_path, NAME, lambda folder: (folder / "a").write_text("whole"))
     left = {path.name.partition(".")[0] for path in tmp_path.iterdir()}
     other.kill()
     other.join()
-    assert left == {"name", "other"}  # the folder of the writer that lives is left alone
-    assert len(list(tmp_path.iterdir())) == 2 and (tmp_path / "name" / "a").read_text() == "whole"
+    assert left == {NAME, OTHER}  # the folder of the writer that lives is left alone
+    assert len(list(tmp_path.iterdir())) == 2 and (tmp_path / NAME / "a").read_text() == "whole"
 
 
-def on_hosts(group, config, own_disk):
-    """How often each rank tokenized, and the text, where ranks 2 and 3 are another host."""
+def test_folders_of_others_in_the_cache_are_left_alone(tmp_path):
+    names = ["mine.partial", f"{NAME}.partial", f"{NAME}.old.partial"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    token_cache.entry(tmp_path, NAME, lambda folder: None)
+    assert {path.name for path in tmp_path.iterdir()} == {NAME, *names}
+
+
+def on_hosts(group, config, hosts, disks):
+    """How often each rank tokenized, and the text, where rank r is on hosts[r] and sees disks[r]."""
     counts = []
     build = corpus.build
 
@@ -236,26 +283,56 @@ def on_hosts(group, config, own_disk):
         counts.append(1)
         return build(data, *rest)
 
-    host = "ab"[group.rank() // 2]
+    host, cache = hosts[group.rank()], f"{config.data.cache}-{disks[group.rank()]}"
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache=cache))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "build", counted)
         patch.setattr(corpus_of_ranks, "host_name", lambda: host)
-        if own_disk:
-            config = dataclasses.replace(
-                config, data=dataclasses.replace(config.data, cache=f"{config.data.cache}-{host}")
-            )
         text = corpus_of_ranks.open_everywhere(config, ByteTokenizer(), group, lambda line: None)
     return len(counts), text.train.tobytes()
 
 
-@pytest.mark.parametrize(("own_disk", "expected"), [(False, [1, 0, 0, 0]), (True, [1, 0, 1, 0])])
-def test_one_rank_of_each_host_that_sees_no_tokens_makes_them(ranks, tmp_path, own_disk, expected):
-    path = tmp_path / "a.txt"
+def small_run(folder):
+    path = folder / "a.txt"
     path.write_text("letters " * 100)
-    config = RunConfig(data=Data(paths=(str(path),), cache=str(tmp_path / "cache")), train=Train(seq_len=8))
-    found = ranks.run(on_hosts, 4, config, own_disk)
+    return RunConfig(data=Data(paths=(str(path),), cache=str(folder / "cache")), train=Train(seq_len=8))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "disks", "expected"),
+    [
+        ("aabb", "0000", [1, 0, 0, 0]),
+        ("aabb", "0011", [1, 0, 1, 0]),
+        ("aaaa", "0011", [1, 0, 1, 0]),  # two containers that have one name
+    ],
+)
+def test_one_rank_of_each_host_that_sees_no_tokens_makes_them(ranks, tmp_path, hosts, disks, expected):
+    found = ranks.run(on_hosts, 4, small_run(tmp_path), hosts, disks)
     assert [count for count, _ in found] == expected
     assert len({text for _, text in found}) == 1
+
+
+def test_ranks_of_a_host_that_see_too_many_folders_are_refused(ranks, tmp_path):
+    errors = ranks.run(on_hosts, 3, small_run(tmp_path), "aaa", "012", expect_errors=True)
+    for error in errors:
+        assert isinstance(error, ConfigError)
+        assert str(error).startswith("data.cache: rank 2 does not see ")
+
+
+def without_a_home_on_rank_1(group, config):
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank() == 1:
+            patch.delenv("XDG_CACHE_HOME", raising=False)
+            patch.setattr(os.path, "expanduser", lambda path: path)
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache=""))
+        corpus_of_ranks.open_everywhere(config, ByteTokenizer(), group, lambda line: None)
+
+
+def test_a_rank_without_a_home_is_told_of_on_every_rank(ranks, tmp_path):
+    errors = ranks.run(without_a_home_on_rank_1, 2, small_run(tmp_path), expect_errors=True)
+    assert [str(error).partition(" to keep")[0] for error in errors] == [
+        "data.cache: there is no home folder"
+    ] * 2
 
 
 def test_the_tokenizer_never_gets_more_than_a_batch_whatever_the_size_of_a_file(tmp_path, monkeypatch):

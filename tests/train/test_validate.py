@@ -32,6 +32,7 @@ def with_value(key, value):
         ("optimizer.beta2", math.nan, "optimizer.beta2"),
         ("optimizer.min_lr_fraction", 1.5, "optimizer.min_lr_fraction must be between 0 and 1, found 1.5."),
         ("optimizer.warmup_steps", 10**6, "optimizer.warmup_steps must be between 0 and train.steps=200,"),
+        ("optimizer.warmup_steps", -1, "leave it out for a tenth of the steps, at most 20."),
         ("train.steps", 0, "train.steps must be at least 1, found 0."),
         ("train.batch_size", -4, "train.batch_size must be at least 1, found -4."),
         ("train.micro_batch_size", 3, "train.micro_batch_size=3 does not divide train.batch_size=8."),
