@@ -28,7 +28,7 @@ from pyruntime.train.checkpoint_folder import (
     FOLDER,
     PARTIAL,
     Facts,
-    complete,
+    left_over,
     newest,
     read_matching,
 )
@@ -66,9 +66,10 @@ class Checkpointed:
 def save(
     run_dir: Path, facts: Facts, checkpointed: Checkpointed, group: dist.ProcessGroup, keep: int
 ) -> Path:
-    """Writes the checkpoint of `facts.step` and removes all but the newest `keep`. Every rank of `group`
-    calls this. Raises TrainingError where it cannot be written, CommTimeout and PeerLost where a rank is
-    stopped or ends meanwhile; what was there before stays."""
+    """Writes the checkpoint of `facts.step`, and removes those past it, which are of a branch of the run that
+    was left, and all but the newest `keep` of the others. Every rank of `group` calls this. Raises
+    TrainingError where it cannot be written, CommTimeout and PeerLost where a rank is stopped or ends
+    meanwhile; what was there before stays."""
     final = run_dir / FOLDER / f"step-{facts.step:06d}"
     partial = final.with_name(final.name + PARTIAL)
     doing = f"Writing the checkpoint {final}"
@@ -82,8 +83,7 @@ def save(
     def finish() -> None:
         checksums.write(partial, sums)
         publish_folder(partial, final)
-        others = [folder for folder in complete(run_dir / FOLDER) if folder != final]
-        for old in others[: len(others) - keep + 1]:
+        for old in left_over(run_dir / FOLDER, facts.step, keep):
             shutil.rmtree(old)
 
     with _refusals(final, partial, run_dir):

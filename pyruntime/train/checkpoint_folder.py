@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 from pyruntime.train import checksums
@@ -12,6 +13,8 @@ from pyruntime.train.errors import ConfigError
 FOLDER, FACTS_FILE = "checkpoints", "run.json"
 PARTIAL = ".partial"
 """How the name of a folder ends that is being written."""
+STEP_NAME = re.compile(r"step-[0-9]+")
+"""The name of a checkpoint's folder."""
 AUTO = "auto"
 """Of `checkpoint.resume`: the newest checkpoint of the run folder, where it has one."""
 
@@ -31,9 +34,22 @@ class Facts:
 
 
 def complete(folder: Path) -> list[Path]:
-    return sorted(
-        path.parent for path in folder.glob(f"step-*/{FACTS_FILE}") if path.parent.suffix != PARTIAL
-    )
+    """Its checkpoints, by their steps."""
+    found = [path.parent for path in folder.glob(f"step-*/{FACTS_FILE}")]
+    return sorted((path for path in found if STEP_NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint of `complete` is named after."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def left_over(folder: Path, saved: int, keep: int) -> list[Path]:
+    """What is to be removed of `folder` once step `saved` was: checkpoints past it, which are of a branch of
+    the run that was left, and all but the newest `keep` of the others."""
+    found = complete(folder)
+    past = [path for path in found if step_of(path) > saved]
+    return past + found[: max(len(found) - len(past) - keep, 0)]
 
 
 def newest(run_dir: Path) -> Path | None:
