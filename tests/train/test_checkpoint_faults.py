@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -12,7 +13,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import pyruntime
-from pyruntime.train import checkpoint_folder
+from pyruntime.train import checkpoint_folder, checksums, durable
 from pyruntime.train.durable import publish_folder
 from pyruntime.train.errors import TrainingError
 from tests.comm.test_startup import stop_me
@@ -97,6 +98,56 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(ranks, tmp_path):
         assert "MB are free there)" in message
         assert f"go on with --checkpoint.resume {folder}, which holds step-000001." in message
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def unreadable_case(_, config):
+    """Rank 1 cannot read what was written."""
+    real = checksums.checksum
+
+    def broken(path):
+        if os.environ["RANK"] == "1":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path)
+
+    checksums.checksum = broken
+    return last_words(config)
+
+
+def test_what_another_rank_cannot_read_back_is_said_on_all(ranks, tmp_path):
+    config = jobs.changed(jobs.job(tmp_path, steps=1), "checkpoint", every_steps=1)
+    folder = jobs.prepare(config)
+    for outcome in ranks.launch(unreadable_case, 2, config, init=False):
+        kind, message, _ = outcome.value
+        assert kind == "TrainingError", message
+        assert f"{folder}/checkpoints/step-000001 cannot be written: " in message
+        assert "Input/output error" in message and "ConfigError" not in message
+        assert "nothing is saved" in message
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_flush_folders_takes_checkpoints(tmp_path, monkeypatch, number):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_dir():
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    durable.flush(tmp_path)
+    (tmp_path / "file").write_text("x")
+    durable.flush(tmp_path / "file")
+
+
+@pytest.mark.parametrize(("number", "folder"), [(errno.EIO, True), (errno.EINVAL, False)])
+def test_what_does_not_reach_the_disk_is_refused(tmp_path, monkeypatch, number, folder):
+    def fsync(_):
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        durable.flush(tmp_path if folder else tmp_path / "file")
 
 
 def test_a_checkpoint_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
