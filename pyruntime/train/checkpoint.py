@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +27,11 @@ from pyruntime.train.checkpoint_folder import (
     FOLDER,
     PARTIAL,
     Facts,
+    is_unchecked,
     left_over,
     newest,
     read_matching,
+    to_json,
 )
 from pyruntime.train.checksums import Checksum
 from pyruntime.train.durable import cannot_write, publish_folder
@@ -78,7 +79,7 @@ def save(
         for left in final.parent.glob(f"*{PARTIAL}"):
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
-        (partial / FACTS_FILE).write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n")
+        (partial / FACTS_FILE).write_text(to_json(facts), encoding="utf-8")
 
     def finish() -> None:
         checksums.write(partial, sums)
@@ -147,7 +148,9 @@ def _checksums(folder: Path, group: dist.ProcessGroup, doing: str) -> dict[str, 
 def _check_files(checkpoint: Path, group: dist.ProcessGroup) -> None:
     """Raises the same ConfigError on every rank where a file is not what was saved; each is read by one."""
     doing = f"Checking the checkpoint {checkpoint}"
-    expected = on_first_rank(group, doing, lambda: checksums.read(checkpoint))
+    expected = on_first_rank(
+        group, doing, lambda: {} if is_unchecked(checkpoint) else checksums.read(checkpoint)
+    )
     sizes = {name: each.size for name, each in expected.items()}
     mine = checksums.share(sizes, group.rank(), group.size())
 

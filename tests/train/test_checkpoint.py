@@ -97,6 +97,22 @@ def test_a_checkpoint_without_a_manifest_is_refused(ranks, copied):
         assert f"{folder} holds no manifest.json, so nothing says that its files are whole" in message
 
 
+def taken_up(group, config, checkpoint):
+    made = jobs.trainer(group, config)
+    made.resume(checkpoint)
+    return made.step
+
+
+def test_a_checkpoint_from_before_there_were_checksums_is_loaded(ranks, copied):
+    folder, config = copied
+    (folder / checksums.MANIFEST).unlink()
+    facts = json.loads((folder / "run.json").read_text())
+    assert facts.pop("format") == 2 and not checkpoint_folder.is_unchecked(folder)
+    (folder / "run.json").write_text(json.dumps(facts))
+    assert checkpoint_folder.is_unchecked(folder)
+    assert ranks.run(taken_up, 2, config, folder) == [2, 2]
+
+
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 100), max_size=12), st.integers(1, 5))
 @settings(max_examples=50)
 def test_every_file_is_read_by_one_rank_and_no_rank_reads_much_more(sizes, ranks):
