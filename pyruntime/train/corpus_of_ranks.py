@@ -35,10 +35,12 @@ def open_everywhere(
     mine = corpus.cache_folder(data) / text.folder.name
     with named_failures(group, doing):
         hosts = _gather((host_name(), mine.is_dir()), group)
-    first = [name for name, _ in hosts].index(host_name())
+    # Containers may share a host's name and not its disks, so it is the first that does not see it.
+    unseen = (rank for rank, (name, seen) in enumerate(hosts) if name == host_name() and not seen)
+    first = next(unseen, -1)
 
     def build_here() -> None:
-        if first == group.rank() and not mine.is_dir():
+        if first == group.rank():
             _build_the_same(mine, lambda: corpus.build(data, tokenizer))
 
     on_every_rank(group, doing, build_here)

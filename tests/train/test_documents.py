@@ -227,7 +227,7 @@ def test_what_a_killed_writer_leaves_is_no_entry_and_is_removed_by_the_next(tmp_
     assert len(list(tmp_path.iterdir())) == 2 and (tmp_path / "name" / "a").read_text() == "whole"
 
 
-def on_hosts(group, config, own_disk):
+def on_hosts(group, config, own_disk, one_name):
     """How often each rank tokenized, and the text, where ranks 2 and 3 are another host."""
     counts = []
     build = corpus.build
@@ -239,7 +239,7 @@ def on_hosts(group, config, own_disk):
     host = "ab"[group.rank() // 2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "build", counted)
-        patch.setattr(corpus_of_ranks, "host_name", lambda: host)
+        patch.setattr(corpus_of_ranks, "host_name", lambda: "a" if one_name else host)
         if own_disk:
             config = dataclasses.replace(
                 config, data=dataclasses.replace(config.data, cache=f"{config.data.cache}-{host}")
@@ -248,12 +248,15 @@ def on_hosts(group, config, own_disk):
     return len(counts), text.train.tobytes()
 
 
-@pytest.mark.parametrize(("own_disk", "expected"), [(False, [1, 0, 0, 0]), (True, [1, 0, 1, 0])])
-def test_one_rank_of_each_host_that_sees_no_tokens_makes_them(ranks, tmp_path, own_disk, expected):
+@pytest.mark.parametrize(
+    ("own_disk", "one_name", "expected"),
+    [(False, False, [1, 0, 0, 0]), (True, False, [1, 0, 1, 0]), (True, True, [1, 0, 1, 0])],
+)
+def test_one_rank_of_each_host_that_sees_no_tokens_makes_them(ranks, tmp_path, own_disk, one_name, expected):
     path = tmp_path / "a.txt"
     path.write_text("letters " * 100)
     config = RunConfig(data=Data(paths=(str(path),), cache=str(tmp_path / "cache")), train=Train(seq_len=8))
-    found = ranks.run(on_hosts, 4, config, own_disk)
+    found = ranks.run(on_hosts, 4, config, own_disk, one_name)
     assert [count for count, _ in found] == expected
     assert len({text for _, text in found}) == 1
 
