@@ -38,6 +38,7 @@ from pyruntime.train.durable import cannot_write, publish_folder
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.first_rank import on_every_rank, on_first_rank
 from pyruntime.train.optimizer import AdamW
+from pyruntime.train.patient_storage import PatientReader, PatientWriter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,8 @@ def save(
     with _refusals(final, partial, run_dir):
         on_first_rank(group, doing, start)
         with named_failures(group, doing):
-            dcp.save(checkpointed.state(), checkpoint_id=str(partial), process_group=group)
+            writer = PatientWriter(partial, group, doing)
+            dcp.save(checkpointed.state(), storage_writer=writer, process_group=group)
         sums = _checksums(partial, group, doing)
         on_first_rank(group, doing, finish)
     return final
@@ -105,12 +107,16 @@ def load(checkpoint: Path, facts: Facts, checkpointed: Checkpointed, group: dist
     """
     step = read_matching(checkpoint, facts).step
     _check_files(checkpoint, group)
+    doing = f"Loading the checkpoint {checkpoint}"
     try:
-        with named_failures(group, f"Loading the checkpoint {checkpoint}"):
-            dcp.load(checkpointed.state(), checkpoint_id=str(checkpoint), process_group=group)
+        with named_failures(group, doing):
+            reader = PatientReader(checkpoint, group, doing)
+            dcp.load(checkpointed.state(), storage_reader=reader, process_group=group)
     except CommError:
         raise
     except (Exception, CheckpointException) as error:  # the latter is none of the former
+        if isinstance(_cause(error), CommError):
+            raise _cause(error) from error
         cause = _first_cause(error)
         raise ConfigError(f"checkpoint.resume: {checkpoint} is damaged or incomplete: {cause}.") from error
     checkpointed.loaded(step)
@@ -125,6 +131,8 @@ def _refusals(final: Path, partial: Path, run_dir: Path) -> Iterator[None]:
     except CommError:
         raise
     except (Exception, CheckpointException) as error:  # the latter is none of the former
+        if isinstance(_cause(error), CommError):
+            raise _cause(error) from error
         shutil.rmtree(partial, ignore_errors=True)
         kept = newest(run_dir)
         saved = f"go on with --checkpoint.resume {run_dir}, which holds {kept.name}" if kept else ""
@@ -134,7 +142,10 @@ def _refusals(final: Path, partial: Path, run_dir: Path) -> Iterator[None]:
 
 def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -> None:
     """Loads the weights alone, in place, at any number of ranks."""
-    dcp.load({"model": _weights(model)}, checkpoint_id=str(checkpoint), process_group=group)
+    doing = f"Loading the weights of {checkpoint}"
+    with named_failures(group, doing):
+        reader = PatientReader(checkpoint, group, doing)
+        dcp.load({"model": _weights(model)}, storage_reader=reader, process_group=group)
 
 
 def _checksums(folder: Path, group: dist.ProcessGroup, doing: str) -> dict[str, Checksum]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import pyruntime
 from pyruntime.train import checkpoint_folder, checksums, durable
@@ -71,6 +72,33 @@ def test_a_rank_lost_while_a_checkpoint_is_written_is_named_on_all_others(
         assert seconds < DEADLINE_S + OTHERS_S
     assert len({message.split(" reports: ")[-1] for _, message, _ in told}) == 1, told
     assert checkpoint_folder.newest(folder).name == "step-000001"
+
+
+def slow_case(_, config, how):
+    """The disk of rank 1 takes longer than the deadline."""
+
+    def slow(self, *arguments):
+        if os.environ["RANK"] == "1":
+            time.sleep(DEADLINE_S + 1.5)
+        return real(self, *arguments)
+
+    storage = {"write_data": FileSystemWriter, "read_data": FileSystemReader}[how]
+    real = getattr(storage, how)
+    setattr(storage, how, slow)
+    with pyruntime.Runtime.start(deadline_s=DEADLINE_S) as runtime:
+        made = jobs.trainer(runtime.tp, config)
+        for _ in made.fit():
+            pass
+        made.resume(made.saved)
+        return made.step
+
+
+@pytest.mark.parametrize("how", ["write_data", "read_data"])
+def test_a_rank_with_a_slow_disk_is_waited_for_past_the_deadline(ranks, tmp_path, how):
+    config = jobs.job(tmp_path, steps=1)
+    jobs.prepare(config)
+    outcomes = ranks.launch(slow_case, 2, config, how, init=False)
+    assert [outcome.value for outcome in outcomes] == [1, 1], outcomes
 
 
 def full_case(_, config):
