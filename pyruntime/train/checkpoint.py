@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,15 +27,18 @@ from pyruntime.train.checkpoint_folder import (
     FOLDER,
     PARTIAL,
     Facts,
-    complete,
+    is_unchecked,
+    left_over,
     newest,
     read_matching,
+    to_json,
 )
 from pyruntime.train.checksums import Checksum
 from pyruntime.train.durable import cannot_write, publish_folder
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.first_rank import on_every_rank, on_first_rank
 from pyruntime.train.optimizer import AdamW
+from pyruntime.train.patient_storage import PatientReader, PatientWriter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +68,10 @@ class Checkpointed:
 def save(
     run_dir: Path, facts: Facts, checkpointed: Checkpointed, group: dist.ProcessGroup, keep: int
 ) -> Path:
-    """Writes the checkpoint of `facts.step` and removes all but the newest `keep`. Every rank of `group`
-    calls this. Raises TrainingError where it cannot be written, CommTimeout and PeerLost where a rank is
-    stopped or ends meanwhile; what was there before stays."""
+    """Writes the checkpoint of `facts.step`, and removes those past it, which are of a branch of the run that
+    was left, and all but the newest `keep` of the others. Every rank of `group` calls this. Raises
+    TrainingError where it cannot be written, CommTimeout and PeerLost where a rank is stopped or ends
+    meanwhile; what was there before stays."""
     final = run_dir / FOLDER / f"step-{facts.step:06d}"
     partial = final.with_name(final.name + PARTIAL)
     doing = f"Writing the checkpoint {final}"
@@ -77,19 +80,19 @@ def save(
         for left in final.parent.glob(f"*{PARTIAL}"):
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
-        (partial / FACTS_FILE).write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n")
+        (partial / FACTS_FILE).write_text(to_json(facts), encoding="utf-8")
 
     def finish() -> None:
         checksums.write(partial, sums)
         publish_folder(partial, final)
-        others = [folder for folder in complete(run_dir / FOLDER) if folder != final]
-        for old in others[: len(others) - keep + 1]:
+        for old in left_over(run_dir / FOLDER, facts.step, keep):
             shutil.rmtree(old)
 
     with _refusals(final, partial, run_dir):
         on_first_rank(group, doing, start)
         with named_failures(group, doing):
-            dcp.save(checkpointed.state(), checkpoint_id=str(partial), process_group=group)
+            writer = PatientWriter(partial, group, doing)
+            dcp.save(checkpointed.state(), storage_writer=writer, process_group=group)
         sums = _checksums(partial, group, doing)
         on_first_rank(group, doing, finish)
     return final
@@ -104,12 +107,16 @@ def load(checkpoint: Path, facts: Facts, checkpointed: Checkpointed, group: dist
     """
     step = read_matching(checkpoint, facts).step
     _check_files(checkpoint, group)
+    doing = f"Loading the checkpoint {checkpoint}"
     try:
-        with named_failures(group, f"Loading the checkpoint {checkpoint}"):
-            dcp.load(checkpointed.state(), checkpoint_id=str(checkpoint), process_group=group)
+        with named_failures(group, doing):
+            reader = PatientReader(checkpoint, group, doing)
+            dcp.load(checkpointed.state(), storage_reader=reader, process_group=group)
     except CommError:
         raise
     except (Exception, CheckpointException) as error:  # the latter is none of the former
+        if isinstance(_cause(error), CommError):
+            raise _cause(error) from error
         cause = _first_cause(error)
         raise ConfigError(f"checkpoint.resume: {checkpoint} is damaged or incomplete: {cause}.") from error
     checkpointed.loaded(step)
@@ -124,6 +131,8 @@ def _refusals(final: Path, partial: Path, run_dir: Path) -> Iterator[None]:
     except CommError:
         raise
     except (Exception, CheckpointException) as error:  # the latter is none of the former
+        if isinstance(_cause(error), CommError):
+            raise _cause(error) from error
         shutil.rmtree(partial, ignore_errors=True)
         kept = newest(run_dir)
         saved = f"go on with --checkpoint.resume {run_dir}, which holds {kept.name}" if kept else ""
@@ -133,7 +142,10 @@ def _refusals(final: Path, partial: Path, run_dir: Path) -> Iterator[None]:
 
 def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -> None:
     """Loads the weights alone, in place, at any number of ranks."""
-    dcp.load({"model": _weights(model)}, checkpoint_id=str(checkpoint), process_group=group)
+    doing = f"Loading the weights of {checkpoint}"
+    with named_failures(group, doing):
+        reader = PatientReader(checkpoint, group, doing)
+        dcp.load({"model": _weights(model)}, storage_reader=reader, process_group=group)
 
 
 def _checksums(folder: Path, group: dist.ProcessGroup, doing: str) -> dict[str, Checksum]:
@@ -147,7 +159,9 @@ def _checksums(folder: Path, group: dist.ProcessGroup, doing: str) -> dict[str, 
 def _check_files(checkpoint: Path, group: dist.ProcessGroup) -> None:
     """Raises the same ConfigError on every rank where a file is not what was saved; each is read by one."""
     doing = f"Checking the checkpoint {checkpoint}"
-    expected = on_first_rank(group, doing, lambda: checksums.read(checkpoint))
+    expected = on_first_rank(
+        group, doing, lambda: {} if is_unchecked(checkpoint) else checksums.read(checkpoint)
+    )
     sizes = {name: each.size for name, each in expected.items()}
     mine = checksums.share(sizes, group.rank(), group.size())
 

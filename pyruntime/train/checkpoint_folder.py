@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 from pyruntime.train import checksums
 from pyruntime.train.errors import ConfigError
 
 FOLDER, FACTS_FILE = "checkpoints", "run.json"
+FORMAT = 2
+"""Of new checkpoints, in FACTS_FILE. Those of the first had no checksums and did not name their format."""
 PARTIAL = ".partial"
 """How the name of a folder ends that is being written."""
+STEP_NAME = re.compile(r"step-[0-9]+")
+"""The name of a checkpoint's folder."""
 AUTO = "auto"
 """Of `checkpoint.resume`: the newest checkpoint of the run folder, where it has one."""
 
@@ -31,9 +36,22 @@ class Facts:
 
 
 def complete(folder: Path) -> list[Path]:
-    return sorted(
-        path.parent for path in folder.glob(f"step-*/{FACTS_FILE}") if path.parent.suffix != PARTIAL
-    )
+    """Its checkpoints, by their steps."""
+    found = [path.parent for path in folder.glob(f"step-*/{FACTS_FILE}")]
+    return sorted((path for path in found if STEP_NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint of `complete` is named after."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def left_over(folder: Path, saved: int, keep: int) -> list[Path]:
+    """What is to be removed of `folder` once step `saved` was: checkpoints past it, which are of a branch of
+    the run that was left, and all but the newest `keep` of the others."""
+    found = complete(folder)
+    past = [path for path in found if step_of(path) > saved]
+    return past + found[: max(len(found) - len(past) - keep, 0)]
 
 
 def newest(run_dir: Path) -> Path | None:
@@ -69,12 +87,30 @@ def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
     return facts
 
 
-def _read(checkpoint: Path) -> Facts:
-    checksums.check(checkpoint, FACTS_FILE, checksums.read(checkpoint))
+def to_json(facts: Facts) -> str:
+    """The content of FACTS_FILE."""
+    return json.dumps(dataclasses.asdict(facts) | {"format": FORMAT}, indent=2) + "\n"
+
+
+def is_unchecked(checkpoint: Path) -> bool:
+    """Whether it was saved before there were checksums: it has no manifest, and does not say that it had."""
+    if (checkpoint / checksums.MANIFEST).exists():
+        return False
     try:
-        facts = Facts(**json.loads((checkpoint / FACTS_FILE).read_text(encoding="utf-8")))
+        content = json.loads((checkpoint / FACTS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "format" not in content
+
+
+def _read(checkpoint: Path) -> Facts:
+    if not is_unchecked(checkpoint):
+        checksums.check(checkpoint, FACTS_FILE, checksums.read(checkpoint))
+    try:
+        content = json.loads((checkpoint / FACTS_FILE).read_text(encoding="utf-8"))
+        facts = Facts(**{name: value for name, value in content.items() if name != "format"})
         whole = type(facts.step) is int and facts.step >= 1 and isinstance(facts.model, dict)
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise checksums.refusal(checkpoint, FACTS_FILE, "it does not say what was saved")

@@ -68,7 +68,7 @@ def read(folder: Path) -> dict[str, Checksum]:
     if not path.is_file():
         raise ConfigError(
             f"checkpoint.resume: {folder} holds no {MANIFEST}, so nothing says that its files are whole: it "
-            f"was copied in part, or saved before there were checksums; {ADVICE}."
+            f"was copied in part; {ADVICE}."
         )
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from pyruntime.train.errors import TrainingError
+from pyruntime.train.errors import ConfigError, TrainingError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -30,10 +30,14 @@ def publish_folder(partial: Path, final: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """What was written to that file or folder is on the disk when this returns."""
+    """What was written to that file or folder is on the disk when this returns; of a folder, where its file
+    system can do that (FUSE and shares of Windows, as a rule, cannot)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
@@ -75,6 +79,8 @@ def _is_of_disk(error: BaseException | None) -> bool:
 def _cause(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if isinstance(error, ConfigError):  # another rank's failure, in a sentence
+        return str(error).rstrip(".")
     text = (str(error).strip().splitlines() or [""])[0]
     if (
         "inline_container" in text

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from pyruntime.comm import CommError
 from pyruntime.comm.meeting import Meeting
 from pyruntime.train.errors import ConfigError
 
@@ -45,17 +46,22 @@ def on_first_rank(group: dist.ProcessGroup, doing: str, work: Callable[[], Resul
 def on_every_rank(group: dist.ProcessGroup, doing: str, work: Callable[[], Result]) -> Result:
     """Runs `work` on every rank of `group`, and returns this rank's result once all have done.
 
-    The first ConfigError, by rank, is raised on every rank. Raises CommTimeout or PeerLost where a rank is
+    The first ConfigError, by rank, is raised on every rank, and so is the sentence of another failure where
+    there was one; the rank that failed raises that itself. Raises CommTimeout or PeerLost where a rank is
     stopped or ends.
     """
     if group.size() == 1:
         return work()
     meeting = Meeting(group, doing, while_it_lives=True)
-    result, refusal = None, ""
+    result, refusal, failure = None, "", None
     try:
         result = work()
     except ConfigError as error:
         refusal = str(error)
+    except CommError:
+        raise
+    except Exception as error:
+        refusal, failure = f"Rank {group.rank()} failed: {error}", error
     if group.rank() > 0:
         meeting.tell(refusal.encode())
         refusal = meeting.hear(0).decode()
@@ -64,6 +70,8 @@ def on_every_rank(group: dist.ProcessGroup, doing: str, work: Callable[[], Resul
             heard = meeting.hear(rank).decode()
             refusal = refusal or heard
         meeting.tell(refusal.encode())
+    if failure is not None:
+        raise failure
     if refusal:
         raise ConfigError(refusal)
     return result  # type: ignore[return-value]

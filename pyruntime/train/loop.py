@@ -126,7 +126,7 @@ class Trainer:
         )
         self.saved: Path | None = None
         """The checkpoint of the last step, where one has been taken."""
-        self._saved_at = 0
+        self._saved_at, self._saved_in = 0, run_dir
         self._exposed_s = 0.0
         self._memory_bytes = 0
         self._validation = validation_batches(
@@ -146,6 +146,7 @@ class Trainer:
     def resume(self, folder: Path) -> None:
         """Takes up weights, optimizer state and step of the checkpoint in `folder`."""
         self.step = checkpoint.load(folder, self._facts, self._checkpointed(), self._group)
+        self._saved_at, self._saved_in = self.step, folder
 
     def close(self) -> None:
         """The model is as it was, with its current weights."""
@@ -161,7 +162,6 @@ class Trainer:
         was sent a signal, and TrainingError where loss or gradient are no longer finite.
         """
         train = self._config.train
-        self._saved_at = self.step
         comm.keep_freed_memory()
         with self._stop.deferred(self._lost_sentence):
             self._exposed_s = comm.exposed_s()
@@ -378,7 +378,7 @@ class Trainer:
                 self._group,
                 self._config.checkpoint.keep,
             )
-        self._saved_at = self.step
+        self._saved_at, self._saved_in = self.step, self._run_dir
         self._exposed_s = comm.exposed_s()
 
     def _checkpointed(self) -> checkpoint.Checkpointed:
@@ -389,11 +389,12 @@ class Trainer:
 
     def _lost_sentence(self) -> str:
         """Where a signal has not waited for the end of a step."""
-        step = min(self.step + 1, self._config.train.steps)
-        return f"in the midst of step {step} of {self._config.train.steps}; {self.what_is_saved()}."
+        if self.step == self._config.train.steps:
+            return self._stop_sentence()
+        return f"in the midst of step {self.step + 1} of {self._config.train.steps}; {self.what_is_saved()}."
 
     def what_is_saved(self) -> str:
         """In words, for a run that ends here."""
         if not self._saved_at:
             return f"nothing was saved but the metrics in {self._run_dir}"
-        return f"go on with --checkpoint.resume {self._run_dir} (it holds step {self._saved_at})"
+        return f"go on with --checkpoint.resume {self._saved_in} (it holds step {self._saved_at})"

@@ -90,6 +90,8 @@ def run(
         config.output.log_every,
         on_closed=lambda: stop.note(signal.SIGPIPE),
     )
+    if first and start_at and checkpoint_folder.is_unchecked(start_at):
+        progress.say(f"{start_at} was saved before there were checksums; it is not checked")
     text = corpus_of_ranks.open_everywhere(config, tokenizer, ranks, progress.say)
     model = on_every_rank(
         ranks, "Making the model", lambda: _model(config, wanted, group, context, part, here.device)
@@ -105,7 +107,7 @@ def run(
         trainer.resume(start_at)
     history: list[StepMetrics] = []
     bytes_before = _bytes_read()
-    with MetricsFile(run_dir, resume_at=steps_done) if first else contextlib.nullcontext() as file:
+    with _metrics_file(run_dir, steps_done, trainer) if first else contextlib.nullcontext() as file:
         for step in trainer.fit():
             history.append(step)
             if file:
@@ -133,8 +135,14 @@ def run(
     on_first_rank(ranks, "Writing the report", report_training)
     sample = _sample(config, model, tokenizer) if pp is None or is_first_group else None
     if first:
-        _close(run_dir, sample, progress)
+        with writing(run_dir / SAMPLE_FILE, trainer.what_is_saved()):
+            _close(run_dir, sample, progress)
     return run_dir
+
+
+def _metrics_file(run_dir: Path, steps_done: int, trainer: Trainer) -> MetricsFile:
+    with _told_to_all(), writing(run_dir / metrics.FILE_NAME, trainer.what_is_saved()):
+        return MetricsFile(run_dir, resume_at=steps_done)
 
 
 @contextlib.contextmanager

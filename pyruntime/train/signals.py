@@ -73,7 +73,7 @@ class StopRequest:
     @contextlib.contextmanager
     def deferred(self, where: Callable[[], str] | None = None) -> Iterator[None]:
         """While inside, the first signal waits for the end of a step; `where` completes the sentence where it
-        does not end in time."""
+        does not end in time, and afterwards."""
         self._defer = True
         self._where = where or self._where
         try:
@@ -81,7 +81,7 @@ class StopRequest:
         finally:
             self._defer = False
         if self.signum:
-            raise Stopped(self.signum)
+            raise Stopped(self.signum, self._where())
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -111,7 +111,7 @@ class StopRequest:
         if self._ending or isinstance(sys.exception(), CommError):
             return
         if again or not self._defer:
-            raise Stopped(self.signum)
+            raise Stopped(self.signum, self._where())
 
     def _is_over(self, first: float, again: float | None) -> bool:
         """Whether the time is up, of signals that came at those moments."""

@@ -97,6 +97,22 @@ def test_a_checkpoint_without_a_manifest_is_refused(ranks, copied):
         assert f"{folder} holds no manifest.json, so nothing says that its files are whole" in message
 
 
+def taken_up(group, config, checkpoint):
+    made = jobs.trainer(group, config)
+    made.resume(checkpoint)
+    return made.step
+
+
+def test_a_checkpoint_from_before_there_were_checksums_is_loaded(ranks, copied):
+    folder, config = copied
+    (folder / checksums.MANIFEST).unlink()
+    facts = json.loads((folder / "run.json").read_text())
+    assert facts.pop("format") == 2 and not checkpoint_folder.is_unchecked(folder)
+    (folder / "run.json").write_text(json.dumps(facts))
+    assert checkpoint_folder.is_unchecked(folder)
+    assert ranks.run(taken_up, 2, config, folder) == [2, 2]
+
+
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 100), max_size=12), st.integers(1, 5))
 @settings(max_examples=50)
 def test_every_file_is_read_by_one_rank_and_no_rank_reads_much_more(sizes, ranks):
@@ -104,3 +120,31 @@ def test_every_file_is_read_by_one_rank_and_no_rank_reads_much_more(sizes, ranks
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     loads = [sum(sizes[name] for name in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes.values(), default=0)
+
+
+def folders(tmp_path, *names):
+    for name in names:
+        (tmp_path / checkpoint_folder.FOLDER / name).mkdir(parents=True)
+        (tmp_path / checkpoint_folder.FOLDER / name / checkpoint_folder.FACTS_FILE).write_text("{}")
+    return tmp_path / checkpoint_folder.FOLDER
+
+
+def test_the_newest_checkpoint_is_that_of_the_greatest_step(tmp_path):
+    folder = folders(
+        tmp_path, "step-1000000", "step-999999", "step-000002", "step-2000000.partial", "step-old"
+    )
+    found = [path.name for path in checkpoint_folder.complete(folder)]
+    assert found == ["step-000002", "step-999999", "step-1000000"]
+    assert checkpoint_folder.newest(tmp_path).name == "step-1000000"
+
+
+@pytest.mark.parametrize(
+    ("saved", "keep", "removed"),
+    [(6, 3, [8]), (6, 2, [2, 8]), (4, 1, [2, 6, 8]), (8, 3, [2]), (8, 9, []), (2, 3, [4, 6, 8])],
+)
+def test_checkpoints_of_a_branch_that_was_left_are_removed_and_the_newest_stay(
+    tmp_path, saved, keep, removed
+):
+    folder = folders(tmp_path, *(f"step-{step:06d}" for step in (2, 4, 6, 8)))
+    found = checkpoint_folder.left_over(folder, saved, keep)
+    assert sorted(checkpoint_folder.step_of(path) for path in found) == removed

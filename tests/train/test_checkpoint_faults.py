@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import pyruntime
-from pyruntime.train import checkpoint_folder
+from pyruntime.train import checkpoint_folder, checksums, durable
 from pyruntime.train.durable import publish_folder
 from pyruntime.train.errors import TrainingError
 from tests.comm.test_startup import stop_me
@@ -72,6 +74,33 @@ def test_a_rank_lost_while_a_checkpoint_is_written_is_named_on_all_others(
     assert checkpoint_folder.newest(folder).name == "step-000001"
 
 
+def slow_case(_, config, how):
+    """The disk of rank 1 takes longer than the deadline."""
+
+    def slow(self, *arguments):
+        if os.environ["RANK"] == "1":
+            time.sleep(DEADLINE_S + 1.5)
+        return real(self, *arguments)
+
+    storage = {"write_data": FileSystemWriter, "read_data": FileSystemReader}[how]
+    real = getattr(storage, how)
+    setattr(storage, how, slow)
+    with pyruntime.Runtime.start(deadline_s=DEADLINE_S) as runtime:
+        made = jobs.trainer(runtime.tp, config)
+        for _ in made.fit():
+            pass
+        made.resume(made.saved)
+        return made.step
+
+
+@pytest.mark.parametrize("how", ["write_data", "read_data"])
+def test_a_rank_with_a_slow_disk_is_waited_for_past_the_deadline(ranks, tmp_path, how):
+    config = jobs.job(tmp_path, steps=1)
+    jobs.prepare(config)
+    outcomes = ranks.launch(slow_case, 2, config, how, init=False)
+    assert [outcome.value for outcome in outcomes] == [1, 1], outcomes
+
+
 def full_case(_, config):
     """The disk takes no more after the first checkpoint."""
     real, saves = dcp.save, [0]
@@ -97,6 +126,56 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(ranks, tmp_path):
         assert "MB are free there)" in message
         assert f"go on with --checkpoint.resume {folder}, which holds step-000001." in message
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def unreadable_case(_, config):
+    """Rank 1 cannot read what was written."""
+    real = checksums.checksum
+
+    def broken(path):
+        if os.environ["RANK"] == "1":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path)
+
+    checksums.checksum = broken
+    return last_words(config)
+
+
+def test_what_another_rank_cannot_read_back_is_said_on_all(ranks, tmp_path):
+    config = jobs.changed(jobs.job(tmp_path, steps=1), "checkpoint", every_steps=1)
+    folder = jobs.prepare(config)
+    for outcome in ranks.launch(unreadable_case, 2, config, init=False):
+        kind, message, _ = outcome.value
+        assert kind == "TrainingError", message
+        assert f"{folder}/checkpoints/step-000001 cannot be written: " in message
+        assert "Input/output error" in message and "ConfigError" not in message
+        assert "nothing is saved" in message
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_flush_folders_takes_checkpoints(tmp_path, monkeypatch, number):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_dir():
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    durable.flush(tmp_path)
+    (tmp_path / "file").write_text("x")
+    durable.flush(tmp_path / "file")
+
+
+@pytest.mark.parametrize(("number", "folder"), [(errno.EIO, True), (errno.EINVAL, False)])
+def test_what_does_not_reach_the_disk_is_refused(tmp_path, monkeypatch, number, folder):
+    def fsync(_):
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        durable.flush(tmp_path if folder else tmp_path / "file")
 
 
 def test_a_checkpoint_reaches_the_disk_before_its_name(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """A whole run leaves what it promises, and its model is a Hugging Face checkpoint for any tp."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import torch
 from pyruntime.llama import load_hf
 from pyruntime.train import config_file
 from pyruntime.train.config import Model
-from pyruntime.train.errors import ConfigError
+from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.metrics import read
 from pyruntime.train.run import run
 from pyruntime.train.signals import StopRequest
@@ -41,6 +42,19 @@ def refusal(group, config):
     return ""
 
 
+def on_a_full_disk(group, config, what):
+    """What is said where `what` cannot be written."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    name = {"metrics.jsonl": "MetricsFile", "sample.txt": "_close"}[what]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TrainingError) as refused:
+        patch.setattr(f"pyruntime.train.run.{name}", full)
+        whole_run(group, config)
+    return str(refused.value)
+
+
 @pytest.fixture(scope="module")
 def finished(request, tmp_path_factory):
     """The folder and configuration of a run at tp=2."""
@@ -48,6 +62,14 @@ def finished(request, tmp_path_factory):
     config = jobs.job(tmp_path_factory.mktemp("job"), steps=4, val_every=2)
     (folder, _) = ranks.run(whole_run, 2, config)
     return folder, config
+
+
+@pytest.mark.parametrize("what", ["metrics.jsonl", "sample.txt"])
+def test_a_disk_that_is_full_at_either_end_of_a_run_is_named(ranks, tmp_path, what):
+    (outcome,) = ranks.launch(on_a_full_disk, 1, jobs.job(tmp_path, steps=1), what)
+    message = outcome.value
+    saved = "go on with" if what == "sample.txt" else "nothing was saved"
+    assert f"{what} cannot be written: No space left on device (" in message and saved in message
 
 
 def test_metrics_hold_every_step_with_the_promised_keys(finished):

@@ -14,7 +14,10 @@ from pyruntime.train.signals import Stopped, StopRequest
 
 
 def test_outside_a_step_a_signal_stops_at_once():
-    with pytest.raises(Stopped, match=r"Stopped by SIGTERM\.") as stopped, StopRequest():
+    with (
+        pytest.raises(Stopped, match="SIGTERM before the first step; nothing was saved") as stopped,
+        StopRequest(),
+    ):
         os.kill(os.getpid(), signal.SIGTERM)
     assert stopped.value.signum == signal.SIGTERM
 
@@ -33,6 +36,16 @@ def test_inside_a_step_the_first_signal_is_noted_and_the_second_stops():
 def test_a_noted_signal_stops_at_the_end_at_the_latest():
     with StopRequest() as stop, pytest.raises(Stopped, match="SIGINT"), stop.deferred():
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_is_saved_is_said_of_a_second_signal_and_after_the_last_step():
+    with StopRequest() as stop:
+        step = stop.deferred(lambda: "after step 3; it is saved.")
+        with pytest.raises(Stopped, match="SIGINT after step 3; it is saved"), step:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Stopped, match="SIGINT after step 3; it is saved"):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_signal_does_not_replace_a_communication_error_on_its_way_out():

@@ -109,6 +109,24 @@ def test_a_signal_to_one_rank_behind_the_last_exchange_stops_all(ranks, tmp_path
     assert outcomes == [([1, 2, 3], signal.SIGTERM, sentence)] * 2
 
 
+def what_is_saved(group, config, saved):
+    made = jobs.trainer(group, config)
+    before = made.what_is_saved()
+    made.resume(saved)
+    return before, made.what_is_saved()
+
+
+def test_a_run_that_has_saved_nothing_yet_names_the_checkpoint_it_was_taken_up_from(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=1)
+    folder = jobs.prepare(config)
+    ranks.run(jobs.history, 1, config)
+    saved = checkpoint_folder.find(folder)
+    other = jobs.changed(jobs.changed(config, "train", steps=2), "output", run_dir=str(tmp_path / "other"))
+    ((before, after),) = ranks.run(what_is_saved, 1, other, saved)
+    assert before == f"nothing was saved but the metrics in {tmp_path / 'other'}"
+    assert after == f"go on with --checkpoint.resume {saved} (it holds step 1)"
+
+
 def diverges(group, config):
     try:
         jobs.history(group, config)
