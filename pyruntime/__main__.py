@@ -4,7 +4,10 @@ import gc
 import sys
 from typing import NoReturn
 
-from pyruntime.cli import main
+try:
+    from pyruntime.cli import main
+except KeyboardInterrupt:  # before there is anybody who turns it into an ending
+    sys.exit(130)
 
 
 def run() -> NoReturn:

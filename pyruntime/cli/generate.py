@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pyruntime.cli.arguments import parse
-from pyruntime.cli.environment import started_ranks
+from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import validate
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.tokenizer import ByteTokenizer, Tokenizer, load_beside
@@ -53,6 +53,7 @@ class Options:
 def main(argv: list[str]) -> None:
     options = parse(Options, argv, PROGRAM, DESCRIPTION)
     check(options)
+    check_started()
     world_size = started_ranks()
 
     import torch

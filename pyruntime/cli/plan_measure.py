@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyruntime.cli.environment import started_rank, started_ranks
+from pyruntime.cli.environment import check_started, started_rank, started_ranks
 from pyruntime.plan.cluster import to_toml
 from pyruntime.plan.measured import AlphaBeta, cluster_of, fit_alpha_beta
 from pyruntime.train.errors import ConfigError
@@ -36,6 +36,7 @@ def main(path: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    check_started()
     ranks = started_ranks()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     link, parallel = (None, lambda: None) if ranks == 1 else _links(ranks)

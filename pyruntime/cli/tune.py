@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pyruntime.cli.arguments import parse
-from pyruntime.cli.environment import started_rank, started_ranks
+from pyruntime.cli.environment import check_started, started_rank, started_ranks
 from pyruntime.cli.train import threads
 from pyruntime.train import config_file, validate
 from pyruntime.train.config import RunConfig, Train
@@ -79,6 +79,7 @@ class Job:
 def main(argv: list[str]) -> None:
     options = parse(Options, argv, PROGRAM, DESCRIPTION)
     check(options)
+    check_started()
     ranks = started_ranks()
     if ranks == 1:
         raise ConfigError(

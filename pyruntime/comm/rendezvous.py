@@ -2,16 +2,21 @@
 
 The connections to the job's store are made once and live as long as the process: where rank 0 serves it,
 others may still ask when rank 0 has closed its Runtime. Each opening has keys of its own, below the run's id,
-the launcher's count of restarts, and a number that the ranks count alike.
+a generation, and a number that the ranks count alike in it.
+
+Rank 0's process is the generation: it counts those before it. The others ask it at each opening, because what
+launchers on several hosts count (TORCHELASTIC_RESTART_COUNT) differs between them. An answer is for one
+asking, so that nobody takes the answer to a process that is gone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
 
@@ -21,6 +26,8 @@ from pyruntime.comm.core import _C
 from pyruntime.comm.errors import CommTimeout
 
 Result = TypeVar("Result")
+
+POLL_S = 0.01
 
 
 def open_store(deadline_s: float) -> dist.Store:
@@ -36,10 +43,27 @@ def open_store(deadline_s: float) -> dist.Store:
         "(MASTER_ADDR:MASTER_PORT), which torchrun or rank 0 serves, did not answer within "
         f"{deadline_s:g} s; see whether it runs, and whether this host reaches that address."
     )
-    store, watched = _within(deadline_s, lambda: _numbered(rank, deadline_s), too_late)
+    host, port, run = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _run_id()
+    store, watched, answering = _within(deadline_s, lambda: _connect(host, port, _serves(rank)), too_late)
+    store.set_timeout(timedelta(seconds=deadline_s))
+    if rank == 0:
+        generation = _within(deadline_s, lambda: _generation(host, port, run, _serves(rank)), too_late)
+    else:
+        not_there = (
+            f"{doing} waiting for rank 0: it did not open its Runtime within {deadline_s:g} s; "
+            "see whether it has started, and what it printed."
+        )
+        asked = _within(deadline_s, lambda: store.add(f"{run}/asked/{rank}", 1), too_late)
+        key = f"{run}/answers/{rank}/{asked}"
+        generation = _within(deadline_s + 1.0, lambda: _answer(store, key, deadline_s + 1.0), not_there)
+    opening = f"{run}/{generation}"
+    number = _within(deadline_s, lambda: store.add(f"{opening}/openings/{rank}", 1), too_late)
+    prefix = f"{opening}/{number}"
+    store, watched = dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, watched)
     if world_size > 1:
-        _C.join_job(store, watched, rank, world_size)
-        _meet(rank, world_size, doing, deadline_s)
+        with _answers(answering, run, generation, prefix, world_size if rank == 0 else 0):
+            _C.join_job(store, watched, rank, world_size)
+            _meet(rank, world_size, doing, deadline_s)
     return store
 
 
@@ -55,16 +79,48 @@ def _meet(rank: int, world_size: int, doing: str, deadline_s: float) -> None:
         _C.hear_job("pyruntime/here/0", 0, doing, deadline_s + 1.0)
 
 
-def _numbered(rank: int, deadline_s: float) -> tuple[dist.Store, dist.Store]:
-    """The store of this opening, through a connection for this thread and one for that which watches."""
-    attempt = "/".join(
-        os.environ.get(name, "-") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    )
-    store, watched = _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _serves(rank))
-    store.set_timeout(timedelta(seconds=deadline_s))
-    number = store.add(f"pyruntime/{attempt}/openings/{rank}", 1)
-    prefix = f"pyruntime/{attempt}/{number}"
-    return dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, watched)
+def _run_id() -> str:
+    return f"pyruntime/{os.environ.get('TORCHELASTIC_RUN_ID', '-')}"
+
+
+@functools.cache
+def _generation(host: str, port: int, run: str, serves: bool) -> int:
+    """How many processes have been rank 0 of this run, this one included."""
+    return _connect(host, port, serves)[0].add(f"{run}/generations", 1)
+
+
+def _answer(store: dist.Store, key: str, seconds: float) -> int:
+    end = time.monotonic() + seconds
+    while not store.check([key]):
+        if time.monotonic() > end:
+            raise dist.DistStoreError(f"no {key}")
+        time.sleep(POLL_S)
+    return int(store.get(key))
+
+
+@contextlib.contextmanager
+def _answers(store: dist.Store, run: str, generation: int, prefix: str, world_size: int) -> Iterator[None]:
+    """Meanwhile rank 0 tells each rank that asks, and has not come to this opening, its generation."""
+    over = threading.Event()
+
+    def work() -> None:
+        answered = dict.fromkeys(range(1, world_size), 0)
+        with contextlib.suppress(dist.DistError):  # the main thread says what the store's loss means
+            while answered and not over.wait(POLL_S):
+                for rank, before in list(answered.items()):
+                    if store.check([f"{prefix}/pyruntime/here/{rank}"]):
+                        del answered[rank]
+                    elif (asked := store.add(f"{run}/asked/{rank}", 0)) > before:
+                        store.set(f"{run}/answers/{rank}/{asked}", str(generation))
+                        answered[rank] = asked
+
+    thread = threading.Thread(target=work, daemon=True, name="pyr-answers")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(1.0)
 
 
 def _serves(rank: int) -> bool:
@@ -72,12 +128,13 @@ def _serves(rank: int) -> bool:
 
 
 @functools.cache
-def _connect(host: str, port: int, serves: bool) -> tuple[dist.Store, dist.Store]:
+def _connect(host: str, port: int, serves: bool) -> tuple[dist.Store, dist.Store, dist.Store]:
+    """For the thread that opens, for that which watches, and for that which answers."""
     # multi_tenant: whoever calls init_process_group besides finds the same store.
     store = dist.TCPStore(
         host, port, None, serves, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=120)
     )
-    return store, store.clone()
+    return store, store.clone(), store.clone()
 
 
 def _within(seconds: float, work: Callable[[], Result], too_late: str) -> Result:

@@ -1,6 +1,8 @@
 """Bad requests end with one sentence on stderr and exit code 2, before anything is started."""
 
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -189,3 +191,24 @@ def test_an_option_is_taken_out_of_the_command_line():
     assert arguments.take_option(["--configs", "x"], "config") == (None, ["--configs", "x"])
     with pytest.raises(ConfigError, match=r"--config needs a value\."):
         arguments.take_option(["--config"], "config")
+
+
+@pytest.mark.parametrize("argv", [("generate", "--checkpoint", "."), ("tune", "--model", "tiny"), ("train",)])
+def test_tasks_that_do_not_know_of_each_other_are_refused(capsys, monkeypatch, argv):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert "mpirun has started 2 tasks" in refused(capsys, *argv)
+
+
+def test_ctrl_c_during_imports_ends_without_a_traceback():
+    program = """
+import runpy, sys
+class CtrlC:
+    def find_spec(self, name, *rest):
+        if name == "pyruntime.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, CtrlC())
+runpy.run_module("pyruntime", run_name="__main__")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "")

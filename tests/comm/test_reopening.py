@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,20 @@ def held_up_case(_):
 
 def test_ranks_that_missed_each_other_meet_in_the_next_opening(ranks):
     assert [rank.value for rank in ranks.launch(held_up_case, 2, init=False)] == [[2.0, 2.0]] * 2
+
+
+def counted_apart_case(_):
+    """The launchers of two hosts have counted restarts differently; rank 1 was started and lost once more."""
+    rank = os.environ["RANK"]
+    os.environ |= {"TORCHELASTIC_RESTART_COUNT": rank, "TORCHELASTIC_RUN_ID": "apart"}
+    if rank == "1":
+        with pytest.raises(pyruntime.CommTimeout, match="rank 1 waiting for rank 0"):
+            pyruntime.Runtime.start(deadline_s=0.2)
+    else:
+        time.sleep(3.0)
+    with pyruntime.Runtime.start(deadline_s=20) as runtime:
+        return pyruntime.all_reduce(torch.ones(2), runtime.tp).tolist()
+
+
+def test_ranks_meet_whatever_their_launchers_have_counted(ranks):
+    assert [rank.value for rank in ranks.launch(counted_apart_case, 2, init=False)] == [[2.0, 2.0]] * 2
