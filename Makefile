@@ -18,7 +18,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
-CPP := $(shell find csrc hip tests/cpp tests/cuda -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CPP := $(shell find csrc hip tests/cpp tests/cuda tests/hip -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BUILT := build/.built
 
 .PHONY: help
@@ -40,6 +40,10 @@ test-cuda: $(BUILT)  ## compile the CUDA kernels with nvcc and look at what beca
 .PHONY: test-hip
 test-hip: $(BUILT)  ## compile the portable kernels with hipcc and look at their instructions: minutes
 	$(RUN) -m pytest -m hipcc tests/cuda
+
+.PHONY: test-hip-run
+test-hip-run: $(BUILT)  ## on a machine with GPUs of AMD: compile the kernels, run all of them, compare with fp64
+	$(RUN) -m pytest -m hipcc -s tests/cuda/kernels/test_run_kernels.py
 
 .PHONY: test-threads
 test-threads: $(BUILT)  ## the C++ tests in which threads meet, under the thread sanitizer
@@ -68,7 +72,7 @@ format: $(BUILT)  ## rewrite the sources as the formatters want them
 
 .PHONY: bench
 bench: $(BUILT)  ## the linear benchmark on 2 ranks
-	$(TORCHRUN) --nproc-per-node 2 bench/linear.py
+	$(TORCHRUN) --nproc-per-node 2 -m bench.linear.run
 
 .PHONY: build
 build: $(BUILT)  ## the environment and the C++ core, built in place

@@ -1,5 +1,5 @@
-"""Builds pyruntime._C, the C++ core, against the torch that is installed, and for a torch with CUDA the
-kernels of csrc/cuda; for the rest see pyproject.toml."""
+"""Builds pyruntime._C, the C++ core, against the torch that is installed, and for a torch with CUDA or ROCm
+the kernels of csrc/cuda; for the rest see pyproject.toml."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import ClassVar
 
 from setuptools import setup
@@ -19,6 +20,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))  # not there where pip runs this file
 import build_cuda  # noqa: E402
+import build_hip  # noqa: E402
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 
@@ -52,7 +54,7 @@ def check_torch_version() -> None:
 
 
 def sources() -> list[str]:
-    """All of csrc but csrc/cuda, whose kernels nvcc builds into a library of their own."""
+    """All of csrc but csrc/cuda, whose kernels nvcc or hipcc builds into a library of their own."""
     found = sorted(
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "csrc").rglob("*.cpp")
@@ -125,25 +127,41 @@ class Build(BuildExtension):
             (ext,) = self.extensions
             ext.extra_compile_args = [*ext.extra_compile_args, *self.precompiled_header()]
         super().build_extensions()
-        if torch.version.cuda:  # another torch has nothing to give to the kernels
+        # Another torch has nothing to give to the kernels.
+        if torch.version.hip:
+            self.build_hip_kernels()
+        elif torch.version.cuda:
             self.build_cuda_kernels()
 
     def build_cuda_kernels(self) -> None:
         """The kernels of csrc/cuda, where nvcc is; without it the build is one for CPUs, and the doctor says
-        so.
+        so."""
+        if build_cuda.find_nvcc() is not None:
+            self.build_kernels("CUDA", build_cuda, strict=self.for_development)
 
-        An installation, whose nvcc may be any, goes on without them; a build in place does not.
-        """
-        if build_cuda.find_nvcc() is None:
+    def build_hip_kernels(self) -> None:
+        """The kernels of csrc/cuda for GPUs of AMD. Warnings never are errors: ROCm's compilers differ more
+        than one has tried."""
+        if build_hip.find_hipcc() is None:
+            warnings.warn(
+                f"torch {torch.__version__} is for ROCm {torch.version.hip} and hipcc was not found, so the "
+                "build is one for CPUs: put the hipcc of that ROCm on PATH, or name its folder in ROCM_PATH, "
+                "and build again.",
+                stacklevel=1,
+            )
             return
+        self.build_kernels("HIP", build_hip, strict=False)
+
+    def build_kernels(self, kind: str, how: ModuleType, strict: bool) -> None:
+        """An installation, whose compiler may be any, goes on without them; a build in place does not."""
         # Not self.inplace: setuptools clears that while it builds.
         package = ROOT / "pyruntime" if self.for_development else Path(self.build_lib).resolve() / "pyruntime"
         try:
-            build_cuda.build(package / build_cuda.LIBRARY.name, strict=self.for_development)
+            how.build(package / how.LIBRARY.name, strict=strict)
         except RuntimeError as error:
             if self.for_development:
                 raise SystemExit(str(error)) from None
-            warnings.warn(f"pyruntime is installed without CUDA kernels: {error}", stacklevel=1)
+            warnings.warn(f"pyruntime is installed without {kind} kernels: {error}", stacklevel=1)
 
     def precompiled_header(self) -> list[str]:
         """Parses csrc/precompiled.h once for all sources, which halves the time of a full build; GCC only.
@@ -172,7 +190,7 @@ class Build(BuildExtension):
 
 
 class BuildPython(build_py):
-    """The package, and in an installation the headers of the portable kernels: pyruntime/cuda/variants.py
+    """The package, and in an installation the headers of the kernels: pyruntime/cuda/variants.py
     compiles them at run time. A build in place finds them in the source folder."""
 
     def run(self) -> None:
@@ -187,9 +205,9 @@ class BuildPython(build_py):
 
 
 def portable_headers() -> list[Path]:
-    """What NVRTC reads: the kernels, the launchers' structures, and the dialects."""
-    folders = [(ROOT / "csrc" / "cuda" / "portable", "*.*h"), (ROOT / "csrc" / "cuda", "*.h")]
-    return sorted(path for folder, names in [*folders, (ROOT / "hip", "*.h")] for path in folder.glob(names))
+    """What NVRTC reads: the kernels, the launchers' structures, and the CUDA dialect."""
+    cuda = ROOT / "csrc" / "cuda"
+    return sorted([*cuda.glob("*.h"), *(cuda / "portable").rglob("*.h"), *(cuda / "portable").rglob("*.cuh")])
 
 
 os.chdir(ROOT)

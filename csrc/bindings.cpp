@@ -1,4 +1,5 @@
 // The only file that knows Python: one register call per domain, and the exceptions' Python types.
+#include <ATen/ops/empty.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -11,39 +12,51 @@
 #include "core/error.h"
 #include "core/failure_board.h"
 #include "core/late_report.h"
+#include "core/ledger.h"
 #include "core/peers.h"
-#include "cpu/layers/layers.h"
 #include "cpu/symmetric_memory.h"
 #include "ops/gemm.h"
 #include "ops/line_exchange.h"
-#include "ops/register.h"
+#include "ops/operators.h"
 #include "ops/tier.h"
-#include "ops/tier_presets.h"
 #include "ops/weight_gradient.h"
-#include "transport/device_library.h"
+#include "transport/device/library.h"
 #include "transport/group.h"
 
 TORCH_LIBRARY(pyruntime, library) {
-  pyruntime::register_primitives(library);
-  pyruntime::register_layer_ops(library);
+  pyruntime::register_column_linears(library);
+  pyruntime::register_row_linears(library);
+  pyruntime::register_sliced_linears(library);
+  pyruntime::register_collectives(library);
+  pyruntime::register_linear(library);
+  pyruntime::register_device_adamw(library);
+  pyruntime::register_device_layers(library);
 }
 
+namespace pyruntime {
 namespace {
 
 namespace py = pybind11;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// Without the GIL, wherever a group is looked up: who holds the registry may be waiting for the GIL.
+template <typename Function>
+void def_unlocked(py::module_& m, const char* name, Function&& function) {
+  m.def(name, std::forward<Function>(function), NoGil());
+}
 
 // The Python exception types, by CommErrorKind. They live as long as the interpreter.
 PyObject* exception_types[4] = {};
 
 // Keeps its Python type wherever torch turns C++ exceptions into Python ones, in backward() too.
 struct PyCommError : public torch::PyTorchError {
-  PyCommError(pyruntime::CommErrorKind kind, const std::string& message)
+  PyCommError(CommErrorKind kind, const std::string& message)
       : torch::PyTorchError(message), type(exception_types[static_cast<int>(kind)]) {}
   PyObject* python_type() override { return type; }
   PyObject* type;
 };
 
-void throw_to_python(pyruntime::CommErrorKind kind, const std::string& message) {
+void throw_to_python(CommErrorKind kind, const std::string& message) {
   throw PyCommError(kind, message);
 }
 
@@ -57,7 +70,7 @@ void raise_pending_signal() {
 void report_to(py::object warn) {
   // Leaked: a wait may report while the interpreter ends.
   auto* callback = new py::object(std::move(warn));
-  pyruntime::set_reporter([callback](const std::string& text) {
+  set_reporter([callback](const std::string& text) {
     const py::gil_scoped_acquire gil;
     try {
       (*callback)(text);
@@ -73,13 +86,13 @@ void report_to(py::object warn) {
 }
 
 void register_errors(py::object comm_error, py::object timeout, py::object peer_lost) {
-  exception_types[static_cast<int>(pyruntime::CommErrorKind::kTimeout)] = timeout.release().ptr();
-  exception_types[static_cast<int>(pyruntime::CommErrorKind::kPeerLost)] = peer_lost.release().ptr();
-  exception_types[static_cast<int>(pyruntime::CommErrorKind::kBroken)] = comm_error.release().ptr();
-  exception_types[static_cast<int>(pyruntime::CommErrorKind::kDisagree)] = PyExc_ValueError;
-  pyruntime::set_comm_error_thrower(throw_to_python);
-  pyruntime::set_interrupt_check(raise_pending_signal);
-  pyruntime::set_failure_check([] { pyruntime::FailureBoard::instance().raise_if_failed(); });
+  exception_types[static_cast<int>(CommErrorKind::kTimeout)] = timeout.release().ptr();
+  exception_types[static_cast<int>(CommErrorKind::kPeerLost)] = peer_lost.release().ptr();
+  exception_types[static_cast<int>(CommErrorKind::kBroken)] = comm_error.release().ptr();
+  exception_types[static_cast<int>(CommErrorKind::kDisagree)] = PyExc_ValueError;
+  set_comm_error_thrower(throw_to_python);
+  set_interrupt_check(raise_pending_signal);
+  set_failure_check([] { FailureBoard::instance().raise_if_failed(); });
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
@@ -89,239 +102,234 @@ void register_errors(py::object comm_error, py::object timeout, py::object peer_
   });
 }
 
+// What find() finds for each class, without the GIL, as convert() makes it Python's; by the class' name.
+template <typename Find, typename Convert>
+py::dict by_class(const Find& find, const Convert& convert) {
+  const auto found = [&] {
+    const py::gil_scoped_release unlocked;
+    return find();
+  }();
+  py::dict result;
+  for (const auto& [traffic_class, figures] : found) result[name_of(traffic_class)] = convert(figures);
+  return result;
+}
+
 void bind_traffic(py::module_& m) {
-  using pyruntime::Arbiter;
-  m.def("group_stats_by_class", [] {
-    py::dict result;
-    std::map<pyruntime::TrafficClass, pyruntime::CommStats> all;
-    {
-      const py::gil_scoped_release unlocked;
-      all = pyruntime::Group::all_stats();
-    }
-    for (const auto& [traffic_class, stats] : all) result[pyruntime::name_of(traffic_class)] = stats;
-    return result;
-  });
+  m.def("group_stats_by_class",
+        [] { return by_class(&Group::all_stats, [](const CommStats& stats) { return py::cast(stats); }); });
   m.def("traffic", [] {
-    py::dict result;
-    std::map<pyruntime::TrafficClass, pyruntime::TrafficFigures> all;
-    {
-      const py::gil_scoped_release unlocked;
-      all = Arbiter::instance().figures();
-    }
-    for (const auto& [traffic_class, figures] : all) {
-      py::dict one;
-      one["chunks"] = figures.chunks;
-      one["bytes"] = figures.bytes;
-      one["queued_s"] = figures.queued_s;
-      one["transfer_s"] = figures.transfer_s;
-      one["recent_queued_s"] = figures.recent_queued_s;
-      one["recent_transfer_s"] = figures.recent_transfer_s;
-      result[pyruntime::name_of(traffic_class)] = one;
-    }
-    return result;
+    return by_class([] { return Arbiter::instance().figures(); },
+                    [](const TrafficFigures& figures) {
+                      py::dict one;
+                      one["chunks"] = figures.chunks;
+                      one["bytes"] = figures.bytes;
+                      one["queued_s"] = figures.queued_s;
+                      one["transfer_s"] = figures.transfer_s;
+                      one["recent_queued_s"] = figures.recent_queued_s;
+                      one["recent_transfer_s"] = figures.recent_transfer_s;
+                      return one;
+                    });
   });
-  m.def(
-      "reset_traffic", [] { Arbiter::instance().reset_figures(); }, py::call_guard<py::gil_scoped_release>());
+  def_unlocked(m, "reset_traffic", [] { Arbiter::instance().reset_figures(); });
   m.def("set_arbiter_fifo", [](bool fifo) {
     Arbiter::instance().set_policy(fifo ? Arbiter::Policy::kFifo : Arbiter::Policy::kPriority);
   });
 }
 
-// Tiers, and what tuning found of them; presets are (tier, chunks, tiles, [(way, seconds)], date).
+// Entries as rows of doubles, which hold all of their numbers exactly: kind, axis, name, layer, peer, thread,
+// bytes, begin, wanted, end, from, left, arrived.
+at::Tensor rows_of(const std::vector<pyruntime::LedgerEntry>& entries) {
+  at::Tensor rows = at::empty({static_cast<int64_t>(entries.size()), 13}, at::kDouble);
+  double* row = rows.mutable_data_ptr<double>();
+  for (const pyruntime::LedgerEntry& entry : entries) {
+    for (const double figure :
+         {static_cast<double>(entry.kind), static_cast<double>(entry.axis), static_cast<double>(entry.name),
+          static_cast<double>(entry.layer), static_cast<double>(entry.peer),
+          static_cast<double>(entry.thread), static_cast<double>(entry.bytes), entry.begin, entry.wanted,
+          entry.end, static_cast<double>(entry.from), entry.left, entry.arrived}) {
+      *row++ = figure;
+    }
+  }
+  return rows;
+}
+
+void bind_ledger(py::module_& m) {
+  using pyruntime::Ledger;
+  m.def("ledger_start", [](size_t capacity) { return Ledger::instance().start(capacity); });
+  m.def("ledger_stop", [] { Ledger::instance().stop(); });
+  m.def("ledger_take", [] {
+    const Ledger::Taken taken = Ledger::instance().take();
+    return py::make_tuple(rows_of(taken.entries), taken.lost);
+  });
+  m.def("ledger_enter", [](int32_t kind, const std::string& axis, const std::string& name, int32_t peer,
+                           int64_t bytes, double begin, double end) {
+    if (!Ledger::is_on()) return;
+    pyruntime::LedgerEntry entry{static_cast<pyruntime::Entered>(kind)};
+    entry.axis = static_cast<int32_t>(pyruntime::traffic_class_named(axis));
+    entry.name = Ledger::instance().number_of(name);
+    entry.peer = peer;
+    entry.bytes = bytes;
+    entry.begin = entry.wanted = begin;
+    entry.end = end;
+    Ledger::instance().enter(entry);
+  });
+  m.def("ledger_names", [] { return Ledger::instance().names(); });
+  m.def("ledger_number_of", [](const std::string& name) { return Ledger::instance().number_of(name); });
+  m.def("ledger_set_layer", &Ledger::set_layer);
+}
+
+// What decides a tier, as Python has it: (op, rows, n, k, dtype, kind of device).
+using KeyTuple = std::tuple<std::string, int64_t, int64_t, int64_t, at::ScalarType, std::string>;
+
+TierKey key_of(const KeyTuple& key) {
+  const auto& [op, rows, n, k, dtype, device] = key;
+  return {op, rows, n, k, dtype, c10::Device(device).type()};
+}
+
+// Tiers, and what tuning found of them: (tier, chunks, tiles, [(choice, seconds)], date).
 void bind_tiers(py::module_& m) {
-  using pyruntime::Group;
-  using pyruntime::TierKey;
-  m.def("explain_tier", [](const std::string& op, int64_t rows, int64_t n, int64_t k, at::ScalarType dtype,
-                           const std::string& group, const std::string& device, const std::string& tier) {
-    return pyruntime::explain_tier(Group::get(group), {op, rows, n, k, dtype, c10::Device(device)},
-                                   pyruntime::way_named(tier));
-  });
-  m.def("other_ways", [](const std::string& op, int64_t rows, int64_t n, int64_t k, at::ScalarType dtype,
-                         const std::string& group, const std::string& device) {
-    return pyruntime::other_ways(Group::get(group), {op, rows, n, k, dtype, c10::Device(device)});
-  });
-  m.def("tier_key",
-        [](const std::string& op, int64_t rows, int64_t n, int64_t k, at::ScalarType dtype,
-           const std::string& device) { return TierKey{op, rows, n, k, dtype, c10::Device(device)}.text(); });
-  using Preset =
+  using TunedTuple =
       std::tuple<std::string, int, std::string, std::vector<std::pair<std::string, double>>, std::string>;
-  m.def("set_tier_presets", [](int world_size, const std::string& transport,
-                               const std::map<std::string, Preset>& given) {
-    pyruntime::TierPresets presets;
-    for (const auto& [key, preset] : given)
-      presets[key] = pyruntime::TierPreset{std::get<0>(preset), std::get<1>(preset), std::get<2>(preset),
-                                           std::get<3>(preset), std::get<4>(preset)};
-    pyruntime::set_tier_presets(world_size, transport, std::move(presets));
+  m.def("explain_tier", [](const KeyTuple& key, const std::string& group, const std::string& tier) {
+    return explain_tier(Group::get(group), key_of(key), c10::Device(std::get<5>(key)), tier_named(tier));
   });
-  m.def("clear_tier_presets", &pyruntime::clear_tier_presets);
-  m.def("tier_preset",
-        [](const std::string& op, int64_t rows, int64_t n, int64_t k, at::ScalarType dtype,
-           const std::string& group, const std::string& device) -> std::optional<Preset> {
-          const auto found =
-              pyruntime::find_tier_preset(Group::get(group), {op, rows, n, k, dtype, c10::Device(device)});
-          if (!found) return std::nullopt;
-          return Preset{found->tier, found->chunks, found->tiles, found->seconds, found->date};
-        });
+  m.def("other_choices", [](const KeyTuple& key, const std::string& group) {
+    return other_choices(Group::get(group), key_of(key), c10::Device(std::get<5>(key)));
+  });
+  m.def("set_tuned_tiers", [](int world_size, const std::string& transport,
+                              const std::vector<std::pair<KeyTuple, TunedTuple>>& given) {
+    TunedTiers tiers;
+    for (const auto& [key, tuned] : given) tiers[key_of(key)] = std::make_from_tuple<TunedTier>(tuned);
+    set_tuned_tiers(world_size, transport, std::move(tiers));
+  });
+  m.def("clear_tuned_tiers", &clear_tuned_tiers);
 }
 
 // What ranks tell each other beside all ops, and who of them is missing.
 void bind_messages(py::module_& m) {
-  using pyruntime::Group;
-  using NoGil = py::call_guard<py::gil_scoped_release>;
-  m.def(
-      "join_job",
+  def_unlocked(
+      m, "join_job",
       [](const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Store>& connection,
-         int rank,
-         int world_size) { pyruntime::FailureBoard::instance().join(store, rank, world_size, connection); },
-      NoGil());
-  m.def(
-      "tell_job",
-      [](const std::string& key, const std::string& value, const std::string& doing, double seconds) {
-        pyruntime::tell(key, value, {doing, "", seconds});
-      },
-      NoGil());
-  m.def(
-      "hear_job",
-      [](const std::string& key, int rank, const std::string& doing, double seconds) {
-        const auto peer = [rank] { return pyruntime::Peer{rank, "rank " + std::to_string(rank)}; };
-        return pyruntime::hear(key, peer, {doing + " waiting for rank " + std::to_string(rank), "", seconds});
-      },
-      NoGil());
-  m.def(
-      "raise_for_missing_in_job",
+         int rank, int world_size) { FailureBoard::instance().join(store, rank, world_size, connection); });
+  def_unlocked(m, "tell_job",
+               [](const std::string& key, const std::string& value, const std::string& doing,
+                  double seconds) { tell(key, value, {doing, "", seconds}); });
+  def_unlocked(m, "hear_job", [](const std::string& key, int rank, const std::string& doing, double seconds) {
+    const auto peer = [rank] { return Peer{rank, "rank " + std::to_string(rank)}; };
+    return hear(key, peer, {doing + " waiting for rank " + std::to_string(rank), "", seconds});
+  });
+  def_unlocked(
+      m, "raise_for_missing_in_job",
       [](const std::vector<int>& ranks, const std::string& doing, const std::string& cause, double seconds) {
-        std::vector<pyruntime::Peer> peers;
+        std::vector<Peer> peers;
         for (const int rank : ranks) peers.push_back({rank, "rank " + std::to_string(rank)});
-        pyruntime::raise_for_missing(peers, {doing, "", seconds}, cause);
-      },
-      NoGil());
-  m.def(
-      "post_failure",
-      [](const std::string& message) {
-        pyruntime::FailureBoard::instance().post({pyruntime::CommErrorKind::kPeerLost, message, ""});
-      },
-      NoGil());
-  m.def("raise_if_failed", [] { pyruntime::FailureBoard::instance().raise_if_failed(); }, NoGil());
-  m.def("next_meeting", [](const std::string& group) { return Group::get(group).next_meeting(); }, NoGil());
-  m.def(
-      "tell",
-      [](const std::string& group, const std::string& topic, const std::string& value) {
-        Group::get(group).tell(topic, value);
-      },
-      NoGil());
+        raise_for_missing(peers, {doing, "", seconds}, cause);
+      });
+  def_unlocked(m, "post_failure", [](const std::string& message) {
+    FailureBoard::instance().post({CommErrorKind::kPeerLost, message, ""});
+  });
+  def_unlocked(m, "raise_if_failed", [] { FailureBoard::instance().raise_if_failed(); });
+  def_unlocked(m, "next_exchange",
+               [](const std::string& group) { return Group::get(group).rendezvous().next_exchange(); });
+  def_unlocked(m, "tell", [](const std::string& group, const std::string& topic, const std::string& value) {
+    Group::get(group).rendezvous().tell(topic, value);
+  });
   m.def("hear", [](const std::string& group, int peer, const std::string& topic, const std::string& doing,
                    double seconds, bool while_it_lives) {
     std::string heard;
     {
       const py::gil_scoped_release no_gil;
-      heard = Group::get(group).hear(peer, topic, doing, seconds, while_it_lives);
+      heard = Group::get(group).rendezvous().hear(peer, topic, doing, seconds, while_it_lives);
     }
     return py::bytes(heard);
   });
-  m.def(
-      "raise_for_missing",
-      [](const std::string& group, const std::string& doing, const std::string& cause) {
-        Group::get(group).raise_for_missing(doing, cause);
-      },
-      NoGil());
+  def_unlocked(m, "raise_for_missing",
+               [](const std::string& group, const std::string& doing, const std::string& cause) {
+                 Group::get(group).rendezvous().raise_for_missing(doing, cause);
+               });
 }
 
 void bind_comm(py::module_& m) {
-  using pyruntime::Group;
-  py::class_<pyruntime::CommStats>(m, "CommStats", "Cumulative figures of one group on this rank.")
-      .def_readonly("ops", &pyruntime::CommStats::ops, "flights begun")
-      .def_readonly("bytes", &pyruntime::CommStats::bytes, "bytes read from peers")
-      .def_readonly("waiting_s", &pyruntime::CommStats::waiting_s, "seconds spent waiting for a peer")
-      .def_readonly("moving_s", &pyruntime::CommStats::moving_s, "seconds spent copying and summing");
+  py::class_<CommStats>(m, "CommStats", "Cumulative figures of one group on this rank.")
+      .def_readonly("ops", &CommStats::ops, "flights begun")
+      .def_readonly("bytes", &CommStats::bytes, "bytes read from peers")
+      .def_readonly("waiting_s", &CommStats::waiting_s, "seconds spent waiting for a peer")
+      .def_readonly("moving_s", &CommStats::moving_s, "seconds spent copying and summing");
   m.def("register_errors", &register_errors);
-  // Without the GIL wherever a group is looked up: who holds the registry may be waiting for the GIL.
-  using NoGil = py::call_guard<py::gil_scoped_release>;
-  m.def("stats", [](const std::string& group) { return Group::get(group).stats(); }, NoGil());
-  m.def(
-      "workspace_bytes", [](const std::string& group) { return Group::get(group).workspace_bytes(); },
-      NoGil());
-  m.def(
-      "set_deadline",
-      [](const std::string& group, double seconds) { Group::get(group).set_deadline_seconds(seconds); },
-      NoGil());
-  m.def("deadline", [](const std::string& group) { return Group::get(group).deadline_seconds(); }, NoGil());
+  def_unlocked(m, "stats", [](const std::string& group) { return Group::get(group).stats(); });
+  def_unlocked(m, "workspace_bytes",
+               [](const std::string& group) { return Group::get(group).workspace_bytes(); });
+  def_unlocked(m, "set_deadline", [](const std::string& group, double seconds) {
+    Group::get(group).set_deadline_seconds(seconds);
+  });
+  def_unlocked(m, "deadline", [](const std::string& group) { return Group::get(group).deadline_seconds(); });
   m.def("report_to", &report_to);
-  m.def(
-      "configure",
-      [](const std::string& group, const std::optional<std::string>& transport,
-         const std::optional<std::vector<std::string>>& hosts, std::optional<int64_t> chunk_bytes,
-         std::optional<at::ScalarType> wire, const std::optional<std::string>& multicast) {
-        pyruntime::GroupSettings settings;
-        if (transport) settings.transport = pyruntime::transport_kind_named(*transport);
-        if (hosts) settings.hosts = *hosts;
-        if (chunk_bytes) settings.ring.chunk_bytes = *chunk_bytes;
-        if (wire) settings.ring.wire = *wire;
-        if (multicast) settings.multicast = pyruntime::multicast_named(*multicast);
-        Group::get(group).configure(std::move(settings));
-      },
-      NoGil());
-  m.def(
-      "follow_settings",
-      [](const std::string& group, const std::string& other) { Group::get(group).follow(Group::get(other)); },
-      NoGil());
-  m.def(
-      "set_traffic_class",
-      [](const std::string& group, const std::string& name) {
-        Group::get(group).set_traffic_class(pyruntime::traffic_class_named(name));
-      },
-      NoGil());
-  m.def(
-      "use_device_library",
-      [](const std::string& device, const std::string& path) {
-        pyruntime::DeviceLibrary::use(c10::Device(device).type(), path);
-      },
-      NoGil());
-  m.def(
-      "why_no_device_library",
-      [](const std::string& device) {
-        std::string why_not;
-        pyruntime::DeviceLibrary::find(c10::Device(device).type(), why_not);
-        return why_not;
-      },
-      NoGil());
-  m.def(
-      "transport_description",
-      [](const std::string& group) { return Group::get(group).transport_description(); }, NoGil());
-  m.def("leave_groups", &Group::leave_all, NoGil());
-  m.def(
-      "leave_job", [] { pyruntime::FailureBoard::instance().leave(); },
-      py::call_guard<py::gil_scoped_release>());
+  def_unlocked(m, "configure",
+               [](const std::string& group, const std::optional<std::string>& transport,
+                  const std::optional<std::vector<std::string>>& hosts, std::optional<int64_t> chunk_bytes,
+                  std::optional<at::ScalarType> wire, const std::optional<std::string>& multicast) {
+                 GroupSettings settings;
+                 if (transport) settings.transport = transport_kind_named(*transport);
+                 if (hosts) settings.hosts = *hosts;
+                 if (chunk_bytes) settings.ring.chunk_bytes = *chunk_bytes;
+                 if (wire) settings.ring.wire = *wire;
+                 if (multicast) settings.multicast = multicast_named(*multicast);
+                 Group::get(group).configure(std::move(settings));
+               });
+  def_unlocked(m, "make_companion",
+               [](const std::string& group, const std::string& traffic_class,
+                  const std::optional<std::pair<int, int>>& edge, int within) {
+                 return Group::companion(group, traffic_class_named(traffic_class), edge, within);
+               });
+  def_unlocked(m, "set_traffic_class", [](const std::string& group, const std::string& name) {
+    Group::get(group).set_traffic_class(traffic_class_named(name));
+  });
+  m.def("set_torch_is_for_rocm", &DeviceLibrary::set_torch_is_for_rocm);
+  def_unlocked(m, "use_device_library", [](const std::string& device, const std::string& path) {
+    DeviceLibrary::use(c10::Device(device).type(), path);
+  });
+  def_unlocked(m, "why_no_device_library", [](const std::string& device) {
+    std::string why_not;
+    DeviceLibrary::find(c10::Device(device).type(), why_not);
+    return why_not;
+  });
+  def_unlocked(m, "transport_description",
+               [](const std::string& group) { return Group::get(group).transport_description(); });
+  def_unlocked(m, "crosses_hosts", [](const std::string& group, const std::string& device) {
+    return Group::get(group).crosses_hosts(c10::Device(device));
+  });
+  def_unlocked(m, "leave_groups", &Group::leave_all);
+  def_unlocked(m, "leave_job", [] { FailureBoard::instance().leave(); });
   bind_messages(m);
   bind_traffic(m);
   // Without the GIL: a process group's destructor may join threads that want it.
-  m.def("close_group", &Group::close, py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "free_workspaces", [](const std::string& group) { Group::get(group).free_workspaces(); },
-      py::call_guard<py::gil_scoped_release>());
-  m.def("set_symmetric_memory_deadline", &pyruntime::cpu::set_symmetric_memory_deadline);
-  m.def("symmetric_memory_bytes", &pyruntime::cpu::symmetric_memory_bytes);
+  def_unlocked(m, "close_group", &Group::close);
+  def_unlocked(m, "free_workspaces", [](const std::string& group) { Group::get(group).free_workspaces(); });
+  m.def("set_symmetric_memory_deadline", &cpu::set_symmetric_memory_deadline);
+  m.def("symmetric_memory_bytes", &cpu::symmetric_memory_bytes);
   bind_tiers(m);
+  bind_ledger(m);
 }
 
 // Chunks as Python sees them: (first line, number of lines).
-py::list pairs_of(const std::vector<pyruntime::LineRange>& ranges) {
+py::list pairs_of(const std::vector<Chunk>& chunks) {
   py::list result;
-  for (const pyruntime::LineRange& range : ranges) result.append(py::make_tuple(range.begin, range.count));
+  for (const Chunk& chunk : chunks) result.append(py::make_tuple(chunk.begin, chunk.rows));
   return result;
 }
 
 void bind_data_parallel(py::module_& m) {
-  using pyruntime::LineGather;
-  using pyruntime::LineScatter;
-  using pyruntime::LineSend;
-  using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<LineScatter>(m, "LineScatter", "A reduce-scatter or all-reduce of [lines, width] under way.")
-      .def(py::init([](const std::string& group, int64_t lines, int64_t width, at::ScalarType dtype,
-                       const std::string& device, bool all) {
-             return std::make_unique<LineScatter>(group, lines, width, dtype, c10::Device(device), all);
-           }),
+      .def(py::init<const std::string&, int64_t, int64_t, at::ScalarType, const std::string&, bool,
+                    const std::optional<std::vector<int64_t>>&>(),
            py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"),
-           py::arg("all"), NoGil())
+           py::arg("all"), py::arg("some") = py::none(), NoGil())
+      .def_static(
+          "can_send_some",
+          [](const std::string& group, const std::string& device) {
+            return LineScatter::can_send_some(group, device);
+          },
+          py::arg("group"), py::arg("device"), NoGil())
       .def("chunks", [](const LineScatter& scatter) { return pairs_of(scatter.chunks()); })
       .def("part", &LineScatter::part, NoGil())
       .def("publish", &LineScatter::publish, NoGil())
@@ -330,10 +338,7 @@ void bind_data_parallel(py::module_& m) {
       .def("sums_have_come", &LineScatter::sums_have_come)
       .def("finish", &LineScatter::finish, NoGil());
   py::class_<LineGather>(m, "LineGather", "An all-gather of [lines, width] under way.")
-      .def(py::init([](const std::string& group, int64_t lines, int64_t width, at::ScalarType dtype,
-                       const std::string& device) {
-             return std::make_unique<LineGather>(group, lines, width, dtype, c10::Device(device));
-           }),
+      .def(py::init<const std::string&, int64_t, int64_t, at::ScalarType, const std::string&>(),
            py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"), NoGil())
       .def("own_chunks", [](const LineGather& gather) { return pairs_of(gather.own_chunks()); })
       .def("own", &LineGather::own, NoGil())
@@ -343,11 +348,7 @@ void bind_data_parallel(py::module_& m) {
       .def("has_come", &LineGather::has_come)
       .def("finish", &LineGather::finish, NoGil());
   py::class_<LineSend>(m, "LineSend", "Lines [lines, width] on their way from one rank to the others.")
-      .def(py::init([](const std::string& group, int64_t lines, int64_t width, at::ScalarType dtype,
-                       const std::string& device, int source, int64_t agreement) {
-             return std::make_unique<LineSend>(group, lines, width, dtype, c10::Device(device), source,
-                                               agreement);
-           }),
+      .def(py::init<const std::string&, int64_t, int64_t, at::ScalarType, const std::string&, int, int64_t>(),
            py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"),
            py::arg("source"), py::arg("agreement") = 0, NoGil())
       .def("memory", &LineSend::memory, NoGil())
@@ -357,23 +358,37 @@ void bind_data_parallel(py::module_& m) {
       .def("abandon", &LineSend::abandon, NoGil());
   // The sink is called in backward(), without the GIL.
   m.def("set_weight_gradient_sink", [](const at::Tensor& weight, const py::object& sink) {
-    if (sink.is_none()) return pyruntime::set_weight_gradient_sink(weight, {});
+    if (sink.is_none()) return set_weight_gradient_sink(weight, {});
     // Destroyed with the GIL, wherever the last copy goes.
     const std::shared_ptr<py::object> shared(new py::object(sink), [](py::object* object) {
       const py::gil_scoped_acquire gil;
       delete object;
     });
-    pyruntime::set_weight_gradient_sink(weight, [shared](const at::Tensor& dy, const at::Tensor& x) {
+    set_weight_gradient_sink(weight, [shared](const at::Tensor& dy, const at::Tensor& x, bool later) {
       const py::gil_scoped_acquire gil;
-      (*shared)(dy, x);
+      (*shared)(dy, x, later);
     });
   });
-  m.def(
-      "write_weight_gradient",
-      [](const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {
-        pyruntime::write_linear_wgrad(out, dy, x, accumulate);
-      },
-      py::arg("out"), py::arg("dy"), py::arg("x"), py::arg("accumulate"), NoGil());
+  py::class_<WeightProduct, std::shared_ptr<WeightProduct>>(
+      m, "WeightProduct", "out = dy^T x, or out += dy^T x, in pieces under the waits of this thread.")
+      .def(py::init([](const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {
+             auto product = WeightProduct::make(out, accumulate, "linear weight gradient");
+             product->add(dy, x);
+             return product;
+           }),
+           py::arg("out"), py::arg("dy"), py::arg("x"), py::arg("accumulate"))
+      .def("finish", &WeightProduct::finish, NoGil());
+  // Asked in backward(), without the GIL.
+  m.def("set_hooks_check", [](const py::object& check) {
+    // Never destroyed: the interpreter may be gone by then.
+    const auto* held = new py::object(check);
+    set_hooks_check([held](const at::Tensor& weight) {
+      const py::gil_scoped_acquire gil;
+      return (*held)(weight).cast<bool>();
+    });
+  });
+  m.def("write_weight_gradient", &write_linear_wgrad, py::arg("out"), py::arg("dy"), py::arg("x"),
+        py::arg("accumulate"), NoGil());
 }
 
 // glibc gives large freed buffers back to the system at once and page-faults them in anew on the next
@@ -389,11 +404,12 @@ bool keep_freed_memory() {
 }
 
 }  // namespace
+}  // namespace pyruntime
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The C++ core of pyruntime; its operators are in torch.ops.pyruntime.";
   pyruntime::cpu::register_symmetric_memory();
-  bind_comm(m);
-  bind_data_parallel(m);
-  m.def("keep_freed_memory", &keep_freed_memory);
+  pyruntime::bind_comm(m);
+  pyruntime::bind_data_parallel(m);
+  m.def("keep_freed_memory", &pyruntime::keep_freed_memory);
 }

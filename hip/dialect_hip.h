@@ -1,5 +1,6 @@
-// The HIP dialect of compat.h, for CDNA (gfx90a, gfx942). Flags and buffers that peers write must be uncached
-// or fine-grained memory (hipExtMallocWithFlags): in ordinary memory a line of L2 can be stale for good.
+// The HIP dialect of compat.h, for CDNA (gfx90a, gfx942, gfx950). Flags and buffers that peers write must be
+// uncached or fine-grained memory (hipExtMallocWithFlags): in ordinary memory a line of L2 can be stale for
+// good.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +14,9 @@
   __global__ void __launch_bounds__(threads, ((threads) * (blocks) + 255) / 256)
 #define PYRUNTIME_PARAMETER const
 #define PYRUNTIME_SHARED(name) extern __shared__ __attribute__((aligned(128))) unsigned char name[]
-#define PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
-  hipLaunchKernelGGL(kernel, dim3(blocks), dim3(threads), shared_bytes, stream, __VA_ARGS__)
+#define PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...)                              \
+  hipLaunchKernelGGL(kernel, dim3(blocks), dim3(threads), shared_bytes, static_cast<hipStream_t>(stream), \
+                     __VA_ARGS__)
 
 #define PYRUNTIME_CDNA 1
 
@@ -68,6 +70,8 @@ PYRUNTIME_DEVICE void release_system() {
 }
 
 PYRUNTIME_DEVICE void store_relaxed_system(uint64_t* p, uint64_t value) {
+  // For who reads the instructions: gfx90a stores a flag and 8 bytes of data alike.
+  asm volatile("; flag" ::: "memory");
   __hip_atomic_store(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 
@@ -76,6 +80,15 @@ PYRUNTIME_DEVICE void publishing_barrier() {
   // cover them.
   drain_stores();
   __syncthreads();
+}
+
+PYRUNTIME_DEVICE void shared_barrier() {
+  // __syncthreads() may be compiled to a wait for all loads, those of the next tile among them.
+  asm volatile("s_waitcnt lgkmcnt(0)\n\ts_barrier" ::: "memory");
+}
+
+PYRUNTIME_DEVICE void keep_order() {
+  asm volatile("" ::: "memory");
 }
 
 PYRUNTIME_DEVICE bool barrier_and(bool x) {
@@ -186,15 +199,8 @@ int resident_blocks(Kernel kernel, int threads, int shared_bytes) {
   return blocks;
 }
 
-inline void copy_rows(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t row_bytes,
-                      size_t rows, Stream stream) {
-  if (rows == 0 || row_bytes == 0) return;
-  if (to_pitch == row_bytes && from_pitch == row_bytes) {  // one stretch, which every copy engine can take
-    static_cast<void>(hipMemcpyAsync(to, from, rows * row_bytes, hipMemcpyDefault, stream));
-    return;
-  }
-  static_cast<void>(
-      hipMemcpy2DAsync(to, to_pitch, from, from_pitch, row_bytes, rows, hipMemcpyDefault, stream));
+inline void copy(void* to, const void* from, size_t bytes, Stream stream) {
+  static_cast<void>(hipMemcpyAsync(to, from, bytes, hipMemcpyDefault, stream));
 }
 
 inline void set_zero(void* to, size_t bytes, Stream stream) {

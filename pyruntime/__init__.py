@@ -1,8 +1,8 @@
 """Training large models with no exposed communication: GEMMs fused with the collectives that feed them.
 
-`all_gather_matmul` and `matmul_reduce_scatter` are the two primitives; `pyruntime.nn` are the modules on
-top of them,
-`pyruntime.parallelize` puts those into any model, and `python -m pyruntime train` trains a compact Llama.
+`all_gather_matmul` and `matmul_reduce_scatter` are the two primitives; `pyruntime.nn` holds the modules on
+top of them, `pyruntime.parallelize` puts those into any model, and `python -m pyruntime train` trains a
+compact Llama.
 """
 
 from importlib.util import find_spec
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
         replicate_grad,
         replicated_matmul,
     )
+    from pyruntime.overlap.record import ledger
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # pyproject.toml reads it here
 
 __all__ = [
     "CommError",
@@ -40,6 +41,7 @@ __all__ = [
     "all_reduce",
     "explain",
     "keep_freed_memory",
+    "ledger",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "parallelize",
@@ -57,6 +59,7 @@ _PLACES = {
     **{name: "pyruntime.ops" for name in __all__},
     **{name: "pyruntime.comm" for name in _COMM},
     "explain": "pyruntime.nn.explain",
+    "ledger": "pyruntime.overlap.record",
     "parallelize": "pyruntime.nn.parallelize",
     "ring_attention": "pyruntime.context",
     "shard": "pyruntime.data_parallel",

@@ -15,7 +15,7 @@ from pathlib import Path
 Rows = list[tuple[str, str]]
 
 SIMD = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve", "sve2", "i8mm")
-"""Of the processor's features (/proc/cpuinfo), those that matrix products use."""
+"""Of the processor's features (/proc/cpuinfo), those that GEMMs use."""
 
 
 def processor() -> Rows:
@@ -28,6 +28,11 @@ def processor() -> Rows:
         ("cores", f"{usable} usable of {os.cpu_count()}"),
         ("SIMD", ", ".join(found) if found else "unknown"),
     ]
+
+
+def processor_name() -> str:
+    """What Linux calls it, or the kind of machine."""
+    return _key_values(Path("/proc/cpuinfo")).get("model name", platform.machine())
 
 
 def memory() -> Rows:
@@ -55,10 +60,11 @@ def accelerators() -> Rows:
     rows = []
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        capability = f"{device.major}.{device.minor}"
-        text = f"{device.name}, {device.total_memory / 1e9:,.0f} GB, compute capability {capability}"
-        rows.append((f"GPU {index}", text))
-    return [*rows, ("NVLink", _nvlink())]
+        kind = (
+            device.gcnArchName if torch.version.hip else f"compute capability {device.major}.{device.minor}"
+        )
+        rows.append((f"GPU {index}", f"{device.name}, {device.total_memory / 1e9:,.0f} GB, {kind}"))
+    return rows if torch.version.hip else [*rows, ("NVLink", _nvlink())]
 
 
 def network() -> Rows:

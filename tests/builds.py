@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.rank_worker import die_with_parent
-from tools.build_cuda import ROOT, find_ninja
+from tools.build_ninja import ROOT, find_ninja
 
 FINISHES_S = 1500.0
 """A build that takes longer, from when it is waited for, is ended."""

@@ -20,6 +20,7 @@ import pytest
 
 from tests.builds import Builds
 from tests.ranks import Ranks
+from tests.skips import pytest_terminal_summary  # noqa: F401 - a hook
 
 # The tests on GPUs run where hypothesis may not be installed, and do without it.
 with contextlib.suppress(ModuleNotFoundError):

@@ -31,7 +31,7 @@ def test_extras_that_texts_name_exist():
     texts = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     texts += [
         p
-        for pattern in ("docs/*.md", "pyruntime/**/*.py", "tools/*.py", "bench/*.py")
+        for pattern in ("docs/*.md", "pyruntime/**/*.py", "tools/*.py", "bench/**/*.py")
         for p in ROOT.glob(pattern)
     ]
     named = {

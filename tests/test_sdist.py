@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import pyruntime
 from tools.build_cuda import ROOT
 
 COMPILER = """#!/bin/sh
@@ -38,7 +39,7 @@ def sdist(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
     # A list of files that an earlier build left in the source folder would hide what MANIFEST.in lacks.
     run(sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder, "sdist", "-d", folder, cwd=ROOT)
-    (made,) = folder.glob("pyruntime-*.tar.gz")
+    (made,) = folder.glob("*.tar.gz")
     return made
 
 
@@ -47,6 +48,10 @@ def unpacked(sdist) -> Path:
     with tarfile.open(sdist) as file:
         file.extractall(sdist.parent, filter="data")
     return sdist.parent / sdist.name.removesuffix(".tar.gz")
+
+
+def test_its_version_is_the_package_s(sdist):
+    assert sdist.name == f"pyruntime-{pyruntime.__version__}.tar.gz"
 
 
 def test_it_has_every_source_of_the_core_and_of_the_kernels(unpacked):
@@ -80,12 +85,14 @@ def compilers(tmp_path) -> dict[str, str]:
 def test_pip_installs_from_it(sdist, tmp_path, compilers):
     install(sdist, tmp_path / "site", **compilers)
     installed, package = tmp_path / "site" / "pyruntime", ROOT / "pyruntime"
-    for ending in ("*.py", "*.toml"):
+    for ending in ("*.py", "*.pyi", "*.toml", "py.typed"):
         wanted = {path.relative_to(package) for path in package.rglob(ending)}
         assert wanted <= {path.relative_to(installed) for path in installed.rglob(ending)}
     assert list(installed.glob("_C*.so"))
     headers = installed / "cuda" / "headers"  # what tile variants are compiled of
-    assert (headers / "csrc/cuda/portable/tile_gemm.cuh").exists() and (headers / "hip/compat.h").exists()
+    assert (headers / "csrc/cuda/portable/gemm/tile_gemm.cuh").exists() and (
+        headers / "csrc/cuda/compat.h"
+    ).exists()
 
 
 def test_a_build_in_place_can_be_lenient_to_warnings(unpacked, compilers):

@@ -10,23 +10,22 @@ Who builds it when: docs/cuda.md.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 if __package__:
-    from tools import build_left_out, build_sm90
+    from tools import build_left_out, build_ninja, build_sm90
+    from tools.build_ninja import ROOT, Source, find_compiler, recipe, run_ninja
 else:  # run as a script
     import build_left_out
+    import build_ninja
     import build_sm90
+    from build_ninja import ROOT, Source, find_compiler, recipe, run_ninja
 
-ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cuda"
 LIBRARY = ROOT / "pyruntime" / "libpyruntime_cuda.so"
 PORTABLE = ROOT / "csrc" / "cuda" / "portable"
@@ -37,46 +36,36 @@ DEFAULT_ARCHITECTURES = "8.0+PTX;9.0a"
 OLDEST_ARCHITECTURE = (8, 0)
 NAMED_ARCHITECTURES = {"Ampere": "8.0;8.6", "Ada": "8.9", "Hopper": "9.0", "Blackwell": "10.0;12.0"}
 
-JOBS = ("MatmulJob", "GatherJob", "ScatterJob")
+JOBS = ("GatherJob", "ScatterJob")
 TILES = ("SmallTiles", "LargeTiles")
 TYPES = ("Bf16", "Fp16")
 
 
-def sources() -> list[tuple[str, Path, tuple[str, ...]]]:
+def sources() -> list[Source]:
     """Every object: its name, its source and its macros. A configuration of a fused kernel is one object."""
-    found: list[tuple[str, Path, tuple[str, ...]]] = [
-        ("chunk_plan", ROOT / "csrc" / "core" / "chunk_plan.cpp", ())
-    ]
-    for path in sorted(PORTABLE.glob("*.cu")):
+    found: list[Source] = [("chunk_plan", ROOT / "csrc" / "core" / "chunk_plan.cpp", ())]
+    for path in sorted(PORTABLE.rglob("*.cu")):
         if path.stem != "instances":
             found.append((path.stem, path, ()))
-    for job, tiles, element in itertools.product(JOBS, TILES, TYPES):
+    for name, (job, tiles, element) in instances().items():
         macros = (
             f"-DPYRUNTIME_INSTANCE_JOB={job}",
             f"-DPYRUNTIME_INSTANCE_TILES={tiles}",
             f"-DPYRUNTIME_INSTANCE_TYPE={element}",
         )
-        found.append((f"{job}_{tiles}_{element}", PORTABLE / "instances.cu", macros))
+        found.append((name, PORTABLE / "gemm" / "instances.cu", macros))
     return found
+
+
+def instances() -> dict[str, tuple[str, str, str]]:
+    """The objects of fused GEMMs by name: job, tiles and element of each."""
+    every = itertools.product(JOBS, TILES, TYPES)
+    return {f"{job}_{tiles}_{element}": (job, tiles, element) for job, tiles, element in every}
 
 
 def find_nvcc() -> Path | None:
     """nvcc of CUDA_HOME or CUDA_PATH (as torch has them), of PATH, or where CUDA installs itself."""
     return find_compiler("nvcc", ("CUDA_HOME", "CUDA_PATH"), Path("/usr/local/cuda"))
-
-
-def find_compiler(name: str, variables: Iterable[str], usual: Path) -> Path | None:
-    """bin/`name` in the folder that the first set variable names, there or nowhere; else that of PATH, else
-    that in the folder `usual`."""
-    for variable in variables:
-        if os.environ.get(variable):
-            named = Path(os.environ[variable]) / "bin" / name
-            return named if named.exists() else None
-    on_path = shutil.which(name)
-    if on_path:
-        return Path(on_path)
-    installed = usual / "bin" / name
-    return installed if installed.exists() else None
 
 
 def architecture_flags(wanted: str | None = None) -> list[str]:
@@ -117,30 +106,14 @@ def ninja_file(
 ) -> str:
     """The whole build as ninja reads it, in `folder`. Objects that are `left_out` are not linked, but what
     stands for them is (tools/build_left_out.py)."""
-    flags = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", f"-I{ROOT}/csrc", f"-I{ROOT}/hip"]
+    flags = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", f"-I{ROOT}/csrc"]
     flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
     if strict:
         flags += ["-Xcompiler", "-Werror", "-Werror", "all-warnings"]
-    lines = [
-        "ninja_required_version = 1.3",
-        f"nvcc = {nvcc}",
-        f"flags = {' '.join(flags)}",
-        f"architectures = {' '.join(architectures)}",
-        "rule compile",
-        # The assembler's report is kept; it is shown only where something fails.
-        "  command = $nvcc -MD -MF $out.d $flags $architectures $macros -c $in -o $out > $out.log 2>&1 "
-        "|| (cat $out.log; exit 1)",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "  description = nvcc $out",
-        "rule link",
-        "  command = $nvcc -shared -cudart static -Xlinker --exclude-libs,ALL $in -o $out",
-        "  description = link $out",
-    ]
-    objects = []
-    for name, source, macros in sources():
-        objects.append(str(folder / f"{name}.o"))
-        lines += [f"build {objects[-1]}: compile {source}", f"  macros = {' '.join(macros)}"]
+    named = ((str(folder / f"{name}.o"), source, macros) for name, source, macros in sources())
+    link = "-cudart static -Xlinker --exclude-libs,ALL"
+    lines, objects = recipe(str(nvcc), flags, named, link_flags=link)
+    lines.insert(1, f"architectures = {' '.join(architectures)}")
     hopper_lines, hopper_objects = build_sm90.ninja_lines(folder, architectures, hopper)
     lines += hopper_lines
     objects += hopper_objects
@@ -148,20 +121,8 @@ def ninja_file(
         objects = [name for name in objects if name not in left_out]
         objects.append(str(folder / f"{build_left_out.NAME}.o"))
         lines.append(f"build {objects[-1]}: compile {folder / build_left_out.NAME}.cu")
-        lines.append(f"  macros = -I{PORTABLE}")
     lines.append(f"build {library}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
-
-
-def find_ninja() -> str:
-    """ninja, also where the environment of this Python is not activated. Raises RuntimeError."""
-    folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    ninja = shutil.which("ninja", path=folders)
-    if ninja is None:
-        raise RuntimeError(
-            "kernels and C++ tests are built by ninja, which was not found: run `pip install ninja`."
-        )
-    return ninja
 
 
 def build(
@@ -188,18 +149,14 @@ def build(
         architectures = architecture_flags(os.environ.get("TORCH_CUDA_ARCH_LIST"))
     except ValueError as error:
         raise RuntimeError(str(error)) from error
-    folder.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
 
     def run(left_out: Iterable[Path] = ()) -> subprocess.CompletedProcess[str]:
-        recipe = ninja_file(
+        text = ninja_file(
             nvcc, architectures, library, strict, hopper=hopper, folder=folder, left_out=left_out
         )
-        (folder / "build.ninja").write_text(recipe)
-        jobs = os.environ.get("MAX_JOBS", str(len(os.sched_getaffinity(0))))
-        going = ["-k", "0"] if keep_going and not left_out else []
-        command = [find_ninja(), "-C", str(folder), "-j", jobs, *going, str(library)]
-        return subprocess.run(command, capture_output=True, text=True)
+        going = ("-k", "0") if keep_going and not left_out else ()
+        return run_ninja(folder, text, *going, str(library))
 
     ran, failed = run(), []
     if ran.returncode != 0 and keep_going and (failed := build_left_out.failed_objects(ran.stdout)):
@@ -237,15 +194,5 @@ def resource_reports() -> Iterator[tuple[str, str, int, int, int]]:
                 yield f"{name}:{kernel}", architecture, int(match[1]), stack, spills
 
 
-def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    try:
-        print(build())
-    except RuntimeError as error:
-        raise SystemExit(str(error)) from None
-
-
 if __name__ == "__main__":
-    main()
+    build_ninja.main(__doc__, build)

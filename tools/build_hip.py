@@ -1,6 +1,6 @@
 """Builds the kernels for GPUs of AMD: `python tools/build_hip.py` makes pyruntime/libpyruntime_hip.so.
 
-hipcc compiles csrc/cuda/portable in the HIP dialect (hip/compat.h) into one library. PYTORCH_ROCM_ARCH
+hipcc compiles csrc/cuda/portable in the HIP dialect (hip/dialect_hip.h) into one library. PYTORCH_ROCM_ARCH
 chooses the GPUs as it does for torch's extensions, MAX_JOBS how many files are compiled at once. ninja
 compiles what changed; each object lies in a folder of its own in build/hip, with its assembly and the
 compiler's report of registers and memory.
@@ -8,7 +8,7 @@ compiler's report of registers and memory.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import os
 import re
 import subprocess
@@ -17,15 +17,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 if __package__:
-    from tools.build_cuda import ROOT, find_compiler, find_ninja, sources
+    from tools import build_ninja
+    from tools.build_cuda import sources
+    from tools.build_ninja import ROOT, find_compiler, recipe, run_ninja
 else:  # run as a script
-    from build_cuda import ROOT, find_compiler, find_ninja, sources
+    import build_ninja
+    from build_cuda import sources
+    from build_ninja import ROOT, find_compiler, recipe, run_ninja
 
 BUILD = ROOT / "build" / "hip"
 LIBRARY = ROOT / "pyruntime" / "libpyruntime_hip.so"
 
-DEFAULT_ARCHITECTURES = "gfx90a"
-"""MI200, which Frontier has."""
+ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
+"""MI200, which Frontier has; MI300; MI350. Without PYTORCH_ROCM_ARCH, those of them that hipcc knows."""
 DEBIAN_PACKAGES = ("hipcc", "libamdhip64-dev", "rocm-device-libs")
 
 
@@ -43,13 +47,17 @@ class Resources(NamedTuple):
 
 
 def find_hipcc() -> Path | None:
-    """hipcc of ROCM_PATH or HIP_PATH, of PATH, or where ROCm installs itself."""
-    return find_compiler("hipcc", ("ROCM_PATH", "HIP_PATH"), Path("/opt/rocm"))
+    """hipcc of ROCM_HOME, ROCM_PATH or HIP_PATH, of PATH, or where ROCm installs itself."""
+    return find_compiler("hipcc", ("ROCM_HOME", "ROCM_PATH", "HIP_PATH"), Path("/opt/rocm"))
 
 
 def architectures() -> list[str]:
     """The GPUs to compile for. Raises RuntimeError for what has no matrix instructions of these kernels."""
-    names = re.split(r"[;,\s]+", os.environ.get("PYTORCH_ROCM_ARCH") or DEFAULT_ARCHITECTURES)
+    named = os.environ.get("PYTORCH_ROCM_ARCH")
+    if not named:
+        hipcc = find_hipcc()
+        return known_architectures(hipcc) if hipcc is not None else list(ARCHITECTURES)
+    names = re.split(r"[;,\s]+", named)
     for name in names:
         if not re.fullmatch(r"gfx9(0a|4\w|5\w)", name):
             raise RuntimeError(
@@ -59,48 +67,77 @@ def architectures() -> list[str]:
     return names
 
 
+@functools.cache
+def known_architectures(hipcc: Path) -> list[str]:
+    """Those of ARCHITECTURES that this compiler, with its device libraries, compiles for."""
+
+    def compiles(name: str) -> bool:
+        command = [hipcc, "-x", "hip", f"--offload-arch={name}", "--cuda-device-only", "-E", os.devnull]
+        environment = os.environ | {"HIP_PLATFORM": "amd"}
+        return subprocess.run(command, capture_output=True, env=environment).returncode == 0
+
+    # Where it compiles for none, it says why when it is asked to.
+    return [name for name in ARCHITECTURES if compiles(name)] or [ARCHITECTURES[0]]
+
+
 def ninja_file(hipcc: Path, library: Path) -> str:
     """The whole build as ninja reads it."""
-    flags = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+    flags = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
     flags += ["-Rpass-analysis=kernel-resource-usage", "-save-temps=obj", f"-I{ROOT}/csrc", f"-I{ROOT}/hip"]
     flags += [f"--offload-arch={name}" for name in architectures()]
-    lines = [
-        "ninja_required_version = 1.3",
-        f"hipcc = HIP_PLATFORM=amd {hipcc}",  # it takes nvcc where it finds it
-        f"flags = {' '.join(flags)}",
-        "rule compile",
-        "  command = $hipcc -MD -MF $out.d $flags $macros -x hip -c $in -o $out > $out.log 2>&1 "
-        "|| (cat $out.log; exit 1)",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "  description = hipcc $out",
-        "rule link",
-        "  command = $hipcc -shared -Wl,-z,defs $in -o $out",
-        "  description = link $out",
-    ]
-    objects = []
-    for name, source, macros in sources():
-        objects.append(str(BUILD / name / f"{name}.o"))
-        lines += [f"build {objects[-1]}: compile {source}", f"  macros = {' '.join(macros)}"]
+    named = ((str(BUILD / name / f"{name}.o"), source, macros) for name, source, macros in sources())
+    compiler = f"HIP_PLATFORM=amd {hipcc}"  # it takes nvcc where it finds it
+    lines, objects = recipe(compiler, flags, named, link_flags="-Wl,-z,defs", language="-x hip ")
     lines.append(f"build {library}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
 
 
-def build(library: Path = LIBRARY) -> Path:
-    """Builds what changed and returns the library. Raises RuntimeError with a sentence where it cannot."""
+def build(library: Path = LIBRARY, *, strict: bool = True) -> Path:
+    """Builds what changed and returns the library.
+
+    strict: warnings are errors, as fits one's own compiler.
+    Raises RuntimeError with a sentence where it cannot.
+    """
     hipcc = find_hipcc()
     if hipcc is None:
         raise RuntimeError(
-            "the kernels for GPUs of AMD are compiled by hipcc, which is not on PATH, in ROCM_PATH or in "
-            f"/opt/rocm; on Debian: apt-get install {' '.join(DEBIAN_PACKAGES)}."
+            "the kernels for GPUs of AMD are compiled by hipcc, which is not on PATH, in ROCM_HOME, "
+            f"in ROCM_PATH or in /opt/rocm; on Debian: apt-get install {' '.join(DEBIAN_PACKAGES)}."
         )
-    BUILD.mkdir(parents=True, exist_ok=True)
-    (BUILD / "build.ninja").write_text(ninja_file(hipcc, library))
-    jobs = os.environ.get("MAX_JOBS", str(len(os.sched_getaffinity(0))))
-    ran = subprocess.run([find_ninja(), "-C", str(BUILD), "-j", jobs], capture_output=True, text=True)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    ran = run_ninja(BUILD, ninja_file(hipcc, library))
     if ran.returncode != 0:
-        raise RuntimeError(f"the kernels do not build for GPUs of AMD:\n{ran.stdout}{ran.stderr}")
+        said = ran.stdout + ran.stderr
+        raise RuntimeError(
+            what_is_missing(hipcc, said) or f"the kernels do not build for GPUs of AMD:\n{said}"
+        )
+    if strict and (warned := warnings_of_the_build()):
+        raise RuntimeError("hipcc warns of the kernels for GPUs of AMD:\n" + "\n".join(warned))
     return library
+
+
+def warnings_of_the_build() -> list[str]:
+    """What the compiler warned of in the last build. Not by -Werror, so that one build serves who is strict
+    and who is not."""
+    logs = (BUILD / name / f"{name}.o.log" for name, *_ in sources())
+    return [line for log in logs for line in log.read_text().splitlines() if ": warning: " in line]
+
+
+def what_is_missing(hipcc: Path, said: str) -> str:
+    """A sentence for what a compiler lacks that said this; empty where it is something else."""
+    names = ";".join(architectures())
+    if found := re.search(r"invalid target ID '(\w+)'|unsupported HIP gpu architecture: (\w+)", said):
+        return (
+            f"PYTORCH_ROCM_ARCH asks for {names}, and {hipcc} does not know {found[1] or found[2]}; set it "
+            "to the architecture of your GPUs alone, or use a newer ROCm."
+        )
+    if found := re.search(r"cannot find ROCm device library( for \w+)?", said):
+        return (
+            f"the kernels are to be compiled for {names}, and {hipcc} finds no ROCm device library"
+            f"{found[1] or ''}; install rocm-device-libs of the same ROCm, or name its folder in "
+            "HIP_DEVICE_LIB_PATH."
+        )
+    return ""
 
 
 def resource_reports() -> Iterator[Resources]:
@@ -130,21 +167,14 @@ def resource_reports() -> Iterator[Resources]:
                 found = {}
 
 
-def assembly(name: str) -> str:
-    """The instructions of one object of the last build, for the first architecture."""
-    found = sorted((BUILD / name).glob(f"*-hip-amdgcn-amd-amdhsa-{architectures()[0]}.s"))
+def assembly(name: str, architecture: str | None = None) -> str:
+    """The instructions of one object of the last build, for the first architecture unless one is named."""
+    wanted = architecture or architectures()[0]
+    found = sorted((BUILD / name).glob(f"*-hip-amdgcn-amd-amdhsa-{wanted}.s"))
+    if not found:
+        raise FileNotFoundError(f"{name} has not been compiled for {wanted}; run tools/build_hip.py.")
     return found[0].read_text()
 
 
-def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    try:
-        print(build())
-    except RuntimeError as error:
-        raise SystemExit(str(error)) from None
-
-
 if __name__ == "__main__":
-    main()
+    build_ninja.main(__doc__, build)

@@ -12,7 +12,7 @@ from pathlib import Path
 NAME = "left_out"
 SENTENCE = "this kernel was left out of the library, because {} did not compile."
 
-HEAD = """#include "checks.h"
+HEAD = """#include "cuda/portable/checks.h"
 // A launcher returns a code; what launchers call throws. The functions' real parameters need not be known.
 #define LAUNCHER(number, symbol)                                          \\
   extern "C" PYRUNTIME_API int left_out_##number() __asm__(symbol);       \\

@@ -24,7 +24,7 @@ HEADERS = Path("cutlass_library", "source", "include")
 
 TILES = ("SmallTiles", "LargeTiles")
 TYPES = ("Bf16", "Fp16")
-LAYOUTS = ("NT", "NN", "TN")
+LAYOUTS = ("NT", "NN")
 
 ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
 FLAGS = (

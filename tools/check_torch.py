@@ -22,9 +22,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 if __package__:
-    from tools.build_cuda import ROOT, find_ninja, find_nvcc
+    from tools.build_cuda import find_nvcc
+    from tools.build_ninja import ROOT, find_ninja
 else:  # run as a script
-    from build_cuda import ROOT, find_ninja, find_nvcc
+    from build_cuda import find_nvcc
+    from build_ninja import ROOT, find_ninja
 
 BUILD = ROOT / "build" / "check_torch"
 NEEDED = ("torch/include/", "torch/lib/", "torch/version.py")

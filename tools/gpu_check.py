@@ -1,7 +1,7 @@
 """Everything that needs a GPU: `make gpu-check`, or `python3 tools/gpu_check.py --help`. docs/gpu-check.md
 says how to use it on a machine without a network.
 
-Builds the C++ core and the CUDA kernels in place, runs the tests marked `gpu`, measures with bench/gpu.py and
+Builds the C++ core and the CUDA kernels in place, runs the tests marked `gpu`, measures with bench/gpu and
 lets compute-sanitizer watch small runs of the fused kernels, the most telling first. It downloads and
 installs nothing: it uses the Python that runs it, whose torch must have CUDA, and nvcc.
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(ROOT))
 
 from tools import build_sm90  # noqa: E402
 from tools.gpu import build, report  # noqa: E402

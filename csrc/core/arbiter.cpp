@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "core/deadline.h"
-#include "core/prompt_thread.h"
+#include "core/host_process.h"
 
 namespace pyruntime {
 
@@ -23,12 +23,9 @@ constexpr double kAgeSeconds = 20e-3;
 constexpr double kLatestWeight = 0.2;  // of the latest chunk, in the running mean of chunk times
 constexpr long kPollNanoseconds = 100'000;
 
-void keep_recent(std::vector<double>& recent, int64_t number, double seconds) {
-  if (recent.size() < Arbiter::kRecentChunks) {
-    recent.push_back(seconds);
-  } else {
-    recent[static_cast<size_t>(number) % Arbiter::kRecentChunks] = seconds;
-  }
+void keep_recent(std::deque<double>& recent, double seconds) {
+  recent.push_back(seconds);
+  if (recent.size() > Arbiter::kRecentChunks) recent.pop_front();
 }
 
 }  // namespace
@@ -65,9 +62,7 @@ void Arbiter::add(std::shared_ptr<Lane> lane) {
 
 void Arbiter::remove(const std::shared_ptr<Lane>& lane) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  entries_.erase(std::remove_if(entries_.begin(), entries_.end(),
-                                [&](const Entry& entry) { return entry.lane == lane; }),
-                 entries_.end());
+  std::erase_if(entries_, [&](const Entry& entry) { return entry.lane == lane; });
 }
 
 void Arbiter::wake() {
@@ -101,7 +96,8 @@ void Arbiter::acknowledge(TrafficClass traffic_class, SendWindow& window, int64_
                              : (1 - kLatestWeight) * window.chunk_seconds + kLatestWeight * seconds;
   TrafficFigures& figures = figures_[traffic_class];
   figures.transfer_s += seconds;
-  keep_recent(figures.recent_transfer_s, ++figures.arrived, seconds);
+  ++figures.arrived;
+  keep_recent(figures.recent_transfer_s, seconds);
 }
 
 void Arbiter::give_up(SendWindow& window, int64_t bytes) {
@@ -125,14 +121,13 @@ void Arbiter::ensure_window_bytes(int64_t bytes) {
   window_bytes_ = std::max(window_bytes_, bytes);
 }
 
-std::optional<std::pair<double, double>> Arbiter::known_cost(const std::string& hosts) {
+std::optional<LinkCost> Arbiter::known_cost(const std::string& hosts) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = costs_.find(hosts);
-  if (found == costs_.end()) return std::nullopt;
-  return found->second;
+  return found == costs_.end() ? std::nullopt : std::optional(found->second);
 }
 
-void Arbiter::remember_cost(const std::string& hosts, std::pair<double, double> cost) {
+void Arbiter::remember_cost(const std::string& hosts, const LinkCost& cost) {
   const std::lock_guard<std::mutex> lock(mutex_);
   costs_[hosts] = cost;
 }
@@ -187,9 +182,7 @@ void Arbiter::sleep(bool poll_soon) {
 }
 
 bool Arbiter::dispatch() {
-  entries_.erase(
-      std::remove_if(entries_.begin(), entries_.end(), [](const Entry& entry) { return entry.lane->done(); }),
-      entries_.end());
+  std::erase_if(entries_, [](const Entry& entry) { return entry.lane->done(); });
   while (true) {
     const double now = monotonic_seconds();
     Entry* entry = next_to_leave(now);
@@ -202,13 +195,13 @@ bool Arbiter::dispatch() {
     figures.bytes += bytes;
     const double queued = now - entry->ready_since;
     figures.queued_s += queued;
-    keep_recent(figures.recent_queued_s, figures.chunks, queued);
+    keep_recent(figures.recent_queued_s, queued);
     ++window.chunks;
     window.bytes += bytes;
     entry->ready_since = 0;
     lane.send();
   }
-  return std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
+  return std::ranges::any_of(entries_, [](const Entry& entry) {
     return entry.ready_since == 0 && !entry.lane->done() && entry.lane->needs_polling();
   });
 }
@@ -232,10 +225,11 @@ Arbiter::Entry* Arbiter::next_to_leave(double now) {
   return nullptr;
 }
 
-int Arbiter::rank_of(const Entry& entry, double now) const {
-  if (policy_ == Policy::kFifo) return static_cast<int>(entry.sequence);
+std::pair<int64_t, int> Arbiter::rank_of(const Entry& entry, double now) const {
+  if (policy_ == Policy::kFifo) return {static_cast<int64_t>(entry.sequence), 0};
   const double step = std::max(kAgeSeconds, kAgeChunks * entry.lane->window().chunk_seconds);
-  return static_cast<int>(entry.lane->traffic_class()) - static_cast<int>((now - entry.ready_since) / step);
+  const auto classes_up = static_cast<int64_t>((now - entry.ready_since) / step);
+  return {static_cast<int64_t>(entry.lane->traffic_class()) - classes_up, entry.lane->within()};
 }
 
 bool Arbiter::fits(const Entry& entry) const {

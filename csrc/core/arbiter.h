@@ -4,7 +4,9 @@
 //
 //     lane     chunks of one flight to one neighbour, in order; its head may leave when it is `ready`
 //     window   what is on its way to one destination host and not yet acknowledged: `kWindowChunks` chunks
-//     class    tp before cp before pp before dp before checkpoint; within a class, first come first served
+//     class    tp before cp before pp before dp before checkpoint; within a class by the lane's `within`,
+//     lanes
+//              that are alike first come first served
 //     ageing   a head that has waited long moves up one class at a time, so nothing starves
 //
 // The Arbiter's thread never waits for anything but its own work: a lane offers a chunk only after its
@@ -36,11 +38,19 @@ struct SendWindow {
   double chunk_seconds = 0;  // how long a chunk lately took from leaving to being acknowledged
 };
 
+// What sending costs between neighbours: seconds for `bytes` are latency_s + bytes * seconds_per_byte.
+struct LinkCost {
+  double latency_s = 100e-6;
+  double seconds_per_byte = 1e-9;
+};
+
 class Lane {
  public:
   virtual ~Lane() = default;
   // All of these are called by the Arbiter's thread.
   virtual TrafficClass traffic_class() const = 0;
+  // Its place within the class: lower leaves first.
+  virtual int within() const { return 0; }
   virtual SendWindow& window() = 0;
   // Whether the next chunk may leave now.
   virtual bool ready() = 0;
@@ -58,10 +68,10 @@ struct TrafficFigures {
   int64_t chunks = 0;   // that left
   int64_t arrived = 0;  // of them
   int64_t bytes = 0;
-  double queued_s = 0;                  // from being ready to leaving, summed over chunks
-  double transfer_s = 0;                // from leaving to being acknowledged, summed over chunks
-  std::vector<double> recent_queued_s;  // of the last kRecentChunks chunks, in no order
-  std::vector<double> recent_transfer_s;
+  double queued_s = 0;                 // from being ready to leaving, summed over chunks
+  double transfer_s = 0;               // from leaving to being acknowledged, summed over chunks
+  std::deque<double> recent_queued_s;  // of the last kRecentChunks chunks
+  std::deque<double> recent_transfer_s;
 };
 
 class Arbiter {
@@ -104,10 +114,9 @@ class Arbiter {
   void ensure_window_bytes(int64_t bytes);
   void set_policy(Policy policy);
 
-  // Latency (seconds) and seconds per byte between hosts, as they were measured: links belong to the process,
-  // groups share them.
-  std::optional<std::pair<double, double>> known_cost(const std::string& hosts);
-  void remember_cost(const std::string& hosts, std::pair<double, double> cost);
+  // Between hosts, as it was measured: links belong to the process, groups share them.
+  std::optional<LinkCost> known_cost(const std::string& hosts);
+  void remember_cost(const std::string& hosts, const LinkCost& cost);
 
   std::map<TrafficClass, TrafficFigures> figures();
   void reset_figures();
@@ -126,7 +135,8 @@ class Arbiter {
   // Sends what may leave now; returns whether some lane must be looked at again soon.
   bool dispatch();
   Entry* next_to_leave(double now);
-  int rank_of(const Entry& entry, double now) const;
+  // Lower leaves first.
+  std::pair<int64_t, int> rank_of(const Entry& entry, double now) const;
   bool fits(const Entry& entry) const;
   void sleep(bool poll_soon);
 
@@ -137,7 +147,7 @@ class Arbiter {
   uint64_t last_sequence_ = 0;
   std::map<int, std::function<bool()>> listeners_;
   std::map<std::string, std::unique_ptr<SendWindow>> windows_;
-  std::map<std::string, std::pair<double, double>> costs_;
+  std::map<std::string, LinkCost> costs_;
   int64_t window_bytes_ = 0;
   Policy policy_ = Policy::kPriority;
   std::map<TrafficClass, TrafficFigures> figures_;

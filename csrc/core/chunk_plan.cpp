@@ -23,24 +23,40 @@ ChunkPlan::ChunkPlan(int64_t rows, int world_size, int rank, int pieces, int hol
 
 Chunk ChunkPlan::run(int owner, int first, int count) const {
   const Chunk& whole = chunks_[owner];
-  const int64_t longer = whole.rows % pieces_;  // the first pieces have one row more
+  const auto cut = [](int64_t begin, int64_t rows, int piece, int pieces) {
+    return begin + piece * (rows / pieces) + std::min<int64_t>(piece, rows % pieces);
+  };
   const auto begin_of = [&](int piece) {
-    return whole.begin + piece * (whole.rows / pieces_) + std::min<int64_t>(piece, longer);
+    if (halves_.empty()) return cut(whole.begin, whole.rows, piece, pieces_);
+    const int64_t middle = halves_[owner];
+    const int half = pieces_ / 2;
+    return piece < half ? cut(whole.begin, middle - whole.begin, piece, half)
+                        : cut(middle, whole.begin + whole.rows - middle, piece - half, half);
   };
   return {owner, begin_of(first), begin_of(first + count) - begin_of(first), first, count};
 }
 
-std::vector<Chunk> ChunkPlan::gather_order() const {
-  std::vector<Chunk> order;
-  order.reserve(chunks_.size());
-  for (int step = 0; step < world_size(); ++step) order.push_back(chunks_[(rank_ + step) % world_size()]);
-  return order;
+ChunkPlan ChunkPlan::of_some(const std::vector<int64_t>& rows, int pieces) const {
+  const auto place_of = [&](int64_t row) {
+    return std::lower_bound(rows.begin(), rows.end(), row) - rows.begin();
+  };
+  ChunkPlan some(static_cast<int64_t>(rows.size()), world_size(), rank_, pieces);
+  some.max_rows_ = 0;
+  for (int owner = 0; owner < world_size(); ++owner) {
+    const Chunk& all = chunks_[owner];
+    const int64_t begin = place_of(all.begin);
+    some.chunks_[owner] = {owner, begin, place_of(all.begin + all.rows) - begin};
+    some.max_rows_ = std::max(some.max_rows_, some.chunks_[owner].rows);
+    if (pieces % 2 == 0 && pieces_ % 2 == 0) {
+      some.halves_.push_back(place_of(run(owner, pieces_ / 2, 0).begin));
+    }
+  }
+  return some;
 }
 
-std::vector<Chunk> ChunkPlan::scatter_order() const {
-  std::vector<Chunk> order;
-  order.reserve(chunks_.size());
-  for (int step = 1; step <= world_size(); ++step) order.push_back(chunks_[(rank_ + step) % world_size()]);
+std::vector<Chunk> ChunkPlan::order_from(int owner) const {
+  std::vector<Chunk> order(chunks_);
+  std::rotate(order.begin(), order.begin() + owner % world_size(), order.end());
   return order;
 }
 

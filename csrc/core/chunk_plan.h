@@ -30,6 +30,11 @@ class ChunkPlan {
  public:
   ChunkPlan(int64_t rows, int world_size, int rank, int pieces = 1, int holder = kEveryRank);
 
+  // Of some of these rows, `rows` in ascending order, numbered anew from 0. Every rank keeps its own, and
+  // what lay in the first half of its pieces lies in the first half of the new `pieces`, where both numbers
+  // are even: on a ring it goes the same way round, so that it is summed in the same order.
+  ChunkPlan of_some(const std::vector<int64_t>& rows, int pieces) const;
+
   int64_t rows() const { return rows_; }
   int world_size() const { return static_cast<int>(chunks_.size()); }
   const Chunk& of(int rank) const { return chunks_[rank]; }
@@ -42,18 +47,23 @@ class ChunkPlan {
 
   // On one host. all_gather_matmul: the own chunk needs no wait and comes first; then rank + 1, rank + 2,
   // ..., so that no two ranks pull from the same peer at once.
-  std::vector<Chunk> gather_order() const;
+  std::vector<Chunk> gather_order() const { return order_from(rank_); }
 
   // On one host. matmul_reduce_scatter: what others wait for comes first, nearest peer first; the own chunk
-  // last, while the others' products travel.
-  std::vector<Chunk> scatter_order() const;
+  // last, while the others' GEMMs travel.
+  std::vector<Chunk> scatter_order() const { return order_from(rank_ + 1); }
 
  private:
+  // All ranks' rows, those of `owner` first.
+  std::vector<Chunk> order_from(int owner) const;
+
   int64_t rows_;
   int64_t max_rows_;
   int rank_;
   int pieces_;
   std::vector<Chunk> chunks_;
+  // Of some rows: where each owner's first half of pieces ends. Empty: in the middle.
+  std::vector<int64_t> halves_;
 };
 
 }  // namespace pyruntime

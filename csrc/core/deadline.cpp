@@ -11,10 +11,13 @@ namespace {
 std::function<void()> interrupt_check;
 std::function<void()> failure_check;
 thread_local std::function<void()> scoped_check;
+thread_local Filler* filler = nullptr;
+thread_local std::vector<Span> filled;
 
 constexpr int kSpins = 4000;                    // about 50 us
 constexpr double kYieldSeconds = 2e-3;          // then naps
 constexpr double kLivenessEverySeconds = 5e-3;  // how often the peer's process is looked at
+constexpr double kSameSpanSeconds = 2e-5;       // between pieces that follow each other
 
 void relax_core() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -24,7 +27,29 @@ void relax_core() {
 #endif
 }
 
+// Whether there was something to do.
+bool fill() {
+  if (filler == nullptr) return false;
+  const double begin = monotonic_seconds();
+  if (!filler->work()) return false;
+  const double end = monotonic_seconds();
+  if (!filled.empty() && begin - filled.back().end < kSameSpanSeconds) {
+    filled.back().end = end;
+  } else {
+    filled.push_back({begin, end});
+  }
+  return true;
+}
+
 }  // namespace
+
+void set_filler(Filler* own) {
+  filler = own;
+}
+
+std::vector<Span> take_filled() {
+  return std::exchange(filled, {});
+}
 
 void set_interrupt_check(std::function<void()> check) {
   interrupt_check = std::move(check);
@@ -56,8 +81,11 @@ bool wait_until(const std::function<bool()>& arrived, double seconds,
   const double start = monotonic_seconds();
   double next_look = start + kLivenessEverySeconds;
   while (!arrived()) {
+    const bool worked = fill();
     const double now = monotonic_seconds();
-    if (now - start < kYieldSeconds) {
+    if (worked) {
+      if (arrived()) return true;
+    } else if (now - start < kYieldSeconds) {
       sched_yield();
     } else {
       std::this_thread::sleep_for(std::chrono::microseconds(50));

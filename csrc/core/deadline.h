@@ -2,7 +2,9 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
+#include <vector>
 
 namespace pyruntime {
 
@@ -11,6 +13,10 @@ inline constexpr double kDefaultDeadlineSeconds = 120.0;
 // Seconds on a monotonic clock.
 inline double monotonic_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+inline std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
 }
 
 // Called now and then by every wait, outside any lock; it may throw to end the wait (the bindings look for
@@ -36,11 +42,30 @@ class ScopedWaitCheck {
 // Calls all of them; for waits that do not go through wait_until().
 void check_wait();
 
+// Work that a thread may do instead of waiting.
+class Filler {
+ public:
+  virtual ~Filler() = default;
+  // Does a piece of it, short enough that what has come meanwhile may wait for its end, and without waiting
+  // for anybody; false where there is none.
+  virtual bool work() = 0;
+};
+
+// This thread's, from now on; nullptr: none.
+void set_filler(Filler* filler);
+
+struct Span {
+  double begin, end;  // monotonic_seconds()
+};
+
+// When this thread worked inside its waits since it asked last, in order.
+std::vector<Span> take_filled();
+
 // Waits until arrived() is true or `seconds` have passed, and says which. arrived() may take what it finds (a
 // signal, say): it is not called again after it has been true. `still_possible` is called every few
 // milliseconds and throws when the wait has become pointless (the peer's process is gone). The waiting thread
-// first spins (a chunk usually arrives within microseconds), then yields its core (ranks may outnumber
-// cores), then naps (a late peer should not cost a core).
+// first spins (a chunk usually arrives within microseconds), then does what its filler has; with nothing to
+// do it yields its core (ranks may outnumber cores), then naps (a late peer should not cost a core).
 bool wait_until(const std::function<bool()>& arrived, double seconds,
                 const std::function<void()>& still_possible);
 

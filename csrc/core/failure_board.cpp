@@ -5,15 +5,17 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <future>
+#include <iterator>
 #include <optional>
+#include <sstream>
 #include <thread>
 #include <unistd.h>
 #include <utility>
-#include <vector>
 
 #include "core/deadline.h"
+#include "core/host_process.h"
 #include "core/peers.h"
-#include "cpu/host_process.h"
 
 namespace pyruntime {
 
@@ -33,31 +35,24 @@ constexpr std::chrono::milliseconds kStorePatience{500};
 
 constexpr char kSeparator = '\x1f';
 
-std::vector<uint8_t> encode(const Failure& failure) {
-  const std::string text = std::to_string(static_cast<int>(failure.kind)) + kSeparator +
-                           std::to_string(failure.rank) + kSeparator + failure.group + kSeparator +
-                           failure.message;
-  return {text.begin(), text.end()};
+std::string encode(const Failure& failure) {
+  return std::to_string(static_cast<int>(failure.kind)) + kSeparator + std::to_string(failure.rank) +
+         kSeparator + failure.group + kSeparator + failure.message;
 }
 
-std::optional<Failure> decode(const std::vector<uint8_t>& bytes) {
-  const std::string text(bytes.begin(), bytes.end());
-  const size_t first = text.find(kSeparator);
-  const size_t second = first == std::string::npos ? first : text.find(kSeparator, first + 1);
-  const size_t third = second == std::string::npos ? second : text.find(kSeparator, second + 1);
-  if (third == std::string::npos) return std::nullopt;
-  return Failure{static_cast<CommErrorKind>(std::stoi(text.substr(0, first))), text.substr(third + 1),
-                 text.substr(second + 1, third - second - 1),
-                 std::stoi(text.substr(first + 1, second - first - 1))};
+std::optional<Failure> decode(const std::string& text) {
+  std::istringstream parts(text);
+  Failure failure{};
+  int kind = 0;
+  char separator = 0;
+  parts >> kind >> separator >> failure.rank >> separator;
+  if (!std::getline(parts, failure.group, kSeparator)) return std::nullopt;
+  failure.kind = static_cast<CommErrorKind>(kind);
+  failure.message.assign(std::istreambuf_iterator<char>(parts), {});
+  return failure;
 }
 
 }  // namespace
-
-struct FailureBoard::Asking {
-  Question question;
-  bool answered = false;
-  bool failed = false;
-};
 
 // What the threads of one job share. The store is asked by the watching thread alone: a store that does not
 // answer holds up nobody else.
@@ -77,7 +72,7 @@ struct FailureBoard::Session {
   std::optional<Failure> to_post;
   bool look_now = false;
   uint64_t looks = 0;
-  std::deque<std::shared_ptr<Asking>> questions;
+  std::deque<std::packaged_task<void(c10d::Store&)>> questions;
 
   int64_t number = 0;  // how often this rank has joined a job on this store; 0: it has not yet
 
@@ -88,6 +83,11 @@ struct FailureBoard::Session {
     return "pyruntime/life/" + std::to_string(number) + "/" + std::to_string(of);
   }
 
+  bool is_watched() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return watched;
+  }
+  std::future<void> add(Question question);
   // The thread's first work: the store may not answer.
   void connect();
   void answer(std::unique_lock<std::mutex>& lock);
@@ -149,21 +149,22 @@ void FailureBoard::Session::connect() {
   number = joined;
 }
 
+std::future<void> FailureBoard::Session::add(Question question) {
+  std::packaged_task<void(c10d::Store&)> task(std::move(question));
+  std::future<void> answered = task.get_future();
+  const std::lock_guard<std::mutex> lock(mutex);
+  questions.push_back(std::move(task));
+  changed.notify_all();
+  return answered;
+}
+
 void FailureBoard::Session::answer(std::unique_lock<std::mutex>& lock) {
   while (!questions.empty()) {
-    const std::shared_ptr<Asking> next = questions.front();
+    auto next = std::move(questions.front());
     questions.pop_front();
-    bool failed_to_answer = false;
     lock.unlock();
-    try {
-      next->question(*own);
-    } catch (const std::exception&) {
-      failed_to_answer = true;
-    }
+    next(*own);  // what it throws is its future's
     lock.lock();
-    next->failed = failed_to_answer;
-    next->answered = true;
-    changed.notify_all();
   }
 }
 
@@ -172,18 +173,18 @@ bool FailureBoard::Session::look(std::unique_lock<std::mutex>& lock) {
   look_now = false;
   const std::string board_key = key(), own_life = life_key(rank);
   const uint64_t looked_in = generation;
-  const std::string sign = SignOfLife{cpu::host_identity(), getpid(), looks}.text();
+  const std::string sign = SignOfLife{host_identity(), getpid(), looks}.text();
   const std::optional<Failure> posting = std::exchange(to_post, std::nullopt);
   std::optional<Failure> found;
   bool reached = true;
   lock.unlock();
   try {
     if (posting) {
-      found = decode(own->compareSet(board_key, {}, encode(*posting)));
+      found = decode(own->compareSet(board_key, std::string(), encode(*posting)));
     } else if (own->check({board_key})) {
-      found = decode(own->get(board_key));
+      found = decode(own->get_to_str(board_key));
     }
-    own->set(own_life, std::vector<uint8_t>(sign.begin(), sign.end()));
+    own->set(own_life, sign);
   } catch (const std::exception&) {
     reached = false;
   }
@@ -227,30 +228,23 @@ void FailureBoard::watch(const std::shared_ptr<Session>& session) {
 
 FailureBoard::Asked FailureBoard::ask(Question question, double seconds) {
   const std::shared_ptr<Session> session = this->session();
-  const auto asking = std::make_shared<Asking>();
-  asking->question = std::move(question);
   const double end = monotonic_seconds() + seconds;
-  std::unique_lock<std::mutex> lock(session->mutex);
-  session->questions.push_back(asking);
-  session->changed.notify_all();
-  while (!asking->answered) {
-    if (!session->watched) return Asked::kStoreGone;
+  std::future<void> answered = session->add(std::move(question));
+  while (answered.wait_for(kAnswerLook) != std::future_status::ready) {
+    if (!session->is_watched()) return Asked::kStoreGone;
     if (monotonic_seconds() > end) return Asked::kTimeout;
-    session->changed.wait_for(lock, kAnswerLook, [&] { return asking->answered || !session->watched; });
-    lock.unlock();
     check_wait();
-    lock.lock();
   }
-  return asking->failed ? Asked::kStoreGone : Asked::kAnswered;
+  try {
+    answered.get();
+    return Asked::kAnswered;
+  } catch (const std::exception&) {
+    return Asked::kStoreGone;
+  }
 }
 
 void FailureBoard::ask_later(Question question) {
-  const std::shared_ptr<Session> session = this->session();
-  const auto asking = std::make_shared<Asking>();
-  asking->question = std::move(question);
-  const std::lock_guard<std::mutex> lock(session->mutex);
-  session->questions.push_back(asking);
-  session->changed.notify_all();
+  session()->add(std::move(question));
 }
 
 std::string FailureBoard::life_key(int rank) {

@@ -65,7 +65,6 @@ class FailureBoard {
 
  private:
   struct Session;
-  struct Asking;
 
   // The watching thread; it holds the session, not the board.
   static void watch(const std::shared_ptr<Session>& session);

@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <exception>
-#include <iostream>
-#include <sstream>
 #include <utility>
 
 #include "core/deadline.h"
+#include "core/text.h"
 
 namespace pyruntime {
 
@@ -15,27 +14,12 @@ namespace {
 constexpr double kLongSeconds = 10.0;
 constexpr double kLongShare = 0.25;  // of the deadline
 
-std::function<void(const std::string&)> installed_reporter;
-
-void report(const std::string& text) {
-  if (installed_reporter) {
-    installed_reporter(text);
-  } else {
-    std::cerr << text + "\n" << std::flush;  // in one write: other ranks write here too
-  }
-}
-
-std::string seconds_text(double seconds) {
-  std::ostringstream text;
-  text.precision(3);
-  text << seconds << " s";
-  return text.str();
-}
+std::function<void(const std::string&)> report = [](const std::string&) {};
 
 }  // namespace
 
 void set_reporter(std::function<void(const std::string&)> reporter) {
-  installed_reporter = std::move(reporter);
+  report = std::move(reporter);
 }
 
 LateReport::LateReport(double deadline_seconds, std::function<std::string()> site)

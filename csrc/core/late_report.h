@@ -6,7 +6,7 @@
 
 namespace pyruntime {
 
-// Where reports go; the bindings hand them to Python's logging. Without it they go to stderr.
+// Where reports go; the bindings hand them to Python's logging. Nowhere before the first call.
 void set_reporter(std::function<void(const std::string&)> reporter);
 
 // One wait. `site` makes the sentence up to "waiting for rank 1 to ...".

@@ -6,10 +6,12 @@
 #include <memory>
 #include <sstream>
 #include <thread>
+#include <utility>
 
 #include "core/deadline.h"
 #include "core/failure_board.h"
-#include "cpu/host_process.h"
+#include "core/host_process.h"
+#include "core/text.h"
 
 namespace pyruntime {
 
@@ -23,9 +25,7 @@ constexpr double kSilent = 2.0;
 constexpr double kLookEvery = 0.1;
 
 std::string get_text(c10d::Store& store, const std::string& key) {
-  if (!store.check({key})) return "";
-  const auto bytes = store.get(key);
-  return {bytes.begin(), bytes.end()};
+  return store.check({key}) ? store.get_to_str(key) : "";
 }
 
 // Signs of life of one rank, as they are seen from here.
@@ -40,7 +40,7 @@ class Life {
     if (text.empty() || text == last_) return;
     if (last_.empty()) {
       const SignOfLife sign = SignOfLife::of(text);
-      if (sign.host == cpu::host_identity()) process_ = cpu::WatchedProcess(sign.pid);
+      if (sign.host == host_identity()) process_ = WatchedProcess(sign.pid);
     }
     last_ = text;
     silence_ = 0;
@@ -53,36 +53,28 @@ class Life {
 
  private:
   std::string last_;
-  cpu::WatchedProcess process_;
+  WatchedProcess process_;
   double last_look_ = monotonic_seconds();
   double silence_ = 0;
 };
 
-std::string seconds_text(double seconds) {
-  std::ostringstream text;
-  text.precision(3);
-  text << seconds << " s";
-  return text.str();
+[[noreturn]] void raise(CommErrorKind kind, const Waiting& waiting, const std::string& what) {
+  raise_for_all({kind, waiting.for_what + what, waiting.group});
 }
 
-void require_answer(FailureBoard::Asked asked, const Waiting& waiting) {
+void ask(FailureBoard::Question question, const Waiting& waiting) {
+  FailureBoard& board = FailureBoard::instance();
+  const auto asked = board.ask(std::move(question), waiting.seconds);
   if (asked == FailureBoard::Asked::kAnswered) return;
-  // Its process may have gone because a rank failed, whose word comes in another way.
-  FailureBoard::instance().raise_if_failed();
-  const bool gone = asked == FailureBoard::Asked::kStoreGone;
-  raise_for_all(
-      {gone ? CommErrorKind::kPeerLost : CommErrorKind::kTimeout,
-       waiting.for_what +
-           (gone ? ": the job's store is gone, with the launcher or the rank 0 that served it."
-                 : ": the job's store, which the launcher or rank 0 serves, did not answer within " +
-                       seconds_text(waiting.seconds) + "."),
-       waiting.group});
-}
-
-[[noreturn]] void raise_ended(const Life& life, const Waiting& waiting) {
-  raise_for_all({CommErrorKind::kPeerLost,
-                 waiting.for_what + ": its process " + std::to_string(life.pid()) + " has ended.",
-                 waiting.group});
+  // The store's process may have gone because a rank failed, whose word comes in another way.
+  board.raise_if_failed();
+  if (asked == FailureBoard::Asked::kStoreGone) {
+    raise(CommErrorKind::kPeerLost, waiting,
+          ": the job's store is gone, with the launcher or the rank 0 that served it.");
+  }
+  raise(CommErrorKind::kTimeout, waiting,
+        ": the job's store, which the launcher or rank 0 serves, did not answer within " +
+            seconds_text(waiting.seconds) + ".");
 }
 
 void check_in_time(const Life& life, double waited, const Waiting& waiting) {
@@ -104,7 +96,7 @@ void check_in_time(const Life& life, double waited, const Waiting& waiting) {
                  : "; its process lives.";
     }
   }
-  if (!why.empty()) raise_for_all({CommErrorKind::kTimeout, waiting.for_what + why, waiting.group});
+  if (!why.empty()) raise(CommErrorKind::kTimeout, waiting, why);
 }
 
 }  // namespace
@@ -123,16 +115,12 @@ SignOfLife SignOfLife::of(const std::string& text) {
 }
 
 void tell(const std::string& key, const std::string& value, const Waiting& waiting) {
-  const auto ask = [key, value](c10d::Store& store) {
-    store.set(key, std::vector<uint8_t>(value.begin(), value.end()));
-  };
-  require_answer(FailureBoard::instance().ask(ask, waiting.seconds), waiting);
+  ask([key, value](c10d::Store& store) { store.set(key, value); }, waiting);
 }
 
 int64_t count(const std::string& key, const Waiting& waiting) {
   const auto number = std::make_shared<int64_t>(0);
-  const auto ask = [number, key](c10d::Store& store) { *number = store.add(key, 1); };
-  require_answer(FailureBoard::instance().ask(ask, waiting.seconds), waiting);
+  ask([number, key](c10d::Store& store) { *number = store.add(key, 1); }, waiting);
   return *number;
 }
 
@@ -141,7 +129,6 @@ std::string hear(const std::string& key, const std::function<Peer()>& peer, cons
     bool there = false;
     std::string value, sign;
   };
-  FailureBoard& board = FailureBoard::instance();
   Life life;
   const double start = monotonic_seconds();
   double looked_for_life = 0;
@@ -153,21 +140,22 @@ std::string hear(const std::string& key, const std::function<Peer()>& peer, cons
     const bool for_life = now - looked_for_life > kLookEvery && now - start > kLookEvery;
     if (for_life) looked_for_life = now;
     const int rank = for_life ? peer().rank : -1;
-    const std::string life_key = rank >= 0 ? board.life_key(rank) : "";
+    const std::string life_key = rank >= 0 ? FailureBoard::instance().life_key(rank) : "";
     auto answer = std::make_shared<Answer>();
-    const auto asked = board.ask(
+    ask(
         [answer, key, life_key](c10d::Store& store) {
           answer->there = store.check({key});
           if (answer->there) answer->value = get_text(store, key);
           if (!life_key.empty()) answer->sign = get_text(store, life_key);
         },
-        waiting.seconds);
-    require_answer(asked, waiting);
+        waiting);
     if (answer->there) return answer->value;
     if (for_life) life.see(answer->sign);
     check_wait();
     // The peer may have told and then ended, between the look and this.
-    if (last_look) raise_ended(life, waiting);
+    if (last_look) {
+      raise(CommErrorKind::kPeerLost, waiting, ": its process " + std::to_string(life.pid()) + " has ended.");
+    }
     last_look = life.ended();
     if (!last_look) {
       check_in_time(life, monotonic_seconds() - start, waiting);
@@ -207,24 +195,20 @@ void raise_for_missing(const std::vector<Peer>& all, const Waiting& waiting, con
     for (size_t at = 0; at < peers.size(); ++at) {
       lives[at].see(signs->at(at));
       if (!lives[at].ended()) continue;
-      raise_for_all({CommErrorKind::kPeerLost,
-                     waiting.for_what + ": " + peers[at].name + " has ended (its process " +
-                         std::to_string(lives[at].pid()) + ").",
-                     waiting.group});
+      raise(CommErrorKind::kPeerLost, waiting,
+            ": " + peers[at].name + " has ended (its process " + std::to_string(lives[at].pid()) + ").");
     }
     std::this_thread::sleep_for(std::chrono::duration<double>(kLookEvery));
   }
   check_wait();
   for (size_t at = 0; at < peers.size(); ++at) {
     if (lives[at].silence() <= kSilent) continue;
-    raise_for_all({CommErrorKind::kTimeout,
-                   waiting.for_what + ": " + peers[at].name +
-                       " shows no sign of life: its process is stopped, or its host is gone (" + cause + ").",
-                   waiting.group});
+    raise(CommErrorKind::kTimeout, waiting,
+          ": " + peers[at].name + " shows no sign of life: its process is stopped, or its host is gone (" +
+              cause + ").");
   }
   const bool late = cause.find("imed out") != std::string::npos;
-  raise_for_all({late ? CommErrorKind::kTimeout : CommErrorKind::kPeerLost, waiting.for_what + ": " + cause,
-                 waiting.group});
+  raise(late ? CommErrorKind::kTimeout : CommErrorKind::kPeerLost, waiting, ": " + cause);
 }
 
 }  // namespace pyruntime

@@ -12,7 +12,7 @@ namespace pyruntime {
 
 // What a rank leaves in the store a few times a second, for as long as its process runs.
 struct SignOfLife {
-  std::string host;  // cpu::host_identity()
+  std::string host;  // host_identity()
   pid_t pid = 0;
   uint64_t count = 0;
 

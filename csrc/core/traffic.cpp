@@ -1,8 +1,6 @@
 #include "core/traffic.h"
 
-#include <c10/util/Exception.h>
-
-#include "core/deadline.h"
+#include "core/text.h"
 
 namespace pyruntime {
 
@@ -15,17 +13,9 @@ const char* name_of(TrafficClass traffic_class) {
 }
 
 TrafficClass traffic_class_named(const std::string& name) {
-  for (int i = 0; i < kTrafficClasses; ++i) {
-    if (name == kNames[i]) return static_cast<TrafficClass>(i);
-  }
-  TORCH_CHECK_VALUE(false, "traffic_class='", name,
-                    "' is no class of traffic; use 'tp', 'cp', 'pp', 'dp' or 'checkpoint'.");
-}
-
-ScopedSeconds::ScopedSeconds(double& counter) : counter_(counter), start_(monotonic_seconds()) {}
-
-ScopedSeconds::~ScopedSeconds() {
-  counter_ += monotonic_seconds() - start_;
+  return named<TrafficClass>(
+      kNames, name,
+      "traffic_class='" + name + "' is no class of traffic; use 'tp', 'cp', 'pp', 'dp' or 'checkpoint'.");
 }
 
 }  // namespace pyruntime

@@ -25,17 +25,4 @@ struct CommStats {
   double moving_s = 0;
 };
 
-// Adds the time of a scope to a counter of CommStats.
-class ScopedSeconds {
- public:
-  explicit ScopedSeconds(double& counter);
-  ~ScopedSeconds();
-  ScopedSeconds(const ScopedSeconds&) = delete;
-  ScopedSeconds& operator=(const ScopedSeconds&) = delete;
-
- private:
-  double& counter_;
-  double start_;
-};
-
 }  // namespace pyruntime

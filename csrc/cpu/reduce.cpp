@@ -1,18 +1,10 @@
 #include "cpu/reduce.h"
 
-#include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
-#include <cstring>
 
-// One build runs everywhere: the loader picks the clone that the CPU can run.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define PYRUNTIME_SIMD_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define PYRUNTIME_SIMD_CLONES
-#endif
+#include "cpu/layers/simd.h"
 
 namespace pyruntime::cpu {
 
@@ -20,69 +12,42 @@ namespace {
 
 constexpr int64_t kBlock = 2048;  // accumulators of one block stay in the L1 cache
 
-// bf16 by integer arithmetic, which vectorises; the same rounding (to nearest even) as c10::BFloat16.
-PYRUNTIME_SIMD_CLONES void add_bf16(float* sum, const uint16_t* part, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(part[i]) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof(value));
-    sum[i] += value;
+struct AddPart {
+  template <typename T, typename Accumulator>
+  static PYRUNTIME_INLINE void run(Accumulator* sum, const T* part, int64_t count) {
+    PYRUNTIME_SIMD
+    for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<Accumulator>(layers::load(part[i]));
   }
-}
+};
 
-PYRUNTIME_SIMD_CLONES void round_to_bf16(uint16_t* out, const float* sum, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, &sum[i], sizeof(bits));
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    out[i] = static_cast<uint16_t>(sum[i] != sum[i] ? 0x7fc0u : rounded);
+struct Round {
+  template <typename T, typename Accumulator>
+  static PYRUNTIME_INLINE void run(T* out, const Accumulator* sum, int64_t count) {
+    PYRUNTIME_SIMD
+    for (int64_t i = 0; i < count; ++i) layers::store(out[i], sum[i]);
   }
-}
+};
 
-template <typename T, typename Accumulator>
-void add(Accumulator* sum, const T* part, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<Accumulator>(part[i]);
-}
-template <>
-void add(float* sum, const c10::BFloat16* part, int64_t count) {
-  add_bf16(sum, reinterpret_cast<const uint16_t*>(part), count);
-}
-
-template <typename T, typename Accumulator>
-void round_to(T* out, const Accumulator* sum, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<T>(sum[i]);
-}
-template <>
-void round_to(c10::BFloat16* out, const float* sum, int64_t count) {
-  round_to_bf16(reinterpret_cast<uint16_t*>(out), sum, count);
+// Calls f with a value of that type, one of those that check_summable() lets pass.
+template <typename F>
+void with_type(c10::ScalarType dtype, const F& f) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return f(float());
+    case c10::ScalarType::BFloat16:
+      return f(c10::BFloat16());
+    case c10::ScalarType::Half:
+      return f(c10::Half());
+    default:
+      return f(double());
+  }
 }
 
 template <typename Accumulator>
 void add_from(Accumulator* sum, c10::ScalarType dtype, const void* part, int64_t begin, int64_t count) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-      return add(sum, static_cast<const float*>(part) + begin, count);
-    case c10::ScalarType::BFloat16:
-      return add(sum, static_cast<const c10::BFloat16*>(part) + begin, count);
-    case c10::ScalarType::Half:
-      return add(sum, static_cast<const c10::Half*>(part) + begin, count);
-    default:
-      return add(sum, static_cast<const double*>(part) + begin, count);
-  }
-}
-
-template <typename Accumulator>
-void round_into(c10::ScalarType dtype, void* out, const Accumulator* sum, int64_t begin, int64_t count) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-      return round_to(static_cast<float*>(out) + begin, sum, count);
-    case c10::ScalarType::BFloat16:
-      return round_to(static_cast<c10::BFloat16*>(out) + begin, sum, count);
-    case c10::ScalarType::Half:
-      return round_to(static_cast<c10::Half*>(out) + begin, sum, count);
-    default:
-      return round_to(static_cast<double*>(out) + begin, sum, count);
-  }
+  with_type(dtype, [&](auto of_type) {
+    layers::simd_run<AddPart>(sum, static_cast<const decltype(of_type)*>(part) + begin, count);
+  });
 }
 
 template <typename Accumulator>
@@ -103,7 +68,10 @@ void sum_blocks(const Sum& request) {
         done += run;
       }
     }
-    round_into(request.out_dtype, request.out, sum, begin, length);
+    with_type(request.out_dtype, [&](auto of_type) {
+      const Accumulator* rounded = sum;
+      layers::simd_run<Round>(static_cast<decltype(of_type)*>(request.out) + begin, rounded, length);
+    });
   }
 }
 

@@ -20,8 +20,8 @@
 
 #include "core/deadline.h"
 #include "core/error.h"
+#include "core/host_process.h"
 #include "core/store.h"
-#include "cpu/host_process.h"
 
 namespace pyruntime::cpu {
 

@@ -5,10 +5,10 @@
    sentence what was wrong. All arguments are checked before anything is launched. Nothing is allocated and
    nothing waits for the device, except where it says so.
 
-   How ranks meet (workspaces, slots, epochs, signals, deadlines) is told in docs/cuda.md. */
+   How ranks meet (workspaces, slots, epochs, signals, deadlines) is told in docs/cuda/protocol.md. */
 #pragma once
 
-#if defined(__CUDACC_RTC__) /* NVRTC has no headers of the host: hip/rtc.h */
+#if defined(__CUDACC_RTC__) /* NVRTC has no headers of the host: rtc.h */
 #define PYRUNTIME_API
 #else
 #include <stdint.h>
@@ -19,6 +19,12 @@
 extern "C" {
 #endif
 
+/* The number of this interface. Raise it with every change after which a library that was built before must
+   not be called any more: of a function's arguments, of a struct, of what a value means. A function that is
+   added needs no new number: a library without it is refused anyway. */
+enum { PYRUNTIME_INTERFACE = 1 };
+PYRUNTIME_API int pyruntime_interface(void);
+
 enum { PYRUNTIME_OK = 0, PYRUNTIME_INVALID = 1, PYRUNTIME_DEVICE_ERROR = 2 };
 
 /* Ranks of one group: more share no memory anywhere. */
@@ -28,25 +34,21 @@ enum { PYRUNTIME_MOST_RANKS = 72 };
 enum { PYRUNTIME_SLOTS = 4 };
 
 /* What is signalled of a rank's part of a scatter, a flag each: blocks of so many rows and columns, row-major
-   within the rows of their owner, whatever tiles the product is computed by. */
+   within the rows of their owner, whatever tiles the GEMM is computed by. */
 enum { PYRUNTIME_SIGNAL_ROWS = 64, PYRUNTIME_SIGNAL_COLUMNS = 128 };
 
 typedef enum { PYRUNTIME_BF16 = 0, PYRUNTIME_FP16 = 1, PYRUNTIME_FP32 = 2 } PyruntimeDtype;
 
 /* How the operands of C [m, n] = A B lie in memory; all are row-major.
      NT  A [m, k], B [n, k]   forward        Y = X W^T
-     NN  A [m, k], B [k, n]   gradient of X  dX = dY W
-     TN  A [k, m], B [k, n]   gradient of W  dW = dY^T X */
-typedef enum { PYRUNTIME_NT = 0, PYRUNTIME_NN = 1, PYRUNTIME_TN = 2 } PyruntimeLayout;
+     NN  A [m, k], B [k, n]   gradient of X  dX = dY W */
+typedef enum { PYRUNTIME_NT = 0, PYRUNTIME_NN = 1 } PyruntimeLayout;
 
-/* Tiles of the product; each rank's own affair. */
+/* Tiles of the GEMM; each rank's own affair. */
 typedef enum { PYRUNTIME_TILES_SMALL = 0, PYRUNTIME_TILES_LARGE = 1 } PyruntimeTiles;
 
 /* The sentence for this thread's last error. */
 PYRUNTIME_API const char* pyruntime_error(void);
-
-/* "cuda", "hip" or "host". */
-PYRUNTIME_API const char* pyruntime_dialect(void);
 
 /* ---- groups ---- */
 
@@ -102,7 +104,7 @@ PYRUNTIME_API int pyruntime_failure(const PyruntimeGroup* group, PyruntimeFailur
 /* The record as a sentence, cut to `size` with its final zero. */
 PYRUNTIME_API int pyruntime_describe_failure(const PyruntimeFailure* failure, char* out, int64_t size);
 
-/* ---- matrix products; bf16 and fp16, summed in fp32; any m, n, k >= 0 ---- */
+/* ---- fused GEMMs; bf16 and fp16, summed in fp32; any m, n, k >= 0 ---- */
 
 typedef struct {
   int32_t dtype, layout, tiles;
@@ -116,48 +118,27 @@ typedef struct {
   int32_t spare_blocks;  /* fewer than that, so that other kernels find room while this one waits */
 } PyruntimeMatmul;
 
-/* Which tiles a product is quickest with: a rule of the sizes and the number of multiprocessors, so ranks
+/* Which tiles a GEMM is quickest with: a rule of the sizes and the number of multiprocessors, so ranks
    with equal devices and equal sizes choose alike. `chunk_rows` are the rows of one rank. */
 PYRUNTIME_API int pyruntime_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n);
 
-PYRUNTIME_API int pyruntime_matmul(const PyruntimeMatmul* matmul, void* stream);
-
-/* C [m, n] = gather(A_shard) B; A_shard holds this rank's rows of [m, k]; NT or NN. The others' rows come
-   into the slot by their pyruntime_push_chunk(). `hold`: the slot stays readable until pyruntime_finish().
-   The workspace is made with pyruntime_gather_workspace(). */
+/* C [m, n] = gather(A_shard) B; A_shard holds this rank's rows of [m, k]. The others' rows come into the slot
+   by their pyruntime_put(), where they lie as the rows of [m, k] do, whole vectors of 8 elements apart, a
+   flag for each piece. The slot stays readable until pyruntime_finish(). */
 PYRUNTIME_API int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
-                                              int32_t hold, void* stream);
-/* This rank's rows to all others, nearest first. `engine`: by copy engines, for which the stream must not be
-   the one of the product; otherwise by `blocks` blocks of a kernel. Before the next push into the same slot,
-   and before A_shard is written, the product's stream must wait for this one. */
-PYRUNTIME_API int pyruntime_push_chunk(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
-                                       int32_t engine, int32_t blocks, void* stream);
-/* This rank has read all that it wanted of a held slot. */
-PYRUNTIME_API int pyruntime_finish(const PyruntimeGroup* group, void* stream);
-/* The rows of all ranks, as they lie in the slot: [m, k] from *data on, *pitch elements from row to row. This
-   rank's own rows are not among them. */
-PYRUNTIME_API int pyruntime_gathered(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, void** data,
-                                     int64_t* pitch);
-/* What the shape of a gather's workspace must be; `pieces` of each rank's rows that are signalled one by one.
- */
-PYRUNTIME_API int pyruntime_gather_workspace(int32_t world_size, int64_t m, int64_t k, int32_t dtype,
-                                             int32_t pieces, PyruntimeWorkspace* out);
-
+                                              void* stream);
 /* C = this rank's rows of sum over ranks of A B, C [rows of this rank, n]: parts are rounded to dtype, summed
-   in rank order in fp32 (+ bias) and rounded once. All in one launch. */
+   in rank order in fp32 (+ bias) and rounded once. All in one launch, which also finishes the flight. */
 PYRUNTIME_API int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
                                                   void* stream);
-PYRUNTIME_API int pyruntime_scatter_workspace(int32_t world_size, int64_t m, int64_t n, int32_t dtype,
-                                              PyruntimeWorkspace* out);
-
-/* ---- chunks, for products that another library computes ----
+/* ---- chunks, for GEMMs that another library computes ----
 
    A flight on a slot is: any puts, on one stream, then pyruntime_end_puts() there; any pyruntime_await() on
    the stream that reads; pyruntime_finish() on that stream when all is read. Every rank does all three in
    every flight, also one that puts nothing. What a chunk's bytes and flags mean is the caller's.
 
-   A fused product may stand for some of that, on this rank alone: pyruntime_all_gather_matmul() with `hold`
-   waits for flags 0 to pieces - 1 itself, and pyruntime_matmul_reduce_scatter() puts, awaits and finishes;
+   A fused GEMM may stand for some of that, on this rank alone: pyruntime_all_gather_matmul() waits for flags
+   0 to pieces - 1 itself, and pyruntime_matmul_reduce_scatter() puts, awaits and finishes;
    only pyruntime_end_puts() is left to call. Of a part of `rows` rows they raise, and wait for, as many flags
    from 0 on as there are signals of so many rows. */
 
@@ -168,6 +149,8 @@ PYRUNTIME_API int pyruntime_put(const PyruntimeGroup* group, const void* from, i
                                 int64_t offset, int32_t first, int32_t flags, void* stream);
 /* No put of this flight comes any more. */
 PYRUNTIME_API int pyruntime_end_puts(const PyruntimeGroup* group, void* stream);
+/* This rank has read all that it wanted of the slot. */
+PYRUNTIME_API int pyruntime_finish(const PyruntimeGroup* group, void* stream);
 /* Waits, on the device, until `peer` has raised its `flags` flags from `first` on in this rank's slot. */
 PYRUNTIME_API int pyruntime_await(const PyruntimeGroup* group, int32_t peer, int32_t first, int32_t flags,
                                   void* stream);
@@ -203,14 +186,6 @@ PYRUNTIME_API int pyruntime_await_leave(const PyruntimeGroup* group, void* strea
 
 /* ---- support ---- */
 
-/* Stores `value` with release order at system scope. */
-PYRUNTIME_API int pyruntime_signal(uint64_t* flag, uint64_t value, void* stream);
-/* Waits until *flag >= value; a failure is recorded in `workspace` with the group's numbers and `peer`,
- * `chunk`. */
-PYRUNTIME_API int pyruntime_wait(const PyruntimeGroup* group, const uint64_t* flag, uint64_t value,
-                                 int32_t peer, int32_t chunk, void* stream);
-/* By `blocks` blocks of a kernel (0: as many as there are multiprocessors). */
-PYRUNTIME_API int pyruntime_copy(void* to, const void* from, int64_t bytes, int32_t blocks, void* stream);
 /* out[i] = round(parts[0][i] + parts[1][i] + ... [+ bias[i % width]]), summed in that order in fp32. */
 PYRUNTIME_API int pyruntime_reduce(void* out, const void* const* parts, int32_t count_of_parts, int64_t count,
                                    int32_t dtype, const void* bias, int64_t width, void* stream);
@@ -238,13 +213,6 @@ PYRUNTIME_API int pyruntime_adamw(const PyruntimeAdamwTensor* tensors, int32_t c
                                   const PyruntimeAdamwOptions* options,
                                   const PyruntimeAdamwOptions* device_options, const float* grad_scale,
                                   void* stream);
-
-/* Attention over some keys, (out, lse), and over others, (block_out, block_lse), become that over both, in
-   place: out fp32 and block_out of `dtype` [batch, tokens, heads, width], lse and block_lse fp32 [batch,
-   heads, tokens]. lse = -inf says that there were no keys. */
-PYRUNTIME_API int pyruntime_lse_merge(float* out, float* lse, const void* block_out, const float* block_lse,
-                                      int64_t batch, int64_t tokens, int64_t heads, int64_t width,
-                                      int32_t dtype, void* stream);
 
 /* ---- layers: one pass over memory each; bf16, fp16 and fp32, arithmetic in fp32, one rounding ---- */
 

@@ -10,8 +10,8 @@
 
 #include "cpu/layers/adamw.h"
 #include "ops/device_call.h"
-#include "ops/register.h"
-#include "transport/device_library.h"
+#include "ops/operators.h"
+#include "transport/device/library.h"
 
 namespace pyruntime {
 
@@ -105,24 +105,12 @@ void device_adamw(at::TensorList params, at::TensorList grads, at::TensorList ex
   launch(*library, options, lists, settings);
 }
 
-void adamw_on_cuda(at::TensorList params, at::TensorList grads, at::TensorList exp_avg,
-                   at::TensorList exp_avg_sq, at::TensorList masters,
-                   const std::optional<at::Tensor>& grad_scale, double lr, double beta1, double beta2,
-                   double eps, at::ArrayRef<double> weight_decay, int64_t step, at::IntArrayRef seeds,
-                   at::IntArrayRef firsts) {
-  const AdamwOptions options{lr, beta1, beta2, eps, step, seeds, firsts};
-  const AdamwLists lists{params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale};
+void adamw_on_cuda(const AdamwOptions& options, const AdamwLists& lists) {
   std::string why_not;
   const DeviceLibrary* library = DeviceLibrary::find(c10::DeviceType::CUDA, why_not);
-  if (library == nullptr || options.rounds_at_random()) {
-    return layers::adamw_composite(params, grads, exp_avg, exp_avg_sq, masters, grad_scale, lr, beta1, beta2,
-                                   eps, weight_decay, step, seeds, firsts);
-  }
+  if (library == nullptr || options.rounds_at_random()) return layers::adamw_composite(options, lists);
   layers::check_adamw(options, lists);
-  if (!takes(lists)) {
-    return layers::adamw_composite(params, grads, exp_avg, exp_avg_sq, masters, grad_scale, lr, beta1, beta2,
-                                   eps, weight_decay, step, seeds, firsts);
-  }
+  if (!takes(lists)) return layers::adamw_composite(options, lists);
   check_here(lists, std::nullopt);
   launch(*library, options, lists, std::nullopt);
 }
@@ -136,7 +124,7 @@ void register_device_adamw(torch::Library& m) {
       "float eps, float[] weight_decay, int step) -> ()");
   m.impl("device_adamw_",
          torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(device_adamw)));
-  m.impl("adamw_", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(adamw_on_cuda)));
+  m.impl("adamw_", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(layers::adamw_op<adamw_on_cuda>)));
 }
 
 }  // namespace pyruntime

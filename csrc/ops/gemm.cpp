@@ -1,8 +1,10 @@
 #include "ops/gemm.h"
 
 #include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 
 namespace at::native {
@@ -21,13 +23,25 @@ namespace {
 // fixed rule, not a measurement: results must not differ from run to run.
 constexpr int64_t kOneDnnFrom = int64_t{1} << 21;
 
-bool use_one_dnn(const at::Tensor& a, const at::Tensor& b) {
-  return a.device().is_cpu() && a.scalar_type() == at::kFloat && &at::native::mkldnn_matmul != nullptr &&
-         at::globalContext().userEnabledMkldnn() && a.size(0) * a.size(1) * b.size(1) >= kOneDnnFrom;
+// Whether torch lets oneDNN multiply here, fp32 too; elsewhere it raises. ONEDNN_MAX_CPU_ISA counts.
+bool one_dnn_runs_here() {
+  static const bool runs = [] {
+    const auto asked = c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
+    return asked && asked->typed<bool()>().call();
+  }();
+  return runs;
 }
 
+bool use_one_dnn(const at::Tensor& a, const at::Tensor& b) {
+  return one_dnn_runs_here() && a.device().is_cpu() && a.scalar_type() == at::kFloat &&
+         &at::native::mkldnn_matmul != nullptr && at::globalContext().userEnabledMkldnn() &&
+         a.size(0) * a.size(1) * b.size(1) >= kOneDnnFrom;
+}
+
+// Where a GEMM in this type would run without the processor's help, a hundred times slower than in fp32.
 bool widen(const at::Tensor& t) {
-  return t.device().is_cpu() && t.scalar_type() == at::kHalf;
+  return t.device().is_cpu() &&
+         (t.scalar_type() == at::kHalf || (t.scalar_type() == at::kBFloat16 && !one_dnn_runs_here()));
 }
 
 // out = a @ b, out = a @ b + bias or out += a @ b; two-dimensional.
@@ -35,10 +49,10 @@ void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, c
               bool accumulate) {
   if (out.numel() == 0) return;
   if (widen(out)) {
-    at::Tensor product = at::mm(a.to(at::kFloat), b.to(at::kFloat));
-    if (bias.defined()) product.add_(bias);
-    if (accumulate) product.add_(out);
-    out.copy_(product);
+    at::Tensor wide = at::mm(a.to(at::kFloat), b.to(at::kFloat));
+    if (bias.defined()) wide.add_(bias);
+    if (accumulate) wide.add_(out);
+    out.copy_(wide);
     return;
   }
   at::Tensor target = out;
@@ -55,10 +69,6 @@ void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, c
 
 bool is_one_matrix(const at::Tensor& t) {
   return t.size(0) == 1 || t.is_contiguous();
-}
-
-at::Tensor as_matrix(const at::Tensor& t) {
-  return t.size(0) == 1 ? t.select(0, 0) : t.flatten(0, 1);
 }
 
 // Blocks smaller than this are multiplied together through a copy: many thin GEMMs cost more than moving the
@@ -82,6 +92,12 @@ void multiply_blocks(const at::Tensor& out, const at::Tensor& a, const at::Tenso
 }
 
 }  // namespace
+
+at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  if (!widen(x)) return at::linear(x, weight, bias);
+  const auto wide = [](const at::Tensor& t) { return t.defined() ? t.to(at::kFloat) : t; };
+  return at::linear(wide(x), wide(weight), wide(bias)).to(x.scalar_type());
+}
 
 void linear_forward(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
                     const at::Tensor& bias) {

@@ -9,123 +9,51 @@ namespace pyruntime {
 namespace {
 
 Transport& transport_of(const std::string& name, c10::Device device) {
-  Group& group = Group::get(name);
-  Transport* transport = group.transport(device);
-  TORCH_CHECK(transport != nullptr, "Lines of ", device.str(), " tensors cannot be exchanged over group '",
-              name, "': ", group.why_no_transport(device));
-  return *transport;
+  Transport& transport = Group::get(name).transport(device);
+  const std::string why_not = transport.why_not_chunked();
+  TORCH_CHECK(why_not.empty(), "Lines of ", device.str(), " tensors cannot be exchanged over group '", name,
+              "': ", why_not);
+  return transport;
 }
 
 Operand lines_like(const at::Tensor& data, int64_t lines, int64_t width) {
-  Operand operand;
-  operand.data = data;
-  operand.blocks = 1;
-  operand.rows = lines;
-  operand.inner = 1;
-  operand.width = width;
-  operand.sizes = {lines, width};
-  operand.dim = 0;
-  return operand;
+  return {data, /*blocks=*/1, /*rows=*/lines, /*inner=*/1, width, /*sizes=*/{lines, width}, /*dim=*/0};
 }
 
-std::vector<LineRange> ranges(const std::vector<Chunk>& chunks) {
-  std::vector<LineRange> result;
-  for (const Chunk& chunk : chunks) result.push_back({chunk.begin, chunk.rows});
-  return result;
+std::unique_ptr<GatherFlight> gather_lines(Transport& transport, Op op, int64_t lines, int64_t width,
+                                           c10::ScalarType dtype, int holder, int64_t agreement) {
+  const int64_t own = rows_of_rank(lines, transport.world_size(), transport.rank(), holder);
+  return transport.gather({op, static_cast<int32_t>(dtype), lines, /*row_blocks=*/1, /*inner=*/1, width,
+                           /*with_bias=*/false, own, holder, agreement});
 }
 
 }  // namespace
 
 LineScatter::LineScatter(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
-                         c10::Device device, bool all)
-    : all_(all) {
-  const at::Tensor like = at::empty({0}, at::TensorOptions().dtype(dtype).device(device));
-  scatter_ =
-      std::make_unique<RowScatter>(transport_of(group, device), all ? Op::kAllReduce : Op::kReduceScatter,
-                                   lines_like(like, lines, width), width, /*with_bias=*/false, all);
-}
+                         c10::Device device, bool all, const std::optional<std::vector<int64_t>>& some)
+    : scatter_(transport_of(group, device), all ? Op::kAllReduce : Op::kReduceScatter,
+               lines_like(at::empty({0}, at::TensorOptions().dtype(dtype).device(device)), lines, width),
+               width, /*with_bias=*/false, all, /*pieces=*/0, some ? &*some : nullptr) {}
 
-std::vector<LineRange> LineScatter::chunks() const {
-  return ranges(scatter_->order());
-}
-
-at::Tensor LineScatter::part(size_t chunk) {
-  return scatter_->part(scatter_->order().at(chunk)).select(0, 0);
-}
-
-void LineScatter::publish(size_t chunk) {
-  scatter_->publish(scatter_->order().at(chunk));
-}
-
-void LineScatter::reduce() {
-  if (reduced_) return;
-  if (all_) {
-    scatter_->reduce_for_all({});
-  } else {
-    own_sums_ = scatter_->reduce({});
-  }
-  reduced_ = true;
+bool LineScatter::can_send_some(const std::string& group, c10::Device device) {
+  return Group::get(group).transport(device).scatters_some();
 }
 
 at::Tensor LineScatter::finish() {
   reduce();
-  const at::Tensor sums = all_ ? scatter_->collect_sums() : own_sums_;
-  scatter_->finish();
+  const at::Tensor sums = scatter_.sums();
+  scatter_.finish();
   return sums.select(0, 0);
 }
 
 LineGather::LineGather(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
                        c10::Device device)
-    : transport_(transport_of(group, device)) {
-  const int64_t own = rows_of_rank(lines, transport_.world_size(), transport_.rank());
-  flight_ = transport_.gather({Op::kAllGather, static_cast<int32_t>(dtype), lines, /*row_blocks=*/1,
-                               /*inner=*/1, width,
-                               /*with_bias=*/false, own});
-}
-
-std::vector<LineRange> LineGather::own_chunks() const {
-  return ranges(flight_->own());
-}
-
-at::Tensor LineGather::own(size_t chunk) {
-  return flight_->memory(flight_->own().at(chunk)).select(0, 0);
-}
-
-void LineGather::publish(size_t chunk) {
-  flight_->publish(flight_->own().at(chunk));
-}
-
-LineSend::LineSend(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
-                   c10::Device device, int source, int64_t agreement)
-    : transport_(transport_of(group, device)), all_{source, /*begin=*/0, lines} {
-  const int64_t own = rows_of_rank(lines, transport_.world_size(), transport_.rank(), source);
-  flight_ = transport_.gather({Op::kSend, static_cast<int32_t>(dtype), lines, /*row_blocks=*/1, /*inner=*/1,
-                               width, /*with_bias=*/false, own, source, agreement});
-}
-
-GatherFlight& LineSend::flight() {
-  TORCH_CHECK(flight_ != nullptr, "The group of this send has been closed.");
-  return *flight_;
-}
-
-at::Tensor LineSend::memory() {
-  return flight().memory(all_).select(0, 0);
-}
-
-void LineSend::publish() {
-  for (const Chunk& chunk : flight().own()) flight_->publish(chunk);
-}
-
-void LineSend::wait() {
-  for (const Chunk& chunk : flight().order()) {
-    if (chunk.owner == all_.owner) flight_->wait(chunk);
-  }
-  transport_.stats().bytes += static_cast<int64_t>(memory().nbytes());
-}
+    : transport_(transport_of(group, device)),
+      flight_(gather_lines(transport_, Op::kAllGather, lines, width, dtype, kEveryRank, /*agreement=*/0)) {}
 
 // The first chunk of the order is this rank's.
-std::vector<LineRange> LineGather::chunks() const {
-  std::vector<LineRange> all = ranges(flight_->order());
+std::vector<Chunk> LineGather::chunks() const {
+  std::vector<Chunk> all = flight_->order();
   all.erase(all.begin());
   return all;
 }
@@ -138,10 +66,38 @@ bool LineGather::has_come() const {
 
 at::Tensor LineGather::chunk(size_t chunk) {
   const Chunk& wanted = flight_->order().at(chunk + 1);
+  Reading reading(transport_.context(), Op::kAllGather, wanted.owner, begun_);
   flight_->wait(wanted);
   at::Tensor lines = flight_->memory(wanted);
-  transport_.stats().bytes += static_cast<int64_t>(lines.nbytes());
+  reading.came(static_cast<int64_t>(lines.nbytes()), flight_->travelled(wanted));
   return lines.select(0, 0);
+}
+
+LineSend::LineSend(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
+                   c10::Device device, int source, int64_t agreement)
+    : transport_(transport_of(group, device)),
+      all_{source, /*begin=*/0, lines},
+      flight_(gather_lines(transport_, Op::kSend, lines, width, dtype, source, agreement)) {}
+
+GatherFlight& LineSend::flight() {
+  TORCH_CHECK(flight_ != nullptr, "The group of this send has been closed.");
+  return *flight_;
+}
+
+void LineSend::publish() {
+  for (const Chunk& chunk : flight().own()) flight_->publish(chunk);
+}
+
+void LineSend::wait() {
+  Reading reading(transport_.context(), Op::kSend, all_.owner, begun_);
+  Travelled last;
+  for (const Chunk& chunk : flight().order()) {
+    if (chunk.owner != all_.owner) continue;
+    flight_->wait(chunk);
+    const Travelled travelled = flight_->travelled(chunk);
+    if (travelled.arrived > last.arrived) last = travelled;
+  }
+  reading.came(static_cast<int64_t>(memory().nbytes()), last);
 }
 
 }  // namespace pyruntime

@@ -9,45 +9,46 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ops/row_exchange.h"
 
 namespace pyruntime {
 
-struct LineRange {
-  int64_t begin;  // first line, of all ranks' lines
-  int64_t count;
-};
-
 // Every rank writes its part of all lines, chunk by chunk; each owner gets the sum of its own.
 class LineScatter {
  public:
-  // `all`: every rank will ask for all sums, in which all agree. Raises RuntimeError where the group has no
-  // transport for the device.
+  // `all`: every rank will ask for all sums, in which all agree. `some`: the lines that travel, ascending,
+  // the same on all ranks and numbered anew from 0; each goes to the rank that it would go to among all, and
+  // is summed in the same order. Raises RuntimeError where the group has no transport for the device, or it
+  // cannot: see can_send_some().
   LineScatter(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
-              c10::Device device, bool all);
+              c10::Device device, bool all, const std::optional<std::vector<int64_t>>& some = {});
+  // Whether some lines can travel alone in that group.
+  static bool can_send_some(const std::string& group, c10::Device device);
 
   // Chunks in the order in which others wait for them.
-  std::vector<LineRange> chunks() const;
-  // Where this rank writes its part of that chunk, [count, width].
-  at::Tensor part(size_t chunk);
-  void publish(size_t chunk);
+  const std::vector<Chunk>& chunks() const { return scatter_.order(); }
+  // Where this rank writes its part of that chunk, [chunk.rows, width].
+  at::Tensor part(size_t chunk) { return scatter_.part(chunks().at(chunk)).select(0, 0); }
+  void publish(size_t chunk) { scatter_.publish(chunks().at(chunk)); }
   // Whether all parts of this rank's lines have come; false also where that cannot be told.
-  bool parts_have_come() const { return scatter_->parts_have_come(); }
+  bool parts_have_come() const { return scatter_.parts_have_come(); }
   // Sums them, which finish() does otherwise; waits for them.
-  void reduce();
+  void reduce() {
+    if (!std::exchange(reduced_, true)) scatter_.reduce_own({});
+  }
   // After reduce(): whether finish() would not wait; false also where that cannot be told.
-  bool sums_have_come() const { return !all_ || scatter_->sums_have_come(); }
+  bool sums_have_come() const { return scatter_.sums_have_come(); }
   // The sums of this rank's lines, or of all where `all`, [*, width] in new memory; ends the flight.
   at::Tensor finish();
 
  private:
-  bool all_;
   bool reduced_ = false;
-  at::Tensor own_sums_;  // unless all_
-  std::unique_ptr<RowScatter> scatter_;
+  RowScatter scatter_;
 };
 
 // Every rank shows its lines; any rank reads any other's.
@@ -57,14 +58,15 @@ class LineGather {
   LineGather(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
              c10::Device device);
 
-  // This rank's chunks as they leave, and where each is to be written before it is published, [count, width].
-  std::vector<LineRange> own_chunks() const;
-  at::Tensor own(size_t chunk);
-  void publish(size_t chunk);
+  // This rank's chunks as they leave, and where each is to be written before it is published, [chunk.rows,
+  // width].
+  std::vector<Chunk> own_chunks() const { return flight_->own(); }
+  at::Tensor own(size_t chunk) { return flight_->memory(flight_->own().at(chunk)).select(0, 0); }
+  void publish(size_t chunk) { flight_->publish(flight_->own().at(chunk)); }
 
   // The others' chunks in the order in which they are expected.
-  std::vector<LineRange> chunks() const;
-  // The lines of that chunk where the transport has them, [count, width]; waits for them.
+  std::vector<Chunk> chunks() const;
+  // The lines of that chunk where the transport has them, [chunk.rows, width]; waits for them.
   at::Tensor chunk(size_t chunk);
   // Whether chunk() would wait for none of them; false also where that cannot be told.
   bool has_come() const;
@@ -73,6 +75,7 @@ class LineGather {
 
  private:
   Transport& transport_;
+  double begun_ = monotonic_seconds();
   std::unique_ptr<GatherFlight> flight_;
 };
 
@@ -85,7 +88,7 @@ class LineSend {
 
   // The lines where the transport has them, [lines, width]. Of the source, to be written before publish(); of
   // another rank, valid after wait() and until finish().
-  at::Tensor memory();
+  at::Tensor memory() { return flight().memory(all_).select(0, 0); }
   // They leave. Of the source.
   void publish();
   // They have come. Of any other rank.
@@ -100,6 +103,7 @@ class LineSend {
   GatherFlight& flight();
 
   Transport& transport_;
+  double begun_ = monotonic_seconds();
   Chunk all_;
   std::unique_ptr<GatherFlight> flight_;
 };

@@ -1,8 +1,10 @@
 // An activation seen as the engine sees it: blocks x rows x width.
 #pragma once
 
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include "core/chunk_plan.h"
@@ -24,13 +26,29 @@ struct Operand {
   // Raises ValueError where x has no such dimension or is a vector.
   static Operand of(const at::Tensor& x, int64_t dim, const char* what);
 
+  // x [.., K] as one block of rows, whatever its leading dimensions.
+  static Operand of_rows(const at::Tensor& x, const char* what);
+
   // Sizes of a tensor like x with `rows` along the cut dimension and `width` as its last.
   std::vector<int64_t> sizes_with(int64_t rows, int64_t width) const;
   // The rows of one chunk, [blocks, chunk.rows * inner, width] (strided when there are several blocks).
   at::Tensor rows_of(const Chunk& chunk) const { return rows_of(data, chunk); }
   // The same rows of another tensor of the form [blocks, rows * inner, *].
   at::Tensor rows_of(const at::Tensor& other, const Chunk& chunk) const;
-  int64_t elements_per_row() const { return blocks * inner * width; }
+  // All other rows of such a tensor, in order.
+  at::Tensor rows_but(const at::Tensor& other, const Chunk& chunk) const;
 };
+
+// --- checks of what a user passes; each raises ValueError or TypeError with a sentence
+
+// x [..., K] and weights [N_i, K] on one device, of one floating dtype; biases are [N_i].
+void check_linear(const char* op, const at::Tensor& x, at::TensorList weights, at::TensorList biases);
+
+// This rank's share of `rows` is what x_shard holds.
+void check_shard_rows(const char* op, const ChunkPlan& plan, const Operand& x_shard);
+
+// Every optional as a tensor, undefined where absent; an empty list stands for `count` absent ones.
+std::vector<at::Tensor> optional_tensors(const c10::List<std::optional<at::Tensor>>& given, size_t count,
+                                         const char* op);
 
 }  // namespace pyruntime

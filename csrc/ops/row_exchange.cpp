@@ -1,6 +1,5 @@
 #include "ops/row_exchange.h"
 
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -10,23 +9,20 @@ namespace pyruntime {
 
 namespace {
 
-FlightDescriptor descriptor_of(Op op, const Operand& operand, int64_t rows, int64_t width) {
-  return {op,
-          static_cast<int32_t>(operand.data.scalar_type()),
-          rows,
-          operand.blocks,
-          operand.inner,
-          width,
-          false,
-          operand.rows};
+// What is told of a flight of such rows, [blocks, rows * inner, width].
+FlightDescriptor flight_of(Op op, const Operand& operand, int64_t rows, int64_t width) {
+  const auto dtype = static_cast<int32_t>(operand.data.scalar_type());
+  return {op, dtype, rows, operand.blocks, operand.inner, width, /*with_bias=*/false, operand.rows};
 }
 
 }  // namespace
 
-int64_t agreed_rows(Group& group, Transport& transport, const Operand& x_shard, int64_t rows) {
+int64_t agreed_rows(Group& group, const Operand& x_shard, int64_t rows) {
   if (rows != kUnknownRows) return rows;
+  if (group.world_size() == 1) return x_shard.rows;
+  Transport& transport = group.transport(x_shard.data.device());
   const std::vector<int64_t> held =
-      transport.rows_held(descriptor_of(Op::kAllGather, x_shard, kUnknownRows, x_shard.width));
+      transport.rows_held(flight_of(Op::kAllGather, x_shard, kUnknownRows, x_shard.width));
   int64_t total = 0;
   for (const int64_t count : held) total += count;
   for (int peer = 0; peer < transport.world_size(); ++peer) {
@@ -38,20 +34,15 @@ int64_t agreed_rows(Group& group, Transport& transport, const Operand& x_shard, 
   return total;
 }
 
-std::string why_not_fused(const Transport& transport, Op op, const Operand& operand, int64_t rows,
-                          int64_t width) {
-  return transport.why_not_fused(descriptor_of(op, operand, rows, width));
-}
-
 RowGather::RowGather(Transport& transport, Op op, const Operand& x_shard, int64_t rows, int pieces)
-    : transport_(transport), shard_(x_shard), rows_(rows) {
-  FlightDescriptor descriptor = descriptor_of(op, x_shard, rows, x_shard.width);
+    : transport_(transport), op_(op), shard_(x_shard), rows_(rows) {
+  FlightDescriptor descriptor = flight_of(op, x_shard, rows, x_shard.width);
   descriptor.pieces = pieces;
   flight_ = transport.gather(descriptor);
   const int64_t first = flight_->order().front().begin;
   for (const Chunk& chunk : flight_->own()) {
     {
-      const ScopedSeconds moving(transport.stats().moving_s);
+      const Spending copying(transport.context(), Entered::kCopy, name_of(op));
       flight_->memory(chunk).copy_(
           shard_.data.narrow(1, (chunk.begin - first) * shard_.inner, chunk.rows * shard_.inner));
     }
@@ -61,19 +52,25 @@ RowGather::RowGather(Transport& transport, Op op, const Operand& x_shard, int64_
 
 at::Tensor RowGather::chunk(const Chunk& chunk) {
   if (chunk.owner == transport_.rank()) return shard_.data;
+  Reading reading(transport_.context(), op_, chunk.owner, begun_);
   flight_->wait(chunk);
   at::Tensor rows = flight_->memory(chunk);
-  transport_.stats().bytes += static_cast<int64_t>(rows.nbytes());
+  reading.came(static_cast<int64_t>(rows.nbytes()), flight_->travelled(chunk));
   return rows;
 }
 
+at::Tensor RowGather::empty_rows() const {
+  return at::empty({shard_.blocks, rows_ * shard_.inner, shard_.width}, shard_.data.options());
+}
+
+void RowGather::copy_chunk(const at::Tensor& all, const Chunk& chunk, const at::Tensor& rows) const {
+  const Spending copying(transport_.context(), Entered::kCopy, name_of(op_));
+  shard_.rows_of(all, chunk).copy_(rows);
+}
+
 at::Tensor RowGather::collect() {
-  at::Tensor all = at::empty({shard_.blocks, rows_ * shard_.inner, shard_.width}, shard_.data.options());
-  for (const Chunk& part : order()) {
-    const at::Tensor rows = chunk(part);
-    const ScopedSeconds moving(transport_.stats().moving_s);
-    shard_.rows_of(all, part).copy_(rows);
-  }
+  at::Tensor all = empty_rows();
+  for (const Chunk& part : order()) copy_chunk(all, part, chunk(part));
   return all;
 }
 
@@ -84,7 +81,7 @@ at::Tensor RowGather::collect_others() {
   for (const Chunk& part : order()) {
     if (part.owner == transport_.rank()) continue;
     const at::Tensor rows = chunk(part);
-    const ScopedSeconds moving(transport_.stats().moving_s);
+    const Spending copying(transport_.context(), Entered::kCopy, name_of(op_));
     Chunk place = part;
     if (part.begin > own.begin) place.begin -= own.rows;
     shard_.rows_of(others, place).copy_(rows);
@@ -92,71 +89,76 @@ at::Tensor RowGather::collect_others() {
   return others;
 }
 
-at::Tensor RowGather::others_of(const at::Tensor& all) const {
-  const Chunk& own = flight_->order().front();
-  const int64_t end = own.begin + own.rows;
-  const at::Tensor before = all.narrow(1, 0, own.begin * shard_.inner);
-  const at::Tensor after = all.narrow(1, end * shard_.inner, (rows_ - end) * shard_.inner);
-  if (own.begin == 0) return after;
-  if (end == rows_) return before;
-  return at::cat({before, after}, 1);
-}
-
 void RowGather::multiply(const at::Tensor& out, const at::Tensor& weight, bool transposed,
                          const at::Tensor& bias, const std::string& tiles) {
+  Reading reading(transport_.context(), op_, /*peer=*/-1, begun_);
   flight_->multiply({shard_.data.select(0, 0), weight, transposed, bias, out.select(0, 0), tiles});
   const int64_t others = multiplied_ ? 0 : rows_ - order().front().rows;  // they come once
   multiplied_ = true;
-  transport_.stats().bytes += others * shard_.inner * shard_.width * shard_.data.element_size();
+  reading.came(others * shard_.inner * shard_.width * shard_.data.element_size());
 }
 
 RowScatter::RowScatter(Transport& transport, Op op, const Operand& like, int64_t width, bool with_bias,
-                       bool all, int pieces)
-    : transport_(transport),
-      blocks_(like.blocks),
-      inner_(like.inner),
-      width_(width),
-      rows_(like.rows),
-      own_rows_(rows_of_rank(like.rows, transport.world_size(), transport.rank())),
-      options_(like.data.options()) {
-  FlightDescriptor descriptor = descriptor_of(op, like, like.rows, width);
+                       bool all, int pieces, const std::vector<int64_t>* some)
+    : transport_(transport), op_(op), like_(like), width_(width), all_(all) {
+  FlightDescriptor descriptor = flight_of(op, like, like.rows, width);
+  own_rows_ = rows_of_rank(like.rows, transport.world_size(), transport.rank());
   descriptor.own_rows = own_rows_;
   descriptor.with_bias = with_bias;
   descriptor.pieces = pieces;
-  flight_ = transport.scatter(descriptor, all);
+  if (some == nullptr) {
+    flight_ = transport.scatter(descriptor, all);
+    return;
+  }
+  flight_ = transport.scatter_some(descriptor, all, *some);
+  like_.rows = static_cast<int64_t>(some->size());
+  own_rows_ = 0;
+  for (const Chunk& chunk : order()) own_rows_ += chunk.owner == transport.rank() ? chunk.rows : 0;
 }
 
-at::Tensor RowScatter::reduce(const at::Tensor& bias) {
-  at::Tensor out = at::empty({blocks_, own_rows_ * inner_, width_}, options_);
-  flight_->reduce(out, bias);
-  return out;
+void RowScatter::publish_all(const at::Tensor& parts) {
+  for (const Chunk& chunk : order()) {
+    {
+      const Spending copying(transport_.context(), Entered::kCopy, name_of(op_));
+      part(chunk).copy_(like_.rows_of(parts, chunk));
+    }
+    publish(chunk);
+  }
+}
+
+at::Tensor RowScatter::empty(int64_t rows) const {
+  return at::empty({like_.blocks, rows * like_.inner, width_}, like_.data.options());
+}
+
+void RowScatter::reduce_own(const at::Tensor& bias) {
+  if (!all_) own_sums_ = empty(own_rows_);
+  flight_->reduce(own_sums_, bias);
 }
 
 at::Tensor RowScatter::multiply(const at::Tensor& x, const at::Tensor& weight, bool transposed,
                                 const at::Tensor& bias, const std::string& tiles) {
-  at::Tensor out = at::empty({1, own_rows_ * inner_, width_}, options_);
+  at::Tensor out = empty(own_rows_);
   flight_->multiply({x.select(0, 0), weight, transposed, bias, out.select(0, 0), tiles});
   return out;
 }
 
-at::Tensor RowScatter::reduce_all(const at::Tensor& bias) {
-  reduce_for_all(bias);
-  return collect_sums();
-}
-
 bool RowScatter::sums_have_come() const {
-  return std::ranges::all_of(flight_->sums_order(),
-                             [&](const Chunk& chunk) { return flight_->sum_has_come(chunk); });
+  const auto has_come = [&](const Chunk& chunk) { return flight_->sum_has_come(chunk); };
+  return !all_ || std::ranges::all_of(flight_->sums_order(), has_come);
 }
 
-at::Tensor RowScatter::collect_sums() {
-  at::Tensor all = at::empty({blocks_, rows_ * inner_, width_}, options_);
+at::Tensor RowScatter::sums() {
+  if (!all_) return own_sums_;
+  at::Tensor all = empty(like_.rows);
   for (const Chunk& chunk : flight_->sums_order()) {
+    Reading reading(transport_.context(), op_, chunk.owner, begun_);
     flight_->wait_for_sum(chunk);
-    const ScopedSeconds moving(transport_.stats().moving_s);
     const at::Tensor sums = flight_->sum(chunk);
-    all.narrow(1, chunk.begin * inner_, chunk.rows * inner_).copy_(sums);
-    if (chunk.owner != transport_.rank()) transport_.stats().bytes += static_cast<int64_t>(sums.nbytes());
+    if (chunk.owner != transport_.rank()) {
+      reading.came(static_cast<int64_t>(sums.nbytes()), flight_->travelled(chunk));
+    }
+    const Spending copying(transport_.context(), Entered::kCopy, name_of(op_));
+    like_.rows_of(all, chunk).copy_(sums);
   }
   return all;
 }

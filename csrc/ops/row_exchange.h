@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "core/chunk_plan.h"
 #include "ops/operand.h"
@@ -19,12 +20,7 @@ namespace pyruntime {
 
 // `rows` as given, or, where it is kUnknownRows, the sum of what the ranks hold. Raises ValueError on every
 // rank when the ranks' shares are not those of torch.tensor_split.
-int64_t agreed_rows(Group& group, Transport& transport, const Operand& x_shard, int64_t rows);
-
-// Why no fused kernel can be asked for such rows, as RowGather or RowScatter take them; empty where one can.
-// The same on all ranks.
-std::string why_not_fused(const Transport& transport, Op op, const Operand& operand, int64_t rows,
-                          int64_t width);
+int64_t agreed_rows(Group& group, const Operand& x_shard, int64_t rows);
 
 class RowGather {
  public:
@@ -35,21 +31,23 @@ class RowGather {
   const std::vector<Chunk>& order() const { return flight_->order(); }
   // The rows of one chunk where the transport has them, [blocks, chunk.rows * inner, width]; waits for them.
   at::Tensor chunk(const Chunk& chunk);
-  // All rows in order, [blocks, rows * inner, width], in new memory.
+  // All rows in order, [blocks, rows * inner, width], in new memory; or chunk by chunk, beside other work.
   at::Tensor collect();
+  at::Tensor empty_rows() const;
+  void copy_chunk(const at::Tensor& all, const Chunk& chunk, const at::Tensor& rows) const;
   // All rows but this rank's own, in order, [blocks, (rows - own rows) * inner, width], in new memory.
   at::Tensor collect_others();
-  // The same rows of a tensor of the form [blocks, rows * inner, *], contiguous or not.
-  at::Tensor others_of(const at::Tensor& all) const;
   // out [1, rows * inner, N] = all rows @ weight^T (+ bias), or @ weight where it is not transposed: one
-  // kernel, which waits for the rows. Only where why_not_fused() is empty.
-  // `tiles`: FusedProduct::tiles.
+  // kernel, which waits for the rows. Only where Transport::why_not_fused() is empty. `tiles`:
+  // FusedGemm::tiles.
   void multiply(const at::Tensor& out, const at::Tensor& weight, bool transposed, const at::Tensor& bias,
                 const std::string& tiles);
   void finish() { flight_->finish(); }
 
  private:
   Transport& transport_;
+  Op op_;
+  double begun_ = monotonic_seconds();
   Operand shard_;
   int64_t rows_;
   bool multiplied_ = false;
@@ -59,45 +57,50 @@ class RowGather {
 class RowScatter {
  public:
   // `like` gives the form of the rows: blocks, inner and the number of rows; `width` and its dtype those of
-  // the product; `with_bias` whether reduce() will be given one, in which all ranks must agree; `all`
-  // whether reduce_all() will be asked for instead of reduce(); `pieces`: FlightDescriptor::pieces.
+  // the GEMM; `with_bias` whether reduce() will be given one, in which all ranks must agree; `all` whether
+  // every rank gets all sums, not those of its rows; `pieces`: FlightDescriptor::pieces; `some`: the rows
+  // that travel, where these are not all (Transport::scatter_some), and of which there are sums.
   RowScatter(Transport& transport, Op op, const Operand& like, int64_t width, bool with_bias, bool all,
-             int pieces = 0);
+             int pieces = 0, const std::vector<int64_t>* some = nullptr);
 
   // The chunks in the order in which the others wait for them.
   const std::vector<Chunk>& order() const { return flight_->order(); }
-  int64_t own_rows() const { return own_rows_; }
   // Where this rank writes its part of the chunk, [blocks, chunk.rows * inner, width].
   at::Tensor part(const Chunk& chunk) { return flight_->part(chunk); }
   // The part of that chunk is written; it may leave.
   void publish(const Chunk& chunk) { flight_->publish(chunk); }
-  // This rank's rows summed over all ranks, [blocks, own rows * inner, width], in new memory; bias [width] is
-  // added once.
-  at::Tensor reduce(const at::Tensor& bias);
-  // The same in one kernel, instead of part(), publish() and reduce(), of the parts x [1, rows * inner, K] @
-  // weight^T, or @ weight where it is not transposed. Only where why_not_fused() is empty.
-  at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, bool transposed, const at::Tensor& bias,
-                      const std::string& tiles);
-  // All rows summed over all ranks, [blocks, rows * inner, width]: reduces the own rows and reads the others'
-  // sums.
-  at::Tensor reduce_all(const at::Tensor& bias);
-  // reduce_all() in two steps, each of which waits for the others.
-  void reduce_for_all(const at::Tensor& bias) { flight_->reduce({}, bias); }
-  at::Tensor collect_sums();
-  // Whether reduce(), reduce_for_all() or collect_sums() would not wait; false also where that cannot be
-  // told.
+  // All parts at once, of all rows [blocks, rows * inner, width].
+  void publish_all(const at::Tensor& parts);
+  // This rank's rows summed over all ranks, [blocks, own rows * inner, width], or, where `all`, all rows,
+  // those of the others as these have summed them; in new memory. bias [width] is added once.
+  at::Tensor reduce(const at::Tensor& bias) {
+    reduce_own(bias);
+    return sums();
+  }
+  // The same in two steps, each of which waits for the others.
+  void reduce_own(const at::Tensor& bias);
+  at::Tensor sums();
+  // Whether reduce_own() or sums() would not wait; false also where that cannot be told.
   bool parts_have_come() const { return flight_->parts_have_come(); }
   bool sums_have_come() const;
+  // Those of this rank's rows in one kernel, instead of part(), publish() and reduce(), of the parts x [1,
+  // rows * inner, K] @ weight^T, or @ weight where it is not transposed. Only where
+  // Transport::why_not_fused() is empty.
+  at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, bool transposed, const at::Tensor& bias,
+                      const std::string& tiles);
   void finish() { flight_->finish(); }
 
  private:
+  at::Tensor empty(int64_t rows) const;
+
   Transport& transport_;
-  int64_t blocks_;
-  int64_t inner_;
+  Op op_;
+  double begun_ = monotonic_seconds();
+  Operand like_;
   int64_t width_;
-  int64_t rows_;
   int64_t own_rows_;
-  at::TensorOptions options_;
+  bool all_;
+  at::Tensor own_sums_;  // unless all_
   std::unique_ptr<ScatterFlight> flight_;
 };
 

@@ -1,26 +1,31 @@
-// Which way an op runs, and why.
+// Which tier an op runs in, and why.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
 
-#include <functional>
+#include <cstdint>
+#include <map>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "ops/operand.h"
 #include "transport/group.h"
 
 namespace pyruntime {
 
 enum class Tier {
-  kAuto,     // whichever of the others was measured to be fastest for this op, shape, dtype and group
+  kAuto,     // what was tuned for this op, shape, dtype and group, else a fixed rule
   kUnfused,  // the collective, then the library's GEMM
   kChunked,  // the library's GEMM chunk by chunk, as the chunks arrive
   kFused,    // one kernel that waits for, or sends, the rows itself; on devices
 };
 
 // A tier, and what within it can be chosen.
-struct Way {
+struct TierChoice {
   Tier tier;
   int chunks = 0;          // that each rank's rows travel in; 0: as the transport chooses
   std::string tiles = {};  // of the fused kernel, by name (Transport::tiles()); empty: by its rule
@@ -28,48 +33,66 @@ struct Way {
 
 // "chunked"; "chunked:4" and "unfused:4" say a number of chunks, "fused:large" names tiles. Raises ValueError
 // for what is none of these.
-Way way_named(const std::string& text);
-const char* name_of(Tier tier);
+TierChoice tier_named(const std::string& text);
 
-// What decides a tier: rows of the whole operand, width of the product (all weights together) and of the
-// input.
+// What decides a tier: rows of the whole operand, width of the GEMM (all weights together) and of the input.
 struct TierKey {
   std::string op;
   int64_t rows;
   int64_t n;
   int64_t k;
   c10::ScalarType dtype;
-  c10::Device device;
+  c10::DeviceType device;  // ranks number their devices differently
 
-  // The device by its kind alone: ranks number their devices differently.
-  std::string text() const;
+  bool operator<(const TierKey& other) const {
+    return std::tie(op, rows, n, k, dtype, device) <
+           std::tie(other.op, other.rows, other.n, other.k, other.dtype, other.device);
+  }
+  // What of it is the same on all ranks: all but the width in which a weight is cut, perhaps unevenly.
+  TierKey shared() const;
+  std::string text() const;  // for people
 };
 
-// What of TierKey::text() is the same on all ranks: all but the width in which a weight is cut, perhaps
-// unevenly: n of all_gather_matmul, k of the others.
-std::string shared_text(const std::string& key);
-
-using Tensors = std::vector<at::Tensor>;
-
-// Runs `body` in the way that was asked for. For kAuto the first calls with this key take the tiers in turn
-// and are timed; the later ones take the tier whose median was lowest. Each rank chooses for itself: what
-// travels, and in which order, is the same in all tiers, so ranks need not agree (their shapes may differ,
-// too, where a weight is cut unevenly). The number of chunks is what they must agree on: one that was tuned
-// for the op and its rows is taken in every tier, unless `asked` names another.
+// The choice for this call of an op on an operand of which all ranks have `rows` together; n and k as in
+// TierKey. kAuto is what was tuned, where that can run here, else chunked where rows travel in chunks, else
+// unfused; so it is the same in every run and on every rank. Where other fused kernels hold the device, the
+// fused tier that was tuned becomes chunked. What travels, and in which order, is the same in all tiers, so
+// ranks need not agree; on the number of chunks they must, and one that was tuned for the op and its rows is
+// taken in every tier, unless `asked` names another.
 //
-// `why_not_fused`: asked where that matters; then kAuto leaves the fused tier out, and kFused raises
-// ValueError.
-Tensors run_in_tier(Group& group, Transport* transport, const TierKey& key, const Way& asked,
-                    const std::function<std::string()>& why_not_fused,
-                    const std::function<Tensors(const Way&)>& body);
-// For ops that have none.
-std::string no_fused_kernel();
+// Raises ValueError where what was asked by name cannot run. In a group of one rank all tiers are unfused.
+TierChoice choose_tier(Group& group, const char* op, const Operand& operand, int64_t rows, int64_t n,
+                       int64_t k, const TierChoice& asked);
 
-// The tier that `asked` means for this key now, and why not a faster one. Not collective.
-std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& key, const Way& asked);
+// The tier that `asked` means for this key now, and why not a faster one. Not collective. `device`: of the
+// kind that the key names.
+std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& key, c10::Device device,
+                                                 const TierChoice& asked);
 
-// Other ways worth measuring beside the tiers' own, as way_named() takes them: half and twice the number of
-// chunks, and tiles that the kernel's rule does not take. After the group's first op.
-std::vector<std::string> other_ways(Group& group, const TierKey& key);
+// Other choices worth measuring beside the tiers' own, as tier_named() takes them: half and twice the number
+// of chunks, and tiles that the kernel's rule does not take. After the group's first op.
+std::vector<std::string> other_choices(Group& group, const TierKey& key, c10::Device device);
+
+// --- what `python -m pyruntime tune` measured on this machine (pyruntime/tuning)
+
+struct TunedTier {
+  std::string tier;                                     // the fastest
+  int chunks;                                           // as in TierChoice
+  std::string tiles;                                    // as in TierChoice
+  std::vector<std::pair<std::string, double>> seconds;  // the median of each choice that was measured
+  std::string date;
+
+  // "tuned: chunked 1.2 ms, chunked:4 1 ms, unfused 1.5 ms on 2026-11-21; each rank's rows in 4 chunks"
+  std::string text(int chunks_taken) const;
+};
+
+using TunedTiers = std::map<TierKey, TunedTier>;
+
+// From now on groups of `world_size` ranks whose Group::transport_description() begins with `transport` take
+// these; they replace those that were set for the same before. All ranks set the same, before a group's first
+// op: ranks whose numbers of chunks differ refuse the op. Raises ValueError for a tier that is none, and for
+// a number below 0.
+void set_tuned_tiers(int world_size, const std::string& transport, TunedTiers tuned);
+void clear_tuned_tiers();
 
 }  // namespace pyruntime

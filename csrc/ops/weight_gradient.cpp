@@ -1,9 +1,23 @@
 #include "ops/weight_gradient.h"
 
-#include <map>
-#include <mutex>
-#include <utility>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/deadline.h"
+#include "core/ledger.h"
 #include "ops/gemm.h"
 
 namespace pyruntime {
@@ -43,10 +57,6 @@ WeightGradientSink sink_of(const at::Tensor& weight) {
   return found->second.storage.expired() ? WeightGradientSink() : found->second.sink;
 }
 
-at::Tensor as_matrix(const at::Tensor& t) {
-  return t.dim() == 2 ? t : t.reshape({-1, t.size(-1)});
-}
-
 }  // namespace
 
 void set_weight_gradient_sink(const at::Tensor& weight, WeightGradientSink sink) {
@@ -68,11 +78,287 @@ bool has_weight_gradient_sink(const at::Tensor& weight) {
   return static_cast<bool>(sink_of(weight));
 }
 
-at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& dy, const at::Tensor& x) {
-  const WeightGradientSink sink = sink_of(weight);
-  if (!sink) return linear_wgrad(dy, x);
-  sink(as_matrix(dy), as_matrix(x));
-  return {};
+at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& dy, const at::Tensor& x,
+                           bool in_pieces) {
+  if (const WeightGradientSink sink = sink_of(weight)) {
+    sink(as_matrix(dy), as_matrix(x), /*later=*/in_pieces && weight.device().is_cpu());
+    return {};
+  }
+  if (!in_pieces) return linear_wgrad(dy, x);
+  at::Tensor out = at::empty({dy.size(2), x.size(2)}, x.options());
+  write_in_pieces(out, as_matrix(dy.contiguous()), as_matrix(x.contiguous()), /*accumulate=*/false);
+  return out;
+}
+
+// --- pieces
+
+namespace {
+
+// Half a millisecond of a core that makes 100 GFLOP/s.
+constexpr int64_t kPieceFlops = 50'000'000;
+constexpr int64_t kPiecesOfLarge = 50;  // of a GEMM of which those would be too thin
+constexpr int64_t kRowsMultiple = 16;
+
+// Rows of dW [n, k] in each piece of a product over `rows`. A fixed rule: it decides bits.
+int64_t rows_of_piece(int64_t rows, int64_t n, int64_t k) {
+  const int64_t flops_per_row = 2 * rows * k;
+  if (flops_per_row == 0) return n;
+  const int64_t most = std::max(kPieceFlops, n * flops_per_row / kPiecesOfLarge);
+  return std::max(kRowsMultiple, most / flops_per_row / kRowsMultiple * kRowsMultiple);
+}
+
+// The piece that begins with row `first` of `out`; returns its end.
+int64_t write_piece(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate,
+                    int64_t first) {
+  const int64_t n = out.size(0);
+  // A device's streams wait by themselves.
+  const int64_t most = out.device().is_cpu() ? rows_of_piece(dy.size(0), n, out.size(1)) : n;
+  const int64_t rows = std::min(most, n - first);
+  write_linear_wgrad(out.narrow(0, first, rows), dy.narrow(1, first, rows), x, accumulate);
+  return first + rows;
+}
+
+}  // namespace
+
+void write_in_pieces(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {
+  for (int64_t first = 0; first < out.size(0);) first = write_piece(out, dy, x, accumulate, first);
+}
+
+// --- products that wait for somebody's wait
+
+namespace {
+
+// Of a thread that computes: what it may multiply instead of waiting.
+class Queue : public Filler {
+ public:
+  Queue() { set_filler(this); }
+  ~Queue() override { set_filler(nullptr); }
+  Queue(const Queue&) = delete;
+  Queue& operator=(const Queue&) = delete;
+
+  static Queue& of_this_thread() {
+    static thread_local Queue queue;
+    return queue;
+  }
+
+  void add(const std::shared_ptr<WeightProduct>& product) {
+    std::erase_if(products_, [](const auto& weak) { return weak.expired(); });
+    products_.push_back(product);
+  }
+
+  bool work() override {
+    return std::ranges::any_of(products_, [](const auto& weak) {
+      const std::shared_ptr<WeightProduct> product = weak.lock();
+      return product && product->multiply();
+    });
+  }
+
+  // The oldest that writes where `product` does: itself, or one before it.
+  std::shared_ptr<WeightProduct> before(const WeightProduct& product) const {
+    for (const std::weak_ptr<WeightProduct>& weak : products_) {
+      const std::shared_ptr<WeightProduct> other = weak.lock();
+      if (!other || !other->has_operands()) continue;
+      if (other->out().data_ptr() == product.out().data_ptr()) return other;
+    }
+    return nullptr;
+  }
+
+ private:
+  std::vector<std::weak_ptr<WeightProduct>> products_;  // oldest first
+};
+
+}  // namespace
+
+std::shared_ptr<WeightProduct> WeightProduct::make(const at::Tensor& out, bool accumulate, const char* name) {
+  std::shared_ptr<WeightProduct> product(new WeightProduct(out, accumulate, name));
+  Queue::of_this_thread().add(product);
+  return product;
+}
+
+WeightProduct::WeightProduct(const at::Tensor& out, bool accumulate, const char* name)
+    : out_(out), name_(name), layer_(Ledger::layer()), has_sum_(accumulate) {}
+
+void WeightProduct::add(const at::Tensor& dy, const at::Tensor& x) {
+  operands_.emplace_back(dy.contiguous(), x.contiguous());
+}
+
+int64_t WeightProduct::bytes() const {
+  int64_t bytes = 0;
+  for (const auto& [dy, x] : operands_) bytes += static_cast<int64_t>(dy.nbytes() + x.nbytes());
+  return bytes;
+}
+
+bool WeightProduct::multiply() {
+  if (operands_.empty()) return false;
+  const LedgerOperator computing(name_, layer_);
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const auto& [dy, x] = operands_.front();
+  if (out_.size(0) > 0) next_row_ = write_piece(out_, dy, x, has_sum_, next_row_);
+  if (next_row_ < out_.size(0)) return true;
+  operands_.pop_front();
+  next_row_ = 0;
+  has_sum_ = true;
+  return true;
+}
+
+void WeightProduct::finish() {
+  while (has_operands()) {
+    const std::shared_ptr<WeightProduct> oldest = Queue::of_this_thread().before(*this);
+    if (!(oldest ? oldest->multiply() : multiply())) break;
+  }
+}
+
+// --- gradients that come later
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// Of operands that wait in one pass: beyond it the oldest products are multiplied at once.
+constexpr int64_t kMostBytes = int64_t{512} << 20;
+
+// Has autograd accumulate a gradient: as its backward, which gives the gradient away.
+struct Accumulate : torch::autograd::Function<Accumulate> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& weight, at::Tensor* gradient) {
+    ctx->saved_data["gradient"] = std::move(*gradient);
+    return at::empty({}, weight.options());
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& /*of the empty scalar*/) {
+    // The only reference, so that autograd keeps the tensor itself and no copy.
+    variable_list gradients(2);
+    gradients[0] = std::move(ctx->saved_data["gradient"]).toTensor();
+    return gradients;
+  }
+};
+
+// A weight's gradient that autograd will be given.
+struct Gradient {
+  at::Tensor weight;
+  std::shared_ptr<WeightProduct> product;
+  bool has_all = false;  // of its operands
+
+  bool is_done() const { return has_all && !product->has_operands(); }
+  // Once it is done.
+  void accumulate() {
+    if (!weight.requires_grad()) return;  // frozen meanwhile
+    at::Tensor sum = product->out();
+    product.reset();
+    const at::AutoGradMode on(true);
+    torch::autograd::backward({Accumulate::apply(weight, &sum)});
+  }
+};
+
+// One run of autograd's engine. Its callback holds it, so that it ends when that run does, in whatever way.
+struct Pass {
+  int task = torch::autograd::get_current_graph_task_id();
+  std::unordered_map<const Node*, int> uses;  // of leaves, in the graph
+  std::deque<Gradient> gradients;             // oldest first
+
+  void count_uses(const Node& node) {
+    for (const auto& edge : node.next_edges()) {
+      if (edge.function != nullptr && edge.function->next_edges().empty()) ++uses[edge.function.get()];
+    }
+  }
+
+  bool multiply() {
+    return std::ranges::any_of(gradients,
+                               [](const Gradient& gradient) { return gradient.product->multiply(); });
+  }
+
+  void accumulate_finished() {
+    while (!gradients.empty() && gradients.front().is_done()) {
+      Gradient finished = std::move(gradients.front());
+      gradients.pop_front();
+      finished.accumulate();
+    }
+  }
+
+  void finish() {
+    while (multiply()) continue;
+    accumulate_finished();
+  }
+
+  int64_t bytes() const {
+    int64_t bytes = 0;
+    for (const Gradient& gradient : gradients) bytes += gradient.product->bytes();
+    return bytes;
+  }
+};
+
+// The one that runs now in this thread; there is one.
+Pass& this_pass() {
+  // One, or several where a backward pass runs inside another.
+  static thread_local std::vector<std::weak_ptr<Pass>> passes;
+  std::erase_if(passes, [](const auto& pass) { return pass.expired(); });
+  const int task = torch::autograd::get_current_graph_task_id();
+  for (const std::weak_ptr<Pass>& weak : passes) {
+    if (const auto pass = weak.lock(); pass->task == task) return *pass;
+  }
+  const auto pass = std::make_shared<Pass>();
+  for (const Node* node : *torch::autograd::get_current_graph_task_nodes_in_graph()) pass->count_uses(*node);
+  torch::autograd::Engine::get_default_engine().queue_callback([pass] { pass->finish(); });
+  passes.push_back(pass);
+  return *pass;
+}
+
+std::function<bool(const at::Tensor&)> hooks_check;
+
+// Whether it is real memory of a parameter, and not something that stands for it.
+bool is_plain_leaf(const at::Tensor& weight) {
+  return weight.device().is_cpu() && weight.is_leaf() && weight.has_storage() &&
+         !weight.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
+         !weight.key_set().has_any(
+             c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
+}
+
+}  // namespace
+
+bool may_come_later(const at::Tensor& weight) {
+  if (torch::autograd::get_current_graph_task_id() < 0 || !is_plain_leaf(weight)) return false;
+  if (!weight.requires_grad()) return false;  // frozen since its forward
+  if (!torch::autograd::get_current_graph_task_exec_info()->empty()) return false;
+  if (has_weight_gradient_sink(weight)) return false;
+  const auto node = torch::autograd::get_current_node();
+  const auto accumulator = torch::autograd::impl::grad_accumulator(weight);
+  if (!node->post_hooks().empty() || !accumulator->pre_hooks().empty() ||
+      !accumulator->post_hooks().empty() || !accumulator->tensor_pre_hooks().empty())
+    return false;
+  // What was saved may be another tensor than the parameter, which has the hooks: checkpointing makes them
+  // anew.
+  const at::Tensor& parameter = static_cast<torch::autograd::AccumulateGrad&>(*accumulator).variable;
+  if (accumulator->tensor_post_acc_grad_hooks() && !(hooks_check && hooks_check(parameter))) return false;
+  Pass& pass = this_pass();
+  // torch leaves the root out of the nodes of its graph.
+  if (!torch::autograd::get_current_graph_task_nodes_in_graph()->contains(node.get()) &&
+      !pass.uses.contains(node.get())) {
+    pass.count_uses(*node);
+    pass.uses[node.get()] = 0;
+  }
+  return pass.uses[accumulator.get()] == 1;
+}
+
+void set_hooks_check(std::function<bool(const at::Tensor& weight)> check) {
+  hooks_check = std::move(check);
+}
+
+void multiply_later(const at::Tensor& weight, const char* name, const at::Tensor& dy, const at::Tensor& x,
+                    bool last) {
+  Pass& pass = this_pass();
+  pass.accumulate_finished();
+  // The weight has one use in a pass.
+  auto gradient =
+      std::ranges::find_if(pass.gradients, [&](const Gradient& each) { return each.weight.is_same(weight); });
+  if (gradient == pass.gradients.end()) {
+    const at::Tensor sum = at::empty(weight.sizes(), weight.options());
+    pass.gradients.push_back({weight, WeightProduct::make(sum, /*accumulate=*/false, name)});
+    gradient = std::prev(pass.gradients.end());
+  }
+  gradient->product->add(as_matrix(dy), as_matrix(x));
+  gradient->has_all = last;
+  while (pass.bytes() > kMostBytes && pass.multiply()) continue;
 }
 
 }  // namespace pyruntime

@@ -2,36 +2,82 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <iterator>
 #include <sstream>
 
 namespace pyruntime {
 
 const char* name_of(Op op) {
-  switch (op) {
-    case Op::kAllGather:
-      return "all_gather";
-    case Op::kReduceScatter:
-      return "reduce_scatter";
-    case Op::kAllReduce:
-      return "all_reduce";
-    case Op::kAllGatherMatmul:
-      return "all_gather_matmul";
-    case Op::kMatmulReduceScatter:
-      return "matmul_reduce_scatter";
-    case Op::kMatmulAllReduce:
-      return "matmul_all_reduce";
-    case Op::kSend:
-      return "send";
+  constexpr const char* kNames[] = {"all_gather",
+                                    "reduce_scatter",
+                                    "all_reduce",
+                                    "all_gather_matmul",
+                                    "matmul_reduce_scatter",
+                                    "matmul_all_reduce",
+                                    "send"};
+  const auto at = static_cast<size_t>(op) - static_cast<size_t>(Op::kAllGather);
+  return at < std::size(kNames) ? kNames[at] : "unknown op";
+}
+
+namespace {
+
+void enter(Entered kind, const GroupContext& context, const char* op, int peer, int64_t bytes, double begin,
+           double wanted, double end, const Travelled& travelled = {}) {
+  if (!Ledger::is_on()) return;
+  LedgerEntry entry{kind, static_cast<int32_t>(context.traffic_class)};
+  entry.name = Ledger::instance().number_of(op);
+  entry.peer = peer < 0 ? peer : context.told(peer);
+  entry.bytes = bytes;
+  entry.begin = begin;
+  entry.wanted = wanted;
+  entry.end = end;
+  entry.from = travelled.from < 0 ? travelled.from : context.told(travelled.from);
+  entry.left = travelled.left;
+  entry.arrived = travelled.arrived;
+  Ledger::instance().enter(entry);
+}
+
+}  // namespace
+
+Spending::~Spending() {
+  double begin = begin_;
+  for (const Span& worked : take_filled()) {
+    count(begin, worked.begin);
+    begin = worked.end;
   }
-  return "unknown op";
+  count(begin, monotonic_seconds());
 }
 
-void GatherFlight::multiply(const FusedProduct&) {
+void Spending::count(double begin, double end) {
+  (kind_ == Entered::kWait ? context_.stats.waiting_s : context_.stats.moving_s) += end - begin;
+  enter(kind_, context_, op_, peer_, /*bytes=*/0, begin, /*wanted=*/begin, end);
+}
+
+void Reading::came(int64_t bytes, const Travelled& travelled) {
+  context_.stats.bytes += bytes;
+  if (!Ledger::is_on() || bytes == 0) return;
+  const double end = monotonic_seconds();
+  // The ledger may have been switched on after the bytes were asked for.
+  enter(Entered::kRead, context_, name_of(op_), peer_, bytes, begin_, wanted_ > 0 ? wanted_ : end, end,
+        travelled);
+}
+
+void enter_transfer(Entered kind, const GroupContext& context, Op op, int peer, int64_t bytes, double begin,
+                    double end) {
+  enter(kind, context, name_of(op), peer, bytes, begin, /*wanted=*/begin, end);
+}
+
+void GatherFlight::multiply(const FusedGemm&) {
   TORCH_CHECK(false, "This transport has no fused kernels: ask Transport::why_not_fused() first.");
 }
 
-void ScatterFlight::multiply(const FusedProduct&) {
+void ScatterFlight::multiply(const FusedGemm&) {
   TORCH_CHECK(false, "This transport has no fused kernels: ask Transport::why_not_fused() first.");
+}
+
+std::unique_ptr<ScatterFlight> Transport::scatter_some(const FlightDescriptor&, bool,
+                                                       const std::vector<int64_t>&) {
+  TORCH_CHECK(false, "This transport scatters all rows: ask Transport::scatters_some() first.");
 }
 
 std::string Transport::why_not_fused(const FlightDescriptor&) const {
@@ -45,6 +91,15 @@ std::string Transport::why_not_pieces(int) const {
 
 int64_t FlightDescriptor::row_bytes() const {
   return row_elements() * static_cast<int64_t>(c10::elementSize(scalar_type()));
+}
+
+FlightDescriptor FlightDescriptor::of_some(const std::vector<int64_t>& rows) const {
+  uint64_t digest = 14695981039346656037ULL;  // FNV-1a
+  for (const int64_t row : rows) digest = (digest ^ static_cast<uint64_t>(row)) * 1099511628211ULL;
+  FlightDescriptor some = *this;
+  some.rows = static_cast<int64_t>(rows.size());
+  some.agreement = static_cast<int64_t>(digest);
+  return some;
 }
 
 bool FlightDescriptor::agrees_with(const FlightDescriptor& other) const {

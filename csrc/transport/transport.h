@@ -14,11 +14,15 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/chunk_plan.h"
+#include "core/deadline.h"
+#include "core/ledger.h"
 #include "core/traffic.h"
 
 namespace pyruntime {
@@ -59,6 +63,8 @@ struct FlightDescriptor {
   // Whether the ranks agree on the op.
   bool agrees_with(const FlightDescriptor& other) const;
   std::string text() const;
+  // The same flight of some of the rows, in whose numbers the ranks must agree.
+  FlightDescriptor of_some(const std::vector<int64_t>& rows) const;
 };
 
 inline constexpr int64_t kUnknownRows = -1;
@@ -70,19 +76,75 @@ struct GroupContext {
   int world_size;
   double deadline_seconds;
   TrafficClass traffic_class = TrafficClass::kTp;
-  CommStats stats;
+  int within_class = 0;  // chunks of a lower one leave first
+  CommStats stats = {};
   bool link_is_broken = false;  // an op failed with chunks under way, which the link may still hold
-  // What messages call the group's ranks, where that is not their number here: the ranks of another group of
-  // which this one has some.
+  // The group's ranks in its process group, of which it may have some only: what messages call them. Empty:
+  // the same numbers.
   std::vector<int> told_ranks = {};
+  // Whose ranks are out of step where an op of this group fails: that of its process group.
+  std::string process_group = {};
 
   int told(int of) const { return told_ranks.empty() ? of : told_ranks.at(of); }
   int own_rank() const { return told(rank); }
 };
 
-// A product whose rows move between the ranks while one kernel computes it: out = a weight^T (+ bias), or
+// A scope in which this rank's thread waits for `peer`, copies or sums for an op of the group: its time is
+// counted, and entered in the ledger. What the thread's filler did meanwhile is no waiting.
+class Spending {
+ public:
+  // kind: kWait, kCopy or kSum. `op`: its name, a literal.
+  Spending(GroupContext& context, Entered kind, const char* op, int peer = -1)
+      : context_(context), kind_(kind), op_(op), peer_(peer), begin_(monotonic_seconds()) {
+    take_filled();  // that of waits which nobody counts
+  }
+  ~Spending();
+  Spending(const Spending&) = delete;
+  Spending& operator=(const Spending&) = delete;
+
+ private:
+  void count(double begin, double end);
+
+  GroupContext& context_;
+  Entered kind_;
+  const char* op_;
+  int peer_;
+  double begin_;
+};
+
+// How bytes came to this rank from another host: from which rank of the group, when they left it (seconds of
+// its host's clock) and when they were here. No rank: another rank received them, or nothing travelled.
+struct Travelled {
+  int from = -1;
+  double left = 0, arrived = 0;
+};
+
+// Bytes of a peer that an op of the group reads, from now on wanted. `begin`: when the op began.
+class Reading {
+ public:
+  Reading(GroupContext& context, Op op, int peer, double begin)
+      : context_(context),
+        op_(op),
+        peer_(peer),
+        begin_(begin),
+        wanted_(Ledger::is_on() ? monotonic_seconds() : 0) {}
+  // They are there: they are counted, and entered in the ledger.
+  void came(int64_t bytes, const Travelled& travelled = {});
+
+ private:
+  GroupContext& context_;
+  Op op_;
+  int peer_;
+  double begin_, wanted_;
+};
+
+// Enters bytes of a chunk that went to a peer on another host or came from it.
+void enter_transfer(Entered kind, const GroupContext& context, Op op, int peer, int64_t bytes, double begin,
+                    double end);
+
+// A GEMM whose rows move between the ranks while one kernel computes it: out = a weight^T (+ bias), or
 // a weight. Matrices, of one dtype.
-struct FusedProduct {
+struct FusedGemm {
   at::Tensor a;       // [rows, K]
   at::Tensor weight;  // [N, K] where it is transposed, else [K, N]
   bool transposed;
@@ -107,9 +169,11 @@ class GatherFlight {
   virtual void wait(const Chunk& chunk) = 0;
   // Whether wait() would return at once; false also where that cannot be told.
   virtual bool has_come(const Chunk& /*chunk*/) const { return false; }
-  // The product of all rows, of which `product.a` has this rank's, in one kernel that waits for the others'.
+  // After wait(), while the ledger is on.
+  virtual Travelled travelled(const Chunk& /*chunk*/) const { return {}; }
+  // The GEMM of all rows, of which `GEMM.a` has this rank's, in one kernel that waits for the others'.
   // After publish(), as often as there are weights; only where Transport::why_not_fused() is empty.
-  virtual void multiply(const FusedProduct& product);
+  virtual void multiply(const FusedGemm& gemm);
   virtual void finish() = 0;
 };
 
@@ -130,16 +194,18 @@ class ScatterFlight {
   virtual void reduce(const at::Tensor& out, const at::Tensor& bias) = 0;
   // Whether reduce() would not wait; false also where that cannot be told.
   virtual bool parts_have_come() const { return false; }
-  // All of that in one kernel, instead of part(), publish() and reduce(): `product.a` has all rows,
-  // `product.out` gets the sums of this rank's. Other ranks need not do the same. Only where
+  // All of that in one kernel, instead of part(), publish() and reduce(): `GEMM.a` has all rows,
+  // `GEMM.out` gets the sums of this rank's. Other ranks need not do the same. Only where
   // Transport::why_not_fused() is empty.
-  virtual void multiply(const FusedProduct& product);
+  virtual void multiply(const FusedGemm& gemm);
 
   // For all_reduce, after reduce(): the sums of all rows, this rank's first.
   virtual const std::vector<Chunk>& sums_order() const = 0;
   virtual void wait_for_sum(const Chunk& chunk) = 0;
   // Whether wait_for_sum() would return at once; false also where that cannot be told.
   virtual bool sum_has_come(const Chunk& /*chunk*/) const { return false; }
+  // After wait_for_sum(), while the ledger is on.
+  virtual Travelled travelled(const Chunk& /*chunk*/) const { return {}; }
   virtual at::Tensor sum(const Chunk& chunk) = 0;
   virtual void finish() = 0;
 };
@@ -151,16 +217,32 @@ class Transport {
   virtual std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) = 0;
   // `all`: everybody's sums will be asked for, in which all ranks agree.
   virtual std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) = 0;
+  // The same, in which only `rows` of the descriptor's travel, in ascending order and the same on all ranks:
+  // each is summed by the rank and in the order that it is summed in among all. Chunks count these rows.
+  // Only where scatters_some(), an answer for all ranks.
+  virtual std::unique_ptr<ScatterFlight> scatter_some(const FlightDescriptor& descriptor, bool all,
+                                                      const std::vector<int64_t>& rows);
+  virtual bool scatters_some() const { return false; }
   // The rows that every rank holds; `descriptor.rows` is kUnknownRows.
   virtual std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) = 0;
+
+  // Why rows travel whole, so that no GEMM can run while some of them are under way; empty where they travel
+  // in chunks. An answer for all ranks.
+  virtual std::string why_not_chunked() const { return {}; }
 
   // Why multiply() cannot be asked of such a flight; empty where it can. An answer for all ranks.
   virtual std::string why_not_fused(const FlightDescriptor& descriptor) const;
 
-  // Why the kernel of a product [rows, *] x [*, n] that could be asked for would find no room beside others
+  // Why the kernel of a GEMM [rows, *] x [*, n] that could be asked for would find no room beside others
   // that are under way on this rank's device, or may be; empty where it would. Rows are of all ranks. It is
   // asked for all the same where the caller insists, and then waits for them, or cannot be captured.
   virtual std::string why_crowded(int64_t /*rows*/, int64_t /*n*/) const { return {}; }
+  // Ops that would have been fused and were not, as why_crowded() said; by rows and n.
+  struct Crowding {
+    int64_t ops = 0;
+    std::string why;  // of the last one
+  };
+  std::map<std::pair<int64_t, int64_t>, Crowding>& crowding() { return crowding_; }
 
   // Why a rank's rows cannot travel in so many pieces (FlightDescriptor::pieces); empty where they can. An
   // answer for all ranks.
@@ -168,7 +250,7 @@ class Transport {
   // Numbers of pieces worth trying beside the one that the transport chooses for such a flight. An answer
   // for all ranks.
   virtual std::vector<int> other_pieces(const FlightDescriptor& /*descriptor*/) const { return {}; }
-  // Names of the tiles that a fused product may be asked to be made of (FusedProduct::tiles).
+  // Names of the tiles that a fused GEMM may be asked to be made of (FusedGemm::tiles).
   virtual std::vector<std::string> tiles() const { return {}; }
   // Those that are not what the kernel's rule takes for [rows, k] x [k, n], rows being of all ranks.
   virtual std::vector<std::string> other_tiles(int64_t /*rows*/, int64_t /*n*/, int64_t /*k*/) const {
@@ -195,6 +277,9 @@ class Transport {
  protected:
   explicit Transport(GroupContext& context) : context_(context) {}
   GroupContext& context_;
+
+ private:
+  std::map<std::pair<int64_t, int64_t>, Crowding> crowding_;
 };
 
 }  // namespace pyruntime

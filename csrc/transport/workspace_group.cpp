@@ -9,17 +9,10 @@
 #include "core/deadline.h"
 #include "core/error.h"
 #include "core/store.h"
+#include "core/text.h"
 #include "cpu/symmetric_memory.h"
 
 namespace pyruntime {
-
-namespace {
-
-bool is_number(const std::string& text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
-}
-
-}  // namespace
 
 // A part of the job's store for one workspace.
 //
@@ -56,11 +49,6 @@ class WorkspaceStore : public c10d::Store {
     await(key);
     return store_->get(own(key));
   }
-  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
-    std::vector<std::vector<uint8_t>> values;
-    for (const std::string& key : keys) values.push_back(get(key));
-    return values;
-  }
   int64_t add(const std::string& key, int64_t value) override { return store_->add(own(key), value); }
   bool deleteKey(const std::string& key) override { return store_->deleteKey(own(key)); }
   bool check(const std::vector<std::string>& keys) override {
@@ -83,7 +71,7 @@ class WorkspaceStore : public c10d::Store {
     if (slash == std::string::npos) return prefix + key;
     const size_t end = std::min(key.find('/', slash + 1), key.size());
     const std::string number = key.substr(slash + 1, end - slash - 1);
-    if (!is_number(number)) return prefix + key;
+    if (number.empty() || number.find_first_not_of("0123456789") != std::string::npos) return prefix + key;
     // An exchange is over on a rank before it begins the next.
     if (std::exchange(exchange_, number) != number) ++exchanges_;
     return prefix + key.substr(0, slash + 1) + std::to_string(exchanges_) + key.substr(end);
@@ -93,7 +81,7 @@ class WorkspaceStore : public c10d::Store {
     if (await_key(*store_, own(key), deadline_seconds_)) return;
     raise_comm_error(CommErrorKind::kTimeout,
                      "rendezvous on group '" + group_ + "', rank " + std::to_string(rank_) +
-                         ": a rank did not come within " + std::to_string(deadline_seconds_) + " s ('" + key +
+                         ": a rank did not come within " + seconds_text(deadline_seconds_) + " ('" + key +
                          "' is not in the store); all ranks must allocate and rendezvous in the same order.");
   }
 
@@ -119,10 +107,12 @@ WorkspaceGroup::~WorkspaceGroup() {
 }
 
 c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> WorkspaceGroup::rendezvous(
-    const at::Tensor& memory, double seconds) const {
+    const at::Tensor& memory, double seconds,
+    c10d::symmetric_memory::SymmetricMemoryAllocator* allocator) const {
   const cpu::ScopedSymmetricMemoryDeadline bounded(seconds);
   store_->set_deadline_seconds(seconds);
-  return c10d::symmetric_memory::rendezvous(memory, name_);
+  return allocator != nullptr ? allocator->rendezvous(memory.data_ptr(), name_)
+                              : c10d::symmetric_memory::rendezvous(memory, name_);
 }
 
 }  // namespace pyruntime

@@ -21,10 +21,12 @@ class WorkspaceGroup {
   WorkspaceGroup(const WorkspaceGroup&) = delete;
   WorkspaceGroup& operator=(const WorkspaceGroup&) = delete;
 
-  // Every rank's memory, reachable from all. Collective; `memory` is torch's symmetric memory, of the same
-  // size on every rank. Raises CommTimeout where they have not come within `seconds`.
-  c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> rendezvous(const at::Tensor& memory,
-                                                                         double seconds) const;
+  // Every rank's memory, reachable from all. Collective; `memory` is what `allocator` gave, nullptr for
+  // torch's symmetric memory, of the same size on every rank. Raises CommTimeout where they have not come
+  // within `seconds`.
+  c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> rendezvous(
+      const at::Tensor& memory, double seconds,
+      c10d::symmetric_memory::SymmetricMemoryAllocator* allocator = nullptr) const;
 
  private:
   std::string name_;

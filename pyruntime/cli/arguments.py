@@ -16,6 +16,7 @@ from pyruntime.cli.environment import started_rank
 from pyruntime.train.errors import ConfigError
 
 Options = TypeVar("Options")
+TRUTH = {"true": "True", "false": "False"}
 
 
 class HelpShown(Exception):
@@ -25,18 +26,21 @@ class HelpShown(Exception):
 def parse(
     cls: type[Options],
     argv: list[str],
-    program: str,
+    command: str,
     description: str,
     default: Options | None = None,
     others: Sequence[str] = (),
 ) -> Options:
-    """`argv` as an instance of the dataclass `cls`; every flag takes a value (`--section.key value`).
-    `others` are flags of the command that have been taken out of `argv`.
+    """The `argv` of a command as an instance of the dataclass `cls`; every flag takes a value
+    (`--section.key value`). `others` are flags of the command that have been taken out of `argv`.
 
     Raises ConfigError with the nearest name of an unknown flag or tyro's finding in one sentence, HelpShown
     after printing --help (on rank 0).
     """
-    _check_names(argv, [*_names(cls), *others], program)
+    program = f"python -m pyruntime {command}"
+    known = dict(_names(cls))
+    _check_names(argv, [*known, *others], program)
+    argv = _with_python_s_truth(argv, [name for name, kind in known.items() if kind is bool])
     out, err = io.StringIO(), io.StringIO()
     start: dict[str, Any] = {} if default is None else {"default": default}
     try:
@@ -59,14 +63,45 @@ def parse(
         raise ConfigError(f"{finding}; see {program} --help.") from None
 
 
-def _names(cls: type) -> Iterator[str]:
-    """Flags of a dataclass, those of its sections with the section's name before a dot."""
+def check_at_least(options: object, least: int, *names: str) -> None:
+    """Raises ConfigError where an option of these names is below `least`."""
+    for name in names:
+        if getattr(options, name) < least:
+            must = f"be at least {least}" if least else "not be negative"
+            raise ConfigError(f"--{name} must {must}, found {getattr(options, name)}.")
+
+
+@contextlib.contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Raises ConfigError, "WHAT cannot be written: ..", where a file inside cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be written: {error.strerror}.") from error
+
+
+def _names(cls: type) -> Iterator[tuple[str, Any]]:
+    """Flags of a dataclass and their types, those of its sections with the section's name before a dot."""
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from (f"{field.name}.{name}" for name in _names(hints[field.name]))
+        hint: Any = hints[field.name]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from ((f"{field.name}.{name}", kind) for name, kind in _names(hint))
         else:
-            yield field.name
+            yield field.name, hint
+
+
+def _with_python_s_truth(argv: list[str], switches: Sequence[str]) -> list[str]:
+    """`--a.switch true` as tyro wants it, True; files of a configuration have it in lower case."""
+    result: list[str] = []
+    for argument in argv:
+        name, equals, value = argument.partition("=")
+        if equals and flag_name(argument) in switches and value in TRUTH:
+            argument = f"{name}={TRUTH[value]}"
+        elif result and argument in TRUTH and flag_name(result[-1]) in switches:
+            argument = TRUTH[argument]
+        result.append(argument)
+    return result
 
 
 def _check_names(argv: list[str], known: Sequence[str], program: str) -> None:

@@ -18,18 +18,15 @@ from pathlib import Path
 from typing import Literal
 
 from pyruntime import machine
-from pyruntime.cli.arguments import parse
+from pyruntime.cli.arguments import check_at_least, parse
 from pyruntime.cli.environment import started_rank, started_ranks
 from pyruntime.machine import Rows
 from pyruntime.train import validate
-from pyruntime.train.errors import ConfigError
+from pyruntime.train.errors import refusing
 
-PROGRAM = "python -m pyruntime doctor"
-MEASURED_STEPS = 10
-"""Steps that are run before tiers are shown: on CPUs "auto" tries two in turn, four calls each."""
 DESCRIPTION = """Prints what was built, what hardware and fabric there is, whether ranks can reach each
-other's memory, and which tier each operation takes. Tiers are measured: without torchrun it starts ranks of
-its own for that, below torchrun it asks those."""
+other's memory, and which tier each operation takes: without torchrun it starts ranks of its own for that,
+below torchrun it asks those."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +48,9 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, PROGRAM, DESCRIPTION)
-    for name in ("rows", "hidden_size", "intermediate_size"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, found {getattr(options, name)}.")
-    if options.ranks < 0:
-        raise ConfigError(f"--ranks must not be negative, found {options.ranks}.")
+    options = parse(Options, argv, "doctor", DESCRIPTION)
+    check_at_least(options, 1, "rows", "hidden_size", "intermediate_size")
+    check_at_least(options, 0, "ranks")
     validate.check_seconds("--timeout_s", options.timeout_s)
     below_torchrun = started_ranks() > 1
     if started_rank() == 0 and options.only == "all":
@@ -91,37 +85,36 @@ def built() -> Rows:
     import pyruntime
     import pyruntime._C as core
 
-    extension = Path(core.__file__)
+    extension, asked = Path(core.__file__), os.environ.get("OMP_NUM_THREADS", "not set")
     return [
         ("pyruntime", f"{pyruntime.__version__} in {Path(pyruntime.__file__).parent}"),
         ("extension", f"{extension.name}, {compiler(extension)}"),
-        ("CUDA kernels", cuda_kernels()),
+        (f"{'HIP' if torch.version.hip else 'CUDA'} kernels", kernels()),
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
         ("torch", f"{torch.__version__}, {torch_kind()}"),
         ("torch's CPU kernels", torch.backends.cpu.get_cpu_capability()),
         ("GEMM libraries", ", ".join(gemm_libraries())),
         ("NVTX ranges", nvtx_ranges()),
-        (
-            "threads",
-            f"{torch.get_num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')})",
-        ),
+        ("threads", f"{torch.get_num_threads()} (OMP_NUM_THREADS={asked})"),
     ]
 
 
-def cuda_kernels() -> str:
-    """Whether the kernels of csrc/cuda were built, and what keeps them from being used here."""
-    from pyruntime.cuda import library_path, why_not
+def kernels() -> str:
+    """Whether the kernels of csrc/cuda were built for this torch's kind of GPU, and what keeps them from
+    being used here."""
+    import torch
 
-    path = library_path()
+    from pyruntime.cuda import architectures_in, library_path, why_not
+
+    path, rocm = library_path(), bool(torch.version.hip)
     if path.exists():
-        reason = why_not() or "no op asks for them yet."
-        return f"{path.name}, {path.stat().st_size / 1e6:.0f} MB; not used here: {reason}"
-    nvcc = shutil.which("nvcc")
-    return (
-        f"not built: `make cuda` builds them with {nvcc}"
-        if nvcc
-        else "none (CPU-only build: no nvcc on PATH)"
-    )
+        gpus = f" for {', '.join(architectures_in(path))}" if rocm else ""
+        used = f"not used here: {reason}" if (reason := why_not()) else "used by ops on GPUs"
+        return f"{path.name}{gpus}, {path.stat().st_size / 1e6:.0f} MB; {used}"
+    name, target = ("hipcc", "hip") if rocm else ("nvcc", "cuda")
+    if compiler := shutil.which(name):
+        return f"not built: `make {target}` builds them with {compiler}"
+    return f"none (CPU-only build: no {name} on PATH)"
 
 
 def nvtx_ranges() -> str:
@@ -139,7 +132,7 @@ def nvtx_ranges() -> str:
 def tuning() -> Rows:
     """The file of measured choices, and where they were measured."""
     from pyruntime.tuning import cache
-    from pyruntime.tuning.take_up import dates
+    from pyruntime.tuning.apply import dates
 
     path = cache.default_path()
     try:
@@ -148,18 +141,12 @@ def tuning() -> Rows:
         return [("file", f"not used: {error}")]
     if not found:
         return [("file", f"none in {path}: `torchrun .. -m pyruntime tune` makes it")]
-    return [
-        ("file", str(path)),
-        *(
-            (
-                f"{place.world_size} ranks",
-                f"{len(choices)} choices, {dates(choices)}: "
-                f"{place.device}, {place.transport}, {place.library}",
-            )
-            for place, choices in found.items()
-            if choices
-        ),
-    ]
+    rows = [("file", str(path))]
+    for place, choices in found.items():
+        where = f"{place.device}, {place.transport}, {place.library}"
+        if choices:
+            rows.append((f"{place.world_size} ranks", f"{len(choices)} choices, {dates(choices)}: {where}"))
+    return rows
 
 
 def compiler(extension: Path) -> str:
@@ -195,15 +182,8 @@ def backends() -> Rows:
 
     if not dist.is_available():
         return [("torch.distributed", "not built into this torch")]
-    available = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-        "ucc": dist.is_ucc_available(),
-    }
-    return [
-        ("torch.distributed", ", ".join(name for name, there in available.items() if there) or "no backend")
-    ]
+    there = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()]
+    return [("torch.distributed", ", ".join(there) or "no backend")]
 
 
 def symmetric_memory() -> Rows:
@@ -239,11 +219,9 @@ def multicast() -> str:
         return f"none: this torch is {torch_kind()}"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # which starts the driver
     able = sum(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, index) for index in range(count))
-    return (
-        f"{able} of {count} GPUs can; comm.configure(multicast=...) uses it"
-        if able
-        else f"none of {count} GPUs"
-    )
+    if not able:
+        return f"none of {count} GPUs"
+    return f"{able} of {count} GPUs can; comm.configure(multicast=...) uses it"
 
 
 def start_tiers(options: Options, argv: list[str]) -> None:
@@ -266,15 +244,14 @@ def start_tiers(options: Options, argv: list[str]) -> None:
 
 
 def show_tiers(options: Options) -> None:
-    """Runs one layer forward and backward on all ranks until its tiers are measured; rank 0 prints what
-    `explain` says of it."""
+    """Runs one layer forward and backward on all ranks; rank 0 prints what `explain` says of it."""
     import torch
 
     from pyruntime.comm import Runtime, transport_of
     from pyruntime.llama import Llama, LlamaConfig
     from pyruntime.nn import explain
 
-    try:
+    with refusing():
         config = LlamaConfig(
             vocab_size=256,
             hidden_size=options.hidden_size,
@@ -284,14 +261,11 @@ def show_tiers(options: Options) -> None:
             head_dim=64,
         )
         config.check_tp(started_ranks())
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[options.dtype]
     with Runtime.start(tp=started_ranks(), device="cpu", deadline_s=options.timeout_s) as runtime:
         model = Llama(config, runtime.tp, dtype=dtype, tier="auto")
         ids = torch.randint(256, (1, options.rows), generator=torch.Generator().manual_seed(0))
-        for _ in range(MEASURED_STEPS):
-            model(ids, labels=ids).backward()
+        model(ids, labels=ids).backward()
         if started_rank() == 0:
             print(f"Tiers ({started_ranks()} ranks)")
             print(f"  chunks travel by {transport_of(runtime.tp)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pyruntime.train.errors import ConfigError
+from pyruntime.train.errors import ConfigError, refusing
 
 
 def started_rank() -> int:
@@ -17,10 +17,8 @@ def check_started() -> None:
     """Raises ConfigError where a launcher has started several tasks that do not know of each other."""
     from pyruntime.comm.launcher import check_launcher
 
-    try:
+    with refusing():
         check_launcher(os.environ)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def started_ranks() -> int:

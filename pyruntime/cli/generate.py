@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import itertools
 import os
@@ -10,18 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pyruntime.cli.arguments import parse
+from pyruntime.cli.arguments import check_at_least, parse
 from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import validate
-from pyruntime.train.errors import ConfigError
-from pyruntime.train.tokenizer import ByteTokenizer, Tokenizer, load_beside
+from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.tokenizer import Tokenizer, load_beside
 
 if TYPE_CHECKING:
     import torch
 
     from pyruntime.llama import Llama
 
-PROGRAM = "python -m pyruntime generate"
 DESCRIPTION = """Continues a prompt with a Hugging Face Llama checkpoint, such as the model folder of a run.
 Below torchrun the model is cut over all ranks; the text is the same on each and printed by rank 0."""
 
@@ -51,7 +49,7 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, PROGRAM, DESCRIPTION)
+    options = parse(Options, argv, "generate", DESCRIPTION)
     check(options)
     check_started()
     world_size = started_ranks()
@@ -87,10 +85,8 @@ def check(options: Options) -> None:
     """Raises ConfigError for options that make no sense on their own."""
     if not os.path.isdir(options.checkpoint):
         raise ConfigError(f"--checkpoint {options.checkpoint}: there is no such folder.")
-    if options.tokens < 1:
-        raise ConfigError(f"--tokens must be at least 1, found {options.tokens}.")
-    if options.threads < 0:
-        raise ConfigError(f"--threads must not be negative, found {options.threads}.")
+    check_at_least(options, 1, "tokens")
+    check_at_least(options, 0, "threads")
     validate.check_seed("--seed", options.seed)
     validate.check_seconds("--deadline_s", options.deadline_s)
 
@@ -100,12 +96,9 @@ def load(folder: Path, group, device: torch.device | str = "cpu") -> tuple[Llama
     ranks."""
     from pyruntime.llama import load_hf
 
-    try:
-        model = load_hf(
-            folder, group, tier="chunked", device=device
-        )  # measured tiers could give another text next time
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"--checkpoint {folder}: {error}") from error
+    with refusing(f"--checkpoint {folder}: ", (ValueError, OSError)):
+        # Measured tiers could give another text next time.
+        model = load_hf(folder, group, tier="chunked", device=device)
     return model, load_beside(folder, model.config.vocab_size)
 
 
@@ -128,7 +121,7 @@ def continue_text(model: Llama, tokenizer: Tokenizer, ids: torch.Tensor, options
     sampling."""
     from pyruntime.llama import generate_steps
 
-    try:
+    with refusing():
         steps = generate_steps(
             model,
             ids,
@@ -139,23 +132,12 @@ def continue_text(model: Llama, tokenizer: Tokenizer, ids: torch.Tensor, options
             seed=options.seed,
             eos_token_id=tokenizer.separator,
         )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     new = (int(token) for token in steps)
     kept = (token for token in new if token != tokenizer.separator)
-    return _decode_bytes(kept) if isinstance(tokenizer, ByteTokenizer) else _decode_tokens(kept, tokenizer)
+    return _decoded(kept, tokenizer)
 
 
-def _decode_bytes(tokens: Iterator[int]) -> Iterator[str]:
-    """Characters as soon as all their bytes are there; tokens that are no bytes are nothing."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        if token < ByteTokenizer.vocab_size:
-            yield decoder.decode(bytes([token]))
-    yield decoder.decode(b"", final=True)
-
-
-def _decode_tokens(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
+def _decoded(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
     """What each token adds to the text; a character that is not complete yet waits for the next token."""
     seen: list[int] = []
     shown = 0

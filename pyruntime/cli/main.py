@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
 
   train      train a Llama on text; torchrun --nproc-per-node N -m pyruntime train for N ranks
   generate   continue a prompt with a trained checkpoint
+  report     write one HTML page about a run: what was hidden behind what, and a timeline
   doctor     show what was built, what hardware there is, and which tier each operation takes
   schedule   show, check and simulate a pipeline schedule
   profile    time a stage of a model and find the best slices of a sequence for a pipeline
@@ -32,6 +34,7 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
 python -m pyruntime COMMAND --help documents every option, --version tells the version; where it is installed,
 the command `pyruntime` is the same."""
 
+COMMANDS = ("train", "generate", "report", "doctor", "schedule", "profile", "plan", "tune")
 LAUNCHER_ENDS_US_S = 5.0
 """A rank that has nothing to print waits at most this long for the launcher to end it, so that rank 0's
 sentence comes first."""
@@ -57,11 +60,12 @@ def _run(argv: list[str]) -> int:
 def _end_now(stopped: Stopped) -> None:
     """Called by another thread than the one that works, which does not answer: the process ends here. Another
     rank's failure is why it ends, where there is one."""
-    from pyruntime.comm.meeting import post_failure, raise_if_failed
+    from pyruntime.comm import post_failure
+    from pyruntime.comm.core import _C
 
     failure: Exception | None = None
     try:
-        raise_if_failed()
+        _C.raise_if_failed()
     except Exception as found:
         failure = found
     if failure is None or "reports: Stopped by " in str(failure):  # as a rule all ranks are sent the signal
@@ -101,38 +105,10 @@ def _dispatch(argv: list[str], stop: StopRequest) -> int:
         print(f"pyruntime {__version__}")
         return 0
     command, rest = argv[0], argv[1:]
-    if command == "train":
-        from pyruntime.cli import train
-
-        train.main(rest, stop)
-    elif command == "generate":
-        from pyruntime.cli import generate
-
-        generate.main(rest)
-    elif command == "doctor":
-        from pyruntime.cli import doctor
-
-        doctor.main(rest)
-    elif command == "schedule":
-        from pyruntime.cli import schedule
-
-        schedule.main(rest)
-    elif command == "profile":
-        from pyruntime.cli import profile
-
-        profile.main(rest)
-    elif command == "plan":
-        from pyruntime.cli import plan
-
-        plan.main(rest)
-    elif command == "tune":
-        from pyruntime.cli import tune
-
-        tune.main(rest)
-    else:
-        raise ConfigError(
-            f"There is no command {command}; use train, generate, doctor, schedule, profile, plan or tune."
-        )
+    if command not in COMMANDS:
+        raise ConfigError(f"There is no command {command}; use {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}.")
+    module = importlib.import_module(f"pyruntime.cli.{command}")
+    module.main(rest, stop) if command == "train" else module.main(rest)
     return 0
 
 
@@ -172,8 +148,7 @@ def _explain(error: Exception) -> None:
     if isinstance(error, TrainingError):
         _say_once(str(error))
     elif isinstance(error, CommError):
-        sentence = f"pyruntime: rank {started_rank()}: {type(error).__name__}: {error}"
-        _say(sentence)
+        _say(f"pyruntime: rank {started_rank()}: {type(error).__name__}: {error}")
     else:
         trace = "".join(traceback.format_exception(error))
         _say(f"pyruntime: rank {started_rank()} failed.\n{trace}")

@@ -9,22 +9,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from pyruntime.cli.arguments import parse
+from pyruntime.cli.arguments import check_at_least, parse, writing
+from pyruntime.cli.plan_facts import TRAINER, Asked, find_model, toml
 from pyruntime.plan import report
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.explain import explain
-from pyruntime.plan.memory import PAPER, TRAINER, Rules
+from pyruntime.plan.holmes import Across, search_across
+from pyruntime.plan.memory import PAPER, Rules
 from pyruntime.plan.mesh import Job, sequences
-from pyruntime.plan.models import find_model
 from pyruntime.plan.search import Candidate, Choice, Result, each_shape, search
 from pyruntime.plan.step import Predictor
-from pyruntime.plan.trainer import Asked, toml
-from pyruntime.train.errors import ConfigError
+from pyruntime.text import columns
+from pyruntime.train.errors import ConfigError, refusing
 
-PROGRAM = "python -m pyruntime plan"
 DESCRIPTION = """Searches all legal meshes of a cluster's GPUs for a model, leaves out those that do not fit
 into 80 percent of the memory, predicts a step of the others, and shows the fastest with what stays exposed.
 Nothing is started and no GPU is needed. A star marks meshes that no other beats in both time and memory."""
+
 SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -43,7 +44,7 @@ class Options:
     tokens: float = 1e12
     """Tokens of the whole training, for its cost in GPU hours."""
     overlap: Literal["none", "fused", "filler"] = "fused"
-    """What hides transfers: nothing, the products they belong to, or weight gradients too."""
+    """What hides transfers: nothing, the GEMMs they belong to, or weight gradients too."""
     memory: Literal["paper", "trainer"] = "paper"
     """Whose rules of what is kept: Megatron-LM's mixed precision (18 bytes a parameter), or this
     trainer's."""
@@ -82,43 +83,42 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, PROGRAM, DESCRIPTION)
+    options = parse(Options, argv, "plan", DESCRIPTION)
     if options.measure:
-        from pyruntime.cli import plan_measure
+        from pyruntime.cli import plan_measure  # imports torch
 
         plan_measure.main(options.measure)
         return
-    for name, least in (("top", 1), ("explain", 0), ("gpus", 1), ("seq", 1)):
-        if getattr(options, name) < least:
-            raise ConfigError(f"--{name} must be at least {least}, found {getattr(options, name)}.")
+    check_at_least(options, 1, "top", "gpus", "seq")
+    if options.explain < 0:
+        raise ConfigError(f"--explain must be at least 0, found {options.explain}.")
     if not options.tokens > 0:
         raise ConfigError(f"--tokens must be above 0, found {options.tokens}.")
+    rules = TRAINER if options.memory == "trainer" else PAPER
     if options.join:
-        from pyruntime.cli import plan_join
-
-        plan_join.main(options)
+        _join(options, rules)
         return
-    try:
+    started = time.perf_counter()
+    choice = Choice(axonn=options.axonn, co2=options.co2, recompute=options.recompute)
+    with refusing():
         job = job_of(options)
-        result, seconds = _search(options, job)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        result = search(job, choice, overlap=options.overlap, rules=rules, risky=options.risky)
     if not result.candidates:
         raise ConfigError(report.nothing_fits(result))
+    seconds = time.perf_counter() - started
     asked = Asked(job)
-
-    def refusal(candidate: Candidate) -> str | None:
-        return asked.refusal(candidate.mesh)
-
     shown = _shown(options, result, asked)
-    print(report.opening(result, seconds))
+    print(report.heading(result, seconds))
     print()
-    print(report.table(result, shown, refusal, options.tokens))
+    print(report.table(result, shown, asked.refusal, options.tokens))
     print(f"\nGPU hours are for {options.tokens:.3g} tokens. --explain N takes a line apart.")
-    chosen = _chosen(options, shown)
+    if options.explain > len(shown):
+        raise ConfigError(
+            f"--explain {options.explain}: the table has {len(shown)} lines; use 1 to {len(shown)}."
+        )
     if options.explain:
-        predictor = Predictor(job, options.overlap, sums_whole=rules_of(options).sums_whole)
-        print("\n" + explain(predictor, chosen, refusal))
+        predictor = Predictor(job, options.overlap, sums_whole=rules.sums_whole)
+        print("\n" + explain(predictor, shown[options.explain - 1], asked.refusal))
     _write(options, result, shown, asked)
 
 
@@ -127,10 +127,6 @@ def job_of(options: Options) -> Job:
     model, cluster = find_model(options.model), find_cluster(options.cluster)
     batch = sequences(tokens, options.seq)
     return Job(model, cluster, options.gpus, batch, options.seq, rounding=options.rounding)
-
-
-def rules_of(options: Options) -> Rules:
-    return TRAINER if options.memory == "trainer" else PAPER
 
 
 def parse_tokens(text: str) -> int:
@@ -149,13 +145,6 @@ def parse_tokens(text: str) -> int:
     return int(tokens)
 
 
-def _search(options: Options, job: Job) -> tuple[Result, float]:
-    started = time.perf_counter()
-    choice = Choice(axonn=options.axonn, co2=options.co2, recompute=options.recompute)
-    result = search(job, choice, overlap=options.overlap, rules=rules_of(options), risky=options.risky)
-    return result, time.perf_counter() - started
-
-
 def _shown(options: Options, result: Result, asked: Asked) -> list[Candidate]:
     def wanted(candidate: Candidate) -> bool:
         return not options.only_runnable or asked.refusal(candidate.mesh) is None
@@ -171,35 +160,21 @@ def _shown(options: Options, result: Result, asked: Asked) -> list[Candidate]:
     return shown
 
 
-def _chosen(options: Options, shown: list[Candidate]) -> Candidate:
-    if options.explain > len(shown):
-        raise ConfigError(
-            f"--explain {options.explain}: the table has {len(shown)} lines; use 1 to {len(shown)}."
-        )
-    return shown[max(0, options.explain - 1)]
-
-
 def _write(options: Options, result: Result, shown: list[Candidate], asked: Asked) -> None:
-    def refusal(candidate: Candidate) -> str | None:
-        return asked.refusal(candidate.mesh)
+    if options.json:
+        _save(options.json, report.document(result, shown, asked.refusal, options.tokens) + "\n")
+    if options.plot:
+        from pyruntime.plan.plot import png  # imports matplotlib
 
-    try:
-        if options.json:
-            text = report.document(result, shown, refusal, options.tokens)
-            Path(options.json).write_text(text + "\n", encoding="utf-8")
-        if options.plot:
-            from pyruntime.plan.plot import png
-
+        with writing(f"{options.plot}:"):
             png(result, shown, options.plot)
-        if options.config:
-            Path(options.config).write_text(_config(options, result, shown, asked), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}.") from error
+    if options.config:
+        _save(options.config, _config(options, result, shown, asked))
 
 
 def _config(options: Options, result: Result, shown: list[Candidate], asked: Asked) -> str:
     if options.explain:
-        chosen = _chosen(options, shown)
+        chosen = shown[options.explain - 1]
         why = asked.refusal(chosen.mesh)
         if why is not None:
             raise ConfigError(f"--config: the trainer does not run line {options.explain}: {why}")
@@ -212,8 +187,48 @@ def _config(options: Options, result: Result, shown: list[Candidate], asked: Ask
     job = result.job
     head = (
         f"{chosen.mesh.text()}: predicted {chosen.total:.3f} s a step and "
-        f"{chosen.memory.total / report.GB:.1f} GB a "
-        f"rank on {job.gpus} x {job.cluster.gpu}.\n"
+        f"{chosen.memory.total / report.GB:.1f} GB a rank on {job.gpus} x {job.cluster.gpu}.\n"
         f"python -m pyruntime train --config THIS --dry-run {job.gpus} checks it without starting anything."
     )
     return toml(job, chosen.mesh, head)
+
+
+def _save(path: str, text: str) -> None:
+    with writing(f"{path}:"):
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def _join(options: Options, rules: Rules) -> None:
+    """Prints the fastest meshes over both clusters, and writes the first for the trainer where asked to."""
+    if not options.join_bandwidth > 0:
+        raise ConfigError(f"--join_bandwidth must be above 0, found {options.join_bandwidth}.")
+    with refusing():
+        job = job_of(options)
+        clusters = [job.cluster, find_cluster(options.join)]
+        found = search_across(job, clusters, options.join_bandwidth, options.overlap, rules)
+    if not found:
+        raise ConfigError(
+            f"No pipeline of {job.gpus} GPUs over {job.cluster.name} and {options.join} fits "
+            f"{job.model.name}; take more GPUs."
+        )
+    own = job.gpus // 2
+    print(f"{job.model.name}: {own} GPUs of {clusters[0].name}, then {own} of {clusters[1].name}\n")
+    print(_table_across(job, found[: options.top]))
+    if options.config:
+        best = found[0]
+        head = f"{best.mesh.text()}: predicted {best.total:.3f} s a step, with {options.join}."
+        _save(options.config, toml(job, best.mesh, head, best.layers))
+
+
+def _table_across(job: Job, found: list[Across]) -> str:
+    rows = [
+        [
+            str(number),
+            each.mesh.text(),
+            f"{each.total:.3f}",
+            f"{job.tokens / each.total / job.gpus:,.0f}",
+            " ".join(map(str, each.layers)),
+        ]
+        for number, each in enumerate(found, 1)
+    ]
+    return columns(["", "mesh", "step s", "tok/s/GPU", "layers of the stages"], rows, left=(1, 4))

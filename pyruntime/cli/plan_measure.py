@@ -1,47 +1,49 @@
 """`python -m pyruntime plan --measure FILE`: this machine as a cluster file.
 
-Alone it times products, attention and memory; under torchrun (or netlab) the links between the ranks too.
+Alone it times GEMMs, attention and memory; under torchrun (or netlab) the links between the ranks too.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
+import pyruntime
+from pyruntime import comm
+from pyruntime.cli.arguments import writing
 from pyruntime.cli.environment import check_started, started_rank, started_ranks
+from pyruntime.comm.core import _C
+from pyruntime.llama.attention import causal_attention
+from pyruntime.ops.primitives import linear
 from pyruntime.plan.cluster import to_toml
 from pyruntime.plan.measured import AlphaBeta, cluster_of, fit_alpha_beta
+from pyruntime.plan.step import FLASH_BACKWARD
 from pyruntime.train.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
 
 SIZES = tuple(2**power for power in range(14, 25, 2))
 """Bytes of an all-gather, over all ranks."""
 ROUNDS = 7
-PRODUCTS_OVER_WAIT = 2.5
-"""Seconds of the products that an all-gather travels under, over those it takes alone."""
+GEMMS_OVER_WAIT = 2.5
+"""Seconds of the GEMMs that an all-gather travels under, over those it takes alone."""
 ATTEMPTS = 3
-"""To tell what a transfer takes from products from noise, each with twice the rounds of the one before."""
+"""To tell what a transfer takes from GEMMs from noise, each with twice the rounds of the one before."""
 
 
 def main(path: str) -> None:
     """Measures and writes the TOML file. Every rank calls it."""
-    import torch
-
     torch.set_num_threads(1)
     check_started()
     ranks = started_ranks()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    link, parallel = (None, lambda: None) if ranks == 1 else _links(ranks)
-    flops, attention, copied = _products(parallel), _attention(parallel), _copies(parallel)
-    share = _core_share(parallel)
+    fitted, received, together = (None, 0.0, lambda: None) if ranks == 1 else _links(ranks)
+    flops, attention, copied = _gemm(together), _attention(together), _copies(together)
+    share = _core_share(flops)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
     if started_rank():
         return
@@ -54,37 +56,24 @@ def main(path: str) -> None:
         memory_bytes=float(memory),
         memory_bandwidth=copied,
         ranks_per_host=local,
-        inside=link.fitted if link and hosts == 1 else None,
-        between=link.fitted if link and hosts > 1 else None,
-        core_bandwidth=link.core_bandwidth if link else copied / 2,  # what is received is read and written
+        inside=fitted if hosts == 1 else None,
+        between=fitted if hosts > 1 else None,
+        core_bandwidth=received or copied / 2,  # what is received is read and written
         core_share=share,
     )
-    try:
+    with writing(f"--measure {path}:"):
         Path(path).write_text(to_toml(cluster), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--measure {path}: cannot be written: {error.strerror}.") from error
-    print(f"products   {flops / 1e9:,.1f} GFLOP/s in bf16\nattention  {attention / 1e9:,.1f} GFLOP/s")
+    print(f"GEMMs      {flops / 1e9:,.1f} GFLOP/s in bf16\nattention  {attention / 1e9:,.1f} GFLOP/s")
     print(f"memory     {copied / 1e9:,.1f} GB/s of reading and writing")
-    if link is None:
+    if fitted is None:
         print("links      not measured: start it with torchrun, on as many ranks as you have")
     else:
-        found = link.fitted
         print(
-            f"links      {found.alpha * 1e6:,.0f} us a step and {found.bandwidth / 1e9:,.2f} GB/s a rank, "
-            "fitted "
-            f"to {len(SIZES)} sizes with an error of {found.error:.0%}; products wait a second for "
-            f"{link.core_bandwidth / 1e9:,.2f} GB that travel under them"
+            f"links      {fitted.alpha * 1e6:,.0f} us a step and {fitted.bandwidth / 1e9:,.2f} GB/s a rank, "
+            f"fitted to {len(SIZES)} sizes with an error of {fitted.error:.0%}; GEMMs wait a second for "
+            f"{received / 1e9:,.2f} GB that travel under them"
         )
     print(f"{path} is a cluster for --cluster.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Links:
-    """What an all-gather over all ranks takes."""
-
-    fitted: AlphaBeta
-    core_bandwidth: float
-    """Bytes received for each second that products beside them take longer."""
 
 
 def _median(run: Callable[[], object], together: Callable[[], object]) -> float:
@@ -99,40 +88,24 @@ def _median(run: Callable[[], object], together: Callable[[], object]) -> float:
     return statistics.median(seconds)
 
 
-def _products(together: Callable[[], object]) -> float:
-    import torch
-
+def _gemm(together: Callable[[], object]) -> float:
+    """Operations/s of bf16 GEMMs, as the trainer runs them."""
     x, w = (torch.randn(1024, 1024).bfloat16() for _ in range(2))
-    return 2 * 1024**3 / _median(lambda: torch.nn.functional.linear(x, w), together)
+    return 2 * 1024**3 / _median(lambda: linear(x, w), together)
 
 
-def _core_share(together: Callable[[], object]) -> float:
-    """Products of all ranks at the same time, over those of the first rank while the others wait, of which
-    the waiting costs next to nothing. At most 1."""
-    import torch
-    import torch.distributed as dist
-
+def _core_share(flops: float) -> float:
+    """`flops` of all ranks at the same time, over those of rank 0 while the others wait, which costs next to
+    nothing. At most 1."""
     if not dist.is_initialized():
         return 1.0
-    x, w = (torch.randn(1024, 1024).bfloat16() for _ in range(2))
-
-    def multiply() -> None:
-        torch.nn.functional.linear(x, w)
-
-    crowded = _median(multiply, together)
-    alone = torch.zeros(1)
-    if dist.get_rank() == 0:
-        alone += _median(multiply, lambda: None)
+    alone = torch.tensor(_gemm(lambda: None) if dist.get_rank() == 0 else 0.0)
     dist.broadcast(alone, 0)  # the others wait in it
-    return min(1.0, float(alone) / crowded)
+    return min(1.0, flops / float(alone))
 
 
 def _attention(together: Callable[[], object]) -> float:
     """Operations/s of the model's causal attention, forward and backward as the planner counts them."""
-    import torch
-
-    from pyruntime.llama.attention import causal_attention
-    from pyruntime.plan.step import FLASH_BACKWARD
 
     heads, seq, width = 8, 512, 64
     q, k, v = (torch.randn(1, heads, seq, width).bfloat16().requires_grad_() for _ in range(3))
@@ -141,19 +114,14 @@ def _attention(together: Callable[[], object]) -> float:
 
 
 def _copies(together: Callable[[], object]) -> float:
-    import torch
 
     source, target = torch.ones(2**24), torch.empty(2**24)
     return 2 * source.nbytes / _median(lambda: target.copy_(source), together)
 
 
-def _links(ranks: int) -> tuple[Links, Callable[[], object]]:
-    """The all-gather of pyruntime over all ranks, and a barrier."""
-    import torch
-    import torch.distributed as dist
-
-    import pyruntime
-
+def _links(ranks: int) -> tuple[AlphaBeta, float, Callable[[], object]]:
+    """What pyruntime's all-gather over all ranks takes; the bytes received for each second that GEMMs beside
+    it take longer; and a barrier."""
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     seconds, shard = [], torch.empty(0)
@@ -168,27 +136,21 @@ def _links(ranks: int) -> tuple[Links, Callable[[], object]]:
         seconds.append(float(mine))
     received = SIZES[-1] * (ranks - 1) / ranks
     fitted = fit_alpha_beta(SIZES, seconds, ranks)
-    return Links(fitted, received / _own_seconds(group, shard, seconds[-1])), dist.barrier
+    return fitted, received / _own_seconds(group, shard, seconds[-1]), dist.barrier
 
 
 def _own_seconds(group: dist.ProcessGroup, shard: torch.Tensor, wait: float) -> float:
     """Seconds that an all-gather of `shard` takes from a rank that multiplies meanwhile: how much longer
-    products of several times its `wait` seconds take with one under way."""
-    import torch
-    import torch.distributed as dist
-
-    from pyruntime import comm
-    from pyruntime.comm.core import _C
-
+    GEMMs of several times its `wait` seconds take with one under way."""
     x, w = (torch.randn(512, 512).bfloat16() for _ in range(2))
 
     def multiply(times: int) -> None:
         for _ in range(times):
-            torch.nn.functional.linear(x, w)
+            linear(x, w)
 
     one = torch.tensor(_median(lambda: multiply(8), dist.barrier) / 8)
     dist.all_reduce(one, dist.ReduceOp.MAX)
-    times = 1 + int(PRODUCTS_OVER_WAIT * wait / float(one))
+    times = 1 + int(GEMMS_OVER_WAIT * wait / float(one))
     whole = torch.empty(comm.group_size(group) * len(shard), 1)
 
     def beside() -> None:
@@ -219,7 +181,7 @@ def _own_seconds(group: dist.ProcessGroup, shard: torch.Tensor, wait: float) -> 
         if own > 0:
             return float(own)
     raise ConfigError(
-        f"--measure: products under which {whole.nbytes / 1e6:.0f} MB were gathered took no longer than "
+        f"--measure: GEMMs under which {whole.nbytes / 1e6:.0f} MB were gathered took no longer than "
         f"those without, in {len(more)} rounds: other work on this machine hides what transfers cost. Run it "
         "again when the machine is idle."
     )

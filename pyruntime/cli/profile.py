@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from pyruntime.cli.arguments import parse
-from pyruntime.train.errors import ConfigError
+import torch
 
-if TYPE_CHECKING:
-    from pyruntime.llama.config import LlamaConfig
-    from pyruntime.llama.profile import Ends, Profile
+from pyruntime.cli.arguments import check_at_least, parse, writing
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.presets import preset
+from pyruntime.llama.profile import Ends, Profile, costed, profile_stage, time_ends
+from pyruntime.plan.slice_cost import fit, table
+from pyruntime.plan.stage_costs import StageCosts
+from pyruntime.plan.terapipe import best_slicing, best_uniform_slicing, uniform_slicing
+from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.model import DTYPES
 
-PROGRAM = "python -m pyruntime profile"
 DESCRIPTION = """Times a stage of a Llama (forward and backward) on this machine over lengths of slices and
 what came before them, fits TeraPipe's model of the costs, and finds the slicing of a sequence that is fastest
 through a pipeline, by its dynamic program."""
@@ -43,26 +47,16 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, PROGRAM, DESCRIPTION)
-    for name in ("layers", "seq_len", "step", "stages", "threads"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, found {getattr(options, name)}.")
+    options = parse(Options, argv, "profile", DESCRIPTION)
+    check_at_least(options, 1, "layers", "seq_len", "step", "stages", "threads")
     if options.seq_len % options.step or options.seq_len // options.step < 4:
         raise ConfigError(
             f"--step={options.step} must divide --seq-len={options.seq_len} into at least 4 parts."
         )
-    import torch
-
-    from pyruntime.llama.presets import preset
-    from pyruntime.llama.profile import profile_stage, time_ends
-    from pyruntime.train.run import DTYPES
-
     torch.set_num_threads(options.threads)
-    try:
+    with refusing("--preset: "):
         changes = {"vocab_size": options.vocab_size} if options.vocab_size else {}
         shape = preset(options.preset, max_position_embeddings=2 * options.seq_len, **changes)
-    except ValueError as error:
-        raise ConfigError(f"--preset: {error}") from error
     lengths = list(range(options.step, options.seq_len + 1, options.step))
     contexts = lengths[:: max(1, len(lengths) // 8)]
     dtype = DTYPES[options.dtype]
@@ -71,14 +65,13 @@ def main(argv: list[str]) -> None:
 
 
 def _report(options: Options, shape: LlamaConfig, found: Profile, ends: Ends) -> str:
-    from pyruntime.llama.profile import costed
-    from pyruntime.plan import StageCosts, best_slicing, best_uniform_slicing, table, uniform_slicing
-
-    costs = table(found.fitted.cost, options.seq_len, options.step)
+    lengths, contexts, seconds = zip(*found.contexts, strict=True)
+    fitted = fit(lengths, contexts, seconds, found.lengths, found.seconds)
+    cost = fitted.cost
+    costs = table(cost, options.seq_len, options.step)
     best = best_slicing(costs, options.stages)
     uniform = best_uniform_slicing(costs, options.stages)
     whole = uniform_slicing(costs, options.stages, 1)
-    cost = found.fitted.cost
     layer = found.seconds[-1] / options.layers
     if options.json:
         costs_of_parts = StageCosts(
@@ -92,14 +85,12 @@ def _report(options: Options, shape: LlamaConfig, found: Profile, ends: Ends) ->
         )
         document = {
             "options": dataclasses.asdict(options),
-            "cost": json.loads(cost.to_json()),
-            **costs_of_parts.document(),
+            "cost": dataclasses.asdict(cost),
+            **dataclasses.asdict(costs_of_parts),
             "seconds": best.total,
         }
-        try:
+        with writing(f"--json: {options.json}"):
             Path(options.json).write_text(json.dumps(document, indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--json: {options.json} cannot be written: {error.strerror}.") from error
     of_share = found.seconds[0] * len(found.lengths) / found.seconds[-1]
     rows = [
         ("a whole sequence through a stage", f"{found.seconds[-1] * 1e3:.1f} ms"),
@@ -114,7 +105,7 @@ def _report(options: Options, shape: LlamaConfig, found: Profile, ends: Ends) ->
         ),
         (
             "error of the fit",
-            f"{found.fitted.error:.1%} of a slice's time, {found.fitted.context_error:.1%} of what context "
+            f"{fitted.error:.1%} of a slice's time, {fitted.context_error:.1%} of what context "
             "adds, on points that were held out",
         ),
         (f"whole through {options.stages} stages", f"{whole.total * 1e3:.1f} ms"),

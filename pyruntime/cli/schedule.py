@@ -9,14 +9,11 @@ from pathlib import Path
 from pyruntime import pipeline
 from pyruntime.cli.arguments import parse
 from pyruntime.pipeline import Costs, KindName, Schedule, Timeline
-from pyruntime.train.errors import ConfigError
+from pyruntime.train.errors import ConfigError, refusing
 
-PROGRAM = "python -m pyruntime schedule"
 DESCRIPTION = """Makes a pipeline schedule or reads one, checks it, simulates it with the costs given, and
 prints who computes what when, how long it takes, how long ranks idle, and how much they store. Nothing is
 trained and no ranks are started."""
-MADE_BY = ("kind", "stages", "micro_batches", "virtual", "slices")
-"""Options that say which schedule is made."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +45,12 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, PROGRAM, DESCRIPTION)
-    try:
-        costs = Costs.uniform(
-            options.forward, options.backward_input, options.backward_weight, options.transfer
-        )
+    options = parse(Options, argv, "schedule", DESCRIPTION)
+    with refusing():
+        costs = Costs(options.forward, options.backward_input, options.backward_weight, options.transfer)
         schedule = _read(options) if options.from_csv else _make(options)
         pipeline.check(schedule)
         timeline = pipeline.simulate(schedule, costs)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     _write(options, schedule, timeline)
     print(pipeline.text(timeline, shutil.get_terminal_size((110, 24)).columns))
     print(_summary(timeline, pipeline.closed_form_bubble(schedule, costs)))
@@ -76,7 +69,7 @@ def _make(options: Options) -> Schedule:
 
 
 def _read(options: Options) -> Schedule:
-    for name in MADE_BY:
+    for name in ("kind", "stages", "micro_batches", "virtual", "slices"):  # which schedule is made
         if getattr(options, name) != getattr(Options, name):
             raise ConfigError(f"--{name} is said by the file of --from_csv; leave one of the two out.")
     path = options.from_csv
@@ -84,10 +77,8 @@ def _read(options: Options) -> Schedule:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--from_csv {path} cannot be read: {error}.") from error
-    try:
+    with refusing(f"--from_csv {path}: "):
         return pipeline.from_csv(text)
-    except ValueError as error:
-        raise ConfigError(f"--from_csv {path}: {error}") from error
 
 
 def _write(options: Options, schedule: Schedule, timeline: Timeline) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from pyruntime.cli.arguments import flag_name, parse, take_option
 from pyruntime.cli.environment import check_started, started_ranks
-from pyruntime.train import checkpoint_folder, config_file, dry_run, validate
+from pyruntime.train import checkpoint_folder, config_file, validate
 from pyruntime.train.config import Model, RunConfig
-from pyruntime.train.errors import ConfigError
+from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.signals import StopRequest
 
-PROGRAM = "python -m pyruntime train"
 DESCRIPTION = """Trains a Llama on text with tensor parallelism over all ranks that torchrun started:
 torchrun --nproc-per-node N -m pyruntime train --config FILE.toml [--section.key value ...]. --config takes
 a TOML file or the name of a preset ({presets}); left out it is main, or with --checkpoint.resume the run's
@@ -25,6 +24,8 @@ def main(argv: list[str], stop: StopRequest) -> None:
     ranks, argv = _dry_run(argv)
     config, name = read(argv)
     if ranks is not None:
+        from pyruntime.train import dry_run  # imports the model, which --help can do without
+
         print(dry_run.report(config, ranks))
         return
     check_started()
@@ -58,7 +59,7 @@ def read(argv: list[str]) -> tuple[RunConfig, str]:
     if "model.init_from" in map(flag_name, flags):  # the checkpoint's shape in place of the file's
         default = dataclasses.replace(default, model=Model())
     description = DESCRIPTION.format(presets=", ".join(config_file.preset_names()))
-    config = parse(RunConfig, flags, PROGRAM, description, default=default, others=("config", "dry_run"))
+    config = parse(RunConfig, flags, "train", description, default=default, others=("config", "dry_run"))
     return config, path.stem
 
 
@@ -70,11 +71,10 @@ def _of_run(folder: Path) -> tuple[Path, RunConfig]:
 
 
 def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> None:
-    """Joins the ranks and trains."""
     import torch
 
     from pyruntime.comm import Runtime
-    from pyruntime.train.device import Here, check_device
+    from pyruntime.train.device import Device, check_device
     from pyruntime.train.run import run as train
 
     torch.set_num_threads(threads(config.train.threads, world_size))
@@ -89,19 +89,16 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
         device=device,
         deadline_s=config.comm.deadline_s,
     ) as runtime:
-        here = Here(runtime.device, runtime.why_device)
-        check_device(config, here)
-        train(config, name, runtime.tp, stop, runtime.replicas, runtime.cp, runtime.pp, here)
+        check_device(config, Device(runtime.device, runtime.why_device))
+        train(config, name, runtime, stop)
 
 
 def device_of(key: str, asked: str) -> str:
     """`asked`, the option `key`, where this process can have it. Raises ConfigError where it cannot."""
     from pyruntime.comm.devices import Host, place
 
-    try:
+    with refusing(f"{key}: "):
         place(asked, Host.here())
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
     return asked
 
 

@@ -3,6 +3,7 @@
 from pyruntime.comm.companions import close, companion
 from pyruntime.comm.core import keep_freed_memory, symmetric_memory_bytes
 from pyruntime.comm.errors import CommError, CommTimeout, PeerLost
+from pyruntime.comm.exchange import named_failures, post_failure
 from pyruntime.comm.groups import (
     Group,
     Traffic,
@@ -19,7 +20,6 @@ from pyruntime.comm.groups import (
     transport_of,
     workspace_bytes,
 )
-from pyruntime.comm.meeting import named_failures, post_failure
 from pyruntime.comm.runtime import Runtime
 
 __all__ = [

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from pyruntime.comm.companions import companion, line_send
+from pyruntime.comm.companions import companion
 from pyruntime.comm.core import _C
 from pyruntime.comm.groups import Group, group_rank
 
@@ -26,7 +26,7 @@ AHEAD = 3
 
 class Channels:
     """The channels of this rank among `edges` (sender, receiver) of a group, for messages of up to
-    [lines, width] of one dtype.
+    [rows, width] of one dtype.
 
     Every rank of the group makes them alike, with all edges; where two ranks meet for the first time they
     wait for each other. Raises CommTimeout and PeerLost, as its methods do.
@@ -37,7 +37,7 @@ class Channels:
         group: Group,
         traffic_class: str,
         edges: Iterable[tuple[int, int]],
-        lines: int,
+        rows: int,
         width: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
@@ -45,33 +45,33 @@ class Channels:
         self._width, self._dtype, self._device = width, dtype, str(device)
         rank = group_rank(group)
         # In one order on all ranks, so that no wait of two ranks for each other goes round.
-        self._names = {
-            edge: companion(group, traffic_class, edge).name for edge in sorted(set(edges)) if rank in edge
+        self._edges = {
+            edge: companion(group, traffic_class, edge) for edge in sorted(set(edges)) if rank in edge
         }
         self._posted: dict[int, deque[_C.LineSend]] = {
-            sender: deque() for sender, to in self._names if to == rank
+            sender: deque() for sender, to in self._edges if to == rank
         }
         self._expected: dict[int, deque[int]] = {sender: deque() for sender in self._posted}
         self._rank = rank
-        for edge in self._names:
-            self._grow(edge, lines)
+        for edge in self._edges:
+            self._grow(edge, rows)
 
-    def _grow(self, edge: tuple[int, int], lines: int) -> None:
+    def _grow(self, edge: tuple[int, int], rows: int) -> None:
         """Claims the memory of all messages that may be under way, which both ranks do together."""
         for _ in range(ROOM):
-            message = self._message(edge, lines)
+            message = self._message(edge, rows)
             if edge[0] == self._rank:
                 message.publish()
             else:
                 message.wait()
             message.finish()
 
-    def _message(self, edge: tuple[int, int], lines: int) -> _C.LineSend:
-        return line_send(self._names[edge], lines, self._width, self._dtype, self._device)
+    def _message(self, edge: tuple[int, int], rows: int) -> _C.LineSend:
+        return self._edges[edge].send(rows, self._width, self._dtype, self._device)
 
-    def expect(self, sender: int, lines: Iterable[int]) -> None:
-        """Messages of so many lines each will come from that rank, and receive() will take them."""
-        self._expected[sender].extend(lines)
+    def expect(self, sender: int, rows: Iterable[int]) -> None:
+        """Messages of so many rows each will come from that rank, and receive() will take them."""
+        self._expected[sender].extend(rows)
         self._post(sender)
 
     def _post(self, sender: int) -> None:
@@ -81,14 +81,14 @@ class Channels:
 
     def send(self, receiver: int, x: Tensor) -> None:
         """x, of any shape with the channel's width last, is on its way when this returns."""
-        lines = x.reshape(-1, self._width)
-        message = self._message((self._rank, receiver), len(lines))
-        message.memory().copy_(lines)
+        rows = x.reshape(-1, self._width)
+        message = self._message((self._rank, receiver), len(rows))
+        message.memory().copy_(rows)
         message.publish()
         message.finish()
 
     def receive(self, sender: int) -> Tensor:
-        """The next message from that rank, [lines, width], in memory of its own."""
+        """The next message from that rank, [rows, width], in memory of its own."""
         message = self._posted[sender].popleft()
         message.wait()
         x = message.memory().clone()

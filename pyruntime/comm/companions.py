@@ -2,7 +2,7 @@
 
 A group has room for four ops at once, begun in one order on all ranks. What keeps ops open for long, such
 as data parallelism and the ring of context parallelism, has workspaces of its own over the same process
-group, so that whoever calls ops on the first need not know.
+group, so that whoever calls ops on that one need not know.
 """
 
 from __future__ import annotations
@@ -22,46 +22,53 @@ from pyruntime.comm.groups import Group, group_name, process_group
 class Companion:
     """A companion of a group. `name` is what ops of the C++ core know it by; torch does not."""
 
-    first: dist.ProcessGroup
+    process_group: dist.ProcessGroup
+    group: str
+    """The name of that one."""
     name: str
     drop: Callable[[], None] | None = None
     """Called before what the companion holds is freed: lets go of the ops that are open."""
     sends: WeakSet[_C.LineSend] = field(default_factory=WeakSet)
     """Those that somebody still holds, be it the traceback of an error."""
 
+    def send(self, rows: int, width: int, dtype: torch.dtype, device: str, agreement: int = 0) -> _C.LineSend:
+        """A send of [rows, width] from rank 0 of this companion, which is of two ranks."""
+        send = _C.LineSend(self.name, rows, width, dtype, device, 0, agreement)
+        _companions.get(self.name, self).sends.add(send)  # of the one that close() lets go
+        return send
+
+    def let_go(self) -> None:
+        """Of the ops that are open."""
+        if self.drop is not None:
+            self.drop()
+        for send in list(self.sends):
+            send.abandon()
+
 
 _companions: dict[str, Companion] = {}
 """By name."""
 
 
-def companion(group: Group, traffic_class: str, edge: tuple[int, int] | None = None) -> Companion:
+def companion(
+    group: Group, traffic_class: str, edge: tuple[int, int] | None = None, within: int = 0
+) -> Companion:
     """The companion of `group` in `traffic_class`, with the group's transport and deadline of this moment:
-    of all its ranks, or of the two of an `edge`. Every one of them calls this alike."""
-    first = process_group(group)
-    served = group_name(first)
-    name = f"{served}#{traffic_class}" + ("" if edge is None else f":{edge[0]}>{edge[1]}")
+    of all its ranks, or of the two of an `edge`. within: its place within the class; chunks of a lower one
+    leave first. Every rank of it calls this alike."""
+    served = process_group(group)
+    served_name = group_name(served)
+    name = _C.make_companion(served_name, traffic_class, edge, within)
     known = _companions.get(name)
-    if known is None or known.first is not first:
-        known = _companions[name] = Companion(first, name)
-    _C.follow_settings(name, served)
-    _C.set_traffic_class(name, traffic_class)
+    if known is None or known.process_group is not served:
+        known = _companions[name] = Companion(served, served_name, name)
     return known
-
-
-def line_send(
-    name: str, lines: int, width: int, dtype: torch.dtype, device: str, agreement: int = 0
-) -> _C.LineSend:
-    """A send of [lines, width] from rank 0 of the companion of that name, which is of two ranks."""
-    send = _C.LineSend(name, lines, width, dtype, device, 0, agreement)
-    _companions[name].sends.add(send)
-    return send
 
 
 def forget(name: str) -> None:
     """Closes the companions of the group of that name, which ends."""
     for known in _of_group(name):
         del _companions[known.name]
-        _drop(known)
+        known.let_go()
         _C.close_group(known.name)
 
 
@@ -73,18 +80,11 @@ def close(group: Group) -> None:
     """
     companions = _of_group(group_name(group))
     for known in companions:
-        _drop(known)
+        known.let_go()
     _C.free_workspaces(group_name(group))
     for known in companions:
         _C.free_workspaces(known.name)
 
 
 def _of_group(name: str) -> list[Companion]:
-    return [known for known in _companions.values() if known.name.partition("#")[0] == name]
-
-
-def _drop(known: Companion) -> None:
-    if known.drop is not None:
-        known.drop()
-    for send in list(known.sends):
-        send.abandon()
+    return [known for known in _companions.values() if known.group == name]

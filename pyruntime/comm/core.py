@@ -3,7 +3,7 @@
 import atexit
 import logging
 
-import torch  # noqa: F401  (the core links against torch's libraries, which must be loaded first)
+import torch  # the core links against torch's libraries, which must be loaded first
 
 try:
     from pyruntime import _C
@@ -15,6 +15,7 @@ except ImportError as error:
 from pyruntime.comm.errors import CommError, CommTimeout, PeerLost
 
 _C.register_errors(CommError, CommTimeout, PeerLost)
+_C.set_torch_is_for_rocm(torch.version.hip is not None)
 _C.report_to(logging.getLogger("pyruntime").warning)
 
 
@@ -27,9 +28,8 @@ def _leave() -> None:
 
 def keep_freed_memory() -> bool:
     """Makes glibc keep freed buffers (mallopt: mmap, trim and top-pad thresholds), so that a training step
-    does not
-    page-fault its activations in anew. For the whole process; worth 5 to 15 % of a step. False where the C
-    library is another one, and nothing changes.
+    does not page-fault its activations in anew. For the whole process; worth 5 to 15 % of a step. False where
+    the C library is another one, and nothing changes.
     """
     return _C.keep_freed_memory()
 

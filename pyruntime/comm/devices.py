@@ -58,7 +58,8 @@ def place(asked: str, host: Host) -> Placement:
         found = "no GPU that torch can use" if host.gpus == 0 else f"{host.gpus} GPU(s)"
         return Placement(torch.device("cpu"), "gloo", f"{found} for {host.ranks} rank(s) of this host")
     if host.gpus == 0:
-        built = "is built without CUDA" if torch.version.cuda is None else "finds no device"
+        gpus = torch.version.cuda or torch.version.hip
+        built = "finds no device" if gpus else "is built without CUDA"
         raise ValueError(f"cuda was asked for, and this torch {built}; use cpu, or auto.")
     if host.gpus >= host.ranks:
         why = "asked for" if asked == "cuda" else "a GPU for every rank"

@@ -105,7 +105,7 @@ def configure(
             do.
         chunk_bytes: bytes of a rank's rows that travel between hosts at once; by default chosen for each op
             from the latency and bandwidth that are measured when the group is opened. On devices: the least
-            that a product waits for on its own, by default 4 MiB; a rank's rows have 4 such pieces at most.
+            that a GEMM waits for on its own, by default 4 MiB; a rank's rows have 4 such pieces at most.
         wire_dtype: what partial sums travel as between hosts: torch.bfloat16 or torch.float32; by default
             the dtype of the operand. Each hop adds in fp32 and rounds to this.
         multicast: between GPUs of one NVLink domain. "gather": what goes to all ranks is stored once, under
@@ -135,6 +135,12 @@ def configure(
 def transport_of(group: Group) -> str:
     """How the chunks of `group` travel, in words; "" before its first op."""
     return _C.transport_description(group_name(group))
+
+
+def crosses_hosts(group: Group, device: torch.device | str = "cpu") -> bool:
+    """Whether rows of tensors on `device` travel between hosts in `group`. Collective where the group has run
+    no op yet."""
+    return _C.crosses_hosts(group_name(group), str(device))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
-"""How the ranks of a job find each other, and come to a store that holds nothing of earlier openings.
+"""How the ranks of a job find each other: each start of a Runtime has a store without keys of earlier ones.
 
 The connections to the job's store are made once and live as long as the process: where rank 0 serves it,
-others may still ask when rank 0 has closed its Runtime. Each opening has keys of its own, below the run's id,
-a generation, and a number that the ranks count alike in it.
+others may still ask when rank 0 has closed its Runtime. The keys of a start begin with the run's id, a
+generation, and the number of the start in that generation, which every rank counts for itself.
 
-Rank 0's process is the generation: it counts those before it. The others ask it at each opening, because what
-launchers on several hosts count (TORCHELASTIC_RESTART_COUNT) differs between them. An answer is for one
-asking, so that nobody takes the answer to a process that is gone.
+The generation is the number of processes that have been rank 0, up to the present one. Rank 0 counts it, and
+the others ask rank 0 at each start, because what launchers on several hosts count
+(TORCHELASTIC_RESTART_COUNT) differs between them. Each question has its own answer, so that nobody takes the
+answer of a process that has ended.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeVar
 
@@ -31,19 +33,21 @@ POLL_S = 0.01
 
 
 def open_store(deadline_s: float) -> dist.Store:
-    """This opening's store, once all ranks that the environment tells of are there and watch each other.
+    """The store of this start of a Runtime, once all ranks of the job (WORLD_SIZE in the environment) are
+    there and watch each other.
 
     Raises CommTimeout where the store or a rank does not come within `deadline_s` seconds, PeerLost where one
     has ended.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     doing = f"Start-up, rank {rank}"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    run = f"pyruntime/{os.environ.get('TORCHELASTIC_RUN_ID', '-')}"
     too_late = (
-        f"{doing}: the job's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
-        "(MASTER_ADDR:MASTER_PORT), which torchrun or rank 0 serves, did not answer within "
-        f"{deadline_s:g} s; see whether it runs, and whether this host reaches that address."
+        f"{doing}: the job's store at {host}:{port} (MASTER_ADDR:MASTER_PORT), which torchrun or rank 0 "
+        f"serves, did not answer within {deadline_s:g} s; see whether it runs, and whether this host reaches "
+        "that address."
     )
-    host, port, run = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _run_id()
     store, watched, answering = _within(deadline_s, lambda: _connect(host, port, _serves(rank)), too_late)
     store.set_timeout(timedelta(seconds=deadline_s))
     if rank == 0:
@@ -56,9 +60,9 @@ def open_store(deadline_s: float) -> dist.Store:
         asked = _within(deadline_s, lambda: store.add(f"{run}/asked/{rank}", 1), too_late)
         key = f"{run}/answers/{rank}/{asked}"
         generation = _within(deadline_s + 1.0, lambda: _answer(store, key, deadline_s + 1.0), not_there)
-    opening = f"{run}/{generation}"
-    number = _within(deadline_s, lambda: store.add(f"{opening}/openings/{rank}", 1), too_late)
-    prefix = f"{opening}/{number}"
+    starts = f"{run}/{generation}"
+    number = _within(deadline_s, lambda: store.add(f"{starts}/starts/{rank}", 1), too_late)
+    prefix = f"{starts}/{number}"
     store, watched = dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, watched)
     if world_size > 1:
         with _answers(answering, run, generation, prefix, world_size if rank == 0 else 0):
@@ -79,10 +83,6 @@ def _meet(rank: int, world_size: int, doing: str, deadline_s: float) -> None:
         _C.hear_job("pyruntime/here/0", 0, doing, deadline_s + 1.0)
 
 
-def _run_id() -> str:
-    return f"pyruntime/{os.environ.get('TORCHELASTIC_RUN_ID', '-')}"
-
-
 @functools.cache
 def _generation(host: str, port: int, run: str, serves: bool) -> int:
     """How many processes have been rank 0 of this run, this one included."""
@@ -100,7 +100,7 @@ def _answer(store: dist.Store, key: str, seconds: float) -> int:
 
 @contextlib.contextmanager
 def _answers(store: dist.Store, run: str, generation: int, prefix: str, world_size: int) -> Iterator[None]:
-    """Meanwhile rank 0 tells each rank that asks, and has not come to this opening, its generation."""
+    """Inside, rank 0 tells the generation to each rank that asks and has not come to this start yet."""
     over = threading.Event()
 
     def work() -> None:
@@ -129,7 +129,7 @@ def _serves(rank: int) -> bool:
 
 @functools.cache
 def _connect(host: str, port: int, serves: bool) -> tuple[dist.Store, dist.Store, dist.Store]:
-    """For the thread that opens, for that which watches, and for that which answers."""
+    """For the thread that starts a Runtime, for the one that watches, and for the one that answers."""
     # multi_tenant: whoever calls init_process_group besides finds the same store.
     store = dist.TCPStore(
         host, port, None, serves, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=120)
@@ -140,22 +140,18 @@ def _connect(host: str, port: int, serves: bool) -> tuple[dist.Store, dist.Store
 def _within(seconds: float, work: Callable[[], Result], too_late: str) -> Result:
     """The result of `work`, which neither Ctrl-C nor a deadline could end by itself: in a thread that is left
     to itself when the time is over."""
-    outcome: list[Result] = []
-    failure: list[BaseException] = []
+    outcome: Future[Result] = Future()
 
     def run() -> None:
         try:
-            outcome.append(work())
+            outcome.set_result(work())
         except BaseException as error:
-            failure.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="pyr-rendezvous")
-    thread.start()
-    end = time.monotonic() + seconds
-    while thread.is_alive() and (left := end - time.monotonic()) > 0:
-        thread.join(min(left, 0.1))
-    if outcome:
-        return outcome[0]
-    if failure and not isinstance(failure[0], dist.DistError):
-        raise failure[0]
-    raise CommTimeout(too_late) from (failure[0] if failure else None)
+    threading.Thread(target=run, daemon=True, name="pyr-rendezvous").start()
+    try:
+        return outcome.result(seconds)
+    except (dist.DistError, TimeoutError) as error:
+        if outcome.done() and not isinstance(error, dist.DistError):
+            raise
+        raise CommTimeout(too_late) from error

@@ -1,8 +1,9 @@
-"""Every rank sends to the next one of its group and receives from the one before.
+"""Every rank sends to one neighbour in its group and receives from the other.
 
 What two neighbours exchange travels in a group of their own: through shared memory where both are on one
 host, otherwise over the group's c10d backend, in chunks and in the class of traffic of the ring. All ranks
-begin their sends edge by edge in one order, so that no wait can go round the ring.
+begin their sends edge by edge in one order, so that no wait can go round the ring. A ring of the other
+direction has edges of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyruntime.comm.companions import companion, line_send
+from pyruntime.comm.companions import companion
 from pyruntime.comm.core import _C
 from pyruntime.comm.groups import Group, group_rank, group_size
 
@@ -18,49 +19,60 @@ from pyruntime.comm.groups import Group, group_rank, group_size
 class Ring:
     """The ranks of a group in a ring, with the group's transport and deadline of this moment."""
 
-    def __init__(self, group: Group, traffic_class: str, agreement: int = 0):
-        """agreement: a number that must be the same on all ranks, or what they send raises ValueError."""
+    def __init__(self, group: Group, traffic_class: str, agreement: int = 0, step: int = 1):
+        """agreement: a number that must be the same on all ranks, or what they send raises ValueError.
+        step: 1, every rank sends to the next one; -1, to the one before."""
         self.rank, self.size = group_rank(group), group_size(group)
         self._agreement = agreement
-        before, own = (self.rank - 1) % self.size, self.rank
-        # Edge e leads from rank e to the next one.
+        self._source = (self.rank - step) % self.size
+        # Edge e leads from rank e to its neighbour.
         self._edges = {
-            edge: companion(group, traffic_class, (edge, (edge + 1) % self.size)).name
-            for edge in sorted({before, own})
+            edge: companion(group, traffic_class, (edge, (edge + step) % self.size))
+            for edge in sorted({self._source, self.rank})
             if self.size > 1
         }
 
-    def shift(self, lines: int, width: int, dtype: torch.dtype, device: torch.device) -> Shift:
-        """Makes room for a tensor [lines, width] that goes one rank on. All ranks call it alike; at most four
-        may be open. The first one is collective.
+    def shift(
+        self, outgoing: int, incoming: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> Shift:
+        """Makes room for rows [outgoing, width] that leave here and [incoming, width] that come; either may
+        be 0: nothing travels on that edge. Its two ends call it alike; at most four may be open. The first
+        one of an edge is collective.
 
         Raises CommTimeout where a neighbour still reads what went before, and PeerLost.
         """
+        rows = {self._source: incoming, self.rank: outgoing}
         sends = {
-            edge: line_send(name, lines, width, dtype, str(device), self._agreement)
-            for edge, name in self._edges.items()
+            edge: ends.send(rows[edge], width, dtype, str(device), self._agreement)
+            for edge, ends in self._edges.items()
+            if rows[edge] > 0
         }
-        return Shift(sends[self.rank], sends[(self.rank - 1) % self.size])
+        empty = torch.empty(0, width, dtype=dtype, device=device)
+        return Shift(sends.get(self.rank), sends.get(self._source), empty)
 
 
 class Shift:
-    """A tensor on its way to the next rank, and one on its way here."""
+    """A tensor on its way to a neighbour, and one on its way here; empty where there is none."""
 
-    def __init__(self, outgoing: _C.LineSend, incoming: _C.LineSend):
-        self._outgoing, self._incoming = outgoing, incoming
-        self.outgoing: Tensor = outgoing.memory()
+    def __init__(self, outgoing: _C.LineSend | None, incoming: _C.LineSend | None, empty: Tensor):
+        self._outgoing, self._incoming, self._empty = outgoing, incoming, empty
+        self.outgoing: Tensor = empty if outgoing is None else outgoing.memory()
         """To be written before send()."""
 
     def send(self) -> None:
-        """The next rank may have what was written."""
-        self._outgoing.publish()
-        self._outgoing.finish()
+        """The neighbour may have what was written."""
+        if self._outgoing is not None:
+            self._outgoing.publish()
+            self._outgoing.finish()
 
     def receive(self) -> Tensor:
-        """What the rank before has sent, where it lies, until finish(). Raises CommTimeout or PeerLost."""
+        """What the other neighbour has sent, where it lies, until finish(). Raises CommTimeout, PeerLost."""
+        if self._incoming is None:
+            return self._empty
         self._incoming.wait()
         return self._incoming.memory()
 
     def finish(self) -> None:
         """It has been read."""
-        self._incoming.finish()
+        if self._incoming is not None:
+            self._incoming.finish()

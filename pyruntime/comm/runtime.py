@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import os
 import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before a group is there: its functions keep the one of that moment
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyruntime.comm import companions
 from pyruntime.comm.core import _C
 from pyruntime.comm.devices import Host, place
-from pyruntime.comm.groups import check_deadline, group_name, group_size, set_deadline, stats
+from pyruntime.comm.exchange import first_line, is_of_connection
+from pyruntime.comm.groups import check_deadline, group_name, process_group, set_deadline, stats
 from pyruntime.comm.launcher import check_launcher
-from pyruntime.comm.meeting import first_line, is_of_connection
 from pyruntime.comm.rendezvous import open_store
 
 DEFAULT_DEADLINE_S = 120.0
+AXES = (("pp",), ("dp", "dp_replicate", "dp_shard"), ("cp",), ("tp",))
+"""Names of a mesh's dimensions, by the axis that they are of, as `Axes` has them."""
+
+
+class Axes(NamedTuple):
+    """A number for every axis of parallelism; ranks are counted with the last one fastest."""
+
+    pp: int
+    dp: int
+    """Replicas included."""
+    cp: int
+    tp: int
 
 
 class Runtime:
@@ -43,10 +59,9 @@ class Runtime:
         """Where this rank computes."""
         self.why_device = "the mesh's"
         self._owns_process_groups = False
-        self._replicas: DeviceMesh | None = None
         self._groups = [group_name(mesh[axis]) for axis in mesh.mesh_dim_names]
         if mesh.ndim > 1:
-            self._groups.append(group_name(dist.group.WORLD))
+            self._groups.append(group_name(self.world))
         for name in self._groups:
             set_deadline(name, deadline_s)
         _C.set_symmetric_memory_deadline(float(deadline_s))
@@ -100,13 +115,11 @@ class Runtime:
         placement = place(device, Host.here())
         if placement.device.type == "cuda":
             torch.cuda.set_device(placement.device)
-        axes = {"tp": tp} if cp == 1 else {"cp": cp, "tp": tp}
-        if dp_replicate > 1:
-            axes = {"dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate} | axes
-        elif dp > 1:
-            axes = {"dp": dp} | axes
-        if pp > 1:
-            axes = {"pp": pp} | axes
+        data = (
+            {"dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate} if dp_replicate > 1 else {"dp": dp}
+        )
+        asked = {"pp": pp, **data, "cp": cp, "tp": tp}
+        axes = {name: size for name, size in asked.items() if size > 1 or name in ("dp_shard", "tp")}
         with _named_failures(world_size, deadline_s):
             _init_process_groups(placement.backend, deadline_s)
             mesh = init_device_mesh(placement.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -114,6 +127,39 @@ class Runtime:
         runtime._owns_process_groups = True
         runtime.device, runtime.why_device = placement.device, placement.why
         return runtime
+
+    @functools.cached_property
+    def _grid(self) -> torch.Tensor:
+        """Where each rank stands in the mesh: its rank among all of it, [pp, dp, cp, tp].
+
+        Raises ValueError where the mesh has a dimension of another name.
+        """
+        mesh, names = self.mesh, list(self.mesh.mesh_dim_names or ())
+        known = [[name for name in names if name in of_axis] for of_axis in AXES]
+        order = [names.index(name) for of_axis in known for name in of_axis]
+        if len(order) < len(names):
+            raise ValueError(
+                f"The mesh has axes {tuple(names)}; name each of them pp, dp (or dp_replicate and dp_shard), "
+                "cp or tp."
+            )
+        ranks = torch.arange(mesh.size()).view(mesh.mesh.shape) if mesh.ndim == 1 else mesh.mesh
+        sizes = [math.prod(mesh.size(names.index(name)) for name in of_axis) for of_axis in known]
+        return ranks.permute(order).reshape(sizes)
+
+    @property
+    def sizes(self) -> Axes:
+        """Ranks on every axis: 1 where the mesh has none of that name."""
+        return Axes(*self._grid.shape)
+
+    @functools.cached_property
+    def coordinate(self) -> Axes:
+        """This process's rank on every axis."""
+        return Axes(*(self._grid == self.world.rank()).nonzero()[0].tolist())
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """All ranks of the mesh."""
+        return process_group(self.mesh) if self.mesh.ndim == 1 else dist.group.WORLD
 
     @property
     def tp(self) -> DeviceMesh:
@@ -136,20 +182,23 @@ class Runtime:
         """The pipeline's axis; None where there is none."""
         return self.mesh["pp"] if "pp" in (self.mesh.mesh_dim_names or ()) else None
 
-    @property
+    @functools.cached_property
     def replicas(self) -> DeviceMesh | None:
         """The axes over which gradients are reduced: those of `dp`, each rank of the last with its ranks of
         `cp`. None where there is but one. With both, the first call is collective over all ranks."""
         if self.dp is None or self.cp is None:
             return self.cp if self.dp is None else self.dp
-        if self._replicas is None:
-            self._replicas = merge_context(self.mesh)
-            root = self._replicas._get_root_mesh()
-            for axis in root.mesh_dim_names or ():
-                name = root.get_group(axis).group_name
-                self._groups.append(name)
-                set_deadline(name, self.deadline_s)
-        return self._replicas
+        merged = merge_context(self.mesh)
+        root = merged._get_root_mesh()
+        for axis in root.mesh_dim_names or ():
+            name = root.get_group(axis).group_name
+            self._groups.append(name)
+            set_deadline(name, self.deadline_s)
+        return merged
+
+    def by_axes(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of all ranks [world, ...], by the axes of the mesh: [pp, dp, cp, tp, ...]."""
+        return values[self._grid]
 
     @property
     def rank(self) -> int:
@@ -159,7 +208,7 @@ class Runtime:
     @property
     def tp_size(self) -> int:
         """Ranks in the tensor-parallel group."""
-        return group_size(self.tp)
+        return self.tp.size()
 
     def stats(self) -> _C.CommStats:
         """Cumulative communication figures of the tensor-parallel group on this rank."""
@@ -172,6 +221,9 @@ class Runtime:
             _C.close_group(name)
         if self._owns_process_groups and dist.is_initialized():
             _leave_job()
+            # DTensor's caches keep the mesh, and it the groups. Were they not freed, gloo's threads would go
+            # on, and one that frees a tensor while Python ends aborts the process.
+            getattr(self.mesh._get_root_mesh(), "_pg_registry", {}).clear()
 
     def __enter__(self) -> Runtime:
         return self

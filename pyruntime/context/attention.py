@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyruntime.comm import Group, group_name, process_group
+from pyruntime.comm import Group, group_name, group_rank, group_size
 from pyruntime.context.layouts import check_layout
 from pyruntime.context.mask import mask_of
 from pyruntime.context.variants import Attended, attend, attend_backward
@@ -42,9 +42,8 @@ def ring_attention(
         document_ids: integers [B, S] or [S], of the whole sequence in its order, the same on every rank: a
             query sees only keys of its own document, a document being a run of one id.
         scale: of the scores; 1 / sqrt(d) by default.
-        variant: "ring", "all_gather_kv", "ulysses" (see `pyruntime.context.variants`), or "auto", the fastest
-            of them, measured at the first call with such shapes and agreed upon by the ranks (which breaks
-            the graph of a compiled caller).
+        variant: "ring", "all_gather_kv", "ulysses" (see `pyruntime.context.variants`), or "auto", which is
+            the ring: wherever they were measured it was the fastest (docs/performance.md).
 
     Raises ValueError for shapes that do not fit or that the layout cannot cut, TypeError for dtypes;
     CommTimeout or PeerLost where a rank does not come.
@@ -56,12 +55,7 @@ def ring_attention(
         raise ValueError(f"variant={variant!r} is none of {', '.join(VARIANTS)}.")
     _check_tensors(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if variant == "auto":
-        _check(q, k, v, document_ids, layout, variant, process_group(group).size())
-        # It imports torch's compiler, which takes a process as long as torch itself.
-        from pyruntime.context.choice import choose
-
-        variant = choose(q, k, v, document_ids, name, causal, layout, scale)
+    variant = "ring" if variant == "auto" else variant
     out, _, _ = torch.ops.pyruntime.ring_attention(
         q, k, v, document_ids, name, causal, layout, scale, variant
     )
@@ -124,14 +118,14 @@ def _op(
     scale: float,
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(q, k, v, document_ids, layout, variant, _size(group))
+    _check(q, k, v, document_ids, layout, variant, group_size(group))
     done = attend(variant, q, k, v, group, _mask(q, document_ids, group, causal, layout), scale)
     return done.out, done.lse, done.kept
 
 
 @_op.register_fake
 def _(q, k, v, document_ids, group, causal, layout, scale, variant):
-    ranks = _size(group)
+    ranks = group_size(group)
     _check(q, k, v, document_ids, layout, variant, ranks)
     batch, share, heads, dim = q.shape
     out, statistics = q.new_empty(q.shape), statistics_dtype(q)
@@ -187,9 +181,5 @@ _op.register_autograd(_differentiate, setup_context=_save)
 
 
 def _mask(q: Tensor, document_ids: Tensor | None, group: str, causal: bool, layout: str):
-    own = process_group(group)
-    return mask_of(layout, q.shape[1] * own.size(), own.size(), own.rank(), causal, document_ids)
-
-
-def _size(group: str) -> int:
-    return process_group(group).size()
+    ranks = group_size(group)
+    return mask_of(layout, q.shape[1] * ranks, ranks, group_rank(group), causal, document_ids)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyruntime.context.layouts import document_bounds, positions, visible_keys
+from pyruntime.context.ways import Way, ways
 
 Run = tuple[Tensor, Tensor]
 """(begin, end) of the keys that each query sees, [B or 1, S / P] int32."""
@@ -30,7 +30,6 @@ class Mask:
         self.positions = positions(layout, seq, ranks, document_ids)
         self._queries = self.positions[rank]
         self._of_rank: dict[int, Run] = {}
-        self._order: Tensor | None = None
         self._whole: dict[bool, Run] = {}
 
     def of_rank(self, rank: int) -> Run:
@@ -50,23 +49,29 @@ class Mask:
             self._whole[all_queries] = visible_keys(queries, everything, self._causal, self._bounds)
         return self._whole[all_queries]
 
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """How the keys of all ranks go round, the same on every rank."""
+        ranks, share = self.positions.shape
+        everything = self.positions.flatten()
+        by_owner = []
+        for keys in self.positions:
+            begin, end = visible_keys(everything, keys, self._causal, self._bounds)
+            seen = begin < end
+            first = torch.where(seen, begin, share).amin(0).view(ranks, share).amin(1)
+            last = torch.where(seen, end, 0).amax(0).view(ranks, share).amax(1)
+            by_owner.append(list(zip(first.tolist(), last.tolist(), strict=True)))
+        return ways(list(zip(*by_owner, strict=True)), share)
+
+    @cached_property
     def order(self) -> Tensor:
         """Where each token of the sequence stands when the ranks' tokens are joined rank by rank, [seq]."""
-        if self._order is None:
-            self._order = self.positions.flatten().argsort()
-        return self._order
-
-
-@dataclass
-class _Documents:
-    """What document ids were, as nobody says when they change, and their masks."""
-
-    ids: Tensor
-    masks: dict[tuple, Mask] = field(default_factory=dict)
+        return self.positions.flatten().argsort()
 
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""_Documents by the tensor of ids: every layer of a model asks for the same one."""
+"""By the tensor of document ids, as every layer of a model asks for the same one: what the ids were, as
+nobody says when they change, and their masks."""
 
 
 def mask_of(layout: str, seq: int, ranks: int, rank: int, causal: bool, document_ids: Tensor | None) -> Mask:
@@ -74,12 +79,12 @@ def mask_of(layout: str, seq: int, ranks: int, rank: int, causal: bool, document
     key = (layout, seq, ranks, rank, causal)
     if document_ids is None:
         return _without_documents(*key)
-    documents = _known.get(document_ids)
-    if documents is None or not torch.equal(documents.ids, document_ids):
-        documents = _known[document_ids] = _Documents(document_ids.clone())
-    if key not in documents.masks:
-        documents.masks[key] = Mask(*key, document_ids)
-    return documents.masks[key]
+    ids, masks = _known.get(document_ids, (None, {}))
+    if ids is None or not torch.equal(ids, document_ids):
+        _, masks = _known[document_ids] = document_ids.clone(), {}
+    if key not in masks:
+        masks[key] = Mask(*key, document_ids)
+    return masks[key]
 
 
 @lru_cache(maxsize=64)

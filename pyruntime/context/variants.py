@@ -1,9 +1,10 @@
 """Three ways for a rank's queries to see the keys of all ranks, forward and backward.
 
-ring            K and V go round the ranks; the block that has come is computed while the next one travels. In
-                the backward pass dK and dV follow one step behind: rank r adds its part to that of rank r - 1
-                and sends the sum on, and the last one to add is the owner's neighbour. A few times S / P
-                tokens of K and V at a time (arXiv 2310.01889, 2311.09431).
+ring            K and V go round the ranks, half of a rank's tokens each way (`ways.py`); the block that has
+                come is computed while the next one travels. In the backward pass dK and dV follow one step
+                behind: a rank adds its part to what has come and sends the sum on, and the last one to add is
+                the owner's neighbour. A few times S / P tokens of K and V at a time (arXiv 2310.01889,
+                2311.09431).
 all_gather_kv   All of K and V first, then one block; dK and dV by reduce-scatter (Llama 3, arXiv 2407.21783,
                 section 3.3.2). Memory for S tokens of K and V.
 ulysses         All tokens of H / P heads instead of S / P tokens of all heads, by all-to-all (DeepSpeed-
@@ -32,7 +33,8 @@ from pyruntime.comm.ranges import marked
 from pyruntime.comm.ring import Ring, Shift
 from pyruntime.context.agreement import agree
 from pyruntime.context.mask import Mask, Run
-from pyruntime.ops.attention import attention_block_, attention_block_backward_, statistics_dtype
+from pyruntime.context.ways import NONE, Tokens, Way
+from pyruntime.ops.attention import attention_block_, attention_block_backward_, nothing_seen
 
 CLASS = "cp"
 FIRST_KEYS = 0.25
@@ -56,16 +58,16 @@ def attend(variant: str, q: Tensor, k: Tensor, v: Tensor, group: str, mask: Mask
     """Forward by `variant`, which is none of "auto". Raises ValueError where the ranks' arguments differ."""
     agreement = agree(variant, q, k, group, mask, scale)
     if variant == "ring":
-        out, lse = _ring(q, k, v, Ring(group, CLASS, agreement), mask, scale)
+        out, lse = _ring(q, k, v, group, agreement, mask, scale)
         return Attended(out.to(q.dtype), lse, q.new_empty(0))
     if variant == "all_gather_kv":
         keys, values = _gather(k, v, group, mask)
-        out, lse = _new_sums(q)
+        out, lse = nothing_seen(q)
         _block(q, keys, values, mask.of_sequence(), scale, out, lse)
         return Attended(out.to(q.dtype), lse, q.new_empty(0))
     kept = torch.cat([_to_heads(x, group, mask) for x in (q, k, v)], dim=2)
     queries, keys, values = _split_heads(kept, q, k, group)
-    out, lse = _new_sums(queries)
+    out, lse = nothing_seen(queries)
     _block(queries, keys, values, mask.of_sequence(all_queries=True), scale, out, lse)
     return Attended(_to_tokens(out.to(q.dtype), group, mask), lse, kept)
 
@@ -94,7 +96,7 @@ def attend_backward(
         return tuple(_to_tokens(each, group, mask) for each in (backward.dq, dkv[0], dkv[1]))
     backward = _Backward(grad_out, q, delta.transpose(1, 2).contiguous(), done.lse, scale)
     if variant == "ring":
-        dkv = _ring_backward(backward, k, v, Ring(group, CLASS, agreement), mask)
+        dkv = _ring_backward(backward, k, v, group, agreement, mask)
     else:
         keys, values = _gather(k, v, group, mask)
         whole = backward.zeros((2, *keys.shape))
@@ -104,13 +106,6 @@ def attend_backward(
 
 
 # -- one block
-
-
-def _new_sums(q: Tensor) -> tuple[Tensor, Tensor]:
-    batch, queries, heads, _ = q.shape
-    dtype = statistics_dtype(q)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    return out, torch.full((batch, heads, queries), float("-inf"), dtype=dtype, device=q.device)
 
 
 def _block(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, out: Tensor, lse: Tensor) -> None:
@@ -160,92 +155,199 @@ def _of_batch(run: Run, q: Tensor) -> tuple[Tensor, Tensor]:
 # -- ring
 
 
-def _ring(q: Tensor, k: Tensor, v: Tensor, ring: Ring, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = _new_sums(q)
-    kv = _KeysRound(ring, k, v)
-    for step in range(ring.size):
-        keys, values = kv.take()
-        owner = (ring.rank - step) % ring.size
-        with marked("cp forward block of rank", str(owner)):
-            _block(q, keys, values, mask.of_rank(owner), scale, out, lse)
-        kv.done()
+def _ring(
+    q: Tensor, k: Tensor, v: Tensor, group: str, agreement: int, mask: Mask, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse = nothing_seen(q)
+    rounds = _rounds(group, agreement, k, v, mask)
+    rank = rounds[0].rank
+    for each in rounds:
+        each.start()
+    with marked("cp forward block of rank", str(rank)):
+        _block(q, k, v, mask.of_rank(rank), scale, out, lse)
+    for _ in range(1, rounds[0].size):
+        for each in rounds:
+            block = each.take()
+            if block is not None:
+                with marked("cp forward block of rank", str(block.owner)):
+                    _block(q, block.keys, block.values, block.run(mask), scale, out, lse)
+            each.done()
     return out, lse
 
 
-def _ring_backward(backward: _Backward, k: Tensor, v: Tensor, ring: Ring, mask: Mask) -> Tensor:
+def _ring_backward(
+    backward: _Backward, k: Tensor, v: Tensor, group: str, agreement: int, mask: Mask
+) -> Tensor:
     """dK and dV [2, B, S/P, G, d]. This rank's own keys come first and last: the others' K and V arrive under
     the one, the sums of its own gradients under the other."""
     own = backward.zeros((2, *k.shape))
-    lines, width = own.numel() // max(1, own.shape[-1]), own.shape[-1]
-    first = k.shape[1] if ring.size == 1 else int(k.shape[1] * FIRST_KEYS)
-    begin, end = mask.of_rank(ring.rank)
-    kv = _KeysRound(ring, k, v)
-    on_the_way: Shift | None = None
-    kv.take()
-    with marked("cp backward block of rank", str(ring.rank)):
+    rounds = _rounds(group, agreement, k, v, mask)
+    rank, size = rounds[0].rank, rounds[0].size
+    first = k.shape[1] if size == 1 else int(k.shape[1] * FIRST_KEYS)
+    begin, end = mask.of_rank(rank)
+    for each in rounds:
+        each.start()
+    with marked("cp backward block of rank", str(rank)):
         backward.block(k[:, :first], v[:, :first], (begin, end), own[:, :, :first])
-    kv.done()
-    for step in range(1, ring.size):
-        owner = (ring.rank - step) % ring.size
-        keys, values = kv.take()
-        shift = ring.shift(lines, width, own.dtype, own.device)
-        sums = shift.outgoing.view(own.shape).zero_()  # of that rank's keys; the next rank goes on with them
-        with marked("cp backward block of rank", str(owner)):
-            backward.block(keys, values, mask.of_rank(owner), sums)
-        kv.done()
-        if on_the_way is not None:
-            _add(sums, on_the_way)
-        with marked("cp send gradients"):
-            shift.send()
-        on_the_way = shift
-    if on_the_way is not None:
-        with marked("cp backward block of rank", str(ring.rank)):
+    sums = [_SumsRound(each, own) for each in rounds]
+    for _ in range(1, size):
+        for keys, gradients in zip(rounds, sums, strict=True):
+            block = keys.take()
+            room = gradients.room()
+            if block is not None:
+                with marked("cp backward block of rank", str(block.owner)):
+                    backward.block(block.keys, block.values, block.run(mask), room.of(block.seen))
+            keys.done()
+            gradients.send()
+    if size > 1:
+        with marked("cp backward block of rank", str(rank)):
             backward.block(k[:, first:], v[:, first:], (begin - first, end - first), own[:, :, first:])
-        _add(own, on_the_way)
+    for gradients in sums:
+        gradients.come_home(own)
     return own
 
 
-def _add(sums: Tensor, shift: Shift) -> None:
-    """What the rank before has summed of the same gradients."""
-    with marked("cp take gradients"):
-        sums.add_(shift.receive().view(sums.shape))
-        shift.finish()
+def _rounds(group: str, agreement: int, k: Tensor, v: Tensor, mask: Mask) -> list[_KeysRound]:
+    return [_KeysRound(Ring(group, CLASS, agreement, way.step), way, k, v) for way in mask.ways]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Keys and values of another rank that this one sees, [B, n, G, d], valid until the round's done()."""
+
+    owner: int
+    seen: Tokens
+    keys: Tensor
+    values: Tensor
+
+    def run(self, mask: Mask) -> Run:
+        begin, end = mask.of_rank(self.owner)
+        return begin - self.seen[0], end - self.seen[0]
 
 
 class _KeysRound:
-    """K and V of all ranks, one rank's after the other: this rank's, then that before it, and so on."""
+    """K and V of all ranks as they come on one way, from ever farther off: start, then take and done."""
 
-    def __init__(self, ring: Ring, k: Tensor, v: Tensor):
-        self._ring, self._own = ring, (k, v)
-        self._left = ring.size
+    def __init__(self, ring: Ring, way: Way, k: Tensor, v: Tensor):
+        self.rank, self.size, self.way = ring.rank, ring.size, way
+        self.ring, self._own = ring, (k, v)
+        self.distance = 0
+        """Of the owner of what came last."""
         self._current: Shift | None = None
         self._next: Shift | None = None
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """The next rank's K and V, valid until done(); they are passed on before it returns, so that they
-        travel while this rank computes with them."""
-        k, v = self._own
-        if self._current is not None:
-            with marked("cp take keys"):
-                k, v = self._current.receive().view(2, *k.shape)
-        self._left -= 1
-        if self._left > 0:
-            with marked("cp send keys"):
-                self._send(k, v)
-        return k, v
+    @property
+    def owner(self) -> int:
+        return self.way.owner(self.rank, self.distance)
 
-    def _send(self, k: Tensor, v: Tensor) -> None:
-        width = k.shape[-1]
-        self._next = self._ring.shift(2 * k.numel() // max(1, width), width, k.dtype, k.device)
-        room = self._next.outgoing.view(2, *k.shape)
-        room[0].copy_(k)
-        room[1].copy_(v)
-        self._next.send()
+    def start(self) -> None:
+        """This rank's own leave."""
+        self._pass_on(self._own, (0, self._own[0].shape[1]))
+        self.done()
+
+    def take(self) -> _Block | None:
+        """The next rank's, if this one sees any; they are passed on before it returns, so that they travel
+        while this rank computes with them."""
+        self.distance += 1
+        tokens = self.way.keys(self.owner, self.distance)
+        assert self._current is not None
+        with marked("cp take keys"):
+            k, v = _of_pair(self._current.receive(), self._own[0], tokens)
+        self._pass_on((k, v), tokens)
+        seen = self.way.seen(self.rank, self.owner)
+        if seen == NONE:
+            return None
+        return _Block(self.owner, seen, _of_tokens(k, seen, tokens), _of_tokens(v, seen, tokens))
+
+    def _pass_on(self, kv: tuple[Tensor, Tensor], tokens: Tokens) -> None:
+        """Of K and V of these tokens, what ranks further on want."""
+        distance = self.distance + 1
+        if distance == self.size:
+            return
+        going = self.way.keys(self.owner, distance)
+        coming = self.way.keys(self.way.owner(self.rank, distance), distance)
+        with marked("cp send keys"):
+            self._next = _shift(self.ring, self._own[0], going, coming)
+            if going != NONE:
+                for room, own in zip(_of_pair(self._next.outgoing, self._own[0], going), kv, strict=True):
+                    room.copy_(_of_tokens(own, going, tokens))
+            self._next.send()
 
     def done(self) -> None:
         if self._current is not None:
             self._current.finish()
         self._current, self._next = self._next, None
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Where gradients of the keys of some tokens are summed, [2, B, n, G, d]."""
+
+    sums: Tensor
+    tokens: Tokens
+
+    def of(self, tokens: Tokens) -> Tensor:
+        return _of_tokens(self.sums, tokens, self.tokens)
+
+
+class _SumsRound:
+    """The sums of dK and dV on the way of their keys, a step behind: room, then send, for each step."""
+
+    def __init__(self, keys: _KeysRound, own: Tensor):
+        self._keys, self._like = keys, own[0]
+        self._now: tuple[Shift, _Room, Tokens] | None = None
+        self._before: tuple[Shift, Tokens] | None = None
+
+    def room(self) -> _Room:
+        """Zeros for this rank's part of the gradients of the keys that came last."""
+        way, rank, distance = self._keys.way, self._keys.rank, self._keys.distance
+        going = way.sums(self._keys.owner, distance)
+        coming = way.sums(way.owner(rank, distance + 1), distance)
+        shift = _shift(self._keys.ring, self._like, going, coming)
+        room = _Room(_of_pair(shift.outgoing, self._like, going).zero_(), going)
+        self._now = shift, room, coming
+        return room
+
+    def send(self) -> None:
+        """What the ranks before have summed is added, and the sum goes on."""
+        assert self._now is not None
+        shift, room, coming = self._now
+        self._add(room)
+        with marked("cp send gradients"):
+            shift.send()
+        self._before = shift, coming
+
+    def come_home(self, own: Tensor) -> None:
+        """Adds what all others have summed of this rank's."""
+        self._add(_Room(own, (0, own.shape[2])))
+
+    def _add(self, room: _Room) -> None:
+        if self._before is None:
+            return
+        shift, tokens = self._before
+        with marked("cp take gradients"):
+            if tokens != NONE:
+                part = room.of(tokens)
+                part.add_(shift.receive().view(part.shape))
+            shift.finish()
+
+
+def _shift(ring: Ring, like: Tensor, going: Tokens, coming: Tokens) -> Shift:
+    """For pairs of tensors [B, n, G, d] as `like` has them, of so many tokens."""
+    batch, _, heads, width = like.shape
+    outgoing, incoming = (2 * batch * heads * (end - begin) for begin, end in (going, coming))
+    return ring.shift(outgoing, incoming, width, like.dtype, like.device)
+
+
+def _of_pair(rows: Tensor, like: Tensor, tokens: Tokens) -> Tensor:
+    """What a shift moves, as [2, B, n, G, d]."""
+    batch, _, heads, width = like.shape
+    return rows.view(2, batch, tokens[1] - tokens[0], heads, width)
+
+
+def _of_tokens(x: Tensor, wanted: Tokens, held: Tokens) -> Tensor:
+    """x [..., n, G, d] has the tokens `held`."""
+    return x[..., wanted[0] - held[0] : wanted[1] - held[0], :, :]
 
 
 # -- all-gather of K and V
@@ -256,9 +358,9 @@ def _gather(k: Tensor, v: Tensor, group: str, mask: Mask) -> tuple[Tensor, Tenso
     ranks = len(mask.positions)
     own = torch.stack((k, v))
     if ranks > 1:
-        lines = ops.all_gather(own.flatten(0, -2), _companion(group), rows=ranks * own[..., 0].numel())
-        own = lines.view(ranks, *own.shape).movedim(0, 2).flatten(2, 3)
-    keys, values = own.index_select(2, mask.order().to(own.device))
+        rows = ops.all_gather(own.flatten(0, -2), _companion(group), rows=ranks * own[..., 0].numel())
+        own = rows.view(ranks, *own.shape).movedim(0, 2).flatten(2, 3)
+    keys, values = own.index_select(2, mask.order.to(own.device))
     return keys, values
 
 
@@ -268,8 +370,8 @@ def _scatter(dkv: Tensor, group: str, mask: Mask) -> Tensor:
     by_rank = dkv.index_select(2, mask.positions.flatten().to(dkv.device))
     if ranks == 1:
         return by_rank
-    lines = by_rank.unflatten(2, (ranks, share)).movedim(2, 0).flatten(0, -2)
-    own = ops.reduce_scatter(lines, _companion(group))
+    rows = by_rank.unflatten(2, (ranks, share)).movedim(2, 0).flatten(0, -2)
+    own = ops.reduce_scatter(rows, _companion(group))
     return own.view(*dkv.shape[:2], share, *dkv.shape[3:])
 
 
@@ -285,7 +387,7 @@ def _to_heads(x: Tensor, group: str, mask: Mask) -> Tensor:
     ranks = len(mask.positions)
     by_rank = x.unflatten(2, (ranks, x.shape[2] // ranks)).movedim(2, 0)
     tokens = _all_to_all(by_rank, group).movedim(0, 1).flatten(1, 2)
-    return tokens.index_select(1, mask.order().to(x.device))
+    return tokens.index_select(1, mask.order.to(x.device))
 
 
 def _to_tokens(x: Tensor, group: str, mask: Mask) -> Tensor:

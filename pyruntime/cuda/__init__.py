@@ -1,10 +1,8 @@
-"""The kernels of csrc/cuda from Python: the library that nvcc makes, loaded at run time, and functions that
-take tensors of one rank. For benchmarks and tests; the ops call the library from C++ (csrc/transport).
+"""What Python knows of the kernels of csrc/cuda: whether they are here, and tiles that are not built in.
 
-docs/cuda.md says what has run where.
+The ops call the kernels from C++ (csrc/transport/device, csrc/ops). docs/cuda/state.md says what has run.
 """
 
-from pyruntime.cuda.kernels import Kernels
-from pyruntime.cuda.library import CudaLibraryError, Library, library_path, why_not
+from pyruntime.cuda.library import CudaLibraryError, architectures_in, library_path, why_not
 
-__all__ = ["CudaLibraryError", "Kernels", "Library", "library_path", "why_not"]
+__all__ = ["CudaLibraryError", "architectures_in", "library_path", "why_not"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -11,7 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm
 
-MOST_FLIGHTS = 3  # under way at once in one group; a transport has room for four
+PLACES = 4  # of flights, in a transport
+MOST_FLIGHTS = 3  # under way at once in one group
+MOST_ANY_TIME = 2
+"""Where ranks begin flights at different moments. With half as many as a transport has places no rank ever
+waits for one in another's hands: it has all rows of the flight two before, so every rank had begun that, and
+so finished the one four before."""
+BEFORE_GRADIENTS, AFTER_GRADIENTS = -1, 1
 
 
 class Flight(Protocol):
@@ -20,11 +27,27 @@ class Flight(Protocol):
     def advance(self) -> None:
         """Takes what has come, so that the transport has its place back; waits for nobody."""
 
+    def has_landed(self) -> bool:
+        """Whether complete() has nothing left to wait for or to copy."""
+
     def complete(self) -> None:
         """Waits for it and uses it."""
 
     def drop(self) -> None:
         """Lets go of it; nobody will use it."""
+
+
+class AxisUser(Protocol):
+    """Who begins flights of an axis."""
+
+    def settle(self) -> None:
+        """All ranks have begun the same flights when it returns. Every rank calls it."""
+
+    def end_turn(self) -> None:
+        """As settle(), and nothing is left to begin: another begins flights now."""
+
+    def forget_turn(self) -> None:
+        """The group has failed."""
 
 
 class Axis:
@@ -35,40 +58,77 @@ class Axis:
 
     _of_group: ClassVar[dict[str, Axis]] = {}
 
-    def __init__(self, mesh: DeviceMesh | None):
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh | None, most: int = MOST_FLIGHTS):
+        self.mesh, self.most = mesh, most
         self.size = 1 if mesh is None else comm.group_size(mesh)
         self.rank = 0 if mesh is None else comm.group_rank(mesh)
         self.name = ""
         """Of the companion."""
         self._flights: deque[Flight] = deque()
+        self._user: weakref.ref[AxisUser] | None = None
+        self.held: AxisUser | None = None
+        """The user, while some ranks may have begun flights of it that others have not."""
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Axis:
-        """The axis of that group, with nothing under way. Every rank of it asks for it alike."""
+    def of(cls, mesh: DeviceMesh, within: int = 0, most: int = MOST_FLIGHTS) -> Axis:
+        """The axis of that group, with nothing under way and room for `most`. within: its place in the class
+        of traffic; another place is another axis. Every rank of it asks for it alike."""
         if comm.group_size(mesh) == 1:
             return cls(mesh)
-        own = comm.companion(mesh, "dp")
+        own = comm.companion(mesh, "dp", within=within)
         if own.drop is None:
-            axis = cls._of_group[own.name] = cls(mesh)
+            axis = cls._of_group[own.name] = cls(mesh, most)
             axis.name, own.drop = own.name, axis.drop
         axis = cls._of_group[own.name]
-        axis.make_room(0)
+        if axis.held is not None:
+            axis.held.settle()
+        axis._user = None
+        axis.complete_all()
         return axis
+
+    def turn_to(self, user: AxisUser) -> None:
+        """Of those that share the axis, who may begin flights at moments of its own. Every rank calls it
+        alike."""
+        before = None if self._user is None else self._user()
+        if before is not user:
+            self._user = weakref.ref(user)
+            if before is not None:
+                before.end_turn()
+
+    def is_used_by(self, user: AxisUser) -> bool:
+        return self._user is not None and self._user() is user
 
     def drop(self) -> None:
         """Lets go of all flights."""
+        if self.held is not None:
+            self.held.forget_turn()
+        self._user = self.held = None
         while self._flights:
             self._flights.popleft().drop()
 
     def has_room(self) -> bool:
-        return len(self._flights) < MOST_FLIGHTS
+        return len(self._flights) < self.most
 
-    def make_room(self, most: int = MOST_FLIGHTS - 1) -> None:
-        """Completes the oldest flights until at most `most` are under way."""
+    def make_room(self, room: int = 1) -> None:
+        """Completes the oldest flights until so many more may be under way."""
         self._advance()
-        while len(self._flights) > most:
+        while len(self._flights) > self.most - room:
             self._complete_oldest()
+
+    def complete_all(self) -> None:
+        self.make_room(self.most)
+
+    def take_what_has_come(self) -> None:
+        """Completes the oldest flights of which all has come, but the latest. Ranks see that at different
+        moments, and so begin others at different ones, if in the same order: for MOST_ANY_TIME flights, until
+        leave_latest()."""
+        self._advance()
+        while len(self._flights) > 1 and self._flights[0].has_landed():
+            self._complete_oldest()
+
+    def leave_latest(self) -> None:
+        """Completes all flights but the latest: ranks that have begun the same ones are alike again."""
+        self.make_room(self.most - 1)
 
     def _advance(self) -> None:
         """A rank that is ahead waits for places that the others still hold. So everything is taken as soon as
@@ -84,6 +144,12 @@ class Axis:
     def add(self, flight: Flight) -> None:
         self._flights.append(flight)
 
+    def complete_latest(self, flight: Flight) -> None:
+        """Completes the flight, if it is the latest, before those under way: then what begins in its place
+        is no more than PLACES - 1 behind the oldest."""
+        if self._flights and self._flights[-1] is flight:
+            self._complete(self._flights.pop())
+
     def complete_up_to(self, flight: Flight) -> None:
         """Completes flights, oldest first, until that one has been."""
         self._advance()
@@ -91,8 +157,11 @@ class Axis:
             self._complete_oldest()
 
     def _complete_oldest(self) -> None:
+        self._complete(self._flights.popleft())
+
+    def _complete(self, flight: Flight) -> None:
         try:
-            self._flights.popleft().complete()
+            flight.complete()
         except BaseException:
             self.drop()  # the group has failed
             raise
@@ -110,27 +179,34 @@ class Axis:
 @dataclass(frozen=True)
 class Axes:
     """`shard`: states are cut over its ranks. `replicate`: its ranks hold the same. Gradients are summed over
-    both."""
+    both. `weights`: the ranks of `shard`, for what weights travel in, so that neither waits for the other's
+    places."""
 
     shard: Axis
     replicate: Axis
+    weights: Axis
 
     @property
     def size(self) -> int:
         return self.shard.size * self.replicate.size
 
 
-def axes_of(mesh: DeviceMesh, stage: int) -> Axes:
-    """The axes of a mesh with one dimension (dp) or two (dp_replicate, dp_shard).
+def axes_of(mesh: DeviceMesh | None, stage: int) -> Axes:
+    """The axes of a mesh with one dimension (dp) or two (dp_replicate, dp_shard), or of one rank alone.
 
     Raises ValueError where there are more, or two at stage 0, which cuts nothing.
     """
+    if mesh is None:
+        return Axes(Axis(None), Axis(None), Axis(None))
+    # Stage 3 computes as soon as weights come; at 1 and 2 they return while gradients are what is waited for.
+    place = (BEFORE_GRADIENTS, MOST_FLIGHTS) if stage == 3 else (AFTER_GRADIENTS, MOST_ANY_TIME)
     if mesh.ndim == 1:
-        whole = Axis.of(mesh)
-        return Axes(Axis(None), whole) if stage == 0 else Axes(whole, Axis(None))
+        if stage == 0:
+            return Axes(Axis(None), Axis.of(mesh), Axis(None))
+        return Axes(Axis.of(mesh), Axis(None), Axis.of(mesh, *place))
     if mesh.ndim == 2 and stage > 0:
         replicate, shard = mesh.mesh_dim_names or (0, 1)
-        return Axes(Axis.of(mesh[shard]), Axis.of(mesh[replicate]))
+        return Axes(Axis.of(mesh[shard]), Axis.of(mesh[replicate]), Axis.of(mesh[shard], *place))
     raise ValueError(
         f"stage={stage} over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: pass one dimension "
         '(mesh["dp"]), or at stages 1 to 3 two, of which states are cut over the last (mesh["dp_replicate", '

@@ -1,12 +1,17 @@
 """Gradients leave as they are written.
 
 A weight of a linear layer hands (dY, X) over (csrc/ops/weight_gradient.h), and each chunk of dW = dY^T X is
-multiplied where it leaves from, in the order in which others wait for it. Every other gradient comes from
-autograd, is copied into its unit's chunks when the unit is complete, and is dropped.
+multiplied where it leaves from, in the order in which others wait for it; where the linear's own group spans
+hosts, it is multiplied under waits of the pass instead, as a whole, and leaves two products later (`InTurn`).
+Every other gradient comes from autograd, is copied into its bucket's chunks when the bucket is complete, and
+is dropped.
 
-Units leave in one order, the same on every rank: that in which the first backward pass completed them on rank
-0. A unit that is complete before its turn waits as a tensor; one that never is leaves as zeros at the end of
-the pass, without marks.
+Of a token embedding only the rows leave that some rank's step has touched (reduction.py); which these are is
+known when all of its gradient is.
+
+Buckets leave in one order, the same on every rank: that in which the first backward pass completed them on
+rank 0. A bucket that is complete before its turn waits as a tensor; one that never is leaves as zeros at the
+end of the pass, without marks.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,24 +27,27 @@ from torch.autograd import Variable
 
 from pyruntime.comm.core import _C
 from pyruntime.data_parallel.axes import Axes
-from pyruntime.data_parallel.reduction import Reduced, launch
-from pyruntime.data_parallel.units import Unit
+from pyruntime.data_parallel.buckets import Bucket
+from pyruntime.data_parallel.reduction import Reduced, Touched, launch, may_send_some
+from pyruntime.data_parallel.touched import touched_rows
+from pyruntime.nn.weight_sinks import InTurn
+from pyruntime.ops.attention import statistics_dtype
 from pyruntime.ops.layers import add_
 
-LEAST_PRODUCT = 5e8
-"""Floating-point operations of one chunk's product. Below it a weight gradient is multiplied whole and
+LEAST_GEMM = 5e8
+"""Floating-point operations of one chunk's GEMM. Below it a weight gradient is multiplied whole and
 copied: of a chunk, the columns of dY must be made contiguous first, which costs more than copying a small
-result; products of 1e8 lose a tenth of their speed, of 3e8 a fifth where the weight is as narrow as 256."""
+result; GEMMs of 1e8 lose a tenth of their speed, of 3e8 a fifth where the weight is as narrow as 256."""
 
 
 class _Inbox:
-    """What has come of one unit's gradient, parameter by parameter."""
+    """What has come of one bucket's gradient, parameter by parameter."""
 
-    def __init__(self, unit: Unit):
-        self.unit = unit
-        self.whole: list[Tensor | None] = [None] * len(unit.parameters)
+    def __init__(self, bucket: Bucket):
+        self.bucket = bucket
+        self.whole: list[Tensor | None] = [None] * len(bucket.parameters)
         """Gradients of this pass, of the parameter's dtype."""
-        self.earlier: list[Tensor | None] = [None] * len(unit.parameters)
+        self.earlier: list[Tensor | None] = [None] * len(bucket.parameters)
         """Sums of the passes before, fp32 (fp64 of doubles)."""
         self.left = False
         """Launched in this step."""
@@ -58,56 +67,47 @@ class _Inbox:
 
 
 class GradientReducer:
-    """Sums the gradients of `units` over `axes` while the backward pass goes on.
+    """Sums the gradients of `buckets` over `axes` while the backward pass goes on.
 
-    linears: the weights whose (dY, X) may be taken. on_reduced(unit, gradient) is called once a unit and
-    step, in the order of the units' leaving. reduce_dtype: what gradients travel as; None: as the parameters
-    are.
+    linears: the weights whose (dY, X) may be taken. tables: those of which few rows may have a gradient.
+    on_reduced(bucket, gradient) is called once a bucket and step, in the same order on every rank.
+    reduce_dtype: what gradients travel as; None: as the parameters are.
     """
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        buckets: Sequence[Bucket],
         axes: Axes,
         linears: Sequence[nn.Parameter],
+        tables: Sequence[nn.Parameter],
         before_leaving: Callable[[], None],
         on_reduced: Reduced,
         reduce_dtype: torch.dtype | None = None,
     ):
         self._axes, self._reduce_dtype = axes, reduce_dtype
         self._before_leaving, self._on_reduced = before_leaving, on_reduced
-        self._inboxes = [_Inbox(unit) for unit in units]
-        self._place_of = {
-            id(parameter): (index, owner)
-            for index, unit in enumerate(units)
-            for owner, parameter in enumerate(unit.parameters)
-        }
+        self._inboxes = [_Inbox(bucket) for bucket in buckets]
+        self._place_of: dict[int, tuple[int, int]] = {}
+        """Bucket, and number in it, of each parameter by its id."""
         self._order: list[int] | None = None
-        self._seen: list[int] = []  # units in the order of their completion, in the first pass
+        self._seen: list[int] = []  # buckets in the order of their completion, in the first pass
         self._used_again: set[int] = set()  # more than once in a pass: complete only when it ends
         self._next = 0
+        self._hasten: Callable[[], None] = _nothing
+        """Of the bucket that left last."""
         self._accumulating = False
-        self._several_passes = False
-        self._in_pass = False
+        self._of_passes = InTurn()
+        self._of_pass: Callable[[], InTurn | None] = lambda: None  # weak: the engine holds it
         self._ended = False
         self._hooks = []
-        taken = {id(p) for p in linears}
-        for index, unit in enumerate(units):
-            for owner, parameter in enumerate(unit.parameters):
-                hook = parameter.register_post_accumulate_grad_hook(self._hook(index, owner))
-                self._hooks.append(hook)
-            if id(unit.parameters[0]) in taken and unit.is_matrix():
-                _C.set_weight_gradient_sink(unit.parameters[0], self._sink(index))
-
-    # Neither keeps this reducer, and with it the model, alive: torch and the C++ core hold them for good.
-
-    def _sink(self, index: int) -> Callable[[Tensor, Tensor], None]:
-        reducer = weakref.ref(self)
-        return lambda dy, x: _alive(reducer)._on_product(index, dy, x)
-
-    def _hook(self, index: int, owner: int) -> Callable[[Tensor], None]:
-        reducer = weakref.ref(self)
-        return lambda parameter: _alive(reducer)._on_gradient(index, owner, parameter)
+        taken, self._tables = {id(p) for p in linears}, {id(p) for p in tables}
+        for index, bucket in enumerate(buckets):
+            for owner, parameter in enumerate(bucket.parameters):
+                self._place_of[id(parameter)] = index, owner
+                hook = _weakly(self._on_gradient, index, owner)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            if id(bucket.parameters[0]) in taken and bucket.is_matrix:
+                _C.set_weight_gradient_sink(bucket.parameters[0], _weakly(self._on_gemm, index))
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -118,35 +118,31 @@ class GradientReducer:
         finally:
             self._accumulating = outer
 
-    @contextlib.contextmanager
-    def passes(self) -> Iterator[None]:
-        """Of the backward passes within, none that is not within `accumulate()` is the step's last one: each
-        may bring the gradients of some parameters."""
-        self._several_passes = True
-        try:
-            yield
-        finally:
-            self._several_passes = False
+    def passes(self) -> contextlib.AbstractContextManager[None]:
+        """See `Sharded.passes`."""
+        return self._of_passes.passes()
 
     @torch.no_grad()
-    def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool) -> None:
-        """Adds dY^T X to the gradient of `weight`, within `passes()`. last: nothing more comes for it in this
-        step; not so within `accumulate()`."""
-        if not self._several_passes:
+    def add_product(
+        self, weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool, later: bool = False
+    ) -> None:
+        """See `Sharded.add_product`."""
+        if not self._of_passes.is_open:
             raise RuntimeError("add_product() adds to gradients within passes().")
         index, owner = self._place_of[id(weight)]
-        self._check_open(index)
-        if last and not self._accumulating:
-            self._take_product(index, owner, dy, x)
-        else:
-            self._accumulate_product(self._inboxes[index], owner, dy, x)
+        self._take_gemm(index, owner, dy, x, last, self._of_passes if later else None)
+
+    def begin_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+        """See `Sharded.begin_product`. Not here: a gradient of every micro-batch would be held whole."""
 
     def finish(self) -> None:
         """All gradients of this step are reduced when it returns; afterwards a new step begins."""
         if not self._ended:
             self._end_pass()
-        self._axes.shard.make_room(0)
-        self._axes.replicate.make_room(0)
+        self._hasten()
+        self._hasten = _nothing
+        self._axes.shard.complete_all()
+        self._axes.replicate.complete_all()
         for inbox in self._inboxes:
             inbox.clear()
             inbox.left = False
@@ -158,7 +154,7 @@ class GradientReducer:
         for hook in self._hooks:
             hook.remove()
         for inbox in self._inboxes:
-            for parameter in inbox.unit.parameters:
+            for parameter in inbox.bucket.parameters:
                 _C.set_weight_gradient_sink(parameter, None)
 
     # -- what comes
@@ -168,75 +164,104 @@ class GradientReducer:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:  # the sink has taken it
             return
-        self._begin_pass(index)
-        inbox = self._inboxes[index]
-        if self._accumulating:
-            _add(inbox.earlier, owner, gradient)
-            return
-        _put(inbox.whole, owner, gradient)
-        if inbox.is_complete():
-            self._on_complete(index)
+        self._begin_pass()
+        self._take(index, owner, gradient, last=not self._accumulating)
 
     @torch.no_grad()
-    def _on_product(self, index: int, dy: Tensor, x: Tensor) -> None:
-        self._begin_pass(index)
-        if self._accumulating:
-            self._accumulate_product(self._inboxes[index], 0, dy, x)
-        else:
-            self._take_product(index, 0, dy, x)
+    def _on_gemm(self, index: int, dy: Tensor, x: Tensor, later: bool) -> None:
+        products = self._begin_pass()
+        self._take_gemm(index, 0, dy, x, True, products if later else None)
 
-    def _take_product(self, index: int, owner: int, dy: Tensor, x: Tensor) -> None:
-        """The last of a step for parameter `owner` of a unit."""
+    def _take_gemm(
+        self, index: int, owner: int, dy: Tensor, x: Tensor, last: bool, products: InTurn | None
+    ) -> None:
+        """As `_take`, of dY^T X, which is written where it is wanted if it can be, or comes in its turn among
+        `products`."""
+        self._check_open(index)
         inbox = self._inboxes[index]
-        alone = inbox.unit.is_matrix() and inbox.whole[0] is None
-        if alone and self._may_leave(index) and self._is_worth_cutting(inbox.unit, dy):
-            self._leave(index, product=(dy, x))
-            self._leave_what_waits()
+        last = last and not self._accumulating
+        if last and products is None:
+            alone = inbox.bucket.is_matrix and inbox.whole[0] is None
+            if alone and self._may_leave(index) and self._is_worth_cutting(inbox.bucket, dy):
+                self._leave(index, gemm=(dy, x))
+                self._leave_what_waits()
+                return
+        earlier = inbox.earlier[owner]
+        adds = not last and earlier is not None and earlier.dtype == dy.dtype
+        gradient = earlier if adds else torch.empty_like(inbox.bucket.parameters[owner])
+        assert gradient is not None
+        take = _nothing if adds else partial(self._take, index, owner, gradient, last)
+        if products is None:
+            _C.write_weight_gradient(gradient, dy, x, adds)
+            take()
             return
-        gradient = torch.empty_like(inbox.unit.parameters[owner])
-        _C.write_weight_gradient(gradient, dy, x, False)
-        _put(inbox.whole, owner, gradient)
+        product = _C.WeightProduct(gradient, dy, x, adds)
+
+        def finish() -> None:
+            product.finish()
+            take()
+
+        products.add(finish)
+
+    def _take(self, index: int, owner: int, gradient: Tensor, last: bool) -> None:
+        """last: nothing more comes for this parameter in the step."""
+        self._check_open(index)
+        inbox = self._inboxes[index]
+        if not last:
+            if (earlier := inbox.earlier[owner]) is None:
+                inbox.earlier[owner] = gradient.to(statistics_dtype(gradient))
+            else:
+                add_(earlier, gradient)
+            return
+        before = inbox.whole[owner]  # of a parameter that is used several times
+        inbox.whole[owner] = gradient if before is None else before + gradient
         if inbox.is_complete():
             self._on_complete(index)
 
-    def _is_worth_cutting(self, unit: Unit, dy: Tensor) -> bool:
-        """Whether a rank's rows of the product are no less efficient alone."""
-        smallest = min(part.lines for part in unit.parts) * unit.width
-        return 2 * smallest * len(dy) >= LEAST_PRODUCT
+    def _is_worth_cutting(self, bucket: Bucket, dy: Tensor) -> bool:
+        """Whether a rank's rows of the GEMM are no less efficient alone."""
+        smallest = min(part.lines for part in bucket.parts) * bucket.width
+        return 2 * smallest * len(dy) >= LEAST_GEMM
 
-    def _accumulate_product(self, inbox: _Inbox, owner: int, dy: Tensor, x: Tensor) -> None:
-        earlier = inbox.earlier[owner]
-        if earlier is not None and earlier.dtype == dy.dtype:
-            _C.write_weight_gradient(earlier, dy, x, True)
-            return
-        gradient = torch.empty_like(inbox.unit.parameters[owner])
-        _C.write_weight_gradient(gradient, dy, x, False)
-        _add(inbox.earlier, owner, gradient)
+    def _begin_pass(self) -> InTurn:
+        """The products of the pass that runs; they end with it, in whatever way it ends."""
+        if (products := self._of_pass()) is None:
+            if isinstance(self._of_pass, weakref.ref):
+                self._forget_failed_pass()
+            products = InTurn()
+            self._of_pass = weakref.ref(products)
+            Variable._execution_engine.queue_callback(partial(self._on_pass_ended, products))
+        return products
 
-    def _begin_pass(self, index: int) -> None:
-        self._check_open(index)
-        if not self._in_pass:
-            self._in_pass = True
-            Variable._execution_engine.queue_callback(self._on_pass_ended)
+    def _forget_failed_pass(self) -> None:
+        """What has not left is as if that pass had never been, but for sums of `accumulate()`."""
+        for inbox in self._inboxes:
+            if not inbox.left:
+                inbox.whole = [None] * len(inbox.whole)
+        if self._order is None:
+            self._seen.clear()
+            self._used_again.clear()
 
     def _check_open(self, index: int) -> None:
         if self._ended or self._inboxes[index].left:
             raise RuntimeError(
-                f"A gradient of {self._inboxes[index].unit.name} came after this step's gradients had left: "
-                "backward() ran twice without optimizer.step() between (run all but the last pass of a "
+                f"A gradient of {self._inboxes[index].bucket.name} came after this step's gradients had "
+                "left: backward() ran twice without optimizer.step() between (run all but the last pass of a "
                 "step in handle.accumulate()), or the weight is used more often in this pass than in the "
                 "first one."
             )
 
-    def _on_pass_ended(self) -> None:
-        self._in_pass = False
-        if not self._accumulating and not self._several_passes:
+    @torch.no_grad()
+    def _on_pass_ended(self, products: InTurn) -> None:
+        products.finish()
+        self._of_pass = lambda: None
+        if not self._accumulating and not self._of_passes.is_open:
             self._end_pass()
 
     # -- what leaves
 
     def _may_leave(self, index: int) -> bool:
-        """Whether it is the unit's turn, and nothing more will come for it."""
+        """Whether it is the bucket's turn, and nothing more will come for it."""
         return (
             self._order is not None
             and self._next < len(self._order)
@@ -278,65 +303,80 @@ class GradientReducer:
             order = axis.of_all_ranks(order)[0]
         return order
 
-    def _leave(self, index: int, product: tuple[Tensor, Tensor] | None = None) -> None:
+    def _leave(self, index: int, gemm: tuple[Tensor, Tensor] | None = None) -> None:
         inbox = self._inboxes[index]
-        unit = inbox.unit
-        got = [True] if product else inbox.got()
+        bucket = inbox.bucket
+        got = [True] if gemm else inbox.got()
+        whole, earlier = inbox.whole, inbox.earlier  # a table is written when the inbox has been cleared
 
         def write(chunk: Tensor, begin: int) -> None:
-            for span in unit.spans(begin, len(chunk)):
+            for span in bucket.spans(begin, len(chunk)):
                 out = chunk[span.place : span.place + span.count]
                 source = slice(span.source, span.source + span.count)
-                if product is not None:
-                    _multiply(out, product[0][:, source], product[1])
+                if gemm is not None:
+                    _multiply(out, gemm[0][:, source], gemm[1])
+                elif (gradient := whole[span.owner]) is not None:
+                    out.copy_(bucket.lines_of(gradient)[source])
                 else:
-                    _copy(out, inbox.whole[span.owner], unit, span.owner, source)
-                if inbox.earlier[span.owner] is not None:
-                    add_(out, unit.lines_of(span.owner, inbox.earlier[span.owner])[source])
-            unit.fill(chunk, begin, got)
+                    out.zero_()
+                if (sums := earlier[span.owner]) is not None:
+                    add_(out, bucket.lines_of(sums)[source])
+            bucket.fill(chunk, begin, got)
 
         if self._next == 0:
             self._before_leaving()
         inbox.left = True
         self._next += 1
-        launch(unit, self._reduce_dtype or unit.dtype, self._axes, write, self._on_reduced)
+        touched = self._touched(bucket, whole[0], earlier[0], got)
+        dtype = self._reduce_dtype or bucket.dtype
+        self._hasten = launch(bucket, dtype, self._axes, write, self._on_reduced, touched)
         inbox.clear()
 
+    def _touched(
+        self, bucket: Bucket, whole: Tensor | None, earlier: Tensor | None, got: Sequence[bool]
+    ) -> Touched | None:
+        """Of a table, its lines with a gradient [rows, width] of this rank."""
+        table = bucket.parameters[0]
+        if id(table) not in self._tables or not bucket.is_table or not may_send_some(bucket, self._axes):
+            return None
 
-def _alive(reducer: weakref.ref[GradientReducer]) -> GradientReducer:
-    found = reducer()
-    if found is None:
-        raise RuntimeError("A sharded model outlived its handle; keep the handle, or close() it.")
-    return found
+        def write(chunk: Tensor, lines: Tensor) -> None:
+            rows, marks = bucket.rows_of(lines)
+            if whole is None:
+                chunk.zero_()
+            else:
+                chunk.copy_(bucket.lines_of(whole).index_select(0, rows))
+            if earlier is not None:
+                add_(chunk, bucket.lines_of(earlier).index_select(0, rows))
+            chunk[marks] = 0
+            chunk[marks, 0] = float(got[0])
+
+        return Touched(bucket.lines_with(touched_rows((whole, earlier), len(table))), write)
+
+
+def _weakly(method: Callable[..., None], *first: int) -> Callable[..., None]:
+    """The method, which does not keep its reducer, and with it the model, alive: torch and the C++ core hold
+    it for good."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*rest: Tensor) -> None:
+        found = weak()
+        if found is None:
+            raise RuntimeError("A sharded model outlived its handle; keep the handle, or close() it.")
+        found(*first, *rest)
+
+    return call
+
+
+def _nothing() -> None:
+    pass
 
 
 def _multiply(out: Tensor, dy: Tensor, x: Tensor) -> None:
+    """out = dY^T X."""
     if out.dtype == dy.dtype:
         _C.write_weight_gradient(out, dy, x, False)
     else:
-        product = torch.empty(out.shape, dtype=dy.dtype, device=out.device)
-        _C.write_weight_gradient(product, dy, x, False)
-        out.copy_(product)
-
-
-def _copy(out: Tensor, gradient: Tensor | None, unit: Unit, owner: int, source: slice) -> None:
-    if gradient is None:
-        out.zero_()
-    else:
-        out.copy_(unit.lines_of(owner, gradient)[source])
-
-
-def _put(gradients: list[Tensor | None], owner: int, gradient: Tensor) -> None:
-    """A parameter that is used several times gets the sum."""
-    before = gradients[owner]
-    gradients[owner] = gradient if before is None else before + gradient
-
-
-def _add(sums: list[Tensor | None], owner: int, gradient: Tensor) -> None:
-    """Adds in fp32."""
-    before = sums[owner]
-    if before is None:
-        wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
-        sums[owner] = gradient.to(wide)
-    else:
-        add_(before, gradient)
+        gradient = torch.empty(out.shape, dtype=dy.dtype, device=out.device)
+        _C.write_weight_gradient(gradient, dy, x, False)
+        out.copy_(gradient)

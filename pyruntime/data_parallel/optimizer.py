@@ -1,28 +1,47 @@
-"""AdamW on shards: every rank updates the rows it holds, as soon as their gradients are there."""
+"""AdamW on shards: every rank updates the rows it holds, as soon as their gradients are there.
+
+Clipping asks for the norm of all gradients before any weight may change. Where the step before was not
+clipped, this one is taken ahead of its norm (Qi et al. 2023, arXiv 2401.10241, "bypassing optimizer
+synchronization"): what rows become if nothing is clipped is computed when their bucket is reduced, and leaves
+for the other ranks. step() has the norm. If it does not clip and is finite, the rows become that; otherwise
+nothing has changed but what others were sent, which they are sent again.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from pyruntime import ops
 from pyruntime.comm import Group
-from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axes
-from pyruntime.data_parallel.shared import Shared
+from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.states import as_dtensor
-from pyruntime.data_parallel.units import Part, Unit
-from pyruntime.data_parallel.weights import Gatherer, UnitWeights
-from pyruntime.ops.attention import statistics_dtype
-from pyruntime.ops.layers import adamw_, random_rounding, sum_of_squares
+from pyruntime.data_parallel.update import Decay, Own, Rounding, State, Update
+from pyruntime.data_parallel.weights import BucketWeights, Gatherer
+from pyruntime.ops.layers import sum_of_squares
 
-Rounding = Literal["nearest", "stochastic"]
 NonFinite = Literal["raise", "skip", "ignore"]
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The ranks that hold a parameter, each of which takes the same steps from the sum of their gradients."""
+
+    group: Group
+    """Of these ranks, as `pyruntime.ops` takes it."""
+    counts: bool
+    """Whether this rank is the one that counts the parameter in the norm of all parts."""
+
+
+Shared = Mapping[nn.Parameter, Holders]
+"""Parameters that several parts of a model hold, as the first and the last stage of a pipeline hold tied
+embeddings."""
 
 
 class NonFiniteGradient(RuntimeError):
@@ -47,208 +66,280 @@ class StepReport:
     """Whether the gradient was not finite and nothing was updated."""
 
 
-class _State:
-    """One part's rows on this rank: what they are updated with."""
-
-    def __init__(self, unit: Unit, part: Part, rows: Tensor, first: int, with_master: bool):
-        self.parameter, self.part, self.rows = unit.parameters[part.owner], part, rows
-        self.exp_avg = torch.zeros_like(rows, dtype=statistics_dtype(rows))
-        self.exp_avg_sq = torch.zeros_like(rows, dtype=statistics_dtype(rows))
-        self.first = first
-        """Index of the first element in the whole part."""
-        self.has_master = with_master and rows.dtype != statistics_dtype(rows)
-        self.master = rows.float() if self.has_master else torch.empty(0)
-        self.steps = 0
-        """Steps in which some rank had a gradient."""
+_Arrived: TypeAlias = dict[int, tuple[Own, Tensor | None]]
+"""By bucket, its parts, and marks where these say which parameters got a gradient."""
 
 
 class ShardedAdamW:
-    """AdamW (Loshchilov and Hutter 2019) over the shards of a model, with fp32 moments and, for parameters of
-    lower precision, fp32 master weights, or none and stochastic rounding. Made by `Sharded.adamw`.
+    """AdamW over the shards of a model, with fp32 moments and, for parameters of lower precision, fp32 master
+    weights, or none and stochastic rounding. Made by `Sharded.adamw`.
 
-    A parameter without a gradient on any rank is left alone, as torch.optim does. With max_norm=0 and
-    nonfinite="ignore" a unit is updated as soon as its gradient is reduced, during the backward pass;
-    otherwise the norm of all gradients comes first.
+        m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2        (Loshchilov and Hutter 2019)
+        w = w (1 - lr * decay) - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    A parameter without a gradient on any rank is left alone, as torch.optim does. The norm of all gradients
+    clips as a factor on them. On the CPU a step is taken ahead of its norm where the one before was not
+    clipped, bucket by bucket during the backward pass, and again where that was wrong: the results are those
+    of a step after the norm, bit by bit. With max_norm=0 and nonfinite="ignore" nobody asks for the norm.
 
     finish_gradients() has handed all gradients of the step to take(); `gatherer` is told what has been
-    updated. lr is the learning rate of the next step; where units are updated during the backward pass, it is
-    read then.
+    updated. Options:
+
+        lr: learning rate of the next step; it may be set, best before the backward pass: one that is set
+            after it takes back what was computed ahead.
+        weight_decay: of matrices (vectors do not decay), or by name in the state dict, 0 where it is not
+            named.
+        max_norm: largest norm of the whole model's gradient, clipped as torch.nn.utils.clip_grad_norm_ clips;
+            0: no clipping.
+        nonfinite: of a step whose gradient holds NaN or infinity: "raise" NonFiniteGradient, "skip" it, or
+            "ignore" that.
+        rounding: of bf16 weights: "nearest", from fp32 master weights; or "stochastic", without these (4
+            bytes a parameter less), on the CPU: up or down at random so that the mean is exact, the same way
+            at every stage and number of data-parallel ranks.
+        parts: the ranks, this one among them, whose models are the parts of one (the stages of a pipeline):
+            the norm is that of all of them.
+        shared: parameters that another part has too (tied embeddings): their gradients are summed over
+            their holders, and the norm counts them once.
+
+    Raises ValueError for another `nonfinite` or `rounding`, and for shared parameters where buckets are
+    updated during the backward pass.
     """
 
     def __init__(
         self,
-        weights: Sequence[UnitWeights],
+        weights: Sequence[BucketWeights],
         axes: Axes,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float | dict[str, float],
-        max_norm: float,
-        nonfinite: NonFinite,
-        rounding: Rounding,
         finish_gradients: Callable[[], None],
         gatherer: Gatherer,
-        parts: Group | None,
-        shared: Shared,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: Decay = 0.1,
+        max_norm: float = 0.0,
+        nonfinite: NonFinite = "raise",
+        rounding: Rounding = "nearest",
+        parts: Group | None = None,
+        shared: Shared | None = None,
     ):
         if nonfinite not in ("raise", "skip", "ignore"):
             raise ValueError(f'nonfinite={nonfinite!r} is none of "raise", "skip" and "ignore".')
         self.lr, self.max_norm = lr, max_norm
-        self._betas, self._eps, self._decay, self._nonfinite = betas, eps, weight_decay, nonfinite
+        self._nonfinite = nonfinite
         self._axes, self._finish_gradients, self._gatherer = axes, finish_gradients, gatherer
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f'rounding={rounding!r} is neither "nearest" nor "stochastic".')
         for each in weights if rounding == "stochastic" else ():
-            if each.unit.dtype not in (torch.bfloat16, torch.float32) or each.unit.device.type != "cpu":
+            if each.bucket.dtype not in (torch.bfloat16, torch.float32) or each.bucket.device.type != "cpu":
                 raise ValueError(
-                    f"{each.unit.name} is {each.unit.dtype} on {each.unit.device}, and stochastic rounding "
-                    'is of bfloat16 weights on the CPU; use rounding="nearest".'
+                    f"{each.bucket.name} is {each.bucket.dtype} on {each.bucket.device}, and stochastic "
+                    'rounding is of bfloat16 weights on the CPU; use rounding="nearest".'
                 )
-        self._rounding = rounding
-        self._parts, self._shared = parts, dict(shared)
+        self._update = Update(betas, eps, rounding, 1.0 / axes.size)
+        self._parts, self._shared = parts, dict(shared or {})
         if self._shared and self.at_once:
             raise ValueError(
-                "Units are updated during the backward pass, where the gradients of parameters that other "
+                "Buckets are updated during the backward pass, where the gradients of parameters that other "
                 'parts of the model share cannot be summed; set max_norm, or nonfinite to "raise" or "skip".'
             )
         self._states = {
-            id(each.unit): [
-                _State(
-                    each.unit,
-                    part,
-                    rows,
-                    first=axes.shard.rank * part.lines * each.unit.width,
-                    with_master=rounding == "nearest",
-                )
-                for part, rows in zip(each.unit.parts, each.local_views(), strict=True)
+            id(each.bucket): [
+                State(each.bucket, part, rows, axes, weight_decay, with_master=rounding == "nearest")
+                for part, rows in zip(each.bucket.parts, each.rows, strict=True)
             ]
             for each in weights
         }
-        self._reduced: list[tuple[Unit, Tensor]] = []
+        self._device = weights[0].bucket.device
+        self._tp_groups = dict.fromkeys(["", *(state.tp_group for state in self._all_states())])
+        self._arrived: _Arrived = {}
+        self._was_plain = False
+        """Whether the last step counted, unclipped: the next one is taken ahead."""
+        self._ahead_lr: float | None = None
+        """Of the buckets of this step that were; None: there are none."""
+        self._held_back = {id(each.bucket) for each in weights if self._has_shared(each.bucket)}
+
+    def _has_shared(self, bucket: Bucket) -> bool:
+        """Whether gradients of other parts of the model are still to be added to the bucket's."""
+        return any(parameter in self._shared for parameter in bucket.parameters)
 
     @property
     def at_once(self) -> bool:
-        """Whether a unit is updated as soon as it is reduced."""
+        """Whether a bucket is updated as soon as it is reduced."""
         return self.max_norm == 0 and self._nonfinite == "ignore"
 
-    def take(self, unit: Unit, gradient: Tensor) -> None:
-        """The sum over all ranks of this rank's rows has come."""
+    def take(self, bucket: Bucket, rows: Sequence[Tensor | None], marks: Tensor | None = None) -> None:
+        """A bucket's gradient has come, summed over all ranks: this rank's rows of each part. Those are None
+        where there is none, or `marks` says which parameters some rank had one for: bool, where the rows
+        are."""
+        states = self._states[id(bucket)]
+        own = [(state, part) for state, part in zip(states, rows, strict=True) if part is not None]
         if self.at_once:
-            self._update(unit, gradient, unit.got(gradient).tolist(), 1.0)
+            self._update.update(_with_gradients({0: (own, marks)})[0], self.lr, 1.0 / self._axes.size)
+            if bucket.device.type == "cpu":
+                self._gatherer.ahead(bucket, [state.rows for state in states])
+        elif self._goes_ahead(bucket):
+            own = _with_gradients({0: (own, marks)})[0]
+            self._arrived[id(bucket)] = own, None
+            self._ahead_lr = self.lr if self._ahead_lr is None else self._ahead_lr
+            self._update.ahead(own, self._ahead_lr)
+            rows = [state.rows if state.ahead is None else state.ahead for state in states]
+            self._gatherer.ahead(bucket, rows)
         else:
-            self._reduced.append((unit, gradient))
+            self._arrived[id(bucket)] = own, marks
+
+    def _goes_ahead(self, bucket: Bucket) -> bool:
+        """Whether a bucket's step is taken before it is known to count; the same on all ranks."""
+        return (
+            self._was_plain
+            and self._axes.shard.size > 1
+            and bucket.device.type == "cpu"
+            and id(bucket) not in self._held_back
+        )
 
     @torch.no_grad()
-    def step(self) -> StepReport:
+    def squared_norm(self) -> Tensor:
+        """This rank's part of the square of the norm that `step` takes, float64 where the gradients are:
+        those of all ranks of the job add up to it. Reduces what is left of the gradients; every rank calls
+        it, and then step() with the norm."""
+        self._finish()
+        squares = self._squares(lambda state: not state.is_counted_elsewhere)
+        whole = torch.stack(list(squares.values())).sum()
+        return whole if self._axes.replicate.rank == 0 else torch.zeros_like(whole)
+
+    @torch.no_grad()
+    def step(self, grad_norm: float | Tensor | None = None) -> StepReport:
         """Reduces what is left of the gradients, updates the shards and sends the new weights on their way.
         Every rank calls it.
+
+        grad_norm: of the whole model's mean gradient, where the caller has exchanged `squared_norm()` among
+        all ranks; by default the ranks exchange it here. One in a Tensor is not read, so that the host does
+        not wait for its device: where it is not finite, nothing is updated.
 
         Raises NonFiniteGradient on every rank, having updated nothing, where nonfinite="raise"; CommTimeout
         or PeerLost.
         """
-        self._finish_gradients()
-        reduced, self._reduced = self._reduced, []
-        if self.at_once:
-            for unit in self._gatherer.update_order():
-                self._gatherer.updated(unit)
-            self._gatherer.end_update()
+        if grad_norm is None:
+            self._finish()
+            if self.at_once:
+                self._send_all({})  # each bucket has been updated when it came
+                return StepReport(math.nan, False)
+            grad_norm = math.sqrt(self._of_all_ranks(self._squares(lambda state: True)))
+        arrived, self._arrived = self._arrived, {}
+        if isinstance(grad_norm, Tensor):
+            self._take_step(arrived, clip_on_device(grad_norm, self.max_norm))
             return StepReport(math.nan, False)
-        self._sum_shared(reduced)
-        squares = self._squares(reduced)
-        norm = math.sqrt(self._of_all_parts(math.fsum(squares.values())))
-        if self._nonfinite != "ignore" and not math.isfinite(norm):
+        if self._nonfinite != "ignore" and not math.isfinite(grad_norm):
+            self._take_back()
             if self._nonfinite == "raise":
-                own = [key for key, square in squares.items() if not math.isfinite(square)]
-                raise NonFiniteGradient(own or ["a parameter of another stage"])
-            return StepReport(norm, True)
-        scale = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
-        got = _read_marks(reduced)
-        gradients = {id(unit): gradient for unit, gradient in reduced}
-        del reduced
-        for unit in self._gatherer.update_order():
-            self._update(unit, gradients.pop(id(unit)), got[id(unit)], scale)
-            self._gatherer.updated(unit)  # its new rows leave while the next unit is updated
-        self._gatherer.end_update()
-        return StepReport(norm, False)
+                raise NonFiniteGradient(self._nonfinite_keys(arrived) or ["a parameter of another stage"])
+            return StepReport(grad_norm, True)
+        scale = min(1.0, self.max_norm / (grad_norm + 1e-6)) if self.max_norm else 1.0
+        self._take_step(arrived, scale)
+        return StepReport(grad_norm, False)
 
-    def _sum_shared(self, reduced: Iterable[tuple[Unit, Tensor]]) -> None:
+    def _finish(self) -> None:
+        """All gradients have arrived when it returns."""
+        self._finish_gradients()
         if not self._shared:
             return
-        for unit, gradient in reduced:
-            for part, rows in zip(unit.parts, self._rows(unit, gradient), strict=True):
-                holders = self._shared.get(unit.parameters[part.owner])
-                if holders is not None and rows.numel() > 0:
-                    rows.copy_(holders.sum(rows))
+        for state, rows in self.arrived_rows():
+            holders = self._shared.get(state.parameter)
+            if holders is not None and rows.numel() > 0:
+                rows.copy_(ops.all_reduce(rows.contiguous(), holders.group))
 
-    def _is_counted(self, parameter: nn.Parameter) -> bool:
+    def arrived_rows(self) -> Iterator[tuple[State, Tensor]]:
+        """Parts and this rank's rows of their gradients, until step() uses them; in the order of the buckets,
+        so that their norm does not depend on which came first."""
+        for number in self._states:
+            own, _ = self._arrived.get(number, ([], None))
+            yield from own
+
+    def _is_counted(self, state: State) -> bool:
         """Whether the norm of all parts counts it here."""
-        holders = self._shared.get(parameter)
+        holders = self._shared.get(state.parameter)
         return holders is None or holders.counts
 
-    def _of_all_parts(self, square: float) -> float:
+    def _squares(self, counts: Callable[[State], bool]) -> dict[str, Tensor]:
+        """Sums of squares of this rank's rows of the mean gradient, by the group that they are cut over."""
+        rows_of: dict[str, list[Tensor]] = {name: [] for name in self._tp_groups}
+        for state, rows in self.arrived_rows():
+            if counts(state) and self._is_counted(state):
+                rows_of[state.tp_group].append(rows)
+        sums = {name: sum_of_squares(rows, self._device) for name, rows in rows_of.items()}
+        return {name: square / self._axes.size**2 for name, square in sums.items()}
+
+    def _of_all_ranks(self, squares: dict[str, Tensor]) -> float:
+        """The square of the norm of the whole model's gradient."""
+        total = self._over_shards(torch.stack(list(squares.values())))
+        whole = 0.0
+        for name, square in zip(squares, total, strict=True):
+            whole += float(ops.all_gather_stats(square, name).sum() if name else square)
         if self._parts is None:
-            return square
-        mine = torch.tensor([square], dtype=torch.float64)
+            return whole
+        mine = torch.tensor([whole], dtype=torch.float64)
         return math.fsum(ops.all_gather_stats(mine, self._parts).flatten().tolist())
 
-    def _squares(self, reduced: Iterable[tuple[Unit, Tensor]]) -> dict[str, float]:
-        """Sum of squares of the mean gradient of every part of the model, by its name in a state dict."""
-        states, own = [], []
-        for unit, gradient in reduced:
-            for state, rows in zip(self._states[id(unit)], self._rows(unit, gradient), strict=True):
-                if self._is_counted(state.parameter):
-                    states.append(state)
-                    own.append(sum_of_squares([rows]))
-        total = torch.stack(own) if own else torch.zeros(0, dtype=torch.float64)
-        if self._axes.shard.size > 1:
-            total = ops.all_gather_stats(total, self._axes.shard.name).sum(0)
-        total = _sum_over_tp(total, states) / self._axes.size**2
-        return {state.part.key: value for state, value in zip(states, total.tolist(), strict=True)}
+    def _over_shards(self, sums: Tensor) -> Tensor:
+        if self._axes.shard.size == 1:
+            return sums
+        return ops.all_gather_stats(sums, self._axes.shard.name).sum(0)
 
-    def _rows(self, unit: Unit, gradient: Tensor) -> list[Tensor]:
-        return unit.views(gradient, self._axes.shard.rank)
+    def _nonfinite_keys(self, arrived: _Arrived) -> list[str]:
+        """Of the parts whose gradient is not finite, the same on all ranks that hold a part of them."""
+        found = [each for own, _ in arrived.values() for each in own if self._is_counted(each[0])]
+        if not found:
+            return []
+        sums = self._over_shards(torch.stack([sum_of_squares([rows]) for _, rows in found]))
+        for name in filter(None, self._tp_groups):
+            cut = [index for index, (state, _) in enumerate(found) if state.tp_group == name]
+            sums[cut] = ops.all_gather_stats(sums[cut], name).sum(0)
+        finite = sums.isfinite().tolist()
+        return [state.part.key for (state, _), good in zip(found, finite, strict=True) if not good]
 
-    @torch.no_grad()
-    def _update(self, unit: Unit, gradient: Tensor, got: Sequence[bool], scale: float) -> None:
-        by_steps: dict[int, list[tuple[_State, Tensor]]] = {}
-        for state, rows in zip(self._states[id(unit)], self._rows(unit, gradient), strict=True):
-            if got[state.part.owner]:
-                state.steps += 1
-                if rows.numel() > 0:  # a rank may hold no row of a small parameter
-                    by_steps.setdefault(state.steps, []).append((state, rows))
-        for steps, group in by_steps.items():
-            self._update_group(steps, group, scale)
+    def _take_step(self, arrived: _Arrived, scale: float | Tensor) -> None:
+        """scale: that clips the mean gradient."""
+        gradients = _with_gradients(arrived)
+        arrived.clear()
+        if self._axes.shard.size == 1:  # nothing is sent: one pass over everything
+            together = [each for own in gradients.values() for each in own]
+            self._update.update(together, self.lr, scale / self._axes.size)
+            return
+        self._was_plain = _is_plain(scale)
+        if self._ahead_lr is not None and not (self._was_plain and self._ahead_lr == self.lr):
+            self._forget_ahead()
+        self._ahead_lr = None
+        self._send_all(gradients, scale / self._axes.size)
 
-    def _update_group(self, steps: int, group: Sequence[tuple[_State, Tensor]], scale: float) -> None:
-        states = [state for state, _ in group]
-        with marked("dp update"):
-            adamw_(
-                [state.rows for state in states],
-                [rows for _, rows in group],
-                [state.exp_avg for state in states],
-                [state.exp_avg_sq for state in states],
-                [state.master for state in states],
-                lr=self.lr,
-                beta1=self._betas[0],
-                beta2=self._betas[1],
-                eps=self._eps,
-                weight_decay=[self._decay_of(state) for state in states],
-                step=steps,
-                grad_scale=scale / self._axes.size,
-                rounding=()
-                if self._rounding == "nearest"
-                else [random_rounding(state.part.key, steps, state.first) for state in states],
-            )
+    def _take_back(self) -> None:
+        """The step does not count: weights are as before it, on all ranks."""
+        self._was_plain = False
+        if self._ahead_lr is not None:
+            self._ahead_lr = None
+            self._forget_ahead()
+            self._send_all({})
 
-    def _decay_of(self, state: _State) -> float:
-        if isinstance(self._decay, dict):
-            return self._decay.get(state.part.key, 0.0)
-        return self._decay if state.parameter.dim() >= 2 else 0.0
+    def _forget_ahead(self) -> None:
+        self._gatherer.take_back()
+        self._update.forget(self._all_states())
+
+    def _send_all(self, gradients: dict[int, Own], scale: float | Tensor = 1.0) -> None:
+        """Buckets are updated, or what was computed ahead is kept; their rows leave where they have not."""
+        if self._axes.shard.size == 1:
+            return
+        for bucket in self._gatherer.update_order():
+            own = gradients.pop(id(bucket), [])
+            if own and own[0][0].ahead is not None:
+                self._update.keep(own, self.lr)
+            else:
+                self._update.update(own, self.lr, scale)
+            self._gatherer.updated(bucket)  # its new rows leave while the next bucket is updated
+        self._gatherer.end_update()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Moments, fp32 master weights and step counts, as DTensors over this rank's state: what is loaded
-        into them is loaded into the state. Keys: exp_avg.NAME, exp_avg_sq.NAME, master.NAME, steps.NAME."""
+        into them is loaded into the state. Keys: exp_avg.NAME, exp_avg_sq.NAME, master.NAME, steps.NAME. Of
+        the steps until now: after further ones, ask again."""
+        self._update.catch_up(self._all_states())
         result: dict[str, Tensor] = {}
         for state in self._all_states():
             key = state.part.key
@@ -261,33 +352,40 @@ class ShardedAdamW:
 
     def loaded(self, state: Mapping[str, Tensor]) -> None:
         """Something was loaded into the tensors of `state_dict()`, `state`: takes up the step counts too."""
+        self._take_back()
         for one in self._all_states():
+            one.behind = None  # what was loaded is all of it
             one.steps = int(state[f"steps.{one.part.key}"])
 
     def resume(self, steps: int) -> None:
         """Every parameter has taken so many steps."""
+        self._take_back()
+        self._update.catch_up(self._all_states())
         for one in self._all_states():
             one.steps = steps
 
-    def _all_states(self) -> Iterator[_State]:
+    def _all_states(self) -> Iterator[State]:
         for states in self._states.values():
             yield from states
 
 
-def _read_marks(reduced: Sequence[tuple[Unit, Tensor]]) -> dict[int, list[bool]]:
-    """By unit, which of its parameters some rank had a gradient for. A device is waited for once."""
-    if not reduced:
-        return {}
-    flags = iter(torch.cat([unit.got(gradient) for unit, gradient in reduced]).tolist())
-    return {id(unit): [next(flags) for _ in unit.parameters] for unit, _ in reduced}
+def _is_plain(scale: float | Tensor) -> bool:
+    """Whether nothing is clipped. A device is not asked."""
+    return scale == 1 if isinstance(scale, float) else scale.device.type == "cpu" and bool(scale == 1)
 
 
-def _sum_over_tp(squares: Tensor, states: Sequence[_State]) -> Tensor:
-    """What is cut over tensor-parallel ranks is summed over them; what they all hold counts once."""
-    groups: dict[str, list[int]] = {}
-    for index, state in enumerate(states):
-        if getattr(state.parameter, "tp_dim", None) is not None and state.parameter.tp_group_name:
-            groups.setdefault(state.parameter.tp_group_name, []).append(index)
-    for name, indices in groups.items():
-        squares[indices] = ops.all_gather_stats(squares[indices], name).sum(0)
-    return squares
+def clip_on_device(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor that clips, float32 where `norm` is, without waiting for it; NaN where it is not finite."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+    return scale.float().masked_fill(norm.isfinite().logical_not(), math.nan)
+
+
+def _with_gradients(arrived: _Arrived) -> dict[int, Own]:
+    """Without the parts of parameters that no rank had a gradient for. A device is waited for once."""
+    marks = {key: tensor for key, (_, tensor) in arrived.items() if tensor is not None}
+    flags = iter(torch.cat(list(marks.values())).tolist() if marks else [])
+    got = {key: [next(flags) for _ in range(len(tensor))] for key, tensor in marks.items()}
+    return {
+        key: [each for each in own if key not in got or got[key][each[0].part.owner]]
+        for key, (own, _) in arrived.items()
+    }

@@ -10,32 +10,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pyruntime.comm import Group
-from pyruntime.data_parallel.axes import axes_of
+from pyruntime.data_parallel.axes import Axes, axes_of
+from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
 from pyruntime.data_parallel.gradients import GradientReducer
-from pyruntime.data_parallel.optimizer import NonFinite, Rounding, ShardedAdamW
-from pyruntime.data_parallel.shared import Shared
+from pyruntime.data_parallel.local import LocalGradients
+from pyruntime.data_parallel.optimizer import ShardedAdamW
 from pyruntime.data_parallel.states import weights_state
-from pyruntime.data_parallel.units import Unit, cut_into_units
-from pyruntime.data_parallel.weights import GatherAhead, GatherPerUse, UnitWeights
-from pyruntime.nn.handed_over import hand_over, handing_weights, take_back
+from pyruntime.data_parallel.touched import tables_of
+from pyruntime.data_parallel.weights import BucketWeights, GatherAhead, GatherPerUse
+from pyruntime.nn.weight_sinks import patch_linears, unpatch_linears, weights_with_sinks
 
 _LARGE_BUCKET = (4 << 20) - (64 << 10)  # 4 MiB with its marks and padding: places are powers of two
 BUCKET_BYTES = {0: _LARGE_BUCKET, 1: _LARGE_BUCKET, 2: _LARGE_BUCKET, 3: 256 << 10}
-"""By stage. Every unit costs its handshake and half a millisecond of Python (docs/performance.md, data
-parallelism); at stage 3 what shares its unit is not cut."""
+"""By stage. Every bucket costs its handshake and half a millisecond of Python
+(docs/figures/data-parallel.md); at stage 3 what shares its bucket is not cut."""
 
 
 def shard(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     *,
     stage: int = 2,
     reduce_dtype: torch.dtype | None = None,
@@ -53,12 +54,12 @@ def shard(
         optimizer.step()
 
     Gradients are averaged over the ranks: each computes the mean loss of its own data. They never appear in
-    `.grad`.
+    `.grad`, unless there is but one rank: there they stay until step() takes them, summed as autograd sums.
 
     Args:
         model: anything made of nn.Modules, parallel linears among them. Its parameters with requires_grad
             train.
-        mesh: one dimension, or two, (replicate, shard), for hybrid sharding.
+        mesh: one dimension, or two, (replicate, shard), for hybrid sharding; None: this rank alone.
         stage: 0 to 3; see the module's docstring.
         reduce_dtype: what gradients travel as; by default the parameters' dtype. Sums are fp32 in any case.
         bucket_bytes: smaller parameters travel together, up to so much; at stage 3 those that do stay whole.
@@ -76,10 +77,12 @@ def shard(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient.")
-    _check_ranks(named, mesh)
-    if bucket_bytes is None:
-        bucket_bytes = BUCKET_BYTES[stage]
-    return Sharded(model, mesh, stage, reduce_dtype, bucket_bytes, keep_gathered)
+    if mesh is not None:
+        _check_ranks(named, mesh)
+    axes = axes_of(mesh, stage)
+    bucket_bytes = BUCKET_BYTES[stage] if bucket_bytes is None else bucket_bytes
+    buckets = cut_into_buckets(named, axes.shard.size, bucket_bytes)
+    return Sharded(model, stage, axes, buckets, reduce_dtype, keep_gathered)
 
 
 def _check_ranks(named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
@@ -106,99 +109,73 @@ class Sharded:
     def __init__(
         self,
         model: nn.Module,
-        mesh: DeviceMesh,
         stage: int,
+        axes: Axes,
+        buckets: list[Bucket],
         reduce_dtype: torch.dtype | None,
-        bucket_bytes: int,
         keep_gathered: int,
     ):
-        self.model, self.stage = model, stage
-        self.axes = axes_of(mesh, stage)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.units = cut_into_units(named, self.axes.shard.size, bucket_bytes)
-        self._weights = [UnitWeights(unit, self.axes.shard, apart=stage == 3) for unit in self.units]
+        self.model, self.stage, self.axes, self.buckets = model, stage, axes, buckets
+        self._weights = [BucketWeights(bucket, axes.weights, apart=stage == 3) for bucket in buckets]
         self._gatherer: GatherPerUse | GatherAhead
         if stage == 3:
-            self._gatherer = GatherPerUse(model, self._weights, keep_gathered)
+            self._gatherer = GatherPerUse(model, self._weights, axes.shard, keep_gathered)
         else:
-            self._gatherer = GatherAhead(model, self._weights)
-        self._reducer = GradientReducer(
-            self.units,
-            self.axes,
-            handing_weights(model),
-            self._gatherer.begin_rest,
-            self._on_reduced,
-            reduce_dtype,
-        )
-        self._optimizer: ShardedAdamW | None = None
-        self._patched = hand_over(model)
+            self._gatherer = GatherAhead(model, self._weights, axes.shard)
+        self.optimizer: ShardedAdamW | None = None
+        """Once `adamw` has made it."""
+        self._gradients: GradientReducer | LocalGradients
+        self._patched: list[nn.Linear] = []
+        if axes.size == 1:
+            self._gradients = LocalGradients(buckets, self._take)
+        else:
+            self._gradients = GradientReducer(
+                buckets,
+                axes,
+                weights_with_sinks(model),
+                tables_of(model),
+                self._gatherer.begin_rest,
+                self._on_reduced,
+                reduce_dtype,
+            )
+            self._patched = patch_linears(model)
         model._pyruntime_sharded = True
 
-    def adamw(
-        self,
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float | dict[str, float] = 0.1,
-        max_norm: float = 0.0,
-        nonfinite: NonFinite = "raise",
-        rounding: Rounding = "nearest",
-        parts: Group | None = None,
-        shared: Shared | None = None,
-    ) -> ShardedAdamW:
-        """The optimizer of this model; there is one.
+    def adamw(self, **options: Any) -> ShardedAdamW:
+        """The optimizer of this model; there is one. Options and errors are those of `ShardedAdamW`.
 
-        weight_decay: of matrices (vectors do not decay), or by name in the state dict, 0 where it is not
-            named.
-        max_norm: largest norm of the whole model's gradient, clipped as torch.nn.utils.clip_grad_norm_ clips;
-            0: no clipping.
-        nonfinite: of a step whose gradient holds NaN or infinity: "raise" NonFiniteGradient, "skip" it, or
-            "ignore" that, in which case, without clipping, units are updated during the backward pass.
-        rounding: of bf16 weights: "nearest", from fp32 master weights; or "stochastic", without these (4
-            bytes a parameter less), on the CPU: up or down at random so that the mean is exact, the same way
-            at every stage and number of data-parallel ranks.
-        parts: the ranks, this one among them, whose models are the parts of one (the stages of a pipeline):
-            the norm is that of all of them.
-        shared: parameters that another part has too (tied embeddings): their gradients are summed over
-            their holders, and the norm counts them once.
-
-        Raises ValueError for another `nonfinite` or `rounding`, for shared parameters where units are updated
-        during the backward pass, and where the model has an optimizer already.
+        Raises ValueError where the model has an optimizer already.
         """
-        if self._optimizer is not None:
+        if self.optimizer is not None:
             raise ValueError("This model has an optimizer already.")
-        self._optimizer = ShardedAdamW(
-            self._weights,
-            self.axes,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            max_norm=max_norm,
-            nonfinite=nonfinite,
-            rounding=rounding,
-            finish_gradients=self._reducer.finish,
-            gatherer=self._gatherer,
-            parts=parts,
-            shared=shared or {},
+        self.optimizer = ShardedAdamW(
+            self._weights, self.axes, self._gradients.finish, self._gatherer, **options
         )
-        return self._optimizer
+        return self.optimizer
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes within add to the gradients, in fp32, and send nothing."""
-        return self._reducer.accumulate()
+        """Backward passes within add to the gradients, in fp32 where there are several ranks, and send
+        nothing."""
+        return self._gradients.accumulate()
 
     def passes(self) -> contextlib.AbstractContextManager[None]:
         """Around a step whose gradients come in several backward passes, each the last one of some
         parameters, as those of a pipeline's stages do. Passes that are followed by others of the same
         parameters run within `accumulate()` also here."""
-        return self._reducer.passes()
+        return self._gradients.passes()
 
-    def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor, *, last: bool) -> None:
+    def add_product(
+        self, weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool, later: bool = False
+    ) -> None:
         """Adds dY^T X to the gradient of a linear weight, within `passes()`. last: it is complete, and leaves
-        when it is its turn."""
-        self._reducer.add_product(weight, dy, x, last)
+        when it is its turn. later: as the weight's sink was told (pyruntime/nn/weight_sinks.py); it may be
+        multiplied under waits."""
+        self._gradients.add_product(weight, dy, x, last, later)
+
+    def begin_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> Callable[[], None] | None:
+        """Of a product that is added later in the step: begins to multiply it under waits. What is returned
+        adds it then. None where it has to be `add_product`."""
+        return self._gradients.begin_product(weight, dy, x)
 
     def complete(self) -> None:
         """All parameters of the model are whole and current when it returns. Every rank calls it."""
@@ -215,12 +192,17 @@ class Sharded:
 
     def close(self) -> None:
         """The model is as it was, with its current weights; it can be sharded again. Every rank calls it."""
+        for axis in (self.axes.shard, self.axes.replicate):
+            axis.complete_all()
         self._gatherer.close()
-        self._reducer.close()
-        take_back(self._patched)
+        self._gradients.close()
+        unpatch_linears(self._patched)
         self.model._pyruntime_sharded = False
 
-    def _on_reduced(self, unit: Unit, gradient: Tensor) -> None:
-        if self._optimizer is None:
+    def _on_reduced(self, bucket: Bucket, gradient: Tensor) -> None:
+        self._take(bucket, bucket.views(gradient, self.axes.shard.rank), bucket.got(gradient))
+
+    def _take(self, bucket: Bucket, rows: Sequence[Tensor | None], marks: Tensor | None = None) -> None:
+        if self.optimizer is None:
             raise RuntimeError("Gradients came before the model had an optimizer; call handle.adamw() first.")
-        self._optimizer.take(unit, gradient)
+        self.optimizer.take(bucket, rows, marks)

@@ -1,12 +1,14 @@
 """Weights come back as they are read.
 
-In a step every rank writes the new values of its shards, and stages 1 and 2 gather them into the parameters
-under the rest of the update and the next forward pass: a few units are always on their way, in the order in
-which the first pass read them, and a module waits for the units of its own weights before its forward. Units
-with a weight that no module's forward announces are gathered before the step returns.
+Stages 1 and 2 gather new values into the parameters. They leave as soon as a rank has computed its rows:
+during the backward pass, in the order in which buckets are reduced, while gradients leave first; what has not
+left when the step counts leaves in the order in which the first pass read it, a few buckets at a time. A
+module waits for the buckets of its own weights before its forward. Buckets with a weight that no module's
+forward announces are gathered before the step returns.
 
 Stage 3 keeps the whole of a weight only while it is read: gathered before the module's forward and again
-before its backward, the next one of the order on its way meanwhile, its memory given back afterwards. The
+before its backward, the next ones of the order on their way meanwhile, its memory given back afterwards; the
+first ones leave when they have been updated. The
 backward pass of an embedding does not read the table, so it is not gathered again; what the forward pass
 reads last stays, as the backward pass begins with it.
 """
@@ -21,153 +23,138 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyruntime import ops
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel.axes import Axis
-from pyruntime.data_parallel.units import Part, Unit
+from pyruntime.data_parallel.axes import MOST_FLIGHTS, PLACES, Axis
+from pyruntime.data_parallel.buckets import Bucket, Part
 from pyruntime.nn import VocabParallelEmbedding
 
-TABLES = (nn.Embedding, VocabParallelEmbedding)
-"""Modules whose backward pass reads no weight."""
+
+def _reads_again(module: nn.Module) -> bool:
+    """Whether the module's backward pass reads its weights too. What is derived may do anything."""
+    return type(module) not in (nn.Embedding, VocabParallelEmbedding)
 
 
-class UnitWeights:
-    """One unit's parameters, and which rows of them are this rank's.
+class BucketWeights:
+    """One bucket's parameters, and which rows of them are this rank's. Under way it is a flight of its axis.
 
     apart: this rank's rows have memory of their own, because that of the parameters comes and goes.
     """
 
-    def __init__(self, unit: Unit, axis: Axis, *, apart: bool):
-        self.unit, self._axis = unit, axis
+    def __init__(self, bucket: Bucket, axis: Axis, *, apart: bool):
+        self.bucket, self.axis = bucket, axis
         self.is_cut = axis.size > 1
-        self._flight: _Gather | None = None
+        self.is_under_way = False
+        self._gather: _C.LineGather | None = None
         self.is_current = True
         """The parameters hold the values of all ranks' rows."""
-        self._rows = [self._own_rows(part) for part in unit.parts]
+        self.rows = [self._own_rows(part) for part in bucket.parts]
+        """This rank's rows of each part, contiguous: what the optimizer updates."""
         self._apart = apart and self.is_cut
         if self._apart:
-            self._rows = [rows.clone() for rows in self._rows]
+            self.rows = [rows.clone() for rows in self.rows]
 
     def _own_rows(self, part: Part) -> Tensor:
-        first = part.first_row + self._axis.rank * part.share
-        parameter = self.unit.parameters[part.owner].data
-        rows = parameter if parameter.dim() else parameter.view(1)
-        count = part.local_rows(self._axis.rank)
-        return rows[first : first + count] if count else rows[:0]
-
-    def local_views(self) -> list[Tensor]:
-        """This rank's rows of each part, contiguous: what the optimizer updates."""
-        return self._rows
+        first = part.first_row + self.axis.rank * part.share
+        rows = torch.atleast_1d(self.bucket.parameters[part.owner].data)
+        return rows[first : first + part.local_rows(self.axis.rank)]
 
     def has_changed(self) -> None:
         """This rank's rows have been written. What is under way holds values of before, and lands first."""
-        if self._flight is not None:
-            self._axis.complete_up_to(self._flight)
+        self._land()
         self.is_current = not self.is_cut
 
     def begin(self) -> None:
         """The gather is under way when it returns, unless nothing has changed."""
-        if self.is_current or self._flight is not None:
-            return
-        self._axis.make_room()
-        self._flight = _Gather(self, self._axis)
-        self._axis.add(self._flight)
+        if not self.is_current and not self.is_under_way:
+            self._begin(self.rows)
 
-    def complete(self) -> None:
+    def begin_again(self) -> None:
+        """The gather is under way when it returns, whether anything has changed or not."""
+        self.has_changed()
+        self._begin(self.rows)
+
+    def begin_ahead(self, rows: Sequence[Tensor]) -> None:
+        """As begin(), of what this rank's rows are going to be."""
+        self.has_changed()
+        self._begin(rows)
+
+    def _begin(self, rows: Sequence[Tensor]) -> None:
+        self.axis.make_room()
+        bucket = self.bucket
+        device = str(bucket.device)
+        self._gather = _C.LineGather(self.axis.name, bucket.lines, bucket.width, bucket.dtype, device)
+        with marked("dp send weights", bucket.name):
+            self._send(self._gather, rows)
+        self.is_under_way = True
+        self.axis.add(self)
+
+    def bring(self) -> None:
         """The parameters are current when it returns."""
         self.begin()
-        if self._flight is not None:
-            self._axis.complete_up_to(self._flight)
+        self._land()
 
-    def give(self, gather: _C.LineGather) -> None:
-        """Sends this rank's rows."""
-        unit = self.unit
-        own = [rows.view(-1, unit.width) for rows in self._rows]
+    def free(self) -> None:
+        """Gives the parameters' memory back; their shapes stay."""
+        self._land()
+        for parameter in self.bucket.parameters:
+            parameter.untyped_storage().resize_(0)
+        self.is_current = False
+
+    def _land(self) -> None:
+        if self.is_under_way:
+            self.axis.complete_up_to(self)
+
+    # -- as a flight
+
+    def advance(self) -> None:
+        # Apart, the parameters have no memory before a module reads them.
+        if self._gather is not None and not self._apart and self._gather.has_come():
+            self._take(self._gather)
+
+    def complete(self) -> None:
+        if self._gather is not None:
+            self._take(self._gather)
+        self.is_under_way, self.is_current = False, True
+
+    def drop(self) -> None:
+        self._gather, self.is_under_way = None, False
+
+    def has_landed(self) -> bool:
+        return self._gather is None
+
+    def _send(self, gather: _C.LineGather, rows: Sequence[Tensor]) -> None:
+        """Sends `rows` as this rank's."""
+        bucket = self.bucket
+        own = [part.view(-1, bucket.width) for part in rows]
         for index, (begin, count) in enumerate(gather.own_chunks()):
             chunk = gather.own(index)
-            start = begin % unit.segment_lines
-            for part, lines in zip(unit.parts, own, strict=True):
+            start = begin % bucket.segment_lines
+            for part, lines in zip(bucket.parts, own, strict=True):
                 low, high = max(start, part.offset), min(start + count, part.offset + len(lines))
                 if low < high:
                     chunk[low - start : high - start].copy_(lines[low - part.offset : high - part.offset])
             gather.publish(index)
 
-    def take(self, gather: _C.LineGather) -> None:
-        """Writes what a flight brought into the parameters."""
-        unit = self.unit
-        for parameter in unit.parameters:
-            _allocate(parameter)
-        if self._apart:
-            for part, rows in zip(unit.parts, self._rows, strict=True):
-                self._own_rows(part).copy_(rows)
-        whole = [unit.lines_of(owner, p.data) for owner, p in enumerate(unit.parameters)]
-        for index, (begin, count) in enumerate(gather.chunks()):
-            chunk = gather.chunk(index)
-            for span in unit.spans(begin, count):
-                whole[span.owner][span.source : span.source + span.count].copy_(
-                    chunk[span.place : span.place + span.count]
-                )
-        gather.finish()
-
-    def is_under_way(self) -> bool:
-        return self._flight is not None
-
-    def of_all_ranks(self, value: list[int]) -> list[list[int]]:
-        """The value of every rank that holds a shard."""
-        return self._axis.of_all_ranks(value)
-
-    def has_room(self) -> bool:
-        """Whether a flight may begin without waiting for another."""
-        return self._axis.has_room()
-
-    def landed(self) -> None:
-        """What the flight brought has been taken."""
-        self._flight = None
-        self.is_current = True
-
-    def lost(self) -> None:
-        """The flight was dropped."""
-        self._flight = None
-
-    def may_be_taken_early(self) -> bool:
-        """Whether the parameters have memory before a module reads them."""
-        return not self._apart
-
-    def free(self) -> None:
-        """Gives the parameters' memory back; their shapes stay."""
-        if self._flight is not None:
-            self.complete()
-        for parameter in self.unit.parameters:
-            parameter.untyped_storage().resize_(0)
-        self.is_current = False
-
-
-class _Gather:
-    def __init__(self, weights: UnitWeights, axis: Axis):
-        self._weights = weights
-        unit = weights.unit
-        gather = _C.LineGather(axis.name, unit.lines, unit.width, unit.dtype, str(unit.device))
-        with marked("dp send weights", unit.name):
-            weights.give(gather)
-        self._gather: _C.LineGather | None = gather
-
-    def advance(self) -> None:
-        if self._gather is not None and self._weights.may_be_taken_early() and self._gather.has_come():
-            self._take(self._gather)
-
     def _take(self, gather: _C.LineGather) -> None:
-        with marked("dp take weights", self._weights.unit.name):
-            self._weights.take(gather)
+        """Writes what has come into the parameters."""
+        bucket = self.bucket
+        with marked("dp take weights", bucket.name):
+            for parameter in bucket.parameters:
+                _allocate(parameter)
+            if self._apart:
+                for part, rows in zip(bucket.parts, self.rows, strict=True):
+                    self._own_rows(part).copy_(rows)
+            whole = [bucket.lines_of(parameter.data) for parameter in bucket.parameters]
+            for index, (begin, count) in enumerate(gather.chunks()):
+                chunk = gather.chunk(index)
+                for span in bucket.spans(begin, count):
+                    whole[span.owner][span.source : span.source + span.count].copy_(
+                        chunk[span.place : span.place + span.count]
+                    )
+            gather.finish()
         self._gather = None
-
-    def complete(self) -> None:
-        if self._gather is not None:
-            self._take(self._gather)
-        self._weights.landed()
-
-    def drop(self) -> None:
-        self._gather = None
-        self._weights.lost()
 
 
 def _allocate(parameter: Tensor) -> None:
@@ -178,52 +165,56 @@ def _allocate(parameter: Tensor) -> None:
 
 
 class Gatherer(ABC):
-    """Modules announce which units they are about to read; everything else is gathered before a step
+    """Modules announce which buckets they are about to read; everything else is gathered before a step
     returns.
 
-    An update of the shards is: update_order(), updated(unit) for every unit in that order, end_update().
+    An update of the shards is: update_order(), updated(bucket) for every bucket in that order, end_update().
+    Before it, what buckets are going to be may be shown, all or some, in the same order on every rank, by
+    ahead(); and if they are not going to be that, by take_back().
     """
 
-    def __init__(self, model: nn.Module, weights: Sequence[UnitWeights]):
-        self._weights = list(weights)
-        self._of_unit = {id(each.unit): each for each in weights}
-        self._order: list[UnitWeights] = []
-        """Units in the order in which modules read them first; once a step has been taken, in rank 0's order
-        those that modules announced on every rank."""
+    def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: Axis):
+        self._weights, self._shard = list(weights), shard
+        self._of_bucket = {id(each.bucket): each for each in weights}
+        self._order: list[BucketWeights] = []
+        """Buckets in the order in which modules read them first; once a step has been taken, in rank 0's
+        order those that modules announced on every rank."""
         self._is_agreed = False
         self._announced: set[int] = set()
         """Ids of the parameters that modules' forwards announced, until ranks agree on the order."""
         self._hooks = [model.register_state_dict_pre_hook(lambda *_: self.complete())]
-        unit_of = {id(p): each for each in weights if self._may_wait(each.unit) for p in each.unit.parameters}
+        bucket_of = {
+            id(p): each for each in weights if self._may_wait(each.bucket) for p in each.bucket.parameters
+        }
         for module in model.modules():
-            own = [p for p in module.parameters(recurse=False) if id(p) in unit_of]
-            if own and unit_of[id(own[0])].is_cut:
-                self._watch(module, list(dict.fromkeys(unit_of[id(p)] for p in own)))
+            own = [p for p in module.parameters(recurse=False) if id(p) in bucket_of]
+            if own and bucket_of[id(own[0])].is_cut:
+                self._watch(module, list(dict.fromkeys(bucket_of[id(p)] for p in own)))
 
-    def _may_wait(self, unit: Unit) -> bool:
-        """Whether a unit may be gathered when the first module that reads any of it is about to."""
-        return len(unit.parameters) == 1
+    def _may_wait(self, bucket: Bucket) -> bool:
+        """Whether a bucket may be gathered when the first module that reads any of it is about to."""
+        return len(bucket.parameters) == 1
 
-    def _watch(self, module: nn.Module, read: list[UnitWeights]) -> None:
+    def _watch(self, module: nn.Module, read: list[BucketWeights]) -> None:
         self._hooks.append(module.register_forward_pre_hook(lambda module, _: self._before(module, read)))
 
-    def _before(self, module: nn.Module, read: list[UnitWeights]) -> None:
+    def _before(self, module: nn.Module, read: list[BucketWeights]) -> None:
         if not self._is_agreed:
             self._announced.update(id(p) for p in module.parameters(recurse=False))
             self._order += [each for each in read if each not in self._order]
         for each in read:
             self._bring(each)
 
-    def _bring(self, each: UnitWeights) -> None:
-        """That unit is current when it returns."""
-        each.complete()
+    def _bring(self, each: BucketWeights) -> None:
+        """That bucket is current when it returns."""
+        each.bring()
 
     def complete(self) -> None:
         """All parameters are current when it returns."""
         for each in self._order:
             self._bring(each)
         for each in self._weights:
-            each.complete()
+            each.bring()
 
     def loaded(self) -> None:
         """Something was written into this rank's rows; all parameters are current when it returns."""
@@ -231,33 +222,30 @@ class Gatherer(ABC):
         for each in self._weights:
             each.has_changed()
         for each in self._weights:
-            each.complete()
+            each.bring()
 
-    def update_order(self) -> list[Unit]:
-        """All units, in the order in which their new values are wanted."""
+    def ahead(self, bucket: Bucket, rows: Sequence[Tensor]) -> None:  # noqa: B027
+        """This rank's rows of that bucket are going to be `rows`, unless that is taken back."""
+
+    def take_back(self) -> None:  # noqa: B027
+        """What was shown ahead is not going to be: an update must follow, which sends what is."""
+
+    def update_order(self) -> list[Bucket]:
+        """All buckets, in the order in which their new values are wanted."""
         if not self._is_agreed:
             self._agree()
         unannounced = [each for each in self._weights if each not in self._order]
-        return [each.unit for each in (*unannounced, *self._order)]
-
-    def updated(self, unit: Unit) -> None:
-        """This rank's rows of that unit have been written."""
-        each = self._of_unit[id(unit)]
-        each.has_changed()
-        if each in self._order:
-            self._announced_changed(each)
-        elif each.has_room():
-            each.begin()
-
-    def end_update(self) -> None:
-        """Every unit has been updated."""
-        for each in self._weights:
-            if each not in self._order:
-                each.complete()
+        return [each.bucket for each in (*unannounced, *self._order)]
 
     @abstractmethod
-    def _announced_changed(self, each: UnitWeights) -> None:
-        """A unit that modules announce has been written; nobody reads it before it is gathered."""
+    def updated(self, bucket: Bucket) -> None:
+        """This rank's rows of that bucket have been written."""
+
+    def end_update(self) -> None:
+        """Every bucket has been updated."""
+        for each in self._weights:
+            if each not in self._order:
+                self._bring(each)
 
     @abstractmethod
     def begin_rest(self) -> None:
@@ -273,99 +261,190 @@ class Gatherer(ABC):
         announced = [
             self._weights.index(each)
             for each in self._order
-            if all(id(p) in self._announced for p in each.unit.parameters)
+            if all(id(p) in self._announced for p in each.bucket.parameters)
         ]
-        of_ranks = self._weights[0].of_all_ranks(announced) if self._weights else [[]]
-        # A rank that did not announce a unit may have read it otherwise.
+        of_ranks = self._weights[0].axis.of_all_ranks(announced) if self._weights else [[]]
+        # A rank that did not announce a bucket may have read it otherwise.
         by_all = set(of_ranks[0]).intersection(*of_ranks)
         self._order = [self._weights[number] for number in of_ranks[0] if number in by_all]
         self._is_agreed = True
 
 
 class GatherAhead(Gatherer):
-    """Stages 1 and 2: the parameters stay; new values come while the modules before them compute.
+    """Stages 1 and 2. Gathers begin in the order that was agreed on, whatever modules a rank's data lead it
+    to."""
 
-    Gathers begin in the order that was agreed on, whatever modules a rank's data lead it to."""
+    def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: Axis):
+        super().__init__(model, weights, shard)
+        self._waiting: deque[BucketWeights] = deque()
+        self._shown: list[tuple[BucketWeights, Sequence[Tensor]]] = []
+        self._begun = 0
+        """Of those."""
+        self._left: list[BucketWeights] = []
+        """What left ahead, while an update goes on."""
 
-    def __init__(self, model: nn.Module, weights: Sequence[UnitWeights]):
-        super().__init__(model, weights)
-        self._waiting: deque[UnitWeights] = deque()
+    def ahead(self, bucket: Bucket, rows: Sequence[Tensor]) -> None:
+        axis = self._weights[0].axis
+        if self._is_agreed and axis.is_used_by(self):
+            axis.held = self
+            self._shown.append((self._of_bucket[id(bucket)], rows))
+            self._fill_ahead()
 
-    def _announced_changed(self, each: UnitWeights) -> None:
-        self._waiting.append(each)
+    def settle(self) -> None:
+        self._show_what_is()
+
+    def end_turn(self) -> None:
+        self.settle()
+        self.begin_rest()
+
+    def forget_turn(self) -> None:
+        self._shown, self._begun = [], 0
+
+    def take_back(self) -> None:
+        for each in self._settle():
+            each.has_changed()
+
+    def update_order(self) -> list[Bucket]:
+        self._weights[0].axis.turn_to(self)
+        self._left = self._settle()
+        return super().update_order()
+
+    def updated(self, bucket: Bucket) -> None:
+        each = self._of_bucket[id(bucket)]
+        if each not in self._left:
+            each.has_changed()
+            self._waiting.append(each)
+            self._fill()
+
+    def _fill_ahead(self) -> None:
+        axis = self._weights[0].axis
+        axis.take_what_has_come()
+        while self._begun < len(self._shown) and axis.has_room():
+            self._begin_shown()
+
+    def _begin_shown(self) -> None:
+        each, rows = self._shown[self._begun]
+        self._begun += 1
+        each.begin_ahead(rows)
+
+    def _agree(self) -> None:
+        super()._agree()
+        # A place whose memory is too small grows where all ranks meet, and from now on they begin gathers at
+        # different moments: every place gets its memory here, with what a chunk's alignment may add.
+        most = max(each.bucket.nbytes for each in self._weights)
+        large = [each for each in self._weights if each.is_cut and each.bucket.nbytes > 0.9 * most]
+        for each in {(each.bucket.lines, each.bucket.width): each for each in large}.values():
+            for _ in range(PLACES):
+                each.begin_again()
+            each.bring()
+
+    def _settle(self) -> list[BucketWeights]:
+        """What has left ahead on any rank, and leaves here at the latest now; nothing else will."""
+        if not self._shown:
+            return []
+        begun = torch.tensor([self._begun], dtype=torch.float64)
+        most = int(ops.all_gather_stats(begun, self._shard.name).max())
+        while self._begun < most:
+            self._begin_shown()
+        self._weights[0].axis.leave_latest()
+        left = [each for each, _ in self._shown[: self._begun]]
+        self._shown, self._begun = [], 0
+        self._weights[0].axis.held = None
+        return left
+
+    def _before(self, module: nn.Module, read: list[BucketWeights]) -> None:
+        if any(each in read for each, _ in self._shown):
+            self._show_what_is()
+        super()._before(module, read)
         self._fill()
+
+    def complete(self) -> None:
+        self._show_what_is()
+        super().complete()
+
+    def loaded(self) -> None:
+        self._show_what_is()
+        super().loaded()
+
+    def _show_what_is(self) -> None:
+        """Somebody reads weights between the gradients and the step: all ranks have the old ones again."""
+        for each in self._settle():
+            each.has_changed()
+            each.begin()
 
     def end_update(self) -> None:
         super().end_update()
+        self._left = []
         self._fill()
 
     def begin_rest(self) -> None:
         while self._waiting:
             self._waiting.popleft().begin()
 
-    def _may_wait(self, unit: Unit) -> bool:
+    def _may_wait(self, bucket: Bucket) -> bool:
         return True
 
-    def _before(self, module: nn.Module, read: list[UnitWeights]) -> None:
-        super()._before(module, read)
-        self._fill()
-
-    def _bring(self, each: UnitWeights) -> None:
-        while self._waiting and not each.is_current and not each.is_under_way():
+    def _bring(self, each: BucketWeights) -> None:
+        while self._waiting and not each.is_current and not each.is_under_way:
             self._waiting.popleft().begin()
-        each.complete()
+        each.bring()
 
     def _fill(self) -> None:
-        """As many units on their way as there is room for."""
-        while self._waiting and self._waiting[0].has_room():
+        """As many buckets on their way as there is room for."""
+        while self._waiting and self._waiting[0].axis.has_room():
             self._waiting.popleft().begin()
 
 
 class GatherPerUse(Gatherer):
-    """Stage 3: a weight is whole from shortly before a module reads it until the module is done.
+    """Stage 3. keep: the first so many buckets of the order stay between forward and backward."""
 
-    keep: the first so many units of the order stay between forward and backward.
-    """
-
-    def __init__(self, model: nn.Module, weights: Sequence[UnitWeights], keep: int):
-        self._wanted_again: set[int] = set()
-        """Units whose place in the order is that of a module that reads them in its backward pass too."""
-        self._last: UnitWeights | None = None
-        """What the first forward pass read last."""
-        super().__init__(model, weights)
+    def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: Axis, keep: int):
+        super().__init__(model, weights, shard)
         self._keep = keep
-        self._in_backward: list[UnitWeights] = []
+        self._wanted_again: set[int] = set()
+        """Buckets whose place in the order is that of a module that reads them in its backward pass too."""
+        self._last: BucketWeights | None = None
+        """What the first forward pass read last."""
+        self._in_backward: list[BucketWeights] = []
 
-    def _watch(self, module: nn.Module, read: list[UnitWeights]) -> None:
-        again = type(module) not in TABLES  # what is derived may do anything
-        self._hooks.append(module.register_forward_pre_hook(lambda *_: self._note(read, again=again)))
+    def _watch(self, module: nn.Module, read: list[BucketWeights]) -> None:
         super()._watch(module, read)
         self._hooks.append(
-            module.register_forward_hook(lambda _, __, output: self._after(read, output, again=again))
+            module.register_forward_hook(lambda module, _, output: self._after(module, read, output))
         )
 
-    def _note(self, read: list[UnitWeights], *, again: bool) -> None:
-        """A module is about to read them. again: in its backward pass too."""
-        if self._is_agreed or torch._C._current_graph_task_id() != -1:
-            return
-        self._last = read[-1]
-        if again:
-            self._wanted_again.update(id(each) for each in read if each not in self._order)
-
-    def _announced_changed(self, each: UnitWeights) -> None:
+    def updated(self, bucket: Bucket) -> None:
         self._in_backward = []
-        each.free()
+        each = self._of_bucket[id(bucket)]
+        each.has_changed()
+        if each in self._order:
+            each.free()  # nobody reads it before it is gathered
+        elif each.axis.has_room():
+            each.begin()
+
+    def end_update(self) -> None:
+        super().end_update()
+        self._prefetch(0, +1)
 
     def begin_rest(self) -> None:
         """None: weights are gathered where they are used."""
 
-    def _before(self, module: nn.Module, read: list[UnitWeights]) -> None:
+    def _before(self, module: nn.Module, read: list[BucketWeights]) -> None:
+        in_forward = torch._C._current_graph_task_id() == -1
+        if not self._is_agreed and in_forward:
+            self._last = read[-1]
+            if _reads_again(module):
+                self._wanted_again.update(id(each) for each in read if each not in self._order)
         super()._before(module, read)
         if read[-1] in self._order:
-            self._prefetch(read[-1], +1)
+            place = self._order.index(read[-1])
+            # Computed again for a backward pass, the modules that follow may have been through it.
+            self._prefetch(place + 1, +1, MOST_FLIGHTS if in_forward else 1)
+            if in_forward and read[-1] is self._last and torch.is_grad_enabled():
+                self._prefetch(place - 1, -1)
 
-    def _after(self, read: list[UnitWeights], output: Any, *, again: bool) -> None:
-        """again: the module's backward pass reads them too."""
+    def _after(self, module: nn.Module, read: list[BucketWeights], output: Any) -> None:
+        again = _reads_again(module)
         if again and torch._C._current_graph_task_id() != -1:
             return  # a forward that is computed again for a backward pass, which is about to read them
         read = [each for each in read if each in self._order]  # the others stay whole
@@ -379,17 +458,21 @@ class GatherPerUse(Gatherer):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._before_backward(read))
 
-    def _before_backward(self, read: list[UnitWeights]) -> None:
+    def _before_backward(self, read: list[BucketWeights]) -> None:
         """Runs right before the backward of the module; that of the module before it is over."""
         for each in self._in_backward:
             if each not in read:
                 each.free()
         self._in_backward = list(read)
         for each in read:
-            each.complete()
-        self._prefetch(read[0], -1)
+            each.bring()
+        self._prefetch(self._order.index(read[0]) - 1, -1)
 
-    def _prefetch(self, each: UnitWeights, step: int) -> None:
-        place = self._order.index(each) + step
-        if 0 <= place < len(self._order) and (step > 0 or id(self._order[place]) in self._wanted_again):
-            self._order[place].begin()
+    def _prefetch(self, place: int, step: int, most: int = MOST_FLIGHTS) -> None:
+        """The weights from that place of the order on are on their way, so many as there is room for."""
+        axis = self._weights[0].axis
+        while 0 <= place < len(self._order) and most > 0 and axis.has_room():
+            if step > 0 or id(self._order[place]) in self._wanted_again:
+                self._order[place].begin()
+                most -= 1
+            place += step

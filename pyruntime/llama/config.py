@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
-from pyruntime.shown import shown
+from pyruntime.plan.mesh import divisors
+from pyruntime.text import short_repr
 
 ROPE_TYPES = ("default", "linear", "llama3")
 LARGEST = 2**31 - 1
 """Of all sizes; a larger one is no model but a damaged file."""
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+"""Without default in a config.json."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.rope_type not in ("linear", "llama3"):
             raise ValueError(
-                f"rope_type={shown(self.rope_type)} is no scaling; use 'linear' or 'llama3', or "
+                f"rope_type={short_repr(self.rope_type)} is no scaling; use 'linear' or 'llama3', or "
                 "rope_scaling=None."
             )
         _check_number("rope factor", self.factor)
@@ -74,18 +76,11 @@ class LlamaConfig:
     initializer_range: float = 0.02  # standard deviation of the initial weights
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-        ):
+        for name in (*REQUIRED, "max_position_embeddings"):
             _check_size(name, getattr(self, name))
         for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={shown(getattr(self, name))} must be true or false.")
+                raise ValueError(f"{name}={short_repr(getattr(self, name))} must be true or false.")
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             _check_number(name, getattr(self, name))
         if self.num_key_value_heads is None:
@@ -108,10 +103,9 @@ class LlamaConfig:
             raise ValueError(
                 f"head_dim={self.head_dim} must be even: rotary embedding turns pairs of channels."
             )
-        if not self.rms_norm_eps > 0.0:
-            raise ValueError(f"rms_norm_eps={self.rms_norm_eps} must be positive.")
-        if not self.rope_theta > 0.0:
-            raise ValueError(f"rope_theta={self.rope_theta} must be positive.")
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not getattr(self, name) > 0.0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
         if not 0.0 <= self.initializer_range < 1.0:
             raise ValueError(f"initializer_range={self.initializer_range} must lie in [0, 1).")
 
@@ -137,7 +131,7 @@ class LlamaConfig:
             + L (D (H + 2 G) d  +  H d D  +  3 D F  +  2 D)     [+ biases where the config has them]
         """
         d, heads, groups = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
-        layer = self._layer_matmul_parameters() + 2 * d
+        layer = self.layer_matmul_parameters() + 2 * d
         if self.attention_bias:
             layer += (heads + 2 * groups) * self.head_dim + d
         if self.mlp_bias:
@@ -153,17 +147,17 @@ class LlamaConfig:
 
             2 (L (D (H + 2 G) d + H d D + 3 D F) + V D)  +  L * 2 * seq_len * H d
 
-        (the scores Q K^T and their product with V are 2 seq_len H d each per token, halved by causality).
-        Training is three times that: the backward pass forms two products for each of the forward's.
+        (the GEMMs of the scores, Q K^T, and of their use, P V, are 2 seq_len H d each per token, halved by
+        causality). Training is three times that: the backward pass has two GEMMs for each of the forward's.
         Recomputation, norms and element-wise work do not count.
         """
         matmul = 2 * (
-            self.num_hidden_layers * self._layer_matmul_parameters() + self.vocab_size * self.hidden_size
+            self.num_hidden_layers * self.layer_matmul_parameters() + self.vocab_size * self.hidden_size
         )
         attention = 2 * self.num_hidden_layers * seq_len * self.num_attention_heads * self.head_dim
         return (matmul + attention) * (3 if training else 1)
 
-    def _layer_matmul_parameters(self) -> int:
+    def layer_matmul_parameters(self) -> int:
         """Weights of one layer's seven linears, without biases."""
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         attention = self.hidden_size * self.head_dim * (2 * heads + 2 * groups)
@@ -178,27 +172,17 @@ class LlamaConfig:
         model_type = hf.get("model_type", "llama")
         if model_type != "llama":
             raise ValueError(
-                f"config.json describes model_type={shown(model_type)}; only 'llama' can be loaded as a "
+                f"config.json describes model_type={short_repr(model_type)}; only 'llama' can be loaded as a "
                 "Llama."
             )
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ValueError(
-                f"hidden_act={shown(hf['hidden_act'])} is not supported; Llama's activation is 'silu'."
+                f"hidden_act={short_repr(hf['hidden_act'])} is not supported; Llama's activation is 'silu'."
             )
         if hf.get("quantization_config") is not None:
             raise ValueError("The checkpoint is quantized; load an fp32, bf16 or fp16 version of it instead.")
         values = {f.name: hf[f.name] for f in dataclasses.fields(cls) if hf.get(f.name) is not None}
-        missing = [
-            name
-            for name in (
-                "vocab_size",
-                "hidden_size",
-                "intermediate_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-            )
-            if name not in values
-        ]
+        missing = [name for name in REQUIRED if name not in values]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; a Llama cannot be built without.")
         values.setdefault("rms_norm_eps", 1e-6)  # what transformers assumes
@@ -229,19 +213,19 @@ class LlamaConfig:
 
 def _check_size(name: str, value: Any) -> None:
     if type(value) is not int or not 1 <= value <= LARGEST:
-        raise ValueError(f"{name}={shown(value)} must be a positive whole number below 2**31.")
+        raise ValueError(f"{name}={short_repr(value)} must be a positive whole number below 2**31.")
 
 
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e38 <= value <= 1e38:
-        raise ValueError(f"{name}={shown(value)} must be a finite number.")
+        raise ValueError(f"{name}={short_repr(value)} must be a finite number.")
 
 
 def _rope_of(hf: dict[str, Any]) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         if hf.get(name) is not None:
             if not isinstance(hf[name], dict):
-                raise ValueError(f"{name} of config.json must be an object, found {shown(hf[name])}.")
+                raise ValueError(f"{name} of config.json must be an object, found {short_repr(hf[name])}.")
             if hf[name]:
                 return dict(hf[name])
     return {}
@@ -252,7 +236,8 @@ def _rope_from_hf(rope: dict[str, Any], max_positions: int) -> RopeScaling | Non
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise ValueError(
-            f"rope_type={shown(rope_type)} is not supported; Llama checkpoints use one of {list(ROPE_TYPES)}."
+            f"rope_type={short_repr(rope_type)} is not supported; Llama checkpoints use one of "
+            f"{list(ROPE_TYPES)}."
         )
     if rope_type == "default":
         return None
@@ -273,12 +258,6 @@ def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling.rope_type == "linear":
         return {"rope_type": "linear", "factor": scaling.factor}
     return dataclasses.asdict(scaling)
-
-
-def divisors(n: int) -> list[int]:
-    """All positive divisors of `n`, ascending."""
-    small = [p for p in range(1, math.isqrt(n) + 1) if n % p == 0]
-    return small + [n // p for p in reversed(small) if p * p != n]
 
 
 def _either(values: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,41 +50,13 @@ class KVCache:
         return self.layers[0].length
 
 
-def generate(
-    model: Llama,
-    ids: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    eos_token_id: int | None = None,
-    use_cache: bool = True,
-) -> Tensor:
+def generate(model: Llama, ids: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
     """`ids` [B, S] followed by up to `max_new_tokens` sampled ones, int64 `[B, S + new]`, on every rank.
 
-    temperature: divides the logits; 0 takes the most likely token.
-    top_k: only the k most likely tokens are drawn from (None: all).
-    top_p: only the fewest tokens whose probabilities reach p together (None: all).
-    seed: of the draws. The same seed, weights and tp give the same text.
-    eos_token_id: a sequence that has drawn it is filled up with it; generation ends when all have.
-    use_cache: False computes every step from all tokens anew: slower, without the cache's memory.
-
-    All ranks of the model's group must call this with equal arguments. Raises ValueError for arguments out
-    of range and for texts longer than the model's max_position_embeddings.
+    Options and errors are those of `generate_steps`. All ranks of the model's group must call this with equal
+    arguments.
     """
-    steps = generate_steps(
-        model,
-        ids,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        eos_token_id=eos_token_id,
-        use_cache=use_cache,
-    )
+    steps = generate_steps(model, ids, max_new_tokens, **options)
     return torch.cat([ids, *(token.unsqueeze(1) for token in steps)], dim=1)
 
 
@@ -99,36 +72,39 @@ def generate_steps(
     eos_token_id: int | None = None,
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
-    """As `generate`, but yields the new tokens [B] step by step, for a caller that shows them at once."""
+    """As `generate`, but yields the new tokens [B] step by step, for a caller that shows them at once.
+
+    temperature: divides the logits; 0 takes the most likely token.
+    top_k: only the k most likely tokens are drawn from (None: all).
+    top_p: only the fewest tokens whose probabilities reach p together (None: all).
+    seed: of the draws. The same seed, weights and tp give the same text.
+    eos_token_id: a sequence that has drawn it is filled up with it; generation ends when all have.
+    use_cache: False computes every step from all tokens anew: slower, without the cache's memory.
+
+    Raises ValueError for arguments out of range and for texts longer than the model's
+    max_position_embeddings.
+    """
     _check(model, ids, max_new_tokens, temperature, top_k, top_p)
-    return _steps(model, ids, max_new_tokens, (temperature, top_k, top_p), seed, eos_token_id, use_cache)
 
+    def steps() -> Iterator[Tensor]:
+        batch, prompt = ids.shape
+        # The last token drawn is never fed back, so it needs no place.
+        cache = KVCache(model, batch, prompt + max_new_tokens - 1) if use_cache else None
+        generator = torch.Generator().manual_seed(seed)
+        ended = torch.zeros(batch, dtype=torch.bool, device=ids.device)
+        feed = ids
+        for _ in range(max_new_tokens):
+            logits = next_logits(model, feed, cache)
+            token = sample(logits, temperature, top_k, top_p, generator).to(ids.device)
+            if eos_token_id is not None:
+                token = token.masked_fill(ended, eos_token_id)
+                ended |= token == eos_token_id
+            yield token
+            if ended.all():
+                return
+            feed = token.unsqueeze(1) if use_cache else torch.cat([feed, token.unsqueeze(1)], dim=1)
 
-def _steps(
-    model: Llama,
-    ids: Tensor,
-    max_new_tokens: int,
-    sampling: tuple[float, int | None, float | None],
-    seed: int,
-    eos_token_id: int | None,
-    use_cache: bool,
-) -> Iterator[Tensor]:
-    batch, prompt = ids.shape
-    # The last token drawn is never fed back, so it needs no place.
-    cache = KVCache(model, batch, prompt + max_new_tokens - 1) if use_cache else None
-    generator = torch.Generator().manual_seed(seed)
-    ended = torch.zeros(batch, dtype=torch.bool, device=ids.device)
-    feed = ids
-    for _ in range(max_new_tokens):
-        logits = next_logits(model, feed, cache)
-        token = sample(logits, *sampling, generator).to(ids.device)
-        if eos_token_id is not None:
-            token = token.masked_fill(ended, eos_token_id)
-            ended |= token == eos_token_id
-        yield token
-        if ended.all():
-            return
-        feed = token.unsqueeze(1) if use_cache else torch.cat([feed, token.unsqueeze(1)], dim=1)
+    return steps()
 
 
 @torch.no_grad()
@@ -138,7 +114,8 @@ def next_logits(model: Llama, ids: Tensor, cache: KVCache | None = None) -> Tens
     `ids` [B, S] continue what the cache holds. Only the last positions reach the head.
     """
     batch, seq = ids.shape
-    hidden = model.hidden(ids, cache, whole=True)  # every rank of a context generates for itself
+    start, caches = (0, None) if cache is None else (cache.length, cache.layers)
+    hidden = model.hidden(ids, start, caches, whole=True)  # every rank of a context generates for itself
     if model.group.size > 1:
         hidden = ops.all_gather(hidden, model.group.name, dim=0, rows=batch * seq)
     last = hidden.view(batch, seq, -1)[:, -1]

@@ -14,11 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from pyruntime import ops
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Llama
-from pyruntime.llama.shards import Shard, gather_full, shards
+from pyruntime.llama.shards import Shard, gather_full
 from pyruntime.nn.parameters import Group
+from pyruntime.nn.save_pretrained import raise_everywhere
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -33,30 +33,18 @@ def load_hf(
     group: Group | None = None,
     *,
     dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    tier: str = "auto",
-    keep_gathered: bool | None = None,
+    **options: Any,
 ) -> Llama:
     """The Llama of a Hugging Face checkpoint folder, cut over `group`; every rank reads only its own slices.
 
-    dtype: of the parameters; None takes what config.json says they were saved in. Other arguments as in
-    `Llama`.
+    dtype: of the parameters; None takes what config.json says they were saved in. Options as in `Llama`, but
+    for its seed.
 
     Raises FileNotFoundError for a folder or file that is not there; ValueError for a checkpoint that is not
     a Llama, is damaged, or whose tensors do not fit its config.json.
     """
-    directory = Path(directory)
     hf = read_config(directory)
-    config = LlamaConfig.from_hf(hf)
-    model = Llama(
-        config,
-        group,
-        dtype=dtype or _saved_dtype(hf),
-        device=device,
-        tier=tier,
-        seed=None,
-        keep_gathered=keep_gathered,
-    )
+    model = Llama(LlamaConfig.from_hf(hf), group, dtype=dtype or _saved_dtype(hf), seed=None, **options)
     load_weights(model, directory)
     return model
 
@@ -66,8 +54,8 @@ def load_weights(model: Llama, directory: str | os.PathLike[str]) -> None:
     """Fills `model` from the safetensors of a checkpoint folder; errors as in `load_hf`."""
     directory = Path(directory)
     files = _find_tensors(directory)
-    wanted = {shard.name: shard for shard in shards(model)}
-    whole = {shard.name for shard in shards(Llama(model.config, device="meta", seed=None))}
+    wanted = {shard.name: shard for shard in model.shards()}
+    whole = {shard.name for shard in Llama(model.config, device="meta", seed=None).shards()}
     _check_names(directory, wanted, whole, files, tied=model.config.tie_word_embeddings)
     for path in sorted({files[name] for name in wanted}):
         with _open(path) as file:
@@ -97,7 +85,7 @@ def save_hf(
     directory = Path(directory)
     dtype = dtype or model.embed.weight.dtype
     writer = _Writer(directory, dtype) if model.group.rank == 0 else None
-    for name, content in plan_files(list(shards(model)), dtype, max_file_bytes).items():
+    for name, content in plan_files(list(model.shards()), dtype, max_file_bytes).items():
         tensors = {}
         for shard in content:
             full = gather_full(shard, model.group)
@@ -108,7 +96,11 @@ def save_hf(
             writer.write(name, tensors)
     if writer is not None:
         writer.finish(model.config, separator)
-    _agree(model, directory, None if writer is None else writer.error)
+    error = None
+    if writer is not None and writer.error is not None:
+        error = OSError(f"The checkpoint could not be written to {directory}: {writer.error}")
+        error.__cause__ = writer.error
+    raise_everywhere(error, model.group, model.embed.weight.device, "write the checkpoint")
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -191,17 +183,6 @@ class _Writer:
             yield
         except (OSError, SafetensorError) as error:
             self.error = error
-
-
-def _agree(model: Llama, directory: Path, error: Exception | None) -> None:
-    """Raises on every rank where rank 0 has an error."""
-    failed = torch.tensor([0.0 if error is None else 1.0], device=model.embed.weight.device)
-    if model.group.size > 1:
-        failed = ops.all_reduce(failed, model.group.name)
-    if error is not None:
-        raise OSError(f"The checkpoint could not be written to {directory}: {error}") from error
-    if failed.item():
-        raise RuntimeError("Rank 0 could not write the checkpoint; its own error says why.")
 
 
 def _find_tensors(directory: Path) -> dict[str, Path]:

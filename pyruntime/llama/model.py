@@ -18,8 +18,8 @@ the positions and the number of labels is as without.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,12 @@ from torch.utils.checkpoint import checkpoint
 
 from pyruntime import ops
 from pyruntime.context import Context
+from pyruntime.llama import slices as sliced
 from pyruntime.llama.attention import causal_attention
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.init import init_shard
 from pyruntime.llama.rope import rope_tables
-from pyruntime.llama.shards import shards
+from pyruntime.llama.shards import Shard, shards_of_layer, shards_of_model
 from pyruntime.nn import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -44,9 +45,6 @@ from pyruntime.nn.gather import gather_features
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, TensorGroup
 from pyruntime.ops.layers import add_rms_norm, apply_rope_qkv, rms_norm, swiglu
-
-if TYPE_CHECKING:
-    from pyruntime.llama.generation import KVCache
 
 IGNORE_INDEX = -100  # labels of this value are left out of the loss, as in torch.nn.functional.cross_entropy
 
@@ -79,20 +77,6 @@ class Part:
     embed: bool
     head: bool
     """And the last norm."""
-
-
-class Layers(nn.ModuleList):
-    """Decoder layers by their numbers in the whole model."""
-
-    def __init__(self, numbers: Sequence[int], layers: Iterable[nn.Module]):
-        super().__init__()
-        for number, layer in zip(numbers, layers, strict=True):
-            self.add_module(str(number), layer)
-        self.numbers = tuple(numbers)
-
-    def of(self, number: int) -> Block:
-        """The layer of that number."""
-        return self._modules[str(number)]
 
 
 class Block(nn.Module):
@@ -168,10 +152,13 @@ class Llama(nn.Module):
     recompute: the backward pass computes every layer's activations anew from the layer's input (Chen et al.
         2016, arXiv 1604.06174), so that only inputs are kept: 2 T/P D elements a layer, and of sliced
         sequences keys and values.
+    slices: causal slices of every sequence, of which one computes while the rows of another travel; see
+        `slices.py`. Their linears keep their gathered input.
     part: what this rank holds of the model, in a pipeline; None: all of it. Where embedding and head are
         tied, a part with one of the two holds the weight, as `embed.weight`.
 
-    Raises ValueError where the group does not divide the heads or the feed-forward columns.
+    Raises ValueError where the group does not divide the heads or the feed-forward columns, and for slices
+    that nothing travels between or that cannot be.
     """
 
     def __init__(
@@ -186,6 +173,7 @@ class Llama(nn.Module):
         keep_gathered: bool | None = None,
         context: Context | None = None,
         recompute: bool = False,
+        slices: int = 1,
         part: Part | None = None,
     ):
         super().__init__()
@@ -193,6 +181,7 @@ class Llama(nn.Module):
         self.part = Part(tuple(range(config.num_hidden_layers)), True, True) if part is None else part
         self.group = TensorGroup.of(group)
         config.check_tp(self.group.size)
+        self.slices = sliced.check(slices, self.group.size, context, keep_gathered)
         dtype = dtype or torch.get_default_dtype()
         # Built on meta, as the modules' own initialisation would draw every full tensor.
         place = {"group": self.group, "dtype": dtype, "device": "meta"}
@@ -200,9 +189,9 @@ class Llama(nn.Module):
         hidden, vocab = config.hidden_size, config.vocab_size
         if self.has_embedding:
             self.embed = VocabParallelEmbedding(vocab, hidden, **place)
-        self.layers = Layers(
-            self.part.layers, (Block(config, options, keep_gathered) for _ in self.part.layers)
-        )
+        self.layers = nn.ModuleList()
+        for number in self.part.layers:
+            self.layers.add_module(str(number), Block(config, options, keep_gathered))
         if self.part.head:
             self.norm = RMSNorm(hidden, config.rms_norm_eps, group=self.group, dtype=dtype, device="meta")
             self.head = ColumnParallelLinear(hidden, vocab, keep_gathered=keep_gathered, **options)
@@ -220,7 +209,7 @@ class Llama(nn.Module):
         self.to_empty(device=device)
         self._tie()
         if seed is not None:
-            for shard in shards(self):
+            for shard in self.shards():
                 init_shard(self.config, shard, seed)
         return self
 
@@ -241,7 +230,10 @@ class Llama(nn.Module):
         x = self.hidden(ids)
         logits = self.head(x, batch * seq)
         if labels is None:
-            return gather_features(logits, self.group, self.config.vocab_size).view(batch, seq, -1)
+            logits = gather_features(logits, self.group, self.config.vocab_size)
+            if (rows := self._places(batch, seq)) is not None:
+                logits = logits[rows.argsort()]
+            return logits.view(batch, seq, -1)
         if labels.shape != ids.shape:
             raise ValueError(
                 f"labels have shape {list(labels.shape)}, but ids {list(ids.shape)}; they must be equal."
@@ -253,7 +245,7 @@ class Llama(nn.Module):
 
         count: of the labels that the mean is over, where these are not all of them.
         """
-        labels = labels.reshape(-1)
+        labels = self.in_rows(labels)
         losses = vocab_parallel_cross_entropy(
             logits,
             labels,
@@ -269,14 +261,16 @@ class Llama(nn.Module):
             count = self.context.sum(count.double().view(1))[0] / self.context.size
         return losses.sum() / count.clamp(min=1 if self.context is None else 1 / self.context.size).float()
 
-    def hidden(self, ids: Tensor, cache: KVCache | None = None, *, whole: bool = False) -> Tensor:
-        """The last norm's output [T/P, D], this rank's rows of T = B * S tokens; ids continue a cache. whole:
-        the ids are those of whole sequences, also where there is a context."""
+    def hidden(
+        self, ids: Tensor, start: int = 0, caches: Sequence[Cache] | None = None, *, whole: bool = False
+    ) -> Tensor:
+        """The last norm's output [T/P, D], this rank's rows of T = B * S tokens. The ids follow the `start`
+        tokens that the layers' caches hold. whole: they are those of whole sequences, also where there is a
+        context."""
         batch, seq = self._check_ids(ids)
-        caches = None if cache is None else cache.layers
-        start = 0 if cache is None else cache.length
         context = None if whole or caches is not None else self.context
-        return self.run(self.embed(ids.reshape(-1)), self.part.layers, batch, seq, start, caches, context)
+        x = self.embed(ids.reshape(-1) if caches is not None else self.in_rows(ids))
+        return self.run(x, self.part.layers, batch, seq, start, caches, context)
 
     def run(
         self,
@@ -310,6 +304,11 @@ class Llama(nn.Module):
             context,
         )
         norms = self.norm_weights(layers)
+        if caches is None and len(parts := self._parts(seq)) > 1:
+            if torch.compiler.is_compiling():
+                raise ValueError(f"slices={self.slices} under torch.compile; build the model with slices=1.")
+            blocks = [self.layer(number) for number in layers]
+            return sliced.run(blocks, x, norms, step, parts, config.rms_norm_eps, self.recompute)
         normed = rms_norm(x, norms[0], config.rms_norm_eps)
         for index, number in enumerate(layers):
             cache = None if caches is None else caches[index]
@@ -318,11 +317,27 @@ class Llama(nn.Module):
             if self.recompute and torch.is_grad_enabled():
                 # Nothing in a layer is random.
                 normed, x = checkpoint(
-                    self.layers.of(number), *arguments, use_reentrant=False, preserve_rng_state=False
+                    self.layer(number), *arguments, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                normed, x = self.layers.of(number)(*arguments)
+                normed, x = self.layer(number)(*arguments)
         return normed
+
+    def _parts(self, seq: int) -> tuple[int, ...]:
+        return sliced.lengths(seq, self.slices, self.group.size)
+
+    def _places(self, batch: int, seq: int) -> Tensor | None:
+        """Which token stands in each row of what the ranks share, where they are not in order."""
+        return None if self.slices == 1 else sliced.places(batch, self._parts(seq), self.group.size)
+
+    def in_rows(self, tokens: Tensor) -> Tensor:
+        """[B, S] -> [B * S], as rows are shared over the ranks."""
+        rows = self._places(*tokens.shape)
+        return tokens.reshape(-1) if rows is None else tokens.reshape(-1)[rows.to(tokens.device)]
+
+    def layer(self, number: int) -> Block:
+        """The layer of that number in the whole model."""
+        return self.layers._modules[str(number)]
 
     def norm_weights(self, layers: Sequence[int]) -> Sequence[Tensor]:
         """Weights of the norms of some layers in the order of their use: attention and MLP of each, then the
@@ -331,7 +346,7 @@ class Llama(nn.Module):
         Every rank applies them to its own tokens, so their gradients must be summed over the group. Stacked,
         that is one collective per backward pass instead of 2 L + 1.
         """
-        of_layers = [self.layers.of(number) for number in layers]
+        of_layers = [self.layer(number) for number in layers]
         modules = [norm for layer in of_layers for norm in (layer.attention_norm, layer.mlp_norm)]
         if layers[-1] == self.config.num_hidden_layers - 1:
             modules.append(self.norm)
@@ -339,6 +354,18 @@ class Llama(nn.Module):
         if self.group.size == 1:
             return weights
         return ops.replicate_grad(torch.stack(weights), self.group.name).unbind()
+
+    def shards(self) -> Iterator[Shard]:
+        """Every tensor of a checkpoint that this part of the model has, in the order in which it is used; the
+        same on every rank of the group. A tied head has no tensor of its own."""
+        if self.has_embedding:
+            yield from shards_of_model("embed", self.embed)
+        for number in self.part.layers:
+            yield from shards_of_layer(number, self.layer(number))
+        if self.part.head:
+            yield from shards_of_model("norm", self.norm)
+            if not self.config.tie_word_embeddings:
+                yield from shards_of_model("head", self.head)
 
     @property
     def has_embedding(self) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Llama, Part
 from pyruntime.pipeline.slices import Carry
-from pyruntime.plan import Fit, fit
 
 ROUNDS = 5
 """Of which the least counts, after one that does not: what else the machine does only ever adds."""
@@ -21,14 +20,14 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured seconds (forward and backward) of slices, and TeraPipe's model of them."""
+    """Measured seconds (forward and backward) of slices; `fit(*zip(*contexts), lengths, seconds)` of
+    pyruntime.plan makes TeraPipe's model of them (arXiv 2102.07988, equation 9)."""
 
     lengths: tuple[int, ...]
     """Of slices at the beginning of a sequence."""
     seconds: tuple[float, ...]
     contexts: tuple[tuple[int, int, float], ...]
     """(length, tokens before it, seconds)."""
-    fitted: Fit
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,8 @@ class Ends:
 
 def costed(config: LlamaConfig, dtype: str) -> dict[str, int | str]:
     """What costs depend on, by name: a profile is of use to a model with the same."""
-    return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "vocab_size": config.vocab_size,
-        "dtype": dtype,
-    }
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    return {**{name: getattr(config, name) for name in sizes}, "dtype": dtype}
 
 
 class StageClock:
@@ -79,10 +72,9 @@ class StageClock:
 
     def _carry(self, context: int) -> Carry:
         """The keys and values of so many tokens, and a slice that begins."""
-        carry = Carry()
+        carry = Carry().begin(0)
         if context == 0:
-            return carry.begin(0)
-        carry.begin(0)
+            return carry
         shape = (1, context, self._config.num_key_value_heads, self._config.head_dim)
         for layer in carry.of_layers(len(self._layers)):
             layer.append(*(self._random(*shape).transpose(1, 2) for _ in range(2)))
@@ -103,37 +95,35 @@ def time_ends(config: LlamaConfig, dtype: torch.dtype, tokens: int) -> Ends:
     ids = torch.randint(config.vocab_size, (tokens,))
     hidden = torch.randn(tokens, config.hidden_size).to(dtype)
 
-    def embed() -> float:
-        begin = time.perf_counter()
-        model.embed(ids).backward(hidden)
-        return _ended(begin)
+    x = hidden.clone().requires_grad_()
 
-    def head() -> float:
-        x = hidden.clone().requires_grad_()
+    def seconds(run: Callable[[], None]) -> float:
         begin = time.perf_counter()
-        model.loss(model.head(model.norm(x), tokens), ids).backward()
-        return _ended(begin)
-
-    def _ended(begin: float) -> float:
+        run()
         taken = time.perf_counter() - begin
         model.zero_grad()
+        x.grad = None
         return taken
 
-    return Ends(_least(embed), _least(head))
+    def embed() -> None:
+        model.embed(ids).backward(hidden)
+
+    def head() -> None:
+        model.loss(model.head(model.norm(x), tokens), ids.view(1, -1)).backward()
+
+    return Ends(_least(lambda: seconds(embed)), _least(lambda: seconds(head)))
 
 
 def profile_stage(
     config: LlamaConfig, layers: int, dtype: torch.dtype, lengths: Sequence[int], contexts: Sequence[int]
 ) -> Profile:
     """Times slices of `lengths` tokens at the beginning of a sequence, and of those lengths after `contexts`
-    tokens that stay within the longest one; and fits TeraPipe's model (arXiv 2102.07988, equation 9)."""
+    tokens that stay within the longest one."""
     clock = StageClock(config, layers, dtype)
-    base = [clock.seconds(length, 0) for length in lengths]
+    base = tuple(clock.seconds(length, 0) for length in lengths)
     longest = max(lengths)
     # A quarter of the lengths, spread evenly, is enough for four coefficients.
     some = lengths[:: max(1, len(lengths) // 8)]
     pairs = [(length, context) for length in some for context in contexts if 0 < context <= longest - length]
-    later = [clock.seconds(length, context) for length, context in pairs]
-    fitted = fit([length for length, _ in pairs], [context for _, context in pairs], later, lengths, base)
-    measured = tuple((*pair, each) for pair, each in zip(pairs, later, strict=True))
-    return Profile(tuple(lengths), tuple(base), measured, fitted)
+    later = tuple((*pair, clock.seconds(*pair)) for pair in pairs)
+    return Profile(tuple(lengths), base, later)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from pyruntime.nn.gather import gather_shard
 from pyruntime.nn.parameters import TensorGroup
-
-if TYPE_CHECKING:
-    from pyruntime.llama.model import Llama
 
 _MODEL = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _LAYER = {
@@ -40,32 +35,21 @@ class Shard:
     start: int
     local: Tensor
 
-    def take(self, full: Tensor) -> Tensor:
-        """The part of a full tensor that this shard holds, as a view."""
-        return full if self.dim is None else full.narrow(self.dim, self.start, self.local.shape[self.dim])
+
+def shards_of_model(name: str, module: nn.Module) -> Iterator[Shard]:
+    """Tensors of "embed", "norm" or "head"."""
+    return _shards_of(module, {"": _MODEL[name]})
 
 
-def shards(model: Llama) -> Iterator[Shard]:
-    """Every tensor of the checkpoint that the model's part has, in the order in which the model uses them;
-    the same on every rank of its group.
-
-    A tied head has no tensor of its own.
-    """
-    if model.has_embedding:
-        yield from _shards_of(model.embed, {"": _MODEL["embed"]})
-    for number in model.part.layers:
-        for module, names in _LAYER.items():
-            yield from _shards_of(getattr(model.layers.of(number), module), names, f"model.layers.{number}.")
-    if model.part.head:
-        yield from _shards_of(model.norm, {"": _MODEL["norm"]})
-    if model.part.head and not model.config.tie_word_embeddings:
-        yield from _shards_of(model.head, {"": _MODEL["head"]})
+def shards_of_layer(number: int, layer: nn.Module) -> Iterator[Shard]:
+    """Tensors of a decoder layer, in the order in which it uses them."""
+    for module, names in _LAYER.items():
+        yield from _shards_of(getattr(layer, module), names, f"model.layers.{number}.")
 
 
-@torch.no_grad()
 def gather_full(shard: Shard, group: TensorGroup) -> Tensor:
     """The full tensor that `shard` is a part of, on every rank. All ranks of the group must call this."""
-    if shard.dim is None or group.size == 1:
+    if shard.dim is None:
         return shard.local
     return gather_shard(shard.local, group, shard.dim, shard.shape[shard.dim])
 

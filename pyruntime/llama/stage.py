@@ -26,7 +26,7 @@ class LlamaStage(nn.Module):
         self._model, self._numbers, self._seqs = [model], tuple(layers), tuple(seqs)
         self.is_first = layers[0] == 0
         self.is_last = layers[-1] == model.config.num_hidden_layers - 1
-        self.layers = nn.ModuleList(model.layers.of(number) for number in layers)
+        self.layers = nn.ModuleList(model.layer(number) for number in layers)
         if self.is_first:
             self.embed = model.embed
         if self.is_last:
@@ -38,7 +38,7 @@ class LlamaStage(nn.Module):
         (model,) = self._model
         seq = self._seqs[0 if carry is None else carry.part]
         if self.is_first:
-            x = model.embed(x.reshape(-1))
+            x = model.embed(x.reshape(-1) if carry is not None else model.in_rows(x))
         caches = None if carry is None else carry.of_layers(len(self._numbers))
         start = 0 if carry is None else carry.length
         context = model.context if carry is None else None
@@ -53,12 +53,8 @@ class LlamaStage(nn.Module):
 
 def layers_of_stages(config: LlamaConfig, stages: int) -> list[range]:
     """Layers of each stage, so that the costliest stage costs least; the head counts as so many layers as its
-    product costs. Raises ValueError where there are fewer layers than stages."""
-    heads = config.num_attention_heads + config.num_key_value_heads
-    layer = (
-        2 * config.hidden_size * heads * config.head_dim + 3 * config.hidden_size * config.intermediate_size
-    )
-    head = config.hidden_size * config.vocab_size / layer
+    GEMM costs. Raises ValueError where there are fewer layers than stages."""
+    head = config.hidden_size * config.vocab_size / config.layer_matmul_parameters()
     return split_layers([1.0] * config.num_hidden_layers, stages, last=head)
 
 

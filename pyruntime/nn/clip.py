@@ -38,7 +38,7 @@ def grad_norm(parameters: Tensor | Iterable[nn.Parameter], group: Group | Tensor
     if group.size == 1:
         return sum_of_squares(cut + whole).sqrt()
     device = parameters[0].device if parameters else torch.device("cpu")
-    squares = torch.stack([_squares(cut, device), _squares(whole, device)])
+    squares = torch.stack([sum_of_squares(cut, device), sum_of_squares(whole, device)])
     gathered = ops.all_gather_stats(squares, group.name)  # [P, 2]
     return (gathered[:, 0].sum() + gathered[0, 1]).sqrt()
 
@@ -72,7 +72,3 @@ def clip_grad_norm_(
     if grads and (total.device.type != "cpu" or scale.item() != 1.0):
         torch._foreach_mul_(grads, scale.to(grads[0].device, torch.float32))
     return total
-
-
-def _squares(grads: list[Tensor], device: torch.device) -> Tensor:
-    return sum_of_squares(grads) if grads else torch.zeros((), dtype=torch.float64, device=device)

@@ -35,8 +35,7 @@ def vocab_parallel_cross_entropy(
 
     vocab_size: V over all ranks, where given, a label outside [0, V) raises IndexError.
     overwrite_logits: the backward writes the gradient over the logits and saves their size in memory; nothing
-    else may
-        read them afterwards.
+        else may read them afterwards.
     """
     if logits_shard.shape[:-1] != labels.shape:
         raise ValueError(

@@ -13,6 +13,7 @@ from pyruntime import ops
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
 from pyruntime.nn.regions import mark_whole
+from pyruntime.nn.tiers import OpUse
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -78,9 +79,9 @@ class VocabParallelEmbedding(ParallelModule):
         new = cls(embedding.num_embeddings, embedding.embedding_dim, group=group, device="meta", **options)
         return new._take({"": embedding})
 
-    def _look_up(self, ids: Tensor) -> Tensor:
+    def compute(self, ids: Tensor) -> Tensor:
         if not is_compiling():
-            self.last_call.rows = ids.numel()
+            self.__dict__["last_rows"] = ids.numel()
             if ids.device.type == "cpu":  # on other devices reading them would wait for the device
                 _check_ids(ids, self.num_embeddings, self.label or type(self).__name__)
         if self.group.size == 1:
@@ -95,11 +96,10 @@ class VocabParallelEmbedding(ParallelModule):
         mark_whole(y)
         return y
 
-    def forward(self, ids: Tensor) -> Tensor:
-        if self.profiling():
-            with self.range():
-                return self._look_up(ids)
-        return self._look_up(ids)
+    def op_uses(self) -> list[OpUse]:
+        """The collective of the forward pass."""
+        op = "reduce_scatter" if self.sequence_parallel else "all_reduce"
+        return [OpUse("forward", op, *self.weight.shape)]
 
     def extra_repr(self) -> str:
         return (

@@ -7,10 +7,10 @@ from dataclasses import astuple, dataclass, replace
 from torch import nn
 
 from pyruntime.comm import transport_of
-from pyruntime.footnotes import footnotes
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.linear import ParallelLinear
 from pyruntime.nn.tiers import OpUse, strict_refusal, tier_of
+from pyruntime.text import columns, footnotes
 
 _HEAD = (
     *("layer", "pass", "op", "rows", "n", "k", "dtype", "tp", "transport", "asked", "tier"),
@@ -22,7 +22,7 @@ _HEAD = (
 class LayerReport:
     """One primitive of one layer, as of the layer's last call.
 
-    rows, n, k: the product of a rank, [rows, k] @ [n, k]^T, rows over all ranks; rows is 0 before the first
+    rows, n, k: the GEMM of a rank, [rows, k] @ [n, k]^T, rows over all ranks; rows is 0 before the first
     call. transport: how chunks travel, "" before the group's first op. asked, tier, reason: the tier asked
     for, the one that runs at this shape, and why not a faster one.
     strict: what strict=True would refuse, "" where nothing."""
@@ -53,10 +53,8 @@ class Report:
             return "The model has no parallel layer; use pyruntime.nn's or call pyruntime.parallelize first."
         reasons, notes = footnotes([row.reason for row in self.rows])
         rows = (replace(row, reason=reason) for row, reason in zip(self.rows, reasons, strict=True))
-        lines = [_HEAD, *(tuple(str(cell) for cell in astuple(row)) for row in rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
-        padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
-        return "\n".join([*("  ".join(cells).rstrip() for cells in padded), *notes])
+        lines = [[str(cell) for cell in astuple(row)] for row in rows]
+        return "\n".join([columns(_HEAD, lines, left=range(len(_HEAD))), *notes])
 
 
 def explain(model: nn.Module) -> Report:
@@ -64,60 +62,37 @@ def explain(model: nn.Module) -> Report:
 
     The tier is that of the layer's last call: run a step first, or the line says that the layer has not run
     yet."""
-    lines: list[LayerReport] = []
-    for name, module in model.named_modules():
-        if isinstance(module, ParallelLinear):
-            lines += [_linear_line(name, module, use) for use in module.op_uses()]
-        elif isinstance(module, VocabParallelEmbedding):
-            lines.append(_embedding_line(name, module))
-    return Report(tuple(lines))
+    return Report(
+        tuple(
+            _line(name, module, use)
+            for name, module in model.named_modules()
+            if isinstance(module, ParallelLinear | VocabParallelEmbedding)
+            for use in module.op_uses()
+        )
+    )
 
 
-def _linear_line(name: str, layer: ParallelLinear, use: OpUse) -> LayerReport:
-    tier, reason, refused = "-", "has not run yet", ""
-    if layer.last_call.rows:
-        tier, reason = tier_of(layer, use)
-        refused = strict_refusal(layer.tier, tier)
+def _line(name: str, layer: ParallelLinear | VocabParallelEmbedding, use: OpUse) -> LayerReport:
+    asked = tier = "collective"
+    reason, refused = "a table look-up has no GEMM to hide a collective under", ""
+    if isinstance(layer, ParallelLinear):
+        asked, tier, reason = layer.tier, "-", "has not run yet"
+        if layer.last_rows:
+            tier, reason = tier_of(layer, use)
+            refused = strict_refusal(asked, tier)
     return LayerReport(
         name=name or layer.label,
         when=use.when,
         op=use.op,
-        rows=layer.last_call.rows,
+        rows=layer.last_rows,
         n=use.n,
         k=use.k,
-        dtype=_dtype_name(layer),
+        dtype=str(layer.weight.dtype).removeprefix("torch."),
         group_size=layer.group.size,
-        transport=_transport(layer),
-        asked=layer.tier,
+        # The kind alone: what was measured of the link stands in `pyruntime.comm.transport_of`.
+        transport="-" if layer.group.size == 1 else transport_of(layer.group.name).split(",")[0],
+        asked=asked,
         tier=tier,
         reason=reason,
         strict=refused,
     )
-
-
-def _embedding_line(name: str, layer: VocabParallelEmbedding) -> LayerReport:
-    n, k = layer.weight.shape
-    return LayerReport(
-        name=name or layer.label,
-        when="forward",
-        op="reduce_scatter" if layer.sequence_parallel else "all_reduce",
-        rows=layer.last_call.rows,
-        n=n,
-        k=k,
-        dtype=_dtype_name(layer),
-        group_size=layer.group.size,
-        transport=_transport(layer),
-        asked="collective",
-        tier="collective",
-        reason="a table look-up has no product to hide a collective under",
-        strict="",
-    )
-
-
-def _transport(layer: ParallelLinear | VocabParallelEmbedding) -> str:
-    """The kind alone: what was measured of the link stands in `pyruntime.comm.transport_of`."""
-    return "-" if layer.group.size == 1 else transport_of(layer.group.name).split(",")[0]
-
-
-def _dtype_name(layer: ParallelLinear | VocabParallelEmbedding) -> str:
-    return str(layer.weight.dtype).removeprefix("torch.")

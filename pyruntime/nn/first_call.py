@@ -12,7 +12,7 @@ off, and buffers, random numbers and arguments are given back as they were.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from pyruntime import ops
 from pyruntime.comm import CommError
-from pyruntime.nn import heads
+from pyruntime.nn import head_counts
+from pyruntime.nn.comparing import TOLERANCES, copied, differs, forwards, tensors_of, untouched
 from pyruntime.nn.gather import gather_shard
+from pyruntime.nn.head_counts import Mismatch
 from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from pyruntime.nn.regions import Region
-from pyruntime.nn.rehearsal import TOLERANCES, copied, differs, forwards, tensors_of, untouched
 
 _DIRECTIONS = 8  # random projections of a row linear's input
 
@@ -41,7 +42,7 @@ class FirstCall:
             _first_call(self, module, args, kwargs)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Call:
     """One call of a parallel linear during the check."""
 
@@ -49,14 +50,7 @@ class _Call:
     shape: tuple[int, ...] = ()
     projected: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # a row linear's input
     tolerance: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Mismatch:
-    """Where the cut model differs from the whole one. `layers`: those around the place."""
-
-    message: str
-    layers: tuple[ParallelLinear, ...]
+    output: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # of a row linear, whole
 
 
 def _check_first_call(hook: FirstCall, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -111,9 +105,9 @@ def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs:
         with untouched(module), forwards(layers, forward_of):
             return module(*copied(args), **copied(kwargs))
 
-    whole = _WholeRun()
-    with heads.whole(module):
-        expected = run(whole.forward_of)
+    whole: list[_Call] = []
+    with head_counts.whole(module):
+        expected = run(lambda layer: _whole_forward(layer, whole))
 
     def compare() -> Mismatch | None:
         cut = _CutRun(whole)
@@ -128,10 +122,7 @@ def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs:
         called.update(call.layer for call in cut.calls)
         return cut.mismatch() or cut.missing() or _compare_outputs(cut.open_columns(), expected, found)
 
-    def everywhere() -> Mismatch | None:
-        return _agreed(compare(), layers)
-
-    if found := heads.mended(module, everywhere, layers[0].group.size):
+    if found := head_counts.mended(module, lambda: _agreed(compare(), layers), layers[0].group.size):
         raise ValueError(found.message)
     return called
 
@@ -139,7 +130,7 @@ def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs:
 def _agreed(mismatch: Mismatch | None, layers: list[ParallelLinear]) -> Mismatch | None:
     """The lowest rank's mismatch, by its layer, so that all ranks do the same."""
     numbers = [layers.index(layer) for layer in mismatch.layers] if mismatch else []
-    mine = torch.full((1 + len(layers),), 0.0, dtype=torch.float64)
+    mine = torch.zeros(1 + len(layers), dtype=torch.float64)
     mine[0] = mismatch is not None
     mine[[1 + i for i in numbers]] = 1
     device = layers[0].weight.device
@@ -150,30 +141,24 @@ def _agreed(mismatch: Mismatch | None, layers: list[ParallelLinear]) -> Mismatch
     there = tuple(layers[i] for i in everyone[failed[0], 1:].nonzero().flatten().tolist())
     if mismatch is not None:
         return Mismatch(mismatch.message, there)
-    names = ", ".join(layer.label for layer in there)
     return Mismatch(
-        f"Rank {failed[0]} computes other numbers around {names} than the whole model does.", there
+        f"Rank {failed[0]} computes other numbers around {_names(there)} than the whole model does.", there
     )
 
 
-class _WholeRun:
-    """Runs every layer with its whole weight, and keeps what row linears were given and gave."""
+def _whole_forward(layer: ParallelLinear, calls: list[_Call]) -> Callable:
+    """The layer's forward with its whole weight, which notes what row linears are given and give."""
 
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
-        self.outputs: list[Tensor] = []
+    def forward(x: Tensor, rows: int | None = None) -> Tensor:
+        y = F.linear(x, *(_whole(layer, name) for name in ("weight", "bias")))
+        if isinstance(layer, RowParallelLinear):
+            layout = layer._layouts["weight"]
+            start, stop = layout.bounds(layout.parts[0])
+            calls.append(_noted(layer, x[..., start:stop]))
+            calls[-1].output = y.clone()  # the model may write into y
+        return y
 
-    def forward_of(self, layer: ParallelLinear) -> Callable:
-        def forward(x: Tensor, rows: int | None = None) -> Tensor:
-            y = F.linear(x, *(_whole(layer, name) for name in ("weight", "bias")))
-            if isinstance(layer, RowParallelLinear):
-                layout = layer._layouts["weight"]
-                start, stop = layout.bounds(layout.parts[0])
-                self.calls.append(_noted(layer, x[..., start:stop]))
-                self.outputs.append(y.clone())  # the model may write into y
-            return y
-
-        return forward
+    return forward
 
 
 _OUT_OF_STEP = (
@@ -187,10 +172,10 @@ class _OutOfStep(Exception):
 
 
 class _CutRun:
-    """Runs column linears on this rank's shards; row linears return what the whole run's did."""
+    """Runs column linears on this rank's shards; row linears return what they did in the `whole` run."""
 
-    def __init__(self, whole: _WholeRun) -> None:
-        self.whole = whole
+    def __init__(self, whole: list[_Call]) -> None:
+        self.whole = whole  # of row linears
         self.calls: list[_Call] = []  # of all linears, in order
         self.rows: list[_Call] = []
 
@@ -207,28 +192,22 @@ class _CutRun:
 
     def _row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
         number = len(self.rows)
-        if number >= len(self.whole.calls) or self.whole.calls[number].layer is not layer:
+        if number >= len(self.whole) or self.whole[number].layer is not layer:
             raise _OutOfStep(_OUT_OF_STEP.format(layer.label))
         self.calls.append(_noted(layer, x))
         self.rows.append(self.calls[-1])
-        return self.whole.outputs[number].clone()
+        return self.whole[number].output.clone()
 
     def open_columns(self) -> list[ParallelLinear]:
         """Column linears called after the last row linear, whose outputs are not gathered."""
-        found: list[ParallelLinear] = []
-        for call in self.calls:
-            if isinstance(call.layer, RowParallelLinear):
-                found = []
-            elif not getattr(call.layer, "gather_output", False) and call.layer not in found:
-                found.append(call.layer)
-        return found
+        return [layer for layer in _last_columns(self.calls) if not getattr(layer, "gather_output", False)]
 
     def mismatch(self) -> Mismatch | None:
         """The first row linear whose input differs."""
-        for mine, whole in zip(self.rows, self.whole.calls, strict=False):
+        for mine, whole in zip(self.rows, self.whole, strict=False):
             difference = _difference(mine, whole)
             if difference:
-                feeding = self._before(mine)
+                feeding = _last_columns(self.calls[: self.calls.index(mine)])
                 if not feeding:
                     return Mismatch(
                         f"{mine.layer.label} is a 'row' linear and is given {difference}: no 'column' "
@@ -236,27 +215,26 @@ class _CutRun:
                         "it out.",
                         (mine.layer,),
                     )
-                names = ", ".join(layer.label for layer in feeding)
                 return Mismatch(
-                    f"With the plan, {mine.layer.label} is given {difference}: what stands between {names} "
-                    "and it does not work feature by feature or head by head (a view with the whole "
-                    "number of heads? a fused linear that is split afterwards?); leave them out of the "
-                    "plan.",
+                    f"With the plan, {mine.layer.label} is given {difference}: what stands between "
+                    f"{_names(feeding)} and it does not work feature by feature or head by head (a view with "
+                    "the whole number of heads? a fused linear that is split afterwards?); leave them out of "
+                    "the plan.",
                     (*feeding, mine.layer),
                 )
         return None
 
     def missing(self) -> Mismatch | None:
         """The first row linear that the whole model calls and the cut one does not."""
-        if len(self.rows) == len(self.whole.calls):
+        if len(self.rows) == len(self.whole):
             return None
-        layer = self.whole.calls[len(self.rows)].layer
+        layer = self.whole[len(self.rows)].layer
         return Mismatch(_OUT_OF_STEP.format(layer.label), (layer,))
 
     def failed(self, module: nn.Module, error: Exception) -> Mismatch:
         """What the error of the model's own code says of the plan."""
         open_columns = self.open_columns()
-        names = ", ".join(layer.label for layer in open_columns) or "its parallel layers"
+        names = _names(open_columns) or "its parallel layers"
         place = _place_of(error, module)
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return Mismatch(
@@ -266,22 +244,26 @@ class _CutRun:
             tuple(open_columns) or tuple({call.layer: None for call in self.calls}),
         )
 
-    def _before(self, row: _Call) -> list[ParallelLinear]:
-        feeding: list[ParallelLinear] = []
-        for call in self.calls:
-            if call is row:
-                break
-            feeding = [] if isinstance(call.layer, RowParallelLinear) else [*feeding, call.layer]
-        return list(dict.fromkeys(feeding))
+
+def _last_columns(calls: list[_Call]) -> list[ParallelLinear]:
+    """Column linears called after the last row linear."""
+    found: dict[ParallelLinear, None] = {}
+    for call in calls:
+        if isinstance(call.layer, RowParallelLinear):
+            found = {}
+        else:
+            found[call.layer] = None
+    return list(found)
 
 
 def _noted(layer: ParallelLinear, x: Tensor) -> _Call:
-    half = x.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(x.device.type)
-    tolerance = 0.05 if half else TOLERANCES.get(x.dtype, 1e-3)
+    dtype = torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype
     wide = x.double() if x.dtype == torch.float64 else x.float()
     draw = torch.Generator().manual_seed(x.shape[-1])
     directions = torch.randn(x.shape[-1], _DIRECTIONS, generator=draw, dtype=wide.dtype).to(x.device)
-    return _Call(layer, tuple(x.shape), torch.nan_to_num(wide, 0.0, 0.0, 0.0) @ directions, tolerance)
+    return _Call(
+        layer, tuple(x.shape), torch.nan_to_num(wide, 0.0, 0.0, 0.0) @ directions, TOLERANCES.get(dtype, 1e-3)
+    )
 
 
 def _difference(mine: _Call, whole: _Call) -> str:
@@ -297,7 +279,7 @@ def _difference(mine: _Call, whole: _Call) -> str:
 def _compare_outputs(columns: list[ParallelLinear], expected: Any, found: Any) -> Mismatch | None:
     """Tensors at the top of the output. Deeper ones of another shape are left alone: caches of a rank's own
     heads."""
-    names = ", ".join(layer.label for layer in columns)
+    names = _names(columns)
     ours = dict(tensors_of(found))
     for name, whole in tensors_of(expected):
         mine = ours.get(name)
@@ -317,6 +299,10 @@ def _compare_outputs(columns: list[ParallelLinear], expected: Any, found: Any) -
             tuple(columns),
         )
     return None
+
+
+def _names(layers: Iterable[ParallelLinear]) -> str:
+    return ", ".join(layer.label for layer in layers)
 
 
 def _place_of(error: Exception, module: nn.Module) -> str:

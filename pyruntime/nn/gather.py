@@ -24,27 +24,24 @@ def gather_features(y_shard: Tensor, group: TensorGroup, features: int) -> Tenso
 def gather_shard(local: Tensor, group: TensorGroup, dim: int, total: int) -> Tensor:
     """The whole of a tensor that is `total` along `dim`, cut as parameters are, on every rank. All ranks of
     the group must call this; no gradient."""
-    if group.size == 1:
-        return local
-    chunk = -(-total // group.size)  # every rank's share but that of the last ones, see parameters.py
+    return local if group.size == 1 else _gather(local, group.name, group.size, dim, total)
+
+
+def _gather(local: Tensor, name: str, size: int, dim: int, total: int) -> Tensor:
+    chunk = -(-total // size)  # every rank's share but that of the last ones, see parameters.py
     missing = chunk - local.shape[dim]
     if missing:  # all send equal shares; the padding of the last ones ends up behind the whole tensor
         local = pad(local, [0, 0] * (local.dim() - 1 - dim) + [0, missing])
-    stacked = ops.all_gather(local.unsqueeze(0), group.name, rows=group.size)  # [P, *local.shape]
-    return stacked.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, total)
+    # all_gather joins rows, which come before a last dimension: here one that is one wide.
+    gathered = ops.all_gather(local.unsqueeze(-1), name, dim=dim, rows=chunk * size)
+    return gathered.squeeze(-1).narrow(dim, 0, total)
 
 
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_shard: Tensor, name: str, size: int, rank: int, features: int) -> Tensor:
         ctx.bounds = shard_bounds(features, size, rank)
-        # Only the last shard may be narrower; padded to one width, the gathered features are contiguous up to
-        # `features`.
-        chunk = -(-features // size)
-        padded = pad(y_shard, (0, chunk - y_shard.size(-1))) if y_shard.size(-1) < chunk else y_shard
-        # all_gather joins rows: the features become the rows of a tensor that is one wide.
-        gathered = ops.all_gather(padded.unsqueeze(-1), name, dim=padded.dim() - 1, rows=chunk * size)
-        return gathered.squeeze(-1)[..., :features]
+        return _gather(y_shard, name, size, y_shard.dim() - 1, features)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

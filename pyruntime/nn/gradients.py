@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyruntime import ops
+from pyruntime.comm.core import _C
 
 
 class ShardGradient(Tensor):
@@ -42,9 +43,19 @@ def watch_gradient(parameter: nn.Parameter) -> None:
     parameter.requires_grad_(trains)
 
 
+def _bears_none(parameter: Tensor) -> bool:
+    """Whether what is called when a gradient has been accumulated may be called before it has come."""
+    return all(hook is _wrap for hook in (parameter._post_accumulate_grad_hooks or {}).values())
+
+
+_C.set_hooks_check(_bears_none)
+
+
 def _wrap(parameter: Tensor) -> None:
     gradient = parameter.grad
-    if gradient is None or isinstance(gradient, ShardGradient):  # None: a gradient sink has taken it
+    if gradient is None or isinstance(
+        gradient, ShardGradient
+    ):  # None: a sink has taken it, or it comes later
         return
     parameter.grad = gradient.as_subclass(ShardGradient)
     parameter.grad.tp_group_name = parameter.tp_group_name
@@ -58,25 +69,17 @@ def _norms(func: Callable, gradients: Sequence[Tensor], ord: float = 2, **option
     return _of_all_ranks(list(func(gradients, ord, **options)), gradients, float(ord))
 
 
-def _vector_norm(func: Callable, gradient: Tensor, ord: Any = 2, dim: Any = None, *rest, **options) -> Tensor:
-    """torch.linalg.vector_norm."""
-    _refuse_dim(dim)
-    return _of_all_ranks([func(gradient, ord, dim, *rest, **options)], [gradient], float(ord))[0]
-
-
-def _norm(func: Callable, gradient: Tensor, p: Any = "fro", dim: Any = None, *rest, **options) -> Tensor:
-    """torch.norm and Tensor.norm."""
-    _refuse_dim(dim)
-    order = 2.0 if p in ("fro", None) else float(p)
-    return _of_all_ranks([func(gradient, p, dim, *rest, **options)], [gradient], order)[0]
-
-
-def _refuse_dim(dim: Any) -> None:
-    if dim is not None:
+def _norm(func: Callable, gradient: Tensor, *given: Any, **options: Any) -> Tensor:
+    """torch.linalg.vector_norm, torch.norm and Tensor.norm."""
+    arguments = {**dict(zip(("ord", "dim"), given, strict=False)), **options}
+    if (dim := arguments.get("dim")) is not None:
         raise ValueError(
             f"A norm along dim={dim} was asked of a gradient that is cut over ranks, of which this "
             "rank holds a shard; take it of gradient.as_subclass(torch.Tensor), which is the shard alone."
         )
+    norm = func(gradient, *given, **options)
+    order = arguments.get("ord", arguments.get("p"))
+    return _of_all_ranks([norm], [gradient], 2.0 if order in ("fro", None) else float(order))[0]
 
 
 def _of_all_ranks(norms: list[Tensor], gradients: Sequence[Tensor], order: float) -> list[Tensor]:
@@ -117,7 +120,7 @@ def _places(gradients: Sequence[Tensor]) -> dict[str, list[int]]:
 
 _OF_ALL_RANKS: dict[Any, Callable] = {
     torch._foreach_norm: _norms,
-    torch.linalg.vector_norm: _vector_norm,
+    torch.linalg.vector_norm: _norm,
     torch.norm: _norm,
     Tensor.norm: _norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,

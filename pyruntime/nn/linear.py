@@ -3,14 +3,12 @@
 With P ranks, x [M, K], W [N, K] as in nn.Linear, and rank r holding rows x_r of x (sequence parallel) or all
 of x:
 
-    column   W_r [N/P, K]   sequence parallel   y_r [M, N/P] = gather(x) @ W_r^T
-    all_gather_matmul
-                            replicated x        y_r [M, N/P] = x @ W_r^T
-                            replicated_matmul
-    row      W_r [N, K/P]   sequence parallel   y_r [M/P, N] = scatter(sum_r x_r @ W_r^T)
-    matmul_reduce_scatter
-                            replicated y        y   [M, N]   = sum_r x_r @ W_r^T
-                            matmul_all_reduce
+    column, W_r [N/P, K]
+        sequence parallel   y_r [M, N/P] = gather(x) @ W_r^T            all_gather_matmul
+        replicated x        y_r [M, N/P] = x @ W_r^T                    replicated_matmul
+    row, W_r [N, K/P]
+        sequence parallel   y_r [M/P, N] = scatter(sum_r x_r @ W_r^T)   matmul_reduce_scatter
+        replicated y        y   [M, N]   = sum_r x_r @ W_r^T            matmul_all_reduce
 
 A column layer followed by a row layer is a whole MLP or attention block with one communication at each end.
 Features are cut as DTensor cuts them (parameters.py), rows as torch.tensor_split cuts them; P need divide
@@ -39,6 +37,10 @@ class ParallelLinear(ParallelModule):
     """What column and row linears share. `parts` are the nn.Linears whose function it computes: {key prefix:
     out_features}.
 
+    Options: sequence_parallel (True); dim (0): along which rows are cut, under sequence_parallel; tier:
+    "auto" (tuned, else chunked), "unfused", "chunked" or "fused"; strict (False): raise where a slower one
+    would run; dtype; device.
+
     Initialised as nn.Linear initialises the full weights, of which each rank keeps its shard: the model is
     the same for every tp, provided that all ranks are seeded alike."""
 
@@ -53,12 +55,12 @@ class ParallelLinear(ParallelModule):
         *,
         cut: tuple[int, int | None],
         group: Group | TensorGroup | None,
-        sequence_parallel: bool,
-        dim: int,
-        tier: str,
-        strict: bool,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
+        sequence_parallel: bool = True,
+        dim: int = 0,
+        tier: str = "auto",
+        strict: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__(group)
         self.in_features = in_features
@@ -71,12 +73,21 @@ class ParallelLinear(ParallelModule):
         self._alone = not self.group.name  # group=None: there is no process group to name
         self._parts = dict(parts)
         weight_cut, bias_cut = cut
-        self.add_parameter("weight", weight_cut, _weight_parts(parts, in_features), dtype, device)
+        weights = [Part(f"{prefix}weight", (size, in_features)) for prefix, size in parts.items()]
+        self.add_parameter("weight", weight_cut, weights, dtype, device)
         if bias:
-            self.add_parameter("bias", bias_cut, _bias_parts(parts), dtype, device)
+            biases = [Part(f"{prefix}bias", (size,)) for prefix, size in parts.items()]
+            self.add_parameter("bias", bias_cut, biases, dtype, device)
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+
+    @classmethod
+    def _of_whole(cls, out_features, parts: Mapping[str, nn.Linear], group, options: dict) -> Self:
+        """Of linears that every rank holds whole and that are alike but for their out_features."""
+        first = next(iter(parts.values()))
+        options = {"dtype": first.weight.dtype, **options, "group": group, "device": "meta"}
+        return cls(first.in_features, out_features, first.bias is not None, **options)._take(parts)
 
     def reset_parameters(self) -> None:
         if self.weight.is_meta:
@@ -109,7 +120,7 @@ class ParallelLinear(ParallelModule):
         shape)."""
         if is_compiling():
             return
-        self.last_call.rows = rows
+        self.__dict__["last_rows"] = rows
         if self.strict and rows not in self._accepted_rows and refuse_slow_tier(self):
             self._accepted_rows.add(rows)
 
@@ -131,31 +142,13 @@ class _ColumnLinear(ParallelLinear):
         parts: Mapping[str, int],
         bias: bool,
         *,
-        group: Group | TensorGroup | None,
-        sequence_parallel: bool = True,
-        dim: int = 0,
-        tier: str = "auto",
-        strict: bool = False,
         keep_gathered: bool | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **options,
     ):
-        super().__init__(
-            in_features,
-            parts,
-            bias,
-            cut=(0, 0),
-            group=group,
-            sequence_parallel=sequence_parallel,
-            dim=dim,
-            tier=tier,
-            strict=strict,
-            dtype=dtype,
-            device=device,
-        )
+        super().__init__(in_features, parts, bias, cut=(0, 0), **options)
         self.keep_gathered = keep_gathered
 
-    def _matmul(self, x: Tensor, rows: int | None) -> Tensor:
+    def compute(self, x: Tensor, rows: int | None = None) -> Tensor:
         if x.size(-1) != self.in_features:
             raise ValueError(
                 f"{self.label or type(self).__name__} takes in_features={self.in_features}, but its input is "
@@ -195,9 +188,9 @@ class ColumnParallelLinear(_ColumnLinear):
     Input: x_r [..., rows_r, ..., K], cut along `dim` (sequence_parallel), or x [..., K]. Result: [..., N/P]
     with all rows; [..., N] with gather_output. State dict: "weight" and "bias", DTensors with Shard(0).
 
-    tier:          "auto" (measured), "unfused", "chunked", "fused"; strict=True raises where a slower one
-    would run. keep_gathered: keep the gathered x [rows, K] for the backward instead of gathering it again;
-    None: where it would come from other hosts.
+    Options as in ParallelLinear, and keep_gathered: keep the gathered x [rows, K] for the backward instead of
+    gathering it again; None: where it would come from other hosts. A call takes `rows` too: how many rows all
+    ranks hold together along `dim`, which saves an exchange of counts; not read without sequence_parallel.
     Raises ValueError where the group leaves a rank without features, and for an input that is not K wide."""
 
     def __init__(
@@ -217,9 +210,7 @@ class ColumnParallelLinear(_ColumnLinear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: Group | TensorGroup | None, **options) -> Self:
         """The same function as `linear`, which every rank holds whole; `options` as in the constructor."""
-        return cls(
-            linear.in_features, linear.out_features, linear.bias is not None, **_meta(linear, group, options)
-        )._take({"": linear})
+        return cls._of_whole(linear.out_features, {"": linear}, group, options)
 
     @property
     def vocab_start(self) -> int:
@@ -227,10 +218,10 @@ class ColumnParallelLinear(_ColumnLinear):
         layout = self._layouts["weight"]
         return layout.bounds(layout.parts[0])[0]
 
-    def _whole(self, x: Tensor, rows: int | None) -> Tensor:
+    def compute(self, x: Tensor, rows: int | None = None) -> Tensor:
         if self.region is not None:
             mark_whole(x)
-        y = self._matmul(x, rows)
+        y = super().compute(x, rows)
         if self.gather_output:
             y = gather_features(y, self.group, self.out_features)
             if self.region is not None:
@@ -238,17 +229,9 @@ class ColumnParallelLinear(_ColumnLinear):
             return y
         return y if self.region is None else self.region.begin(y)
 
-    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
-        """rows: how many rows all ranks hold together along `dim`, which saves an exchange of counts; not
-        read without sequence_parallel."""
-        if self.profiling():
-            with self.range():
-                return self._whole(x, rows)
-        return self._whole(x, rows)
-
 
 class MergedColumnParallelLinear(_ColumnLinear):
-    """Several column-parallel linears that read the same x, as one gather and one product.
+    """Several column-parallel linears that read the same x, as one gather and one GEMM.
 
     MergedColumnParallelLinear(K, {"q": N_q, "k": N_k, "v": N_v}, group=g) holds one local weight [sum_i
     N_i/P, K]. Result: [..., sum_i N_i/P], whose last dimension is [part0_r | part1_r | ...] of widths
@@ -289,15 +272,8 @@ class MergedColumnParallelLinear(_ColumnLinear):
                     f"{first.in_features} and {first.bias is not None}."
                 )
         sizes = {name: linear.out_features for name, linear in linears.items()}
-        merged = cls(first.in_features, sizes, first.bias is not None, **_meta(first, group, options))
-        return merged._take({f"{name}.": linear for name, linear in linears.items()})
-
-    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
-        """rows: as in ColumnParallelLinear."""
-        if self.profiling():
-            with self.range():
-                return self._matmul(x, rows)
-        return self._matmul(x, rows)
+        parts = {f"{name}.": linear for name, linear in linears.items()}
+        return cls._of_whole(sizes, parts, group, options)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -307,8 +283,8 @@ class RowParallelLinear(ParallelLinear):
     this rank's rows [..., rows_r, ..., N], cut along `dim` (sequence_parallel), or all of them. State dict:
     "weight", DTensor with Shard(1), and "bias", replicated.
 
-    Raises ValueError where the group leaves a rank without features, and for an input that is not K/P wide.
-    """
+    Options as in ParallelLinear. Raises ValueError where the group leaves a rank without features, and for an
+    input that is not K/P wide."""
 
     def __init__(
         self,
@@ -317,36 +293,17 @@ class RowParallelLinear(ParallelLinear):
         bias: bool = False,
         *,
         group: Group | TensorGroup | None,
-        sequence_parallel: bool = True,
-        dim: int = 0,
-        tier: str = "auto",
-        strict: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **options,
     ):
-        super().__init__(
-            in_features,
-            {"": out_features},
-            bias,
-            cut=(1, None),
-            group=group,
-            sequence_parallel=sequence_parallel,
-            dim=dim,
-            tier=tier,
-            strict=strict,
-            dtype=dtype,
-            device=device,
-        )
+        super().__init__(in_features, {"": out_features}, bias, cut=(1, None), group=group, **options)
         self.out_features = out_features
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: Group | TensorGroup | None, **options) -> Self:
         """The same function as `linear`, which every rank holds whole; `options` as in the constructor."""
-        return cls(
-            linear.in_features, linear.out_features, linear.bias is not None, **_meta(linear, group, options)
-        )._take({"": linear})
+        return cls._of_whole(linear.out_features, {"": linear}, group, options)
 
-    def _matmul(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         if x.size(-1) != self.weight.size(1):
             raise ValueError(
                 f"{self.label or type(self).__name__} holds {self.weight.size(1)} of "
@@ -367,12 +324,6 @@ class RowParallelLinear(ParallelLinear):
         self._note(x.numel() // x.size(-1))
         return y if self.region is None else self.region.whole(y)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.profiling():
-            with self.range():
-                return self._matmul(x)
-        return self._matmul(x)
-
     def op_uses(self) -> list[OpUse]:
         n, k = self.weight.shape
         op = "matmul_reduce_scatter" if self.sequence_parallel else "matmul_all_reduce"
@@ -380,16 +331,3 @@ class RowParallelLinear(ParallelLinear):
             OpUse("forward", op, n, k),
             OpUse("backward", f"{op}_backward", n, k, travels=self.sequence_parallel),
         ]
-
-
-def _weight_parts(parts: Mapping[str, int], in_features: int) -> list[Part]:
-    return [Part(f"{prefix}weight", (size, in_features)) for prefix, size in parts.items()]
-
-
-def _bias_parts(parts: Mapping[str, int]) -> list[Part]:
-    return [Part(f"{prefix}bias", (size,)) for prefix, size in parts.items()]
-
-
-def _meta(linear: nn.Linear, group: Group | TensorGroup | None, options: dict) -> dict:
-    """Constructor options for a copy of `linear` whose parameters are filled afterwards."""
-    return {"dtype": linear.weight.dtype, **options, "group": group, "device": "meta"}

@@ -13,8 +13,7 @@ from torch import nn
 
 def linears_of(name: str, module: nn.Module, style: str) -> list[tuple[str, str]]:
     """[(qualified name, style)]: what `style` on a module means. The module itself, unless it is a linear
-    with
-    adapters.
+    with adapters.
 
     Raises ValueError for adapters that are not plain LoRA."""
     if not all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B")):

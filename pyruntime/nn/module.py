@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +15,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from pyruntime.comm.ranges import is_heard, marked
 from pyruntime.nn.gradients import watch_gradient
 from pyruntime.nn.optimizer_states import before_step
-from pyruntime.nn.parameters import Group, Layout, Part, TensorGroup, mark
-from pyruntime.nn.wrappers import refuse_replacement, refuse_wrapper
+from pyruntime.nn.parameters import Group, Layout, Part, TensorGroup
+from pyruntime.nn.wrappers import refuse_removal, refuse_replacement, refuse_wrapper
 
 
-class LastCall:
-    """What a module remembers of its last call, for explain(). Not an attribute of the module itself, because
-    nn.Module makes setting one of those expensive."""
+class Step:
+    """A part of what a module computes, `take(step)`. It runs as a call of the module, whose hooks see to its
+    weights and give what it does a name."""
 
-    __slots__ = ("rows",)
-
-    def __init__(self) -> None:
-        self.rows = 0  # of the input, over all ranks; 0: not called yet
+    def __init__(self, take: Callable[[], Any]):
+        self.take = lambda _: take()
 
 
 class ParallelModule(nn.Module):
@@ -39,11 +36,13 @@ class ParallelModule(nn.Module):
     qualified name."""
 
     def __init__(self, group: Group | TensorGroup | None):
-        _meet_torch()
+        _register_with_torch()
         super().__init__()
         self.group = TensorGroup.of(group)
         self.label = ""
-        self.last_call = LastCall()
+        # Of the last call's input, over all ranks, for explain(); 0: not called yet. Calls write it into
+        # __dict__, because nn.Module makes setting an attribute expensive.
+        self.last_rows = 0
         self._layouts: dict[str, Layout] = {}
 
     def add_parameter(
@@ -81,18 +80,28 @@ class ParallelModule(nn.Module):
             self._parameters[name].requires_grad_(all(full[part.key].requires_grad for part in layout.parts))
         return self.train(next(iter(sources.values())).training)
 
-    def range(self) -> contextlib.AbstractContextManager:
-        """A range named `label` for profilers; enter it only when `profiling()`."""
-        return marked(self.label or type(self).__name__)
+    def forward(self, *args, **kwargs) -> Tensor:
+        """What the module computes, in a range named `label` where a profiler is watching. Calls pay less
+        than a microsecond where none is. In place of arguments, a `Step` of it."""
+        compute = args[0].take if args and isinstance(args[0], Step) else self.compute
+        if not is_compiling() and is_heard():
+            with marked(self.label or type(self).__name__):
+                return compute(*args, **kwargs)
+        return compute(*args, **kwargs)
 
-    def profiling(self) -> bool:
-        """Whether somebody is watching: calls pay less than a microsecond when nobody is."""
-        return not is_compiling() and is_heard()
+    def compute(self, *args, **kwargs) -> Tensor:
+        # Abstract: nn.Module and abc.ABC do not mix.
+        raise NotImplementedError(f"{type(self).__name__} does not say what it computes.")
 
     def __setattr__(self, name, value):
         if name in self.__dict__.get("_layouts", ()):
             refuse_replacement(f"{self.label or type(self).__name__}.{name}", self.group, value)
         super().__setattr__(name, value)
+
+    def __delattr__(self, name):
+        if name in self.__dict__.get("_layouts", ()):
+            refuse_removal(f"{self.label or type(self).__name__}.{name}", self.group)
+        super().__delattr__(name)
 
     # -- marks survive what replaces a Parameter object: .to(...), to_empty, deepcopy, pickle
 
@@ -149,13 +158,15 @@ class ParallelModule(nn.Module):
 
 
 def _mark(parameter: nn.Parameter, layout: Layout) -> None:
-    mark(parameter, layout)
+    parameter.tp_layout = layout
+    parameter.tp_dim = layout.dim
+    parameter.tp_group_name = layout.group.name
     if layout.dim is not None and layout.group.size > 1:
         watch_gradient(parameter)
 
 
 @functools.cache
-def _meet_torch() -> None:
+def _register_with_torch() -> None:
     """Once in a process: torch's optimizers and wrappers know what parallel modules are."""
     register_optimizer_step_pre_hook(before_step)
     register_module_module_registration_hook(refuse_wrapper)

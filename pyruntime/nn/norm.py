@@ -38,15 +38,9 @@ class RMSNorm(ParallelModule):
         if not self.weight.is_meta:
             torch.nn.init.ones_(self.weight)
 
-    def _normalise(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         weight = self.weight if self.group.size == 1 else ops.replicate_grad(self.weight, self.group.name)
         return rms_norm(x, weight, self.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.profiling():
-            with self.range():
-                return self._normalise(x)
-        return self._normalise(x)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, group=({self.group})"

@@ -30,9 +30,11 @@ def before_step(optimizer: Optimizer, _args: tuple, _kwargs: dict) -> None:
     """Hook of torch for every step of every optimizer: takes care of those that hold shards.
 
     Raises ValueError for an optimizer that would mix elements of a weight that is cut."""
-    if _is_watched(optimizer) or next(_shards(optimizer), None) is None:
+    watched = whole_states in optimizer._optimizer_state_dict_post_hooks.values()
+    if watched or next(_shards(optimizer), None) is None:
         return
-    _refuse_mixing(optimizer)
+    if isinstance(optimizer, MIX_ELEMENTS):
+        _refuse_mixing(optimizer)
     optimizer.register_state_dict_post_hook(whole_states)
     optimizer.register_load_state_dict_pre_hook(local_states)
     # What was loaded before this step came in without the hook.
@@ -40,10 +42,6 @@ def before_step(optimizer: Optimizer, _args: tuple, _kwargs: dict) -> None:
         if parameter in optimizer.state:
             state = optimizer.state[parameter]
             state.update({name: _local(layout, name, value) for name, value in state.items()})
-
-
-def _is_watched(optimizer: Optimizer) -> bool:
-    return whole_states in optimizer._optimizer_state_dict_post_hooks.values()
 
 
 def _shards(optimizer: Optimizer) -> Iterator[tuple[Tensor, Layout]]:
@@ -55,8 +53,6 @@ def _shards(optimizer: Optimizer) -> Iterator[tuple[Tensor, Layout]]:
 
 
 def _refuse_mixing(optimizer: Optimizer) -> None:
-    if not isinstance(optimizer, MIX_ELEMENTS):
-        return
     for parameter, layout in _shards(optimizer):
         if layout.dim is not None and layout.group.size > 1:
             raise ValueError(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyruntime.nn import lora, saving
+from pyruntime.nn import lora
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.first_call import FirstCall
 from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -17,6 +17,7 @@ from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, TensorGroup
 from pyruntime.nn.plans import Plan, find_plan
 from pyruntime.nn.regions import Region
+from pyruntime.nn.save_pretrained import save_whole
 from pyruntime.nn.tiers import check_tier
 
 
@@ -65,22 +66,21 @@ def parallelize(
         setattr(model.get_submodule(parent), leaf, module)
     if group.size > 1:
         _watch(model, replaced, group)
-    saving.save_whole(model, group)
+    save_whole(model, group)
     return model
 
 
 def _watch(model: nn.Module, replaced: Mapping[str, ParallelModule], group: TensorGroup) -> None:
     """From here on gradients of what is whole are summed where they must be (regions.py), and the first call
     is compared with the whole model's (first_call.py)."""
-    holders: dict[str, nn.Module] = {}
+    holders: dict[nn.Module, None] = {}
     for name, module in replaced.items():
         if isinstance(module, ParallelLinear):
             module.region = Region(name, group)
-        parts = name.split(".")[:-1]
-        for depth in range(len(parts) + 1):
-            prefix = ".".join(parts[:depth])
-            holders.setdefault(prefix, model.get_submodule(prefix))
-    for holder in holders.values():
+        while name:
+            name = name.rpartition(".")[0]
+            holders[model.get_submodule(name)] = None
+    for holder in holders:
         if not any(isinstance(hook, FirstCall) for hook in holder._forward_pre_hooks.values()):
             holder.register_forward_pre_hook(FirstCall(), with_kwargs=True)
         # torch's fast paths read weights instead of calling the layers that hold them.
@@ -119,8 +119,7 @@ def _check_kind(name: str, module: nn.Module, pattern: str, style: str) -> None:
     if isinstance(module, ParallelModule):
         raise ValueError(f"{name} (pattern {pattern!r}) is parallel already; parallelize a model once.")
     wanted = nn.Embedding if style == "embedding" else nn.Linear
-    # Exactly nn.Linear: a subclass computes something else (quantised, LoRA), which a plain product would
-    # lose.
+    # Exactly nn.Linear: a subclass computes something else (quantised, LoRA), which a plain GEMM would lose.
     if type(module) is not wanted:
         raise ValueError(
             f"The plan's pattern {pattern!r} asks for {style!r} on {name}, which is a "
@@ -132,17 +131,15 @@ def _parallel(
     module: nn.Module, name: str, style: str, group: TensorGroup, tier: str, strict: bool
 ) -> ParallelModule:
     new: ParallelModule
+    options = {"sequence_parallel": False, "tier": tier, "strict": strict}
     try:
         if style == "embedding":
             new = VocabParallelEmbedding.from_embedding(module, group, sequence_parallel=False)
+        elif style == "row":
+            new = RowParallelLinear.from_linear(module, group, **options)
         else:
-            options = {"sequence_parallel": False, "tier": tier, "strict": strict}
-            if style == "row":
-                new = RowParallelLinear.from_linear(module, group, **options)
-            else:
-                new = ColumnParallelLinear.from_linear(
-                    module, group, gather_output=style == "column_gather", **options
-                )
+            gathers = style == "column_gather"
+            new = ColumnParallelLinear.from_linear(module, group, gather_output=gathers, **options)
     except ValueError as error:
         raise ValueError(f"{name} cannot be cut as {style!r}: {error}") from error
     new.label = name
@@ -182,19 +179,19 @@ def check_same_model(model: nn.Module, group: TensorGroup) -> None:
     between ranks. Reads every parameter once and exchanges a line for each."""
     if group.size == 1:
         return
-    mine = [(name, tuple(p.shape), str(p.dtype), _checksum(p)) for name, p in model.named_parameters()]
+    mine = [(name, f"{name} {list(p.shape)} {p.dtype}", _checksum(p)) for name, p in model.named_parameters()]
     everyone: list[list] = [[] for _ in range(group.size)]
     dist.all_gather_object(everyone, mine, group=group.process_group)
     for rank, theirs in enumerate(everyone):
-        for ours, other in zip(everyone[0], theirs, strict=False):
-            if ours[:3] != other[:3]:
+        for (name, ours, own_sum), (_, other, other_sum) in zip(everyone[0], theirs, strict=False):
+            if ours != other:
                 raise ValueError(
-                    f"The ranks hold different models: where rank 0 has {_describe(ours)}, rank {rank} has "
-                    f"{_describe(other)}; build the same model on every rank."
+                    f"The ranks hold different models: where rank 0 has {ours}, rank {rank} has {other}; "
+                    "build the same model on every rank."
                 )
-            if ours[3] != other[3]:
+            if own_sum != other_sum:
                 raise ValueError(
-                    f"The ranks hold different weights: {ours[0]} of rank {rank} is not that of rank 0; "
+                    f"The ranks hold different weights: {name} of rank {rank} is not that of rank 0; "
                     "load the same checkpoint or seed every rank alike before building the model."
                 )
         if len(theirs) != len(everyone[0]):
@@ -204,25 +201,14 @@ def check_same_model(model: nn.Module, group: TensorGroup) -> None:
             )
 
 
-def _describe(entry: tuple) -> str:
-    name, shape, dtype, _ = entry
-    return f"{name} {list(shape)} {dtype}"
-
-
 @torch.no_grad()
 def _checksum(parameter: Tensor) -> tuple[int, int]:
     """Two integer sums over the bits, one weighted by row so that permuted rows differ; (0, 0) on meta."""
     if parameter.is_meta or parameter.numel() == 0:
         return 0, 0
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-    rows = (
-        parameter.detach()
-        .contiguous()
-        .view(integer)
-        .reshape(parameter.shape[0] if parameter.dim() else 1, -1)
-    )
-    sums = rows.sum(
-        1, dtype=torch.int64
-    )  # integer sums wrap and do not round, so their order does not matter
+    rows = parameter.detach().contiguous().view(integer).view(len(parameter) if parameter.dim() else 1, -1)
+    # Integer sums wrap and do not round, so their order does not matter.
+    sums = rows.sum(1, dtype=torch.int64)
     weights = torch.arange(1, sums.numel() + 1, device=sums.device)
     return int(sums.sum()), int((sums * weights).sum())

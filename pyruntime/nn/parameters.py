@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -108,6 +108,11 @@ class Layout:
     dim: int | None
     parts: tuple[Part, ...]
 
+    @property
+    def placements(self) -> list[Placement]:
+        """Of the DTensors, over the group."""
+        return [Replicate() if self.dim is None else Shard(self.dim)]
+
     def bounds(self, part: Part) -> tuple[int, int]:
         """[start, stop) of `part` along `dim` that this rank holds."""
         assert self.dim is not None
@@ -137,14 +142,11 @@ class Layout:
     def to_dtensors(self, local: Tensor) -> dict[str, Tensor]:
         """A DTensor per part over the storage of `local`, which is the parameter or anything of its shape
         (a gradient, a moment of the optimizer). No communication. Without a group the tensors are plain."""
+        shards = dict(zip(self.parts, self.split(local), strict=True))
         if not self.group.name:
-            return {part.key: shard for part, shard in zip(self.parts, self.split(local), strict=True)}
+            return {part.key: shard for part, shard in shards.items()}
         mesh = self.group.mesh(local.device.type)
-        placement = [Replicate() if self.dim is None else Shard(self.dim)]
-        return {
-            part.key: dtensor(shard, mesh, placement, part.shape)
-            for part, shard in zip(self.parts, self.split(local), strict=True)
-        }
+        return {p.key: dtensor(shard, mesh, self.placements, p.shape) for p, shard in shards.items()}
 
     def local_part(self, part: Part, value: Tensor) -> Tensor:
         """This rank's shard of `part` out of a DTensor (any placement, any mesh that holds this rank), a full
@@ -154,20 +156,17 @@ class Layout:
         Raises ValueError where the shape is none of these.
         """
         local_shape = self.local_shape_of(part)
-        if isinstance(value, DTensor) and not self.group.name:
-            value = value.full_tensor()
         if isinstance(value, DTensor):
-            mesh = self.group.mesh(value.device_mesh.device_type)
-            placement = Replicate() if self.dim is None else Shard(self.dim)
+            mesh = self.group.mesh(value.device_mesh.device_type) if self.group.name else None
             if tuple(value.shape) == part.shape and value.device_mesh == mesh:
-                return value.redistribute(mesh, [placement]).to_local()
+                return value.redistribute(mesh, self.placements).to_local()
             value = value.full_tensor()
         if tuple(value.shape) == part.shape:
             if self.dim is None:
                 return value
             start, stop = self.bounds(part)
             return value.narrow(self.dim, start, stop - start)
-        if not isinstance(value, DTensor) and tuple(value.shape) == local_shape:
+        if tuple(value.shape) == local_shape:
             return value
         raise ValueError(
             f"{part.key} has full shape {list(part.shape)} and shard {list(local_shape)} on rank "
@@ -181,13 +180,6 @@ class Layout:
         return shards[0] if len(shards) == 1 else torch.cat(shards, dim=self.dim or 0)
 
 
-def mark(parameter: nn.Parameter, layout: Layout) -> None:
-    """Hangs `layout` on a parameter as `tp_layout`, `tp_dim` and `tp_group_name`."""
-    parameter.tp_layout = layout
-    parameter.tp_dim = layout.dim
-    parameter.tp_group_name = layout.group.name
-
-
 def dtensor(
     shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
@@ -198,13 +190,5 @@ def dtensor(
         placements,
         run_check=False,
         shape=torch.Size(shape),
-        stride=_strides(shape),
+        stride=torch.empty(shape, device="meta").stride(),
     )
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))

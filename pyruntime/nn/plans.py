@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -17,7 +17,7 @@ STYLES = {
 
 
 def _no_check(model: nn.Module, tp: int) -> None:
-    return None
+    """Of plans that fit any model; not a lambda, so that a plan can be pickled."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,13 @@ class Plan:
     """Module-name patterns to styles, and what must hold of a model before they are right.
 
     styles: {pattern: style}. A pattern is a glob on qualified module names as `model.named_modules()` gives
-    them
-        ("*.mlp.up_proj", "layers.[01].fc?"), matched as fnmatch.fnmatchcase does: `*` crosses dots.
+        them ("*.mlp.up_proj", "layers.[01].fc?"), matched as fnmatch.fnmatchcase does: `*` crosses dots.
     check: called with (model, tp) first; raises ValueError where tp cannot cut the model in this way.
     """
 
     name: str
     styles: Mapping[str, str]
-    check: Callable[[nn.Module, int], None] = field(default=_no_check)
+    check: Callable[[nn.Module, int], None] = _no_check
 
 
 def check_heads(model: nn.Module, tp: int) -> None:

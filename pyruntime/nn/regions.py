@@ -1,4 +1,4 @@
-"""Gradients of whatever is whole on every rank and meets activations that are cut.
+"""Gradients of whatever is whole on every rank and is combined with activations that are cut.
 
 Between a column linear and the row linear that follows, each rank computes on its own features or heads. A
 tensor that is whole there (the weight of a norm over each head, a gain, a gate, keys that all heads share)
@@ -15,6 +15,7 @@ part alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ from pyruntime.nn.parameters import TensorGroup
 _MARKS = "pyruntime.regions"  # {number of the output: its Region where it is cut, None where it is whole}
 _SUMMED = "pyruntime.summed"  # the node's gradients are summed already: two row linears may share a region
 _WHOLE = "pyruntime.whole"  # nothing behind the node is cut, as an earlier walk has found
+# Kinds of nodes that such metadata was ever written to: to ask a node for its metadata makes some, and takes
+# longer than the rest of a step of the walk.
+_marked_kinds: set[type] = set()
+_whole_kinds: set[type] = set()
+_LEAF = torch._C._functions.AccumulateGrad
 
 
 class Region:
@@ -47,26 +53,23 @@ class Region:
 
     def begin(self, y: Tensor) -> Tensor:
         """Marks y [..., N/P], the output of a column linear, as cut."""
-        if not torch.is_grad_enabled():
-            return y
-        if is_compiling():
-            return y if self.settled else _begin_eagerly(self, y)
-        return self._begin(y)
+        return self._eagerly(Region._begin, y)
 
     def end(self, x: Tensor) -> Tensor:
         """x [..., K/P], the input of a row linear, once the gradients behind it are seen to."""
-        if not torch.is_grad_enabled():
-            return x
-        if is_compiling():
-            return x if self.settled else _end_eagerly(self, x)
-        return self._end(x)
+        return self._eagerly(Region._end, x)
 
     def whole(self, y: Tensor) -> Tensor:
         """Marks y as whole on every rank."""
-        if not torch.is_grad_enabled():
-            return y
-        if is_compiling():
-            return y if self.settled else _whole_eagerly(self, y)
+        return self._eagerly(Region._whole, y)
+
+    def _eagerly(self, method: Callable[[Region, Tensor], Tensor], x: Tensor) -> Tensor:
+        """The method outside of torch.compile, where there are gradients."""
+        if not torch.is_grad_enabled() or (is_compiling() and self.settled):
+            return x
+        return _run_eagerly(method, self, x) if is_compiling() else method(self, x)
+
+    def _whole(self, y: Tensor) -> Tensor:
         return _mark(y, None)
 
     def _begin(self, y: Tensor) -> Tensor:
@@ -109,6 +112,7 @@ def mark_whole(x: Tensor) -> None:
 def _mark(y: Tensor, region: Region | None) -> Tensor:
     if y.grad_fn is not None:
         y.grad_fn.metadata.setdefault(_MARKS, {})[y.output_nr] = region
+        _marked_kinds.add(type(y.grad_fn))
     return y
 
 
@@ -116,12 +120,15 @@ def _sum_gradients(root: Any, end: Region) -> tuple[set[Region], bool]:
     """Sees to every edge from a cut tensor to a whole one. Returns the regions that begin behind `root`, and
     whether there was such an edge."""
     begun: set[Region] = set()
-    cut = _cut_nodes(root, end, begun)
+    edges, all_cut = _nodes_behind(root, end, begun)
+    if all_cut:
+        return begun, False
+    cut = _cut_nodes(root, edges)
     found = False
-    for node, edges in cut.items():
+    for node in cut:
         crossing = [
             i
-            for i, (other, number) in enumerate(edges)
+            for i, (other, number) in enumerate(edges[node])
             if other is not None and not _is_cut(other, number, cut)
         ]
         if not crossing:
@@ -153,48 +160,62 @@ class _Sum:
         )
 
 
-def _cut_nodes(root: Any, end: Region, begun: set[Region]) -> dict[Any, tuple]:
-    """The nodes between `root` and the column linears whose outputs are cut, with their edges. `root` is
-    cut whatever it reads, because a row linear's input is."""
+def _nodes_behind(root: Any, end: Region, begun: set[Region]) -> tuple[dict[Any, tuple], bool]:
+    """The nodes from `root` back to marked outputs, leaves and what is known to be whole, with their edges;
+    regions that begin there go to `begun`. And whether all of them are cut: nothing whole feeds any."""
     edges: dict[Any, tuple] = {}
-    cut: dict[Any, tuple] = {}
-    readers: dict[Any, list] = {}
-    stack, seeds = [root], [root]
+    all_cut = True
+    stack = [root]
     while stack:
         node = stack.pop()
         if node in edges:
             continue
-        edges[node] = node.next_functions
-        for other, number in edges[node]:
+        edges[node] = following = node.next_functions
+        for other, number in following:
             if other is None:
                 continue
-            marks = other.metadata.get(_MARKS)
-            if marks is not None and number in marks:
-                if marks[number] is not None:
-                    begun.add(marks[number])
-                    seeds.append(node)
-            elif _WHOLE in other.metadata:
-                continue
-            elif hasattr(other, "variable"):
+            kind = type(other)
+            if kind is _LEAF:
                 _check_leaf(other.variable, end)
+                all_cut = False
+            elif kind in _marked_kinds and number in (marks := other.metadata.get(_MARKS, ())):
+                if marks[number] is None:
+                    all_cut = False
+                else:
+                    begun.add(marks[number])
+            elif kind in _whole_kinds and _WHOLE in other.metadata:
+                all_cut = False
             else:
-                readers.setdefault(other, []).append(node)
                 stack.append(other)
+    return edges, all_cut
+
+
+def _cut_nodes(root: Any, edges: dict[Any, tuple]) -> set[Any]:
+    """Those of the nodes that the column linears' cut outputs flow into; `root` is one whatever it reads,
+    because a row linear's input is. The others are remembered as whole."""
+    readers: dict[Any, list] = {}
+    seeds = [root]
+    for node, following in edges.items():
+        for other, number in following:
+            if other in edges and number not in other.metadata.get(_MARKS, ()):
+                readers.setdefault(other, []).append(node)
+            elif other is not None and _is_cut(other, number, ()):
+                seeds.append(node)
+    cut: set[Any] = set()
     while seeds:
         node = seeds.pop()
         if node not in cut:
-            cut[node] = edges[node]
+            cut.add(node)
             seeds.extend(readers.get(node, ()))
-    for node in edges.keys() - cut.keys():
+    for node in edges.keys() - cut:
         node.metadata[_WHOLE] = True
+        _whole_kinds.add(type(node))
     return cut
 
 
-def _is_cut(node: Any, number: int, cut: dict[Any, tuple]) -> bool:
-    marks = node.metadata.get(_MARKS)
-    if marks is not None and number in marks:
-        return marks[number] is not None
-    return node in cut
+def _is_cut(node: Any, number: int, cut: Container[Any]) -> bool:
+    marks = node.metadata.get(_MARKS, {})
+    return marks[number] is not None if number in marks else node in cut
 
 
 def _check_leaf(leaf: Tensor, end: Region) -> None:
@@ -210,10 +231,8 @@ def _check_leaf(leaf: Tensor, end: Region) -> None:
         )
 
 
-_FIRST = (
-    "gradients around parallel layers are checked in the first eager step: run one forward pass before "
-    "torch.compile, or compile without fullgraph=True"
+_run_eagerly = torch.compiler.disable(
+    lambda method, region, x: method(region, x),
+    reason="gradients around parallel layers are checked in the first eager step: run one forward pass "
+    "before torch.compile, or compile without fullgraph=True",
 )
-_begin_eagerly = torch.compiler.disable(Region._begin, reason=_FIRST)
-_end_eagerly = torch.compiler.disable(Region._end, reason=_FIRST)
-_whole_eagerly = torch.compiler.disable(lambda _, y: _mark(y, None), reason=_FIRST)

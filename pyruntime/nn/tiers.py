@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pyruntime import ops
 
 if TYPE_CHECKING:
-    from pyruntime.nn.linear import ParallelLinear
+    from pyruntime.nn.module import ParallelModule
 
 TIERS = ("auto", "unfused", "chunked", "fused")
 
@@ -31,10 +31,10 @@ def check_tier(tier: str) -> str:
     return tier
 
 
-def tier_of(layer: ParallelLinear, use: OpUse) -> tuple[str, str]:
+def tier_of(layer: ParallelModule, use: OpUse) -> tuple[str, str]:
     """(tier, why not a faster one) at the rows of the layer's last call: the core's own answer.
 
-    The tier is "local" where nothing travels, and "auto" before the first call at this shape has measured it.
+    The tier is "local" where nothing travels, and "auto" before the group's first op.
     """
     if not use.travels:
         return "local", "the operand is whole on every rank, so nothing travels"
@@ -43,7 +43,7 @@ def tier_of(layer: ParallelLinear, use: OpUse) -> tuple[str, str]:
     weight = layer.weight
     return ops.tier_of(
         use.op,
-        layer.last_call.rows,
+        layer.last_rows,
         use.n,
         use.k,
         weight.dtype,
@@ -63,16 +63,16 @@ def strict_refusal(asked: str, tier: str) -> str:
     return f"asked for {asked}, runs {tier}"
 
 
-def refuse_slow_tier(layer: ParallelLinear) -> bool:
+def refuse_slow_tier(layer: ParallelModule) -> bool:
     """Raises RuntimeError where strict mode refuses what the layer's last call ran on. Returns whether every
-    pass is settled; a backward is not before it has run."""
-    settled = True
+    pass is known: none that travels is before the group's first op."""
+    known = True
     for use in layer.op_uses():
         tier, reason = tier_of(layer, use)
-        settled &= tier != "auto"
+        known &= tier != "auto"
         if refusal := strict_refusal(layer.tier, tier):
             raise RuntimeError(
-                f"strict: {layer.label or type(layer).__name__}, {use.op} with rows={layer.last_call.rows}, "
+                f"strict: {layer.label or type(layer).__name__}, {use.op} with rows={layer.last_rows}, "
                 f"n={use.n}, k={use.k}: {refusal} ({reason}); ask for tier={tier!r} or leave strict off."
             )
-    return settled
+    return known

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pyruntime import ops
+from pyruntime.nn.comparing import tensors_of
 from pyruntime.nn.parameters import TensorGroup
-from pyruntime.nn.rehearsal import tensors_of
 
 # Of a tensor's norm; what is smaller than _NOISE of the largest gradient is compared with that instead.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}

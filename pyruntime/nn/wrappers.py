@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from torch import Tensor, nn
 
 from pyruntime.nn.parameters import TensorGroup
@@ -23,7 +25,8 @@ def refuse_wrapper(wrapper: nn.Module, _name: str, module: nn.Module) -> None:
                 f"{type(wrapper).__name__} was asked to wrap a tensor-parallel model ({name} is cut over "
                 f"group {layout.group}), which it would take for whole: over those ranks it makes all shards "
                 "equal. Use the model as it is, with the same batch on every rank of that group; "
-                f"{INSTEAD}. Hugging Face's Trainer wraps every model: write the loop yourself (README)."
+                f"{INSTEAD}. Hugging Face's Trainer wraps every model: write the loop yourself "
+                "(docs/examples.md)."
             )
 
 
@@ -37,3 +40,13 @@ def refuse_replacement(what: str, group: TensorGroup, value: object) -> None:
             "it. Values are loaded with load_state_dict(); FSDP and fully_shard cannot cut a tensor-parallel "
             f"model: {INSTEAD}, with stage=3 where weights are to be cut too."
         )
+
+
+def refuse_removal(what: str, group: TensorGroup) -> NoReturn:
+    """ValueError where a parameter is taken away from a parallel module, as FSDP does, and torch's
+    parametrizations, which compute it anew in every call."""
+    raise ValueError(
+        f"{what} belongs to tensor-parallel group {group} and stays in its layer. A parametrization "
+        "(weight_norm, spectral_norm) would compute it from this rank's shard alone: leave the layer out of "
+        f"the plan. FSDP and fully_shard cannot cut a tensor-parallel model: {INSTEAD}."
+    )

@@ -1,10 +1,11 @@
-"""Grouped-query attention as ops: C++ on CPU (csrc/cpu/layers), a composite of ATen ops elsewhere.
+"""Grouped-query attention as ops: C++ on CPU (csrc/cpu/layers); of blocks a composite of ATen ops elsewhere.
 
-`causal_attention` is that of whole sequences; `attention_block_` and `attention_block_backward_` are one step
-of an attention whose keys are spread over ranks. All are traceable by `torch.compile(fullgraph=True)` and
-bitwise the same whatever the number of threads; the first is differentiable. Inputs are float32, bfloat16,
-float16 or float64; scores, softmax and sums are float32 (float64 for float64). Bad arguments raise ValueError
-(shapes, strides) or TypeError (dtypes) with what was found and what is needed.
+`causal_attention` is that of whole sequences, on CPU alone. `attention_block_` and
+`attention_block_backward_` are one step of an attention whose keys are spread over ranks. All are traceable
+by `torch.compile(fullgraph=True)` and bitwise the same whatever the number of threads; the first is
+differentiable. Inputs are float32, bfloat16, float16 or float64; scores, softmax and sums are float32
+(float64 for float64). Bad arguments raise ValueError (shapes, strides) or TypeError (dtypes) with what was
+found and what is needed.
 """
 
 from __future__ import annotations
@@ -29,10 +30,16 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 
     The backward keeps q, k, v, out and lse, nothing of size S * S, and computes the scores again. On a CPU
     that multiplies bfloat16, bfloat16 probabilities and score gradients are rounded to bfloat16 before they
-    are multiplied, as flash attention does it. The composite of other devices holds all scores while it runs,
-    B * H * S * S elements.
+    are multiplied, as flash attention does it. On other devices NotImplementedError: take torch's.
     """
     return torch.ops.pyruntime.causal_attention(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
+    """out [B, Sq, H, D] and lse [B, H, Sq] of queries [B, Sq, H, D] before their first `attention_block_`."""
+    batch, queries, heads, _ = q.shape
+    out = torch.zeros(q.shape, dtype=statistics_dtype(q), device=q.device)
+    return out, torch.full((batch, heads, queries), float("-inf"), dtype=out.dtype, device=q.device)
 
 
 def attention_block_(
@@ -106,9 +113,7 @@ class _PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, scale):
-        batch, heads, queries, dim = q.shape
-        out = torch.zeros(batch, queries, heads, dim, dtype=statistics_dtype(q), device=q.device)
-        lse = torch.full((batch, heads, queries), float("-inf"), dtype=out.dtype, device=q.device)
+        out, lse = nothing_seen(q.transpose(1, 2))
         begin, end = _seen_at_the_end(q, k)
         attention_block_(q, k, v, begin, end, out.transpose(1, 2), lse, scale)
         result = out.to(q.dtype)
@@ -153,13 +158,3 @@ def _(q, k, v, scale):
 @torch.library.register_fake("pyruntime::causal_attention_backward")
 def _(grad_out, q, k, v, out, lse, scale):
     return _like_heads(q), _like_heads(k), _like_heads(v)
-
-
-@torch.library.register_fake("pyruntime::attention_block_")
-def _(q, k, v, begin, end, scale, out, lse):
-    return None
-
-
-@torch.library.register_fake("pyruntime::attention_block_backward_")
-def _(grad_out, q, k, v, begin, end, delta, lse, scale, dq, dk, dv):
-    return None

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from pyruntime.comm.groups import group_rank, group_size
 from pyruntime.ops.primitives import ROWS_UNKNOWN
+
+for _writes_in_place in (
+    "adamw_",
+    "add_",
+    "attention_block_",
+    "attention_block_backward_",
+    "cross_entropy_backward_",
+    "device_adamw_",
+    "rotate_qkv_",
+):
+    torch.library.register_fake(f"pyruntime::{_writes_in_place}", lambda *_, **__: None)
 
 
 def _share(rows, group: str):
@@ -29,7 +42,7 @@ def _gathered_rows(x_shard: Tensor, group: str, dim: int, rows):
 
 
 @torch.library.register_fake("pyruntime::all_gather_matmul")
-def _(x_shard, weights, biases, group, dim, rows, return_gathered, keep_gathered, tier):
+def _(x_shard, weights, biases, group, dim, rows, return_gathered, *_):
     rows = _gathered_rows(x_shard, group, dim, rows)
     outputs = [_like(x_shard, dim, rows, weight.shape[0]) for weight in weights]
     if return_gathered:
@@ -38,7 +51,7 @@ def _(x_shard, weights, biases, group, dim, rows, return_gathered, keep_gathered
 
 
 @torch.library.register_fake("pyruntime::all_gather_matmul_backward")
-def _(grads, x, gathered, weights, group, dim, need_dx, need_dw, tier):
+def _(grads, x, gathered, weights, group, dim, need_dx, need_dw, *_):
     outputs = []
     if need_dx:
         outputs.append(_like(grads[0], dim, _share(grads[0].shape[dim], group), weights[0].shape[1]))
@@ -48,12 +61,12 @@ def _(grads, x, gathered, weights, group, dim, need_dx, need_dw, tier):
 
 
 @torch.library.register_fake("pyruntime::matmul_reduce_scatter")
-def _(x, weight, bias, group, dim, tier):
+def _(x, weight, bias, group, dim, *_):
     return _like(x, dim, _share(x.shape[dim], group), weight.shape[0])
 
 
 @torch.library.register_fake("pyruntime::matmul_reduce_scatter_backward")
-def _(grad_shard, x, weight, group, dim, need_dx, need_dw, need_db, tier):
+def _(grad_shard, x, weight, group, dim, need_dx, need_dw, need_db, tier, need_others=False):
     outputs = []
     if need_dx:
         outputs.append(x.new_empty(x.shape))
@@ -61,21 +74,25 @@ def _(grad_shard, x, weight, group, dim, need_dx, need_dw, need_db, tier):
         outputs.append(weight.new_empty(weight.shape))
     if need_db:
         outputs.append(weight.new_empty([weight.shape[0]]))
+    if need_others:
+        blocks, inner = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 : -1])
+        others = x.shape[dim] - grad_shard.shape[dim]
+        outputs.append(x.new_empty([blocks, others * inner, weight.shape[0]]))
     return outputs
 
 
 @torch.library.register_fake("pyruntime::matmul_all_reduce")
-def _(x, weight, bias, group, tier):
+def _(x, weight, *_):
     return x.new_empty([*x.shape[:-1], weight.shape[0]])
 
 
 @torch.library.register_fake("pyruntime::replicated_matmul")
-def _(x, weights, biases, group, tier):
+def _(x, weights, *_):
     return [x.new_empty([*x.shape[:-1], weight.shape[0]]) for weight in weights]
 
 
 @torch.library.register_fake("pyruntime::replicated_matmul_backward")
-def _(grads, x, weights, group, need_dx, need_dw, tier):
+def _(grads, x, weights, group, need_dx, need_dw, *_):
     outputs = [x.new_empty(x.shape)] if need_dx else []
     return outputs + ([weight.new_empty(weight.shape) for weight in weights] if need_dw else [])
 

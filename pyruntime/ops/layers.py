@@ -110,27 +110,6 @@ def cross_entropy_loss(
     )
 
 
-def cross_entropy_backward(
-    logits: Tensor,
-    labels: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    vocab_start: int,
-    *,
-    overwrite_logits: bool = False,
-) -> Tensor:
-    """grad * (softmax(logits) - onehot(labels)): the gradient of this shard's logits [M, V_r].
-
-    lse [M] is the log-sum-exp over the whole vocabulary and grad [M] the gradient of each row's loss, both
-    float32; rows with grad 0 become 0. With `overwrite_logits` the result is the logits' own memory. Not
-    differentiable.
-    """
-    if overwrite_logits:
-        _ops.cross_entropy_backward_(logits, labels, lse, grad, vocab_start)
-        return logits
-    return _ops.cross_entropy_backward(logits, labels, lse, grad, vocab_start)
-
-
 @torch.no_grad()
 def adamw_(
     params: Sequence[Tensor],
@@ -186,6 +165,54 @@ def adamw_(
     )
 
 
+@torch.no_grad()
+def adamw_ahead_(
+    ahead: Sequence[Tensor],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avg: Sequence[Tensor],
+    exp_avg_sq: Sequence[Tensor],
+    masters: Sequence[Tensor] = (),
+    earlier_grads: Sequence[Tensor] = (),
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: Sequence[float],
+    step: int,
+    grad_scale: float,
+    earlier_lr: float = 0.0,
+    rounding: Sequence[tuple[int, int]] = (),
+) -> None:
+    """Writes into `ahead` what `adamw_` would make of the parameters, bit by bit, and leaves these, their
+    moments and masters as they are, for a step that may not count (Qi et al. 2023, arXiv 2401.10241). On the
+    CPU; other arguments as of `adamw_`.
+
+    earlier_grads: of the step before, which was taken ahead with `earlier_lr`, counts, and has not reached
+    moments and masters yet: they take it up first, in the same pass. Of parameters with masters.
+    """
+    _ops.adamw_ahead_(
+        ahead,
+        params,
+        grads,
+        exp_avg,
+        exp_avg_sq,
+        masters,
+        earlier_grads,
+        grad_scale=grad_scale,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step,
+        earlier_lr=earlier_lr,
+        seeds=[seed for seed, _ in rounding],
+        firsts=[first for _, first in rounding],
+    )
+
+
 def random_rounding(name: str, step: int, first: int = 0) -> tuple[int, int]:
     """What `adamw_` rounds a parameter by: the same for the same name, step and index of its first element,
     whichever data-parallel rank holds it."""
@@ -193,9 +220,10 @@ def random_rounding(name: str, step: int, first: int = 0) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of every element of all tensors -> float64 scalar; 0 for an empty list."""
-    return _ops.sum_of_squares(tensors)
+def sum_of_squares(tensors: Sequence[Tensor], device: torch.device | str = "cpu") -> Tensor:
+    """The sum of the squares of every element of all tensors -> float64 scalar; 0 on `device` where there are
+    none."""
+    return _ops.sum_of_squares(tensors) if tensors else torch.zeros((), dtype=torch.float64, device=device)
 
 
 @torch.no_grad()
@@ -237,11 +265,6 @@ def _(grad, gate_up):
     return gate_up.new_empty(gate_up.shape)
 
 
-@torch.library.register_fake("pyruntime::rotate_qkv_")
-def _(qkv, cos, sin, batch, seq, num_heads, num_kv_heads):
-    return None
-
-
 @torch.library.register_fake("pyruntime::apply_rope_qkv")
 def _(qkv, cos, sin, batch, seq, num_heads, num_kv_heads, overwrite_qkv=False):
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
@@ -267,32 +290,6 @@ def _(logits, labels, stats, vocab_start, vocab_size, ignore_index=-100, overwri
 @torch.library.register_fake("pyruntime::cross_entropy_backward")
 def _(logits, labels, lse, grad, vocab_start):
     return logits.new_empty(logits.shape)
-
-
-@torch.library.register_fake("pyruntime::cross_entropy_backward_")
-def _(logits, labels, lse, grad, vocab_start):
-    return None
-
-
-@torch.library.register_fake("pyruntime::adamw_")
-def _(
-    params, grads, exp_avg, exp_avg_sq, masters, grad_scale, *,
-    lr, beta1, beta2, eps, weight_decay, step, seeds=(), firsts=(),
-):  # fmt: skip
-    return None
-
-
-@torch.library.register_fake("pyruntime::device_adamw_")
-def _(
-    params, grads, exp_avg, exp_avg_sq, masters, grad_scale, settings, *,
-    lr, beta1, beta2, eps, weight_decay, step,
-):  # fmt: skip
-    return None
-
-
-@torch.library.register_fake("pyruntime::add_")
-def _(sum, other):
-    return None
 
 
 @torch.library.register_fake("pyruntime::sum_of_squares")

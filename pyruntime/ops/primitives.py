@@ -2,27 +2,31 @@
 
 Rows of an operand are cut over the P ranks of a group as torch.tensor_split cuts them, any number of rows
 and any P: rank r holds M_r = M // P + (r < M % P) of M rows. `dim` names the dimension that is cut; every
-other dimension is whole. Weights are [N, K], as in nn.Linear. Products accumulate in fp32; sums over
+other dimension is whole. Weights are [N, K], as in nn.Linear. GEMMs accumulate in fp32; sums over
 ranks run in rank order in fp32 with one rounding, so results are bitwise the same from run to run.
 
 All of them raise ValueError for shapes that do not fit (also when the ranks disagree on what travels),
 TypeError for dtypes, CommTimeout and PeerLost when a peer is late or gone. They differentiate; their
-gradients are not differentiable again.
+gradients are not differentiable again (NotImplementedError with create_graph=True).
 
-tier: "unfused" is the collective followed by the library's GEMM; "chunked" runs the GEMM chunk by chunk
-as chunks arrive; "fused" is one kernel that waits for rows, or sends them, while it multiplies; "auto"
-takes them in turn in the first calls with a shape, four each, and then keeps the fastest, or starts with
-the one that was tuned (docs/tuning.md). What travels is the same in all of them, so each rank may take its
-own. A tier can say more: "chunked:4" and "unfused:4" have each rank's rows travel in 4 chunks, where they go
-over a network, in which all ranks must agree; "fused:large" names the tiles of the kernel, each rank's own
-affair ("small" and "large", and where there are kernels for Hopper "sm90-small" and "sm90-large"; a product
-that those do not take goes to the portable kernel). A backward takes what its forward was given. ValueError
-says which there are.
+tier    "unfused"   the collective, then the library's GEMM
+        "chunked"   the GEMM chunk by chunk, as chunks arrive
+        "fused"     one kernel that waits for rows, or sends them, while it multiplies
+        "auto"      the tier that was tuned (docs/tuning.md), else chunked where rows travel in chunks, else
+                    unfused: the same in every run and on every rank
+
+What travels does not depend on the tier, so each rank may take its own. A number, as in "chunked:4" or
+"unfused:4", is that of the chunks that each rank's rows travel in over a network; all ranks must give the
+same one. A name, as in "fused:large", is that of the kernel's tiles, which each rank chooses for itself:
+"small", "large", and where there are kernels for Hopper "sm90-small" and "sm90-large", which leave a GEMM
+that they do not take to the portable kernel. A backward takes the tier of its forward. The ValueError for an
+unknown tier says which there are.
 
 "fused" is for bf16 and fp16 on the devices of one host: all_gather_matmul, matmul_reduce_scatter and their
 backwards, where rows lie in one block (dim 0, or batches of one) and what travels is a multiple of 8 wide.
 Elsewhere it raises ValueError, and "auto" leaves it out. Where other fused kernels, or CUDA graphs with some,
-hold the device, "fused" waits for them and "auto" takes the chunked tier, which tier_of tells (docs/cuda.md).
+hold the device, "fused" waits for them and "auto", where fused was tuned, takes the chunked tier, which
+tier_of tells (docs/cuda.md).
 """
 
 from __future__ import annotations
@@ -101,7 +105,7 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """Y_shard [M_r, N] = this rank's rows of sum over ranks of X [M, K] @ W [N, K]^T (+ b [N], added once).
 
-    A chunk leaves as soon as its part of the product is written: the others' rows are computed first, the
+    A chunk leaves as soon as its part of the GEMM is written: the others' rows are computed first, the
     own ones last.
 
         backward   dX [M, K] = gather(dY_shard) @ W      all_gather_matmul
@@ -135,8 +139,7 @@ def replicated_matmul(
     tier: str = "auto",
 ) -> Tensor | list[Tensor]:
     """Y_i [.., N_i] = X [.., K] @ W_i [N_i, K]^T (+ b_i), for an X that every rank holds whole: a column
-    linear without
-    sequence parallelism. Nothing travels forward.
+    linear without sequence parallelism. Nothing travels forward.
 
         backward   dX   = sum over ranks and i of dY_i @ W_i      matmul_all_reduce
                    dW_i = dY_i^T @ X                              runs while the parts of dX travel
@@ -156,12 +159,12 @@ def tier_of(
     tier: str = "auto",
     device: str = "cpu",
 ) -> tuple[str, str]:
-    """The tier that `op` takes now for a product [rows, n] = [rows, k] @ [k, n], and why not a faster one.
+    """The tier that `op` takes now for a GEMM [rows, n] = [rows, k] @ [k, n], and why not a faster one.
 
     rows: of the whole operand, over all ranks. n, k: of this rank's weights (n of all of them together).
     op: a primitive's name, or that with "_backward".
     """
-    return _C.explain_tier(op, rows, n, k, dtype, group_name(group), device, tier)
+    return _C.explain_tier((op, rows, n, k, dtype, device), group_name(group), tier)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

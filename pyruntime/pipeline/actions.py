@@ -118,6 +118,10 @@ class Schedule:
         """Stages that `rank` holds, ascending."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
+    def peer(self, transfer: Action) -> int:
+        """The rank at the other end of a send or receive."""
+        return self.placement[transfer.counterpart.stage]
+
     def peak_in_flight(self, rank: int) -> int:
         """Most forwards of `rank` whose backward (the input's part) has not run: what it stores, in units of
         one forward of one stage for one slice."""
@@ -130,27 +134,23 @@ class Schedule:
 
 def sent_after(compute: Action, placement: Sequence[int]) -> Action | None:
     """The send of what `compute` makes; None where nobody on another rank needs it."""
-    stage = compute.stage
-    if compute.kind is Kind.FORWARD and stage + 1 < len(placement):
-        send, to = Kind.SEND_ACTIVATION, stage + 1
-    elif compute.kind.makes_input_gradient and stage > 0:
-        send, to = Kind.SEND_GRADIENT, stage - 1
-    else:
-        return None
-    return compute.as_kind(send) if placement[to] != placement[stage] else None
+    return _transfer(compute, placement, Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 
 
 def received_before(compute: Action, placement: Sequence[int]) -> Action | None:
     """The receive of what `compute` needs from another stage; None where that stage is on the same rank, or
     there is none."""
-    stage = compute.stage
-    if compute.kind is Kind.FORWARD and stage > 0:
-        receive, source = Kind.RECEIVE_ACTIVATION, stage - 1
-    elif compute.kind.makes_input_gradient and stage + 1 < len(placement):
-        receive, source = Kind.RECEIVE_GRADIENT, stage + 1
-    else:
+    return _transfer(compute, placement, Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
+
+
+def _transfer(compute: Action, placement: Sequence[int], forward: Kind, backward: Kind) -> Action | None:
+    """`compute` as the transfer of its direction, where that crosses from one rank to another."""
+    if compute.kind is not Kind.FORWARD and not compute.kind.makes_input_gradient:
         return None
-    return compute.as_kind(receive) if placement[source] != placement[stage] else None
+    transfer = compute.as_kind(forward if compute.kind is Kind.FORWARD else backward)
+    other = transfer.counterpart.stage
+    crosses = 0 <= other < len(placement) and placement[other] != placement[compute.stage]
+    return transfer if crosses else None
 
 
 def with_transfers(

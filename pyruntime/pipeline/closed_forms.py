@@ -37,9 +37,10 @@ def bubble_zb_h1(ranks: int, forward: float, backward_input: float, backward_wei
 def closed_form_bubble(schedule: Schedule, costs: Costs) -> float | None:
     """Seconds that every rank of `schedule` idles, by the formula of its kind; None where there is none."""
     seconds = (costs.forward, costs.backward_input, costs.backward_weight)
-    if costs.transfer or not all(isinstance(part, (int, float)) for part in seconds):
+    numbers = [float(part) for part in seconds if isinstance(part, (int, float))]
+    if costs.transfer or len(numbers) < len(seconds):
         return None
-    forward, of_input, of_weight = (float(part) for part in seconds if isinstance(part, (int, float)))
+    forward, of_input, of_weight = numbers
     ranks, virtual = schedule.ranks, schedule.stages // schedule.ranks
     match schedule.kind:
         case "gpipe" | "1f1b" | "terapipe" | "seq1f1b":

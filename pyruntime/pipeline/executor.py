@@ -3,7 +3,7 @@
 What travels between stages goes through channels of traffic class pp. Room for what comes is made ahead, and
 a send is a copy into memory that leaves by itself. Backward passes that are split (zero bubble) compute the
 gradient of their input at once and that of their linear weights when the schedule says: a linear's backward
-hands (dY, X) over, and the product dW = dY^T X waits as data, written straight into `.grad`, or, where the
+hands (dY, X) over, and the GEMM dW = dY^T X waits as data, written straight into `.grad`, or, where the
 model is data parallel, into what is reduced. There the last gradients of a stage leave as they are written,
 while this rank's other stages, and those of other ranks, go on.
 """
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple, Protocol
+from contextlib import nullcontext
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,26 +22,19 @@ from torch import Tensor, nn
 from pyruntime.comm import Group, group_rank, group_size
 from pyruntime.comm.channel import Channels
 from pyruntime.comm.ranges import marked
+from pyruntime.nn.weight_sinks import AddedToGrad
 from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers
 from pyruntime.pipeline.slices import Carry
 from pyruntime.pipeline.validate import check
-from pyruntime.pipeline.weight_gradients import Product, WeightGradients
+from pyruntime.pipeline.weight_gradients import Deferred, WeightGradients
+
+if TYPE_CHECKING:
+    from pyruntime.data_parallel import Sharded
 
 Loss = Callable[[Tensor, int, int], Tensor]
 """(output of the last stage, micro-batch, slice) -> scalar, of which the backward pass is taken."""
-
-
-class Gradients(Protocol):
-    """Takes gradients instead of `.grad`: the handle of `pyruntime.shard`, which says more."""
-
-    def passes(self) -> AbstractContextManager[None]:
-        """Around a step."""
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Around a backward pass that is not its parameters' last in a step."""
-
-    def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor, *, last: bool) -> None:
-        """Adds dY^T X to the gradient of `weight`."""
+Shapes = Sequence[Sequence[int]]
+"""Of what travels, by slice."""
 
 
 class Pipeline:
@@ -54,7 +48,8 @@ class Pipeline:
         shapes: of what travels between stages for a micro-batch, one for each slice; all with the same last
             dimension.
         dtype, device: of what travels.
-        gradients: takes them instead of `.grad`, where they are reduced over further ranks.
+        gradients: the handle of `pyruntime.shard`, which takes them instead of `.grad` where they are reduced
+            over further ranks.
 
     Raises ValueError where schedule, stages and group do not fit together, `ScheduleError` for a schedule
     that would not end, CommTimeout and PeerLost. Every rank of the group makes one alike.
@@ -66,10 +61,10 @@ class Pipeline:
         stages: Mapping[int, nn.Module],
         group: Group,
         *,
-        shapes: Sequence[Sequence[int]],
+        shapes: Shapes,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        gradients: Gradients | None = None,
+        gradients: Sharded | None = None,
     ):
         self.schedule = schedule
         self._rank = group_rank(group)
@@ -94,23 +89,22 @@ class Pipeline:
         self._is_broken = False
         most = max(math.prod(shape[:-1]) for shape in self._shapes)
         edges = [
-            (rank, schedule.placement[action.counterpart.stage])
+            (rank, schedule.peer(action))
             for rank, actions in enumerate(schedule.actions)
             for action in actions
             if action.kind.is_send
         ]
         self._channels = Channels(group, "pp", edges, most, self._shapes[0][-1], dtype, device)
         self._gradients = gradients
-        self._lasts = _last_passes(schedule.actions[self._rank])
-        self._weights = WeightGradients(stages.values(), self._take_product if gradients else None)
+        self._actions = schedule.actions[self._rank]
+        self._last_gemms = _last_of_stages(self._actions, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        self._last_passes = _last_of_stages(self._actions, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        self._taker = AddedToGrad() if gradients is None else gradients
+        self._weights = WeightGradients(stages.values(), self._taker)
 
     def close(self) -> None:
         """Gives the weights' gradients back to autograd."""
         self._weights.close()
-
-    def _take_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool) -> None:
-        assert self._gradients is not None
-        self._gradients.add_product(weight, dy, x, last=last)
 
     def step(self, inputs: Sequence[Sequence[Any]] | None, loss: Loss | None) -> list[list[Tensor]]:
         """Forward and backward of all micro-batches; gradients are added to `.grad`, or taken.
@@ -120,48 +114,38 @@ class Pipeline:
 
         Raises CommTimeout or PeerLost where another stage does not come.
         """
-        actions = self.schedule.actions[self._rank]
-        with ExitStack() as stack:
-            if self._gradients is not None:
-                stack.enter_context(self._gradients.passes())
-            return self._run(actions, self.schedule.micro_batches, inputs, loss)
+        with self._taker.passes():
+            return self._run(self._actions, self.schedule.micro_batches, self._shapes, inputs, loss)
 
     def evaluate(
         self,
         inputs: Sequence[Sequence[Any]] | None,
         loss: Loss | None,
-        shapes: Sequence[Sequence[int]] | None = None,
+        shapes: Shapes | None = None,
     ) -> list[list[Tensor]]:
         """Forward passes alone, of as many micro-batches as `inputs` has (on every rank alike), in their
         order. shapes: as the pipeline was given them, where these are smaller. Otherwise as `step`."""
         micro_batches = 1 if inputs is None else len(inputs)
-        trained, self._shapes = self._shapes, [tuple(shape) for shape in shapes or self._shapes]
-        try:
-            return self._run(self._forwards(micro_batches), micro_batches, inputs, loss)
-        finally:
-            self._shapes = trained
+        actions = self._forwards(micro_batches)
+        return self._run(actions, micro_batches, shapes or self._shapes, inputs, loss)
 
     def _forwards(self, micro_batches: int) -> Sequence[Action]:
         """This rank's actions of forward passes alone."""
+        slices = list(product(range(micro_batches), range(self.schedule.slices)))
         computes = [
-            [
-                Action(Kind.FORWARD, stage, micro_batch, part)
-                for micro_batch in range(micro_batches)
-                for part in range(self.schedule.slices)
-                for stage in self.schedule.stages_of(rank)
-            ]
+            [Action(Kind.FORWARD, stage, *one) for one in slices for stage in self.schedule.stages_of(rank)]
             for rank in range(self.schedule.ranks)
         ]
         return with_transfers(computes, self.schedule.placement)[self._rank]
 
     def _run(
-        self, actions: Sequence[Action], micro_batches: int, inputs: Any, loss: Loss | None
+        self, actions: Sequence[Action], micro_batches: int, shapes: Shapes, inputs: Any, loss: Loss | None
     ) -> list[list[Tensor]]:
         if self._is_broken:
             raise RuntimeError("An earlier step of this pipeline ended in an error; make the pipeline anew.")
         self._is_broken = True  # unless all goes well: messages of a step that ends early stay on their way
-        run = _Run()
-        self._expect(actions)
+        run = _Run(shapes)
+        self._expect(actions, shapes)
         losses: list[list[Tensor]] = [[] for _ in range(micro_batches)]
         for action in actions:
             what = f"pp {action.kind.value} of stage {action.stage}, micro-batch"
@@ -170,50 +154,42 @@ class Pipeline:
         self._is_broken = False
         return losses if any(losses) else []
 
-    def _expect(self, actions: Sequence[Action]) -> None:
+    def _expect(self, actions: Sequence[Action], shapes: Shapes) -> None:
         coming: dict[int, list[int]] = {}
         for action in actions:
             if action.kind.is_receive:
-                lines = math.prod(self._shapes[action.slice][:-1])
-                coming.setdefault(self._peer(action), []).append(lines)
-        for sender, lines_of in coming.items():
-            self._channels.expect(sender, lines_of)
-
-    def _peer(self, action: Action) -> int:
-        return self.schedule.placement[action.counterpart.stage]
+                rows = math.prod(shapes[action.slice][:-1])
+                coming.setdefault(self.schedule.peer(action), []).append(rows)
+        for sender, rows_of in coming.items():
+            self._channels.expect(sender, rows_of)
 
     def _execute(self, action: Action, run: _Run, inputs: Any, loss: Loss | None, losses: list) -> None:
         key = (action.stage, action.micro_batch, action.slice)
+        self._weights.last = action in self._last_gemms
         match action.kind:
             case Kind.RECEIVE_ACTIVATION:
-                run.inputs[key] = self._channels.receive(self._peer(action)).view(self._shapes[action.slice])
+                x = self._channels.receive(self.schedule.peer(action))
+                run.inputs[key] = x.view(run.shapes[action.slice])
             case Kind.RECEIVE_GRADIENT:
-                run.gradients[key] = self._channels.receive(self._peer(action))
-            case Kind.SEND_ACTIVATION:
-                self._channels.send(self._peer(action), run.outgoing.pop(("activation", *key)))
-            case Kind.SEND_GRADIENT:
-                self._channels.send(self._peer(action), run.outgoing.pop(("gradient", *key)))
+                run.gradients[key] = self._channels.receive(self.schedule.peer(action))
+            case Kind.SEND_ACTIVATION | Kind.SEND_GRADIENT:
+                self._channels.send(self.schedule.peer(action), run.outgoing.pop(action))
             case Kind.FORWARD:
-                self._forward(key, run, inputs, loss, losses)
+                self._forward(action, run, inputs, loss, losses)
             case Kind.BACKWARD:
-                self._weights.last = action in self._lasts.products
                 self._backward(action, run)
             case Kind.BACKWARD_INPUT:
-                with self._weights.deferred() as products:
+                with self._weights.deferred() as gemms:
                     self._backward(action, run)
-                run.products[key] = products
+                run.gemms[key] = gemms
             case Kind.BACKWARD_WEIGHT:
-                self._weights.last = action in self._lasts.products
-                self._weights.take(run.products.pop(key))
+                self._weights.take(run.gemms.pop(key))
 
-    def _forward(self, key: tuple, run: _Run, inputs: Any, loss: Loss | None, losses: list) -> None:
-        stage, micro_batch, part = key
+    def _forward(self, action: Action, run: _Run, inputs: Any, loss: Loss | None, losses: list) -> None:
+        stage, micro_batch, part = key = (action.stage, action.micro_batch, action.slice)
         x = inputs[micro_batch][part] if stage == 0 else run.inputs.pop(key).requires_grad_()
-        sliced = self.schedule.slices > 1
-        arguments = [x]
-        if sliced:
-            arguments.append(run.carry(stage, micro_batch).begin(part))
-        y = self._stages[stage](*arguments)
+        carries = [run.carry(stage, micro_batch).begin(part)] if self.schedule.slices > 1 else []
+        y = self._stages[stage](x, *carries)
         if stage + 1 == self.schedule.stages:
             assert loss is not None
             y = loss(y, micro_batch, part)
@@ -221,7 +197,7 @@ class Pipeline:
         elif self.schedule.placement[stage + 1] == self._rank:
             run.inputs[stage + 1, micro_batch, part] = y.detach()
         else:
-            run.outgoing["activation", *key] = y.detach()
+            run.outgoing[action.as_kind(Kind.SEND_ACTIVATION)] = y.detach()
         run.done[key] = (x if stage > 0 else None, y)
 
     def _backward(self, action: Action, run: _Run) -> None:
@@ -235,9 +211,8 @@ class Pipeline:
             roots, gradients = [*roots, *more], [*gradients, *of_more]
         # A first stage whose parameters are all frozen has nothing to differentiate.
         known = [pair for pair in zip(roots, gradients, strict=True) if pair[0].requires_grad]
-        with ExitStack() as stack:
-            if self._gradients is not None and action not in self._lasts.passes:
-                stack.enter_context(self._gradients.accumulate())
+        taker = self._gradients
+        with nullcontext() if taker is None or action in self._last_passes else taker.accumulate():
             if known:
                 torch.autograd.backward(*zip(*known, strict=True))
         if x is None:
@@ -246,34 +221,25 @@ class Pipeline:
         if self.schedule.placement[stage - 1] == self._rank:
             run.gradients[stage - 1, micro_batch, part] = gradient
         else:
-            run.outgoing["gradient", *key] = gradient
+            run.outgoing[action.as_kind(Kind.SEND_GRADIENT)] = gradient
 
 
-class _Lasts(NamedTuple):
-    """The last actions of each stage that bring gradients: of linear weights, and of all other parameters."""
-
-    products: frozenset[Action]
-    passes: frozenset[Action]
-
-
-def _last_passes(actions: Sequence[Action]) -> _Lasts:
-    def last(*kinds: Kind) -> frozenset[Action]:
-        return frozenset({action.stage: action for action in actions if action.kind in kinds}.values())
-
-    return _Lasts(
-        products=last(Kind.BACKWARD, Kind.BACKWARD_WEIGHT), passes=last(Kind.BACKWARD, Kind.BACKWARD_INPUT)
-    )
+def _last_of_stages(actions: Sequence[Action], *kinds: Kind) -> frozenset[Action]:
+    """The last action of these kinds of each stage."""
+    return frozenset({action.stage: action for action in actions if action.kind in kinds}.values())
 
 
 class _Run:
     """What a step holds between its actions, by (stage, micro-batch, slice)."""
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
         self.inputs: dict[tuple, Tensor] = {}
         self.gradients: dict[tuple, Tensor] = {}
-        self.outgoing: dict[tuple, Tensor] = {}
+        self.outgoing: dict[Action, Tensor] = {}
+        """By their sends."""
         self.done: dict[tuple, tuple[Tensor | None, Tensor]] = {}
-        self.products: dict[tuple, list[Product]] = {}
+        self.gemms: dict[tuple, list[Deferred]] = {}
         self._carries: dict[tuple[int, int], Carry] = {}
 
     def carry(self, stage: int, micro_batch: int) -> Carry:

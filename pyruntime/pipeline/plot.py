@@ -7,18 +7,13 @@ import os
 from pyruntime.pipeline.actions import Action, Kind
 from pyruntime.pipeline.simulate import Timeline
 
-COLOURS = {
-    Kind.FORWARD: "#4c78a8",
-    Kind.BACKWARD: "#54a24b",
-    Kind.BACKWARD_INPUT: "#72b7b2",
-    Kind.BACKWARD_WEIGHT: "#b5cf6b",
+SHOWN = {
+    Kind.FORWARD: ("forward", "#4c78a8"),
+    Kind.BACKWARD: ("backward", "#54a24b"),
+    Kind.BACKWARD_INPUT: ("input gradient", "#72b7b2"),
+    Kind.BACKWARD_WEIGHT: ("weight gradient", "#b5cf6b"),
 }
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "input gradient",
-    Kind.BACKWARD_WEIGHT: "weight gradient",
-}
+"""Name and colour of each kind."""
 LIGHTEST = 0.55
 """Opacity of a sequence's last slice; the first has 1."""
 MOST_INCHES = 40.0
@@ -44,9 +39,14 @@ def text(timeline: Timeline, width: int = 110) -> str:
             row[begin:end] = _label(span.action, stages.index(span.action.stage) % 2 == 1, end - begin)
         lines.append((name + "".join(row)).rstrip())
     step = f"{1 / scale:.3g} s" if scale else "no time"
-    shown = {span.action.kind for span in timeline.spans}
-    kinds = ", ".join(f"{kind.value} {name}" for kind, name in NAMES.items() if kind in shown)
+    kinds = ", ".join(f"{kind.value} {SHOWN[kind][0]}" for kind in _kinds(timeline))
     return "\n".join([*lines, f"a column is {step}; {kinds}; the number is the micro-batch"])
+
+
+def _kinds(timeline: Timeline) -> list[Kind]:
+    """Those that are there, in the order of the legend."""
+    found = {span.action.kind for span in timeline.spans}
+    return [kind for kind in SHOWN if kind in found]
 
 
 def _columns_a_second(timeline: Timeline, columns: int) -> float:
@@ -93,7 +93,7 @@ def png(timeline: Timeline, path: str | os.PathLike[str]) -> None:
             length,
             left=span.start,
             height=0.86,
-            color=COLOURS[action.kind],
+            color=SHOWN[action.kind][1],
             alpha=1 - (1 - LIGHTEST) * action.slice / max(1, schedule.slices - 1),
             edgecolor="white",
             linewidth=0.6,
@@ -108,8 +108,7 @@ def png(timeline: Timeline, path: str | os.PathLike[str]) -> None:
                 va="center",
                 fontsize=7,
             )
-    shown = {span.action.kind for span in timeline.spans}
-    patches = [Patch(color=colour, label=NAMES[kind]) for kind, colour in COLOURS.items() if kind in shown]
+    patches = [Patch(color=SHOWN[kind][1], label=SHOWN[kind][0]) for kind in _kinds(timeline)]
     axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
     axes.invert_yaxis()
     axes.set_xlim(0, timeline.makespan or 1)

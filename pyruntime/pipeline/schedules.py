@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import product
 from typing import Literal, get_args
 
 from pyruntime.pipeline.actions import Action, Kind, Schedule, check_units, with_transfers
@@ -45,8 +46,11 @@ def make_schedule(
     elif kind == "zb-v":
         placement = (*range(ranks), *reversed(range(ranks)))
         computes = zb_v(ranks, micro_batches)
-    else:  # Of one stage a rank interleaved 1F1B is 1F1B, and so is Seq1F1B of one slice.
+    elif kind in ("1f1b", "interleaved", "seq1f1b"):
+        # Of one stage a rank interleaved 1F1B is 1F1B, and so is Seq1F1B of one slice.
         computes = [_seq1f1b(rank, ranks, micro_batches, slices) for rank in range(ranks)]
+    else:  # Only who adds a kind and forgets its branch comes here: _check has refused all other names.
+        raise NotImplementedError(f"{kind} is named in KindName, and make_schedule has no actions for it.")
     return Schedule(kind, micro_batches, slices, placement, with_transfers(computes, placement))
 
 
@@ -75,28 +79,25 @@ def _check(kind: str, ranks: int, micro_batches: int, virtual: int, slices: int)
         )
 
 
+def _all(kind: Kind, stage: int, micro_batches: int, slices: int = 1) -> list[Action]:
+    return [Action(kind, stage, *place) for place in product(range(micro_batches), range(slices))]
+
+
 def _all_forwards_first(stage: int, micro_batches: int) -> list[Action]:
     """GPipe, figure 2c; backwards in ascending order instead, which costs the same."""
-    return [
-        Action(kind, stage, micro_batch)
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
-        for micro_batch in range(micro_batches)
-    ]
+    return _all(Kind.FORWARD, stage, micro_batches) + _all(Kind.BACKWARD, stage, micro_batches)
 
 
 def _terapipe(stage: int, micro_batches: int, slices: int) -> list[Action]:
-    units = [(micro_batch, part) for micro_batch in range(micro_batches) for part in range(slices)]
-    forwards = [Action(Kind.FORWARD, stage, *unit) for unit in units]
-    return forwards + [Action(Kind.BACKWARD, stage, *unit) for unit in reversed(units)]
+    backwards = _all(Kind.BACKWARD, stage, micro_batches, slices)
+    return _all(Kind.FORWARD, stage, micro_batches, slices) + backwards[::-1]
 
 
 def _seq1f1b(rank: int, ranks: int, micro_batches: int, slices: int) -> list[Action]:
     """Seq1F1B, section 3.2; with one slice 1F1B: warm-up, then one forward, one backward."""
-    batches = range(micro_batches)
-    forwards = [Action(Kind.FORWARD, rank, batch, part) for batch in batches for part in range(slices)]
-    backwards = [
-        Action(Kind.BACKWARD, rank, batch, part) for batch in batches for part in reversed(range(slices))
-    ]
+    forwards = _all(Kind.FORWARD, rank, micro_batches, slices)
+    places = product(range(micro_batches), reversed(range(slices)))
+    backwards = [Action(Kind.BACKWARD, rank, *place) for place in places]
     return _alternate(forwards, backwards, ranks - rank - 2 + slices)
 
 
@@ -104,15 +105,15 @@ def _interleaved(rank: int, ranks: int, micro_batches: int, virtual: int) -> lis
     """Megatron-LM, section 2.2: groups of `ranks` micro-batches go through the stages of a rank in turn."""
     group = ranks * virtual
 
-    def unit(kind: Kind, number: int) -> Action:
+    def action(kind: Kind, number: int) -> Action:
         chunk = number % group // ranks
         if kind is Kind.BACKWARD:
             chunk = virtual - 1 - chunk
         return Action(kind, chunk * ranks + rank, number // group * ranks + number % ranks)
 
-    units = range(micro_batches * virtual)
-    forwards = [unit(Kind.FORWARD, number) for number in units]
-    backwards = [unit(Kind.BACKWARD, number) for number in units]
+    numbers = range(micro_batches * virtual)
+    forwards = [action(Kind.FORWARD, number) for number in numbers]
+    backwards = [action(Kind.BACKWARD, number) for number in numbers]
     return _alternate(forwards, backwards, 2 * (ranks - rank - 1) + (virtual - 1) * ranks)
 
 

@@ -11,22 +11,22 @@ from pyruntime.pipeline.validate import check
 
 LONGEST_S = 1e12
 """Of one action: sums of these are finite."""
-Table = tuple[tuple[float, ...], ...]
+Table = Sequence[Sequence[float]]
 """Seconds by stage, and by slice: table[stage][slice]."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each action; a number for all stages and slices, or table[stage][slice].
+    """Seconds of each action; a number for all stages and slices, or rows by stage of seconds by slice.
 
     Raises ValueError for seconds that are negative or above LONGEST_S.
     """
 
-    forward: float | Table
-    backward_input: float | Table
-    backward_weight: float | Table
+    forward: float | Table = 1
+    backward_input: float | Table = 1
+    backward_weight: float | Table = 1
     """A whole backward costs this and backward_input."""
-    transfer: float = 0.0
+    transfer: float = 0
     """From the send to the arrival of a message. Sending does not occupy a rank."""
 
     def __post_init__(self) -> None:
@@ -38,53 +38,20 @@ class Costs:
                         f"{name} must be seconds of at least 0 and at most {LONGEST_S:g}, found {seconds}."
                     )
 
-    @classmethod
-    def uniform(
-        cls,
-        forward: float = 1,
-        backward_input: float = 1,
-        backward_weight: float = 1,
-        transfer: float = 0,
-    ) -> Costs:
-        """The same seconds for every stage and slice."""
-        return cls(forward, backward_input, backward_weight, transfer)
-
-    @classmethod
-    def of_tables(
-        cls,
-        forward: Sequence[Sequence[float]],
-        backward_input: Sequence[Sequence[float]],
-        backward_weight: Sequence[Sequence[float]],
-        transfer: float = 0,
-    ) -> Costs:
-        """From rows by stage of seconds by slice."""
-        return cls(_frozen(forward), _frozen(backward_input), _frozen(backward_weight), transfer)
-
     def seconds(self, compute: Action) -> float:
         """Raises ValueError where a table has no such stage or slice, or `compute` is a transfer."""
-        match compute.kind:
-            case Kind.FORWARD:
-                return _look_up("forward", self.forward, compute)
-            case Kind.BACKWARD_INPUT:
-                return _look_up("backward_input", self.backward_input, compute)
-            case Kind.BACKWARD_WEIGHT:
-                return _look_up("backward_weight", self.backward_weight, compute)
-            case Kind.BACKWARD:
-                halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-                return sum(self.seconds(compute.as_kind(kind)) for kind in halves)
-        raise ValueError(f"{compute} is a transfer: it occupies no rank.")
-
-
-def _frozen(table: Sequence[Sequence[float]]) -> Table:
-    return tuple(tuple(row) for row in table)
-
-
-def _look_up(name: str, table: float | Table, compute: Action) -> float:
-    if isinstance(table, (int, float)):
-        return table
-    if compute.stage >= len(table) or compute.slice >= len(table[compute.stage]):
-        raise ValueError(f"{name} has no seconds for slice {compute.slice} of stage {compute.stage}.")
-    return table[compute.stage][compute.slice]
+        if not compute.kind.is_compute:
+            raise ValueError(f"{compute} is a transfer: it occupies no rank.")
+        if compute.kind is Kind.BACKWARD:
+            halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+            return sum(self.seconds(compute.as_kind(kind)) for kind in halves)
+        name = compute.kind.name.lower()
+        table: float | Table = getattr(self, name)
+        if isinstance(table, (int, float)):
+            return table
+        if compute.stage >= len(table) or compute.slice >= len(table[compute.stage]):
+            raise ValueError(f"{name} has no seconds for slice {compute.slice} of stage {compute.stage}.")
+        return table[compute.stage][compute.slice]
 
 
 @dataclass(frozen=True)
@@ -135,28 +102,21 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     Raises ScheduleError for a schedule that `check` refuses.
     """
-    check(schedule, channel_capacity=sum(map(len, schedule.actions)) + 1)
     clocks = [0.0] * schedule.ranks
-    position = [0] * schedule.ranks
     arrival: dict[Action, float] = {}
     """Of messages, by their receive."""
     spans: list[list[Span]] = [[] for _ in clocks]
-    waiting = True
-    while waiting:
-        waiting = False
-        for rank, actions in enumerate(schedule.actions):
-            for action in actions[position[rank] :]:
-                if action.kind.is_send:
-                    arrival[action.counterpart] = clocks[rank] + costs.transfer
-                elif action.kind.is_receive:
-                    if action not in arrival:
-                        waiting = True
-                        break
-                    clocks[rank] = max(clocks[rank], arrival[action])
-                else:
-                    end = clocks[rank] + costs.seconds(action)
-                    spans[rank].append(Span(rank, action, clocks[rank], end))
-                    clocks[rank] = end
-                position[rank] += 1
+
+    def time(rank: int, action: Action) -> None:
+        if action.kind.is_send:
+            arrival[action.counterpart] = clocks[rank] + costs.transfer
+        elif action.kind.is_receive:
+            clocks[rank] = max(clocks[rank], arrival[action])
+        else:
+            end = clocks[rank] + costs.seconds(action)
+            spans[rank].append(Span(rank, action, clocks[rank], end))
+            clocks[rank] = end
+
+    check(schedule, channel_capacity=sum(map(len, schedule.actions)) + 1, on_action=time)
     ends = [own[-1].end for own in spans if own]
     return Timeline(schedule, tuple(span for own in spans for span in own), max(ends))

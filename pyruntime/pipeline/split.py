@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 
 def split_layers(
@@ -19,29 +20,26 @@ def split_layers(
     layers = len(costs)
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be cut into {stages} stages; use 1 to {layers}.")
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
+    total = list(accumulate(costs, initial=0.0))
 
     def of_stage(begin: int, end: int, stage: int) -> float:
         return total[end] - total[begin] + first * (stage == 0) + last * (stage == stages - 1)
 
-    # best[end]: the least largest cost of stages 0 .. stage over layers 0 .. end - 1, and where the last of
-    # them begins.
-    best = {end: (of_stage(0, end, 0), 0) for end in range(1, layers + 1)}
-    cuts = [best]
+    # cuts[stage][end]: the least largest cost of stages 0 .. stage over layers 0 .. end - 1, and minus the
+    # layer at which the last of them begins.
+    cuts = [{end: (of_stage(0, end, 0), 0) for end in range(1, layers + 1)}]
     for stage in range(1, stages):
+        before = cuts[-1]
         best = {
             end: min(
-                (max(cuts[-1][begin][0], of_stage(begin, end, stage)), -begin) for begin in range(stage, end)
+                (max(before[begin][0], of_stage(begin, end, stage)), -begin) for begin in range(stage, end)
             )
             for end in range(stage + 1, layers + 1)
         }
-        best = {end: (value, -begin) for end, (value, begin) in best.items()}
         cuts.append(best)
     runs, end = [], layers
     for stage in reversed(range(stages)):
-        begin = cuts[stage][end][1]
+        begin = -cuts[stage][end][1]
         runs.append(range(begin, end))
         end = begin
     return runs[::-1]

@@ -32,12 +32,8 @@ def to_csv(schedule: Schedule) -> str:
     actions = tuple(tuple(action for action in own if action.kind.is_compute) for own in schedule.actions)
     if with_transfers(actions, schedule.placement) != schedule.actions:
         actions = schedule.actions
-    values = (
-        schedule.kind,
-        str(schedule.micro_batches),
-        str(schedule.slices),
-        " ".join(map(str, schedule.placement)),
-    )
+    placement = " ".join(map(str, schedule.placement))
+    values = (schedule.kind, schedule.micro_batches, schedule.slices, placement)
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow(cell for pair in zip(NAMES, values, strict=True) for cell in pair)

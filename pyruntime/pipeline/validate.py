@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 from pyruntime.pipeline.actions import Action, Kind, Schedule, check_units, received_before, sent_after
 
@@ -13,7 +14,11 @@ class ScheduleError(ValueError):
 
 
 def check(
-    schedule: Schedule, *, most_in_flight: Sequence[int] | None = None, channel_capacity: int = 4
+    schedule: Schedule,
+    *,
+    most_in_flight: Sequence[int] | None = None,
+    channel_capacity: int = 4,
+    on_action: Callable[[int, Action], None] = lambda rank, action: None,
 ) -> None:
     """Raises ScheduleError, one sentence, for the first thing in `schedule` that is wrong.
 
@@ -24,6 +29,7 @@ def check(
     most_in_flight: bound on `schedule.peak_in_flight(rank)` by rank, in forwards of a stage for one slice.
     channel_capacity: messages from one rank to another that may be sent and not yet received; a send waits
     while there are so many. Raises ValueError unless it is at least 1.
+    on_action: called with (rank, action) in an order in which the actions can run.
     """
     if channel_capacity < 1:
         raise ValueError(f"channel_capacity must be at least 1, found {channel_capacity}.")
@@ -32,7 +38,7 @@ def check(
         _check_actions(schedule, rank)
     _check_weights_last(schedule)
     _check_order_of_messages(schedule)
-    _Execution(schedule, channel_capacity).run()
+    _Execution(schedule, channel_capacity, on_action).run()
     if most_in_flight is not None:
         _check_memory(schedule, most_in_flight)
 
@@ -57,23 +63,18 @@ def _check_actions(schedule: Schedule, rank: int) -> None:
     for action, times in found.items():
         _check_place(schedule, rank, action)
         _require(times == 1, f"Rank {rank} runs {action} {times} times.")
-    units = [
-        (stage, micro_batch, part)
-        for stage in schedule.stages_of(rank)
-        for micro_batch in range(schedule.micro_batches)
-        for part in range(schedule.slices)
-    ]
+    slices = product(schedule.stages_of(rank), range(schedule.micro_batches), range(schedule.slices))
     wanted: set[Action] = set()
-    for unit in units:
+    for one in slices:
         whole, of_input, of_weight = (
-            Action(kind, *unit) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+            Action(kind, *one) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         )
         halves = [half for half in (of_input, of_weight) if half in found]
         _require(
             not (whole in found and halves),
             f"Rank {rank} runs {whole} and also {' and '.join(map(str, halves))}, which is a part of it.",
         )
-        computes = (Action(Kind.FORWARD, *unit), *((of_input, of_weight) if halves else (whole,)))
+        computes = (Action(Kind.FORWARD, *one), *((of_input, of_weight) if halves else (whole,)))
         for compute in computes:
             send, receive = (find(compute, schedule.placement) for find in (sent_after, received_before))
             wanted.update(action for action in (receive, compute, send) if action is not None)
@@ -134,7 +135,7 @@ def _check_order_of_messages(schedule: Schedule) -> None:
         for action in actions:
             if action.kind.is_compute:
                 continue
-            other = schedule.placement[action.counterpart.stage]
+            other = schedule.peer(action)
             if action.kind.is_send:
                 sent[rank, other].append(action.counterpart)
             else:
@@ -162,9 +163,12 @@ def _check_memory(schedule: Schedule, most_in_flight: Sequence[int]) -> None:
 class _Execution:
     """Runs the lists without tensors: every rank as far as it comes, again and again."""
 
-    def __init__(self, schedule: Schedule, channel_capacity: int) -> None:
+    def __init__(
+        self, schedule: Schedule, channel_capacity: int, on_action: Callable[[int, Action], None]
+    ) -> None:
         self.schedule = schedule
         self.channel_capacity = channel_capacity
+        self.on_action = on_action
         self.next = [0] * schedule.ranks
         """Of each rank, the place in its list."""
         self.whole = {action for own in schedule.actions for action in own if action.kind is Kind.BACKWARD}
@@ -195,11 +199,11 @@ class _Execution:
                 self._channel(action.counterpart).popleft()
             self.done.add(action)
             self.next[rank] += 1
+            self.on_action(rank, action)
         return self.next[rank] - start
 
     def _channel(self, send: Action) -> deque[Action]:
-        placement = self.schedule.placement
-        return self.channels[placement[send.stage], placement[send.counterpart.stage]]
+        return self.channels[self.schedule.placement[send.stage], self.schedule.peer(send)]
 
     def _wait(self, rank: int, action: Action) -> tuple[str, int] | None:
         """What `rank` must wait for before `action`, and the rank that can end it; None: nothing."""
@@ -209,7 +213,7 @@ class _Execution:
                 whose = "its own" if owner == rank else f"rank {owner} to run"
                 return f"{whose} {need}", owner
         if action.kind.is_send:
-            to = self.schedule.placement[action.counterpart.stage]
+            to = self.schedule.peer(action)
             channel = self._channel(action)
             if len(channel) >= self.channel_capacity:
                 return f"rank {to} to receive {channel[0]}", to

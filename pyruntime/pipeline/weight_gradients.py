@@ -5,90 +5,87 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pyruntime.comm.core import _C
-from pyruntime.nn.handed_over import hand_over, handing_weights, take_back
+from pyruntime.nn.weight_sinks import AddedToGrad, patch_linears, unpatch_linears, weights_with_sinks
+
+Deferred = Callable[[], None]
+"""Multiplies what is left of a dW = dY^T X and adds it to the gradient."""
 
 
-class Product(NamedTuple):
-    """dW = dY^T X, not multiplied yet."""
+class Taker(Protocol):
+    """What becomes of a GEMM."""
 
-    weight: nn.Parameter
-    dy: Tensor
-    x: Tensor
+    def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool, later: bool) -> None:
+        """See `Sharded.add_product`."""
 
-
-Take = Callable[[nn.Parameter, Tensor, Tensor, bool], None]
-"""(weight, dY, X, whether it is the step's last product of this weight)."""
+    def begin_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> Deferred | None:
+        """See `Sharded.begin_product`."""
 
 
 class WeightGradients:
     """Takes (dY, X) of the linear weights of `modules` and multiplies them, at once or when it is told.
 
-    take: what is to become of a product; by default it is added to weight.grad.
+    taker: gets the GEMMs; by default they are added to weight.grad. Between hosts those that wait are
+    multiplied under whatever this rank waits for until then, piece by piece, with the same bits.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], take: Take | None = None):
+    def __init__(self, modules: Iterable[nn.Module], taker: Taker | None = None):
         modules = list(modules)
-        self._take = take or add_to_grad
-        self._patched = [linear for module in modules for linear in hand_over(module)]
-        self._weights = [weight for module in modules for weight in handing_weights(module)]
-        self._waiting: list[Product] | None = None
+        self._taker = taker or AddedToGrad()
+        self._patched = [linear for module in modules for linear in patch_linears(module)]
+        self._weights = [weight for module in modules for weight in weights_with_sinks(module)]
+        self._waiting: list[Deferred] | None = None
         self.last = False
-        """Whether what comes now are the step's last products of their weights."""
+        """Whether what comes now are the step's last GEMMs of their weights."""
         for weight in self._weights:
             _C.set_weight_gradient_sink(weight, self._sink(weight))
 
-    def _sink(self, weight: nn.Parameter) -> Callable[[Tensor, Tensor], None]:
+    def _sink(self, weight: nn.Parameter) -> Callable[[Tensor, Tensor, bool], None]:
         # Keeps neither this object nor the weight alive: the C++ core holds it for good.
         own, of_weight = weakref.ref(self), weakref.ref(weight)
 
-        def take(dy: Tensor, x: Tensor) -> None:
+        def take(dy: Tensor, x: Tensor, later: bool) -> None:
             taker, found = own(), of_weight()
             if taker is None or found is None:
                 raise RuntimeError("A pipeline's stage outlived its Pipeline; keep it, or close() it.")
-            taker._on_product(Product(found, dy, x))
+            taker._on_gemm(found, dy, x, later)
 
         return take
 
-    def _on_product(self, product: Product) -> None:
+    def _on_gemm(self, weight: nn.Parameter, dy: Tensor, x: Tensor, later: bool) -> None:
         if self._waiting is None:
-            self._take(*product, self.last)
-        else:
-            self._waiting.append(product)
+            self._taker.add_product(weight, dy, x, self.last, later)
+            return
+        finish = self._taker.begin_product(weight, dy, x) if later else None
+        self._waiting.append(finish or partial(self._add, weight, dy, x))
+
+    def _add(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+        self._taker.add_product(weight, dy, x, self.last, False)
 
     @contextlib.contextmanager
-    def deferred(self) -> Iterator[list[Product]]:
-        """Products of backward passes within are not multiplied, but appended to the list."""
-        products: list[Product] = []
-        self._waiting = products
+    def deferred(self) -> Iterator[list[Deferred]]:
+        """GEMMs of backward passes within are not run, but appended to the list."""
+        gemms: list[Deferred] = []
+        self._waiting = gemms
         try:
-            yield products
+            yield gemms
         finally:
             self._waiting = None
 
     @torch.no_grad()
-    def take(self, products: list[Product]) -> None:
-        """Multiplies what was deferred."""
-        for product in products:
-            self._take(*product, self.last)
+    def take(self, gemms: list[Deferred]) -> None:
+        """Runs what was deferred."""
+        for finish in gemms:
+            finish()
 
     def close(self) -> None:
         """Gives the gradients back to autograd."""
         for weight in self._weights:
             _C.set_weight_gradient_sink(weight, None)
-        take_back(self._patched)
-
-
-@torch.no_grad()
-def add_to_grad(weight: nn.Parameter, dy: Tensor, x: Tensor, last: bool = False) -> None:
-    """weight.grad += dY^T X."""
-    if weight.grad is None:
-        weight.grad = torch.empty_like(weight)
-        _C.write_weight_gradient(weight.grad, dy, x, False)
-    else:
-        _C.write_weight_gradient(weight.grad, dy, x, True)
+        unpatch_linears(self._patched)

@@ -16,35 +16,12 @@ Source: arXiv 2305.13525, algorithm 1 and the communication model, and its relea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.communication import all_gather, all_reduce, link
-from pyruntime.plan.mesh import divisors
-from pyruntime.plan.models import ModelShape
-
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Ranks by axis; y varies fastest, then x, z, data."""
-
-    x: int
-    y: int
-    z: int
-    data: int = 1
-
-
-@dataclass(frozen=True)
-class Linear:
-    """k input and n output features; `transposed`: x and y exchanged."""
-
-    name: str
-    k: int
-    n: int
-    transposed: bool
+from pyruntime.plan.mesh import Mesh
+from pyruntime.plan.overlap import Linear
 
 
 @dataclass(frozen=True)
@@ -52,81 +29,23 @@ class Seconds:
     """Of one linear's collectives in one step."""
 
     gather: float
-    """Of W over z, once."""
-    scatter: float
-    """Of dW over z."""
+    """All-gather of W over z, once, and as long a reduce-scatter of dW."""
     output: float
     """All-reduce of O, once."""
     input: float
     """All-reduce of dI."""
-    data: float
-    """All-reduce of dW over data, 4 bytes an element."""
 
 
-def linears(model: ModelShape, *, released: bool = False) -> tuple[Linear, ...]:
-    """Those of one layer. released: as AxoNN's script counts the last one, whose ratio of 4 it takes for the
-    output's width, where it is the input's; a defect that changes the ranking."""
-    hidden, ffn = model.hidden, model.ffn
-    down = Linear("down", hidden, ffn, True) if released else Linear("down", ffn, hidden, True)
-    return (
-        Linear("qkv", hidden, model.qkv, False),
-        Linear("out", model.attention_width, hidden, True),
-        Linear("up", hidden, model.up, False),
-        down,
-    )
-
-
-def seconds_of(
-    linear: Linear, grid: Grid, cluster: Cluster, tokens: float, *, latency: bool = True
-) -> Seconds:
+def seconds_of(linear: Linear, mesh: Mesh, cluster: Cluster, tokens: float) -> Seconds:
     """Seconds of the collectives of `linear` for `tokens` tokens of a data-parallel replica, 2 bytes an
     element."""
-    over_y, over_x = link(cluster, 1, grid.y), link(cluster, grid.y, grid.x)
-    over_z = link(cluster, grid.x * grid.y, grid.z)
-    over_data = link(cluster, grid.x * grid.y * grid.z, grid.data)
-    if not latency:
-        over_x, over_y, over_z, over_data = (
-            replace(each, latency=0.0) for each in (over_x, over_y, over_z, over_data)
-        )
-    inner, outer = (over_x, over_y) if linear.transposed else (over_y, over_x)
-    weight = linear.k * linear.n / (grid.x * grid.y)
-    rows = tokens / grid.z
+    over_y, over_x = link(cluster, mesh.inner("y"), mesh.y), link(cluster, mesh.inner("x"), mesh.x)
+    over_z = link(cluster, mesh.inner("z"), mesh.z)
+    inner, outer = (over_y, over_x) if linear.column else (over_x, over_y)
+    weight = linear.k * linear.n / (mesh.x * mesh.y)
+    rows = tokens / mesh.z
     return Seconds(
         gather=all_gather(2 * weight, over_z),
-        scatter=all_gather(2 * weight, over_z),
         output=all_reduce(2 * rows * linear.n / outer.size, inner),
         input=all_reduce(2 * rows * linear.k / inner.size, outer),
-        data=all_reduce(4 * weight / grid.z, over_data),
     )
-
-
-def communication_seconds(
-    model: ModelShape,
-    grid: Grid,
-    cluster: Cluster,
-    batch: int,
-    seq: int,
-    *,
-    released: bool = False,
-) -> float:
-    """Seconds of all collectives of a step with full recomputation, none of them hidden and without latency:
-    the figure by which AxoNN ranks grids. Its bandwidths are read as GiB/s.
-
-    W is gathered twice, O reduced twice (again in the recomputation). released: see `linears`.
-    """
-    total = 0.0
-    for linear in linears(model, released=released):
-        one = seconds_of(linear, grid, cluster, batch * seq / grid.data, latency=False)
-        total += 2 * one.gather + one.scatter + 2 * one.output + one.input + one.data
-    return model.layers * total * 1e9 / GIB
-
-
-def grids(ranks: int, batch: int, least_model_parallel: int = 1) -> Iterator[Grid]:
-    """All grids of so many ranks over which `batch` sequences divide, and which cut a model into at least so
-    many parts."""
-    for x in divisors(ranks):
-        for y in divisors(ranks // x):
-            for z in divisors(ranks // (x * y)):
-                data = ranks // (x * y * z)
-                if x * y * z >= least_model_parallel and batch % (z * data) == 0:
-                    yield Grid(x, y, z, data)

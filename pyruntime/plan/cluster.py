@@ -11,6 +11,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pyruntime.text import toml_value
+
 FOLDER = Path(__file__).parent / "clusters"
 
 
@@ -32,9 +34,9 @@ class Cluster:
     description: str
     gpu: str
     peak_flops: float
-    """Of one GPU in 16-bit products, operations/s."""
+    """Of one GPU in 16-bit GEMMs, operations/s."""
     efficiency: float
-    """Share of the peak that large products reach."""
+    """Share of the peak that large GEMMs reach."""
     memory_bytes: float
     """Of one GPU."""
     memory_bandwidth: float
@@ -48,14 +50,14 @@ class Cluster:
     latency_between: float = 0.0
     """Seconds of a step of a ring between nodes."""
     half_features: float = 0.0
-    """Features of the smaller side of a rank's weight at which products reach half of that share: tiles, and
-    what a kernel does before and after its loop, count for more in thin products."""
+    """Features of the smaller side of a rank's weight at which GEMMs reach half of that share: tiles, and
+    what a kernel does before and after its loop, count for more in thin GEMMs."""
     attention_efficiency: float = 0.0
-    """Share of the peak that attention reaches; 0: as products do."""
+    """Share of the peak that attention reaches; 0: as GEMMs do."""
     core_bandwidth: float = 0.0
     """Bytes/s at which a rank spends its own time on what it receives, hidden or not; 0: none of it, where
     copy engines and adapters move data. CPU ranks copy and sum with the core that multiplies, and it also
-    waits for the weights of a product to come from memory."""
+    waits for the weights of a GEMM to come from memory."""
     core_share: float = 1.0
     """Of its speed alone, what a rank has while all ranks of a node compute. CPU ranks may share cores: what
     one leaves idle goes to the others."""
@@ -86,19 +88,13 @@ class Cluster:
 
         return min(self.inside, key=distance).bandwidth
 
-    def latency(self, inner: int, size: int) -> float:
-        """Seconds of one step of a ring."""
-        if size == 1:
-            return 0.0
-        return self.latency_inside if self.fits(inner, size) else self.latency_between
-
     @property
     def flops(self) -> float:
-        """Operations/s that large products reach."""
+        """Operations/s that large GEMMs reach."""
         return self.peak_flops * self.efficiency
 
-    def product_flops(self, k: float, n: float) -> float:
-        """Operations/s of a product with a weight of k times n on this rank."""
+    def gemm_flops(self, k: float, n: float) -> float:
+        """Operations/s of a GEMM with a weight of k times n on this rank."""
         thin = min(k, n)
         return self.flops * thin / (thin + self.half_features)
 
@@ -127,8 +123,7 @@ def find_cluster(name_or_path: str) -> Cluster:
             close = difflib.get_close_matches(name_or_path.lower(), names, n=1, cutoff=0.0)
             raise ValueError(
                 f"There is no cluster {name_or_path!r}, and no such file; the nearest is {close[0]}. "
-                "Known are "
-                f"{', '.join(names)}, and any TOML file with the same keys."
+                f"Known are {', '.join(names)}, and any TOML file with the same keys."
             )
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -192,17 +187,13 @@ def _number(value: Any, what: str, optional: bool = False) -> float:
 def to_toml(cluster: Cluster) -> str:
     """A file that `find_cluster` reads back to an equal cluster."""
     lines = []
-    for field in fields(Cluster):
-        value = getattr(cluster, field.name)
-        if field.name == "inside":
+    for name, value in vars(cluster).items():
+        if name == "inside":
             rows = ", ".join(
                 f"{{ inner = {row.inner}, size = {row.size}, bandwidth = {row.bandwidth:.4g} }}"
                 for row in value
             )
             lines.append(f"inside = [{rows}]")
-        elif isinstance(value, str):
-            if field.name != "name":
-                lines.append(f'{field.name} = "{value}"')
-        else:
-            lines.append(f"{field.name} = {value!r}")
+        elif name != "name":
+            lines.append(f"{name} = {toml_value(value)}")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Seconds of transfers over nested groups, and what the parallelisms move.
+"""Seconds of transfers over nested groups.
 
 Ring collectives: of g ranks each moves (g - 1)/g of the whole operand through its link, in g - 1 steps.
 Bandwidth is the effective one of nested groups, see `Cluster.bandwidth`.
@@ -30,8 +30,9 @@ class Link:
 def link(cluster: Cluster, inner: int, size: int) -> Link:
     """Of groups of `size` ranks whose faster-varying axes have `inner` ranks together."""
     crosses = size > 1 and not cluster.fits(inner, size)
+    latency = 0.0 if size == 1 else cluster.latency_between if crosses else cluster.latency_inside
     core = 1 / cluster.core_bandwidth if cluster.core_bandwidth else 0.0
-    return Link(size, cluster.bandwidth(inner, size), cluster.latency(inner, size), crosses, core)
+    return Link(size, cluster.bandwidth(inner, size), latency, crosses, core)
 
 
 def all_gather(nbytes: float, over: Link) -> float:
@@ -43,7 +44,7 @@ def all_gather(nbytes: float, over: Link) -> float:
 
 
 def own_seconds(nbytes: float, over: Link) -> float:
-    """What of an all-gather or a reduce-scatter of `nbytes` bytes in all the rank spends itself: no product
+    """What of an all-gather or a reduce-scatter of `nbytes` bytes in all the rank spends itself: no GEMM
     can hide that."""
     return (over.size - 1) / over.size * nbytes * over.core
 
@@ -56,22 +57,3 @@ def all_reduce(nbytes: float, over: Link) -> float:
 def send(nbytes: float, over: Link) -> float:
     """Seconds from one rank to the next."""
     return 0.0 if over.size == 1 else nbytes / over.bandwidth + over.latency
-
-
-def tensor_parallel_elements(tokens: int, hidden: int, tp: int) -> float:
-    """Elements through each rank for one layer and one micro-batch of `tokens` tokens, forward and backward:
-    8 b s h (t - 1)/t (arXiv 2104.04473, section 3.2). With sequence parallelism and gathered inputs thrown
-    away it is 10: each column linear gathers its input again."""
-    return 8 * tokens * hidden * (tp - 1) / tp
-
-
-def pipeline_elements(tokens: int, hidden: int, tp: int, *, scattered: bool = True) -> float:
-    """Elements between two stages for one micro-batch and direction: b s h, or b s h / t where each
-    tensor-parallel rank sends its part (arXiv 2104.04473, section 4.1)."""
-    return tokens * hidden / (tp if scattered else 1)
-
-
-def data_parallel_elements(parameters: float, dp: int) -> float:
-    """Elements through each rank for one reduction of the gradients and the return of the sums or of new
-    weights: 2 N (d - 1)/d, once a step."""
-    return 2 * parameters * (dp - 1) / dp

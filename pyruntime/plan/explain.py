@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-
 from pyruntime.plan.mesh import Mesh
 from pyruntime.plan.overlap import advice, threshold
 from pyruntime.plan.pipelines import in_flight, layers_by_rank
-from pyruntime.plan.report import GB, columns, mfu
+from pyruntime.plan.report import GB, Refusal, mfu
 from pyruntime.plan.search import Candidate
 from pyruntime.plan.step import Predictor
+from pyruntime.text import columns
 
 NAMES = {
-    "compute": "products, attention, norms of the slowest stage",
+    "compute": "GEMMs, attention, norms of the slowest stage",
     "recompute": "forward passes that are run again",
     "tp": "exposed: tensor parallelism (AxoNN: sums over x and y)",
     "cp": "exposed: keys and values round the ring",
@@ -25,11 +23,11 @@ NAMES = {
 }
 
 
-def explain(predictor: Predictor, candidate: Candidate, refusal: Callable[[Candidate], str | None]) -> str:
+def explain(predictor: Predictor, candidate: Candidate, refusal: Refusal) -> str:
     """Sections of text: time, linears, memory, pipeline, advice, and whether the trainer runs it."""
     parts = [_time(predictor, candidate), _linears(predictor, candidate.mesh), _memory(predictor, candidate)]
     parts += [_pipeline(predictor, candidate.mesh), "\n".join(sentences(predictor, candidate))]
-    why = refusal(candidate)
+    why = refusal(candidate.mesh)
     parts.append("The trainer runs it." if why is None else f"The trainer does not run it: {why}")
     return "\n\n".join(part for part in parts if part)
 
@@ -37,9 +35,9 @@ def explain(predictor: Predictor, candidate: Candidate, refusal: Callable[[Candi
 def _time(predictor: Predictor, candidate: Candidate) -> str:
     total = candidate.total
     rows = [
-        [NAMES[field.name], f"{value:.3f}", f"{value / total:.1%}"]
-        for field in dataclasses.fields(candidate.seconds)
-        if (value := getattr(candidate.seconds, field.name))
+        [NAMES[name], f"{value:.3f}", f"{value / total:.1%}"]
+        for name, value in vars(candidate.seconds).items()
+        if value
     ]
     rows.append(["step", f"{total:.3f}", f"MFU {mfu(predictor.job, candidate):.1%}"])
     return f"{candidate.mesh.text()}\n\n" + columns(["time", "s", ""], rows)
@@ -63,16 +61,16 @@ def _linears(predictor: Predictor, mesh: Mesh) -> str:
         ]
         for each in layer.linears
     ]
-    head = ["linear, ms a micro-batch", "features", "product", "transfer", "exposed", "backward", "hides"]
+    head = ["linear, ms a micro-batch", "features", "GEMM", "transfer", "exposed", "backward", "hides"]
     return columns(head, rows) + f"\nhides from {wanted:,.0f} features on: (P - 1) F / B"
 
 
 def _memory(predictor: Predictor, candidate: Candidate) -> str:
     capacity = predictor.job.cluster.memory_bytes
     rows = [
-        [field.name, f"{value / GB:.2f}", f"{value / capacity:.1%}"]
-        for field in dataclasses.fields(candidate.memory)
-        if (value := getattr(candidate.memory, field.name))
+        [name, f"{value / GB:.2f}", f"{value / capacity:.1%}"]
+        for name, value in vars(candidate.memory).items()
+        if value
     ]
     total = candidate.memory.total
     rows.append([f"all: {candidate.verdict}", f"{total / GB:.2f}", f"{total / capacity:.1%}"])
@@ -83,8 +81,8 @@ def _pipeline(predictor: Predictor, mesh: Mesh) -> str:
     if mesh.pp == 1:
         return ""
     micro_batches = mesh.micro_batches(predictor.job.batch)
-    layers = layers_by_rank(predictor.job.model, mesh.kind, mesh.pp, mesh.virtual)
-    held = in_flight(mesh.kind, 0, mesh.pp, micro_batches, mesh.virtual, mesh.slices)
+    layers = layers_by_rank(predictor.job.model, mesh)
+    held = in_flight(mesh, 0, micro_batches)
     shown = " ".join(map(str, layers))
     return (
         f"pipeline: {mesh.kind}, {micro_batches} micro-batches; layers of the ranks {shown}; the first holds "
@@ -99,8 +97,7 @@ def sentences(predictor: Predictor, candidate: Candidate) -> list[str]:
     if seconds.bubble > 0.1 * candidate.total:
         found.append(
             f"{seconds.bubble / candidate.total:.0%} of the step is bubble: more micro-batches, fewer "
-            "stages, or "
-            "zb-h1, zb-v or interleaved"
+            "stages, or zb-h1, zb-v or interleaved"
         )
     if seconds.dp > 0.05 * candidate.total and not mesh.tau:
         found.append(

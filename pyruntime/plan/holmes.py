@@ -27,32 +27,27 @@ class Across:
 
     mesh: Mesh
     """pp counts the stages of all clusters."""
-    stages: tuple[int, ...]
-    """Of each cluster, in the pipeline's order."""
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Of each stage, of which every cluster has as many, in the pipeline's order."""
     seconds: tuple[float, ...]
     """Of each stage for one micro-batch, forward and backward."""
     total: float
     """Of a step."""
 
 
-def layers_of_clusters(layers: int, speeds: Sequence[float], alpha: float = 1.0) -> tuple[int, ...]:
-    """Layers of each cluster: floor(alpha N S_i / sum S), the rest to the last.
+def layers_of_clusters(layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Layers of each cluster: floor(N S_i / sum S), the rest to the last.
 
     speeds: in any unit. Raises ValueError where a cluster gets no layer.
     """
     total = sum(speeds)
-    if not speeds or min(speeds) <= 0:
-        raise ValueError(f"speeds must be at least one and above 0, found {list(speeds)}.")
     # Quotients that should be whole may lie a rounding error below.
-    shares = [math.floor(alpha * layers * speed / total + 1e-9) for speed in speeds[:-1]]
+    shares = [math.floor(layers * speed / total + 1e-9) for speed in speeds[:-1]]
     shares.append(layers - sum(shares))
     if min(shares) < 1:
         raise ValueError(
             f"{layers} layers over clusters of speeds {', '.join(f'{speed:g}' for speed in speeds)} leave "
-            "one "
-            "without a layer; leave that cluster out."
+            "one without a layer; leave that cluster out."
         )
     return tuple(shares)
 
@@ -94,7 +89,7 @@ def search_across(
 
 def _fits(job: Job, clusters: Sequence[Cluster], one: Across, rules: Rules) -> bool:
     for stage, layers in enumerate(one.layers):
-        cluster = clusters[stage // one.stages[0]]
+        cluster = clusters[stage * len(clusters) // one.mesh.pp]
         own = replace(job, cluster=cluster)
         held = memory_of_rank(own, one.mesh, stage, rules, layers=layers)
         if verdict(held.total, cluster.memory_bytes) != "fits":
@@ -108,39 +103,26 @@ def across(
     mesh: Mesh,
     between: float,
     overlap: Overlap = "fused",
-    alpha: float = 1.0,
 ) -> Across:
     """`mesh` with its stages shared evenly by `clusters`, as many GPUs of each, and layers by predicted
     speed.
 
-    between: bytes/s of one rank to another cluster. Raises ValueError where the stages do not divide, or
-    tensor parallelism does not fit into a node of each cluster.
+    between: bytes/s of one rank to another cluster. Raises ValueError where a stage would get no layer.
     """
-    if mesh.pp % len(clusters):
-        raise ValueError(
-            f"pp={mesh.pp} does not divide over {len(clusters)} clusters; use a multiple of {len(clusters)}."
-        )
-    for cluster in clusters:
-        if mesh.tp > cluster.gpus_per_node:
-            raise ValueError(
-                f"tp={mesh.tp} does not fit into a node of {cluster.gpus_per_node} on {cluster.name}; "
-                "between clusters only the pipeline may run."
-            )
     own = mesh.pp // len(clusters)
     predictors = [Predictor(replace(job, cluster=cluster), overlap) for cluster in clusters]
     one = [each.layer(mesh) for each in predictors]
     forward = [each.forward + each.tp_forward + each.cp_forward for each in one]
     backward = [each.backward_input + each.tp_backward + each.cp_backward for each in one]
     whole = [f + b + each.backward_weight for f, b, each in zip(forward, backward, one, strict=True)]
-    shares = layers_of_clusters(job.model.layers, [1 / seconds for seconds in whole], alpha)
+    shares = layers_of_clusters(job.model.layers, [1 / seconds for seconds in whole])
     layers = tuple(count for share in shares for count in split_evenly(share, own))
     seconds = tuple(count * whole[stage // own] for stage, count in enumerate(layers))
     slowest = max(range(mesh.pp), key=lambda stage: seconds[stage])
     at = slowest // own
     micro_batches = mesh.micro_batches(job.batch)
     idle = bubble(
-        mesh.kind,
-        mesh.pp,
+        mesh,
         micro_batches,
         layers[slowest] * forward[at],
         layers[slowest] * backward[at],
@@ -151,4 +133,4 @@ def across(
     # Each cluster reduces its own gradients; the slowest decides.
     reduced = max(each.step(replace(mesh, kind="1f1b", virtual=1)).dp for each in predictors)
     total = micro_batches * max(seconds[slowest], message / between) + idle + crossing + reduced
-    return Across(mesh, (own,) * len(clusters), layers, seconds, total)
+    return Across(mesh, layers, seconds, total)

@@ -1,15 +1,16 @@
-"""A cluster from what a machine was measured at: alpha and beta of its links, products, memory."""
+"""A cluster from what a machine was measured at: alpha and beta of its links, GEMMs, memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from pyruntime.plan.cluster import Cluster, Inside
-from pyruntime.plan.mesh import Job, Mesh
-from pyruntime.plan.step import Predictor
+
+PROCESS_BYTES = 0.3e9
+"""Of a rank on a CPU, beside tensors."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,8 @@ def cluster_of(
     between: AlphaBeta | None,
     core_bandwidth: float = 0.0,
     core_share: float = 1.0,
-    layer_overhead: float = 0.0,
-    process_bytes: float = 0.3e9,
 ) -> Cluster:
-    """A machine of hosts with `ranks_per_host` ranks. flops: operations/s that products reach, which
+    """A machine of hosts with `ranks_per_host` ranks. flops: operations/s that GEMMs reach, which
     therefore stand as the peak with an efficiency of 1.
 
     between: of a ring with one rank on each host, which has the host's adapter to itself. What was not
@@ -88,20 +87,5 @@ def cluster_of(
         attention_efficiency=attention_flops / flops,
         core_bandwidth=core_bandwidth,
         core_share=core_share,
-        layer_overhead=layer_overhead,
-        process_bytes=process_bytes,
+        process_bytes=PROCESS_BYTES,
     )
-
-
-def fit_flops(job: Job, seconds: float, *, sums_whole: bool = False) -> Cluster:
-    """The cluster of `job` with operations/s of products at which a step of one rank alone takes `seconds`;
-    all else, attention too, stays as it is. sums_whole: see `Predictor`."""
-    cluster = job.cluster
-    low, high = cluster.peak_flops / 100, cluster.peak_flops * 100
-    for _ in range(60):
-        middle = (low * high) ** 0.5
-        attention = cluster.attention_flops / middle
-        fitted = replace(cluster, peak_flops=middle, efficiency=1.0, attention_efficiency=attention)
-        took = Predictor(replace(job, cluster=fitted), sums_whole=sums_whole).step(Mesh(zero=0)).total
-        low, high = (middle, high) if took > seconds else (low, middle)
-    return fitted

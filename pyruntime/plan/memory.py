@@ -30,9 +30,9 @@ class Rules:
     """Of a parameter's gradient, where one micro-batch after another adds to it."""
     optimizer: float = 12
     """Of a parameter's fp32 master weight and two moments."""
-    ffn_products: int = 2
-    """Tensors of a gated feed-forward network that are kept besides gate and up: silu(gate) and its product
-    with up, or that product alone."""
+    ffn_kept: int = 2
+    """Tensors of a gated feed-forward network that are kept besides gate and up: silu(gate) and
+    silu(gate) * up, or the latter alone."""
     heap: float = 0
     """Of activations, what is resident besides: freed pieces of the heap that nothing fits into."""
     largest_gradients: float = 0
@@ -59,12 +59,6 @@ class Rules:
 
 PAPER = Rules()
 """Mixed precision as Megatron-LM has it: fp32 main gradients, 18 bytes a parameter."""
-TRAINER = Rules(
-    gradient=2, ffn_products=1, heap=0.95, largest_gradients=2, logits=2, reduced_gradient=2, workspaces=True
-)
-"""This project's trainer in bf16 on CPU ranks of one host, by resident memory: gradients in the weights'
-type; over several data-parallel ranks sums of earlier micro-batches are fp32 and whole at every stage
-(docs/data-parallel.md). `heap` was measured (docs/planning.md)."""
 MASTER = 4
 """Bytes of an fp32 master weight."""
 SLOTS = 4
@@ -110,8 +104,6 @@ def layer_activations(
     model: ModelShape,
     tokens: float,
     tp: int = 1,
-    *,
-    sequence_parallel: bool = True,
     rules: Rules = PAPER,
 ) -> float:
     """Bytes that one layer keeps of a forward pass of `tokens` tokens until its backward pass, with flash
@@ -119,12 +111,11 @@ def layer_activations(
 
     By default and for a gated network tokens h (12 + 4 k/a + 8 h_ffn/h) / t, equation 12: inputs of the two
     norms and of the two column linears (8), queries and attention's output (4), keys and values, gate, up,
-    silu(gate) and product. Without sequence parallelism the 8 are not cut.
+    silu(gate) and silu(gate) * up.
     """
-    wide = 8 * model.hidden
-    ffn = model.up + (rules.ffn_products if model.gated else 1) * model.ffn
-    cut = 2 * model.qkv + 2 * model.attention_width + 2 * ffn
-    return tokens * (wide / (tp if sequence_parallel else 1) + cut / tp)
+    ffn = model.up + (rules.ffn_kept if model.gated else 1) * model.ffn
+    wide, cut = 8 * model.hidden, 2 * model.qkv + 2 * model.attention_width + 2 * ffn
+    return tokens * (wide / tp + cut / tp)
 
 
 def parameters_of_rank(
@@ -153,7 +144,9 @@ def states(parameters: float, mesh: Mesh, micro_batches: int, rules: Rules) -> t
     optimizer = rules.optimizer / (shard if zero else 1)
     gradients = rules.gradient / (shard if zero >= 2 else 1)
     if rules.reduced_gradient is not None and mesh.dp * mesh.cp > 1:
-        gradients = rules.reduced_gradient / (shard if zero else 1) + (4 if micro_batches > 1 else 0)
+        # Where weights are cut, what they are going to be lies beside the gradients until the step counts.
+        held = (rules.reduced_gradient + rules.weight) / shard if zero else rules.reduced_gradient
+        gradients = held + (4 if micro_batches > 1 else 0)
     if mesh.tau:
         # The outer iterate, its momentum, and what is being averaged (arXiv 2401.16265; derived).
         optimizer += 3 * rules.weight
@@ -173,20 +166,18 @@ def memory_of_rank(
     process: bytes beside tensors; None: the cluster's. layers: of this rank; None: as the trainer cuts them.
     """
     rules = rules.of(job)
-    model, last = job.model, last_stage_rank(mesh.kind, mesh.pp)
+    model, last = job.model, last_stage_rank(mesh)
     micro_batches = mesh.micro_batches(job.batch)
     cut = mesh.tp * mesh.x * mesh.y * mesh.z
     if layers is None:
-        layers = layers_by_rank(model, mesh.kind, mesh.pp, mesh.virtual)[rank]
+        layers = layers_by_rank(model, mesh)[rank]
     matrices, vectors = parameters_of_rank(model, 1, layers, rank == 0, rank == last)
     parameters = matrices / cut + vectors
     weights, gradients, optimizer = states(parameters, mesh, micro_batches, rules)
     tokens = mesh.micro_batch * job.seq / mesh.cp
     one = _one_layer(model, tokens, mesh, rules)
-    held = in_flight(mesh.kind, rank, mesh.pp, micro_batches, mesh.virtual, mesh.slices)
-    if mesh.pp == 1:
-        held = 1
-    waiting = deferred(mesh.kind, rank, mesh.pp, micro_batches)
+    held = in_flight(mesh, rank, micro_batches)
+    waiting = deferred(mesh, rank, micro_batches)
     if mesh.recompute:
         # Every layer's input of every micro-batch, and one layer whole while it is run again.
         activations = (held - waiting) * layers * 2 * tokens * model.hidden / (mesh.tp * mesh.y) + one
@@ -250,8 +241,10 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
             bytes_ += SLOTS * 2 * tokens * model.hidden
         if mesh.dp * mesh.cp > 1:
             # Peers' slots are read where they lie, and their pages count as resident here too.
-            unit = rules.weight * model.largest / mesh.tp
+            bucket = rules.weight * model.largest / mesh.tp
             if mesh.zero < 3:
-                unit = max(unit, min(BUCKET_BYTES, rules.weight * model.parameters / (mesh.tp * mesh.pp)))
-            bytes_ += SLOTS * unit * mesh.dp * mesh.cp
+                bucket = max(bucket, min(BUCKET_BYTES, rules.weight * model.parameters / (mesh.tp * mesh.pp)))
+            bytes_ += SLOTS * bucket * mesh.dp * mesh.cp
+            if mesh.zero:
+                bytes_ += SLOTS * bucket  # weights have slots of their own, of each rank's rows
     return bytes_

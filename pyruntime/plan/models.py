@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-
-from pyruntime.llama.config import LlamaConfig
-from pyruntime.llama.presets import PRESETS
 
 
 @dataclass(frozen=True)
@@ -83,10 +81,8 @@ class ModelShape:
     @cached_property
     def parameters(self) -> int:
         """All of them; a tied head counts once."""
-        heads = 0 if self.tied else self.head
-        return (
-            self.layers * (self.layer_matrices + self.layer_vectors) + self.embedding + heads + self.last_norm
-        )
+        layers = self.layers * (self.layer_matrices + self.layer_vectors)
+        return layers + self.embedding + (0 if self.tied else self.head) + self.last_norm
 
     def layer_flops(self, tokens: int) -> float:
         """Operations of one layer's linears in a forward pass of so many tokens, a multiply-add being two."""
@@ -104,22 +100,6 @@ class ModelShape:
         nothing recomputed."""
         layer = self.layer_flops(tokens) + self.attention_flops(tokens, seq)
         return 3 * (self.layers * layer + self.head_flops(tokens))
-
-
-def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
-    """The shape of a Llama."""
-    return ModelShape(
-        name,
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        config.intermediate_size,
-        config.vocab_size,
-        tied=config.tie_word_embeddings,
-        preset=preset,
-    )
 
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int = 51200, seq: int = 2048) -> ModelShape:
@@ -166,34 +146,21 @@ _GPTS = {
     "axonn-175b": (96, 12288, 96),
 }
 
-MODELS: dict[str, ModelShape] = {
-    **{name: of_llama(name, config, preset=name) for name, config in PRESETS.items()},
-    "llama2-13b": of_llama(
-        "llama2-13b",
-        LlamaConfig(
-            vocab_size=32000,
-            hidden_size=5120,
-            intermediate_size=13824,
-            num_hidden_layers=40,
-            num_attention_heads=40,
-        ),
-    ),
-    **{name: gpt(name, *sizes) for name, sizes in _GPTS.items()},
-}
+GPTS = {name: gpt(name, *sizes) for name, sizes in _GPTS.items()}
 
 
-def find_model(name: str) -> ModelShape:
-    """The known model of that name, however it is spelled: llama-3-70b, Llama3_70B, llama-3.1-70b.
+def find_model(name: str, models: Mapping[str, ModelShape]) -> ModelShape:
+    """The one of `models` with that name, however it is spelled: llama-3-70b, Llama3_70B, llama-3.1-70b.
 
     Raises ValueError with the nearest name.
     """
-    known = {_spelled(each): each for each in MODELS}
+    known = {_spelled(each): each for each in models}
     wanted = _spelled(name)
     if wanted in known:
-        return MODELS[known[wanted]]
+        return models[known[wanted]]
     close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.0)
     raise ValueError(
-        f"There is no model {name!r}; the nearest is {known[close[0]]}. Known are {', '.join(MODELS)}."
+        f"There is no model {name!r}; the nearest is {known[close[0]]}. Known are {', '.join(models)}."
     )
 
 

@@ -1,13 +1,13 @@
-"""What of a transfer is exposed when it runs under the product that reads or writes it.
+"""What of a transfer is exposed when it runs under the GEMM that reads or writes it.
 
 The own rows of a gather are there at once, those of the P - 1 peers come one after another while the rows
 before them are multiplied (fill: none; drain: the last peer's rows are multiplied when all has come). A
-reduce-scatter is the same backwards. With T_g the product's seconds and T_c the transfer's::
+reduce-scatter is the same backwards. With T_g the GEMM's seconds and T_c the transfer's::
 
     exposed = max(0, T_c - T_g (P - 1) / P)
 
-At T_c = T_g, where the transfer is just as long as the product, T_g / P of it is still exposed: the drain.
-Derived; `hideable` is the rule without it.
+At T_c = T_g, where the transfer is just as long as the GEMM, T_g / P of it is still exposed: the drain.
+Derived; `threshold` is the rule without it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
 
 Overlap = Literal["none", "fused", "filler"]
-"""none: every transfer is waited for. fused: products hide their own transfers. filler: weights' gradients
+"""none: every transfer is waited for. fused: GEMMs hide their own transfers. filler: weights' gradients
 also fill what the backward pass leaves exposed."""
 
 
@@ -28,7 +28,7 @@ also fill what the backward pass leaves exposed."""
 class Linear:
     """A tensor-parallel linear of `k` input and `n` output features, over all ranks.
 
-    column: its input is gathered, else its product is reduce-scattered."""
+    column: its input is gathered, else its GEMM is reduce-scattered."""
 
     name: str
     k: int
@@ -59,19 +59,14 @@ def linears(model: ModelShape) -> tuple[Linear, ...]:
 def threshold(ranks: int, flops: float, bandwidth: float) -> float:
     """Features, over all ranks, from which on a bf16 linear can hide its transfer: (P - 1) F / B.
 
-    flops: operations/s of a rank's products; bandwidth: bytes/s through a rank. Derived: the rows' number
+    flops: operations/s of a rank's GEMMs; bandwidth: bytes/s through a rank. Derived: the rows' number
     cancels.
     """
     return (ranks - 1) * flops / bandwidth
 
 
-def hideable(linear: Linear, ranks: int, flops: float, bandwidth: float) -> bool:
-    """Whether it can hide its transfer alone: T_c <= T_g."""
-    return linear.deciding >= threshold(ranks, flops, bandwidth)
-
-
 def exposed(transfer: float, compute: float, ranks: int) -> float:
-    """Seconds of a transfer of `transfer` seconds that are left over under `compute` seconds of products in
+    """Seconds of a transfer of `transfer` seconds that are left over under `compute` seconds of GEMMs in
     as many chunks as there are ranks; see the module's docstring."""
     return max(0.0, transfer - compute * (ranks - 1) / ranks) if ranks > 1 else 0.0
 
@@ -82,7 +77,7 @@ class Exposed:
 
     linear: Linear
     compute: float
-    """Of its product, forward; the backward pass has two of these."""
+    """Of its GEMM, forward; the backward pass has two of these."""
     transfer: float
     """Of what travels, forward."""
     forward: float
@@ -99,7 +94,7 @@ def exposed_of(
     overlap: Overlap = "fused",
     regather: bool = True,
 ) -> Exposed:
-    """Of `linear` for `tokens` tokens over the tensor-parallel group; flops: operations/s of its product.
+    """Of `linear` for `tokens` tokens over the tensor-parallel group; flops: operations/s of its GEMM.
 
     A column linear's backward pass gathers its input again (`regather`; between hosts it is kept) and
     reduce-scatters dX, under dX and dW; a row linear's gathers dY, under dX.
@@ -140,7 +135,6 @@ def advice(job: Job, mesh: Mesh, over: Link) -> list[str]:
     elif weak:
         sentences.append(
             "use two micro-batches or sequence slices in flight, and weight gradients as filler in the "
-            "backward "
-            "pass, to hide these"
+            "backward pass, to hide these"
         )
     return sentences

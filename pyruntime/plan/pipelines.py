@@ -14,42 +14,44 @@ from pyruntime.pipeline.schedules import make_schedule
 from pyruntime.pipeline.simulate import Costs, simulate
 from pyruntime.pipeline.split import split_layers
 from pyruntime.pipeline.v_schedule import zb_v
+from pyruntime.plan.mesh import Mesh
 from pyruntime.plan.models import ModelShape
 
 
-def in_flight(
-    kind: str, rank: int, ranks: int, micro_batches: int, virtual: int = 1, slices: int = 1
-) -> float:
+def in_flight(mesh: Mesh, rank: int, micro_batches: int) -> float:
     """Most micro-batches whose activations rank `rank` of the pipeline holds, in units of what all its stages
     store for one micro-batch.
 
-    gpipe, terapipe: all of them. 1f1b: min(p - r, m); interleaved: min(m v, 2 (p - r - 1) + (v - 1) p + 1) /
-    v (arXiv 2104.04473, section 2.2). zb-h1: as 1f1b, and up to r more whose weights' gradient waits (arXiv
-    2401.10241, table 2; see `deferred`). zb-v: p, that is 2 p halves, those included (arXiv 2405.15362).
-    seq1f1b: with q slices min(p - r - 1 + q, m q) / q (arXiv 2406.03488).
+    Without a pipeline 1. gpipe, terapipe: all of them. 1f1b: min(p - r, m); interleaved: min(m v, 2 (p - r -
+    1) + (v - 1) p + 1) / v (arXiv 2104.04473, section 2.2). zb-h1: as 1f1b, and up to r more whose weights'
+    gradient waits (arXiv 2401.10241, table 2; see `deferred`). zb-v: p, that is 2 p halves, those included
+    (arXiv 2405.15362). seq1f1b: with q slices min(p - r - 1 + q, m q) / q (arXiv 2406.03488).
     """
-    p, r, m = ranks, rank, micro_batches
-    match kind:
+    p, r, m, v, q = mesh.pp, rank, micro_batches, mesh.virtual, mesh.slices
+    if p == 1:
+        return 1
+    match mesh.kind:
         case "gpipe" | "terapipe":
             return m
-        case "interleaved" if virtual > 1:
-            return min(m * virtual, 2 * (p - r - 1) + (virtual - 1) * p + 1) / virtual
+        case "interleaved" if v > 1:
+            return min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1) / v
         case "zb-h1" | "zb-v":
             return min(p, m)
         case "seq1f1b":
-            return min(p - r - 1 + slices, m * slices) / slices
+            return min(p - r - 1 + q, m * q) / q
     return min(p - r, m)
 
 
-def deferred(kind: str, rank: int, ranks: int, micro_batches: int) -> float:
+def deferred(mesh: Mesh, rank: int, micro_batches: int) -> float:
     """Of those, the most whose weights' gradient waits: what is kept of them is inputs of linears and the
     gradients of their outputs. zb-h1: r + 1; zb-v: 2 r + 1 halves, and with fewer than 2 p micro-batches what
-    its schedule has; none where the weights' gradient is a part of the backward pass, as on the first rank of
+    its schedule has; none where the weights' gradient is a part of the backward pass, as on rank 0 of
     zb-h1. Derived: counted in the schedules."""
-    if ranks == 1 or kind not in ("zb-h1", "zb-v") or (kind == "zb-h1" and rank == 0):
+    kind = mesh.kind
+    if mesh.pp == 1 or kind not in ("zb-h1", "zb-v") or (kind == "zb-h1" and rank == 0):
         return 0
-    if kind == "zb-v" and micro_batches < 2 * ranks:
-        return deferred_by_zb_v(ranks, micro_batches)[rank] / 2
+    if kind == "zb-v" and micro_batches < 2 * mesh.pp:
+        return deferred_by_zb_v(mesh.pp, micro_batches)[rank] / 2
     return min(rank + (1 if kind == "zb-h1" else 0.5), micro_batches)
 
 
@@ -59,7 +61,7 @@ def gaps_of_zb_v(ranks: int, micro_batches: int) -> float:
     if micro_batches >= 2 * ranks:
         return ranks - 1
     made = make_schedule("zb-v", ranks, micro_batches)
-    return simulate(made, Costs.uniform()).bubble(0)
+    return simulate(made, Costs()).bubble(0)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -74,14 +76,7 @@ def deferred_by_zb_v(ranks: int, micro_batches: int) -> list[int]:
 
 
 def bubble(
-    kind: str,
-    ranks: int,
-    micro_batches: int,
-    forward: float,
-    backward_input: float,
-    backward_weight: float,
-    virtual: int = 1,
-    slices: int = 1,
+    mesh: Mesh, micro_batches: int, forward: float, backward_input: float, backward_weight: float
 ) -> float:
     """Seconds of a step in which a rank idles; given are the seconds of all its stages for one micro-batch.
 
@@ -95,13 +90,13 @@ def bubble(
     the error stays below 2 % of the work for costs up to 1.4 times apart, and below 15 % with fewer
     micro-batches. (Qi et al. state 0, which leaves out the ends of a step.)
     """
-    p, m = ranks, micro_batches
+    p, m = mesh.pp, micro_batches
     whole = backward_input + backward_weight
-    match kind:
+    match mesh.kind:
         case "interleaved":
-            return bubble_interleaved(p, virtual, forward, whole)
+            return bubble_interleaved(p, mesh.virtual, forward, whole)
         case "terapipe" | "seq1f1b":
-            return bubble_1f1b(p, forward / slices, whole / slices)
+            return bubble_1f1b(p, forward / mesh.slices, whole / mesh.slices)
         case "zb-h1":
             # Weights' gradients that are longer than what they wait for do not fill more.
             fill = min(forward, backward_input, backward_weight)
@@ -112,31 +107,25 @@ def bubble(
     return bubble_1f1b(p, forward, whole)
 
 
-def stages_of_a_rank(kind: str, virtual: int) -> int:
-    return 2 if kind == "zb-v" else virtual
-
-
-@functools.lru_cache(maxsize=1024)
-def layers_by_rank(model: ModelShape, kind: str, ranks: int, virtual: int) -> tuple[int, ...]:
+def layers_by_rank(model: ModelShape, mesh: Mesh) -> tuple[int, ...]:
     """Layers that each rank of the pipeline holds, cut as the trainer cuts them: the head counts as the
-    layers that take as long as its product.
+    layers that take as long as its GEMM.
 
     Raises ValueError where there are fewer layers than stages.
     """
-    stages = ranks * stages_of_a_rank(kind, virtual)
-    held = [0] * ranks
-    for stage, layers in enumerate(_layers_by_stage(model, stages)):
-        place = stage % ranks if kind != "zb-v" or stage < ranks else stages - 1 - stage
-        held[place] += layers
-    return tuple(held)
+    return _layers_by_rank(model, mesh.kind, mesh.pp, 2 if mesh.kind == "zb-v" else mesh.virtual)
 
 
 @functools.lru_cache(maxsize=1024)
-def _layers_by_stage(model: ModelShape, stages: int) -> tuple[int, ...]:
-    head = model.head / model.layer_matrices
-    return tuple(len(run) for run in split_layers([1.0] * model.layers, stages, last=head))
+def _layers_by_rank(model: ModelShape, kind: str, ranks: int, stages_of_a_rank: int) -> tuple[int, ...]:
+    stages = ranks * stages_of_a_rank
+    runs = split_layers([1.0] * model.layers, stages, last=model.head / model.layer_matrices)
+    held = [0] * ranks
+    for stage, run in enumerate(runs):
+        held[stage % ranks if kind != "zb-v" or stage < ranks else stages - 1 - stage] += len(run)
+    return tuple(held)
 
 
-def last_stage_rank(kind: str, ranks: int) -> int:
+def last_stage_rank(mesh: Mesh) -> int:
     """The rank that holds the head."""
-    return 0 if kind == "zb-v" else ranks - 1
+    return 0 if mesh.kind == "zb-v" else mesh.pp - 1

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pyruntime.plan.memory import SAFE
+from pyruntime.plan.mesh import Mesh
 from pyruntime.plan.report import GB
 from pyruntime.plan.search import Candidate, Result, pareto
 
+KINDS = {"data, tensor, context": "C0", "with a pipeline": "C1", "CO2": "C2", "AxoNN 4D": "C4"}
+"""Colours."""
 LABELLED = 8
 SLOWEST = 4
 """Meshes that take so many times as long as the best are not drawn."""
@@ -21,14 +24,8 @@ def png(result: Result, shown: Sequence[Candidate], path: str | Path) -> None:
     capacity = result.job.cluster.memory_bytes
     figure = Figure(figsize=(11, 5.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    groups = {
-        "data, tensor, context": [each for each in result.candidates if _kind(each) == 0],
-        "with a pipeline": [each for each in result.candidates if _kind(each) == 1],
-        "CO2": [each for each in result.candidates if _kind(each) == 2],
-        "AxoNN 4D": [each for each in result.candidates if _kind(each) == 3],
-    }
-    for (name, group), colour in zip(groups.items(), ("C0", "C1", "C2", "C4"), strict=True):
-        if group:
+    for name, colour in KINDS.items():
+        if group := [each for each in result.candidates if _kind(each.mesh) == name]:
             axes.plot(*_points(group), ".", ms=4, alpha=0.35, color=colour, label=name, zorder=1)
     front = pareto(result.candidates)
     axes.plot(*_points(front), "-", color="black", lw=1, label="no mesh is better in both", zorder=2)
@@ -65,9 +62,12 @@ def png(result: Result, shown: Sequence[Candidate], path: str | Path) -> None:
     figure.savefig(path)
 
 
-def _kind(candidate: Candidate) -> int:
-    mesh = candidate.mesh
-    return 3 if mesh.is_axonn else 2 if mesh.tau else 1 if mesh.pp > 1 else 0
+def _kind(mesh: Mesh) -> str:
+    if mesh.is_axonn:
+        return "AxoNN 4D"
+    if mesh.tau:
+        return "CO2"
+    return "with a pipeline" if mesh.pp > 1 else "data, tensor, context"
 
 
 def _points(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:

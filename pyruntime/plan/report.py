@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pyruntime.plan.mesh import Job
+from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.search import Candidate, Result, gpu_hours, pareto
+from pyruntime.text import columns
 
 GB = 1e9
-Refusal = Callable[[Candidate], str | None]
+Refusal = Callable[[Mesh], str | None]
+"""Why the trainer would not run a mesh, in a sentence; None where it would."""
 
 
 def table(result: Result, shown: Sequence[Candidate], refusal: Refusal, tokens: float) -> str:
@@ -43,24 +45,11 @@ def table(result: Result, shown: Sequence[Candidate], refusal: Refusal, tokens: 
             f"{each.memory.total / GB:.1f}",
             each.verdict,
             f"{gpu_hours(job, each.total, tokens):,.0f}",
-            "runs" if refusal(each) is None else "not yet",
+            "runs" if refusal(each.mesh) is None else "not yet",
         ]
         for number, each in enumerate(shown, 1)
     ]
     return columns(head, rows, left=(1, 8, 10))
-
-
-def columns(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Aligned: the columns `left` to the left, others to the right."""
-    widths = [max(len(row[index]) for row in [head, *rows]) for index in range(len(head))]
-    lines = []
-    for row in [head, *rows]:
-        cells = [
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def mfu(job: Job, candidate: Candidate) -> float:
@@ -69,7 +58,7 @@ def mfu(job: Job, candidate: Candidate) -> float:
     return job.model.step_flops(job.tokens, job.seq) / candidate.total / peak
 
 
-def opening(result: Result, seconds: float) -> str:
+def heading(result: Result, seconds: float) -> str:
     """What was asked and how many meshes there were."""
     job = result.job
     lines = [
@@ -77,8 +66,7 @@ def opening(result: Result, seconds: float) -> str:
         f"({job.cluster.description})",
         f"step of {job.tokens:,} tokens: {job.batch} sequences of {job.seq}",
         f"{result.considered:,} legal meshes, {result.too_big:,} too big for "
-        f"{job.cluster.memory_bytes / GB:.0f} GB; "
-        f"searched in {seconds:.1f} s",
+        f"{job.cluster.memory_bytes / GB:.0f} GB; searched in {seconds:.1f} s",
     ]
     return "\n".join(lines)
 
@@ -89,15 +77,13 @@ def nothing_fits(result: Result) -> str:
     if nearest is None:
         return (
             f"There is no legal mesh of {result.job.gpus} GPUs for {result.job.batch} sequences; a batch "
-            "that "
-            "divides by more data-parallel ranks, or another number of GPUs, has some."
+            "that divides by more data-parallel ranks, or another number of GPUs, has some."
         )
     need = nearest.memory.total / GB
     return (
         f"No mesh of {result.job.gpus} GPUs fits {result.job.model.name} into 80 % of "
         f"{result.job.cluster.memory_bytes / GB:.0f} GB; the nearest, {nearest.mesh.text()}, needs "
-        f"{need:.1f} GB "
-        f"({nearest.verdict}); take more GPUs, or see risky ones with --risky True."
+        f"{need:.1f} GB ({nearest.verdict}); take more GPUs, or see risky ones with --risky True."
     )
 
 
@@ -107,7 +93,7 @@ def document(result: Result, shown: Sequence[Candidate], refusal: Refusal, token
     job = result.job
 
     def one(candidate: Candidate) -> dict[str, Any]:
-        why = refusal(candidate)
+        why = refusal(candidate.mesh)
         return {
             "name": candidate.mesh.text(),
             "mesh": dataclasses.asdict(candidate.mesh),
@@ -121,14 +107,13 @@ def document(result: Result, shown: Sequence[Candidate], refusal: Refusal, token
             "trainer": "runs" if why is None else why,
         }
 
-    front = {each.mesh for each in pareto(result.candidates)}
     return json.dumps(
         {
             "job": dataclasses.asdict(job),
             "considered": result.considered,
             "too_big": result.too_big,
             "candidates": [one(each) for each in shown],
-            "pareto": [one(each) for each in pareto(result.candidates) if each.mesh in front],
+            "pareto": [one(each) for each in pareto(result.candidates)],
         },
         indent=2,
     )

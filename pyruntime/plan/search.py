@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -51,8 +52,6 @@ class Choice:
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found."""
-
     job: Job
     candidates: tuple[Candidate, ...]
     """Those that fit, fastest first; risky ones where nothing else fits or they were asked for."""
@@ -79,28 +78,17 @@ def search(
     check_job(job)
     predictor = Predictor(job, overlap, sums_whole=rules.sums_whole)
     capacity = job.cluster.memory_bytes
-    found: list[Candidate] = []
-    considered = too_big = 0
-    smallest: tuple[float, Mesh, Memory] | None = None
-    for mesh in meshes(job, choice or Choice()):
-        considered += 1
-        memory = worst_memory(job, mesh, rules)
-        total = memory.total
-        word = verdict(total, capacity)
-        if smallest is None or total < smallest[0]:
-            smallest = (total, mesh, memory)
-        if word == "does not fit" or (word == "risky" and not risky):
-            too_big += word == "does not fit"
-            continue
-        candidate = candidate_of(predictor, mesh, memory, word)
-        if candidate is not None:
-            found.append(candidate)
+    held = [(mesh, worst_memory(job, mesh, rules)) for mesh in meshes(job, choice or Choice())]
+    rated = [(mesh, memory, verdict(memory.total, capacity)) for mesh, memory in held]
+    wanted = ("fits", "risky") if risky else ("fits",)
+    found = [candidate_of(predictor, *each) for each in rated if each[2] in wanted]
+    candidates = sorted((each for each in found if each is not None), key=_rank)
     nearest = None
-    if not found and smallest is not None:
-        _, mesh, memory = smallest
-        nearest = Candidate(mesh, memory, verdict(memory.total, capacity), predictor.step(mesh))
-    found.sort(key=_rank)
-    return Result(job, tuple(found), considered, too_big, nearest)
+    if rated and not candidates:
+        mesh, memory, word = min(rated, key=lambda each: each[1].total)
+        nearest = Candidate(mesh, memory, word, predictor.step(mesh))
+    too_big = sum(word == "does not fit" for _, _, word in rated)
+    return Result(job, tuple(candidates), len(rated), too_big, nearest)
 
 
 def candidate_of(predictor: Predictor, mesh: Mesh, memory: Memory, word: str) -> Candidate | None:
@@ -125,15 +113,8 @@ def _rank(candidate: Candidate) -> tuple:
 def complexity(mesh: Mesh) -> tuple[int, ...]:
     """Less is simpler: what to prefer among meshes of equal time."""
     axes = sum(getattr(mesh, name) > 1 for name in ("tp", "cp", "pp", "dp", "x", "y", "z"))
-    extras = (
-        mesh.recompute
-        + mesh.is_axonn
-        + (mesh.tau > 0)
-        + (mesh.replicate > 1)
-        + (mesh.kind != "1f1b")
-        + mesh.virtual
-    )
-    return (axes + extras, mesh.zero, mesh.pp, mesh.tp)
+    extras = (mesh.recompute, mesh.is_axonn, mesh.tau > 0, mesh.replicate > 1, mesh.kind != "1f1b")
+    return (axes + sum(extras) + mesh.virtual, mesh.zero, mesh.pp, mesh.tp)
 
 
 def meshes(job: Job, choice: Choice) -> Iterator[Mesh]:
@@ -176,11 +157,9 @@ def _schedules(job: Job, mesh: Mesh, choice: Choice) -> Iterator[Mesh]:
         else:
             options.append(replace(mesh, kind=kind))
     for each in options:
-        try:
-            layers_by_rank(job.model, each.kind, each.pp, each.virtual)
-        except ValueError:
-            continue
-        yield each
+        with contextlib.suppress(ValueError):  # fewer layers than stages
+            layers_by_rank(job.model, each)
+            yield each
 
 
 def _sharded(mesh: Mesh, choice: Choice) -> Iterator[Mesh]:
@@ -226,12 +205,6 @@ def each_shape(candidates: Iterable[Candidate], wanted: Callable[[Candidate], bo
         if sizes not in seen and wanted(each):
             seen.add(sizes)
             yield each
-
-
-def shapes(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The first of each mesh's sizes, in order: candidates that differ in more than a schedule or ZeRO
-    stage."""
-    return list(each_shape(candidates, lambda each: True))
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -17,10 +17,9 @@ Source: TeraPipe, arXiv 2102.07988, equation 9.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -103,27 +102,6 @@ class SliceCost:
         Raises ValueError as `base` and `context` do.
         """
         return self.base(length) + self.context(length, context)
-
-    def to_json(self) -> str:
-        """One JSON object with the names of the fields; `from_json` makes the equal cost of it."""
-        return json.dumps(asdict(self), indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> SliceCost:
-        """The cost that `to_json` wrote. Raises ValueError where `text` is not such an object."""
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"A slice cost is a JSON object, and this is no JSON: {error}.") from None
-        names = [field.name for field in fields(cls)]
-        if not isinstance(found, dict) or sorted(found) != sorted(names):
-            what = f"the keys {', '.join(found)}" if isinstance(found, dict) else type(found).__name__
-            raise ValueError(f"A slice cost is a JSON object with {', '.join(names)}, found {what}.")
-        lengths, seconds = (_numbers(name, found[name]) for name in names[:2])
-        if any(length != int(length) for length in lengths):
-            raise ValueError(f"base_lengths must be whole tokens, found {lengths}.")
-        coefficients = _numbers(", ".join(COEFFICIENTS), [found[name] for name in COEFFICIENTS])
-        return cls(tuple(map(int, lengths)), tuple(seconds), *coefficients)
 
 
 @dataclass(frozen=True)
@@ -227,12 +205,3 @@ def _least_squares(i: Floats, j: Floats, term: Floats, weight: Floats) -> list[f
             "determine four coefficients; measure a grid of at least 3 lengths by 3 contexts."
         )
     return [float(value) for value in solution / scale]
-
-
-def _numbers(name: str, values: object) -> list[float]:
-    """`values` where they are a list of numbers; bool is none."""
-    if not isinstance(values, list) or any(
-        isinstance(value, bool) or not isinstance(value, int | float) for value in values
-    ):
-        raise ValueError(f"{name} of a slice cost must be numbers, found {values!r}.")
-    return values

@@ -42,10 +42,6 @@ class StageCosts:
                 f"{self.seq_len}."
             )
 
-    def document(self) -> dict[str, Any]:
-        """What `read` reads."""
-        return dataclasses.asdict(self)
-
 
 def read(text: str) -> StageCosts:
     """The costs in a JSON document, which may say more. Raises ValueError where it says less, or wrong."""

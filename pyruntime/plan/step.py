@@ -19,8 +19,8 @@ from pyruntime.plan.overlap import Exposed, Linear, Overlap, exposed, exposed_of
 from pyruntime.plan.pipelines import bubble, last_stage_rank, layers_by_rank
 
 FLASH_BACKWARD = 2.5
-"""Products of flash attention's backward pass over those of its forward pass."""
-UNITS_OF_A_LAYER = 4
+"""GEMMs of flash attention's backward pass over those of its forward pass."""
+BUCKETS_OF_A_LAYER = 4
 """Weights that travel one by one, where they are not small."""
 OPTIMIZER_BYTES = {"nearest": 28, "stochastic": 22}
 """Read and written for a parameter, by the rounding of its weight: moments both ways, gradient; fp32 master
@@ -84,7 +84,7 @@ class Predictor:
     regather: column linears gather their input again in the backward pass instead of keeping it; None: inside
     nodes, as this project does. sums_whole: gradients of all micro-batches are summed before they travel, at
     every ZeRO stage, by passes over memory of their own, as in this project; otherwise stages 2 and 3, which
-    hold none whole, reduce them every time, and products add to what is there.
+    hold none whole, reduce them every time, and GEMMs add to what is there.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Predictor:
             for each in linears(model)
         )
         weights = sum(each.linear.k * each.linear.n for each in found) / mesh.tp
-        products = mesh.slices * (sum(each.compute for each in found) + self._loading(weights))
+        gemms = mesh.slices * (sum(each.compute for each in found) + self._loading(weights))
         attention = model.attention_flops(int(tokens), job.seq, causal=job.causal) / mesh.tp
         attention /= cluster.attention_flops
         backward = FLASH_BACKWARD if job.causal else 2.0
@@ -143,13 +143,13 @@ class Predictor:
         transfers = mesh.slices * sum(each.transfer for each in found)
         back = mesh.slices * sum(each.transfers_backward for each in found)
         if self.overlap == "filler":
-            tp_backward = max(0.0, back - 2 * products - backward * attention)
+            tp_backward = max(0.0, back - 2 * gemms - backward * attention)
         cp_forward, cp_backward, ring = self._ring(mesh, tokens, attention, backward)
         cp_crosses = self.link(mesh, "cp", mesh.cp).crosses
         return LayerSeconds(
-            forward=products + attention + 2 * moved + overhead,
-            backward_input=products + backward * attention + 3 * moved + overhead,
-            backward_weight=products + overhead,
+            forward=gemms + attention + 2 * moved + overhead,
+            backward_input=gemms + backward * attention + 3 * moved + overhead,
+            backward_weight=gemms + overhead,
             attention=(1 + backward) * attention,
             tp_forward=tp_forward,
             tp_backward=tp_backward,
@@ -163,11 +163,11 @@ class Predictor:
     def _flops(self, linear: Linear, tp: int) -> float:
         """Operations/s of a rank's part of it."""
         k, n = (linear.k, linear.n / tp) if linear.column else (linear.k / tp, linear.n)
-        return self.job.cluster.product_flops(k, n)
+        return self.job.cluster.gemm_flops(k, n)
 
     def _loading(self, weights: float) -> float:
-        """Seconds in which bf16 weights of a product come from memory, or their gradient goes there. GPUs do
-        it under the product; the core of a CPU rank does one thing at a time."""
+        """Seconds in which bf16 weights of a GEMM come from memory, or their gradient goes there. GPUs do
+        it under the GEMM; the core of a CPU rank does one thing at a time."""
         cluster = self.job.cluster
         return 2 * weights / cluster.memory_bandwidth if cluster.core_bandwidth else 0.0
 
@@ -192,59 +192,45 @@ class Predictor:
         gradients go under the layers beside (arXiv 2305.13525, section 5)."""
         job, model, cluster = self.job, self.job.model, self.job.cluster
         tokens = mesh.micro_batch * job.seq
-        grid = axonn.Grid(mesh.x, mesh.y, mesh.z, mesh.dp)
-        blocks = mesh.x * mesh.y
-        of_linears = [
-            (each, axonn.seconds_of(each, grid, cluster, tokens * mesh.z)) for each in axonn.linears(model)
-        ]
-        seconds = {
-            each.name: 2.0
-            * each.k
-            * each.n
-            * tokens
-            / blocks
-            / cluster.product_flops(each.k / mesh.y, each.n / mesh.x)
-            for each, _ in of_linears
-        }
-        products = sum(seconds.values())
-        attention = (
-            model.attention_flops(tokens, job.seq, causal=job.causal) / mesh.x / cluster.attention_flops
-        )
+        hides = self.overlap != "none"
+        gemms = gather = output = under_weights = 0.0
+        for linear in linears(model):
+            each = axonn.seconds_of(linear, mesh, cluster, tokens * mesh.z)
+            operations = 2.0 * linear.k * linear.n * tokens / (mesh.x * mesh.y)
+            gemm = operations / cluster.gemm_flops(linear.k / mesh.y, linear.n / mesh.x)
+            gemms += gemm
+            gather += each.gather
+            output += each.output
+            under_weights += max(0.0, each.input - (gemm if hides else 0.0))
+        attention = model.attention_flops(tokens, job.seq, causal=job.causal) / mesh.x
+        attention /= cluster.attention_flops
         backward = FLASH_BACKWARD if job.causal else 2.0
         moved = layer_activations(model, tokens, mesh.x) / cluster.memory_bandwidth
-        forward = products + attention + 2 * moved
-        backward_all = 2 * products + backward * attention + 3 * moved
-        gather = sum(each.gather for _, each in of_linears)
-        scatter = sum(each.scatter for _, each in of_linears)
-        output = sum(each.output for _, each in of_linears)
-        under_weights = 0.0
-        for linear, each in of_linears:
-            hidden = 0.0 if self.overlap == "none" else seconds[linear.name]
-            under_weights += max(0.0, each.input - hidden)
-        hidden_forward = 0.0 if self.overlap == "none" else forward
+        forward = gemms + attention + 2 * moved
+        backward_all = 2 * gemms + backward * attention + 3 * moved
+        hidden_forward = forward if hides else 0.0
         # dW hides the sums over x already.
-        hidden_backward = 0.0 if self.overlap == "none" else backward_all - products
+        hidden_backward = backward_all - gemms if hides else 0.0
         return LayerSeconds(
             forward=forward + cluster.layer_overhead,
-            backward_input=backward_all - products + cluster.layer_overhead,
-            backward_weight=products + cluster.layer_overhead,
+            backward_input=backward_all - gemms + cluster.layer_overhead,
+            backward_weight=gemms + cluster.layer_overhead,
             attention=(1 + backward) * attention,
             tp_forward=output,
             tp_backward=under_weights,
             # Of the weights' transfers over z: `cp` is unused in these meshes, so they stand there.
             cp_forward=max(0.0, gather - hidden_forward),
-            cp_backward=max(0.0, gather + scatter - hidden_backward),
+            cp_backward=max(0.0, 2 * gather - hidden_backward),
             between_forward=gather + output,
-            between_backward=gather + scatter,
+            between_backward=2 * gather,
         )
 
     def step(self, mesh: Mesh) -> StepSeconds:
-        """Of a whole step."""
         job, model, cluster = self.job, self.job.model, self.job.cluster
         micro_batches = mesh.micro_batches(job.batch)
         one = self.layer(mesh)
-        counts = layers_by_rank(model, mesh.kind, mesh.pp, mesh.virtual)
-        last = last_stage_rank(mesh.kind, mesh.pp)
+        counts = layers_by_rank(model, mesh)
+        last = last_stage_rank(mesh)
         tokens = mesh.micro_batch * job.seq / mesh.cp
         cut = mesh.tp * mesh.x * mesh.y
         head = model.head_flops(int(tokens)) / cut / cluster.flops
@@ -272,16 +258,7 @@ class Predictor:
             forward = forward_of(slowest)
             weight = layers * one.backward_weight + (head if has_head else 0.0) + sums
             whole = compute + recompute + tp + ring
-            idle = bubble(
-                mesh.kind,
-                mesh.pp,
-                micro_batches,
-                forward,
-                whole - forward - weight,
-                weight,
-                mesh.virtual,
-                mesh.slices,
-            )
+            idle = bubble(mesh, micro_batches, forward, whole - forward - weight, weight)
             # Of equal slices the last attends to most: (2 q - 1) / q^2 of attention in place of 1 / q.
             q = mesh.slices
             idle += (mesh.pp - 1) * layers * one.attention * (q - 1) / q**2
@@ -310,18 +287,18 @@ class Predictor:
         return co2.exposed(2 * parameters, self.link(mesh, "dp", mesh.dp), step, mesh.tau)
 
     def parameters(self, mesh: Mesh) -> float:
-        """Of the first rank of the pipeline, before ZeRO cuts them."""
-        layers = layers_by_rank(self.job.model, mesh.kind, mesh.pp, mesh.virtual)[0]
-        first_is_last = last_stage_rank(mesh.kind, mesh.pp) == 0
+        """Of the pipeline's rank 0, before ZeRO cuts them."""
+        layers = layers_by_rank(self.job.model, mesh)[0]
+        first_is_last = last_stage_rank(mesh) == 0
         cut = mesh.tp * mesh.x * mesh.y * mesh.z
         return sum(parameters_of_rank(self.job.model, cut, layers, True, first_is_last))
 
     def _not_read_again(self, mesh: Mesh) -> float:
-        """Parameters of the pipeline's first rank that stage 3 does not gather for the backward pass: the
+        """Parameters of the pipeline's rank 0 that stage 3 does not gather for the backward pass: the
         embedding's table, and the last weight of the forward pass, which stays. Where the head is the table,
         it is gathered twice before, and stays."""
         model = self.job.model
-        if last_stage_rank(mesh.kind, mesh.pp):
+        if last_stage_rank(mesh):
             return (model.embedding + model.hidden * model.ffn) / mesh.tp
         return 0.0 if model.tied else 2 * model.head / mesh.tp
 
@@ -337,7 +314,7 @@ class Predictor:
         self, mesh: Mesh, micro_batches: int, one: LayerSeconds, layers: int, head: float
     ) -> tuple[float, float]:
         """Exposed seconds of gradients and weights over dp and cp, and the optimizer's. head: seconds of its
-        product where the rank has it."""
+        GEMM where the rank has it."""
         cluster = self.job.cluster
         parameters = self.parameters(mesh)
         held = parameters / mesh.shard if mesh.zero else parameters
@@ -363,13 +340,13 @@ class Predictor:
         window_forward, window_backward = max(0.0, forward - busy_forward), max(0.0, backward - busy_backward)
         if self.overlap == "none":
             window_forward = window_backward = own_gradients = own_weights = 0.0
-        units = UNITS_OF_A_LAYER * layers + 2
+        buckets = BUCKETS_OF_A_LAYER * layers + 2
         if zero < 3:
-            units = max(1, min(units, round(2 * parameters / BUCKET_BYTES)))
+            buckets = max(1, min(buckets, round(2 * parameters / BUCKET_BYTES)))
 
         def left(transfer: float, window: float) -> float:
-            # Unit by unit: the first transfer begins when a unit has been computed, the last ends after all.
-            return max(transfer - window * (units - 1) / units, transfer / units)
+            # Bucket by bucket: the first transfer begins when one has been computed, the last ends after all.
+            return max(transfer - window * (buckets - 1) / buckets, transfer / buckets)
 
         times = 1 if self.sums_whole else micro_batches
         if zero == 3:

@@ -11,17 +11,21 @@ after j, S(0) = 0 and ::
 
     S(i) = min over k <= i with t(k, i - k) <= c  of  S(i - k) + t(k, i - k)
 
-`pyruntime.plan.ceilings` chooses the ceilings to try. Later slices attend to more, so the best slices are
-long first and short later.
+The slowest slice takes one of the times of the table, so it is enough to solve for those as ceilings. Few of
+them have to be: S falls as c rises, so a slicing whose slowest slice takes from a to b has a sum of at least
+S(b), and takes at least max(S(b), a) + (K - 1) a. Ranges of ceilings are halved, the most promising first,
+and left out where that is not below what was found (derived; the paper goes through all ceilings upwards).
 
 Lengths are in units of a grid, n of which make the sequence, and a cost table is what `slice_cost.table`
 makes: [n, n + 1] seconds of a slice of a + 1 units after b units. inf stands for a slice that cannot be.
+Later slices attend to more, so the best slices are long first and short later.
 
 Source: TeraPipe, arXiv 2102.07988, equations 4 and 5, algorithm 1.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,69 +33,61 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pyruntime.plan.ceilings import Solution, best_under_ceilings, total_seconds
-
 Floats = NDArray[np.float64]
-
-SUMS_AT_A_TIME = 2**13
-LEAST_AT_A_TIME = 8
-"""Ceilings are solved together until a step of the program makes so many sums, for numpy's calls to be worth
-their overhead; more would be solved before their bounds are known."""
 
 
 @dataclass(frozen=True)
 class Slicing:
-    """A sequence cut into slices, in the order of the tokens.
-
-    lengths: in grid units. seconds: of each slice in one stage. total: seconds until the last stage is done
-    with this one sequence, equation 5.
-    """
+    """A sequence cut into slices, in the order of the tokens."""
 
     lengths: tuple[int, ...]
+    """In grid units."""
     seconds: tuple[float, ...]
+    """Of each slice in one stage."""
     total: float
-
-    @property
-    def busy(self) -> float:
-        """Seconds that each stage works."""
-        return sum(self.seconds)
-
-    @property
-    def slowest(self) -> float:
-        """Seconds of the slowest slice."""
-        return max(self.seconds)
+    """Seconds until the last stage is done with this one sequence, equation 5."""
 
 
-def best_slicing(table: ArrayLike, stages: int, *, slices: int | None = None, eps: float = 0.0) -> Slicing:
-    """The slicing of least total, of all or of those with exactly `slices` slices.
+def best_slicing(table: ArrayLike, stages: int) -> Slicing:
+    """The slicing of least total. Of slicings equal under a ceiling the one with the shortest last slice is
+    taken, so slices do not become longer where none needs to.
 
-    eps: seconds; the total is within stages * eps of the least, and 0 makes it the least. Of slicings equal
-    under a ceiling the one with the shortest last slice is taken, so slices do not become longer where none
-    needs to.
-
-    Raises ValueError where the table is malformed or leaves no slicing, or an argument is out of range.
+    Raises ValueError where the table is malformed or leaves no slicing, or `stages` is below 1.
     """
-    costs = checked_table(table)
-    check_search(stages, eps)
-    if slices is not None:
-        check_slices(slices, len(costs))
-    least = float(least_below(costs, np.array([np.inf]), slices, np.maximum)[0][0])
-    if math.isinf(least):
+    costs = _checked(table, stages)
+    ending = _by_end(costs)
+    ceilings = np.unique(costs[np.isfinite(costs)])
+    unlimited = _least_below(ending, math.inf)
+    if not unlimited:
         raise ValueError(
-            f"No slicing of {len(costs)} units{'' if slices is None else f' into {slices} slices'} has a "
-            "finite cost; the table rules out every one."
+            f"No slicing of {len(costs)} units has a finite cost; the table rules out every one."
         )
+    best = _scored(costs, unlimited, stages)
+    # (bound, first ceiling, behind the last one, S of a ceiling at or above them)
+    ranges: list[tuple[float, int, int, float]] = []
 
-    def solve(ceilings: Floats) -> list[Solution[tuple[int, ...]]]:
-        busy, lengths = least_below(costs, ceilings, slices)
-        return [
-            Solution(float(total), slowest_of(costs, cut), cut)
-            for total, cut in zip(busy, lengths, strict=True)
-        ]
+    def open_range(begin: int, end: int, busy: float) -> None:
+        if begin < end:
+            lowest = float(ceilings[begin])
+            heapq.heappush(ranges, (max(busy, lowest) + (stages - 1) * lowest, begin, end, busy))
 
-    at_a_time = max(LEAST_AT_A_TIME, SUMS_AT_A_TIME // (len(costs) * (slices or 1)))
-    best = best_under_ceilings(ceilings_from(costs, least), solve, stages, eps, at_a_time)
-    return scored(costs, best.plan, stages)
+    open_range(0, int(np.searchsorted(ceilings, max(best.seconds))), sum(best.seconds))
+    while ranges:
+        bound, begin, end, busy = heapq.heappop(ranges)
+        if bound >= best.total:
+            break
+        middle = (begin + end) // 2
+        lengths = _least_below(ending, float(ceilings[middle]))
+        busy_below = math.inf
+        if lengths:
+            found = _scored(costs, lengths, stages)
+            best = min(best, found, key=lambda slicing: slicing.total)
+            busy_below = sum(found.seconds)
+            # From its slowest slice up to this ceiling S is constant.
+            open_range(begin, int(np.searchsorted(ceilings, max(found.seconds))), busy_below)
+        if busy < busy_below:
+            open_range(middle + 1, end, busy)
+    return best
 
 
 def uniform_slicing(table: ArrayLike, stages: int, slices: int) -> Slicing:
@@ -99,100 +95,31 @@ def uniform_slicing(table: ArrayLike, stages: int, slices: int) -> Slicing:
 
     Raises ValueError where the table is malformed or an argument is out of range.
     """
-    costs = checked_table(table)
-    check_search(stages)
-    check_slices(slices, len(costs))
-    return scored(costs, _equal_lengths(len(costs), slices), stages)
+    costs = _checked(table, stages)
+    units = len(costs)
+    if not 1 <= slices <= units:
+        raise ValueError(f"slices={slices}: a sequence of {units} units has 1 to {units} slices.")
+    length, longer = divmod(units, slices)
+    return _scored(costs, [length + 1] * longer + [length] * (slices - longer), stages)
 
 
 def best_uniform_slicing(table: ArrayLike, stages: int) -> Slicing:
     """The `uniform_slicing` of least total over the number of slices. Raises ValueError as that does."""
-    costs = checked_table(table)
-    check_search(stages)
-    n = len(costs)
-    return min(
-        (scored(costs, _equal_lengths(n, slices), stages) for slices in range(1, n + 1)),
-        key=lambda slicing: slicing.total,
-    )
+    of_each = (uniform_slicing(table, stages, slices) for slices in range(1, len(np.asarray(table)) + 1))
+    return min(of_each, key=lambda slicing: slicing.total)
 
 
-def score_slicing(table: ArrayLike, lengths: Sequence[int], stages: int) -> Slicing:
-    """What a slicing of one's own choice costs; inf where the table rules a slice out.
-
-    Raises ValueError where the table is malformed or the slices do not add up to the sequence.
-    """
-    costs = checked_table(table)
-    check_search(stages)
-    if min(lengths, default=0) < 1 or sum(lengths) != len(costs):
-        raise ValueError(
-            f"Slices of {', '.join(map(str, lengths)) or 'no'} units: they must be at least 1 each and "
-            f"add up to the table's {len(costs)}."
-        )
-    return scored(costs, lengths, stages)
-
-
-def scored(costs: Floats, lengths: Sequence[int], stages: int) -> Slicing:
-    """`score_slicing` of what was checked already."""
-    seconds = tuple(_seconds(costs, lengths))
-    return Slicing(tuple(map(int, lengths)), seconds, total_seconds(sum(seconds), max(seconds), stages))
-
-
-def least_below(
-    costs: Floats, ceilings: Floats, slices: int | None, combine: np.ufunc = np.add
-) -> tuple[Floats, list[tuple[int, ...]]]:
-    """Least sums of slice seconds below each of the ceilings [C], and the slices' lengths; no lengths where
-    the sum is inf. combine: np.maximum for the least slowest slice instead of the least sum.
-    """
-    n = len(costs)
-    ending = _by_end(costs)
-    usable = np.flatnonzero(ending.min(axis=0) <= ceilings.max())
-    longest = int(usable[-1]) + 1 if usable.size else 1
-    # Rows of `least` are numbers of slices where that number is given; otherwise one row is for any number.
-    rows, before, after = (1, slice(0, 1), slice(0, 1))
-    if slices is not None:
-        rows, before, after = (slices + 1, slice(0, slices), slice(1, slices + 1))
-    # Prefix i is at n - i, so that what precedes it is one run, ordered by the length of its last slice.
-    least = np.full((len(ceilings), rows, n + 1), np.inf)
-    least[:, 0, n] = 0.0
-    last = np.zeros(least.shape, dtype=np.int64)
-    every = np.arange(len(ceilings) * (slices or 1))
-    for i in range(1, n + 1):
-        window = min(i, longest)
-        cost = ending[i - 1, :window]
-        allowed = np.where(cost <= ceilings[:, None], cost, np.inf)
-        sums = combine(least[:, before, n - i + 1 : n - i + 1 + window], allowed[:, None])
-        flat = sums.reshape(-1, window)
-        # The first of equals: the shortest last slice. See `best_slicing`.
-        choice = flat.argmin(axis=1)
-        least[:, after, n - i] = flat[every, choice].reshape(len(ceilings), -1)
-        last[:, after, n - i] = choice.reshape(len(ceilings), -1) + 1
-    sums = least[:, -1, 0]
-    lengths = [
-        _walk_back(back, slices) if math.isfinite(total) else ()
-        for back, total in zip(last, sums, strict=True)
-    ]
-    return sums, lengths
-
-
-def ceilings_from(costs: Floats, least: float) -> Floats:
-    """The times that a plan's slowest slice can take, of which `least` is the least: sorted, distinct."""
-    return np.unique(costs[(costs >= least) & np.isfinite(costs)])
-
-
-def slowest_of(costs: Floats, lengths: Sequence[int]) -> float:
-    """Seconds of the slowest slice."""
-    return max(_seconds(costs, lengths))
-
-
-def checked_table(table: ArrayLike, name: str = "table") -> Floats:
+def _checked(table: ArrayLike, stages: int) -> Floats:
     """`table` as float64 [n, n + 1], inf where a slice exceeds the sequence.
 
-    Raises ValueError for another shape, and for nan or negative seconds.
+    Raises ValueError for another shape, for nan or negative seconds, and for fewer stages than one.
     """
+    if stages < 1:
+        raise ValueError(f"stages must be at least 1, found {stages}.")
     costs = np.asarray(table, dtype=np.float64)
     if costs.ndim != 2 or len(costs) < 1 or costs.shape[1] != len(costs) + 1:
         raise ValueError(
-            f"{name} must be [n, n + 1] seconds, of a slice of a + 1 units after b units, found shape "
+            f"table must be [n, n + 1] seconds, of a slice of a + 1 units after b units, found shape "
             f"{costs.shape}."
         )
     n = len(costs)
@@ -200,22 +127,8 @@ def checked_table(table: ArrayLike, name: str = "table") -> Floats:
     wrong = np.argwhere(inside & ~(costs >= 0))
     if wrong.size:
         a, b = wrong[0]
-        raise ValueError(f"{name} must not have nan or negative seconds, found {costs[a, b]} at [{a}, {b}].")
+        raise ValueError(f"table must not have nan or negative seconds, found {costs[a, b]} at [{a}, {b}].")
     return np.where(inside, costs, np.inf)
-
-
-def check_search(stages: int, eps: float = 0.0) -> None:
-    """Raises ValueError unless these are a number of stages and a tolerance in seconds."""
-    if stages < 1:
-        raise ValueError(f"stages must be at least 1, found {stages}.")
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps must be a finite number of seconds, at least 0, found {eps}.")
-
-
-def check_slices(slices: int, units: int) -> None:
-    """Raises ValueError unless so many units can be cut into so many slices."""
-    if not 1 <= slices <= units:
-        raise ValueError(f"slices={slices}: a sequence of {units} units has 1 to {units} slices.")
 
 
 def _by_end(costs: Floats) -> Floats:
@@ -225,25 +138,28 @@ def _by_end(costs: Floats) -> Floats:
     return np.where(k <= i, costs[k, np.maximum(i - k, 0)], np.inf)
 
 
-def _equal_lengths(units: int, slices: int) -> list[int]:
-    length, longer = divmod(units, slices)
-    return [length + 1] * longer + [length] * (slices - longer)
-
-
-def _seconds(costs: Floats, lengths: Sequence[int]) -> list[float]:
-    seconds, context = [], 0
-    for length in lengths:
-        seconds.append(float(costs[length - 1, context]))
-        context += length
-    return seconds
-
-
-def _walk_back(last: NDArray[np.int64], slices: int | None) -> tuple[int, ...]:
-    """The lengths that the back-pointers [rows, n + 1] tell, from the last slice to the first, reversed."""
+def _least_below(ending: Floats, ceiling: float) -> list[int]:
+    """Lengths of the slices of least sum of which none takes longer than `ceiling`; none where there are
+    no such slices."""
+    n = len(ending)
+    allowed = np.where(ending <= ceiling, ending, np.inf)
+    # Prefix i is at n - i, so that what precedes it is one run, ordered by the length of its last slice.
+    least = np.full(n + 1, np.inf)
+    least[n] = 0.0
+    last = np.zeros(n + 1, dtype=np.int64)
+    for i in range(1, n + 1):
+        sums = least[n - i + 1 :] + allowed[i - 1, :i]
+        shortest = int(sums.argmin())  # the first of equals
+        least[n - i], last[n - i] = sums[shortest], shortest + 1
     lengths: list[int] = []
-    row, at, end = len(last) - 1, 0, last.shape[1] - 1
-    while at < end:
-        lengths.append(int(last[row, at]))
-        at += lengths[-1]
-        row -= slices is not None
-    return tuple(reversed(lengths))
+    while math.isfinite(least[0]) and sum(lengths) < n:
+        lengths.append(int(last[sum(lengths)]))
+    return lengths[::-1]
+
+
+def _scored(costs: Floats, lengths: Sequence[int], stages: int) -> Slicing:
+    begins = np.cumsum([0, *lengths[:-1]])
+    seconds = tuple(float(costs[length - 1, begin]) for length, begin in zip(lengths, begins, strict=True))
+    # Alone, a stage waits for nobody; 0 * inf would be nan.
+    waits = (stages - 1) * max(seconds) if stages > 1 else 0.0
+    return Slicing(tuple(lengths), seconds, sum(seconds) + waits)

@@ -6,9 +6,14 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pyruntime.train import checksums
+from pyruntime.train import manifest
+from pyruntime.train.config import RunConfig
 from pyruntime.train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyruntime.llama.config import LlamaConfig
 
 FOLDER, FACTS_FILE = "checkpoints", "run.json"
 FORMAT = 2
@@ -33,6 +38,11 @@ class Facts:
     """The model's shape, as in a Hugging Face config.json."""
     rounding: str = "nearest"
     """Of bf16 weights; "stochastic": there are no fp32 master weights."""
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: LlamaConfig) -> Facts:
+        """Of a run that trains a model of that shape, before its first step."""
+        return cls(0, config.train.dtype, dataclasses.asdict(shape), config.optimizer.rounding)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -94,7 +104,7 @@ def to_json(facts: Facts) -> str:
 
 def is_unchecked(checkpoint: Path) -> bool:
     """Whether it was saved before there were checksums: it has no manifest, and does not say that it had."""
-    if (checkpoint / checksums.MANIFEST).exists():
+    if (checkpoint / manifest.MANIFEST).exists():
         return False
     try:
         content = json.loads((checkpoint / FACTS_FILE).read_text(encoding="utf-8"))
@@ -105,7 +115,7 @@ def is_unchecked(checkpoint: Path) -> bool:
 
 def _read(checkpoint: Path) -> Facts:
     if not is_unchecked(checkpoint):
-        checksums.check(checkpoint, FACTS_FILE, checksums.read(checkpoint))
+        manifest.check(checkpoint, FACTS_FILE, manifest.read(checkpoint))
     try:
         content = json.loads((checkpoint / FACTS_FILE).read_text(encoding="utf-8"))
         facts = Facts(**{name: value for name, value in content.items() if name != "format"})
@@ -113,5 +123,5 @@ def _read(checkpoint: Path) -> Facts:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        raise checksums.refusal(checkpoint, FACTS_FILE, "it does not say what was saved")
+        raise manifest.refusal(checkpoint, FACTS_FILE, "it does not say what was saved")
     return facts

@@ -9,6 +9,7 @@ says what is wrong with them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 Tier = Literal["auto", "unfused", "chunked", "fused"]
@@ -119,6 +120,9 @@ class Train:
     """Steps between two validations; 0: only after the last step."""
     val_sequences: int = 64
     """Sequences of seq_len tokens, spread evenly over the held-out text, in one validation."""
+    ledger: bool = False
+    """Enter what every rank computes, waits for, reads and sends; the account of the last 20 steps is kept in
+    RUN_DIR/ledger, for `python -m pyruntime report RUN_DIR`. Ranks on the CPU only."""
     threads: int = 0
     """CPU threads per rank; 0: what torchrun or OMP_NUM_THREADS set, else the cores divided by the ranks."""
 
@@ -139,6 +143,9 @@ class Parallel:
     zero: Literal[0, 1, 2, 3] = 1
     """What is cut over the data- and context-parallel ranks: 0 nothing, 1 and 2 optimizer states and
     gradients, 3 the weights too."""
+    slices: Literal["auto", 1, 2, 3, 4] = 1
+    """Causal slices of every sequence inside a tensor-parallel group: one computes while the rows of another
+    travel. auto is 2 where tensor-parallel ranks are on several hosts and nothing forbids it, else 1."""
     dp_replicate: int = 1
     """Groups of data-parallel ranks that each hold everything once (hybrid sharding); divides dp."""
 
@@ -158,7 +165,7 @@ class Pipeline:
     """Tokens of each slice, in order, as many as `slices` says; empty: as equal as may be."""
     layers: tuple[int, ...] = ()
     """Layers of each stage, in order; empty: shared out so that the stages take alike, by `costs`, or without
-    by the products that layers and head compute."""
+    by the GEMMs that layers and head compute."""
     costs: str = ""
     """File that `python -m pyruntime profile --json` wrote for this model on this machine; empty: none."""
 
@@ -170,7 +177,7 @@ class Context:
     layout: ContextLayout = "zigzag"
     """Which tokens a rank holds: zigzag and striped share causal attention evenly, contiguous does not."""
     variant: ContextVariant = "ring"
-    """How queries see the keys of other ranks; auto measures them in the first step and takes the fastest."""
+    """How queries see the keys of other ranks; auto is ring."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,12 +185,11 @@ class Comm:
     """How the ranks talk to each other."""
 
     tier: Tier = "chunked"
-    """Tier of every parallel linear; auto takes what `python -m pyruntime tune` found on this machine, or
-    measures the first calls of a shape and takes the fastest, which may be another one in the next run, and
-    fp32 results then differ in their last bits. fused is for GPUs."""
+    """Tier of every parallel linear; auto takes what `python -m pyruntime tune` found on this machine, else
+    chunked wherever rows travel in chunks, else unfused. fused is for GPUs."""
     tuning: Literal["on", "off"] = "on"
-    """Whether the tier auto starts from the file that `python -m pyruntime tune` keeps, where there is one
-    for this machine and as many tensor-parallel ranks; off: it measures in every run."""
+    """Whether the tier auto takes what is in the file of `python -m pyruntime tune`, where there is one for
+    this machine and as many tensor-parallel ranks; off: it follows its rule alone."""
     deadline_s: float = 120.0
     """Longest wait for a peer, in seconds; past it the run ends with an error that names the peer."""
 
@@ -226,25 +232,15 @@ class RunConfig:
     """Everything that decides a run."""
 
     model: Model = Model()
-    """Which Llama is trained."""
     data: Data = Data()
-    """Which text is read and how it becomes tokens."""
     optimizer: Optimizer = Optimizer()
-    """AdamW with linear warm-up and cosine decay."""
     train: Train = Train()
-    """How long and on how much at a time."""
     parallel: Parallel = Parallel()
-    """How the model is spread over the ranks."""
     pipeline: Pipeline = Pipeline()
-    """In which order the stages of a pipeline compute; `python -m pyruntime schedule` draws them."""
     context: Context = Context()
-    """How sequences are spread over the context-parallel ranks."""
     comm: Comm = Comm()
-    """How the ranks talk to each other."""
     checkpoint: Checkpoint = Checkpoint()
-    """What is kept on disk, below the run folder."""
     output: Output = Output()
-    """What the run shows and writes."""
 
 
 def micro_batches(config: RunConfig) -> int:
@@ -260,3 +256,21 @@ def tokens_per_step(config: RunConfig) -> int:
 def warmup_steps(optimizer: Optimizer, steps: int) -> int:
     """Steps of the warm-up of a run of `steps`."""
     return min(20, steps // 10) if optimizer.warmup_steps is None else optimizer.warmup_steps
+
+
+def learning_rate(step: int, steps: int, optimizer: Optimizer) -> float:
+    """Learning rate of step `step` (from 1 to `steps`): linear warm-up to the peak, then half a cosine
+    downwards.
+
+        step <= warmup:   lr * step / warmup
+        later:            lr * (f + (1 - f) * (1 + cos(pi * (step - warmup) / (steps - warmup))) / 2)
+
+    with f = min_lr_fraction, so that step `warmup` has the peak and step `steps` has f times the peak.
+    (Loshchilov and Hutter 2017, equation 5, without restarts.)
+    """
+    warmup = warmup_steps(optimizer, steps)
+    if step <= warmup:
+        return optimizer.lr * step / warmup
+    progress = (step - warmup) / (steps - warmup)
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return optimizer.lr * (optimizer.min_lr_fraction + (1 - optimizer.min_lr_fraction) * cosine)

@@ -7,17 +7,14 @@ default.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
-import json
-import math
 import os
 import tomllib
 import types
 import typing
 from pathlib import Path
 
-from pyruntime.shown import shown
+from pyruntime.text import short_repr, toml_value
 from pyruntime.train.config import RunConfig
 from pyruntime.train.errors import ConfigError
 
@@ -63,7 +60,7 @@ def from_dict(values: dict, source: str) -> RunConfig:
             raise ConfigError(f"{source}: there is no section [{name}]{_suggest(name, hints)}.")
         if not isinstance(content, dict):
             raise ConfigError(
-                f"{source}: {name} must be a section of keys, as [{name}], found {shown(content)}."
+                f"{source}: {name} must be a section of keys, as [{name}], found {short_repr(content)}."
             )
         sections[name] = _section(hints[name], name, content, source)
     return RunConfig(**sections)
@@ -79,7 +76,7 @@ def _section(cls: type, section: str, content: dict, source: str):
             fields[key] = _convert(value, hints[key])
         except TypeError:
             raise ConfigError(
-                f"{source}: {section}.{key} must be {_describe(hints[key])}, found {shown(value)}."
+                f"{source}: {section}.{key} must be {_describe(hints[key])}, found {short_repr(value)}."
             ) from None
     return cls(**fields)
 
@@ -123,20 +120,8 @@ def _suggest(name: str, known: typing.Iterable[str]) -> str:
 def to_toml(config: RunConfig) -> str:
     """The configuration as TOML that `load` reads back to an equal one; fields that are None are left out."""
     lines = []
-    for section in dataclasses.fields(config):
-        lines.append(f"[{section.name}]")
-        values = getattr(config, section.name)
-        for field in dataclasses.fields(values):
-            value = getattr(values, field.name)
-            if value is not None:
-                lines.append(f"{field.name} = {_toml(value)}")
+    for section, values in vars(config).items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {toml_value(value)}" for key, value in vars(values).items() if value is not None]
         lines.append("")
     return "\n".join(lines)
-
-
-def _toml(value) -> str:
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which TOML wants escaped

@@ -14,15 +14,19 @@ import array
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from pyruntime.train import token_cache
-from pyruntime.train.config import Data
+from pyruntime.train.config import Data, RunConfig
 from pyruntime.train.documents import Documents, Source, survey
 from pyruntime.train.errors import ConfigError
+from pyruntime.train.ranks import gather, on_every_rank, on_rank_0
 from pyruntime.train.tokenizer import Tokenizer
 
 FORMAT = b"2"
@@ -44,30 +48,19 @@ class Tokenized:
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
-    """What is known of a corpus besides its tokens."""
-
-    files: int
-    skipped: int
-    documents: int
-    tokens: int
-    val_tokens: int
-    """Tokens at the end that are held out."""
-    val_bytes: int
-    """Bytes of text that those stand for."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Corpus:
     """Tokens to learn from and tokens held out, each a read-only memory-mapped array [n]."""
 
     train: np.ndarray
     val: np.ndarray
-    facts: Facts
+    text: Tokenized
+    documents: int
+    val_bytes: int
+    """Bytes of text that the held-out tokens stand for."""
 
     @property
     def val_bytes_per_token(self) -> float:
-        return self.facts.val_bytes / self.facts.val_tokens
+        return self.val_bytes / len(self.val)
 
 
 def cache_folder(data: Data) -> Path:
@@ -156,15 +149,7 @@ def open_corpus(text: Tokenized, val_fraction: float, seq_len: int) -> Corpus:
             f"the text of {total} tokens leaves {val_tokens} for validation and {split} for training; give "
             "more text or a shorter train.seq_len."
         )
-    facts = Facts(
-        files=text.files,
-        skipped=text.skipped,
-        documents=len(ends),
-        tokens=total,
-        val_tokens=val_tokens,
-        val_bytes=_bytes_behind(ends, split),
-    )
-    return Corpus(train=tokens[:split], val=tokens[split:], facts=facts)
+    return Corpus(tokens[:split], tokens[split:], text, len(ends), _bytes_behind(ends, split))
 
 
 def _map(folder: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -190,3 +175,88 @@ def _bytes_behind(ends: np.ndarray, token: int) -> int:
     last, behind = map(int, ends[document])
     whole = int(ends[-1, 1])
     return round(whole - before - (behind - before) * (token - first) / (last - first))
+
+
+def open_everywhere(
+    config: RunConfig, tokenizer: Tokenizer, group: dist.ProcessGroup, say: Callable[[str], None]
+) -> Corpus:
+    """Every rank of `group` calls this. Rank 0 tokenizes where the cache has nothing; then so does, of
+    each host, the first rank that does not see what rank 0 wrote, because the cache lies on a disk of its
+    own. `say` prints a line on rank 0. Raises the same ConfigError on every rank."""
+    data, seq_len = config.data, config.train.seq_len
+
+    def build_first() -> Tokenized:
+        text = build(data, tokenizer, say)
+        open_corpus(text, data.val_fraction, seq_len)  # what is too short is refused by one rank
+        return text
+
+    doing = "Building the corpus"
+    text = on_rank_0(group, doing, build_first)
+    mine = on_every_rank(group, doing, lambda: cache_folder(data) / text.folder.name)
+    hosts = gather(group, doing, (host_name(), mine.is_dir()))
+    blind = [rank for rank, host in enumerate(hosts) if host == (host_name(), False)]
+
+    def build_here() -> None:
+        if group.rank() in blind[:1]:
+            _build_the_same(mine, lambda: build(data, tokenizer))
+
+    def open_here() -> Corpus:
+        if not mine.is_dir():
+            raise ConfigError(
+                f"data.cache: rank {group.rank()} does not see {mine}, which another rank of its host wrote; "
+                "name a folder that all ranks of a host see."
+            )
+        return open_corpus(Tokenized(mine, text.files, text.skipped), data.val_fraction, seq_len)
+
+    on_every_rank(group, doing, build_here)
+    return on_every_rank(group, "Opening the corpus", open_here)
+
+
+def _build_the_same(wanted: Path, build: Callable[[], Tokenized]) -> None:
+    host = os.uname().nodename
+    try:
+        built = build()
+    except ConfigError as error:
+        raise ConfigError(f"on host {host}: {error}") from error
+    if built.folder.name != wanted.name:
+        raise ConfigError(f"data.paths hold another text on host {host} than on that of rank 0.")
+
+
+def host_name() -> str:
+    """The same for ranks whose files are the same: the name and the boot of their machine."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{os.uname().nodename} {boot}"
+
+
+def training_batch(
+    tokens: np.ndarray, step: int, seed: int, batch_size: int, seq_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random windows of step `step`: ids and labels, each int64 [batch_size, seq_len], labels one token
+    further on.
+
+    A counter-based generator keyed by (seed, step) draws the starts: all ranks draw the same without a
+    message, and a resumed run goes on with the batches that the uninterrupted one would have seen.
+    """
+    generator = np.random.Generator(np.random.Philox(key=[seed, step]))
+    starts = generator.integers(0, len(tokens) - seq_len, size=batch_size)
+    return _windows(tokens, starts, seq_len)
+
+
+def validation_batches(
+    tokens: np.ndarray, sequences: int, batch_size: int, seq_len: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """At most `sequences` windows that do not overlap, evenly spread over the tokens, `batch_size` at a time.
+
+    Returns the same ids and labels every time; the last batch may be smaller.
+    """
+    count = min(sequences, (len(tokens) - 1) // seq_len)
+    starts = np.arange(count) * ((len(tokens) - 1) // count)
+    return [_windows(tokens, starts[i : i + batch_size], seq_len) for i in range(0, count, batch_size)]
+
+
+def _windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    windows = tokens[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64)
+    return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())

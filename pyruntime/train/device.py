@@ -23,12 +23,18 @@ PEAK_BF16 = {
     "H800": 989e12,
     "L40S": 362e12,
     "L4": 121e12,
+    "MI250X": 191.5e12,
+    "MI300X": 1307.4e12,
+    "MI325X": 1307.4e12,
+    "MI355X": 2516.6e12,
 }
-"""Dense bf16 products with fp32 sums, FLOP/s, by a part of the device's name: NVIDIA's data sheets."""
+"""Dense bf16 GEMMs with fp32 sums, FLOP/s, by a part of the device's name: NVIDIA's data sheets, and AMD's
+("AMD Instinct MI300X Accelerator Data Sheet" and so on: compute units times peak engine clock times the FLOP
+of a unit in a cycle). A device of an MI250X is one of its two dies: half of that data sheet's 383 TFLOP/s."""
 
 
 @dataclass(frozen=True)
-class Here:
+class Device:
     """The device, and why it is that one."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -69,20 +75,20 @@ def peak_flops_of(name: str) -> float | None:
     return PEAK_BF16[max(known, key=len)] if known else None
 
 
-def check_device(config: RunConfig, here: Here) -> None:
+def check_device(config: RunConfig, device: Device) -> None:
     """Raises ConfigError for what a configuration asks for and that device cannot do yet."""
     fused = config.comm.tier == "fused"
-    if fused and not (here.is_cuda and config.train.dtype == "bf16"):
+    if fused and not (device.is_cuda and config.train.dtype == "bf16"):
         raise ConfigError(
             f"comm.tier=fused has kernels for bf16 on GPUs alone, and this is {config.train.dtype} on "
-            f"{here.device} ({here.why}); use chunked, or auto."
+            f"{device.device} ({device.why}); use chunked, or auto."
         )
-    if not here.is_cuda:
+    if not device.is_cuda:
         return
     if config.optimizer.rounding != "nearest":
         raise ConfigError(
             f"optimizer.rounding={config.optimizer.rounding} is done on the CPU alone, and train.device is "
-            f"{here.device}; use nearest, or train.device=cpu."
+            f"{device.device}; use nearest, or train.device=cpu."
         )
     parallel = config.parallel
     several_hosts = Host.here().ranks != int(os.environ.get("WORLD_SIZE", "1"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.train import validate
 from pyruntime.train.config import RunConfig, micro_batches, tokens_per_step
-from pyruntime.train.shape import llama_config
+from pyruntime.train.model import llama_config
 from pyruntime.train.tokenizer import open_tokenizer
 
 

@@ -1,5 +1,10 @@
 """Failures that a run foresees; the command line turns each into one sentence."""
 
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
 
 class ConfigError(ValueError):
     """What was asked for is impossible: the command line exits with 2. The message is one sentence."""
@@ -7,3 +12,13 @@ class ConfigError(ValueError):
 
 class TrainingError(RuntimeError):
     """Training cannot go on: the command line exits with 1. The message is one sentence."""
+
+
+@contextlib.contextmanager
+def refusing(prefix: str = "", kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """Around what checks a request: its exception of one of these kinds becomes a ConfigError, whose message
+    begins with `prefix`."""
+    try:
+        yield
+    except kinds as error:
+        raise ConfigError(f"{prefix}{error}") from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import resource
-import sys
 from pathlib import Path
 
 from pyruntime.train.errors import ConfigError
@@ -79,15 +79,13 @@ def read(path: Path) -> list[dict]:
         content = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-    whole, torn = content[:-1], content[-1]  # every line that was written out ends
-    lines = [_parse(text) for text in whole]
-    for number, line in enumerate(lines, start=1):
-        if line is None:
-            raise ConfigError(
-                f"{path}, line {number} is damaged: it does not hold the figures of a step; remove that line."
-            )
-    last = _parse(torn)
-    return [line for line in [*lines, last] if line is not None]
+    lines = [_parse(text) for text in content]
+    if None in lines[:-1]:  # every line that was written out ends
+        raise ConfigError(
+            f"{path}, line {lines.index(None) + 1} is damaged: it does not hold the figures of a step; "
+            "remove that line."
+        )
+    return [line for line in lines if line is not None]
 
 
 def _parse(text: bytes) -> dict | None:
@@ -112,12 +110,8 @@ def peak_memory_bytes() -> int:
     Linux keeps it per address space (VmHWM); getrusage, used elsewhere, starts from that of the launching
     process.
     """
-    try:
-        with open("/proc/self/status", "rb") as status:
-            for line in status:
-                if line.startswith(b"VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    with contextlib.suppress(OSError), open("/proc/self/status", "rb") as status:
+        for line in status:
+            if line.startswith(b"VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

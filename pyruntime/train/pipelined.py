@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pyruntime import comm
 from pyruntime.comm.companions import companion
 from pyruntime.data_parallel import Sharded
-from pyruntime.data_parallel.shared import Holders
+from pyruntime.data_parallel.optimizer import Holders
 from pyruntime.llama import Llama, stage
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Part
@@ -23,13 +23,13 @@ from pyruntime.pipeline.executor import Pipeline
 from pyruntime.pipeline.split import split_layers
 from pyruntime.plan import stage_costs
 from pyruntime.train.config import RunConfig, micro_batches
-from pyruntime.train.errors import ConfigError
+from pyruntime.train.errors import ConfigError, refusing
 
 
 def schedule_of(config: RunConfig) -> Schedule:
     """The schedule that a configuration asks for. Raises ConfigError where there is none."""
     pipeline = config.pipeline
-    try:
+    with refusing("[pipeline]: "):
         return make_schedule(
             pipeline.kind,
             config.parallel.pp,
@@ -37,8 +37,6 @@ def schedule_of(config: RunConfig) -> Schedule:
             virtual=pipeline.virtual,
             slices=len(slice_lengths(config)),
         )
-    except ValueError as error:
-        raise ConfigError(f"[pipeline]: {error}") from error
 
 
 def slice_lengths(config: RunConfig) -> list[int]:
@@ -76,32 +74,23 @@ def resolved(config: RunConfig, shape: LlamaConfig) -> RunConfig:
             )
     if pipeline.slices == 0:
         pipeline = dataclasses.replace(pipeline, slices=len(found.slices), slice_tokens=found.slices)
-    pipeline = dataclasses.replace(pipeline, costs="")
-    config = dataclasses.replace(config, pipeline=pipeline)
+    config = dataclasses.replace(config, pipeline=dataclasses.replace(pipeline, costs=""))
     if pipeline.layers:
         return config
     layers, stages = shape.num_hidden_layers, schedule_of(config).stages
-    try:
+    with refusing("parallel.pp: "):
         runs = split_layers([found.layer] * layers, stages, first=found.embedding, last=found.head)
-    except ValueError as error:
-        raise ConfigError(f"parallel.pp: {error}") from error
-    pipeline = dataclasses.replace(pipeline, layers=tuple(len(run) for run in runs))
+    pipeline = dataclasses.replace(config.pipeline, layers=tuple(len(run) for run in runs))
     return dataclasses.replace(config, pipeline=pipeline)
 
 
 def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
-    """Which layers each stage holds. Raises ConfigError where there are fewer layers than stages."""
-    if config.pipeline.layers:
-        return _by_hand(config, shape)
-    stages = schedule_of(config).stages
-    try:
-        return stage.layers_of_stages(shape, stages)
-    except ValueError as error:
-        raise ConfigError(f"parallel.pp: {error}") from error
-
-
-def _by_hand(config: RunConfig, shape: LlamaConfig) -> list[range]:
+    """Which layers each stage holds. Raises ConfigError where there are fewer layers than stages, or
+    pipeline.layers does not fit the model."""
     counts, stages = config.pipeline.layers, schedule_of(config).stages
+    if not counts:
+        with refusing("parallel.pp: "):
+            return stage.layers_of_stages(shape, stages)
     if len(counts) != stages or min(counts) < 1 or sum(counts) != shape.num_hidden_layers:
         raise ConfigError(
             f"pipeline.layers={list(counts)} must be {stages} numbers, one for each stage, of at least 1, "
@@ -132,28 +121,26 @@ def shared_weights(config: RunConfig, model: Llama, pp: comm.Group) -> dict[nn.P
 class Pipelined:
     """This rank's stages of `model`, which has the `part_of` this rank; over the pipeline's ranks `pp`.
 
-    sharded: the model over data-parallel ranks, whose gradients it takes.
+    sharded: takes the gradients of the model.
     """
 
-    def __init__(self, config: RunConfig, model: Llama, pp: comm.Group, sharded: Sharded | None):
+    def __init__(self, config: RunConfig, model: Llama, pp: comm.Group, sharded: Sharded):
         schedule = schedule_of(config)
-        train = config.train
         self._model = model
-        self._shared = shared_weights(config, model, pp) if sharded is None else {}
-        self._slices = slice_lengths(config)
+        self._slices, self._batch = slice_lengths(config), config.train.micro_batch_size
         runs = layers_of_stages(config, model.config)
         self._stages = {
-            number: LlamaStage(model, runs[number], train.micro_batch_size, self._slices)
+            number: LlamaStage(model, runs[number], self._batch, self._slices)
             for number in schedule.stages_of(comm.group_rank(pp))
         }
-        self._dtype = next(model.parameters()).dtype
+        weight = next(model.parameters())
         self._pipeline = Pipeline(
             schedule,
             self._stages,
             pp,
-            shapes=self._shapes(train.micro_batch_size),
-            dtype=self._dtype,
-            device=next(model.parameters()).device,
+            shapes=self._shapes(self._batch),
+            dtype=weight.dtype,
+            device=weight.device,
             gradients=sharded,
         )
 
@@ -166,10 +153,7 @@ class Pipelined:
     def step(self, ids: Tensor, labels: Tensor, scale: float) -> float:
         """Forward and backward of all micro-batches [m B, S]; the gradients are those of `scale` times the
         losses. Returns their sum, of which the last stage alone has any."""
-        losses = self._pipeline.step(self._cut(ids), self._loss(labels, scale))
-        for weight, holders in self._shared.items():
-            assert weight.grad is not None
-            weight.grad = holders.sum(weight.grad)
+        losses = self._pipeline.step(self._cut(ids, self._batch), self._loss(labels, scale, self._batch))
         return sum(float(part) for parts in losses for part in parts)
 
     @torch.no_grad()
@@ -177,29 +161,28 @@ class Pipelined:
         """Mean loss of one batch [B, S], in the last stage; 0 in others."""
         batch = len(ids)
         for each in self._stages.values():
-            trained, each.batch = each.batch, batch
+            each.batch = batch
         try:
             losses = self._pipeline.evaluate(
-                [list(ids.split(self._slices, 1))], self._loss(labels, 1.0, batch), self._shapes(batch)
+                self._cut(ids, batch), self._loss(labels, 1.0, batch), self._shapes(batch)
             )
         finally:
             for each in self._stages.values():
-                each.batch = trained
+                each.batch = self._batch
         return sum(float(part) for parts in losses for part in parts)
 
     def close(self) -> None:
         self._pipeline.close()
 
-    def _cut(self, ids: Tensor) -> list[list[Tensor]]:
-        batch = next(iter(self._stages.values())).batch
-        return [list(each.split(self._slices, 1)) for each in ids.split(batch)]
+    def _cut(self, tokens: Tensor, batch: int) -> list[list[Tensor]]:
+        """[m batch, S] by micro-batch and slice."""
+        return [list(each.split(self._slices, 1)) for each in tokens.split(batch)]
 
-    def _loss(self, labels: Tensor, scale: float, batch: int | None = None):
-        whole = labels.split(batch or next(iter(self._stages.values())).batch)
-        cut = [each.split(self._slices, 1) for each in whole]
+    def _loss(self, labels: Tensor, scale: float, batch: int):
+        cut = self._cut(labels, batch)
 
         def loss(logits: Tensor, micro_batch: int, part: int) -> Tensor:
-            count = torch.tensor(whole[micro_batch].numel())
+            count = torch.tensor(sum(each.numel() for each in cut[micro_batch]))
             return self._model.loss(logits, cut[micro_batch][part].contiguous(), count) * scale
 
         return loss

@@ -37,7 +37,6 @@ class Progress:
         self._open_line = False
 
     def show(self, metrics: StepMetrics) -> None:
-        """Shows a finished step."""
         now = time.monotonic()
         if not self._first_step:
             self._first_step, self._started = metrics.step, now - metrics.step_time_s
@@ -72,7 +71,9 @@ class Progress:
             forms = [describe_briefly(metrics, self._steps, eta_s, label) for label in ("exposed", "exp")]
         else:
             forms = [drawn, line]
-        self._rewrite(next((form for form in forms if len(form) <= columns), forms[-1])[:columns])
+        shown = next((form for form in forms if len(form) <= columns), forms[-1])
+        self._write("\r\x1b[K" + shown[:columns])
+        self._open_line = True
         if metrics.val_loss is not None:
             self._end_line()
             if narrow:
@@ -81,10 +82,6 @@ class Progress:
     def _bar(self, step: int) -> str:
         filled = BAR_WIDTH * step // self._steps
         return "[" + "#" * filled + "." * (BAR_WIDTH - filled) + "]"
-
-    def _rewrite(self, text: str) -> None:
-        self._write("\r\x1b[K" + text)
-        self._open_line = True
 
     def _end_line(self) -> None:
         if self._open_line:
@@ -139,7 +136,6 @@ def exposed(metrics: StepMetrics, label: str, digits: int) -> list[str]:
 
 
 def validation(metrics: StepMetrics) -> str:
-    """What a validation found."""
     return f"val {metrics.val_loss:.4f} ({metrics.val_loss_per_byte:.4f} nats/byte)"
 
 

@@ -8,7 +8,7 @@ import json
 import statistics
 from pathlib import Path
 
-from pyruntime.footnotes import footnotes
+from pyruntime.text import footnotes
 from pyruntime.train.metrics import StepMetrics
 
 PLOT_FILE, SCORECARD_FILE = "loss.png", "scorecard"
@@ -36,7 +36,7 @@ class Scorecard:
     """Bytes that rank 0 read from its peers or sent to them in one step."""
     tokens_per_second: float
     flops_per_second: float
-    """Model FLOP/s of all ranks together (forward and backward products, no recomputation)."""
+    """Model FLOP/s of all ranks together (forward and backward GEMMs, no recomputation)."""
     mfu: float | None
     """flops_per_second as a share of the devices' peak, where that is known."""
     memory_bytes: int
@@ -73,11 +73,15 @@ def scorecard(
 
 
 def format_scorecard(card: Scorecard) -> str:
-    """The scorecard as text."""
+    exposed = [("exposed communication", "not measured between devices")]
+    if card.exposed_comm_s is not None and card.hidden_bound is not None:
+        share = f"{card.exposed_comm_s * 1e3:,.1f} ms a step, {card.exposed_share:.1%} of it"
+        bound = ("step / step with nothing exposed", f"{card.hidden_bound:.3f}")
+        exposed = [("exposed communication", share), bound]
     rows = [
         ("ranks", f"{card.ranks}"),
         ("step", f"{card.step_time_s * 1e3:,.1f} ms (median of {card.steps})"),
-        *_exposed_rows(card),
+        *exposed,
         ("bytes moved by a rank", f"{card.bytes_per_step / 1e6:,.1f} MB a step"),
         (
             "throughput",
@@ -91,16 +95,6 @@ def format_scorecard(card: Scorecard) -> str:
     width = max(len(name) for name, _ in rows)
     lines = ["Overlap scorecard", *(f"  {name:<{width}}  {value}" for name, value in rows)]
     return "\n".join([*lines, "  tiers", *(f"    {line}" for line in tier_lines(card.tiers))])
-
-
-def _exposed_rows(card: Scorecard) -> list[tuple[str, str]]:
-    if card.exposed_comm_s is None or card.hidden_bound is None:
-        return [("exposed communication", "not measured between devices")]
-    share = f"{card.exposed_comm_s * 1e3:,.1f} ms a step, {card.exposed_share:.1%} of it"
-    return [
-        ("exposed communication", share),
-        ("step / step with nothing exposed", f"{card.hidden_bound:.3f}"),
-    ]
 
 
 def tier_lines(tiers: list[dict]) -> list[str]:

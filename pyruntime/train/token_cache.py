@@ -16,20 +16,17 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pyruntime.train import durable
+from pyruntime.train import disk
 from pyruntime.train.errors import ConfigError
+from pyruntime.tuning.cache import user_folder
 
 PARTIAL = ".partial"
 
 
 def default_folder() -> Path:
     """pyruntime/tokens in the user's cache folder (XDG). Raises ConfigError where the user has none."""
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
-    if os.path.isabs(folder):
-        return Path(folder, "pyruntime", "tokens")
     try:
-        return Path.home() / ".cache" / "pyruntime" / "tokens"
+        return user_folder() / "tokens"
     except RuntimeError:
         raise ConfigError("data.cache: there is no home folder to keep tokens in; name a folder.") from None
 
@@ -44,13 +41,13 @@ def entry(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
     with _partial(cache, name) as partial:
         write(partial)
         for path in [*partial.iterdir(), partial]:
-            durable.flush(path)
+            disk.flush(path)
         try:
             partial.rename(final)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        durable.flush(cache)
+        disk.flush(cache)
     return final
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pyruntime.train.errors import ConfigError
+from pyruntime.train.errors import ConfigError, refusing
 
 FILE_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"  # what transformers' AutoTokenizer reads beside it
@@ -144,10 +144,8 @@ def _of_bytes(init_from: str) -> ByteTokenizer:
     if init_from:
         from pyruntime.llama.hf import read_config
 
-        try:
+        with refusing("model.init_from: ", (ValueError, OSError)):
             vocabulary = read_config(init_from).get("vocab_size")
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"model.init_from: {error}") from error
         if vocabulary != ByteTokenizer.vocab_size:
             raise ConfigError(
                 f"model.init_from: {init_from} holds no {FILE_NAME}, and its vocabulary of {vocabulary} "

@@ -2,55 +2,87 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
-from typing import get_args
+import typing
+from collections.abc import Callable
 
-from pyruntime.shown import shown
+from pyruntime.text import short_repr
 from pyruntime.train.checkpoint_folder import AUTO
-from pyruntime.train.config import (
-    ContextLayout,
-    ContextVariant,
-    Device,
-    PipelineKind,
-    RunConfig,
-    Tier,
-    warmup_steps,
-)
+from pyruntime.train.config import Pipeline, RunConfig, warmup_steps
 from pyruntime.train.errors import ConfigError
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
 SEEDS = 2**63
 LARGEST = 2**31 - 1
 """Of all numbers of steps, sequences, tokens, ranks."""
+RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
+    (
+        lambda x: x >= 1,
+        "be at least 1",
+        (
+            "train.steps",
+            "train.batch_size",
+            "train.micro_batch_size",
+            "train.seq_len",
+            "train.val_sequences",
+            "parallel.tp",
+            "parallel.pp",
+            "parallel.cp",
+            "parallel.dp",
+            "pipeline.virtual",
+            "checkpoint.keep",
+            "output.log_every",
+        ),
+    ),
+    (
+        lambda x: x >= 0,
+        "not be negative",
+        ("train.val_every", "train.threads", "checkpoint.every_steps", "output.sample_tokens"),
+    ),
+    (lambda x: 0 < x < math.inf, "be a positive finite number", ("optimizer.lr", "optimizer.eps")),
+    (
+        lambda x: 0 <= x < math.inf,
+        "be a finite number of at least 0",
+        ("optimizer.weight_decay", "optimizer.clip_grad_norm", "output.temperature"),
+    ),
+    (lambda x: 0 <= x < 1, "be at least 0 and below 1", ("optimizer.beta1", "optimizer.beta2")),
+    (lambda x: 0 <= x <= 1, "be between 0 and 1", ("optimizer.min_lr_fraction",)),
+    (lambda x: 0 < x <= 0.5, "be above 0 and at most 0.5", ("data.val_fraction",)),
+)
+"""What numbers must be, each by itself: a test, the words for it, and whose it is."""
 
 
 def check(config: RunConfig, world_size: int) -> None:
     """Raises ConfigError, one sentence that names the key, for the first thing in `config` that cannot work.
 
     `world_size` is the number of ranks that were started. The model's sizes are checked where it is made, in
-    `pyruntime.train.shape`.
+    `pyruntime.train.model`.
     """
     _check_values(config)
+    _check_ranges(config)
     _check_train(config)
-    _check_optimizer(config)
     _check_files(config)
-    _check_output(config)
+    _check_context(config)
+    _check_pipeline(config)
     _check_ranks(config, world_size)
+    _check_slices(config, world_size)
 
 
 def _check_values(config: RunConfig) -> None:
     """What no field can be, whatever it means."""
-    for section in dataclasses.fields(config):
-        values = getattr(config, section.name)
-        for field in dataclasses.fields(values):
-            value, name = getattr(values, field.name), f"{section.name}.{field.name}"
+    for section, values in vars(config).items():
+        hints = typing.get_type_hints(type(values))
+        for key, value in vars(values).items():
+            name, choices = f"{section}.{key}", typing.get_args(hints[key])
+            if typing.get_origin(hints[key]) is typing.Literal:
+                words = ", ".join(map(str, choices))
+                _require(value in choices, f"{name} must be one of {words}, found {value}.")
             for each in value if isinstance(value, tuple) else (value,):
                 if isinstance(each, str):
                     _check_text(name, each)
-                elif isinstance(each, int) and field.name != "seed":
-                    _require(abs(each) <= LARGEST, f"{name} must be below 2**31, found {shown(each)}.")
+                elif isinstance(each, int) and key != "seed":
+                    _require(abs(each) <= LARGEST, f"{name} must be below 2**31, found {short_repr(each)}.")
 
 
 def _check_text(name: str, text: str) -> None:
@@ -59,70 +91,38 @@ def _check_text(name: str, text: str) -> None:
     _require("\0" not in text, f"{name} must not hold a zero character, found {text!r}.")
 
 
+def _check_ranges(config: RunConfig) -> None:
+    for test, words, names in RANGES:
+        for name in names:
+            section, field = name.split(".")
+            value = getattr(getattr(config, section), field)
+            _require(value is None or test(value), f"{name} must {words}, found {value}.")
+    check_seed("train.seed", config.train.seed)
+    check_seconds("comm.deadline_s", config.comm.deadline_s)
+
+
 def _check_train(config: RunConfig) -> None:
-    train = config.train
-    for name in ("steps", "batch_size", "micro_batch_size", "seq_len", "val_sequences"):
-        value = getattr(train, name)
-        _require(value >= 1, f"train.{name} must be at least 1, found {value}.")
-    for name in ("val_every", "threads"):
-        value = getattr(train, name)
-        _require(value >= 0, f"train.{name} must not be negative, found {value}.")
-    check_seed("train.seed", train.seed)
-    devices = get_args(Device)
+    train, optimizer, dp = config.train, config.optimizer, config.parallel.dp
     _require(
-        train.device in devices, f"train.device must be one of {', '.join(devices)}, found {train.device}."
-    )
-    _require(
-        train.device != "cuda" or config.optimizer.rounding == "nearest",
-        f"optimizer.rounding={config.optimizer.rounding} is done on the CPU alone; use nearest with "
+        train.device != "cuda" or optimizer.rounding == "nearest",
+        f"optimizer.rounding={optimizer.rounding} is done on the CPU alone; use nearest with "
         "train.device=cuda.",
     )
-    dp = config.parallel.dp
-    _require(dp >= 1, f"parallel.dp must be at least 1, found {dp}.")
+    _require(
+        optimizer.rounding == "nearest" or train.dtype == "bf16",
+        f"optimizer.rounding=stochastic is of bf16 weights, and train.dtype={train.dtype}; leave it out.",
+    )
     ranks = f" times parallel.dp={dp}" if dp > 1 else ""
     _require(
         train.batch_size % (train.micro_batch_size * dp) == 0,
         f"train.micro_batch_size={train.micro_batch_size}{ranks} does not divide "
         f"train.batch_size={train.batch_size}.",
     )
-    fraction = config.data.val_fraction
-    _require(0 < fraction <= 0.5, f"data.val_fraction must be above 0 and at most 0.5, found {fraction}.")
-
-
-def _check_optimizer(config: RunConfig) -> None:
-    optimizer = config.optimizer
+    warmup = warmup_steps(optimizer, train.steps)
     _require(
-        optimizer.rounding in ("nearest", "stochastic"),
-        f"optimizer.rounding must be nearest or stochastic, found {optimizer.rounding}.",
-    )
-    _require(
-        optimizer.rounding == "nearest" or config.train.dtype == "bf16",
-        f"optimizer.rounding=stochastic is of bf16 weights, and train.dtype={config.train.dtype}; leave it "
-        "out.",
-    )
-    for name in ("lr", "eps"):
-        value = getattr(optimizer, name)
-        _require(
-            math.isfinite(value) and value > 0,
-            f"optimizer.{name} must be a positive finite number, found {value}.",
-        )
-    for name in ("weight_decay", "clip_grad_norm"):
-        value = getattr(optimizer, name)
-        _require(
-            math.isfinite(value) and value >= 0,
-            f"optimizer.{name} must be a finite number of at least 0, found {value}.",
-        )
-    for name in ("beta1", "beta2"):
-        value = getattr(optimizer, name)
-        _require(0 <= value < 1, f"optimizer.{name} must be at least 0 and below 1, found {value}.")
-    fraction = optimizer.min_lr_fraction
-    _require(0 <= fraction <= 1, f"optimizer.min_lr_fraction must be between 0 and 1, found {fraction}.")
-    steps = config.train.steps
-    warmup = warmup_steps(optimizer, steps)
-    _require(
-        0 <= warmup <= steps,
-        f"optimizer.warmup_steps must be between 0 and train.steps={steps}, found {warmup}; leave it out for "
-        "a tenth of the steps, at most 20.",
+        0 <= warmup <= train.steps,
+        f"optimizer.warmup_steps must be between 0 and train.steps={train.steps}, found {warmup}; leave it "
+        "out for a tenth of the steps, at most 20.",
     )
 
 
@@ -156,25 +156,7 @@ def _check_files(config: RunConfig) -> None:
         not resume or auto or os.path.isdir(resume),
         f"checkpoint.resume: the folder {resume} does not exist.",
     )
-
-
-def _check_output(config: RunConfig) -> None:
-    output, checkpoint = config.output, config.checkpoint
-    _require(
-        checkpoint.every_steps >= 0,
-        f"checkpoint.every_steps must not be negative, found {checkpoint.every_steps}.",
-    )
-    _require(checkpoint.keep >= 1, f"checkpoint.keep must be at least 1, found {checkpoint.keep}.")
-    _require(output.log_every >= 1, f"output.log_every must be at least 1, found {output.log_every}.")
-    _require(
-        output.sample_tokens >= 0,
-        f"output.sample_tokens must not be negative, found {output.sample_tokens}.",
-    )
-    _require(
-        math.isfinite(output.temperature) and output.temperature >= 0,
-        f"output.temperature must be a finite number of at least 0, found {output.temperature}.",
-    )
-    for name, folder in (("output.run_dir", output.run_dir), ("data.cache", config.data.cache)):
+    for name, folder in (("output.run_dir", config.output.run_dir), ("data.cache", config.data.cache)):
         _require(
             not os.path.exists(folder) or os.path.isdir(folder),
             f"{name}: {folder} exists and is not a folder.",
@@ -182,16 +164,9 @@ def _check_output(config: RunConfig) -> None:
 
 
 def _check_ranks(config: RunConfig, world_size: int) -> None:
-    tiers = get_args(Tier)
-    _require(
-        config.comm.tier in tiers,
-        f"comm.tier must be one of {', '.join(tiers)}, found {config.comm.tier}.",
-    )
-    check_seconds("comm.deadline_s", config.comm.deadline_s)
-    tp, dp, replicate = config.parallel.tp, config.parallel.dp, config.parallel.dp_replicate
-    cp, pp = config.parallel.cp, config.parallel.pp
-    zero = config.parallel.zero
-    _require(zero in (0, 1, 2, 3), f"parallel.zero must be 0, 1, 2 or 3, found {zero}.")
+    parallel = config.parallel
+    tp, dp, cp, pp = parallel.tp, parallel.dp, parallel.cp, parallel.pp
+    zero, replicate = parallel.zero, parallel.dp_replicate
     _require(
         replicate >= 1 and dp % replicate == 0,
         f"parallel.dp_replicate={replicate} does not divide parallel.dp={dp}.",
@@ -200,9 +175,6 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
         zero > 0 or replicate == 1,
         f"parallel.dp_replicate={replicate} with parallel.zero=0, which cuts nothing: leave it at 1.",
     )
-    _require(tp is None or tp >= 1, f"parallel.tp must be at least 1, found {tp}.")
-    _check_context(config)
-    _check_pipeline(config)
     others = [f"parallel.{name}={size}" for name, size in (("pp", pp), ("dp", dp), ("cp", cp)) if size > 1]
     if tp is None:
         _require(
@@ -222,11 +194,6 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
 
 def _check_pipeline(config: RunConfig) -> None:
     pp, pipeline = config.parallel.pp, config.pipeline
-    _require(pp >= 1, f"parallel.pp must be at least 1, found {pp}.")
-    kinds = get_args(PipelineKind)
-    _require(
-        pipeline.kind in kinds, f"pipeline.kind must be one of {', '.join(kinds)}, found {pipeline.kind}."
-    )
     _require(
         pipeline.slices >= 1 or (pipeline.slices == 0 and bool(pipeline.costs)),
         f"pipeline.slices must be at least 1, or 0 with pipeline.costs, found {pipeline.slices}.",
@@ -235,10 +202,6 @@ def _check_pipeline(config: RunConfig) -> None:
         not pipeline.costs or os.path.isfile(pipeline.costs),
         f"pipeline.costs: {pipeline.costs} is not a file; `python -m pyruntime profile --json` writes one.",
     )
-    _require(
-        pp > 1 or not pipeline.costs,
-        f"pipeline.costs={pipeline.costs} without a pipeline; set parallel.pp.",
-    )
     tokens = pipeline.slice_tokens
     _require(
         not tokens
@@ -246,14 +209,11 @@ def _check_pipeline(config: RunConfig) -> None:
         f"pipeline.slice_tokens={list(tokens)} must be pipeline.slices={pipeline.slices} numbers of at least "
         f"1 that add up to train.seq_len={config.train.seq_len}.",
     )
-    _require(pipeline.virtual >= 1, f"pipeline.virtual must be at least 1, found {pipeline.virtual}.")
-    for name in ("virtual", "slices"):
+    for name in ("costs", "virtual", "slices", "layers"):
         value = getattr(pipeline, name)
-        _require(pp > 1 or value == 1, f"pipeline.{name}={value} without a pipeline; set parallel.pp.")
-    _require(
-        pp > 1 or not pipeline.layers,
-        f"pipeline.layers={list(pipeline.layers)} without a pipeline; set parallel.pp.",
-    )
+        shown = list(value) if name == "layers" else value
+        without = pp > 1 or value == getattr(Pipeline, name)
+        _require(without, f"pipeline.{name}={shown} without a pipeline; set parallel.pp.")
     _require(
         pp == 1 or config.parallel.zero < 3,
         "parallel.zero=3 gathers weights for every micro-batch of a pipeline anew; use 0, 1 or 2.",
@@ -269,12 +229,30 @@ def _check_pipeline(config: RunConfig) -> None:
     )
 
 
+def why_no_slices(config: RunConfig, tp: int) -> str:
+    """What slices inside a tensor-parallel group of so many ranks do not go together with; empty: nothing."""
+    if tp == 1:
+        return "parallel.tp=1, where no rows travel"
+    if config.parallel.cp > 1:
+        return f"parallel.cp={config.parallel.cp}, whose ranks do not hold sequences from their beginning"
+    if config.parallel.zero == 3 and config.parallel.dp > 1:
+        return "parallel.zero=3, which gathers weights for one layer at a time; use 0, 1 or 2"
+    if config.pipeline.slices != 1:
+        return f"pipeline.slices={config.pipeline.slices}, which cuts sequences too"
+    return ""
+
+
+def _check_slices(config: RunConfig, world_size: int) -> None:
+    parallel = config.parallel
+    tp = parallel.tp or world_size // (parallel.pp * parallel.dp * parallel.cp)
+    why = why_no_slices(config, tp) if parallel.slices not in ("auto", 1) else ""
+    _require(
+        not why, f"parallel.slices={parallel.slices} does not go together with {why}; leave one of them out."
+    )
+
+
 def _check_context(config: RunConfig) -> None:
     cp, context, seq_len = config.parallel.cp, config.context, config.train.seq_len
-    _require(cp >= 1, f"parallel.cp must be at least 1, found {cp}.")
-    for name, choices in (("layout", get_args(ContextLayout)), ("variant", get_args(ContextVariant))):
-        found = getattr(context, name)
-        _require(found in choices, f"context.{name} must be one of {', '.join(choices)}, found {found}.")
     parts = 2 * cp if context.layout == "zigzag" and cp > 1 else cp
     _require(
         seq_len % parts == 0,
@@ -285,7 +263,7 @@ def _check_context(config: RunConfig) -> None:
 
 def check_seed(key: str, value: int) -> None:
     """Raises ConfigError where `value`, the option `key`, is no seed that torch takes."""
-    _require(0 <= value < SEEDS, f"{key} must be at least 0 and below 2**63, found {shown(value)}.")
+    _require(0 <= value < SEEDS, f"{key} must be at least 0 and below 2**63, found {short_repr(value)}.")
 
 
 def check_seconds(key: str, value: float) -> None:

@@ -1,8 +1,8 @@
 """The file of measured choices. It needs nothing but the standard library.
 
-    {"format": "pyruntime tuning", "version": 1, "places": [
+    {"format": "pyruntime tuning", "version": 2, "places": [
       {"device": .., "world_size": .., "transport": .., "library": ..,
-       "choices": {"all_gather_matmul rows=2048 n=384 k=256 BFloat16 cpu": {"tier": "chunked", ..}}}]}
+       "choices": [{"op": "all_gather_matmul", "rows": 2048, .., "tier": "chunked", ..}]}]}
 
 One file serves several machines that share a home folder: a place says where its choices were measured, and
 they are used nowhere else.
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-FORMAT, VERSION = "pyruntime tuning", 1
+FORMAT, VERSION = "pyruntime tuning", 2
 VARIABLE = "PYRUNTIME_TUNING"
 
 
@@ -45,6 +45,21 @@ class Place:
     """Versions of pyruntime and torch."""
 
 
+@dataclass(frozen=True, order=True)
+class Key:
+    """What was measured: an op on the shapes of one rank, [rows, k] @ [n, k]^T, rows over all ranks."""
+
+    op: str
+    """A primitive's name, or that with "_backward"."""
+    rows: int
+    n: int
+    k: int
+    dtype: str
+    """As torch calls it: "bfloat16"."""
+    device: str
+    """ "cpu" or "cuda"."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """What was measured of one op at one shape."""
@@ -52,7 +67,7 @@ class Choice:
     tier: str
     """The one to take."""
     seconds: dict[str, float]
-    """Median over rounds of the slowest rank, by way: a tier, or "chunked:4", "fused:large"."""
+    """Median over rounds of the slowest rank, by what ops take as `tier`: "unfused", "chunked:4", .."""
     rounds: int
     date: str
     """Of the measurement, as 2026-11-21."""
@@ -62,23 +77,21 @@ class Choice:
     """That each rank's rows travel in; 0: as the transport chooses."""
 
     @property
-    def way(self) -> str:
+    def name(self) -> str:
         """What the ops take as `tier`."""
         return ":".join(
             [self.tier, *([str(self.chunks)] if self.chunks else []), *filter(None, [self.tiles])]
         )
 
     @classmethod
-    def of(cls, way: str, seconds: dict[str, float], rounds: int, date: str) -> Choice:
-        """The choice of a way that was measured."""
-        tier, _, detail = way.partition(":")
+    def of(cls, name: str, seconds: dict[str, float], rounds: int, date: str) -> Choice:
+        tier, _, detail = name.partition(":")
         if tier == "fused":
             return cls(tier, seconds, rounds, date, tiles=detail)
         return cls(tier, seconds, rounds, date, chunks=int(detail or 0))
 
 
-Choices = dict[str, Choice]
-"""By the core's name of the op and its shape (`_C.tier_key`)."""
+Choices = dict[Key, Choice]
 Cache = dict[Place, Choices]
 
 
@@ -86,10 +99,15 @@ def default_path() -> Path:
     """The file that PYRUNTIME_TUNING names, else pyruntime/tuning.json in the user's cache folder (XDG)."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
+    return user_folder() / "tuning.json"
+
+
+def user_folder() -> Path:
+    """pyruntime in the user's cache folder (XDG). Raises RuntimeError where the user has none."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification has relative paths ignored.
     base = Path(folder) if os.path.isabs(folder) else Path.home() / ".cache"
-    return base / "pyruntime" / "tuning.json"
+    return base / "pyruntime"
 
 
 def read(path: Path) -> Cache:
@@ -120,7 +138,7 @@ def write(path: Path, cache: Cache) -> None:
     """Replaces the file as a whole: whoever reads meanwhile sees the old one or the new one. Raises
     OSError."""
     places = [
-        asdict(place) | {"choices": {key: asdict(choice) for key, choice in sorted(choices.items())}}
+        asdict(place) | {"choices": [asdict(key) | asdict(choice) for key, choice in sorted(choices.items())]}
         for place, choices in cache.items()
     ]
     document = {"format": FORMAT, "version": VERSION, "places": places}
@@ -150,23 +168,25 @@ def _place(entry: dict[str, Any]) -> tuple[Place, Choices]:
         isinstance(text, str) for text in (place.device, place.transport, place.library)
     ):
         raise TypeError(f"{place} is no place")
-    return place, {key: _choice(key, values) for key, values in entry["choices"].items()}
+    return place, dict(_choice(values) for values in entry["choices"])
 
 
-def _choice(key: str, values: dict[str, Any]) -> Choice:
-    choice = Choice(**values)
-    texts = (key, choice.tier, choice.date, choice.tiles)
-    numbers = (choice.rounds, choice.chunks)
+def _choice(values: dict[str, Any]) -> tuple[Key, Choice]:
+    of_key = {field.name for field in fields(Key)}
+    key = Key(**{name: value for name, value in values.items() if name in of_key})
+    choice = Choice(**{name: value for name, value in values.items() if name not in of_key})
+    texts = (key.op, key.dtype, key.device, choice.tier, choice.date, choice.tiles)
+    numbers = (key.rows, key.n, key.k, choice.rounds, choice.chunks)
     if not all(isinstance(text, str) for text in texts) or not all(type(one) is int for one in numbers):
         raise TypeError(f"the choice of {key} has a value of the wrong type")
     if choice.chunks < 0 or (choice.tiles and choice.chunks):
         raise ValueError(f"the choice of {key} has {choice.chunks} chunks and the tiles {choice.tiles!r}")
     _check_seconds(key, choice.seconds)
-    if choice.way not in choice.seconds:
-        raise ValueError(f"the choice of {key} is {choice.way!r}, which was not measured")
-    return choice
+    if choice.name not in choice.seconds:
+        raise ValueError(f"the choice of {key} is {choice.name!r}, which was not measured")
+    return key, choice
 
 
-def _check_seconds(key: str, seconds: Mapping[str, float]) -> None:
+def _check_seconds(key: Key, seconds: Mapping[str, float]) -> None:
     if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in seconds.values()):
         raise ValueError(f"the times of {key} are no seconds: {dict(seconds)}")

@@ -1,4 +1,4 @@
-"""Which products a model computes, as its own layers state them."""
+"""Which GEMMs a model computes, as its own layers state them."""
 
 from __future__ import annotations
 

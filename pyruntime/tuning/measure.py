@@ -1,16 +1,18 @@
-"""Times the tiers of one linear on all ranks, beside the product and the collective alone: each as it is, and
+"""Times the tiers of one linear on all ranks, beside the GEMM and the collective alone: each as it is, and
 the chunked one with other numbers of chunks, the fused one with other tiles, where there are any.
 
-T_g, T_c, R and E are those of docs/performance.md: the best non-split product, the best standalone collective
+T_g, T_c, R and E are those of docs/performance.md: the best non-split GEMM, the best standalone collective
 of the same bytes, R = T_o / max(T_g, T_c) and E = (T_g + T_c - T_o) / min(T_g, T_c), all of one interleaved
 run.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from pyruntime import comm, ops
 from pyruntime.comm import Group
 from pyruntime.comm.core import _C
 from pyruntime.nn.tiers import TIERS
+from pyruntime.tuning.apply import core_key
+from pyruntime.tuning.cache import Key
 from pyruntime.tuning.linears import Linear
 from pyruntime.tuning.timing import interleave
 
@@ -27,8 +31,8 @@ Run = Callable[[], object]
 LEAST_ROUNDS = 3
 WARM_UP = 2
 MUST_WIN_BY = 0.97
-"""As csrc/ops/tier.cpp has it: an overlapping tier is kept unless unfused is clearly faster. So are the
-transport's number of chunks and the kernel's tiles."""
+"""An overlapping tier is kept unless unfused is clearly faster. So are the transport's number of chunks and
+the kernel's tiles."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,10 @@ class Measured:
     linear: Linear
     when: str
     """ "forward" or "backward"."""
-    keys: tuple[str, ...]
-    """What the core calls it, on all ranks: they differ where a weight is cut unevenly."""
+    keys: tuple[Key, ...]
+    """Of all ranks: they differ where a weight is cut unevenly."""
     tiers: dict[str, float]
-    """By way: a tier, or "chunked:4", "fused:large"."""
+    """By what ops take as `tier`: "unfused", "chunked", "chunked:4", "fused:large"."""
     refused: dict[str, str]
     """Why the op does not accept the other tiers."""
     gemm: float
@@ -49,24 +53,23 @@ class Measured:
     rounds: int
 
     @property
-    def way(self) -> str:
-        """The one to take."""
+    def best(self) -> str:
         return choose(self.tiers)
 
     @property
     def bound_ratio(self) -> float:
         """R."""
-        return self.tiers[self.way] / max(self.gemm, self.collective)
+        return self.tiers[self.best] / max(self.gemm, self.collective)
 
     @property
     def efficiency(self) -> float:
         """E."""
         alone = self.gemm + self.collective
-        return (alone - self.tiers[self.way]) / min(self.gemm, self.collective)
+        return (alone - self.tiers[self.best]) / min(self.gemm, self.collective)
 
 
 def choose(seconds: dict[str, float]) -> str:
-    """The way to take: the fastest of those that overlap, or unfused where it beats that clearly. The
+    """The one to take: the fastest of those that overlap, or unfused where it beats that clearly. The
     transport's own number of chunks and the kernel's own tiles are left only for what clearly beats them."""
     plain = [name for name in seconds if name != "unfused" and ":" not in name]
     if not plain:
@@ -123,7 +126,7 @@ class Problem:
         return lambda: torch.autograd.grad(y, (x, weight), self.dy, retain_graph=True)
 
     def gemm(self, when: str) -> Run:
-        """The rank's products by the vendor library, none of them split, into kept memory."""
+        """The rank's GEMMs by the vendor library, none of them split, into kept memory."""
         if when == "forward":
             pairs = [(self.x_whole, self.weight.t())]
         else:
@@ -142,15 +145,12 @@ class Problem:
         gathers = self.linear.gathers == (when == "forward")
         whole = self.x_whole if self.linear.gathers else self.y_whole
         own = self.x if self.linear.gathers else self.dy
-        runs: dict[str, Run] = {"pyruntime": self._ours(gathers, own, whole)}
+        gather = functools.partial(ops.all_gather, own, self.group, rows=self.linear.rows)
+        scatter = functools.partial(ops.reduce_scatter, whole, self.group)
+        runs: dict[str, Run] = {"pyruntime": gather if gathers else scatter}
         if self.even:
             runs["process group"] = self._theirs(gathers, own, whole)
         return runs
-
-    def _ours(self, gathers: bool, own: Tensor, whole: Tensor) -> Run:
-        if gathers:
-            return lambda: ops.all_gather(own, self.group, rows=self.linear.rows)
-        return lambda: ops.reduce_scatter(whole, self.group)
 
     def _theirs(self, gathers: bool, own: Tensor, whole: Tensor) -> Run:
         # torch 2.13 renamed them.
@@ -161,18 +161,11 @@ class Problem:
             return lambda: all_gather(out, own, group=group)
         return lambda: reduce_scatter(out, whole, group=group)
 
-    def key(self, when: str) -> str:
-        return _C.tier_key(*self._shape(when), str(self.device))
-
-    def other_ways(self, when: str) -> list[str]:
-        """Numbers of chunks and tiles worth measuring beside the tiers as they are, such as "chunked:4" or
-        "fused:large". After the group's first op."""
-        return _C.other_ways(*self._shape(when), comm.group_name(self.group), str(self.device))
-
-    def _shape(self, when: str) -> tuple[str, int, int, int, torch.dtype]:
+    def key(self, when: str) -> Key:
         linear = self.linear
         op = linear.op if when == "forward" else f"{linear.op}_backward"
-        return op, linear.rows, linear.n, linear.k, self.dtype
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Key(op, linear.rows, linear.n, linear.k, dtype, self.device.type)
 
     def finish(self) -> None:
         if self.device.type == "cuda":
@@ -183,7 +176,7 @@ def measure(problem: Problem, when: str, rounds: int, seconds: float) -> Measure
     """Times one pass: `rounds` rounds, or as many as fit into `seconds`, at least three. Collective over
     the problem's job."""
     tiers, refused = accepted_tiers(problem, when)
-    tiers |= {way: problem.tier(way, when) for way in other_ways(problem, when)}
+    tiers |= {name: problem.tier(name, when) for name in other_choices(problem, when)}
     variants: dict[str, Run] = {f"tier {name}": run for name, run in tiers.items()}
     variants["gemm"] = problem.gemm(when)
     collectives = problem.collectives(when)
@@ -232,18 +225,23 @@ def accepted_tiers(problem: Problem, when: str) -> tuple[dict[str, Run], dict[st
     return accepted, refused
 
 
-def other_ways(problem: Problem, when: str) -> list[str]:
-    """Those that all ranks of the job name: where a weight is cut unevenly their tiles may differ."""
-    texts = gathered("\n".join(problem.other_ways(when)), problem.job)
-    common = set.intersection(*(set(text.split()) for text in texts))
-    return [way for way in texts[0].split() if way in common]
+def other_choices(problem: Problem, when: str) -> list[str]:
+    """Numbers of chunks and tiles worth measuring beside the tiers as they are, such as "chunked:4" or
+    "fused:large": those that all ranks of the job name, as tiles may differ where a weight is cut unevenly.
+    After the group's first op."""
+    mine = _C.other_choices(core_key(problem.key(when)), comm.group_name(problem.group))
+    first, *others = gathered(mine, problem.job)
+    return [name for name in first if all(name in other for other in others)]
 
 
-def gathered(text: str, job: dist.ProcessGroup | None = None) -> list[str]:
-    """A text of each rank of the job, on all of them."""
-    texts: list[str] = [""] * dist.get_world_size(job)
-    dist.all_gather_object(texts, text, group=job)
-    return texts
+T = TypeVar("T")
+
+
+def gathered(value: T, job: dist.ProcessGroup | None = None) -> list[T]:
+    """A value of each rank of the job, on all of them."""
+    values: list[T] = [value] * dist.get_world_size(job)
+    dist.all_gather_object(values, value, group=job)
+    return values
 
 
 def largest(value: float, job: dist.ProcessGroup | None = None) -> float:

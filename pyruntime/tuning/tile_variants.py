@@ -1,20 +1,15 @@
-"""Times the rank's own product by tiles that the library of kernels does not have, compiled by NVRTC.
+"""Times the rank's own GEMM by tiles that the library of kernels does not have, compiled by NVRTC.
 
-It is the portable product alone, nothing travels: it says whether other tiles would be worth building in.
+It is the portable GEMM alone, nothing travels: it says whether other tiles would be worth building in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
 
 from pyruntime.cuda.library import CudaLibraryError
-from pyruntime.cuda.nvrtc import NvrtcError
-from pyruntime.cuda.variants import CANDIDATES, LARGE, SMALL, Tiles, Variant, variants
+from pyruntime.cuda.variants import CANDIDATES, LARGE, SMALL, Variant
 from pyruntime.tuning.measure import MUST_WIN_BY, Problem, Run, gathered
 from pyruntime.tuning.timing import interleave
 
@@ -22,18 +17,9 @@ BUILT_IN = tuple(name for name, tiles in CANDIDATES.items() if tiles in (SMALL, 
 WARM_UP = 2
 
 
-class Product(Protocol):
-    """What Variant is."""
-
-    def matmul(self, a: Tensor, b: Tensor, c: Tensor) -> None: ...
-
-
-Make = Callable[[Tiles, str, torch.dtype], Product]
-
-
 @dataclass(frozen=True)
 class TimedVariants:
-    """One product; seconds are medians over rounds of the slowest rank."""
+    """One GEMM; seconds are medians over rounds of the slowest rank."""
 
     name: str
     """ "qkv forward"."""
@@ -54,28 +40,27 @@ class TimedVariants:
         return f"{told}; the variant {best} would take {_ms(self.seconds[best])}" if beaten else told
 
 
-def time_variants(problem: Problem, when: str, rounds: int, make: Make = Variant) -> TimedVariants:
+def time_variants(problem: Problem, when: str, rounds: int) -> TimedVariants:
     """Times Y = X W^T ("forward") or dX = dY W ("backward") of all rows by every candidate that compiles for
     this device, in interleaved rounds. Collective over the problem's job; compiling takes seconds for each.
-    What cannot be had on one rank is timed on none. `make`: Variant, which raises CudaLibraryError or
-    NvrtcError where it cannot be had."""
+    What cannot be had on one rank is timed on none."""
     forward = when == "forward"
     layout = "NT" if forward else "NN"
     a = problem.x_whole if forward else problem.y_whole
     c = a.new_empty(a.shape[0], problem.linear.n if forward else problem.linear.k)
     runs: dict[str, Run] = {}
     refused: dict[str, str] = {}
-    for name, tiles in variants(layout).items():
+    for name, tiles in CANDIDATES.items():
         why, made = "", None
         try:
-            made = make(tiles, layout, problem.dtype)
-        except (CudaLibraryError, NvrtcError, ValueError) as error:
+            made = Variant(tiles, layout, problem.dtype)
+        except (CudaLibraryError, ValueError) as error:
             why = str(error)
         found = [sentence for sentence in gathered(why, problem.job) if sentence]
         if found or made is None:
             refused[name] = found[0]
         else:
-            runs[name] = _run(made, a, problem.weight, c)
+            runs[name] = functools.partial(made.matmul, a, problem.weight, c)
     for _ in range(WARM_UP):
         for run in runs.values():
             run()
@@ -83,10 +68,6 @@ def time_variants(problem: Problem, when: str, rounds: int, make: Make = Variant
     samples = interleave(runs, rounds, finish=problem.finish, group=problem.job) if runs else {}
     seconds = {name: sample.median for name, sample in samples.items()}
     return TimedVariants(f"{problem.linear.name} {when}", seconds, refused)
-
-
-def _run(product: Product, a: Tensor, b: Tensor, c: Tensor) -> Run:
-    return lambda: product.matmul(a, b, c)
 
 
 def _ms(seconds: float) -> str:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.netlab_network import missing
+from bench.netlab.network import missing
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(ROOT / "bench" / "netlab.py")
+NETLAB = [sys.executable, "-m", "bench.netlab"]
+"""Run in ROOT."""
 NEEDED = missing()
 on_a_network = pytest.mark.skipif(bool(NEEDED), reason=NEEDED or "nothing is missing")
 
@@ -42,9 +43,7 @@ def command(program: str, *arguments: str) -> list[str]:
 
 
 def netlab(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=timeout, cwd=ROOT
-    )
+    return subprocess.run([*NETLAB, *arguments], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 
 
 def hosts(count: int, ranks: int = 1, rate: str = "1gbit") -> list[str]:

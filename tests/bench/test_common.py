@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from bench.common import Sample, interleave, rounds_for
-from bench.tables import table
+from bench.common.measuring import Sample, interleave, rounds_for
+from bench.common.tables import table
 
 
 def test_a_sample_gives_median_spread_and_ratios_of_paired_rounds():

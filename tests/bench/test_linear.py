@@ -1,4 +1,4 @@
-"""bench/linear.py runs, its figures follow its own definitions, and it notices a wrong result."""
+"""bench/linear runs, its figures follow its own definitions, and it notices a wrong result."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.linear_problem import Case, Operands, Outcome, check, function
+from bench.linear.problem import Case, Operands, Outcome, check, function
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(ROOT / "bench" / "linear.py")
+SCRIPT = ("-m", "bench.linear.run")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 KINDS = ("mlp", "column", "row")
 
@@ -25,12 +25,12 @@ def test_two_ranks_report_figures_that_follow_their_definitions(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = ["--shapes", *shapes, "--rounds", "3", "--seconds", "0", "--json", str(file)]
     done = subprocess.run(
-        [*launch, SCRIPT, *options], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=300
+        [*launch, *SCRIPT, *options], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     written = json.loads(file.read_text())
     assert written["facts"]["ranks"] == 2
-    assert "linear.py" in written["facts"]["command"]
+    assert "-m bench.linear.run" in written["facts"]["command"]
     results = written["results"]
     assert [(r["shape"], r["direction"]) for r in results] == [
         (shape, direction) for shape in shapes for direction in ("forward", "forward_backward")
@@ -58,7 +58,7 @@ def test_two_ranks_report_figures_that_follow_their_definitions(tmp_path):
 def test_a_shape_that_cannot_be_measured_is_one_sentence_and_exit_code_2(shape, complaint):
     environment = {**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "2"}
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--shapes", shape],
+        [sys.executable, *SCRIPT, "--shapes", shape],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,27 +1,18 @@
-"""bench/netlab.py: its options, what it needs, and that hosts are apart."""
+"""bench/netlab: its options, what it needs, and that hosts are apart."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
-import sys
-from types import ModuleType
 
 import pytest
 
-from tests.bench.netlab_runs import ROOT, SCRIPT, command, hosts, netlab, on_a_network
+from bench.netlab import plan
+from tests.bench.netlab_runs import NETLAB, ROOT, command, hosts, netlab, on_a_network
 
 
-@pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """netlab_plan; its sibling is found where Python looks for it when netlab.py is run."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    return importlib.import_module("netlab_plan")
-
-
-def test_rates_and_faults_are_read_or_refused_with_what_to_write(plan):
+def test_rates_and_faults_are_read_or_refused_with_what_to_write():
     assert plan.parse_rate("1gbit") == 10**9
     assert plan.parse_rate("2.5MBit") == 2_500_000
     assert plan.parse_rate_of_host("2=300mbit") == (2, 300_000_000)
@@ -68,8 +59,8 @@ def test_a_missing_tool_is_named_with_its_package(tmp_path, monkeypatch):
 
 @on_a_network
 def test_without_the_right_to_make_namespaces_it_says_so():
-    launch = ["setpriv", "--bounding-set=-sys_admin", sys.executable, SCRIPT, *hosts(1), "--", "true"]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=60)
+    launch = ["setpriv", "--bounding-set=-sys_admin", *NETLAB, *hosts(1), "--", "true"]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 2
     assert "this process lacks CAP_SYS_ADMIN; run it as root" in done.stderr
 

@@ -1,4 +1,4 @@
-"""How ranks of bench/netlab.py end, by themselves or by faults that were asked for, and what it says."""
+"""How ranks of bench/netlab end, by themselves or by faults that were asked for, and what it says."""
 
 from __future__ import annotations
 
@@ -47,14 +47,11 @@ def test_other_ranks_have_the_grace_then_sigterm_then_sigkill():
         while True:
             time.sleep(10)
     """
-    shorter = (
-        f"import sys; sys.path.insert(0, {str(ROOT / 'bench')!r}); import netlab_run, netlab; "
-        "netlab_run.KILL_AFTER_S = 0.3; netlab.main()"
-    )
+    shorter = "from bench.netlab import __main__, supervise; supervise.KILL_AFTER_S = 0.3; __main__.main()"
     arguments = [*hosts(1, 3), "--grace", "0.4s", *command(program)]
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", shorter, *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", shorter, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert time.monotonic() - start > 0.4 + 0.3
     assert done.returncode == 3

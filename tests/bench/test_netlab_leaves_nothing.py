@@ -1,4 +1,4 @@
-"""bench/netlab.py is interrupted or killed, or a host of it: no process and no network stays behind."""
+"""bench/netlab is interrupted or killed, or a host of it: no process and no network stays behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.netlab_runs import SCRIPT, command, hosts, on_a_network
+from tests.bench.netlab_runs import NETLAB, ROOT, command, hosts, on_a_network
 
 
 def processes(marker: str) -> list[int]:
@@ -62,7 +61,8 @@ class Running:
         self.marker = f"netlab-test-{uuid.uuid4().hex}"
         arguments = [*hosts(2, 2), "--grace", "0.3s", *command(self.PROGRAM, self.marker)]
         self.process = subprocess.Popen(
-            [sys.executable, SCRIPT, *arguments],
+            [*NETLAB, *arguments],
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

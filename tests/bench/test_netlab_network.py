@@ -1,4 +1,4 @@
-"""The network of bench/netlab.py: links keep their rate, are counted, go down and come back."""
+"""The network of bench/netlab: links keep their rate, are counted, go down and come back."""
 
 from __future__ import annotations
 

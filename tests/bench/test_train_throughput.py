@@ -1,30 +1,23 @@
-"""bench/train_throughput.py runs, its figures agree with each other, and it notices unequal work."""
+"""bench/training runs, its figures agree with each other, and it notices unequal work."""
 
-import importlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from bench.training import run as bench
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module; its siblings are found where Python looks for them when it is run."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    return importlib.import_module("train_throughput")
-
-
-def test_all_variants_train_and_the_ratios_follow_from_their_rounds(tmp_path, bench):
+def test_all_variants_train_and_the_ratios_follow_from_their_rounds(tmp_path):
     file = tmp_path / "train.json"
-    script = [sys.executable, str(ROOT / "bench" / "train_throughput.py"), "--json", str(file)]
+    script = [sys.executable, "-m", "bench.training.run", "--json", str(file)]
     options = ["--shapes", "tiny", "--dtypes", "fp32", "--rounds", "2", "--seconds", "0.01"]
     done = subprocess.run(
         [*script, *options], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=600
@@ -54,7 +47,7 @@ class FakeTeam:
         return self._turns
 
 
-def test_variants_whose_losses_differ_are_refused(bench):
+def test_variants_whose_losses_differ_are_refused():
     def turn(loss: float):
         return bench.Turn(start=0.0, end=2.0, cpu_s=1.0, loss=loss)
 
@@ -66,7 +59,7 @@ def test_variants_whose_losses_differ_are_refused(bench):
             bench.warm_up(teams, tolerance=1e-3, timeout_s=1.0)
 
 
-def test_a_team_is_as_fast_as_its_slowest_rank_and_teams_add_up(bench):
+def test_a_team_is_as_fast_as_its_slowest_rank_and_teams_add_up():
     def turn(seconds: float):
         return bench.Turn(start=1.0, end=1.0 + seconds, cpu_s=1.0, loss=1.0)
 
@@ -75,7 +68,7 @@ def test_a_team_is_as_fast_as_its_slowest_rank_and_teams_add_up(bench):
     assert measured == pytest.approx(2 * tokens / 2.0 + 2 * tokens / 4.0)
 
 
-def test_targets_say_what_was_met(bench):
+def test_targets_say_what_was_met():
     sample = bench.Sample
     samples = {bench.LIMIT: sample((100.0, 200.0)), bench.TP: sample((94.0, 188.0))}
     samples |= {bench.SOLO: sample((60.0, 66.0)), bench.PLAIN_KEPT: sample((50.0, 60.0))}

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,12 +28,42 @@ def test_the_compiler_is_read_from_the_library(tmp_path):
     assert doctor.compiler(library) == "compiler unknown"
 
 
-def test_the_cuda_kernels_are_said_to_be_missing_and_how_to_get_them(monkeypatch, tmp_path):
-    monkeypatch.setattr(cuda, "library_path", lambda: tmp_path / "libpyruntime_cuda.so")
+@pytest.mark.parametrize(
+    ("hip", "compiler", "target"), [(None, "nvcc", "cuda"), ("6.4.43482", "hipcc", "hip")]
+)
+def test_missing_kernels_are_said_to_be_missing_and_how_to_get_them(
+    monkeypatch, tmp_path, hip, compiler, target
+):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(cuda, "library_path", lambda: tmp_path / "libpyruntime_none.so")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    assert doctor.cuda_kernels() == "none (CPU-only build: no nvcc on PATH)"
+    assert doctor.kernels() == f"none (CPU-only build: no {compiler} on PATH)"
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/local/bin/{name}")
-    assert doctor.cuda_kernels() == "not built: `make cuda` builds them with /usr/local/bin/nvcc"
+    assert doctor.kernels() == f"not built: `make {target}` builds them with /usr/local/bin/{compiler}"
+
+
+def test_kernels_for_gpus_of_amd_say_for_which(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    library = tmp_path / "libpyruntime_hip.so"
+    library.write_bytes(b"hipv4-amdgcn-amd-amdhsa--gfx942\0" + bytes(3_000_000))
+    monkeypatch.setattr(cuda, "library_path", lambda: library)
+    for reason, used in (
+        ("torch sees no GPU.", "not used here: torch sees no GPU."),
+        ("", "used by ops on GPUs"),
+    ):
+        monkeypatch.setattr(cuda, "why_not", lambda reason=reason: reason)
+        assert doctor.kernels() == f"libpyruntime_hip.so for gfx942, 3 MB; {used}"
+
+
+def test_gpus_of_amd_are_named_with_their_architecture(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    device = SimpleNamespace(
+        name="AMD Instinct MI250X", total_memory=64e9, gcnArchName="gfx90a:sramecc+:xnack-"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    assert machine.accelerators() == [("GPU 0", "AMD Instinct MI250X, 64 GB, gfx90a:sramecc+:xnack-")]
 
 
 def test_it_says_whether_profilers_hear_ranges(monkeypatch):
@@ -87,20 +118,21 @@ def test_nvlink_is_read_from_nvidia_smi(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("program", "sentence"),
+    ("program", "limit_s", "sentence"),
     [
-        ("import time; time.sleep(60)", "timed out after"),
+        ("import time; time.sleep(60)", 1.0, "timed out after"),
         (
             "import sys; sys.exit('pyruntime: Nothing works.')",
+            60.0,
             "the 2 ranks ended with 1: pyruntime: Nothing works.",
         ),
     ],
 )
-def test_ranks_that_fail_are_reported(capsys, monkeypatch, program, sentence):
+def test_ranks_that_fail_are_reported(capsys, monkeypatch, program, limit_s, sentence):
     run = subprocess.run
     monkeypatch.setattr(
         doctor.subprocess, "run", lambda command, **options: run([sys.executable, "-c", program], **options)
     )
-    doctor.start_tiers(doctor.Options(timeout_s=1.0), [])
+    doctor.start_tiers(doctor.Options(timeout_s=limit_s), [])
     shown = capsys.readouterr().out
     assert shown.startswith("Tiers\n  not found out  ") and sentence in shown

@@ -14,6 +14,7 @@ from pyruntime.cli import main
 from pyruntime.cli.doctor import Options as DoctorOptions
 from pyruntime.cli.generate import Options as GenerateOptions
 from pyruntime.cli.plan import Options as PlanOptions
+from pyruntime.cli.profile import Options as ProfileOptions
 from pyruntime.cli.schedule import Options as ScheduleOptions
 from pyruntime.cli.tune import Options as TuneOptions
 from pyruntime.train.config import RunConfig
@@ -35,6 +36,7 @@ def flags(config, prefix=""):
         ("generate", GenerateOptions),
         ("doctor", DoctorOptions),
         ("schedule", ScheduleOptions),
+        ("profile", ProfileOptions),
         ("plan", PlanOptions),
         ("tune", TuneOptions),
     ],
@@ -65,4 +67,4 @@ def test_the_console_command_is_the_program_and_tells_its_version(capsys, monkey
         command()
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"pyruntime {pyruntime.__version__}\n"
-    assert pyruntime.__version__ == project["version"]
+    assert "version" in project["dynamic"]  # the package says it, and nothing else does

@@ -7,8 +7,8 @@ import pytest
 
 from pyruntime.cli import main
 from pyruntime.cli.plan import parse_tokens
+from pyruntime.cli.plan_facts import Asked, settings
 from pyruntime.plan.mesh import Mesh
-from pyruntime.plan.trainer import Asked, settings
 from tests.plan.jobs import job
 
 SMALL = ["plan", "--model", "llama3-1b", "--gpus", "8", "--tokens-per-step", "256K", "--seq", "4096"]

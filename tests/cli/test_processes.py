@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,10 +70,17 @@ def processes_naming(text):
     return found
 
 
-def test_a_run_on_two_ranks_ends_with_a_model_that_continues_a_prompt(tmp_path, capsys):
-    code, out, err = finish(start(2, "train", "--config", "tiny", *SIZES, cwd=tmp_path))
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run on two ranks, and what it printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    code, out, err = finish(start(2, "train", "--config", "tiny", *SIZES, cwd=folder))
     assert code == 0, err
-    run_dir = tmp_path / "runs" / "tiny-1"
+    return folder / "runs" / "tiny-1", out
+
+
+def test_a_run_on_two_ranks_ends_with_a_model_that_continues_a_prompt(trained, tmp_path, capsys):
+    run_dir, out = trained
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert len(re.findall(r"^step 6/6 \| loss [\d.]+ \| val ", out, re.MULTILINE)) == 1
@@ -87,9 +95,10 @@ def test_a_run_on_two_ranks_ends_with_a_model_that_continues_a_prompt(tmp_path, 
     main(["generate", "--checkpoint", str(run_dir / "model"), "--prompt", "import o", "--tokens", "9"])
     assert capsys.readouterr().out == first
 
-    config = run_dir / "model" / "config.json"
+    damaged = shutil.copytree(run_dir / "model", tmp_path / "damaged")
+    config = damaged / "config.json"
     config.write_text(config.read_text()[:40])
-    assert main(["generate", "--checkpoint", str(run_dir / "model")]) == 2
+    assert main(["generate", "--checkpoint", str(damaged)]) == 2
     refusal = capsys.readouterr().err
     assert "config.json" in refusal and refusal.count("\n") == 1
 
@@ -129,18 +138,12 @@ def test_a_signal_ends_a_single_process_with_the_shells_exit_code(tmp_path, sign
     assert err.startswith(f"pyruntime: Stopped by {signum.name} after step ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--optimizer.lr", "nan"], "optimizer.lr must be a positive finite number, found nan."),
-        (["--model.num_key_value_heads", "1"], "tp=2 does not divide num_key_value_heads=1; use 1."),
-    ],
-)
-def test_a_refusal_below_torchrun_is_said_once_and_every_rank_ends_with_2(tmp_path, arguments, sentence):
-    code, out, err = finish(start(2, "train", "--config", "tiny", *arguments, cwd=tmp_path))
+def test_a_refusal_below_torchrun_is_said_once_and_every_rank_ends_with_2(tmp_path):
+    arguments = ["--config", "tiny", "--model.num_key_value_heads", "1"]
+    code, out, err = finish(start(2, "train", *arguments, cwd=tmp_path))
     assert code != 0
     said = [line for line in err.splitlines() if line.startswith("pyruntime: ")]
-    assert len(said) == 1 and said[0].endswith(sentence)
+    assert len(said) == 1 and said[0].endswith("tp=2 does not divide num_key_value_heads=1; use 1.")
     assert "pyruntime/" not in err  # the launcher's own traceback is there, but none of ours
     codes = set(re.findall(r"exitcode +: (-?\d+)", err))
     assert "2" in codes and codes <= {"2", "143", "-15"}  # the launcher ends one that is not so far
@@ -181,9 +184,9 @@ def test_doctor_shows_every_part(tmp_path):
     assert "GCC" in out or "clang" in out
     assert re.search(r"CPU +works", out)
     for layer, op in (("gate_up", "all_gather_matmul"), ("down", "matmul_reduce_scatter")):
-        row = rf"layers\.0\.{layer} +forward +{op} +64 .* auto +(chunked|unfused) +measured: "
+        row = rf"layers\.0\.{layer} +forward +{op} +64 .* auto +chunked +"
         assert re.search(row, out), out
-    assert "being measured" not in out
+    assert "chunked is the rule where nothing was tuned" in out
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -203,10 +206,8 @@ def test_output_that_nobody_reads_ends_a_run_without_a_word(tmp_path, ranks):
         assert "141" in codes and codes <= {"141", "143", "-15"}  # the launcher ends the slower rank
 
 
-def test_generated_text_that_nobody_reads_ends_without_a_word(tmp_path):
-    code, _, err = finish(start(0, "train", "--config", "tiny", "--train.steps", "4", cwd=tmp_path))
-    assert code == 0, err
-    model = tmp_path / "runs" / "tiny-1" / "model"
+def test_generated_text_that_nobody_reads_ends_without_a_word(trained, tmp_path):
+    model = trained[0] / "model"
     process = start(0, "generate", "--checkpoint", model, "--prompt", "import", cwd=tmp_path)
     assert process.stdout.read(1) == "i"
     process.stdout.close()
@@ -220,7 +221,7 @@ def test_the_planner_measures_the_link_of_two_ranks(tmp_path):
     process = start(2, "plan", "--measure", "mine.toml", cwd=tmp_path)
     code, out, err = finish(process)
     assert code == 0, out + err
-    assert "products wait a second for " in out
+    assert "GEMMs wait a second for " in out
     found = tomllib.loads((tmp_path / "mine.toml").read_text())
     assert found["gpus_per_node"] == 2
     assert 1e7 < found["core_bandwidth"] < 1e11

@@ -10,7 +10,7 @@ from pyruntime.cli import arguments, main, train
 from pyruntime.cli import main as run_command
 from pyruntime.cli.main import LAUNCHER_ENDS_US_S
 from pyruntime.train import validate
-from pyruntime.train.config import Model
+from pyruntime.train.config import Model, RunConfig
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.signals import StopRequest
 
@@ -24,10 +24,21 @@ def refused(capsys, *argv):
     return err
 
 
+@pytest.mark.parametrize("word", ["true", "True"])
+def test_a_switch_takes_truth_as_configurations_and_as_python_write_it(word):
+    for argv in (["--train.ledger", word], [f"--train.ledger={word}"]):
+        assert arguments.parse(RunConfig, argv, "train", "").train.ledger is True
+    text = arguments.parse(RunConfig, ["--output.sample_prompt", "true"], "train", "").output.sample_prompt
+    assert text == "true"
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["fly"], "There is no command fly; use train, generate, doctor, schedule, profile, plan or tune."),
+        (
+            ["fly"],
+            "There is no command fly; use train, generate, report, doctor, schedule, profile, plan or tune.",
+        ),
         (["train", "--config", "no.toml"], "--config no.toml: there is no such file and no such preset;"),
         (["train", "--config"], "--config needs a value."),
         (["train", "--config", "--train.steps", "3"], "--config needs a value."),
@@ -165,7 +176,7 @@ def test_a_checkpoint_to_start_from_stands_in_place_of_the_files_model(tmp_path,
     config, _ = train.read(["--config", "main", flag, str(tmp_path)])
     assert config.model == Model(init_from=str(tmp_path))
     config, _ = train.read(["--config", "main", f"{flag}={tmp_path}", "--model.num-hidden-layers", "1"])
-    assert config.model.num_hidden_layers == 1  # which the trainer refuses, see tests/train/test_shape.py
+    assert config.model.num_hidden_layers == 1  # which the trainer refuses, see tests/train/test_model.py
 
 
 def test_resuming_takes_the_configuration_of_the_run(tmp_path):

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+from pyruntime.cli import main
 from tests.cli.test_processes import LIMIT_S, finish, processes_naming, start, wait_for_steps
 
 SIZES = ["--config", "tiny", "--train.steps", "40", "--train.val_every", "20", "--output.sample_tokens", "0"]
@@ -28,10 +29,15 @@ def wait_for(process, there):
         time.sleep(0.02)
 
 
-def test_a_killed_job_restarts_and_ends_as_if_nothing_had_been(tmp_path):
+def run_command(_group, *argv):
+    return main(list(argv))
+
+
+def test_a_killed_job_restarts_and_ends_as_if_nothing_had_been(tmp_path, ranks):
     arguments = [*SIZES, "--checkpoint.every_steps", "15", "--checkpoint.resume", "auto"]
-    code, _, err = finish(start(2, "train", *arguments, "--output.run_dir", "undisturbed", cwd=tmp_path))
-    assert code == 0, err
+    undisturbed = ["train", *arguments, "--output.run_dir", str(tmp_path / "undisturbed")]
+    for ended in ranks.launch(run_command, 2, *undisturbed, init=False, timeout=LIMIT_S):
+        assert (ended.exit_code, ended.value) == (0, 0), ended
 
     run_dir = tmp_path / "killed"
     process = start(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.netlab_network import missing
+from bench.netlab.network import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 4.0
@@ -38,7 +38,7 @@ class Told:
 
 def run_job(ready: Path, fault: str, hosts: int = 3, ranks_per_host: int = 1) -> tuple[dict[int, Told], str]:
     """What each rank told, and all output."""
-    command = [sys.executable, ROOT / "bench/netlab.py", "--hosts", hosts, "--ranks-per-host", ranks_per_host]
+    command = [sys.executable, "-m", "bench.netlab", "--hosts", hosts, "--ranks-per-host", ranks_per_host]
     command += ["--rate", "1gbit", "--grace", "15s", "--fail", fault, "--ready", ready, "--"]
     command += [sys.executable, "-m", "tests.comm.fault_job", DEADLINE_S, RUN_S, ready]
     done = subprocess.run(

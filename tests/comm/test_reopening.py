@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 import pyruntime
 
@@ -98,3 +99,19 @@ def counted_apart_case(_):
 
 def test_ranks_meet_whatever_their_launchers_have_counted(ranks):
     assert [rank.value for rank in ranks.launch(counted_apart_case, 2, init=False)] == [[2.0, 2.0]] * 2
+
+
+def dtensor_case(_):
+    """Threads of this process that are left, by name, after a DTensor was used and the Runtime was closed."""
+    with pyruntime.Runtime.start(deadline_s=60) as runtime:
+        whole = DTensor.from_local(torch.ones(2, 4), runtime.tp, [Shard(0)]).full_tensor()
+        assert whole.shape == (4, 4)
+    gc.collect()
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+
+
+def test_no_thread_of_gloo_outlives_a_runtime(ranks):
+    """One that frees a tensor while Python ends aborts the process."""
+    for rank in ranks.launch(dtensor_case, 2, init=False):
+        assert rank.error is None, rank.output
+        assert not [name for name in rank.value if "gloo" in name], rank.value

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import pyruntime
 from pyruntime.comm.launcher import check_launcher
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.first_rank import on_every_rank, on_first_rank
+from pyruntime.train.ranks import on_every_rank, on_rank_0
 from tests.comm.test_reopening import free_port
 
 DEADLINE_S = 2.0
@@ -104,7 +104,7 @@ def work_case(_, how):
 
     with pyruntime.Runtime.start(deadline_s=DEADLINE_S) as runtime:
         group = pyruntime.comm.process_group(runtime.tp)
-        return error_of(lambda: on_first_rank(group, "Building the corpus", work))
+        return error_of(lambda: on_rank_0(group, "Building the corpus", work))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def ring_bytes(group, heads, dim):
         ring_attention(x, x, x, group).sum().backward()
     rank, size = group.rank(), group.size()
     edges = [(rank, (rank + 1) % size), ((rank - 1) % size, rank)]
-    return sum(comm.workspace_bytes(f"{group.group_name}#cp:{a}>{b}") for a, b in edges)
+    return sum(comm.workspace_bytes(comm.companion(group, "cp", edge).name) for edge in edges)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -119,8 +119,19 @@ def test_other_dtypes(ranks, dtype, tolerance, variant):
     check(ranks, 2, 40, 4, 2, dtype=dtype, tolerance=tolerance, variant=variant)
 
 
-def test_a_sequence_of_one_token_for_each_rank(ranks):
-    check(ranks, 3, 3, layout="striped")
+@pytest.mark.parametrize("world", [3, 4])
+def test_a_sequence_of_one_token_for_each_rank(ranks, world):
+    check(ranks, world, world, layout="striped")
+
+
+@pytest.mark.parametrize(
+    ("world", "transport"), [(3, "process_group"), (4, "hierarchical"), (5, "process_group")]
+)
+@pytest.mark.parametrize("documented", [False, True])
+def test_an_odd_number_of_tokens_for_each_rank(ranks, world, transport, documented):
+    """One way has more of them than the other."""
+    ids = documents(BATCH, 7 * world, seed=3) if documented else None
+    check(ranks, world, 7 * world, transport=transport, layout="contiguous", ids=ids)
 
 
 # -- numbers
@@ -172,21 +183,14 @@ def test_a_compiled_caller_gets_the_same(ranks):
     assert ranks.run(compiled_like_eager, 2, inputs(16, 2, 1, torch.float64), "zigzag") == [True, True]
 
 
-def chosen(group, whole):
+def by_auto_and_by_ring(group, whole):
     q, k, v, _ = (take_shard(x, "zigzag", group.size(), group.rank()) for x in whole)
-    out = ring_attention(q, k, v, group, variant="auto")
-    from pyruntime.context import choice
-
-    return out, [value for key, value in choice._chosen.items() if key[0] == group.group_name]
+    return [ring_attention(q, k, v, group, variant=variant) for variant in ("auto", "ring")]
 
 
-def test_auto_measures_and_the_ranks_agree(ranks):
-    whole = inputs(32, 4, 2, torch.float64)
-    results = ranks.run(chosen, 2, whole)
-    names = [found for _, found in results]
-    assert names[0] == names[1] and names[0][0] in VARIANTS
-    out = joined([[out] for out, _ in results], "zigzag", 32, None)[0]
-    torch.testing.assert_close(out, dense(whole, True, None, DIM**-0.5)[0], rtol=1e-12, atol=1e-12)
+def test_auto_is_the_ring_bit_for_bit(ranks):
+    for auto, ring in ranks.run(by_auto_and_by_ring, 2, inputs(32, 4, 2, torch.float32)):
+        assert torch.equal(auto, ring)
 
 
 # -- what does not fit
@@ -277,11 +281,11 @@ def test_a_killed_rank_ends_all(ranks, in_backward):
     assert outcomes[2].exit_code == -signal.SIGKILL
 
 
-def traffic(group):
+def traffic(group, causal):
     take(group, "process_group")
     before = pyruntime.comm.traffic().get("cp")
     q = torch.randn(1, 32, 4, DIM)
-    ring_attention(q, q[:, :, :2], q[:, :, :2], group)
+    ring_attention(q, q[:, :, :2], q[:, :, :2], group, causal=causal)
     torch.distributed.barrier(group)
     after = pyruntime.comm.traffic()["cp"]
     return after.bytes_sent - (before.bytes_sent if before else 0)
@@ -291,8 +295,15 @@ def test_each_rank_sends_keys_and_values_of_all_but_one_rank(ranks):
     """Bytes in the arbiter's class of context parallelism: P - 1 times this rank's K and V."""
     for world in (2, 3, 4):
         own = 2 * 32 * 2 * DIM * 4
-        for sent in ranks.run(traffic, world):
+        for sent in ranks.run(traffic, world, False):
             assert sent == (world - 1) * own
+
+
+def test_what_no_rank_further_on_sees_does_not_travel(ranks):
+    """Causal, zigzag: the second half of a rank's tokens goes to the ranks before it alone."""
+    for world in (2, 3, 4):
+        half = 2 * 16 * 2 * DIM * 4
+        assert sum(ranks.run(traffic, world, True)) == half * world * (world - 1) * 3 // 2
 
 
 # -- ranks that do not agree, and the way back

@@ -23,34 +23,33 @@ BUILD = ROOT / "build" / "cpp_tests"
 CORE = sorted(f"core/{path.name}" for path in (ROOT / "csrc/core").glob("*.cpp"))
 RING = [
     *CORE,
-    "cpu/host_process.cpp",
     "cpu/reduce.cpp",
-    "transport/control_line.cpp",
-    "transport/private_workspace.cpp",
-    *sorted(f"transport/{path.name}" for path in (ROOT / "csrc/transport").glob("ring*.cpp")),
+    "transport/flights.cpp",
+    "transport/host/private_workspace.cpp",
+    *sorted(f"transport/ring/{path.name}" for path in (ROOT / "csrc/transport/ring").glob("*.cpp")),
     "transport/transport.cpp",
 ]
 # What each test is built with, from csrc.
 PROGRAMS = {
-    "core/test_arbiter": [*CORE, "cpu/host_process.cpp"],
+    "core/test_arbiter": CORE,
     "core/test_chunk_plan": ["core/chunk_plan.cpp"],
     "core/test_deadline": ["core/deadline.cpp", "core/error.cpp"],
-    "cpu/test_host_process": ["cpu/host_process.cpp"],
+    "core/test_host_process": ["core/host_process.cpp"],
     "cpu/test_reduce": ["cpu/reduce.cpp"],
     "cpu/test_symmetric_memory": [
         "core/deadline.cpp",
         "core/error.cpp",
+        "core/host_process.cpp",
         "core/store.cpp",
-        "cpu/host_process.cpp",
         "cpu/symmetric_memory.cpp",
     ],
-    "transport/test_block_budget": ["transport/block_budget.cpp"],
-    "transport/test_ring": RING,
-    "transport/test_ring_failures": RING,
-    "transport/test_ring_schedule": RING,
+    "transport/device/test_block_budget": ["transport/device/block_budget.cpp"],
+    "transport/ring/test_ring": RING,
+    "transport/ring/test_failures": RING,
+    "transport/ring/test_schedule": RING,
 }
 # In these several threads meet.
-OF_THREADS = {"core/test_arbiter", "transport/test_ring", "transport/test_ring_failures"}
+OF_THREADS = {"core/test_arbiter", "transport/ring/test_ring", "transport/ring/test_failures"}
 VARIANTS = {
     "sanitized": [
         "-O1",
@@ -65,8 +64,6 @@ VARIANTS = {
         "-g1",
         "-fno-omit-frame-pointer",
         "-fsanitize=thread",
-        # GCC instruments the function that chooses among clones, which runs before the sanitizer has started.
-        "'-Dtarget_clones(...)='",
     ],
 }
 

@@ -1,5 +1,5 @@
 """Builds the tests that execute the CUDA kernels without a GPU: csrc/cuda compiled by the C++ compiler in the
-host dialect (hip/compat.h), and a program for each tests/cuda/test_NAME.cpp.
+host dialect (tests/cuda/emulated), and a program for each tests/cuda/kernels/test_NAME.cpp.
 
 Nothing of torch is in them. Two variants: warps of 32 lanes with the instructions of NVIDIA's GPUs, under the
 address and undefined-behaviour sanitizers, which find what reads or writes past an end; and warps of 64 with
@@ -18,19 +18,20 @@ from tools.build_cuda import ROOT, sources
 
 BUILD = ROOT / "build" / "cuda_tests"
 FOLDER = ROOT / "tests" / "cuda"
+KERNELS = FOLDER / "kernels"
 
 # Blocks are fibers of one thread, and kernels read and write what is 16-bit as 16 bytes, as CUDA allows.
+INCLUDES = ("csrc", "hip", "tests/cuda/emulated", "tests/cpp")
 FLAGS = ["-std=c++17", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
 SANITIZED = ["-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 VARIANTS = {"warp32": ["-O1", *SANITIZED], "warp64": ["-O1", "-fPIC", "-DPYRUNTIME_HOST_WARP=64"]}
 LIBRARY = BUILD / "libpyruntime_host.so"
 """The kernels as Python loads them, with tensors in the CPU's memory."""
-PROGRAMS = sorted(path.stem for path in FOLDER.glob("test_*.cpp"))
-OF_VARIANT = {
-    "warp32": PROGRAMS,
-    # What depends on the matrix instructions and on the size of a warp.
-    "warp64": ["test_fused", "test_host_grid", "test_layers", "test_matmul", "test_support"],
-}
+RUN_KERNELS = BUILD / "run_kernels"
+"""tests/hip/run_kernels.cpp, which is meant for GPUs of AMD, with this library."""
+PROGRAMS = sorted(path.stem for path in KERNELS.glob("test_*.cpp"))
+NVIDIA_ONLY = {"test_multicast", "test_sm90_units"}
+OF_VARIANT = {"warp32": PROGRAMS, "warp64": [name for name in PROGRAMS if name not in NVIDIA_ONLY]}
 
 
 def builds() -> list[tuple[str, str]]:
@@ -56,12 +57,42 @@ def stand_before_library(name: str, folder: Path) -> str:
     return str(path)
 
 
+def run_kernels_lines() -> list[str]:
+    """The build of RUN_KERNELS; it sees the library by its C interface alone, as on a GPU."""
+    lines, objects = [], []
+    for source in sorted((ROOT / "tests" / "hip").glob("*.cpp")):
+        objects.append(f"{BUILD}/run_kernels.{source.stem}.o")
+        lines.append(f"build {objects[-1]}: compile_warp64 {source}")
+        lines.append("  macros = -DPYRUNTIME_RUN_ON_HOST")
+    lines.append(f"build {RUN_KERNELS}: link_warp64 {' '.join(objects)} {LIBRARY}")
+    lines.append(f"  shared = -pthread -Wl,-rpath,{LIBRARY.parent}")
+    return lines
+
+
+def on_pretended_hip(folder: Path = BUILD / "pretended_hip", version: int = 0) -> str:
+    """Compiles tests/cuda/pretended_hip.cpp into libamdhip64.so.`version` in `folder`, unless it lies there,
+    and an empty library that needs it and LIBRARY: so the host dialect looks like kernels for GPUs of AMD."""
+    runtime, kernels = folder / f"libamdhip64.so.{version}", folder / "libpyruntime_hip.so"
+    source = FOLDER / "pretended_hip.cpp"
+    if kernels.exists() and kernels.stat().st_mtime > source.stat().st_mtime:
+        return str(kernels)
+    folder.mkdir(parents=True, exist_ok=True)
+    shared = ["c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    linked = ["-Wl,--no-as-needed", str(runtime), str(LIBRARY)]
+    found = [f"-Wl,-rpath,{folder}", f"-Wl,-rpath,{LIBRARY.parent}"]
+    for command in (
+        [*shared, str(source), f"-Wl,-soname,{runtime.name}", "-o", str(runtime)],
+        [*shared, "-x", "c++", os.devnull, "-x", "none", *linked, *found, "-o", str(kernels)],
+    ):
+        ran = subprocess.run(command, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+    return str(kernels)
+
+
 @functools.cache
 def recipe() -> Recipe:
     """The build of all programs and of the library."""
-    includes = [
-        f"-I{ROOT / folder}" for folder in ("csrc", "csrc/cuda", "csrc/cuda/portable", "hip", "tests/cpp")
-    ]
+    includes = [f"-I{ROOT / folder}" for folder in INCLUDES]
     lines = [
         "ninja_required_version = 1.3",
         f"cxx = {os.environ.get('CXX', 'c++')}",
@@ -78,7 +109,7 @@ def recipe() -> Recipe:
             f"  command = $cxx {' '.join(extra)} $shared $in -o $out",
             "  description = link $out",
         ]
-        common = [("grid", ROOT / "hip/host/grid.cpp", ()), ("check", ROOT / "tests/cpp/check.cpp", ())]
+        common = [("grid", FOLDER / "emulated/grid.cpp", ()), ("check", ROOT / "tests/cpp/check.cpp", ())]
         objects = []
         for name, source, macros in [*sources(), *common]:
             objects.append(str(BUILD / variant / f"{name}.o"))
@@ -87,8 +118,9 @@ def recipe() -> Recipe:
             kernels = [made for made in objects if not made.endswith("/check.o")]
             lines.append(f"build {LIBRARY}: link_{variant} {' '.join(kernels)}")
             lines.append("  shared = -shared")
+            lines += run_kernels_lines()
         for name in OF_VARIANT[variant]:
             made = program(name, variant)
-            lines.append(f"build {made}.o: compile_{variant} {FOLDER / name}.cpp")
+            lines.append(f"build {made}.o: compile_{variant} {KERNELS / name}.cpp")
             lines.append(f"build {made}: link_{variant} {made}.o {' '.join(objects)}")
     return Recipe("the kernels in the host dialect", BUILD, "\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""Checks of the kernels' Python face that hold on any device."""
+"""Cases of the ops that tests run on any device: GPUs, and the CPU through the host dialect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyruntime import ops
-from pyruntime.cuda import Kernels
 from pyruntime.llama import Llama
 
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -59,18 +58,6 @@ def check_training_step(make: Callable[[], Llama], device: str) -> None:
         assert error < (0.03 if low else 1e-5), f"{name}: {error:.1e}"
 
 
-def operands(layout: str, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    a = torch.randn(k, m) if layout == "TN" else torch.randn(m, k)
-    b = torch.randn(n, k) if layout == "NT" else torch.randn(k, n)
-    return a.to(dtype), b.to(dtype)
-
-
-def product(layout: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """In fp64."""
-    a, b = a.double(), b.double()
-    return (a.t() if layout == "TN" else a) @ (b.t() if layout == "NT" else b)
-
-
 def error_in_roundings(seen: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> float:
     """The largest error over what a few roundings of the values explain; NaN counts as infinite."""
     allowed = 3 * UNIT[dtype] * (wanted.abs() + wanted.abs().mean() + 1e-3)
@@ -78,82 +65,32 @@ def error_in_roundings(seen: torch.Tensor, wanted: torch.Tensor, dtype: torch.dt
     return float(ratio.nan_to_num(float("inf")).max()) if ratio.numel() else 0.0
 
 
-def check_matmul(kernels: Kernels, device, layout: str, dtype, m: int, n: int, k: int) -> None:
-    a, b = operands(layout, m, n, k, dtype)
-    bias = torch.randn(n).to(dtype)
-    seen = kernels.matmul(a.to(device), b.to(device), layout, bias.to(device))
-    assert error_in_roundings(seen, product(layout, a, b) + bias.double(), dtype) < 1
+def integers_case(
+    group: dist.ProcessGroup, device: torch.device, tier_of_call: Callable[[int, int], str], calls: int
+) -> list[torch.Tensor]:
+    """Results of both linears, forward and backward, whose GEMMs are exact and whose sums are rounded;
+    `tier_of_call(rank, call)` names the tier."""
+    rank, world_size = group.rank(), group.size()
+    sizes = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(6 + rank)
 
+    def draw(*shape):
+        return torch.randint(-9, 10, shape, generator=generator).bfloat16().to(device).requires_grad_()
 
-def check_reduce(kernels: Kernels, device, count: int, shape: tuple[int, ...]) -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        parts = [torch.randn(shape).to(dtype) for _ in range(count)]
-        bias = torch.randn(shape[-1]).to(dtype)
-        wanted = torch.zeros(shape)
-        for part in parts:
-            wanted = wanted + part.float()
-        seen = kernels.reduce([part.to(device) for part in parts], bias.to(device))
-        assert torch.equal(seen.cpu(), (wanted + bias.float()).to(dtype))
-
-
-def check_adamw(kernels: Kernels, device, shapes: list[tuple[int, ...]]) -> None:
-    masters = [torch.randn(shape) for shape in shapes]
-    params = [master.bfloat16() for master in masters]
-    moments = [[torch.zeros(shape) for shape in shapes] for _ in range(2)]
-    ours = [[tensor.clone().to(device) for tensor in tensors] for tensors in (params, masters, *moments)]
-    decay = [0.1 * (i % 2) for i in range(len(shapes))]
-    scale = torch.tensor(0.7)
-    for step in range(1, 4):
-        grads = [torch.randn(shape).bfloat16() for shape in shapes]
-        torch.ops.pyruntime.adamw_(
-            params,
-            grads,
-            *moments,
-            masters,
-            scale,
-            lr=1e-2,
-            beta1=0.9,
-            beta2=0.95,
-            eps=1e-8,
-            weight_decay=decay,
-            step=step,
-        )
-        kernels.adamw_(
-            ours[0],
-            [grad.to(device) for grad in grads],
-            ours[1],
-            ours[2],
-            ours[3],
-            lr=1e-2,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=decay,
-            step=step,
-            grad_scale=scale.to(device),
-        )
-    for tensors, wanted in zip(ours[1:], (masters, *moments), strict=True):
-        for seen, expected in zip(tensors, wanted, strict=True):
-            torch.testing.assert_close(seen.cpu(), expected, rtol=2e-6, atol=2e-6)
-    for param, master in zip(ours[0], ours[1], strict=True):
-        assert torch.equal(param, master.bfloat16())
-
-
-def check_lse_merge(kernels: Kernels, device) -> None:
-    batch, tokens, heads, width, keys = 2, 5, 3, 24, 9
-    q, k, v = torch.randn(batch, heads, tokens, width), *torch.randn(2, batch, heads, keys, width)
-
-    def attention(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = q.double() @ k[:, :, first:end].double().transpose(-1, -2)
-        out = scores.softmax(-1) @ v[:, :, first:end].double()
-        return out.transpose(1, 2).float().contiguous().to(device), scores.logsumexp(-1).float().to(device)
-
-    out = torch.zeros(batch, tokens, heads, width, device=device)
-    lse = torch.full((batch, heads, tokens), float("-inf"), device=device)
-    for first, end in ((0, 4), (4, 5), (5, keys)):
-        block_out, block_lse = attention(first, end)
-        kernels.lse_merge_(out, lse, block_out, block_lse)
-    for seen, wanted in zip((out, lse), attention(0, keys), strict=True):
-        torch.testing.assert_close(seen, wanted, rtol=1e-5, atol=1e-5)
+    found = []
+    for call in range(calls):
+        rows, n = (int(size) for size in torch.randint(1, 300, (2,), generator=sizes))
+        k = 8 * int(torch.randint(1, 30, (), generator=sizes))
+        shard = len(torch.arange(rows).tensor_split(world_size)[rank])
+        x, weight, hidden, down = draw(shard, k), draw(n, k), draw(rows, n), draw(k, n)
+        bias, dy, dz = draw(k).detach(), draw(rows, n).detach(), draw(shard, k).detach()
+        tier = tier_of_call(rank, call)
+        y = ops.all_gather_matmul(x, weight, group, rows=rows, tier=tier)
+        y.backward(dy)
+        z = ops.matmul_reduce_scatter(hidden, down, group, bias=bias, tier=tier)
+        z.backward(dz)
+        found += [y.detach(), x.grad, weight.grad, z.detach(), hidden.grad, down.grad]
+    return [tensor.cpu() for tensor in found]
 
 
 def steps_in_tier(

@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pyruntime.data_parallel import shard
 from pyruntime.llama import Llama
 from pyruntime.llama.presets import preset
-from pyruntime.train.config import Optimizer
-from pyruntime.train.optimizer import AdamW
-from pyruntime.train.unread import Unread
+from pyruntime.train.device import Device
+from pyruntime.train.figures import LateFigures
 
 DEVICE = torch.device("cuda", 0)
 COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
@@ -80,13 +80,15 @@ def trained(model: Llama, apart: bool) -> tuple[list[torch.Tensor], set[str]]:
     """Two steps: what they leave, and pyruntime's ops in them."""
     with Watched(apart) as seen:
         ids = torch.zeros(2, 64, dtype=torch.long, device=DEVICE)
-        optimizer, unread = AdamW(model, Optimizer()), Unread(DEVICE)
+        optimizer, figures = shard(model, None, stage=0).adamw(max_norm=1.0), LateFigures(Device(DEVICE))
         for step in (1, 2):
             loss = model(ids, ids)
             loss.backward()
-            scale = unread.add(step, 1e-3, loss.detach(), optimizer.squared_norm(), 1.0)
-            optimizer.step(step, 1e-3, scale)
-        return [*model.parameters(), loss, scale, *optimizer.state_dict().values()], seen.ours
+            norm = figures.add(step, 1e-3, loss.detach(), optimizer.squared_norm(), signum=0)
+            optimizer.step(norm)
+        states = optimizer.state_dict().items()
+        held = [state for name, state in states if not name.startswith("steps.")]
+        return [*model.parameters(), loss, norm, *held], seen.ours
 
 
 if __name__ == "__main__":

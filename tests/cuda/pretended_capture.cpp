@@ -24,11 +24,10 @@ int pyruntime_is_capturing(void*) {
   return capturing;
 }
 
-int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, int32_t hold,
-                                void* stream) {
+int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, void* stream) {
   ++gathers;
   static const auto real = reinterpret_cast<decltype(&pyruntime_all_gather_matmul)>(
       dlsym(RTLD_NEXT, "pyruntime_all_gather_matmul"));
-  return real(group, matmul, hold, stream);
+  return real(group, matmul, stream);
 }
 }

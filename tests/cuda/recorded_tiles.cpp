@@ -22,11 +22,10 @@ PYRUNTIME_API int recorded_tiles(int op) {
   return asked[op];
 }
 
-int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, int32_t hold,
-                                void* stream) {
+int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, void* stream) {
   asked[0] = matmul->tiles;
   static const auto real = next(&pyruntime_all_gather_matmul, "pyruntime_all_gather_matmul");
-  return real(group, matmul, hold, stream);
+  return real(group, matmul, stream);
 }
 
 int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,

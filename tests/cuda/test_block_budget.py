@@ -1,5 +1,5 @@
 """Fused kernels that would crowd a device, through the ops: auto takes the chunked tier and says so, a named
-tier waits. What shares a device with what is tests/cpp/transport/test_block_budget.cpp."""
+tier waits. What shares a device with what is tests/cpp/transport/device/test_block_budget.cpp."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from pyruntime import comm, ops
 from pyruntime.comm import group_size
 from pyruntime.comm.core import _C
-from pyruntime.tuning.cache import Choice, Place
-from pyruntime.tuning.take_up import hand_over
+from pyruntime.tuning.apply import use
+from pyruntime.tuning.cache import Choice, Key, Place
 from tests.cuda import build
 
 pytestmark = pytest.mark.usefixtures("host_kernels", "pool_as_it_was")
@@ -48,10 +48,10 @@ def beside_a_graph(group, pretender):
         steps.append((*told, shim.fused_gathers() - before))
 
     place = Place("any", group.size(), "symmetric memory and copy engines", "any")
-    key = _C.tier_key("all_gather_matmul", ROWS, N, K, torch.bfloat16, "cpu")
+    key = Key("all_gather_matmul", ROWS, N, K, "bfloat16", "cpu")
     try:
         ops.all_gather(torch.ones(1, 8).bfloat16(), group)
-        hand_over({place: {key: Choice.of("fused", {"fused": 0.001, "chunked": 0.002}, 5, "2026-11-22")}})
+        use({place: {key: Choice.of("fused", {"fused": 0.001, "chunked": 0.002}, 5, "2026-11-22")}})
         call("auto")
         call("fused", captured=True)
         call("auto")
@@ -64,7 +64,7 @@ def beside_a_graph(group, pretender):
         call("auto")
         return steps
     finally:
-        hand_over({})
+        use({})
         comm.close(group)
         _C.use_device_library("cpu", str(build.LIBRARY))
 

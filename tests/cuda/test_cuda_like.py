@@ -97,7 +97,7 @@ def names_of_workspaces(group, most):
     dist.broadcast_object_list(pid, group_src=0, group=group)
     known = []
     for number in range(most):
-        name = f"{group_name(group)}/{pid[0]}.{number}"
+        name = f"{group_name(group)}/{pid[0]}.{number}/host0"
         try:
             dist.distributed_c10d._resolve_process_group(name)
             known.append(name)

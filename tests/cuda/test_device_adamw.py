@@ -31,8 +31,10 @@ def lists(dtype: torch.dtype, seed: int):
     return params, moments, masters, decay, grads
 
 
-def stepped(step_of, dtype, seed):
+def stepped(step_of, dtype, seed, device="cpu"):
     params, moments, masters, decay, grads = lists(dtype, seed)
+    params, masters = ([tensor.to(device) for tensor in tensors] for tensors in (params, masters))
+    moments, grads = ([[tensor.to(device) for tensor in of] for of in each] for each in (moments, grads))
     for step, of_step in enumerate(grads, 1):
         step_of(params, of_step, *moments, masters, weight_decay=decay, lr=1e-2 / step, step=step)
     return [*params, *moments[0], *moments[1], *masters]

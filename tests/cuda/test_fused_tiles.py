@@ -11,10 +11,10 @@ import torch
 from pyruntime import comm, ops
 from pyruntime.comm import group_rank, group_size
 from pyruntime.comm.core import _C
-from pyruntime.tuning.cache import Choice, Place
+from pyruntime.tuning.apply import use
+from pyruntime.tuning.cache import Choice, Key, Place
 from pyruntime.tuning.linears import Linear
 from pyruntime.tuning.measure import Problem, measure
-from pyruntime.tuning.take_up import hand_over
 from tests.cuda import build
 from tests.cuda.test_chunked import on_device
 from tests.cuda.test_fused_tier import always_chunked, integers_case
@@ -91,7 +91,7 @@ def tuned(group, recorder, mine):
     comm.close(group)
     comm.configure(group, transport="device")
     rows, tiles = 12, mine[group_rank(group)]
-    key = _C.tier_key("all_gather_matmul", rows, 24, 16, torch.bfloat16, "cpu")
+    key = Key("all_gather_matmul", rows, 24, 16, "bfloat16", "cpu")
     times = {"fused": 0.002, f"fused:{tiles}": 0.001}
     place = Place("any", group.size(), "symmetric memory and copy engines", "any")
 
@@ -100,13 +100,13 @@ def tuned(group, recorder, mine):
 
     try:
         ops.all_gather(torch.ones(1, 8).bfloat16(), group)
-        hand_over({place: {key: Choice.of(f"fused:{tiles}", times, 5, "2026-11-22")}})
+        use({place: {key: Choice.of(f"fused:{tiles}", times, 5, "2026-11-22")}})
         before = told()
         x = torch.ones(rows // group.size(), 16).bfloat16()
         assert (ops.all_gather_matmul(x, torch.ones(24, 16).bfloat16(), group, rows=rows) == 16).all()
         return before, told(), ctypes.CDLL(recorder).recorded_tiles(0)
     finally:
-        hand_over({})
+        use({})
         comm.close(group)
         _C.use_device_library("cpu", str(build.LIBRARY))
 
@@ -121,7 +121,7 @@ def test_auto_takes_the_tuned_tiles(ranks, recorder, mine):
 
 def test_tuned_tiles_that_are_not_here_are_left_alone(ranks, recorder):
     for before, after, _ in ranks.run(tuned, 2, recorder, ["sm90-large", "sm90-large"]):
-        assert before[0] == "auto" and after[1].startswith("being measured")
+        assert before == after and after[0] == "chunked" and after[1].startswith("chunked is the rule")
 
 
 def refused(group, tier):
@@ -154,6 +154,6 @@ def test_tiles_that_the_rule_does_not_take_are_measured(ranks):
     first, second = ranks.run(on_device, 2, measured, torch.bfloat16)
     assert first == second
     for one in first:
-        assert set(one.tiers) == {"unfused", "chunked", "fused", "fused:large"} and one.way in one.tiers
+        assert set(one.tiers) == {"unfused", "chunked", "fused", "fused:large"} and one.best in one.tiers
     for one in ranks.run(on_device, 2, measured, torch.float32)[0]:
         assert set(one.tiers) == {"unfused", "chunked"}

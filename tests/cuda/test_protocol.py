@@ -1,8 +1,8 @@
-"""The protocol of docs/cuda.md in all states of small groups: every call ends and reads what its own epoch
-wrote; a protocol that lacks a rule is found out.
+"""The protocol of docs/cuda/protocol.md in all states of small groups: every call ends and reads what its own
+epoch wrote; a protocol that lacks a rule is found out.
 
 A program is a straight line of steps, and every word has one writer, so the state of everything is how far
-each program has come. Programs: pushes and product of a gather, which run on two streams, by copies or
+each program has come. Programs: puts and gemm of a gather, which run on two streams, by copies or
 by multicast; the blocks of a scatter, and what the last of them does at the end; a scatter whose sums the
 switch takes.
 """
@@ -72,17 +72,17 @@ def give_credit(setup: Setup, me: int, slot: int, epoch: int) -> Program:
 def gather(setup: Setup) -> list[Program]:
     programs = []
     for me in range(setup.ranks):
-        push: Program = []
-        product: Program = []
+        puts: Program = []
+        gemm: Program = []
         for use in uses(setup):
             others = [(me + step) % setup.ranks for step in range(1, setup.ranks)]
             for peer in reversed(others):
-                push += send(setup, me, peer, *use)
+                puts += send(setup, me, peer, *use)
             received = [step for peer in others for step in receive(setup, me, peer, *use)]
             credit = give_credit(setup, me, *use[1:])
             early = setup.without == "reading before credit"
-            product += credit + received if early else received + credit
-        programs += [push, product]
+            gemm += credit + received if early else received + credit
+        programs += [puts, gemm]
     return programs
 
 
@@ -115,21 +115,21 @@ def multicast_gather(setup: Setup) -> list[Program]:
     have leave; so they must find that the store has ended."""
     programs = []
     for me in range(setup.ranks):
-        push: Program = []
-        product: Program = []
+        puts: Program = []
+        gemm: Program = []
         peers = [peer for peer in range(setup.ranks) if peer != me]
         for call, slot, epoch in uses(setup):
             asked = peers[:1] if setup.without == "leave of all" else peers
-            push += [Step("wait", ("credit", me, slot, peer), epoch - 1) for peer in asked]
-            push += [Step("see", ("own", peer, slot), call - setup.slots) for peer in peers]
-            push += [Step("write", ("data", peer, slot, me), call) for peer in peers]
-            push.append(Step("write", ("own", me, slot), call))
-            push += [Step("write", ("flag", peer, slot, me), epoch) for peer in peers]
-            product += [step for peer in peers for step in receive(setup, me, peer, call, slot, epoch)]
+            puts += [Step("wait", ("credit", me, slot, peer), epoch - 1) for peer in asked]
+            puts += [Step("see", ("own", peer, slot), call - setup.slots) for peer in peers]
+            puts += [Step("write", ("data", peer, slot, me), call) for peer in peers]
+            puts.append(Step("write", ("own", me, slot), call))
+            puts += [Step("write", ("flag", peer, slot, me), epoch) for peer in peers]
+            gemm += [step for peer in peers for step in receive(setup, me, peer, call, slot, epoch)]
             if setup.without != "own store before credit":
-                product.append(Step("wait", ("own", me, slot), call))
-            product += give_credit(setup, me, slot, epoch)
-        programs += [push, product]
+                gemm.append(Step("wait", ("own", me, slot), call))
+            gemm += give_credit(setup, me, slot, epoch)
+        programs += [puts, gemm]
     return programs
 
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import pyruntime
 from pyruntime.comm import group_rank, process_group
 from pyruntime.data_parallel.axes import Axes, Axis
+from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
 from pyruntime.data_parallel.reduction import launch
-from pyruntime.data_parallel.units import cut_into_units, matrix_unit
 from tests.transports import take
 
 PLACES, FLIGHTS, BEHIND = 4, 6, 3
@@ -21,26 +21,26 @@ TAG = 77
 
 
 def begin(number, axis, on_reduced) -> None:
-    """The next flight of this rank: its part of a unit's gradient."""
-    unit = matrix_unit(f"unit {number}", nn.Parameter(torch.zeros(5, 3)), axis.size)
+    """The next flight of this rank: its part of a bucket's gradient."""
+    bucket = Bucket([(f"bucket {number}", nn.Parameter(torch.zeros(5, 3)))], axis.size)
     launch(
-        unit,
+        bucket,
         torch.float32,
-        Axes(axis, Axis(None)),
+        Axes(axis, Axis(None), Axis(None)),
         lambda chunk, begin: chunk.fill_(10 * number + axis.rank),
         lambda _, gradient: on_reduced(gradient),
     )
 
 
 def sums_of_ranks_apart(group) -> list[torch.Tensor]:
-    """Of every unit's gradient, this rank's rows. Rank 1 begins its fourth flight when rank 0 has begun its
+    """Of every bucket's gradient, this rank's rows. Rank 1 begins its fourth flight when rank 0 has begun its
     sixth, which needs the place of the second."""
     take(group, "symmetric_memory")
     axis = Axis.of(DeviceMesh.from_group(group, "cpu"))
     rank, wire = group_rank(group), process_group(group)
     for number in range(PLACES):  # every place gets its memory, for which ranks meet
         begin(number, axis, lambda _: None)
-    axis.make_room(0)
+    axis.complete_all()
     sums: list[torch.Tensor] = []
     for number in range(FLIGHTS):
         if rank == 1 and number in (BEHIND - 1, BEHIND):
@@ -48,7 +48,7 @@ def sums_of_ranks_apart(group) -> list[torch.Tensor]:
         begin(number, axis, sums.append)
         if rank == 0 and number in (BEHIND - 2, FLIGHTS - 1):  # two have left; all have
             dist.send(torch.ones(1), group=wire, group_dst=1, tag=TAG)
-    axis.make_room(0)
+    axis.complete_all()
     return sums
 
 
@@ -86,8 +86,8 @@ def train(model, optimizer) -> None:
 
 
 def current_after_a_step(group, callers) -> list[bool]:
-    """Of every unit, whether all of it is there when a step returns, where only the ranks `callers` call the
-    module of a weight that all read."""
+    """Of every bucket, whether all of it is there when a step returns, where only the ranks `callers` call
+    the module of a weight that all read."""
     model, handle, optimizer = sharded(group, stage=2, calls=group_rank(group) in callers)
     train(model, optimizer)
     current = [each.is_current for each in handle._weights]
@@ -101,8 +101,8 @@ def test_a_bucket_comes_under_the_forward_pass_if_all_ranks_announce_all_of_it(r
         assert current == [len(callers) < 2]
 
 
-def weights_after_loading(group, stage, bucket_bytes, steps_before) -> tuple[set[float], list[bool]]:
-    """Values in the weights after ones have been loaded, and what is there after the step that follows."""
+def weights_after_loading(group, stage, bucket_bytes, steps_before) -> tuple[set[float], list[torch.Tensor]]:
+    """Values in the weights after ones have been loaded, and the weights after the step that follows."""
     model, handle, optimizer = sharded(group, stage, bucket_bytes)
     for _ in range(steps_before):
         train(model, optimizer)
@@ -111,19 +111,21 @@ def weights_after_loading(group, stage, bucket_bytes, steps_before) -> tuple[set
     handle.loaded()
     values = {value for p in model.parameters() for value in p.flatten().tolist()}
     train(model, optimizer)
-    current = [each.is_current for each in handle._weights]
     handle.close()
-    return values, current
+    return values, [p.detach() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize(("stage", "bucket_bytes"), [(2, None), (2, 1), (3, 1)])
 def test_what_is_loaded_replaces_what_is_under_way(ranks, stage, bucket_bytes, steps_before):
-    for values, current in ranks.run(weights_after_loading, 2, stage, bucket_bytes, steps_before):
-        assert values == {1.0}
-        assert current == [False] * len(current)
+    (values, after), (others_values, others) = ranks.run(
+        weights_after_loading, 2, stage, bucket_bytes, steps_before
+    )
+    assert values == others_values == {1.0}
+    for one, other in zip(after, others, strict=True):
+        assert torch.equal(one, other) and (one != 1.0).any()
 
 
-def test_a_matrix_without_rows_is_a_unit():
-    (unit,) = cut_into_units([("none", nn.Parameter(torch.empty(0, 4)))], segments=2, bucket_bytes=8)
-    assert unit.lines == 2  # the marks
+def test_a_matrix_without_rows_is_a_bucket():
+    (bucket,) = cut_into_buckets([("none", nn.Parameter(torch.empty(0, 4)))], segments=2, bucket_bytes=8)
+    assert bucket.lines == 2  # the marks

@@ -21,7 +21,7 @@ LAYERS, WIDTH = 4, 500
 
 def held(group, stage):
     """Bytes of weights, of states, and of what flights travel through, after two steps, between passes. Every
-    matrix is a unit."""
+    matrix is a bucket."""
     take(group, "symmetric_memory")
     whole = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]).to(torch.bfloat16)
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -31,17 +31,17 @@ def held(group, stage):
         whole(torch.randn(16, WIDTH).to(torch.bfloat16)).float().sum().backward()
         optimizer.step()
     kept = {p.untyped_storage() for p in whole.parameters()}
-    kept |= {rows.untyped_storage() for each in handle._weights for rows in each.local_views()}
+    kept |= {rows.untyped_storage() for each in handle._weights for rows in each.rows}
     states = {
         tensor.to_local().untyped_storage()
         for key, tensor in optimizer.state_dict().items()
         if not key.startswith("steps.")
     }
     axis = handle.axes.shard if stage else handle.axes.replicate
-    flights = comm.workspace_bytes(axis.name)
+    flights = comm.workspace_bytes(axis.name), comm.workspace_bytes(handle.axes.weights.name) if stage else 0
     sizes = [sum({s.data_ptr(): s.nbytes() for s in kind}.values()) for kind in (kept, states)]
     handle.close()
-    return (*sizes, flights)
+    return (*sizes, *flights)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -53,21 +53,25 @@ def test_states_take_what_the_formula_says(ranks, stage, world):
     for rank in ranks.run(held, world, stage):
         assert rank[0] == pytest.approx(whole, rel=0.1)
         assert rank[1] == pytest.approx(states, rel=0.1)
-        # Four slots of the largest unit, whatever the number of layers.
+        # Four slots of the largest bucket, whatever the number of layers; of its rows for weights.
         assert rank[2] <= 4 * 1.1 * 2 * WIDTH**2 + (1 << 20)
+        assert rank[3] <= 4 * 1.1 * 2 * WIDTH**2 / world + (1 << 20)
 
 
 def gathers_of_a_step(group, tied):
-    """Names of the weights in the order in which the third step of stage 3 gathers them."""
+    """Names of the weights in the order in which stage 3 gathers them for a step."""
     take(group, "symmetric_memory")
     model = nn.Sequential(*[nn.Embedding(8, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 8, bias=False)])
     if tied:
         model[2].weight = model[0].weight
     handle = pyruntime.shard(model, DeviceMesh.from_group(group, "cpu"), stage=3, bucket_bytes=0)
     optimizer = handle.adamw()
-    for _ in range(3):
-        names: list[str] = []
-        with patch.object(weights, "_Gather", watched(names)):
+    names: list[str] = []
+    for _ in range(2):
+        model(torch.arange(8)).sum().backward()
+        names.clear()
+        with patch.object(weights.BucketWeights, "_send", watched(names)):
+            optimizer.step()  # the first ones leave when they have been updated
             model(torch.arange(8)).sum().backward()
         optimizer.step()
     handle.close()
@@ -75,11 +79,11 @@ def gathers_of_a_step(group, tied):
 
 
 def watched(names):
-    def begin(unit_weights, axis, begun=weights._Gather):
-        names.append(unit_weights.unit.name)
-        return begun(unit_weights, axis)
+    def send(bucket_weights, gather, rows, sent=weights.BucketWeights._send):
+        names.append(bucket_weights.bucket.name)
+        sent(bucket_weights, gather, rows)
 
-    return begin
+    return send
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -30,11 +30,11 @@ STEPS = 5
 
 def trained(group, *arguments, cut=True):
     """cut: products are multiplied chunk by chunk however small they are."""
-    least, gradients.LEAST_PRODUCT = gradients.LEAST_PRODUCT, 0.0 if cut else math.inf
+    least, gradients.LEAST_GEMM = gradients.LEAST_GEMM, 0.0 if cut else math.inf
     try:
         return trained_as_it_is(group, *arguments)
     finally:
-        gradients.LEAST_PRODUCT = least
+        gradients.LEAST_GEMM = least
 
 
 def trained_whole(group, *arguments):
@@ -51,6 +51,7 @@ def trained_as_it_is(
         take(group, transport)
         mesh = DeviceMesh.from_group(group, "cpu")
         rank, size = mesh.get_rank(), mesh.size()
+        mesh = None if mesh_kind == "alone" else mesh
     whole = cases.model(tied, stage == 3, dtype)
     handle = pyruntime.shard(whole, mesh, stage=stage, bucket_bytes=bucket, keep_gathered=keep)
     optimizer = handle.adamw(lr=1e-2, max_norm=max_norm)
@@ -87,6 +88,44 @@ def test_equals_one_process(ranks, stage, world, sequences):
     arguments = (torch.float64, sequences, 0.5)
     results = ranks.run(trained, world, "symmetric_memory", "dp", stage, False, *arguments)
     check(results, expected(stage, False, *arguments), 1e-9)
+
+
+@pytest.mark.parametrize("mesh_kind", ["dp", "alone"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_one_rank_is_one_process(ranks, stage, mesh_kind):
+    arguments = (torch.float64, 3, 0.5)
+    results = ranks.run(trained, 1, "symmetric_memory", mesh_kind, stage, True, *arguments)
+    check(results, expected(stage, True, *arguments), 1e-12)
+
+
+def given_the_norm(_group, norm):
+    """Of a rank alone: gradients where they are, before and after; weights, masters and moments after a step
+    with that norm."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3).bfloat16()
+    before = model.weight.detach().clone()
+    optimizer = pyruntime.shard(model, None).adamw(lr=0.1, max_norm=1.0)
+    model(torch.randn(4, 5).bfloat16()).float().square().sum().backward()
+    had = model.weight.grad is not None
+    square = optimizer.squared_norm()
+    expected = torch.nn.utils.get_total_norm([rows.double() for _, rows in optimizer.arrived_rows()]).square()
+    torch.testing.assert_close(square, expected, rtol=1e-6, atol=0)
+    optimizer.step(norm)
+    state = optimizer.state_dict()
+    return had, model.weight.grad, before, model.weight.detach(), state["master.weight"]
+
+
+@pytest.mark.parametrize("norm", [3.0, torch.tensor(3.0, dtype=torch.float64)])
+def test_a_rank_alone_steps_by_a_norm_that_is_given_to_it(ranks, norm):
+    ((had, left, before, weight, master),) = ranks.run(given_the_norm, 1, norm)
+    assert had and left is None
+    assert not torch.equal(weight, before) and torch.equal(weight, master.bfloat16())
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_a_norm_on_the_device_that_is_not_finite_updates_nothing(ranks, norm):
+    ((_, left, before, weight, _),) = ranks.run(given_the_norm, 1, torch.tensor(norm))
+    assert left is None and torch.equal(weight, before)
 
 
 @pytest.mark.parametrize("bucket", [1, 1600, 1 << 20])  # 1600: some buckets hold one matrix

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyruntime.llama import Llama, LlamaConfig, RopeScaling, generate, load_hf, save_hf
-from pyruntime.llama.shards import gather_full, shards
+from pyruntime.llama.shards import gather_full
 
 # Sizes that differ from each other, and a vocabulary that neither 2 nor 4 divides.
 _SMALL = {
@@ -43,7 +43,7 @@ CASES = {
 
 def full_tensors(model: Llama) -> dict[str, Tensor]:
     """Every tensor of the checkpoint, gathered from all ranks."""
-    return {shard.name: gather_full(shard, model.group).clone() for shard in shards(model)}
+    return {shard.name: gather_full(shard, model.group).clone() for shard in model.shards()}
 
 
 def full_gradients(model: Llama) -> dict[str, Tensor]:
@@ -54,9 +54,9 @@ def full_gradients(model: Llama) -> dict[str, Tensor]:
     return full_tensors(model)
 
 
-def logits_loss_gradients(group, directory, ids, labels):
+def logits_loss_gradients(group, directory, ids, labels, options=None):
     """What the checkpoint in `directory` makes of a batch; gradients of rank 0 only, to spare the pipe."""
-    model = load_hf(directory, group)
+    model = load_hf(directory, group, **(options or {}))
     with torch.no_grad():
         logits = model(ids)
     loss = model(ids, labels)

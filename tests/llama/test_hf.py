@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from pyruntime.llama import Llama, load_hf, preset, save_hf
 from pyruntime.llama.hf import plan_files
-from pyruntime.llama.shards import shards
 from tests.llama.cases import CASES, full_tensors, init_and_save, load_and_save, only_loads
 
 
@@ -73,7 +72,7 @@ def test_large_checkpoints_are_cut_into_files_with_an_index(ranks, tmp_path):
 
 
 def test_files_are_planned_by_size_for_a_model_too_large_to_hold():
-    content = list(shards(Llama(preset("llama3-8b"), device="meta")))
+    content = list(Llama(preset("llama3-8b"), device="meta").shards())
     plan = plan_files(content, torch.bfloat16, 5_000_000_000)
     assert next(iter(plan)) == "model-00001-of-00004.safetensors" and len(plan) == 4
     assert [shard.name for part in plan.values() for shard in part] == [shard.name for shard in content]

@@ -1,4 +1,4 @@
-/* Chunks between hosts: csrc/transport/ring.cpp, ring_traffic.cpp, ring_control.cpp, ring_flight.cpp and core/arbiter.cpp
+/* Chunks between hosts: csrc/transport/ring/ring.cpp, traffic.cpp, control.cpp, flight.cpp and core/arbiter.cpp
    as far as they wait, signal and use memory again. Bytes, tags, deadlines and failures are left out: none of them makes
    anybody wait.
 

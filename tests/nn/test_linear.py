@@ -184,6 +184,19 @@ def wrong_inputs(group) -> list[str]:
     return messages
 
 
+def second_derivatives_are_refused(group) -> None:
+    for cls, sequence_parallel, of in itertools.product(
+        (ColumnParallelLinear, RowParallelLinear), (True, False), (group, None)
+    ):
+        layer = cls(8, 8, bias=True, group=of, sequence_parallel=sequence_parallel)
+        y = layer(torch.randn(2, layer.weight.size(1)))
+        with pytest.raises(NotImplementedError, match="create_graph=True, but second derivatives are not"):
+            torch.autograd.grad(y.square().sum(), layer.weight, create_graph=True)
+        # Nothing is left under way: the next step is one as any other.
+        layer(torch.randn(2, layer.weight.size(1))).square().sum().backward()
+        assert layer.weight.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 class TestAgainstOneRank:
     @pytest.mark.parametrize("widths", WIDTHS)
@@ -206,6 +219,9 @@ class TestAgainstOneRank:
 
     def test_keeping_the_gathered_input_changes_no_bit(self, ranks, world_size):
         ranks.run(keeping_the_gathered_input_changes_no_bit, world_size)
+
+    def test_second_derivatives_are_refused(self, ranks, world_size):
+        ranks.run(second_derivatives_are_refused, world_size)
 
     def test_init_is_a_slice_of_one_model(self, ranks, world_size):
         whole = ranks.run(init_is_a_slice_of_one_model, 1)[0]

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import spectral_norm
 
 import pyruntime
 from pyruntime import parallelize
@@ -290,6 +291,7 @@ def refusals(group) -> dict[str, str]:
         "fully_shard": lambda: fully_shard(other, mesh=mesh),
         "fsdp": lambda: FullyShardedDataParallel(third, process_group=group, device_id=torch.device("cpu")),
         "assigned": lambda: setattr(model.up, "weight", whole.up.weight),
+        "spectral_norm": lambda: spectral_norm(built(group).up),
         "shard": lambda: pyruntime.shard(model, mesh),
         "adafactor": lambda: train(model, torch.optim.Adafactor(model.parameters()), range(1)),
         "muon": lambda: train(model, torch.optim.Muon([model.up.weight]), range(1)),
@@ -319,5 +321,6 @@ def test_what_takes_a_shard_for_the_whole_is_refused(ranks):
     assert (
         "ranks [0, 1] train one model on different data, but up.weight is cut over them" in said[0]["shard"]
     )
+    assert "from this rank's shard alone" in said[0]["spectral_norm"]
     assert "Adafactor computes the update of an element from others" in said[0]["adafactor"]
     assert "Muon computes" in said[0]["muon"] and "torch.optim.AdamW" in said[0]["muon"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyruntime.ops.attention import causal_attention
-from tests.ops.cases import cpu, dtypes, implementations, randn, statistics_dtype, wide
+from tests.ops.cases import dtypes, randn, statistics_dtype, wide
 
 LENGTHS = [1, 3, 17, 65, 257, 530]  # within a tile, a block of queries, and over several blocks of keys
 DIMS = [1, 5, 32, 80]
@@ -49,11 +49,11 @@ def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype, parts: Ten
     assert error.square().mean().sqrt() <= 2 * (torch.finfo(dtype).eps + sums) * scale
 
 
-def check_against_float64(run, q, k, v, scale):
+def check_against_float64(q, k, v, scale):
     dtype = q.dtype
-    out, lse = run(ops.causal_attention, q, k, v, scale)
+    out, lse = ops.causal_attention(q, k, v, scale)
     grad = randn(*out.shape, dtype=dtype)
-    dq, dk, dv = run(ops.causal_attention_backward, grad, q, k, v, out, lse, scale)
+    dq, dk, dv = ops.causal_attention_backward(grad, q, k, v, out, lse, scale)
 
     inputs = wide(q, k, v)
     expected_out, expected_lse = reference(*inputs, scale)
@@ -73,25 +73,23 @@ def check_against_float64(run, q, k, v, scale):
 # ---- numbers ----
 
 
-@implementations
 @dtypes
 @pytest.mark.parametrize("seq", LENGTHS)
 @pytest.mark.parametrize("dim", DIMS)
-def test_out_lse_and_gradients_match_float64(run, dtype, seq, dim):
-    check_against_float64(run, *qkv(2, 2, 2, seq, dim, dtype), dim**-0.5)
+def test_out_lse_and_gradients_match_float64(dtype, seq, dim):
+    check_against_float64(*qkv(2, 2, 2, seq, dim, dtype), dim**-0.5)
 
 
-@implementations
 @dtypes
 @pytest.mark.parametrize("shared", [1, 2, 4])
-def test_any_number_of_query_heads_share_a_key_head(run, dtype, shared):
-    check_against_float64(run, *qkv(2, 3, shared, 70, 24, dtype), 0.3)
+def test_any_number_of_query_heads_share_a_key_head(dtype, shared):
+    check_against_float64(*qkv(2, 3, shared, 70, 24, dtype), 0.3)
 
 
 @dtypes
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 2.5])
 def test_any_scale(dtype, scale):
-    check_against_float64(cpu, *qkv(1, 1, 2, 100, 16, dtype), scale)
+    check_against_float64(*qkv(1, 1, 2, 100, 16, dtype), scale)
 
 
 @dtypes
@@ -138,14 +136,13 @@ def test_a_query_that_is_not_a_number_spoils_its_own_row_alone():
     assert torch.equal(out[0, others], expected[0, others])
 
 
-@implementations
 @pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 2, 0, 8)])
-def test_nothing_in_nothing_out(run, shape):
+def test_nothing_in_nothing_out(shape):
     q = torch.randn(shape)
-    out, lse = run(ops.causal_attention, q, q, q, 1.0)
+    out, lse = ops.causal_attention(q, q, q, 1.0)
     assert out.shape == (shape[0], shape[2], 16)
     assert lse.shape == shape[:3]
-    assert all(g.shape == shape for g in run(ops.causal_attention_backward, out, q, q, q, out, lse, 1.0))
+    assert all(g.shape == shape for g in ops.causal_attention_backward(out, q, q, q, out, lse, 1.0))
 
 
 # ---- what autograd, the compiler and a user of several threads rely on ----
@@ -232,29 +229,26 @@ def test_the_scale_is_one_over_the_root_of_the_head_size_unless_given():
         (((1, 1, 5, 0), (1, 1, 5, 0), (1, 1, 5, 0)), "D at least 1"),
     ],
 )
-@implementations
-def test_shapes_that_do_not_fit_are_refused(run, shapes, message):
+def test_shapes_that_do_not_fit_are_refused(shapes, message):
     with pytest.raises(ValueError, match=message):
-        run(ops.causal_attention, *(torch.zeros(shape) for shape in shapes), 1.0)
+        ops.causal_attention(*(torch.zeros(shape) for shape in shapes), 1.0)
 
 
-@implementations
-def test_dtypes_that_do_not_fit_are_refused(run):
+def test_dtypes_that_do_not_fit_are_refused():
     q = torch.zeros(1, 1, 2, 4)
     with pytest.raises(TypeError, match="q has dtype Float and v has BFloat16; convert one"):
-        run(ops.causal_attention, q, q, q.bfloat16(), 1.0)
+        ops.causal_attention(q, q, q.bfloat16(), 1.0)
     with pytest.raises(TypeError, match="q has dtype Int; it must be float32"):
-        run(ops.causal_attention, q.int(), q.int(), q.int(), 1.0)
+        ops.causal_attention(q.int(), q.int(), q.int(), 1.0)
 
 
-@implementations
-def test_a_backward_that_does_not_fit_its_forward_is_refused(run):
+def test_a_backward_that_does_not_fit_its_forward_is_refused():
     q = torch.zeros(1, 1, 2, 4)
-    out, lse = run(ops.causal_attention, q, q, q, 1.0)
+    out, lse = ops.causal_attention(q, q, q, 1.0)
     backward = ops.causal_attention_backward
     with pytest.raises(ValueError, match=r"for q of shape \[1, 1, 2, 4\] both must be \[1, 2, 4\]"):
-        run(backward, out[:, :1], q, q, q, out, lse, 1.0)
+        backward(out[:, :1], q, q, q, out, lse, 1.0)
     with pytest.raises(ValueError, match=r"lse has shape \[1, 1, 1\].* must be \[1, 1, 2\] of Float"):
-        run(backward, out, q, q, q, out, lse[:, :, :1], 1.0)
+        backward(out, q, q, q, out, lse[:, :, :1], 1.0)
     with pytest.raises(ValueError, match="dtype Double; it must be"):
-        run(backward, out, q, q, q, out, lse.double(), 1.0)
+        backward(out, q, q, q, out, lse.double(), 1.0)

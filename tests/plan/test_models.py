@@ -2,9 +2,9 @@
 
 import pytest
 
+from bench.planning.megatron import flops_per_step, parameters, training_seconds
+from pyruntime.cli.plan_facts import MODELS, find_model
 from pyruntime.llama.presets import PRESETS
-from pyruntime.plan.megatron import flops_per_step, parameters, training_seconds
-from pyruntime.plan.models import MODELS, find_model
 
 # Billions of parameters as Megatron-LM's table 1 gives them, by name.
 PUBLISHED = {

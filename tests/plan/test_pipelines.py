@@ -2,9 +2,10 @@
 
 import pytest
 
+from pyruntime.cli.plan_facts import find_model
 from pyruntime.pipeline import Costs, Kind, make_schedule, simulate
-from pyruntime.plan.models import find_model
 from pyruntime.plan.pipelines import bubble, deferred, layers_by_rank
+from tests.plan.jobs import pipe
 
 
 def simulated(kind, ranks, micro_batches, forward, of_input, of_weight, virtual=1, slices=1):
@@ -12,7 +13,7 @@ def simulated(kind, ranks, micro_batches, forward, of_input, of_weight, virtual=
     stages = 2 if kind == "zb-v" else virtual
     parts = [seconds / stages / slices for seconds in (forward, of_input, of_weight)]
     timeline = simulate(
-        make_schedule(kind, ranks, micro_batches, virtual=virtual, slices=slices), Costs.uniform(*parts)
+        make_schedule(kind, ranks, micro_batches, virtual=virtual, slices=slices), Costs(*parts)
     )
     return timeline.bubble(0)
 
@@ -24,18 +25,18 @@ def simulated(kind, ranks, micro_batches, forward, of_input, of_weight, virtual=
     [("1f1b", 1, 1), ("interleaved", 2, 1), ("zb-h1", 1, 1), ("seq1f1b", 1, 2)],
 )
 def test_bubbles_are_those_of_the_simulation(kind, virtual, slices, ranks, micro_batches, costs):
-    found = bubble(kind, ranks, micro_batches, *costs, virtual, slices)
+    found = bubble(pipe(kind, ranks, virtual, slices), micro_batches, *costs)
     expected = simulated(kind, ranks, micro_batches, *costs, virtual, slices)
     assert found == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 16), (8, 16)])
 def test_the_bubble_of_zb_v(ranks, micro_batches):
-    assert bubble("zb-v", ranks, micro_batches, 2, 2, 2) == ranks - 1
+    assert bubble(pipe("zb-v", ranks), micro_batches, 2, 2, 2) == ranks - 1
     assert simulated("zb-v", ranks, micro_batches, 2, 2, 2) == ranks - 1
     for costs in ((1, 1.3, 0.9), (1, 1.2, 1), (1.2, 1, 1), (1, 1.4, 0.8), (1, 1, 1.4)):
         work = micro_batches * sum(costs)
-        found = bubble("zb-v", ranks, micro_batches, *costs) / work
+        found = bubble(pipe("zb-v", ranks), micro_batches, *costs) / work
         assert found == pytest.approx(simulated("zb-v", ranks, micro_batches, *costs) / work, abs=0.02)
 
 
@@ -44,7 +45,7 @@ def test_the_bubble_of_zb_v_with_few_micro_batches(ranks, micro_batches):
     for costs in ((1, 1, 1), (1, 1.3, 0.9), (1.2, 1, 1)):
         work = micro_batches * sum(costs)
         expected = simulated("zb-v", ranks, micro_batches, *costs)
-        assert bubble("zb-v", ranks, micro_batches, *costs) == pytest.approx(expected, abs=0.15 * work)
+        assert bubble(pipe("zb-v", ranks), micro_batches, *costs) == pytest.approx(expected, abs=0.15 * work)
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-v"])
@@ -58,24 +59,24 @@ def test_what_waits_for_its_weight_gradient_is_what_the_schedule_defers(kind, ra
             waiting += (action.kind is Kind.BACKWARD_INPUT) - (action.kind is Kind.BACKWARD_WEIGHT)
             most = max(most, waiting)
         stages = 2 if kind == "zb-v" else 1
-        assert deferred(kind, rank, ranks, micro_batches) == (most / stages if ranks > 1 else 0)
+        assert deferred(pipe(kind, ranks), rank, micro_batches) == (most / stages if ranks > 1 else 0)
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "expected"), [(4, 2, 4.5), (8, 4, 2.625 * 2)])
 def test_interleaved_bubbles(ranks, virtual, expected):
-    assert bubble("interleaved", ranks, 4 * ranks, 1, 1, 1, virtual) == expected
+    assert bubble(pipe("interleaved", ranks, virtual), 4 * ranks, 1, 1, 1) == expected
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 8), (4, 16), (8, 24)])
 def test_zb_h1_has_a_third_of_the_bubble(ranks, micro_batches):
-    assert bubble("zb-h1", ranks, micro_batches, 1, 1, 1) == ranks - 1
-    assert bubble("1f1b", ranks, micro_batches, 1, 1, 1) == 3 * (ranks - 1)
+    assert bubble(pipe("zb-h1", ranks), micro_batches, 1, 1, 1) == ranks - 1
+    assert bubble(pipe("1f1b", ranks), micro_batches, 1, 1, 1) == 3 * (ranks - 1)
 
 
 def test_the_head_counts_as_layers():
     model = find_model("llama3-8b")
-    assert layers_by_rank(model, "1f1b", 1, 1) == (32,)
-    layers = layers_by_rank(model, "1f1b", 4, 1)
+    assert layers_by_rank(model, pipe("1f1b", 1)) == (32,)
+    layers = layers_by_rank(model, pipe("1f1b", 4))
     assert sum(layers) == 32 and layers[-1] < layers[0]
     with pytest.raises(ValueError, match="32 layers cannot be cut into 64 stages"):
-        layers_by_rank(model, "1f1b", 64, 1)
+        layers_by_rank(model, pipe("1f1b", 64))

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.planning.trainer_runs import fit_flops
 from pyruntime.plan.cluster import Cluster
-from pyruntime.plan.measured import AlphaBeta, cluster_of, fit_flops
+from pyruntime.plan.measured import AlphaBeta, cluster_of
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
 from pyruntime.plan.step import Predictor
@@ -67,7 +68,7 @@ def predicted(cluster: Cluster, alone: float, batch_alone: int, mesh: Mesh, batc
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_data_parallelism_on_one_host(zero):
-    measured = seconds_of("data_parallel_dim1024_bf16.json")
+    measured = seconds_of("data_parallel/data_parallel_dim1024_bf16.json")
     found = predicted(one_host(), measured["pyruntime, each rank alone"], 1, Mesh(dp=2, zero=zero), 2)
     assert found == pytest.approx(measured[f"pyruntime zero {zero}"], rel=0.15)
 
@@ -75,7 +76,7 @@ def test_data_parallelism_on_one_host(zero):
 @pytest.mark.parametrize(("name", "rate"), [("1gbit", 1e9), ("350mbit", 350e6)])
 @pytest.mark.parametrize("zero", [1, 3])
 def test_data_parallelism_between_hosts(name, rate, zero):
-    measured = seconds_of(f"data_parallel_dim1024_{name}.json")
+    measured = seconds_of(f"data_parallel/data_parallel_dim1024_{name}.json")
     found = predicted(two_hosts(rate), measured["pyruntime, each rank alone"], 1, Mesh(dp=2, zero=zero), 2)
     assert found == pytest.approx(measured[f"pyruntime zero {zero}"], rel=0.15)
 
@@ -89,7 +90,7 @@ PIPELINES = {
 
 
 def test_pipelines_on_one_host_and_which_is_best():
-    measured = seconds_of("pipeline.json")
+    measured = seconds_of("pipeline/pipeline.json")
     found = {
         name: predicted(one_host(), measured["limit"] / 4, 1, mesh, 8) for name, mesh in PIPELINES.items()
     }
@@ -101,13 +102,13 @@ def test_pipelines_on_one_host_and_which_is_best():
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_pipelines_between_hosts(name):
-    measured = seconds_of("pipeline_2hosts.json")
+    measured = seconds_of("pipeline/pipeline_2hosts.json")
     found = predicted(two_hosts(1e9), measured["limit"] / 4, 1, PIPELINES[name], 8)
     assert found == pytest.approx(measured[name], rel=0.15)
 
 
 def test_tensor_parallelism_on_one_host():
-    measured = seconds_of("train_dim1024.json")
+    measured = seconds_of("training/train_dim1024.json")
     # Two ranks that each train alone take twice as long for a step as both together for two.
     alone = 2 * measured["limit: two pyruntime ranks, each alone"]
     found = predicted(one_host(), alone, 4, Mesh(tp=2, zero=0), 4)

@@ -1,17 +1,20 @@
 """The search considers every legal mesh, leaves out what does not fit, and is quick."""
 
 import json
+import re
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+import pyruntime.plan
 from pyruntime.plan.mesh import Mesh, check_job, sequences
 from pyruntime.plan.report import document, nothing_fits, table
-from pyruntime.plan.search import Choice, Result, gpu_hours, meshes, pareto, search, shapes
+from pyruntime.plan.search import Choice, Result, each_shape, gpu_hours, meshes, pareto, search
 from tests.plan.jobs import job
 
 
@@ -87,7 +90,7 @@ def test_nothing_beats_the_pareto_front_in_both(found):
 def test_each_size_is_shown_once(found):
     shown = [
         (e.mesh.tp, e.mesh.cp, e.mesh.pp, e.mesh.dp, e.mesh.x, e.mesh.y, e.mesh.z, e.mesh.tau > 0)
-        for e in shapes(found.candidates)
+        for e in each_shape(found.candidates, lambda each: True)
     ]
     assert len(shown) == len(set(shown)) > 20
 
@@ -107,8 +110,8 @@ def test_cost_is_gpus_times_hours():
 
 
 def test_the_table_and_the_document_say_the_same(found):
-    shown = shapes(found.candidates)[:5]
-    text = table(found, shown, lambda each: None if each.mesh.pp == 1 else "no pipelines", 1e12)
+    shown = list(each_shape(found.candidates, lambda each: True))[:5]
+    text = table(found, shown, lambda mesh: None if mesh.pp == 1 else "no pipelines", 1e12)
     lines = text.splitlines()
     assert len(lines) == 6
     read = json.loads(document(found, shown, lambda each: None, 1e12))
@@ -150,6 +153,16 @@ def test_the_planner_needs_no_torch():
     program = "import sys; sys.modules['torch'] = None; import pyruntime.plan.search, pyruntime.plan.holmes"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_planner_knows_of_no_models_code_executor_or_trainer():
+    pure = {"actions", "closed_forms", "schedules", "simulate", "split", "v_schedule"}
+    allowed = {f"pyruntime.pipeline.{name}" for name in pure} | {"pyruntime.text"}
+    sources = list(Path(pyruntime.plan.__file__).parent.glob("*.py"))
+    assert len(sources) > 10
+    for source in sources:
+        for name in re.findall(r"^\s*(?:from|import) (pyruntime[\w.]*)", source.read_text(), re.MULTILINE):
+            assert name.startswith("pyruntime.plan") or name in allowed, f"{source.name} imports {name}"
 
 
 def test_a_search_takes_well_under_a_second_for_a_node():

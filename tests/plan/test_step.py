@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.planning.megatron import FITTED_ON, TABLE_1, fitted_efficiency, predicted_tflops
 from pyruntime.plan.co2 import tau_min, usual_tau
 from pyruntime.plan.communication import Link, all_gather
-from pyruntime.plan.megatron import FITTED_ON, TABLE_1, fitted_efficiency, predicted_tflops
 from pyruntime.plan.mesh import Mesh
 from pyruntime.plan.step import Predictor
 from tests.plan.jobs import job

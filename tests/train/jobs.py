@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyruntime import comm
-from pyruntime.context import Context
-from pyruntime.llama import Llama
-from pyruntime.train import corpus, shape
+from pyruntime.train import checkpoint, corpus
 from pyruntime.train.config import (
     Checkpoint,
     Data,
@@ -25,8 +23,8 @@ from pyruntime.train.config import (
 )
 from pyruntime.train.loop import Trainer
 from pyruntime.train.metrics import StepMetrics
-from pyruntime.train.pipelined import part_of, resolved
-from pyruntime.train.run import DTYPES
+from pyruntime.train.model import llama_config, make_model
+from pyruntime.train.pipelined import resolved
 from pyruntime.train.signals import StopRequest
 from pyruntime.train.tokenizer import ByteTokenizer
 
@@ -66,47 +64,37 @@ def prepare(config: RunConfig) -> Path:
     return folder
 
 
-_runtimes: dict[tuple[int, ...], comm.Runtime] = {}
+_runtimes: dict[tuple, comm.Runtime] = {}
 
 
-def runtime(config: RunConfig, world: int) -> comm.Runtime | None:
-    """The mesh of a job over the pool's four ranks, or eight, made once; None where it has tensor-parallel
-    ranks alone."""
-    dp, replicate, cp = config.parallel.dp, config.parallel.dp_replicate, config.parallel.cp
-    pp = config.parallel.pp
-    if dp * cp * pp == 1:
-        return None
-    key = (pp, dp, replicate, cp, world)
+def runtime(group, config: RunConfig) -> comm.Runtime:
+    """The mesh of a job over the ranks of `group`, made once: with other axes than tp these are the pool's
+    four ranks, or eight."""
+    parallel, world = config.parallel, comm.group_size(group)
+    dp, replicate = parallel.dp, parallel.dp_replicate
+    sizes = {"dp_replicate": replicate, "dp_shard": dp // replicate} if replicate > 1 else {"dp": dp}
+    sizes = {"pp": parallel.pp, **sizes, "cp": parallel.cp}
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    sizes["tp"] = world // (parallel.pp * dp * parallel.cp)
+    key = (comm.group_name(group), *sizes.items())
     if key not in _runtimes:
-        sizes = {"dp_replicate": replicate, "dp_shard": dp // replicate} if replicate > 1 else {"dp": dp}
-        sizes = ({"pp": pp} if pp > 1 else {}) | (sizes if dp > 1 else {}) | ({"cp": cp} if cp > 1 else {})
-        sizes |= {"tp": world // (pp * dp * cp)}
-        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if len(sizes) == 1:
+            mesh = DeviceMesh.from_group(comm.process_group(group), "cpu", mesh_dim_names=("tp",))
+        else:
+            mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         _runtimes[key] = comm.Runtime(mesh)
     return _runtimes[key]
 
 
 def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Trainer:
-    """This rank's trainer of a job that was prepared: tensor parallel over `group`, or, where the job has
-    other ranks too, over what `runtime` makes of the group, which is all of them."""
-    whole, replicas, world, context = runtime(config, comm.group_size(group)), None, None, None
-    pp = None if whole is None else whole.pp
-    if whole is not None:
-        replicas, world, group = whole.replicas, group, whole.tp
-        if whole.cp is not None:
-            context = Context(whole.cp, config.context.layout, config.context.variant)
-    size = comm.group_size(group)
-    wanted = shape.llama_config(config.model, 256, config.train.seq_len, size)
-    options = {"dtype": DTYPES[config.train.dtype], "seed": config.train.seed, "tier": config.comm.tier}
+    """This rank's trainer of a job that was prepared, over what `runtime` makes of the group."""
+    ranks = runtime(group, config)
+    wanted = llama_config(config.model, 256, config.train.seq_len, ranks.sizes.tp)
     config = resolved(config, wanted)
-    part = None if pp is None else part_of(config, wanted, comm.group_rank(pp))
-    options["recompute"] = config.train.activation_checkpointing
-    model = Llama(wanted, group, context=context, part=part, **options)
-    folder = Path(config.output.run_dir)
     tokens = corpus.build(config.data, ByteTokenizer())
     text = corpus.open_corpus(tokens, config.data.val_fraction, config.train.seq_len)
-    stop = stop or StopRequest()
-    return Trainer(config, model, wanted, text, group, folder, stop, replicas, world, context, pp)
+    made = make_model(config, wanted, ranks)
+    return Trainer(config, made, text, ranks, Path(config.output.run_dir), stop or StopRequest())
 
 
 def history(group, config: RunConfig, resume: Path | None = None) -> list[StepMetrics]:
@@ -121,7 +109,7 @@ def full_state(group, config: RunConfig, resume: Path) -> dict[str, torch.Tensor
     """Every tensor of a checkpoint, whole, after it was loaded over the ranks of `group`."""
     made = trainer(group, config)
     made.resume(resume)
-    state = made._checkpointed().state()
+    state = checkpoint.state_of(made.sharded)
     state = state["model"] | state["optimizer"]
     return {name: value.full_tensor() for name, value in state.items()}
 

@@ -29,6 +29,7 @@ def config(tmp_path_factory):
         ({}, {"dp": 4, "zero": 3}),
         ({}, {"dp": 2, "zero": 3}),
         ({}, {"cp": 2}),
+        ({}, {"slices": 3}),
         ({"kind": "1f1b"}, {"pp": 2}),
         ({"kind": "zb-v"}, {"pp": 2, "dp": 2, "zero": 2}),
         ({"kind": "terapipe", "slices": 3}, {"pp": 4}),

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from pyruntime.train.batches import training_batch, validation_batches
+from pyruntime.train.corpus import training_batch, validation_batches
 
 TOKENS = np.arange(5000, dtype=np.uint16)
 

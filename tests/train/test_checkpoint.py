@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyruntime.train import checkpoint_folder, checksums
+from pyruntime.train import checkpoint_folder, manifest
 from pyruntime.train.errors import ConfigError
 from tests.train import jobs
 
@@ -43,8 +43,8 @@ def refused_unchanged(group, config, checkpoint):
 
 def test_the_manifest_names_every_file_as_sha256sum_does(saved):
     folder, _ = saved
-    files = json.loads((folder / checksums.MANIFEST).read_text())["files"]
-    assert set(files) | {checksums.MANIFEST} == {path.name for path in folder.iterdir()}
+    files = json.loads((folder / manifest.MANIFEST).read_text())["files"]
+    assert set(files) | {manifest.MANIFEST} == {path.name for path in folder.iterdir()}
     assert {"run.json", ".metadata"} < set(files)
     for name, content in files.items():
         stored = (folder / name).read_bytes()
@@ -92,7 +92,7 @@ def test_a_damaged_file_is_refused_by_its_name(ranks, copied, name, damage, find
 
 def test_a_checkpoint_without_a_manifest_is_refused(ranks, copied):
     folder, config = copied
-    (folder / checksums.MANIFEST).unlink()
+    (folder / manifest.MANIFEST).unlink()
     for message in ranks.run(refused_unchanged, 2, config, folder):
         assert f"{folder} holds no manifest.json, so nothing says that its files are whole" in message
 
@@ -105,7 +105,7 @@ def taken_up(group, config, checkpoint):
 
 def test_a_checkpoint_from_before_there_were_checksums_is_loaded(ranks, copied):
     folder, config = copied
-    (folder / checksums.MANIFEST).unlink()
+    (folder / manifest.MANIFEST).unlink()
     facts = json.loads((folder / "run.json").read_text())
     assert facts.pop("format") == 2 and not checkpoint_folder.is_unchecked(folder)
     (folder / "run.json").write_text(json.dumps(facts))
@@ -116,7 +116,7 @@ def test_a_checkpoint_from_before_there_were_checksums_is_loaded(ranks, copied):
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 100), max_size=12), st.integers(1, 5))
 @settings(max_examples=50)
 def test_every_file_is_read_by_one_rank_and_no_rank_reads_much_more(sizes, ranks):
-    shares = [checksums.share(sizes, rank, ranks) for rank in range(ranks)]
+    shares = [manifest.share(sizes, rank, ranks) for rank in range(ranks)]
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     loads = [sum(sizes[name] for name in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes.values(), default=0)

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import pyruntime
-from pyruntime.train import checkpoint_folder, checksums, durable
-from pyruntime.train.durable import publish_folder
+from pyruntime.train import checkpoint_folder, disk, manifest
+from pyruntime.train.disk import publish_folder
 from pyruntime.train.errors import TrainingError
 from tests.comm.test_startup import stop_me
 from tests.train import jobs
@@ -130,14 +130,14 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(ranks, tmp_path):
 
 def unreadable_case(_, config):
     """Rank 1 cannot read what was written."""
-    real = checksums.checksum
+    real = manifest.checksum
 
     def broken(path):
         if os.environ["RANK"] == "1":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(path)
 
-    checksums.checksum = broken
+    manifest.checksum = broken
     return last_words(config)
 
 
@@ -162,9 +162,9 @@ def test_a_file_system_that_cannot_flush_folders_takes_checkpoints(tmp_path, mon
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    durable.flush(tmp_path)
+    disk.flush(tmp_path)
     (tmp_path / "file").write_text("x")
-    durable.flush(tmp_path / "file")
+    disk.flush(tmp_path / "file")
 
 
 @pytest.mark.parametrize(("number", "folder"), [(errno.EIO, True), (errno.EINVAL, False)])
@@ -175,7 +175,7 @@ def test_what_does_not_reach_the_disk_is_refused(tmp_path, monkeypatch, number, 
     (tmp_path / "file").write_text("x")
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match=os.strerror(number)):
-        durable.flush(tmp_path if folder else tmp_path / "file")
+        disk.flush(tmp_path if folder else tmp_path / "file")
 
 
 def test_a_checkpoint_reaches_the_disk_before_its_name(tmp_path, monkeypatch):

@@ -37,8 +37,8 @@ def test_every_document_is_there_once_and_the_split_is_disjoint(tmp_path):
     text = build(Data(paths=(str(tmp_path / "text"),), val_fraction=0.2), tmp_path / "run")
     stored = text.train.tobytes() + text.val.tobytes()
     assert sorted(stored.split(b"\0")[:-1]) == sorted(contents.values())
-    assert len(text.val) == round(0.2 * len(stored)) == text.facts.val_tokens == text.facts.val_bytes
-    assert text.facts.files == len(contents)
+    assert len(text.val) == round(0.2 * len(stored)) == len(text.val) == text.val_bytes
+    assert text.text.files == len(contents)
     assert text.val_bytes_per_token == 1.0
 
 
@@ -67,7 +67,7 @@ def test_bytes_that_are_no_utf8_are_kept_and_binaries_left_out(tmp_path):
     (tmp_path / "text" / "image.bin").write_bytes(b"\x89PNG\0\0" * 50)
     (tmp_path / "text" / "empty.txt").write_bytes(b"")
     text = build(Data(paths=(str(tmp_path / "text"),)), tmp_path / "run")
-    assert (text.facts.files, text.facts.skipped) == (1, 1)
+    assert (text.text.files, text.text.skipped) == (1, 1)
     assert (text.train.tobytes() + text.val.tobytes()) == b"gr\xf6\xdfe" * 50 + b"\0"
 
 

@@ -9,12 +9,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from pyruntime.train import checkpoint_folder, checksums, config_file, corpus, metrics, report, validate
+from pyruntime.train import checkpoint_folder, config_file, corpus, manifest, metrics, report, validate
 from pyruntime.train.checkpoint_folder import Facts
 from pyruntime.train.config import Data, RunConfig
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.metrics import MetricsFile, StepMetrics
-from pyruntime.train.shape import llama_config
+from pyruntime.train.model import llama_config
 from pyruntime.train.tokenizer import ByteTokenizer, JsonTokenizer
 from tests.mutations import BOUNDED, contents, documents, is_one_sentence
 
@@ -136,8 +136,8 @@ def checkpoint(folder):
     path = folder / "step-000003"
     path.mkdir()
     (path / checkpoint_folder.FACTS_FILE).write_text(json.dumps(facts))
-    checksums.write(path, {"run.json": checksums.checksum(path / "run.json")})
-    return path, facts, json.loads((path / checksums.MANIFEST).read_text())
+    manifest.write(path, {"run.json": manifest.checksum(path / "run.json")})
+    return path, facts, json.loads((path / manifest.MANIFEST).read_text())
 
 
 def read_checkpoint(path: Path) -> Facts | None:
@@ -152,7 +152,7 @@ def read_checkpoint(path: Path) -> Facts | None:
 @BOUNDED
 def test_changed_bytes_of_a_checkpoints_facts_or_manifest(checkpoint, data):
     path, facts, _ = checkpoint
-    name = data.draw(st.sampled_from(["run.json", checksums.MANIFEST]))
+    name = data.draw(st.sampled_from(["run.json", manifest.MANIFEST]))
     whole = (path / name).read_bytes()
     (path / name).write_bytes(data.draw(contents(whole)))
     try:
@@ -166,12 +166,12 @@ def test_changed_bytes_of_a_checkpoints_facts_or_manifest(checkpoint, data):
 @BOUNDED
 def test_changed_values_of_a_checkpoints_facts_with_a_manifest_that_fits(checkpoint, data):
     """What another program wrote, checksums and all."""
-    path, facts, manifest = checkpoint
+    path, facts, saved = checkpoint
     if data.draw(st.booleans()):
         (path / "run.json").write_text(json.dumps(data.draw(documents(facts))))
-        checksums.write(path, {"run.json": checksums.checksum(path / "run.json")})
+        manifest.write(path, {"run.json": manifest.checksum(path / "run.json")})
     else:
-        (path / checksums.MANIFEST).write_text(json.dumps(data.draw(documents(manifest))))
+        (path / manifest.MANIFEST).write_text(json.dumps(data.draw(documents(saved))))
     try:
         found = read_checkpoint(path)
         assert found is None or (
@@ -179,7 +179,7 @@ def test_changed_values_of_a_checkpoints_facts_with_a_manifest_that_fits(checkpo
         )
     finally:
         (path / "run.json").write_text(json.dumps(facts))
-        (path / checksums.MANIFEST).write_text(json.dumps(manifest))
+        (path / manifest.MANIFEST).write_text(json.dumps(saved))
 
 
 def small_tokenizer() -> dict:
@@ -231,4 +231,4 @@ def test_changed_bytes_of_text(folder, content):
     except ConfigError as error:
         assert is_one_sentence(error)
         return
-    assert text.facts.documents <= content.count(b"\n") + 1
+    assert text.documents <= content.count(b"\n") + 1

@@ -1,13 +1,15 @@
 """Training over data-parallel ranks is training on one: every stage, with tensor parallelism, and from any
 checkpoint."""
 
+import contextlib
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from pyruntime.data_parallel import NonFiniteGradient
-from pyruntime.train import checkpoint_folder
+from pyruntime.data_parallel import NonFiniteGradient, ShardedAdamW
+from pyruntime.train import checkpoint, checkpoint_folder
 from tests.train import jobs
 
 SEQUENCES = {"batch_size": 8, "micro_batch_size": 1}
@@ -62,6 +64,60 @@ def test_a_checkpoint_is_taken_up_at_any_stage_and_number_of_ranks(ranks, tmp_pa
     assert all(loss == pytest.approx(losses[0], abs=tolerance) for loss in losses)
 
 
+def clipped_at(group, config, steps, after_norm=False, resume=None):
+    """Loss and norm of every step, of which only `steps` are clipped; the whole state at the end; how often a
+    step was taken back. after_norm: none is taken ahead of its norm."""
+    made, taken_back = jobs.trainer(group, config), []
+    if resume:
+        made.resume(resume)
+    forget = ShardedAdamW._forget_ahead
+
+    def forgotten(optimizer):
+        taken_back.append(made.step + 1)
+        forget(optimizer)
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch.object(ShardedAdamW, "_forget_ahead", forgotten))
+        if after_norm:
+            patches.enter_context(patch.object(ShardedAdamW, "_goes_ahead", lambda *_: False))
+        made.optimizer.max_norm = 1e-3 if made.step + 1 in steps else 1e9
+        curves = []
+        for metrics in made.fit():
+            curves.append((metrics.step, metrics.loss, metrics.grad_norm, metrics.val_loss))
+            made.optimizer.max_norm = 1e-3 if metrics.step + 1 in steps else 1e9
+    state = checkpoint.state_of(made.sharded)
+    whole = {name: value.full_tensor() for part in state.values() for name, value in part.items()}
+    return curves, whole, taken_back
+
+
+@pytest.mark.parametrize(
+    ("parallel", "pipeline"),
+    [
+        ({"dp": 4, "zero": 1}, {}),
+        ({"dp": 2, "zero": 3}, {}),  # beside tensor parallelism
+        ({"dp": 4, "dp_replicate": 2, "zero": 2}, {}),
+        ({"dp": 2, "pp": 2, "zero": 1}, {"kind": "interleaved", "virtual": 2}),
+        ({"dp": 2, "pp": 2, "zero": 2}, {"kind": "zb-h1"}),
+    ],
+)
+def test_steps_ahead_of_their_norm_are_those_after_it(ranks, tmp_path, parallel, pipeline):
+    """Bit by bit, also from a checkpoint that was taken right after a step was taken back."""
+    config = jobs.job(tmp_path, steps=6, dtype="bf16", val_every=3, **SEQUENCES)
+    config = jobs.changed(jobs.changed(config, "parallel", **parallel), "checkpoint", every_steps=3)
+    config = jobs.changed(jobs.changed(config, "pipeline", **pipeline), "model", num_hidden_layers=4)
+    folder = jobs.prepare(config)
+    found = ranks.run(clipped_at, 4, config, [3, 6])
+    saved = checkpoint_folder.complete(folder / checkpoint_folder.FOLDER)[0]
+    assert checkpoint_folder.step_of(saved) == 3
+    resumed = ranks.run(clipped_at, 4, config, [3, 6], False, saved)
+    expected = ranks.run(clipped_at, 4, config, [3, 6], True)
+    for one, again, other in zip(found, resumed, expected, strict=True):
+        assert (one[2], again[2], other[2]) == ([3, 6], [6], [])
+        assert one[0] == other[0] and again[0] == other[0][3:]
+        for name, tensor in other[1].items():
+            assert torch.equal(one[1][name], tensor) and torch.equal(again[1][name], tensor), name
+
+
 def next_loss(group, config, saved):
     made = jobs.trainer(group, config)
     made.resume(saved)
@@ -88,13 +144,13 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank(ranks, tmp_path):
     assert outcomes == outcomes[:1] * 4
     kind, sentence = outcomes[0]
     assert kind == NonFiniteGradient.__name__
-    assert sentence.startswith("Step 1: The gradient of norm.weight is not finite, and nothing was updated")
+    assert sentence.startswith("Step 1: the loss is ") and "(that of norm.weight is not finite)" in sentence
 
 
 def final_weights(group, config):
     made = jobs.trainer(group, config)
     steps = list(made.fit())
-    state = made._checkpointed().state()
+    state = checkpoint.state_of(made.sharded)
     whole = {name: value.full_tensor() for name, value in state["model"].items()}
     return whole, list(state["optimizer"]), steps[-1].loss
 

@@ -9,13 +9,13 @@ import torch
 
 from pyruntime.comm.core import _C
 from pyruntime.train.config import Optimizer, Parallel, RunConfig, Train
-from pyruntime.train.device import Here, check_device, peak_flops_of
+from pyruntime.train.device import Device, check_device, peak_flops_of
 from pyruntime.train.errors import ConfigError, TrainingError
-from pyruntime.train.unread import Unread
+from pyruntime.train.figures import LateFigures
 from pyruntime.train.validate import check
 from tests.train import jobs
 
-CUDA = Here(torch.device("cuda", 0))
+CUDA = Device(torch.device("cuda", 0))
 
 
 def test_the_peak_of_a_device_goes_by_its_name_and_is_not_guessed():
@@ -25,7 +25,21 @@ def test_the_peak_of_a_device_goes_by_its_name_and_is_not_guessed():
     assert peak_flops_of("NVIDIA A100-SXM4-40GB") == 312e12
     assert peak_flops_of("NVIDIA L40S") == 362e12
     assert peak_flops_of("NVIDIA GeForce RTX 4090") is None
-    assert Here().peak_flops("bf16") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "flop_in_a_cycle", "clock"),
+    [
+        ("AMD Instinct MI250X", 110, 1024, 1.7e9),  # of one die
+        ("AMD Instinct MI300X", 304, 2048, 2.1e9),
+        ("AMD Instinct MI300X OAM", 304, 2048, 2.1e9),
+        ("AMD Instinct MI325X", 304, 2048, 2.1e9),
+        ("AMD Instinct MI355X", 256, 4096, 2.4e9),
+    ],
+)
+def test_peaks_of_amd_are_what_their_units_and_clocks_make(name, units, flop_in_a_cycle, clock):
+    assert peak_flops_of(name) == pytest.approx(units * flop_in_a_cycle * clock, rel=1e-3)
+    assert Device().peak_flops("bf16") is None
 
 
 def test_what_devices_cannot_do_is_refused_by_name():
@@ -34,7 +48,7 @@ def test_what_devices_cannot_do_is_refused_by_name():
         check_device(stochastic, CUDA)
     with pytest.raises(ConfigError, match=r"optimizer.rounding=stochastic is done on the CPU alone"):
         check(dataclasses.replace(stochastic, train=Train(device="cuda")), 1)
-    check_device(stochastic, Here())
+    check_device(stochastic, Device())
     check(stochastic, 1)
     with pytest.raises(ConfigError, match=r"train.device must be one of auto, cpu, cuda, found tpu"):
         check(RunConfig(train=Train(device="tpu")), 1)  # type: ignore[arg-type]
@@ -78,11 +92,11 @@ class Outcome:
     error: str
 
 
-def trained(group, config: RunConfig, unread: bool, poison_at: int = 0) -> Outcome:
+def trained(group, config: RunConfig, late: bool, poison_at: int = 0) -> Outcome:
     """poison_at: from that step on a gradient is NaN."""
     made = jobs.trainer(group, config)
-    if unread:
-        made._unread = Unread(torch.device("cpu"))
+    if late:
+        made._figures = LateFigures(Device())
     take, outcome = made._train_step, Outcome([], [], {}, "")
 
     def noted(step):
@@ -105,7 +119,7 @@ def trained(group, config: RunConfig, unread: bool, poison_at: int = 0) -> Outco
 def after(group, config: RunConfig, steps: int) -> dict[str, torch.Tensor]:
     """The weights after so many steps."""
     made = jobs.trainer(group, config)
-    made._unread = Unread(torch.device("cpu"))
+    made._figures = LateFigures(Device())
     for step in range(1, steps + 1):
         made._train_step(step)
     return weights_of(made)
@@ -134,7 +148,7 @@ def test_a_step_that_is_not_finite_ends_the_run_with_the_weights_before_it(ranks
     config = jobs.changed(config, "train", val_every=0)
     (outcome,) = ranks.run(trained, 1, config, True, 7)
     assert outcome.error.startswith("Step 7: the loss is") and "with the weights of step 6" in outcome.error
-    assert outcome.known == [1, 0, 0, 3, 0, 0, 0, 2]
+    assert outcome.known == [1, 0, 0, 3, 0, 0, 0, 3]  # the one that is not finite among them
     assert [figures[0] for figures in outcome.metrics] == [1, 2, 3, 4, 5, 6]
     (expected,) = ranks.run(after, 1, config, 6)
     for name, weight in outcome.weights.items():

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from pyruntime.train import corpus, corpus_of_ranks, documents, token_cache
+from pyruntime.train import corpus, documents, token_cache
 from pyruntime.train.config import Data, RunConfig, Train
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.tokenizer import ByteTokenizer, JsonTokenizer
@@ -42,7 +42,7 @@ def test_every_line_of_jsonl_is_a_document_of_its_text(tmp_path):
     path = lines_file(tmp_path, texts)
     text = build([path], tmp_path)
     assert sorted(everything(text).split(b"\0")[:-1]) == sorted(each.encode() for each in texts if each)
-    assert (text.facts.files, text.facts.documents) == (1, len(texts) - 1)
+    assert (text.text.files, text.documents) == (1, len(texts) - 1)
 
 
 def test_lines_are_split_by_their_text_whatever_file_they_are_in(tmp_path):
@@ -76,7 +76,7 @@ def test_a_line_without_text_is_refused_by_file_and_number(tmp_path, line, findi
 
 def test_lines_of_ndjson_are_documents_too(tmp_path):
     texts = [f"document {n} of many" for n in range(40)]
-    assert build([lines_file(tmp_path, texts, "text.ndjson")], tmp_path).facts.documents == 40
+    assert build([lines_file(tmp_path, texts, "text.ndjson")], tmp_path).documents == 40
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.xz", "a.BZ2"])
@@ -135,7 +135,7 @@ def test_pieces_make_the_tokens_of_the_whole_text(tmp_path, bpe, monkeypatch):
     expected = [*tokenizer.encode(path.read_bytes()), tokenizer.separator]
     assert len(expected) > 3000  # nothing was truncated
     assert np.concatenate([text.train, text.val]).tolist() == expected
-    assert text.facts.val_bytes == pytest.approx(path.stat().st_size * 0.05, rel=0.05)
+    assert text.val_bytes == pytest.approx(path.stat().st_size * 0.05, rel=0.05)
 
 
 def never(*_, **__):
@@ -163,7 +163,7 @@ def test_the_share_held_out_is_no_part_of_what_is_kept(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("letters " * 100)
     texts = [build([path], tmp_path, val_fraction=share) for share in (0.1, 0.4)]
-    assert [text.facts.val_tokens for text in texts] == [80, 320]
+    assert [len(text.val) for text in texts] == [80, 320]
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
@@ -287,8 +287,8 @@ def on_hosts(group, config, hosts, disks):
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache=cache))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "build", counted)
-        patch.setattr(corpus_of_ranks, "host_name", lambda: host)
-        text = corpus_of_ranks.open_everywhere(config, ByteTokenizer(), group, lambda line: None)
+        patch.setattr(corpus, "host_name", lambda: host)
+        text = corpus.open_everywhere(config, ByteTokenizer(), group, lambda line: None)
     return len(counts), text.train.tobytes()
 
 
@@ -325,7 +325,7 @@ def without_a_home_on_rank_1(group, config):
             patch.delenv("XDG_CACHE_HOME", raising=False)
             patch.setattr(os.path, "expanduser", lambda path: path)
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache=""))
-        corpus_of_ranks.open_everywhere(config, ByteTokenizer(), group, lambda line: None)
+        corpus.open_everywhere(config, ByteTokenizer(), group, lambda line: None)
 
 
 def test_a_rank_without_a_home_is_told_of_on_every_rank(ranks, tmp_path):

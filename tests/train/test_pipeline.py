@@ -10,9 +10,10 @@ import torch
 from pyruntime.data_parallel import gradients, shard
 from pyruntime.train import checkpoint_folder, loop
 from pyruntime.train.errors import ConfigError
+from pyruntime.train.model import llama_config, slices_of
 from pyruntime.train.pipelined import layers_of_stages, resolved, schedule_of, slice_lengths
-from pyruntime.train.shape import llama_config
 from tests.train import jobs
+from tests.transports import take
 
 JOB = {"batch_size": 8, "micro_batch_size": 1, "seq_len": 32}
 
@@ -131,17 +132,48 @@ def test_with_the_other_axes(ranks, whole, world, pp, dp, cp, zero, kind):
     jobs.check_curves(ranks.run(jobs.history, world, config), expected)
 
 
+@pytest.mark.parametrize(
+    ("world", "slices", "axes", "kind"),
+    [
+        (2, 2, {}, "1f1b"),
+        (4, 2, {"dp": 2, "zero": 2}, "1f1b"),
+        (4, 3, {"pp": 2}, "1f1b"),
+        (8, 2, {"pp": 2, "dp": 2, "zero": 1}, "zb-h1"),
+    ],
+)
+def test_with_slices_inside_the_tensor_parallel_group(ranks, whole, world, slices, axes, kind):
+    config, expected = whole
+    config = jobs.changed(with_pipeline(config, kind=kind, **{"pp": 1} | axes), "parallel", slices=slices)
+    found = ranks.run(jobs.history, world, config)
+    jobs.check_curves(found, expected)
+    if world == 2:
+        again = ranks.run(jobs.history, world, config)
+        assert jobs.curve(again[0], "grad_norm") == jobs.curve(found[0], "grad_norm")
+
+
+def slices_chosen(group, config, transport):
+    take(group, transport)
+    return slices_of(config, jobs.runtime(group, config))
+
+
+def test_auto_slices_are_two_where_rows_travel_between_hosts(ranks, whole):
+    config = jobs.changed(whole[0], "parallel", slices="auto")
+    assert ranks.run(slices_chosen, 2, config, "process_group") == [2, 2]
+    assert ranks.run(slices_chosen, 2, config, "symmetric_memory") == [1, 1]  # and so the group is left
+    assert ranks.run(slices_chosen, 1, config, "process_group") == [1]
+
+
 def first_moments(group, config):
     """Of every parameter: a sum of its gradients in all steps. Weight gradients leave as they are multiplied,
     however small they are here."""
-    least, gradients.LEAST_PRODUCT = gradients.LEAST_PRODUCT, 0
+    least, gradients.LEAST_GEMM = gradients.LEAST_GEMM, 0
     loop.shard = functools.partial(shard, bucket_bytes=2048)
     try:
         made = jobs.trainer(group, config)
         for _ in made.fit():
             pass
     finally:
-        gradients.LEAST_PRODUCT, loop.shard = least, shard
+        gradients.LEAST_GEMM, loop.shard = least, shard
     states = made.optimizer.state_dict()
     return {name: state.full_tensor() for name, state in states.items() if name.startswith("exp_avg.")}
 
@@ -200,17 +232,17 @@ def test_tied_embeddings_on_two_stages_train_as_one_weight(ranks, tmp_path, worl
         assert all(torch.equal(value, state[name]) for name, value in part.items())
 
 
-def units_that_left(group, config):
-    """How many of this rank's units had left when the optimizer's turn came, by step; how many it has."""
+def buckets_that_left(group, config):
+    """How many of this rank's buckets had left when the optimizer's turn came, by step; how many it has."""
     made = jobs.trainer(group, config)
-    reducer, left = made.sharded._reducer, []
-    update = made.optimizer.step
+    reducer, left = made.sharded._gradients, []
+    reduce = made.optimizer.squared_norm
 
     def counted():
         left.append(sum(inbox.left for inbox in reducer._inboxes))
-        return update()
+        return reduce()
 
-    made.optimizer.step = counted
+    made.optimizer.squared_norm = counted
     for _ in made.fit():
         pass
     return left, len(reducer._inboxes)
@@ -221,8 +253,8 @@ def test_gradients_leave_in_the_backward_passes(ranks, tmp_path, kind, virtual):
     config = jobs.job(tmp_path, steps=2, val_every=0, **JOB)
     config = jobs.changed(config, "model", num_hidden_layers=4)
     jobs.prepare(config)
-    for left, units in ranks.run(units_that_left, 4, with_pipeline(config, 2, kind, virtual, dp=2)):
-        assert left == [0, units]  # the first step finds out in which order they come
+    for left, buckets in ranks.run(buckets_that_left, 4, with_pipeline(config, 2, kind, virtual, dp=2)):
+        assert left == [0, buckets]  # the first step finds out in which order they come
 
 
 def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):

@@ -26,7 +26,7 @@ REQUIRED = {
 
 
 def whole_run(group, config):
-    return run(config, "job", group, StopRequest())
+    return run(config, "job", jobs.runtime(group, config), StopRequest())
 
 
 def logits(group, folder, ids):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pyruntime.cli.generate import _decode_bytes
+from pyruntime.cli.generate import _decoded
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.tokenizer import ByteTokenizer, JsonTokenizer, load_beside, open_tokenizer
 
@@ -37,7 +37,12 @@ def test_bytes_come_back(text):
 
 def test_tokens_that_are_no_bytes_are_nothing():
     assert ByteTokenizer().decode([104, 256, 105, 2047]) == "hi"
-    assert "".join(_decode_bytes(iter([104, 256, 0xC3, 2047, 0xBC]))) == "hü"
+    assert "".join(_decoded(iter([104, 256, 0xC3, 2047, 0xBC]), ByteTokenizer())) == "hü"
+
+
+def test_a_character_is_told_when_all_its_bytes_are_there():
+    told = list(_decoded(iter(b"h\xc3\xbc\xff!\xc3"), ByteTokenizer()))
+    assert [text for text in told if text] == ["h", "ü", "\ufffd!", "\ufffd"]
 
 
 def test_a_tokenizer_json_comes_back_and_knows_its_separator(bpe):

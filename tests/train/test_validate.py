@@ -7,7 +7,7 @@ import os
 import pytest
 
 from pyruntime.train import validate
-from pyruntime.train.config import RunConfig
+from pyruntime.train.config import Parallel, Pipeline, RunConfig, Train
 from pyruntime.train.errors import ConfigError
 
 
@@ -67,7 +67,7 @@ def with_value(key, value):
         ("parallel.tp", 3, "parallel.tp=3 but 2 rank(s) were started,"),
         ("parallel.dp", 0, "parallel.dp must be at least 1, found 0."),
         ("parallel.dp", 2, "micro_batch_size=8 times parallel.dp=2 does not divide train.batch_size=8."),
-        ("parallel.zero", 4, "parallel.zero must be 0, 1, 2 or 3, found 4."),
+        ("parallel.zero", 4, "parallel.zero must be one of 0, 1, 2, 3, found 4."),
         ("parallel.dp_replicate", 2, "parallel.dp_replicate=2 does not divide parallel.dp=1."),
         ("output.run_dir", __file__, f"output.run_dir: {__file__} exists and is not a folder."),
         ("output.sample_tokens", -1, "output.sample_tokens must not be negative, found -1."),
@@ -81,6 +81,26 @@ def test_an_impossible_value_is_refused_in_one_sentence(key, value, sentence):
     message = str(refused.value)
     assert sentence in message
     assert "\n" not in message and message.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "pipeline", "world", "named"),
+    [
+        ({"slices": 2}, {}, 1, "parallel.tp=1, where no rows travel;"),
+        ({"slices": 2, "cp": 2}, {}, 4, "parallel.cp=2, whose ranks do not hold sequences from"),
+        ({"slices": 4, "dp": 2, "zero": 3}, {}, 4, "parallel.zero=3, which gathers weights for one layer"),
+        ({"slices": 2, "pp": 2}, {"kind": "seq1f1b", "slices": 2}, 4, "pipeline.slices=2, which cuts"),
+        ({"slices": 5}, {}, 2, "parallel.slices must be one of auto, 1, 2, 3, 4, found 5."),
+    ],
+)
+def test_slices_are_refused_beside_what_they_do_not_go_with(parallel, pipeline, world, named):
+    config = RunConfig(train=Train(micro_batch_size=2), pipeline=Pipeline(**pipeline))
+    with pytest.raises(ConfigError) as refused:
+        validate.check(dataclasses.replace(config, parallel=Parallel(**parallel)), world)
+    assert named in str(refused.value)
+    if parallel["slices"] != 5:
+        whole = {**parallel, "slices": "auto"}
+        validate.check(dataclasses.replace(config, parallel=Parallel(**whole)), world)
 
 
 def test_a_pipe_is_no_text(tmp_path):

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from pyruntime.tuning import cache
-from pyruntime.tuning.cache import CacheError, Choice, Place
+from pyruntime.tuning.cache import CacheError, Choice, Key, Place
 
 PLACE = Place("a processor, 1 thread(s) a rank", 2, "symmetric memory", "pyruntime 0.1.0, torch 2.13.0")
-KEY = "all_gather_matmul rows=64 n=32 k=16 Float cpu"
+KEY, ANOTHER, THIRD = (Key("all_gather_matmul", 64, 32, k, "float32", "cpu") for k in (16, 17, 18))
 CHOICE = Choice("chunked", {"chunked": 0.001, "unfused": 0.002}, rounds=7, date="2026-11-21")
 TILED = Choice.of("fused:large", {"unfused": 0.002, "fused": 0.002, "fused:large": 0.001}, 3, "2026-11-21")
 CHUNKED = Choice.of("chunked:4", {"unfused": 0.002, "chunked": 0.002, "chunked:4": 0.001}, 3, "2026-11-21")
 CACHE = {
-    PLACE: {KEY: CHOICE, "another": TILED, "third": CHUNKED},
+    PLACE: {KEY: CHOICE, ANOTHER: TILED, THIRD: CHUNKED},
     dataclasses.replace(PLACE, world_size=4): {KEY: TILED},
 }
 
@@ -30,7 +30,7 @@ def test_what_is_written_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("way", "tier", "chunks", "tiles"),
+    ("name", "tier", "chunks", "tiles"),
     [
         ("unfused", "unfused", 0, ""),
         ("chunked:12", "chunked", 12, ""),
@@ -38,14 +38,9 @@ def test_what_is_written_is_read(tmp_path):
         ("fused:sm90-large", "fused", 0, "sm90-large"),
     ],
 )
-def test_a_way_is_kept_in_its_parts(way, tier, chunks, tiles):
-    choice = Choice.of(way, {way: 1.0}, 3, "2026-11-21")
-    assert (choice.way, choice.tier, choice.chunks, choice.tiles) == (way, tier, chunks, tiles)
-
-
-def test_files_from_before_numbers_of_chunks_are_read(tmp_path):
-    path = changed(tmp_path / "tuning.json", lambda document: first(document).pop("chunks"))
-    assert cache.read(path) == CACHE
+def test_a_choice_is_kept_in_its_parts(name, tier, chunks, tiles):
+    choice = Choice.of(name, {name: 1.0}, 3, "2026-11-21")
+    assert (choice.name, choice.tier, choice.chunks, choice.tiles) == (name, tier, chunks, tiles)
 
 
 def test_the_file_is_where_the_environment_says(monkeypatch, tmp_path):
@@ -77,7 +72,7 @@ def changed(path: Path, change) -> Path:
 
 
 def first(document: dict) -> dict:
-    return document["places"][0]["choices"][KEY]
+    return document["places"][0]["choices"][0]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +84,9 @@ def first(document: dict) -> dict:
         lambda document: document["places"][0].update(world_size="two"),
         lambda document: document["places"][0].update(choices=[1]),
         lambda document: first(document).pop("tier"),
+        lambda document: first(document).pop("op"),
+        lambda document: first(document).update(rows="many"),
+        lambda document: first(document).update(dtype=None),
         lambda document: first(document).update(tier="fused"),
         lambda document: first(document).update(tier=3),
         lambda document: first(document).update(rounds="many"),
@@ -117,8 +115,8 @@ def test_foreign_and_old_files_are_told_apart(tmp_path):
         with pytest.raises(CacheError, match="is no tuning file of pyruntime") as found:
             cache.read(path)
         assert not found.value.old
-    with pytest.raises(CacheError, match=r"has version 0, and this pyruntime reads version 1: run") as found:
-        cache.read(changed(path, lambda document: document.update(version=0)))
+    with pytest.raises(CacheError, match=r"has version 1, and this pyruntime reads version 2: run") as found:
+        cache.read(changed(path, lambda document: document.update(version=1)))
     assert found.value.old
     with pytest.raises(CacheError, match="cannot be read: Is a directory"):
         cache.read(tmp_path)
@@ -140,9 +138,9 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
 def test_new_choices_replace_old_ones_of_their_place_and_no_others():
     other = dataclasses.replace(PLACE, transport="ring over gloo")
-    newer = dataclasses.replace(CHOICE, tier="unfused")
-    found = cache.merged(CACHE, PLACE, {KEY: newer, "new": CHOICE})
-    assert found[PLACE] == {KEY: newer, "another": TILED, "third": CHUNKED, "new": CHOICE}
+    newer, new = dataclasses.replace(CHOICE, tier="unfused"), dataclasses.replace(KEY, rows=65)
+    found = cache.merged(CACHE, PLACE, {KEY: newer, new: CHOICE})
+    assert found[PLACE] == {KEY: newer, ANOTHER: TILED, THIRD: CHUNKED, new: CHOICE}
     assert {place: choices for place, choices in found.items() if place != PLACE} == {
         place: choices for place, choices in CACHE.items() if place != PLACE
     }

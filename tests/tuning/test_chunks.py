@@ -7,12 +7,11 @@ import torch
 
 from pyruntime import comm, ops
 from pyruntime.cli import tune
-from pyruntime.comm.core import _C
 from pyruntime.tuning import cache
-from pyruntime.tuning.cache import Choice, Place
+from pyruntime.tuning.apply import find, use
+from pyruntime.tuning.cache import Choice, Key, Place
 from pyruntime.tuning.linears import Linear
 from pyruntime.tuning.measure import Problem, measure
-from pyruntime.tuning.take_up import find, hand_over
 from tests.ops.test_primitives import all_reduce_case, column_case, row_case
 from tests.transports import take
 
@@ -89,33 +88,64 @@ def sent_by(group, tier, rows):
 def taken_up(group, way):
     """What auto and other tiers say and send, with a tuned number of chunks and without."""
     take(group, "process_group")
-    rows = (48 if way == "chunked:6" else 50) * group.size()  # a group keeps what it has settled
-    key = _C.tier_key("all_gather_matmul", rows, 3, 4, torch.float32, "cpu")
+    rows = 48 * group.size()
+    key = Key("all_gather_matmul", rows, 3, 4, "float32", "cpu")
 
     def told(tier="auto"):
         return ops.tier_of("all_gather_matmul", rows, 3, 4, torch.float32, group, tier)
 
     ops.all_gather(torch.ones(1, 1), group)
     usual = sent_by(group, "chunked", rows + group.size())
-    hand_over({place_of(group): {key: choice(way)}})
+    use({place_of(group): {key: choice(way)}})
     try:
         said = [told(), told("unfused")]
         sent = [sent_by(group, tier, rows) for tier in ("unfused", "auto", "chunked", "chunked:2")]
         # One rank asks for a tier by name; what travels is that of the others all the same.
         sent.append(sent_by(group, "auto" if group.rank() else "unfused", rows))
     finally:
-        hand_over({})
-    return usual, said, sent, told()
+        use({})
+    return usual, said, sent
 
 
 @pytest.mark.parametrize("way", ["chunked:6", "unfused:6"])
 def test_auto_takes_the_tuned_number_of_chunks_and_so_does_who_names_a_tier(ranks, way):
     tier = way.partition(":")[0]
-    for usual, (auto, named), sent, after in ranks.run(taken_up, 2, way):
+    for usual, (auto, named), sent in ranks.run(taken_up, 2, way):
         assert auto[0] == tier and auto[1].startswith("tuned: chunked 1.5 ms, chunked:6 1 ms, unfused")
-        assert auto[1].endswith(" on 2026-11-22; each rank's rows in 6 chunks") and after == auto
+        assert auto[1].endswith(" on 2026-11-22; each rank's rows in 6 chunks")
         assert named[1].startswith("tier='unfused' was asked for; tuned: each rank's rows in 6 chunks")
         assert sent == [6, 6, 6, 2, 6] and usual != 6
+
+
+def told_of_another_width(group, op):
+    """What auto says of `op` where a number of chunks was tuned for weights of another n, then k."""
+    take(group, "process_group")
+    ops.all_gather(torch.ones(1, 1), group)
+    found = []
+    for n, k in ((5, 4), (3, 5)):
+        use({place_of(group): {Key(op, 96, n, k, "float32", "cpu"): choice("chunked:6")}})
+        try:
+            found.append(ops.tier_of(op, 96, 3, 4, torch.float32, group)[1])
+        finally:
+            use({})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("op", "cut"),
+    [
+        ("all_gather_matmul", "n"),
+        ("all_gather_matmul_backward", "n"),
+        ("replicated_matmul_backward", "n"),
+        ("matmul_reduce_scatter", "k"),
+        ("matmul_reduce_scatter_backward", "k"),
+        ("matmul_all_reduce", "k"),
+    ],
+)
+def test_ranks_whose_shares_of_a_weight_differ_take_one_tuned_number(ranks, op, cut):
+    for other_n, other_k in ranks.run(told_of_another_width, 2, op):
+        assert ("each rank's rows in 6 chunks" in other_n) == (cut == "n"), other_n
+        assert ("each rank's rows in 6 chunks" in other_k) == (cut == "k"), other_k
 
 
 def not_shared(group, transport, mine):
@@ -123,17 +153,14 @@ def not_shared(group, transport, mine):
     take(group, transport)
     rows = 12 * group.size()
     ops.all_gather(torch.ones(1, 1), group)
-    keys = [
-        _C.tier_key(f"all_gather_matmul{name}", rows, 3, 4, torch.float32, "cpu")
-        for name in ("", "_backward")
-    ]
+    keys = [Key(f"all_gather_matmul{name}", rows, 3, 4, "float32", "cpu") for name in ("", "_backward")]
     way = mine[group.rank()]
-    hand_over({place_of(group): {key: choice(way) for key in keys}} if way else {})
+    use({place_of(group): {key: choice(way) for key in keys}} if way else {})
     try:
         weight = torch.ones(3, 4, requires_grad=True)
         ops.all_gather_matmul(torch.ones(12, 4), weight, group, rows=rows).sum().backward()
     finally:
-        hand_over({})
+        use({})
 
 
 @pytest.mark.parametrize(
@@ -160,11 +187,11 @@ def test_numbers_that_ranks_do_not_share_are_refused(ranks, world, transport, wa
 def cut_unevenly(group, ways):
     """Rank r's part of a weight has 3 + r rows, and each part's shape a choice of its own."""
     take(group, "process_group")
-    rows = (70 + len(ways[0]) + len(ways[1])) * group.size()
+    rows = 70 * group.size()
     ops.all_gather(torch.ones(1, 1), group)
-    keys = [_C.tier_key("all_gather_matmul", rows, 3 + r, 4, torch.float32, "cpu") for r in (0, 1)]
+    keys = [Key("all_gather_matmul", rows, 3 + r, 4, "float32", "cpu") for r in (0, 1)]
     found = {key: choice(way) for key, way in zip(keys, ways, strict=True)}
-    hand_over({place_of(group): found})
+    use({place_of(group): found})
     try:
         before = comm.traffic()["tp"].chunks_sent
         shard, weight = torch.ones(rows // group.size(), 4), torch.ones(3 + group.rank(), 4)
@@ -172,7 +199,7 @@ def cut_unevenly(group, ways):
         torch.distributed.barrier(group)
         return comm.traffic()["tp"].chunks_sent - before
     finally:
-        hand_over({})
+        use({})
 
 
 def test_parts_of_different_widths_travel_in_a_number_that_all_their_choices_name(ranks):
@@ -218,22 +245,16 @@ def unusable(group):
     """What auto says where the tuned number cannot be had here."""
     take(group, "symmetric_memory")
     ops.all_gather(torch.ones(1, 1), group)
-    hand_over(
-        {
-            place_of(group): {
-                _C.tier_key("all_gather_matmul", 50, 3, 4, torch.float32, "cpu"): choice("chunked:6")
-            }
-        }
-    )
+    use({place_of(group): {Key("all_gather_matmul", 50, 3, 4, "float32", "cpu"): choice("chunked:6")}})
     try:
         sums = ops.all_gather_matmul(torch.ones(25, 4), torch.ones(3, 4), group, rows=50)
         return (sums == 4).all().item(), ops.tier_of("all_gather_matmul", 50, 3, 4, torch.float32, group)[0]
     finally:
-        hand_over({})
+        use({})
 
 
 def test_a_tuned_number_that_cannot_be_had_here_is_left_alone(ranks):
-    assert ranks.run(unusable, 2) == [(True, "auto")] * 2
+    assert ranks.run(unusable, 2) == [(True, "chunked")] * 2
 
 
 def measured(group, transport):
@@ -275,7 +296,7 @@ def round_trip(group, path):
     if group.rank() == 0:
         cache.write(path, {place: tune.choices([found])})
     torch.distributed.barrier(group)
-    hand_over(find(path, place.device, place.world_size, place.library).places)
+    use(find(path, place.device, place.world_size, place.library).places)
     try:
         before = comm.traffic()["tp"].chunks_sent
         ops.all_gather_matmul(problem.x, problem.weight, group, rows=96)
@@ -283,7 +304,7 @@ def round_trip(group, path):
         sent = comm.traffic()["tp"].chunks_sent - before
         return way, sent, ops.tier_of("all_gather_matmul", *shape, group)
     finally:
-        hand_over({})
+        use({})
 
 
 def test_what_was_measured_comes_back_from_the_file(ranks, tmp_path):

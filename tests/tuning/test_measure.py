@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pyruntime.llama.presets import preset
+from pyruntime.tuning.cache import Key
 from pyruntime.tuning.linears import Linear, linears_of
 from pyruntime.tuning.measure import Measured, Problem, accepted_tiers, choose, measure
 
@@ -40,8 +41,8 @@ def test_the_fastest_is_chosen_and_unfused_only_where_it_wins_clearly(seconds, t
 def test_figures_are_those_of_the_field():
     linear = Linear("qkv", "all_gather_matmul", 8, 4, 2)
     tiers = {"unfused": 5.0, "chunked": 3.6}
-    found = Measured(linear, "forward", ("key",), tiers, {}, gemm=3.0, collective=2.0, rounds=3)
-    assert found.way == "chunked"
+    found = Measured(linear, "forward", (), tiers, {}, gemm=3.0, collective=2.0, rounds=3)
+    assert found.best == "chunked"
     assert found.bound_ratio == pytest.approx(3.6 / 3.0)
     assert found.efficiency == pytest.approx((3.0 + 2.0 - 3.6) / 2.0)
 
@@ -83,10 +84,10 @@ def test_all_ranks_measure_the_same(ranks, rows):
         assert list(ours.refused) == ["fused"] and "fused" in ours.refused["fused"]
     down, down_back, head, head_back = results[0]
     hidden, ffn = SHAPE.hidden_size, SHAPE.intermediate_size // 2
-    assert down.keys == (f"matmul_reduce_scatter rows={rows} n={hidden} k={ffn} Float cpu",)
-    assert down_back.keys == (f"matmul_reduce_scatter_backward rows={rows} n={hidden} k={ffn} Float cpu",)
+    assert down.keys == (Key("matmul_reduce_scatter", rows, hidden, ffn, "float32", "cpu"),)
+    assert down_back.keys == (dataclasses.replace(down.keys[0], op="matmul_reduce_scatter_backward"),)
     for found, op in ((head, "all_gather_matmul"), (head_back, "all_gather_matmul_backward")):
-        assert found.keys == tuple(f"{op} rows={rows} n={n} k={hidden} Float cpu" for n in (129, 130))
+        assert found.keys == tuple(Key(op, rows, n, hidden, "float32", "cpu") for n in (129, 130))
 
 
 def few_rounds(group):

@@ -1,11 +1,13 @@
 """Timing tile variants, with products of torch in place of those of a GPU."""
 
 import time
+import unittest.mock
 
 import pytest
 import torch
 
 from pyruntime.cuda.library import CudaLibraryError
+from pyruntime.tuning import tile_variants
 from pyruntime.tuning.linears import Linear
 from pyruntime.tuning.measure import Problem
 from pyruntime.tuning.tile_variants import BUILT_IN, TimedVariants, time_variants
@@ -35,7 +37,8 @@ def timed(group, when, quick):
             raise CudaLibraryError("no room.")
         return Slow(layout, 0.001 if str(tiles).startswith(quick) else 0.005, results)
 
-    found = time_variants(problem, when, 3, make)
+    with unittest.mock.patch.object(tile_variants, "Variant", make):
+        found = time_variants(problem, when, 3)
     exact = problem.x_whole @ problem.weight.t() if when == "forward" else problem.y_whole @ problem.weight
     assert all(torch.equal(result, exact) for result in results)
     return found, len(results)

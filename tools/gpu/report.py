@@ -16,11 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_problem
-
+from bench.gpu import problem as gpu_problem
 from tools.gpu.runner import Outcome, Stage
 
-SOURCES = ("csrc/**/*", "hip/**/*", "pyruntime/**/*", "tests/cuda/*", "tests/*.py", "bench/*.py")
+SOURCES = ("csrc/**/*", "hip/**/*", "pyruntime/**/*", "tests/cuda/**/*", "tests/*.py", "bench/**/*.py")
 SOURCES += ("tools/build_*.py", "setup.py")
 ENDINGS = (".py", ".cpp", ".h", ".cu", ".cuh", ".toml")
 LONGEST_LOG = 1_000_000  # characters of a stage's output that the log keeps

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import gpu_problem
-
+from bench.gpu import problem as gpu_problem
 from tools import build_sm90
 from tools.gpu.report import Report
 from tools.gpu.runner import Stage
@@ -22,9 +21,10 @@ SANITIZER_FOUND = 99  # its exit code where it found something
 MOST_FAILURES = 6  # of a stage of tests; each may wait for its deadline
 NEED_KERNELS = ("core", "portable kernels")
 NEED_HOPPER = (*NEED_KERNELS, "hopper kernels")
-TESTS = "tests/cuda/test_gpu.py"
-HOPPER_TESTS = "tests/cuda/test_sm90_gpu.py"
-LAYERS_TESTS = "tests/cuda/test_gpu_layers.py"
+TESTS = "tests/cuda/gpu/test_gpu.py"
+HOPPER_TESTS = "tests/cuda/gpu/test_sm90_gpu.py"
+LAYERS_TESTS = "tests/cuda/gpu/test_gpu_layers.py"
+VARIANTS_TESTS = "tests/cuda/compiled/test_variants.py"
 ALONE = "not fused and not chunked and not graph"
 
 
@@ -62,10 +62,10 @@ class Plan:
             self.tests("layers", LAYERS_TESTS, "test", 60),
             self.part("smoke-hopper"),
             self.tests("hopper", HOPPER_TESTS, "test", 120, NEED_HOPPER),
-            # The same tests once more: a product that Hopper's kernels take is theirs now.
+            # The same tests once more: a GEMM that Hopper's kernels can take is theirs now.
             *(self.tests(f"{name}, hopper", TESTS, name, LIMITS[name], NEED_HOPPER) for name in SECOND),
             *(self.part(part) for part in measured),
-            self.tests("variants", "tests/cuda/test_variants.py", "on_a_gpu", 120, absent=without_cupy()),
+            self.tests("variants", VARIANTS_TESTS, "on_a_gpu", 120, absent=without_cupy()),
             *self.sanitizers(),
         ]
 
@@ -87,12 +87,12 @@ class Plan:
         ]
 
     def part(self, part: str) -> Stage:
-        """A part of bench/gpu.py."""
+        """A part of bench/gpu."""
         lines = self.logs / f"{part}.facts"
         return Stage(
             part,
             "test" if part in gpu_problem.UNMEASURED else "bench",
-            (sys.executable, "bench/gpu.py", "--child", part, "--lines", str(lines)),
+            (sys.executable, "-m", "bench.gpu.run", "--child", part, "--lines", str(lines)),
             gpu_problem.PARTS[part],
             NEED_HOPPER if part.endswith("-hopper") else NEED_KERNELS,
             self.environment(),
@@ -112,10 +112,8 @@ class Plan:
         facts = self.logs / f"tests {name}.facts"
         command = (sys.executable, "-m", "pytest", "-p", "tools.gpu.pytest_facts", "--facts", str(facts))
         command += ("-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider", f"--maxfail={MOST_FAILURES}")
-        # References are made on the CPU; where ranks are processes each keeps to one thread. Where they are
-        # streams of one process, none may have to share a queue with another that it waits for.
-        threads = "1" if name.partition(",")[0] in LIMITS else str(min(8, int(_cores())))
-        queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if path == HOPPER_TESTS else {}
+        # References are made on the CPU; where ranks are processes each keeps to one thread.
+        threads = "1" if path in (TESTS, HOPPER_TESTS) else str(min(8, int(_cores())))
         # Plugins that happen to be installed import what takes seconds.
         alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         return Stage(
@@ -124,7 +122,7 @@ class Plan:
             (*command, path, "-k", chosen),
             limit_s,
             needs,
-            self.environment(OMP_NUM_THREADS=threads, **queues, **alone),
+            self.environment(OMP_NUM_THREADS=threads, **alone),
             absent,
             facts,
             tests=True,
@@ -139,7 +137,7 @@ class Plan:
             for kernels, needs in (("portable", NEED_KERNELS), ("hopper", NEED_HOPPER)):
                 command = (tool or "compute-sanitizer", "--tool", check)
                 command += ("--error-exitcode", str(SANITIZER_FOUND))
-                command += (sys.executable, "bench/gpu.py", "--child", f"smoke-{kernels}")
+                command += (sys.executable, "-m", "bench.gpu.run", "--child", f"smoke-{kernels}")
                 # Memory that torch hands out again would hide what lies beyond an end.
                 alone = self.environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
                 stages.append(Stage(f"{check} {kernels}", "sanitize", command, 60, needs, alone, absent))

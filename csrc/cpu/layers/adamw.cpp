@@ -7,15 +7,21 @@
 // float32 master copy becomes the rounded master; one that has none is updated in float32 and rounded, to the
 // nearest, or at random so that updates which are smaller than its last bit are not lost (Zamirai et al.
 // 2020, arXiv 2010.06192). Where grad_scale is NaN, nothing is updated.
+//
+// adamw_ahead_ writes what a parameter would become elsewhere and leaves the state as it is: whether the step
+// counts is known later (Qi et al. 2023, arXiv 2401.10241, section 4). Where it did, the state follows at the
+// next one, block by block, while it is in the cache anyway.
 
 #include "adamw.h"
 
 #include "common.h"
-#include "layers.h"
 #include "simd.h"
 
 namespace pyruntime::layers {
 namespace {
+
+// Elements whose state, 12 bytes each, stays in the second-level cache between two passes.
+constexpr int64_t kElementsAhead = 1 << 13;
 
 // ---- CPU kernel ----
 
@@ -71,6 +77,35 @@ struct RandomlyRoundedElements {
   }
 };
 
+// What `before`, a master or a parameter without one, would become; the moments stay.
+struct ElementsAhead {
+  template <typename T, typename M, typename G, typename S>
+  static PYRUNTIME_INLINE void run(T* ahead, const M* before, const G* grad, const S* exp_avg,
+                                   const S* exp_avg_sq, int64_t count, const StepConstants<S>* constants) {
+    const StepConstants<S> c = *constants;
+    PYRUNTIME_SIMD
+    for (int64_t i = 0; i < count; ++i) {
+      S m = exp_avg[i], v = exp_avg_sq[i];
+      store(ahead[i], updated_by<S>(c, load(before[i]), load(grad[i]), m, v));
+    }
+  }
+};
+
+struct RandomlyRoundedElementsAhead {
+  template <typename G>
+  static PYRUNTIME_INLINE void run(at::BFloat16* ahead, const at::BFloat16* before, const G* grad,
+                                   const float* exp_avg, const float* exp_avg_sq, int64_t count,
+                                   const StepConstants<float>* constants, uint32_t seed, uint32_t first) {
+    const StepConstants<float> c = *constants;
+    PYRUNTIME_SIMD
+    for (int64_t i = 0; i < count; ++i) {
+      float m = exp_avg[i], v = exp_avg_sq[i];
+      const float updated = updated_by(c, load(before[i]), load(grad[i]), m, v);
+      store_at_random(ahead[i], updated, random_bits(seed, first + static_cast<uint32_t>(i)));
+    }
+  }
+};
+
 // ---- checks ----
 
 void check_options(const AdamwOptions& o) {
@@ -99,8 +134,8 @@ void check_lists(const AdamwOptions& o, const AdamwLists& lists) {
                     grad_scale ? grad_scale->numel() : 1, " elements; it must have one.");
 }
 
-void check_tensors(const AdamwOptions& o, size_t i, const Tensor& param, const Tensor& grad,
-                   const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& master) {
+void check_tensors(const AdamwOptions& o, const AdamwLists& lists, size_t i) {
+  const Tensor &param = lists.params[i], &grad = lists.grads[i], master = lists.master_of(i);
   check_floating(param, "adamw_", "a param");
   check_floating(grad, "adamw_", "a grad");
   const at::ScalarType state = statistics_dtype(param.scalar_type());
@@ -117,8 +152,8 @@ void check_tensors(const AdamwOptions& o, size_t i, const Tensor& param, const T
                      ".");
   };
   check_like_param(param, "params");
-  check_state(exp_avg, "exp_avg");
-  check_state(exp_avg_sq, "exp_avg_sq");
+  check_state(lists.exp_avg[i], "exp_avg");
+  check_state(lists.exp_avg_sq[i], "exp_avg_sq");
   TORCH_CHECK_VALUE(grad.sizes() == param.sizes(), "adamw_: grads[", i, "] has shape ", grad.sizes(),
                     " and its param ", param.sizes(), "; they must be equal.");
   TORCH_CHECK_TYPE((grad.scalar_type() == at::kDouble) == (param.scalar_type() == at::kDouble),
@@ -151,27 +186,25 @@ StepConstants<S> step_constants(const AdamwOptions& o, double weight_decay, doub
           S(grad_scale)};
 }
 
-struct Randomness {
-  uint32_t seed, first;
-};
-
 template <typename T, typename G>
-void adamw_tensor(const Tensor& param, const Tensor& master, const Tensor& grad, const Tensor& exp_avg,
-                  const Tensor& exp_avg_sq, const StepConstants<acc_t<T>>& constants,
-                  const std::optional<Randomness>& random) {
+void adamw_tensor(const AdamwOptions& o, const AdamwLists& lists, size_t i, const Tensor& grad,
+                  double grad_scale) {
   using S = acc_t<T>;
+  const StepConstants<S> constants = step_constants<S>(o, lists.weight_decay[i], grad_scale);
+  const Tensor &param = lists.params[i], master = lists.master_of(i);
   T* param_data = param.mutable_data_ptr<T>();
   S* master_data = master.defined() ? master.mutable_data_ptr<S>() : nullptr;
   const G* grad_data = grad.const_data_ptr<G>();
-  S *exp_avg_data = exp_avg.mutable_data_ptr<S>(), *exp_avg_sq_data = exp_avg_sq.mutable_data_ptr<S>();
+  S* exp_avg_data = lists.exp_avg[i].mutable_data_ptr<S>();
+  S* exp_avg_sq_data = lists.exp_avg_sq[i].mutable_data_ptr<S>();
   const int64_t count = param.numel(), tasks = (count + kElementsPerTask - 1) / kElementsPerTask;
   at::parallel_for(0, tasks, 4, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kElementsPerTask, size = std::min(count, end * kElementsPerTask) - first;
     if constexpr (std::is_same_v<T, at::BFloat16>) {
-      if (random) {
-        simd_run<RandomlyRoundedElements>(param_data + first, grad_data + first, exp_avg_data + first,
-                                          exp_avg_sq_data + first, size, &constants, random->seed,
-                                          random->first + static_cast<uint32_t>(first));
+      if (o.rounds_at_random()) {
+        simd_run<RandomlyRoundedElements>(
+            param_data + first, grad_data + first, exp_avg_data + first, exp_avg_sq_data + first, size,
+            &constants, static_cast<uint32_t>(o.seeds[i]), static_cast<uint32_t>(o.firsts[i] + first));
         return;
       }
     }
@@ -186,44 +219,144 @@ void adamw_tensor(const Tensor& param, const Tensor& master, const Tensor& grad,
 }
 
 template <typename T>
-void adamw_param(const Tensor& param, const Tensor& master, const Tensor& grad_in, const Tensor& exp_avg,
-                 const Tensor& exp_avg_sq, const StepConstants<acc_t<T>>& constants,
-                 const std::optional<Randomness>& random) {
-  const Tensor grad = grad_in.contiguous();
+void adamw_param(const AdamwOptions& o, const AdamwLists& lists, size_t i, double grad_scale) {
+  const Tensor grad = lists.grads[i].contiguous();
   switch (grad.scalar_type()) {
     case at::kBFloat16:
-      return adamw_tensor<T, at::BFloat16>(param, master, grad, exp_avg, exp_avg_sq, constants, random);
+      return adamw_tensor<T, at::BFloat16>(o, lists, i, grad, grad_scale);
     case at::kHalf:
-      return adamw_tensor<T, at::Half>(param, master, grad, exp_avg, exp_avg_sq, constants, random);
+      return adamw_tensor<T, at::Half>(o, lists, i, grad, grad_scale);
     default:
-      return adamw_tensor<T, acc_t<T>>(param, master, grad, exp_avg, exp_avg_sq, constants, random);
+      return adamw_tensor<T, acc_t<T>>(o, lists, i, grad, grad_scale);
   }
 }
 
-std::optional<Randomness> randomness_of(const AdamwOptions& o, size_t i) {
-  if (!o.rounds_at_random()) return std::nullopt;
-  return Randomness{static_cast<uint32_t>(o.seeds[i]), static_cast<uint32_t>(o.firsts[i])};
-}
-
-void adamw_cpu(at::TensorList params, at::TensorList grads, at::TensorList exp_avg, at::TensorList exp_avg_sq,
-               at::TensorList masters, const std::optional<Tensor>& grad_scale, double lr, double beta1,
-               double beta2, double eps, at::ArrayRef<double> weight_decay, int64_t step,
-               at::IntArrayRef seeds, at::IntArrayRef firsts) {
-  const AdamwOptions options{lr, beta1, beta2, eps, step, seeds, firsts};
-  const AdamwLists lists{params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale};
+void adamw_cpu(const AdamwOptions& options, const AdamwLists& lists) {
   check_adamw(options, lists);
-  const double scale = grad_scale ? grad_scale->item<double>() : 1.0;
+  const double scale = lists.grad_scale ? lists.grad_scale->item<double>() : 1.0;
   if (std::isnan(scale)) return;
-  for (size_t i = 0; i < params.size(); ++i) {
-    const Tensor master = lists.master_of(i);
-    PYRUNTIME_DISPATCH_FLOAT(params[i].scalar_type(), "adamw_", [&] {
-      adamw_param<scalar_t>(params[i], master, grads[i], exp_avg[i], exp_avg_sq[i],
-                            step_constants<acc_t<scalar_t>>(options, weight_decay[i], scale),
-                            randomness_of(options, i));
-    });
-    for (const Tensor& written : {params[i], exp_avg[i], exp_avg_sq[i], master}) {
+  for (size_t i = 0; i < lists.params.size(); ++i) {
+    PYRUNTIME_DISPATCH_FLOAT(lists.params[i].scalar_type(), "adamw_",
+                             [&] { adamw_param<scalar_t>(options, lists, i, scale); });
+    for (const Tensor& written :
+         {lists.params[i], lists.exp_avg[i], lists.exp_avg_sq[i], lists.master_of(i)}) {
       if (written.defined()) mark_written(written);
     }
+  }
+}
+
+// ---- the step ahead of its norm ----
+
+// A step of masters that was taken ahead and counts: the states follow.
+struct EarlierStep {
+  at::TensorList grads;  // empty: there is none
+  double lr;
+};
+
+template <typename T, typename G>
+void ahead_tensor(const AdamwOptions& o, const AdamwLists& lists, size_t i, const Tensor& ahead,
+                  const Tensor& grad, const EarlierStep& earlier, const Tensor& earlier_grad, double scale) {
+  using S = acc_t<T>;
+  const StepConstants<S> constants = step_constants<S>(o, lists.weight_decay[i], scale);
+  const AdamwOptions before{earlier.lr, o.beta1, o.beta2, o.eps, o.step - 1, {}, {}};
+  const StepConstants<S> earlier_constants =
+      earlier_grad.defined() ? step_constants<S>(before, lists.weight_decay[i], scale) : constants;
+  const Tensor &param = lists.params[i], master = lists.master_of(i);
+  T* ahead_data = ahead.mutable_data_ptr<T>();
+  const T* param_data = param.const_data_ptr<T>();
+  const G* grad_data = grad.const_data_ptr<G>();
+  const G* earlier_data = earlier_grad.defined() ? earlier_grad.const_data_ptr<G>() : nullptr;
+  S* master_data = master.defined() ? master.mutable_data_ptr<S>() : nullptr;
+  S* exp_avg = lists.exp_avg[i].mutable_data_ptr<S>();
+  S* exp_avg_sq = lists.exp_avg_sq[i].mutable_data_ptr<S>();
+  const int64_t count = param.numel(), blocks = (count + kElementsAhead - 1) / kElementsAhead;
+  at::parallel_for(0, blocks, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin * kElementsAhead; at < std::min(count, end * kElementsAhead);
+         at += kElementsAhead) {
+      const int64_t size = std::min(count - at, kElementsAhead);
+      if constexpr (std::is_same_v<T, at::BFloat16>) {
+        if (o.rounds_at_random()) {
+          simd_run<RandomlyRoundedElementsAhead>(
+              ahead_data + at, param_data + at, grad_data + at, exp_avg + at, exp_avg_sq + at, size,
+              &constants, static_cast<uint32_t>(o.seeds[i]), static_cast<uint32_t>(o.firsts[i] + at));
+          continue;
+        }
+      }
+      if (master_data == nullptr) {
+        simd_run<ElementsAhead>(ahead_data + at, param_data + at, grad_data + at, exp_avg + at,
+                                exp_avg_sq + at, size, &constants);
+        continue;
+      }
+      if (earlier_data != nullptr) {
+        simd_run<AdamwElements>(static_cast<T*>(nullptr), master_data + at, earlier_data + at, exp_avg + at,
+                                exp_avg_sq + at, size, &earlier_constants);
+      }
+      simd_run<ElementsAhead>(ahead_data + at, master_data + at, grad_data + at, exp_avg + at,
+                              exp_avg_sq + at, size, &constants);
+    }
+  });
+}
+
+template <typename T>
+void ahead_param(const AdamwOptions& o, const AdamwLists& lists, size_t i, const Tensor& ahead,
+                 const EarlierStep& earlier, double scale) {
+  const Tensor grad = lists.grads[i].contiguous();
+  const Tensor earlier_grad = earlier.grads.empty() ? Tensor() : earlier.grads[i].contiguous();
+  switch (grad.scalar_type()) {
+    case at::kBFloat16:
+      return ahead_tensor<T, at::BFloat16>(o, lists, i, ahead, grad, earlier, earlier_grad, scale);
+    case at::kHalf:
+      return ahead_tensor<T, at::Half>(o, lists, i, ahead, grad, earlier, earlier_grad, scale);
+    default:
+      return ahead_tensor<T, acc_t<T>>(o, lists, i, ahead, grad, earlier, earlier_grad, scale);
+  }
+}
+
+void check_ahead(const AdamwOptions& o, const AdamwLists& lists, at::TensorList ahead,
+                 const EarlierStep& earlier) {
+  TORCH_CHECK_VALUE(ahead.size() == lists.params.size(), "adamw_ahead_: ", lists.params.size(),
+                    " params came with ", ahead.size(), " tensors to write; there must be one for each.");
+  TORCH_CHECK_VALUE(earlier.grads.empty() || earlier.grads.size() == lists.params.size(),
+                    "adamw_ahead_: ", lists.params.size(), " params came with ", earlier.grads.size(),
+                    " earlier grads; there must be one for each, or none.");
+  TORCH_CHECK_VALUE(earlier.grads.empty() || o.step > 1, "adamw_ahead_: step=", o.step,
+                    " came with earlier grads; there is no step before the first.");
+  for (size_t i = 0; i < ahead.size(); ++i) {
+    const Tensor& param = lists.params[i];
+    TORCH_CHECK_VALUE(ahead[i].sizes() == param.sizes() && ahead[i].scalar_type() == param.scalar_type() &&
+                          ahead[i].is_contiguous(),
+                      "adamw_ahead_: ahead[", i, "] is ", ahead[i].scalar_type(), " ", ahead[i].sizes(),
+                      " and its param ", param.scalar_type(), " ", param.sizes(),
+                      "; they must be alike, and ahead contiguous.");
+    if (earlier.grads.empty()) continue;
+    TORCH_CHECK_VALUE(lists.master_of(i).defined(), "adamw_ahead_: params[", i,
+                      "] came with an earlier grad and has no master; update it when its step counts.");
+    TORCH_CHECK_VALUE(earlier.grads[i].sizes() == param.sizes() &&
+                          earlier.grads[i].scalar_type() == lists.grads[i].scalar_type(),
+                      "adamw_ahead_: earlier_grads[", i, "] is ", earlier.grads[i].scalar_type(), " ",
+                      earlier.grads[i].sizes(), " and grads[", i, "] ", lists.grads[i].scalar_type(), " ",
+                      lists.grads[i].sizes(), "; they must be alike.");
+  }
+}
+
+void adamw_ahead_cpu(at::TensorList ahead, at::TensorList params, at::TensorList grads,
+                     at::TensorList exp_avg, at::TensorList exp_avg_sq, at::TensorList masters,
+                     at::TensorList earlier_grads, double grad_scale, double lr, double beta1, double beta2,
+                     double eps, at::ArrayRef<double> weight_decay, int64_t step, double earlier_lr,
+                     at::IntArrayRef seeds, at::IntArrayRef firsts) {
+  const AdamwOptions options{lr, beta1, beta2, eps, step, seeds, firsts};
+  const std::optional<Tensor> no_tensor;
+  const AdamwLists lists{params, grads, exp_avg, exp_avg_sq, masters, weight_decay, no_tensor};
+  const EarlierStep earlier{earlier_grads, earlier_lr};
+  check_adamw(options, lists);
+  check_ahead(options, lists, ahead, earlier);
+  for (size_t i = 0; i < params.size(); ++i) {
+    PYRUNTIME_DISPATCH_FLOAT(params[i].scalar_type(), "adamw_ahead_", [&] {
+      ahead_param<scalar_t>(options, lists, i, ahead[i], earlier, grad_scale);
+    });
+    mark_written(ahead[i]);
+    if (earlier_grads.empty()) continue;
+    for (const Tensor& written : {exp_avg[i], exp_avg_sq[i], lists.master_of(i)}) mark_written(written);
   }
 }
 
@@ -238,21 +371,13 @@ Tensor AdamwLists::master_of(size_t i) const {
 void check_adamw(const AdamwOptions& options, const AdamwLists& lists) {
   check_options(options);
   check_lists(options, lists);
-  for (size_t i = 0; i < lists.params.size(); ++i) {
-    check_tensors(options, i, lists.params[i], lists.grads[i], lists.exp_avg[i], lists.exp_avg_sq[i],
-                  lists.master_of(i));
-  }
+  for (size_t i = 0; i < lists.params.size(); ++i) check_tensors(options, lists, i);
 }
 
 // ---- op on every other device ----
 
-void adamw_composite(at::TensorList params, at::TensorList grads, at::TensorList exp_avg,
-                     at::TensorList exp_avg_sq, at::TensorList masters,
-                     const std::optional<Tensor>& grad_scale, double lr, double beta1, double beta2,
-                     double eps, at::ArrayRef<double> weight_decay, int64_t step, at::IntArrayRef seeds,
-                     at::IntArrayRef firsts) {
-  const AdamwOptions options{lr, beta1, beta2, eps, step, seeds, firsts};
-  const AdamwLists lists{params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale};
+void adamw_composite(const AdamwOptions& options, const AdamwLists& lists) {
+  const auto& [params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale] = lists;
   TORCH_CHECK_NOT_IMPLEMENTED(!options.rounds_at_random() || params.empty(),
                               "adamw_: rounding at random is implemented on the CPU; keep masters on ",
                               params[0].device(), ".");
@@ -281,12 +406,20 @@ void adamw_composite(at::TensorList params, at::TensorList grads, at::TensorList
   }
 }
 
-void register_adamw(torch::Library& m) {
-  m.def(
+TORCH_LIBRARY_FRAGMENT(pyruntime, m) {
+  Operator<adamw_op<adamw_composite>, adamw_op<adamw_cpu>>::define(
+      m,
       "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, "
       "Tensor(d!)[] masters, Tensor? grad_scale, *, float lr, float beta1, float beta2, float eps, "
       "float[] weight_decay, int step, int[] seeds=[], int[] firsts=[]) -> ()");
-  implement(m, "adamw_", adamw_cpu, adamw_composite);
+  Operator<adamw_ahead_cpu>::define(
+      m,
+      "adamw_ahead_(Tensor(a!)[] ahead, Tensor[] params, Tensor[] grads, Tensor(b!)[] exp_avg, "
+      "Tensor(c!)[] exp_avg_sq, Tensor(d!)[] masters, Tensor[] earlier_grads, *, float grad_scale, float lr, "
+      "float beta1, float beta2, float eps, float[] weight_decay, int step, float earlier_lr, int[] "
+      "seeds=[], "
+      "int[] firsts=[]) -> ()",
+      c10::DispatchKey::CPU);
 }
 
 }  // namespace pyruntime::layers

@@ -28,11 +28,19 @@ struct AdamwLists {
 // Raises ValueError or TypeError with what was found and what is needed.
 void check_adamw(const AdamwOptions& options, const AdamwLists& lists);
 
+using Adamw = void(const AdamwOptions& options, const AdamwLists& lists);
+
 // By ATen's operations, on any device.
-void adamw_composite(at::TensorList params, at::TensorList grads, at::TensorList exp_avg,
-                     at::TensorList exp_avg_sq, at::TensorList masters,
-                     const std::optional<at::Tensor>& grad_scale, double lr, double beta1, double beta2,
-                     double eps, at::ArrayRef<double> weight_decay, int64_t step, at::IntArrayRef seeds,
-                     at::IntArrayRef firsts);
+Adamw adamw_composite;
+
+// The op pyruntime::adamw_ as the dispatcher calls it.
+template <Adamw adamw>
+void adamw_op(at::TensorList params, at::TensorList grads, at::TensorList exp_avg, at::TensorList exp_avg_sq,
+              at::TensorList masters, const std::optional<at::Tensor>& grad_scale, double lr, double beta1,
+              double beta2, double eps, at::ArrayRef<double> weight_decay, int64_t step,
+              at::IntArrayRef seeds, at::IntArrayRef firsts) {
+  adamw({lr, beta1, beta2, eps, step, seeds, firsts},
+        {params, grads, exp_avg, exp_avg_sq, masters, weight_decay, grad_scale});
+}
 
 }  // namespace pyruntime::layers

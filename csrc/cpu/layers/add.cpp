@@ -2,7 +2,6 @@
 // by. The same bits as torch's addition, which converts such pairs element by element.
 
 #include "common.h"
-#include "layers.h"
 #include "simd.h"
 
 namespace pyruntime::layers {
@@ -44,12 +43,10 @@ void add_cpu(const Tensor& sum, const Tensor& other) {
   mark_written(sum);
 }
 
-}  // namespace
-
-void register_add(torch::Library& m) {
-  m.def("add_(Tensor(a!) sum, Tensor other) -> ()");
-  implement(m, "add_", add_cpu, add_composite);
-  refuse_autograd_in_place(m, "add_");
+TORCH_LIBRARY_FRAGMENT(pyruntime, m) {
+  Operator<add_composite, add_cpu>::define_without_gradient(m, "add_(Tensor(a!) sum, Tensor other) -> ()");
 }
+
+}  // namespace
 
 }  // namespace pyruntime::layers

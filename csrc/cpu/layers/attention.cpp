@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "core/saved_output.h"
-#include "layers.h"
 
 namespace pyruntime::layers {
 namespace {
@@ -42,13 +41,26 @@ void check_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, co
 
 // ---- ops on the CPU ----
 
-Tensor new_heads(const Tensor& like) {
-  return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options()).transpose(1, 2);
-}
-
 // A [B, H, S, D] view of a [B, S, H * D] tensor.
 Tensor as_heads(const Tensor& tokens, const Tensor& like) {
   return tokens.unflatten(-1, {like.size(1), like.size(3)}).transpose(1, 2);
+}
+
+// rowsum(grad_out * out) [B, H, S], of the dtype of lse.
+Tensor deltas(const Tensor& grad_out, const Tensor& out, const Tensor& lse) {
+  const Tensor delta = at::empty_like(lse);
+  const int64_t heads = out.size(1), seq = out.size(2);
+  PYRUNTIME_DISPATCH_FLOAT(out.scalar_type(), "causal_attention_backward", [&] {
+    auto* data = delta.mutable_data_ptr<acc_t<scalar_t>>();
+    at::parallel_for(0, out.size(0) * heads, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        simd_run<attention::RowDots>(rows_of<const scalar_t>(grad_out, i / heads, i % heads),
+                                     rows_of<const scalar_t>(out, i / heads, i % heads), seq, out.size(3),
+                                     data + i * seq);
+      }
+    });
+  });
+  return delta;
 }
 
 // begin = 0 and end = i + 1 for query i, the same in every batch.
@@ -56,7 +68,7 @@ class CausalRanges {
  public:
   explicit CausalRanges(int64_t seq) : begin_(seq, 0), end_(seq) { std::iota(end_.begin(), end_.end(), 1); }
 
-  attention::Visible visible() const {
+  attention::Visible visible(int64_t /*batch*/) const {
     return {begin_.data(), end_.data(), static_cast<int64_t>(end_.size())};
   }
 
@@ -68,27 +80,12 @@ std::tuple<Tensor, Tensor> causal_attention_cpu(const Tensor& q_in, const Tensor
                                                 double scale) {
   check_heads("causal_attention", q_in, k_in, v_in, /*as_many_keys_as_queries=*/true);
   const Tensor q = with_contiguous_rows(q_in), k = with_contiguous_rows(k_in), v = with_contiguous_rows(v_in);
-  const int64_t seq = q.size(2), group = q.size(1) / k.size(1);
-  const Tensor out = at::empty({q.size(0), seq, q.size(1) * q.size(3)}, q.options());
+  const Tensor out = at::empty({q.size(0), q.size(2), q.size(1) * q.size(3)}, q.options());
   const Tensor lse = at::full(q.sizes().slice(0, 3), -std::numeric_limits<double>::infinity(),
                               q.options().dtype(statistics_dtype(q.scalar_type())));
-  if (out.numel() == 0) return {out, lse};
-  const Tensor out_heads = as_heads(out, q);
-  const CausalRanges ranges(seq);
-  with_operands(q.scalar_type(), [&](auto operands, auto element) {
-    using T = decltype(element);
-    using A = typename decltype(operands)::accumulate_t;
-    using Worker = attention::Forward<decltype(operands), T>;
-    A* lse_data = lse.mutable_data_ptr<A>();
-    const attention::Sizes sizes{seq, q.size(3), scale};
-    for_each_key_head<Worker>(sizes, k, [&](Worker& worker, int64_t batch, int64_t kv_head) {
-      worker.load_keys(rows_of<const T>(k, batch, kv_head), rows_of<const T>(v, batch, kv_head));
-      for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        worker.head(rows_of<const T>(q, batch, head), ranges.visible(), rows_of<T>(out_heads, batch, head),
-                    lse_data + (batch * q.size(1) + head) * seq);
-      }
-    });
-  });
+  if (out.numel() != 0) {
+    attend</*kInSums=*/false>(q, k, v, CausalRanges(q.size(2)), scale, as_heads(out, q), lse);
+  }
   return {out, lse};
 }
 
@@ -99,96 +96,23 @@ std::tuple<Tensor, Tensor, Tensor> causal_attention_backward_cpu(const Tensor& g
   check_backward(grad_out_in, q_in, k_in, v_in, out_in, lse_in);
   const Tensor q = with_contiguous_rows(q_in), k = with_contiguous_rows(k_in), v = with_contiguous_rows(v_in);
   const Tensor grad_out = as_heads(grad_out_in.contiguous(), q), out = as_heads(out_in.contiguous(), q);
-  const Tensor lse = lse_in.contiguous();
-  const int64_t seq = q.size(2), group = q.size(1) / k.size(1);
-  const Tensor dq = new_heads(q), dk = new_heads(k), dv = new_heads(v);
-  if (dk.numel() == 0) return {dq, dk, dv};
-  const CausalRanges ranges(seq);
-  with_operands(q.scalar_type(), [&](auto operands, auto element) {
-    using T = decltype(element);
-    using A = typename decltype(operands)::accumulate_t;
-    using Worker = attention::Backward<decltype(operands), T, attention::StoreRows>;
-    const A* lse_data = lse.const_data_ptr<A>();
-    const attention::Sizes sizes{seq, q.size(3), scale};
-    for_each_key_head<Worker>(sizes, k, [&](Worker& worker, int64_t batch, int64_t kv_head) {
-      worker.load_keys(rows_of<const T>(k, batch, kv_head), rows_of<const T>(v, batch, kv_head));
-      for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        const auto grad_rows = rows_of<const T>(grad_out, batch, head);
-        const auto out_rows = rows_of<const T>(out, batch, head);
-        std::array<A, attention::kQueries> delta;
-        const auto delta_of = [&](int64_t query, int64_t rows) {
-          simd_run<attention::RowDots>(grad_rows.from(query), out_rows.from(query), rows, q.size(3),
-                                       delta.data());
-          return delta.data();
-        };
-        worker.head(rows_of<const T>(q, batch, head), ranges.visible(), grad_rows,
-                    lse_data + (batch * q.size(1) + head) * seq, delta_of, rows_of<T>(dq, batch, head));
-      }
-      worker.store_keys(rows_of<T>(dk, batch, kv_head), rows_of<T>(dv, batch, kv_head));
-    });
-  });
+  const Tensor dq = empty_heads(q), dk = empty_heads(k), dv = empty_heads(v);
+  if (dk.numel() != 0) {
+    const Tensor lse = lse_in.contiguous();
+    attend_backward</*kInSums=*/false>(grad_out, q, k, v, CausalRanges(q.size(2)), deltas(grad_out, out, lse),
+                                       lse, scale, dq, dk, dv);
+  }
   return {dq, dk, dv};
-}
-
-// ---- ops on every other device ----
-
-// Scaled scores [B, Hkv, H / Hkv, S, S], -inf where a key comes after its query.
-Tensor masked_scores(const Tensor& q, const Tensor& k, double scale) {
-  const Tensor future = at::ones({q.size(-2), q.size(-2)}, q.options().dtype(at::kBool)).triu(1);
-  return q.matmul(k.transpose(-2, -1))
-      .mul(scale)
-      .masked_fill(future, -std::numeric_limits<double>::infinity());
-}
-
-Tensor to_layout_of_heads(const Tensor& heads, at::ScalarType dtype) {
-  return heads.transpose(1, 2).to(dtype).contiguous().transpose(1, 2);
-}
-
-std::tuple<Tensor, Tensor> causal_attention_composite(const Tensor& q_in, const Tensor& k_in,
-                                                      const Tensor& v_in, double scale) {
-  check_heads("causal_attention", q_in, k_in, v_in, /*as_many_keys_as_queries=*/true);
-  const int64_t kv_heads = k_in.size(1);
-  const Tensor q = grouped(q_in, kv_heads), k = grouped(k_in, kv_heads), v = grouped(v_in, kv_heads);
-  const Tensor scores = masked_scores(q, k, scale);
-  const Tensor lse = scores.logsumexp({-1});
-  const Tensor out = scores.sub(lse.unsqueeze(-1)).exp().matmul(v).flatten(1, 2);
-  return {out.transpose(1, 2).flatten(2).to(q_in.scalar_type()).contiguous(), lse.flatten(1, 2).contiguous()};
-}
-
-std::tuple<Tensor, Tensor, Tensor> causal_attention_backward_composite(const Tensor& grad_out_in,
-                                                                       const Tensor& q_in, const Tensor& k_in,
-                                                                       const Tensor& v_in,
-                                                                       const Tensor& out_in,
-                                                                       const Tensor& lse_in, double scale) {
-  check_backward(grad_out_in, q_in, k_in, v_in, out_in, lse_in);
-  const int64_t kv_heads = k_in.size(1);
-  const Tensor q = grouped(q_in, kv_heads), k = grouped(k_in, kv_heads), v = grouped(v_in, kv_heads);
-  const Tensor grad_out = grouped(as_heads(grad_out_in, q_in), kv_heads);
-  const Tensor out = grouped(as_heads(out_in, q_in), kv_heads);
-  const Tensor lse = lse_in.unflatten(1, {kv_heads, q.size(2)}).unsqueeze(-1);
-  const Tensor p = masked_scores(q, k, scale).sub(lse).exp();
-  const Tensor delta = grad_out.mul(out).sum({-1}, /*keepdim=*/true);
-  const Tensor ds = grad_out.matmul(v.transpose(-2, -1)).sub(delta).mul(p).mul(scale);
-  const auto dtype = q_in.scalar_type();
-  return {to_layout_of_heads(ds.matmul(k).flatten(1, 2), dtype),
-          to_layout_of_heads(ds.transpose(-2, -1).matmul(q).sum({2}), dtype),
-          to_layout_of_heads(p.transpose(-2, -1).matmul(grad_out).sum({2}), dtype)};
 }
 
 // ---- autograd ----
 
-using AttentionSignature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, double);
-using AttentionBackwardSignature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&,
-                                                                      const Tensor&, const Tensor&,
-                                                                      const Tensor&, const Tensor&, double);
-
-struct CausalAttention : torch::autograd::Function<CausalAttention> {
+struct CausalAttention : Function<CausalAttention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                                double scale) {
-    static const auto op = find_op<AttentionSignature>("pyruntime::causal_attention");
     const auto [out, lse] = [&] {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
-      return op.call(q, k, v, scale);
+      return Operator<causal_attention_cpu>::call(q, k, v, scale);
     }();
     ctx->save_for_backward({q, k, v, saved_output(out), lse});
     ctx->mark_non_differentiable({lse});
@@ -197,32 +121,25 @@ struct CausalAttention : torch::autograd::Function<CausalAttention> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<AttentionBackwardSignature>("pyruntime::causal_attention_backward");
     const auto saved = ctx->get_saved_variables();
-    auto [dq, dk, dv] = op.call(grads[0], saved[0], saved[1], saved[2], saved[3], saved[4],
-                                ctx->saved_data["scale"].toDouble());
+    auto [dq, dk, dv] = Operator<causal_attention_backward_cpu>::call(
+        grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], ctx->saved_data["scale"].toDouble());
     return {dq, dk, dv, Tensor()};
   }
 };
 
-std::tuple<Tensor, Tensor> causal_attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                     double scale) {
-  const variable_list out = CausalAttention::apply(q, k, v, scale);
-  return {out[0], out[1]};
+TORCH_LIBRARY_FRAGMENT(pyruntime, m) {
+  // On the CPU alone: a model takes torch's attention on other devices.
+  Operator<causal_attention_cpu>::define_differentiable<CausalAttention>(
+      m, "causal_attention(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor out, Tensor lse)",
+      c10::DispatchKey::CPU);
+  Operator<causal_attention_backward_cpu>::define_without_gradient(
+      m,
+      "causal_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+      "float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+      c10::DispatchKey::CPU);
 }
 
 }  // namespace
-
-void register_attention(torch::Library& m) {
-  m.def("causal_attention(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor out, Tensor lse)");
-  m.def(
-      "causal_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-      "float scale) -> (Tensor dq, Tensor dk, Tensor dv)");
-  implement(m, "causal_attention", causal_attention_cpu, causal_attention_composite);
-  implement(m, "causal_attention_backward", causal_attention_backward_cpu,
-            causal_attention_backward_composite);
-  implement_autograd(m, "causal_attention", causal_attention_autograd);
-  refuse_autograd(m, "causal_attention_backward");
-}
 
 }  // namespace pyruntime::layers

@@ -28,10 +28,6 @@ inline void check_heads(const char* op, const Tensor& q, const Tensor& k, const 
                     "; the number of key/value heads must divide the number of query heads.");
 }
 
-inline Tensor with_contiguous_rows(const Tensor& tensor) {
-  return tensor.stride(-1) == 1 || tensor.size(-1) == 1 ? tensor : tensor.contiguous();
-}
-
 template <typename T>
 attention::Rows<T> rows_of(const Tensor& heads, int64_t batch, int64_t head) {
   const int64_t offset = batch * heads.stride(0) + head * heads.stride(1);
@@ -84,6 +80,56 @@ void for_each_key_head(const attention::Sizes& sizes, const Tensor& k, const F& 
     const Scratch scratch(bytes);
     Worker worker(sizes, scratch.memory());
     for (int64_t task = begin; task < end; ++task) f(worker, task / kv_heads, task % kv_heads);
+  });
+}
+
+// Attention of q over k and v, rows of which are contiguous, merged into out and lse; ranges.visible(batch)
+// says what queries see. out is of the dtype of the sums where kInSums, else of q's.
+template <bool kInSums, typename Ranges>
+void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Ranges& ranges, double scale,
+            const Tensor& out, const Tensor& lse) {
+  const int64_t heads = q.size(1), queries = q.size(2), group = heads / k.size(1);
+  with_operands(q.scalar_type(), [&](auto operands, auto element) {
+    using T = decltype(element);
+    using A = typename decltype(operands)::accumulate_t;
+    using Result = std::conditional_t<kInSums, A, T>;
+    using Worker = attention::Forward<decltype(operands), T>;
+    A* lse_data = lse.mutable_data_ptr<A>();
+    const attention::Sizes sizes{k.size(2), q.size(3), scale};
+    for_each_key_head<Worker>(sizes, k, [&](Worker& worker, int64_t batch, int64_t kv_head) {
+      worker.load_keys(rows_of<const T>(k, batch, kv_head), rows_of<const T>(v, batch, kv_head));
+      for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+        worker.head(rows_of<const T>(q, batch, head), ranges.visible(batch),
+                    rows_of<Result>(out, batch, head), lse_data + (batch * heads + head) * queries);
+      }
+    });
+  });
+}
+
+// Its gradients: added to dq, dk and dv of the dtype of the sums where kInSums, else written to those of q's.
+// delta and lse are contiguous.
+template <bool kInSums, typename Ranges>
+void attend_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const Ranges& ranges, const Tensor& delta, const Tensor& lse, double scale,
+                     const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+  const int64_t heads = q.size(1), queries = q.size(2), group = heads / k.size(1);
+  with_operands(q.scalar_type(), [&](auto operands, auto element) {
+    using T = decltype(element);
+    using A = typename decltype(operands)::accumulate_t;
+    using Result = std::conditional_t<kInSums, A, T>;
+    using Worker = attention::Backward<decltype(operands), T, attention::WriteRows<kInSums>>;
+    const A *lse_data = lse.const_data_ptr<A>(), *delta_data = delta.const_data_ptr<A>();
+    const attention::Sizes sizes{k.size(2), q.size(3), scale};
+    for_each_key_head<Worker>(sizes, k, [&](Worker& worker, int64_t batch, int64_t kv_head) {
+      worker.load_keys(rows_of<const T>(k, batch, kv_head), rows_of<const T>(v, batch, kv_head));
+      for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+        const int64_t first = (batch * heads + head) * queries;
+        worker.head(rows_of<const T>(q, batch, head), ranges.visible(batch),
+                    rows_of<const T>(grad_out, batch, head), lse_data + first, delta_data + first,
+                    rows_of<Result>(dq, batch, head));
+      }
+      worker.store_keys(rows_of<Result>(dk, batch, kv_head), rows_of<Result>(dv, batch, kv_head));
+    });
   });
 }
 

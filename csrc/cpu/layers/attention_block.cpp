@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "attention.h"
-#include "layers.h"
 
 namespace pyruntime::layers {
 namespace {
@@ -77,7 +76,7 @@ void check_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, co
 // ---- ops on the CPU ----
 
 // The ranges as the kernel takes them: within the keys that any query sees, which are `count` from `first`
-// on, and counted from there. Keys that nobody sees are not even brought into the layout of the products.
+// on, and counted from there. Keys that nobody sees are not even brought into the layout of the GEMMs.
 class BlockRanges {
  public:
   BlockRanges(const Tensor& begin_in, const Tensor& end_in, int64_t keys) : queries_(begin_in.size(1)) {
@@ -122,21 +121,7 @@ void attention_block_cpu(const Tensor& q_in, const Tensor& k_in, const Tensor& v
   if (q_in.numel() == 0 || ranges.count() == 0) return;
   const Tensor q = with_contiguous_rows(q_in);
   const Tensor k = with_contiguous_rows(ranges.of(k_in)), v = with_contiguous_rows(ranges.of(v_in));
-  const int64_t group = q.size(1) / k.size(1);
-  with_operands(q.scalar_type(), [&](auto operands, auto element) {
-    using T = decltype(element);
-    using A = typename decltype(operands)::accumulate_t;
-    using Worker = attention::Forward<decltype(operands), T>;
-    A* lse_data = lse.mutable_data_ptr<A>();
-    const attention::Sizes sizes{k.size(2), q.size(3), scale};
-    for_each_key_head<Worker>(sizes, k, [&](Worker& worker, int64_t batch, int64_t kv_head) {
-      worker.load_keys(rows_of<const T>(k, batch, kv_head), rows_of<const T>(v, batch, kv_head));
-      for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        worker.head(rows_of<const T>(q, batch, head), ranges.visible(batch), rows_of<A>(out, batch, head),
-                    lse_data + (batch * q.size(1) + head) * q.size(2));
-      }
-    });
-  });
+  attend</*kInSums=*/true>(q, k, v, ranges, scale, out, lse);
 }
 
 void attention_block_backward_cpu(const Tensor& grad_out_in, const Tensor& q_in, const Tensor& k_in,
@@ -151,25 +136,7 @@ void attention_block_backward_cpu(const Tensor& grad_out_in, const Tensor& q_in,
   const Tensor k = with_contiguous_rows(ranges.of(k_in)), v = with_contiguous_rows(ranges.of(v_in));
   const Tensor delta = delta_in.contiguous(), lse = lse_in.contiguous();
   const Tensor dk = ranges.of(dk_in), dv = ranges.of(dv_in);
-  const int64_t group = q.size(1) / k.size(1);
-  with_operands(q.scalar_type(), [&](auto operands, auto element) {
-    using T = decltype(element);
-    using A = typename decltype(operands)::accumulate_t;
-    using Worker = attention::Backward<decltype(operands), T, attention::AddRows>;
-    const A *lse_data = lse.const_data_ptr<A>(), *delta_data = delta.const_data_ptr<A>();
-    const attention::Sizes sizes{k.size(2), q.size(3), scale};
-    for_each_key_head<Worker>(sizes, k, [&](Worker& worker, int64_t batch, int64_t kv_head) {
-      worker.load_keys(rows_of<const T>(k, batch, kv_head), rows_of<const T>(v, batch, kv_head));
-      for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        const int64_t at = (batch * q.size(1) + head) * q.size(2);
-        worker.head(
-            rows_of<const T>(q, batch, head), ranges.visible(batch), rows_of<const T>(grad_out, batch, head),
-            lse_data + at, [&](int64_t query, int64_t) { return delta_data + at + query; },
-            rows_of<A>(dq, batch, head));
-      }
-      worker.store_keys(rows_of<A>(dk, batch, kv_head), rows_of<A>(dv, batch, kv_head));
-    });
-  });
+  attend_backward</*kInSums=*/true>(grad_out, q, k, v, ranges, delta, lse, scale, dq, dk, dv);
 }
 
 // ---- ops on every other device ----
@@ -185,8 +152,6 @@ void attention_block_composite(const Tensor& q_in, const Tensor& k_in, const Ten
                                const Tensor& begin, const Tensor& end, double scale, const Tensor& out,
                                const Tensor& lse) {
   check_forward(q_in, k_in, v_in, begin, end, out, lse);
-  mark_written(out);
-  mark_written(lse);
   if (q_in.numel() == 0 || k_in.numel() == 0) return;
   const int64_t kv_heads = k_in.size(1);
   const Tensor q = grouped(q_in, kv_heads), k = grouped(k_in, kv_heads), v = grouped(v_in, kv_heads);
@@ -206,7 +171,6 @@ void attention_block_backward_composite(const Tensor& grad_out_in, const Tensor&
                                         const Tensor& delta_in, const Tensor& lse_in, double scale,
                                         const Tensor& dq, const Tensor& dk, const Tensor& dv) {
   check_backward(grad_out_in, q_in, k_in, v_in, begin, end, delta_in, lse_in, dq, dk, dv);
-  for (const Tensor& sums : {dq, dk, dv}) mark_written(sums);
   if (q_in.numel() == 0 || k_in.numel() == 0) return;
   const int64_t kv_heads = k_in.size(1);
   const Tensor q = grouped(q_in, kv_heads), k = grouped(k_in, kv_heads), v = grouped(v_in, kv_heads);
@@ -222,19 +186,17 @@ void attention_block_backward_composite(const Tensor& grad_out_in, const Tensor&
   dv.add_(p.transpose(-2, -1).matmul(grad_out).sum({2}));
 }
 
-}  // namespace
-
-void register_attention_block(torch::Library& m) {
-  m.def(
+TORCH_LIBRARY_FRAGMENT(pyruntime, m) {
+  Operator<attention_block_composite, attention_block_cpu>::define_without_gradient(
+      m,
       "attention_block_(Tensor q, Tensor k, Tensor v, Tensor begin, Tensor end, float scale, "
       "Tensor(a!) out, Tensor(b!) lse) -> ()");
-  m.def(
+  Operator<attention_block_backward_composite, attention_block_backward_cpu>::define_without_gradient(
+      m,
       "attention_block_backward_(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor begin, Tensor end, "
       "Tensor delta, Tensor lse, float scale, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()");
-  implement(m, "attention_block_", attention_block_cpu, attention_block_composite);
-  implement(m, "attention_block_backward_", attention_block_backward_cpu, attention_block_backward_composite);
-  refuse_autograd_in_place(m, "attention_block_");
-  refuse_autograd_in_place(m, "attention_block_backward_");
 }
+
+}  // namespace
 
 }  // namespace pyruntime::layers

@@ -4,8 +4,8 @@
 // contiguous range of the keys.
 //
 // Queries are taken kQueries at a time and see keys kKeys at a time, from the first that one of them sees to
-// the last; products are those of tile.h, so that of a range's edge only what lies beyond it by less than a
-// tile is computed. Keys and values are brought into the layout of the products once for all query heads.
+// the last; GEMMs are those of tile.h, so that of a range's edge only what lies beyond it by less than a
+// tile is computed. Keys and values are brought into the layout of the GEMMs once for all query heads.
 // Softmax is online (Milakov and Gimelshein 2018; Dao 2023, algorithm 1) and in base 2: with
 // c = scale log2(e), the largest of the scaled scores m and their sum l,
 //
@@ -154,11 +154,11 @@ struct Shape {
 
   int64_t keys, dim;
   int64_t width;      // dim, padded to whole panels
-  int64_t dim_depth;  // depths of products that run over dim and over the keys
+  int64_t dim_depth;  // depths of GEMMs that run over dim and over the keys
   int64_t key_depth;
 };
 
-// Columns key .. key + keys of a product of a block of queries with the transposed keys or values; per panel
+// Columns key .. key + keys of the GEMM of a block of queries with the transposed keys or values; per panel
 // of columns, tiles that see none of it are left out.
 template <typename Operands>
 void multiply_transposed(const Shape<Operands>& shape, const typename Operands::element_t* rows,
@@ -296,8 +296,8 @@ class Forward {
   bool started_[kQueries / kTileRows];  // whether a tile's sums hold something
 };
 
-// `Write` is AddRows, where gradients are added to, or StoreRows, where every query sees some key and there
-// is nothing to add to.
+// `Write` is WriteRows<true>, where gradients are added to, or WriteRows<false>, where every query sees some
+// key and there is nothing to add to.
 template <typename Operands, typename T, typename Write>
 class Backward {
   using S = Shape<Operands>;
@@ -344,11 +344,10 @@ class Backward {
     std::fill_n(dv_, sums, A(0));
   }
 
-  // Writes dq. Rows whose lse is -inf contribute nothing. `delta_of(query, rows)` is where the deltas of
-  // these rows are.
-  template <typename F, typename R>
+  // Writes dq. Rows whose lse is -inf contribute nothing.
+  template <typename R>
   void head(Rows<const T> queries, const Visible& visible, Rows<const T> grad_out, const A* lse,
-            const F& delta_of, Rows<R> dq) {
+            const A* delta, Rows<R> dq) {
     for (int64_t query = 0; query < visible.queries; query += kQueries) {
       const int64_t rows = std::min(kQueries, visible.queries - query);
       const Visible block = visible.from(query, rows);
@@ -361,10 +360,9 @@ class Backward {
         const A base_e = lse[query + i];
         lse2_[i] = base_e == -kInfinity ? kInfinity : base_e * static_cast<A>(kLog2E);  // P = 2^-inf = 0
       }
-      const A* delta = delta_of(query, rows);
       std::fill_n(started_, hulls.tiles, false);
-      hulls.for_each_window(kKeysBackward,
-                            [&](int64_t key, int64_t keys) { window(block, hulls, delta, key, keys); });
+      hulls.for_each_window(
+          kKeysBackward, [&](int64_t key, int64_t keys) { window(block, hulls, delta + query, key, keys); });
       for (int64_t t = 0; t < hulls.tiles; ++t) {
         if (hulls.tile[t].empty()) continue;
         const int64_t row = t * kTileRows;
@@ -382,7 +380,7 @@ class Backward {
   }
 
  private:
-  // A block of queries or of output gradients, as the left and as the right side of a product.
+  // A block of queries or of output gradients, as the left and as the right side of a GEMM.
   struct Side {
     E *rows, *panels;
   };

@@ -275,9 +275,6 @@ struct WriteRows {
   }
 };
 
-using StoreRows = WriteRows<false>;
-using AddRows = WriteRows<true>;
-
 struct RowDots {
   template <typename A, typename T>
   static PYRUNTIME_INLINE void run(Rows<T> a, Rows<T> b, int64_t rows, int64_t columns, A* out) {

@@ -1,15 +1,20 @@
 #pragma once
 
-// What the layer ops share: dispatch keys, handles to ops by name, argument checks, and dtype dispatch.
+// The fused layer kernels: torch ops of namespace `pyruntime`, each with a vectorised CPU kernel (float32,
+// bfloat16, float16 and float64; arithmetic in float32, or float64 for float64) and, where another device can
+// come to it, a composite of ATen ops. Their C++ autograd has a backward that is an op as well. Each file
+// registers its own; fake kernels are in pyruntime/ops/layers.py and attention.py.
+//
+// Here is what they share: argument checks, loops over rows, and the layout of heads.
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <string_view>
+#include <tuple>
+
+#include "core/operator.h"
+#include "simd.h"
 
 // Calls the lambda given last with `scalar_t` as the C++ type of `dtype`.
 #define PYRUNTIME_DISPATCH_FLOAT(dtype, name, ...) \
@@ -18,8 +23,6 @@
 namespace pyruntime::layers {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 // A fixed amount of work for one task of at::parallel_for, in elements. Fixed, so that no result depends on
 // the thread count; large enough that waking a thread is worth it.
@@ -29,10 +32,44 @@ inline int64_t rows_per_task(int64_t columns) {
   return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, columns));
 }
 
-// The op `pyruntime::name`, to be called through the dispatcher.
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+// The rows of a contiguous tensor as a kernel takes them; an undefined tensor has none. With width 0 every
+// row is the first one.
+template <typename T>
+struct RowsOf {
+  T* data;
+  int64_t width;
+
+  T* from(int64_t row) const { return data == nullptr ? nullptr : data + row * width; }
+};
+
+template <typename T>
+RowsOf<const T> read(const Tensor& tensor, int64_t width) {
+  return {tensor.defined() ? tensor.const_data_ptr<T>() : nullptr, width};
+}
+
+template <typename T>
+RowsOf<T> write(const Tensor& tensor, int64_t width) {
+  return {tensor.defined() ? tensor.mutable_data_ptr<T>() : nullptr, width};
+}
+
+// Kernel::run(the first row of each operand, how many rows, columns, settings...) for every task of rows.
+template <typename Kernel, typename... Operands, typename... Settings>
+void run_rows(int64_t rows, int64_t columns, const std::tuple<Operands...>& operands, Settings... settings) {
+  at::parallel_for(0, rows, rows_per_task(columns), [&](int64_t begin, int64_t end) {
+    const auto run = [&](const auto&... operand) {
+      simd_run<Kernel>(operand.from(begin)..., end - begin, columns, settings...);
+    };
+    std::apply(run, operands);
+  });
+}
+
+inline Tensor with_contiguous_rows(const Tensor& tensor) {
+  return tensor.stride(-1) == 1 || tensor.size(-1) <= 1 ? tensor : tensor.contiguous();
+}
+
+// New heads like those, [B, H, S, D]: a transposed view of a contiguous [B, S, H, D].
+inline Tensor empty_heads(const Tensor& like) {
+  return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options()).transpose(1, 2);
 }
 
 // The dtype of statistics kept next to tensors of `dtype`.
@@ -51,43 +88,6 @@ inline void check_same_dtype(const Tensor& a, std::string_view name_a, const Ten
                              std::string_view name_b, std::string_view op) {
   TORCH_CHECK_TYPE(a.scalar_type() == b.scalar_type(), op, ": ", name_a, " has dtype ", a.scalar_type(),
                    " and ", name_b, " has ", b.scalar_type(), "; convert one so that they agree.");
-}
-
-// Registers a CPU kernel and the composite that every other device runs.
-template <typename Cpu, typename Composite>
-void implement(torch::Library& m, const char* name, Cpu&& cpu, Composite&& composite) {
-  m.impl(name, torch::dispatch(c10::DispatchKey::CPU, std::forward<Cpu>(cpu)));
-  m.impl(name,
-         torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, std::forward<Composite>(composite)));
-}
-
-template <typename Autograd>
-void implement_autograd(torch::Library& m, const char* name, Autograd&& autograd) {
-  m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, std::forward<Autograd>(autograd)));
-}
-
-// Makes differentiating through `name` an error that names it, instead of a silently missing gradient.
-inline void refuse_autograd(torch::Library& m, const char* name) {
-  implement_autograd(m, name, torch::autograd::autogradNotImplementedFallback());
-}
-
-// Runs an op that returns nothing, unless it would have to be differentiated.
-inline void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
-  const auto& arguments = op.schema().arguments();
-  const auto values = torch::jit::last(*stack, arguments.size());
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    TORCH_CHECK(!at::GradMode::is_enabled() || !values[i].isTensor() || !values[i].toTensor().requires_grad(),
-                op.schema().name(), ": ", arguments[i].name(),
-                " requires a gradient, which does not flow through this op; call it under torch.no_grad() or "
-                "in a torch.autograd.Function.");
-  }
-  at::AutoDispatchBelowAutograd below_autograd;
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
-}
-
-// The same for an op that returns nothing, on whose outputs autograd could not report the error later.
-inline void refuse_autograd_in_place(torch::Library& m, const char* name) {
-  implement_autograd(m, name, torch::CppFunction::makeFromBoxedFunction<&refuse_gradients>());
 }
 
 // Tells autograd that an op wrote to `tensor`, so that a backward that had saved it is refused.

@@ -12,8 +12,7 @@
 #include <tuple>
 
 #include "common.h"
-#include "composites.h"
-#include "layers.h"
+#include "shared_ops.h"
 #include "simd.h"
 
 namespace pyruntime::layers {
@@ -78,38 +77,24 @@ struct SoftmaxGradRows {
   }
 };
 
-}  // namespace
-
 // ---- checks ----
 
-void check_logits(const char* op, const Tensor& logits, const Tensor& labels) {
-  check_floating(logits, op, "logits");
-  TORCH_CHECK_VALUE(logits.dim() == 2, op, ": logits has shape ", logits.sizes(),
-                    "; it must be [rows, vocabulary].");
-  TORCH_CHECK_TYPE(labels.scalar_type() == at::kLong, op, ": labels has dtype ", labels.scalar_type(),
-                   "; it must be int64.");
-  TORCH_CHECK_VALUE(labels.dim() == 1 && labels.size(0) == logits.size(0), op, ": labels has shape ",
-                    labels.sizes(), " for ", logits.size(0), " rows of logits; it must be [", logits.size(0),
-                    "].");
-}
-
-namespace {
-
-void check_row_values(const char* op, const Tensor& logits, const Tensor& values, const char* name) {
-  const at::ScalarType dtype = statistics_dtype(logits.scalar_type());
-  TORCH_CHECK_TYPE(values.scalar_type() == dtype, op, ": ", name, " has dtype ", values.scalar_type(),
-                   "; for ", logits.scalar_type(), " logits it must be ", dtype, ".");
+void check_one_per_row(const char* op, const Tensor& logits, const Tensor& values, const char* name) {
   TORCH_CHECK_VALUE(values.dim() == 1 && values.size(0) == logits.size(0), op, ": ", name, " has shape ",
                     values.sizes(), " for ", logits.size(0), " rows of logits; it must be [", logits.size(0),
                     "].");
 }
 
+void check_statistics(const char* op, const Tensor& logits, const Tensor& values, const char* name) {
+  const at::ScalarType dtype = statistics_dtype(logits.scalar_type());
+  TORCH_CHECK_TYPE(values.scalar_type() == dtype, op, ": ", name, " has dtype ", values.scalar_type(),
+                   "; for ", logits.scalar_type(), " logits it must be ", dtype, ".");
+}
+
 void check_loss(const Tensor& logits, const Tensor& labels, const Tensor& stats) {
   constexpr auto op = "cross_entropy_loss";
   check_logits(op, logits, labels);
-  const at::ScalarType dtype = statistics_dtype(logits.scalar_type());
-  TORCH_CHECK_TYPE(stats.scalar_type() == dtype, op, ": stats has dtype ", stats.scalar_type(), "; for ",
-                   logits.scalar_type(), " logits it must be ", dtype, ".");
+  check_statistics(op, logits, stats, "stats");
   TORCH_CHECK_VALUE(
       stats.dim() == 3 && stats.size(0) > 0 && stats.size(1) == logits.size(0) && stats.size(2) == 3, op,
       ": stats has shape ", stats.sizes(), "; it must be [shards, ", logits.size(0), ", 3].");
@@ -117,40 +102,51 @@ void check_loss(const Tensor& logits, const Tensor& labels, const Tensor& stats)
 
 }  // namespace
 
+void check_logits(const char* op, const Tensor& logits, const Tensor& labels) {
+  check_floating(logits, op, "logits");
+  TORCH_CHECK_VALUE(logits.dim() == 2, op, ": logits has shape ", logits.sizes(),
+                    "; it must be [rows, vocabulary].");
+  TORCH_CHECK_TYPE(labels.scalar_type() == at::kLong, op, ": labels has dtype ", labels.scalar_type(),
+                   "; it must be int64.");
+  check_one_per_row(op, logits, labels, "labels");
+}
+
 void check_logits_backward(const char* op, const Tensor& logits, const Tensor& labels, const Tensor& lse,
                            const Tensor& grad) {
   check_logits(op, logits, labels);
-  check_row_values(op, logits, lse, "lse");
-  check_row_values(op, logits, grad, "grad");
+  for (const auto& [values, name] : {std::pair(lse, "lse"), std::pair(grad, "grad")}) {
+    check_statistics(op, logits, values, name);
+    check_one_per_row(op, logits, values, name);
+  }
+}
+
+void check_contiguous(const char* op, const Tensor& dlogits) {
+  TORCH_CHECK_VALUE(dlogits.is_contiguous(), op, ": logits has strides ", dlogits.strides(),
+                    "; it is written in place and must be contiguous.");
 }
 
 namespace {
 
-// ---- ops on the CPU ----
+// ---- on the CPU ----
 
-Tensor stats_cpu(const Tensor& logits_in, const Tensor& labels_in, int64_t vocab_start) {
-  check_logits("cross_entropy_stats", logits_in, labels_in);
+void write_stats_cpu(const Tensor& logits_in, const Tensor& labels_in, int64_t vocab_start,
+                     const Tensor& stats) {
   const Tensor logits = logits_in.contiguous(), labels = labels_in.contiguous();
   const int64_t rows = logits.size(0), columns = logits.size(1);
-  Tensor stats = at::empty({rows, 3}, logits.options().dtype(statistics_dtype(logits.scalar_type())));
   PYRUNTIME_DISPATCH_FLOAT(logits.scalar_type(), "cross_entropy_stats", [&] {
-    using stat_t = acc_t<scalar_t>;
-    const scalar_t* logits_data = logits.const_data_ptr<scalar_t>();
-    const int64_t* labels_data = labels.const_data_ptr<int64_t>();
-    stat_t* stats_data = stats.mutable_data_ptr<stat_t>();
-    at::parallel_for(0, rows, rows_per_task(columns), [&](int64_t begin, int64_t end) {
-      simd_run<StatsRows>(logits_data + begin * columns, labels_data + begin, stats_data + 3 * begin,
-                          end - begin, columns, vocab_start);
-    });
+    run_rows<StatsRows>(rows, columns,
+                        std::tuple(read<scalar_t>(logits, columns), read<int64_t>(labels, 1),
+                                   write<acc_t<scalar_t>>(stats, 3)),
+                        vocab_start);
   });
-  return stats;
 }
 
 // A few numbers a row: not worth vectorising.
 std::tuple<Tensor, Tensor> loss_cpu(const Tensor& logits, const Tensor& labels_in, const Tensor& stats_in,
-                                    int64_t /*vocab_start*/, int64_t vocab_size, int64_t ignore_index,
-                                    bool /*overwrite_logits*/) {
+                                    c10::SymInt /*vocab_start*/, c10::SymInt all_columns,
+                                    int64_t ignore_index, bool /*overwrite_logits*/) {
   check_loss(logits, labels_in, stats_in);
+  const int64_t vocab_size = all_columns.expect_int();
   const Tensor labels = labels_in.contiguous(), stats = stats_in.contiguous();
   const int64_t shards = stats.size(0), rows = stats.size(1);
   Tensor loss = at::empty({rows}, stats.options()), lse = at::empty({rows}, stats.options());
@@ -180,59 +176,40 @@ std::tuple<Tensor, Tensor> loss_cpu(const Tensor& logits, const Tensor& labels_i
   return {loss, lse};
 }
 
-void softmax_grad_cpu(const Tensor& logits, const Tensor& labels_in, const Tensor& lse_in,
-                      const Tensor& grad_in, int64_t vocab_start, const Tensor& dlogits) {
-  const Tensor labels = labels_in.contiguous(), lse = lse_in.contiguous(), grad = grad_in.contiguous();
+void write_logits_grad_cpu(const char* op, const Tensor& logits_in, const Tensor& labels_in,
+                           const Tensor& lse_in, const Tensor& grad_in, int64_t vocab_start,
+                           const Tensor& dlogits) {
+  check_contiguous(op, dlogits);
+  const Tensor logits = logits_in.contiguous(), labels = labels_in.contiguous();
+  const Tensor lse = lse_in.contiguous(), grad = grad_in.contiguous();
   const int64_t rows = logits.size(0), columns = logits.size(1);
   PYRUNTIME_DISPATCH_FLOAT(logits.scalar_type(), "cross_entropy_backward", [&] {
     using stat_t = acc_t<scalar_t>;
-    const scalar_t* logits_data = logits.const_data_ptr<scalar_t>();
-    const int64_t* labels_data = labels.const_data_ptr<int64_t>();
-    const stat_t *lse_data = lse.const_data_ptr<stat_t>(), *grad_data = grad.const_data_ptr<stat_t>();
-    scalar_t* dlogits_data = dlogits.mutable_data_ptr<scalar_t>();
-    at::parallel_for(0, rows, rows_per_task(columns), [&](int64_t begin, int64_t end) {
-      simd_run<SoftmaxGradRows>(logits_data + begin * columns, labels_data + begin, lse_data + begin,
-                                grad_data + begin, dlogits_data + begin * columns, end - begin, columns,
-                                vocab_start);
-    });
+    run_rows<SoftmaxGradRows>(
+        rows, columns,
+        std::tuple(read<scalar_t>(logits, columns), read<int64_t>(labels, 1), read<stat_t>(lse, 1),
+                   read<stat_t>(grad, 1), write<scalar_t>(dlogits, columns)),
+        vocab_start);
   });
 }
 
-Tensor backward_cpu(const Tensor& logits, const Tensor& labels, const Tensor& lse, const Tensor& grad,
-                    int64_t vocab_start) {
-  check_logits_backward("cross_entropy_backward", logits, labels, lse, grad);
-  Tensor dlogits = at::empty(logits.sizes(), logits.options());
-  softmax_grad_cpu(logits.contiguous(), labels, lse, grad, vocab_start, dlogits);
-  return dlogits;
-}
-
-void backward_inplace_cpu(const Tensor& logits, const Tensor& labels, const Tensor& lse, const Tensor& grad,
-                          int64_t vocab_start) {
-  check_logits_backward("cross_entropy_backward_", logits, labels, lse, grad);
-  TORCH_CHECK_VALUE(logits.is_contiguous(), "cross_entropy_backward_: logits has strides ", logits.strides(),
-                    "; it is written in place and must be contiguous.");
-  softmax_grad_cpu(logits, labels, lse, grad, vocab_start, logits);
-  mark_written(logits);
-}
-
-// ---- ops on every other device ----
+// ---- on every other device ----
 
 constexpr int64_t kRowsPerBlock = 2048;
 
 }  // namespace
 
-Tensor cross_entropy_stats_composite(const Tensor& logits_in, const Tensor& labels, int64_t vocab_start) {
-  check_logits("cross_entropy_stats", logits_in, labels);
-  const auto dtype = statistics_dtype(logits_in.scalar_type());
+void write_stats_composite(const Tensor& logits_in, const Tensor& labels, int64_t vocab_start,
+                           const Tensor& stats) {
   const int64_t columns = logits_in.size(1);
-  Tensor stats = at::zeros({logits_in.size(0), 3}, logits_in.options().dtype(dtype));
   if (columns == 0) {
-    stats.select(1, 0).fill_(-std::numeric_limits<double>::infinity());
-    return stats;
+    stats.zero_().select(1, 0).fill_(-std::numeric_limits<double>::infinity());
+    return;
   }
   for (int64_t begin = 0; begin < logits_in.size(0); begin += kRowsPerBlock) {
     const int64_t rows = std::min(kRowsPerBlock, logits_in.size(0) - begin);
-    Tensor logits = logits_in.narrow(0, begin, rows).to(dtype, /*non_blocking=*/false, /*copy=*/true);
+    Tensor logits =
+        logits_in.narrow(0, begin, rows).to(stats.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
     const Tensor highest = logits.amax({1}, /*keepdim=*/true);
     const Tensor reference = highest.masked_fill(highest.eq(-std::numeric_limits<double>::infinity()), 0);
     const Tensor target = labels.narrow(0, begin, rows).sub(vocab_start).unsqueeze(1);
@@ -241,17 +218,16 @@ Tensor cross_entropy_stats_composite(const Tensor& logits_in, const Tensor& labe
     const Tensor sum = logits.sub_(reference).exp_().sum({1}, /*keepdim=*/true);
     stats.narrow(0, begin, rows).copy_(at::cat({highest, sum, target_logit}, 1));
   }
-  return stats;
 }
 
 namespace {
 
 std::tuple<Tensor, Tensor> loss_composite(const Tensor& logits, const Tensor& labels, const Tensor& stats,
-                                          int64_t /*vocab_start*/, int64_t vocab_size, int64_t ignore_index,
-                                          bool /*overwrite_logits*/) {
+                                          c10::SymInt /*vocab_start*/, c10::SymInt vocab_size,
+                                          int64_t ignore_index, bool /*overwrite_logits*/) {
   check_loss(logits, labels, stats);
   const Tensor ignored = labels.eq(ignore_index);
-  at::_assert_async(ignored.logical_or(labels.ge(0).logical_and(labels.lt(vocab_size))).all(),
+  at::_assert_async(ignored.logical_or(labels.ge(0).logical_and(labels.lt(vocab_size.expect_int()))).all(),
                     "cross_entropy_loss: a label is neither in the vocabulary nor ignore_index.");
   const Tensor highest = stats.select(2, 0), top = highest.amax({0});
   const Tensor sum = stats.select(2, 1).mul(highest.sub(top).exp()).sum({0});
@@ -259,10 +235,12 @@ std::tuple<Tensor, Tensor> loss_composite(const Tensor& logits, const Tensor& la
   return {lse.sub(stats.select(2, 2).sum({0})).masked_fill(ignored, 0), lse};
 }
 
-// Into `dlogits`, which may be the logits, a block of rows at a time: a wide copy of all logits would be the
-// largest tensor of a training step.
-void softmax_grad_composite(const Tensor& logits, const Tensor& labels, const Tensor& lse, const Tensor& grad,
-                            int64_t vocab_start, const Tensor& dlogits) {
+}  // namespace
+
+// A block of rows at a time: a wide copy of all logits would be the largest tensor of a training step.
+void write_logits_grad_composite(const char* /*op*/, const Tensor& logits, const Tensor& labels,
+                                 const Tensor& lse, const Tensor& grad, int64_t vocab_start,
+                                 const Tensor& dlogits) {
   const int64_t columns = logits.size(1);
   if (logits.numel() == 0) return;
   for (int64_t begin = 0; begin < logits.size(0); begin += kRowsPerBlock) {
@@ -280,56 +258,35 @@ void softmax_grad_composite(const Tensor& logits, const Tensor& labels, const Te
   }
 }
 
-}  // namespace
-
-Tensor cross_entropy_backward_composite(const Tensor& logits, const Tensor& labels, const Tensor& lse,
-                                        const Tensor& grad, int64_t vocab_start) {
-  check_logits_backward("cross_entropy_backward", logits, labels, lse, grad);
-  const Tensor dlogits = at::empty(logits.sizes(), logits.options());
-  softmax_grad_composite(logits, labels, lse, grad, vocab_start, dlogits);
-  return dlogits;
-}
-
-void cross_entropy_backward_inplace_composite(const Tensor& logits, const Tensor& labels, const Tensor& lse,
-                                              const Tensor& grad, int64_t vocab_start) {
-  check_logits_backward("cross_entropy_backward_", logits, labels, lse, grad);
-  softmax_grad_composite(logits, labels, lse, grad, vocab_start, logits);
-}
-
 namespace {
 
 // ---- autograd ----
 
-Tensor call_stats(const Tensor& logits, const Tensor& labels, c10::SymInt vocab_start) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, c10::SymInt)>("pyruntime::cross_entropy_stats");
-  return op.call(logits, labels, std::move(vocab_start));
-}
-
-std::tuple<Tensor, Tensor> call_loss(const Tensor& logits, const Tensor& labels, const Tensor& stats,
-                                     c10::SymInt vocab_start, c10::SymInt vocab_size, int64_t ignore_index,
-                                     bool overwrite_logits) {
-  static const auto op =
-      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, c10::SymInt,
-                                         c10::SymInt, int64_t, bool)>("pyruntime::cross_entropy_loss");
-  return op.call(logits, labels, stats, std::move(vocab_start), std::move(vocab_size), ignore_index,
-                 overwrite_logits);
-}
+using StatsOp = Operator<cross_entropy_stats<write_stats_composite>, cross_entropy_stats<write_stats_cpu>>;
+using LossOp = Operator<loss_composite, loss_cpu>;
+using BackwardOp = Operator<cross_entropy_backward<write_logits_grad_composite>,
+                            cross_entropy_backward<write_logits_grad_cpu>>;
+using InPlaceOp = Operator<cross_entropy_backward_in_place<write_logits_grad_composite>,
+                           cross_entropy_backward_in_place<write_logits_grad_cpu>>;
 
 // The gradient of cross_entropy_loss accounts for what stats owes to the logits, so stats itself carries
 // none.
 Tensor stats_autograd(const Tensor& logits, const Tensor& labels, c10::SymInt vocab_start) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_stats(logits, labels, std::move(vocab_start));
+  return StatsOp::call(logits, labels, std::move(vocab_start));
 }
 
-struct CrossEntropyLoss : torch::autograd::Function<CrossEntropyLoss> {
+struct CrossEntropyLoss : Function<CrossEntropyLoss> {
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& labels,
                                const Tensor& stats, c10::SymInt vocab_start, c10::SymInt vocab_size,
                                int64_t ignore_index, bool overwrite_logits) {
+    TORCH_CHECK_VALUE(
+        !overwrite_logits || !logits.requires_grad() || !logits.is_leaf(),
+        "cross_entropy_loss: overwrite_logits=True would destroy logits that the caller made (a leaf of the "
+        "graph); leave it False.");
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [loss, lse] =
-        call_loss(logits, labels, stats, vocab_start, vocab_size, ignore_index, overwrite_logits);
+        LossOp::call(logits, labels, stats, vocab_start, vocab_size, ignore_index, overwrite_logits);
     ctx->save_for_backward({logits, labels, lse});
     ctx->mark_non_differentiable({lse});
     ctx->saved_data["vocab_start"] = std::move(vocab_start);
@@ -339,61 +296,38 @@ struct CrossEntropyLoss : torch::autograd::Function<CrossEntropyLoss> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op =
-        find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt)>(
-            "pyruntime::cross_entropy_backward");
-    static const auto op_inplace =
-        find_op<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt)>(
-            "pyruntime::cross_entropy_backward_");
     const auto saved = ctx->get_saved_variables();
     const Tensor &logits = saved[0], &labels = saved[1], &lse = saved[2];
     const c10::SymInt vocab_start = ctx->saved_data["vocab_start"].toSymInt();
     const Tensor grad = grads[0].masked_fill(labels.eq(ctx->saved_data["ignore_index"].toInt()), 0);
-    Tensor dlogits;
+    variable_list result(7);
     if (ctx->saved_data["overwrite_logits"].toBool()) {
-      dlogits = logits.detach();
-      op_inplace.call(dlogits, labels, lse, grad, vocab_start);
+      result[0] = logits.detach();
+      InPlaceOp::call(result[0], labels, lse, grad, vocab_start);
     } else {
-      dlogits = op.call(logits, labels, lse, grad, vocab_start);
+      result[0] = BackwardOp::call(logits, labels, lse, grad, vocab_start);
     }
-    const Tensor none;
-    return {dlogits, none, none, none, none, none, none};
+    return result;
   }
 };
 
-std::tuple<Tensor, Tensor> loss_autograd(const Tensor& logits, const Tensor& labels, const Tensor& stats,
-                                         c10::SymInt vocab_start, c10::SymInt vocab_size,
-                                         int64_t ignore_index, bool overwrite_logits) {
-  TORCH_CHECK_VALUE(
-      !overwrite_logits || !logits.requires_grad() || !logits.is_leaf(),
-      "cross_entropy_loss: overwrite_logits=True would destroy logits that the caller made (a leaf of the "
-      "graph); leave it False.");
-  const variable_list out = CrossEntropyLoss::apply(logits, labels, stats, std::move(vocab_start),
-                                                    std::move(vocab_size), ignore_index, overwrite_logits);
-  return {out[0], out[1]};
+TORCH_LIBRARY_FRAGMENT(pyruntime, m) {
+  StatsOp::define_differentiable<stats_autograd>(
+      m, "cross_entropy_stats(Tensor logits, Tensor labels, SymInt vocab_start) -> Tensor");
+  LossOp::define_differentiable<CrossEntropyLoss>(
+      m,
+      "cross_entropy_loss(Tensor logits, Tensor labels, Tensor stats, SymInt vocab_start, SymInt vocab_size, "
+      "int ignore_index=-100, bool overwrite_logits=False) -> (Tensor loss, Tensor lse)");
+  BackwardOp::define_without_gradient(
+      m,
+      "cross_entropy_backward(Tensor logits, Tensor labels, Tensor lse, Tensor grad, SymInt vocab_start) "
+      "-> Tensor");
+  InPlaceOp::define_without_gradient(
+      m,
+      "cross_entropy_backward_(Tensor(a!) logits, Tensor labels, Tensor lse, Tensor grad, "
+      "SymInt vocab_start) -> ()");
 }
 
 }  // namespace
-
-void register_cross_entropy(torch::Library& m) {
-  m.def("cross_entropy_stats(Tensor logits, Tensor labels, SymInt vocab_start) -> Tensor");
-  m.def(
-      "cross_entropy_loss(Tensor logits, Tensor labels, Tensor stats, SymInt vocab_start, SymInt vocab_size, "
-      "int ignore_index=-100, bool overwrite_logits=False) -> (Tensor loss, Tensor lse)");
-  m.def(
-      "cross_entropy_backward(Tensor logits, Tensor labels, Tensor lse, Tensor grad, SymInt vocab_start) -> "
-      "Tensor");
-  m.def(
-      "cross_entropy_backward_(Tensor(a!) logits, Tensor labels, Tensor lse, Tensor grad, SymInt "
-      "vocab_start) -> ()");
-  implement(m, "cross_entropy_stats", stats_cpu, cross_entropy_stats_composite);
-  implement(m, "cross_entropy_loss", loss_cpu, loss_composite);
-  implement(m, "cross_entropy_backward", backward_cpu, cross_entropy_backward_composite);
-  implement(m, "cross_entropy_backward_", backward_inplace_cpu, cross_entropy_backward_inplace_composite);
-  implement_autograd(m, "cross_entropy_stats", stats_autograd);
-  implement_autograd(m, "cross_entropy_loss", loss_autograd);
-  refuse_autograd(m, "cross_entropy_backward");
-  refuse_autograd(m, "cross_entropy_backward_");
-}
 
 }  // namespace pyruntime::layers

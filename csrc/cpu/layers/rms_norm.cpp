@@ -10,7 +10,6 @@
 
 #include "common.h"
 #include "core/saved_output.h"
-#include "layers.h"
 #include "simd.h"
 
 namespace pyruntime::layers {
@@ -122,18 +121,11 @@ std::tuple<Tensor, Tensor, Tensor> norm_cpu(const Tensor& x_in, const Tensor& re
       at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(statistics_dtype(x.scalar_type())));
   PYRUNTIME_DISPATCH_FLOAT(x.scalar_type(), "rms_norm", [&] {
     using stat_t = acc_t<scalar_t>;
-    const scalar_t* x_data = x.const_data_ptr<scalar_t>();
-    const scalar_t* residual_data = residual.defined() ? residual.const_data_ptr<scalar_t>() : nullptr;
-    scalar_t* summed_data = summed.defined() ? summed.mutable_data_ptr<scalar_t>() : nullptr;
-    const scalar_t* weight_data = weight.const_data_ptr<scalar_t>();
-    scalar_t* y_data = y.mutable_data_ptr<scalar_t>();
-    stat_t* rstd_data = rstd.mutable_data_ptr<stat_t>();
-    at::parallel_for(0, rows, rows_per_task(columns), [&](int64_t begin, int64_t end) {
-      const int64_t offset = begin * columns;
-      simd_run<NormRows>(x_data + offset, residual_data ? residual_data + offset : nullptr, weight_data,
-                         y_data + offset, summed_data ? summed_data + offset : nullptr, rstd_data + begin,
-                         end - begin, columns, static_cast<stat_t>(eps));
-    });
+    run_rows<NormRows>(
+        rows, columns,
+        std::tuple(read<scalar_t>(x, columns), read<scalar_t>(residual, columns), read<scalar_t>(weight, 0),
+                   write<scalar_t>(y, columns), write<scalar_t>(summed, columns), write<stat_t>(rstd, 1)),
+        static_cast<stat_t>(eps));
   });
   return {y, summed, rstd};
 }
@@ -164,21 +156,19 @@ std::tuple<Tensor, Tensor> rms_norm_backward_cpu(const Tensor& grad_in, const Te
   Tensor dweight_blocks = at::zeros({blocks, columns}, rstd.options());
   PYRUNTIME_DISPATCH_FLOAT(x.scalar_type(), "rms_norm_backward", [&] {
     using stat_t = acc_t<scalar_t>;
-    const scalar_t* grad_data = grad.const_data_ptr<scalar_t>();
-    const scalar_t* grad_sum_data = grad_sum.defined() ? grad_sum.const_data_ptr<scalar_t>() : nullptr;
-    const scalar_t* x_data = x.const_data_ptr<scalar_t>();
+    const auto grad_rows = read<scalar_t>(grad, columns), x_rows = read<scalar_t>(x, columns);
+    const auto grad_sum_rows = read<scalar_t>(grad_sum, columns);
+    const auto rstd_rows = read<stat_t>(rstd, 1);
+    const auto dx_rows = write<scalar_t>(dx, columns);
     const scalar_t* weight_data = weight.const_data_ptr<scalar_t>();
-    const stat_t* rstd_data = rstd.const_data_ptr<stat_t>();
-    scalar_t* dx_data = dx.mutable_data_ptr<scalar_t>();
     stat_t* blocks_data = dweight_blocks.mutable_data_ptr<stat_t>();
     const int64_t grain = std::max<int64_t>(1, rows_per_task(columns) / kRowsPerBlock);
     at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
-        const int64_t row = block * kRowsPerBlock, offset = row * columns;
-        simd_run<NormRowsBackward>(grad_data + offset, grad_sum_data ? grad_sum_data + offset : nullptr,
-                                   x_data + offset, weight_data, rstd_data + row, dx_data + offset,
-                                   blocks_data + block * columns, std::min(kRowsPerBlock, rows - row),
-                                   columns);
+        const int64_t row = block * kRowsPerBlock;
+        simd_run<NormRowsBackward>(
+            grad_rows.from(row), grad_sum_rows.from(row), x_rows.from(row), weight_data, rstd_rows.from(row),
+            dx_rows.from(row), blocks_data + block * columns, std::min(kRowsPerBlock, rows - row), columns);
       }
     });
     simd_run<SumBlocks>(blocks_data, dweight.mutable_data_ptr<scalar_t>(), blocks, columns);
@@ -236,50 +226,32 @@ std::tuple<Tensor, Tensor> rms_norm_backward_composite(const Tensor& grad, const
 
 // ---- autograd ----
 
-std::tuple<Tensor, Tensor> call_rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  static const auto op =
-      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, double)>("pyruntime::rms_norm");
-  return op.call(x, weight, eps);
-}
+using RmsNormOp = Operator<rms_norm_composite, rms_norm_cpu>;
+using AddRmsNormOp = Operator<add_rms_norm_composite, add_rms_norm_cpu>;
+using RmsNormBackwardOp = Operator<rms_norm_backward_composite, rms_norm_backward_cpu>;
 
-std::tuple<Tensor, Tensor, Tensor> call_add_rms_norm(const Tensor& x, const Tensor& residual,
-                                                     const Tensor& weight, double eps) {
-  static const auto op =
-      find_op<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, double)>(
-          "pyruntime::add_rms_norm");
-  return op.call(x, residual, weight, eps);
-}
-
-std::tuple<Tensor, Tensor> call_rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                                  const Tensor& rstd, const std::optional<Tensor>& grad_sum) {
-  static const auto op =
-      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                         const std::optional<Tensor>&)>("pyruntime::rms_norm_backward");
-  return op.call(grad, x, weight, rstd, grad_sum);
-}
-
-struct RmsNorm : torch::autograd::Function<RmsNorm> {
+struct RmsNorm : Function<RmsNorm> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, double eps) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [y, rstd] = call_rms_norm(x, weight, eps);
+    auto [y, rstd] = RmsNormOp::call(x, weight, eps);
     ctx->save_for_backward({x, weight, rstd});
     ctx->mark_non_differentiable({rstd});
     return {y, rstd};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    auto [dx, dweight] = call_rms_norm_backward(grads[0], saved[0], saved[1], saved[2], std::nullopt);
+    const variable_list saved = ctx->get_saved_variables();
+    auto [dx, dweight] = RmsNormBackwardOp::call(grads[0], saved[0], saved[1], saved[2], std::nullopt);
     return {dx, dweight, Tensor()};
   }
 };
 
-struct AddRmsNorm : torch::autograd::Function<AddRmsNorm> {
+struct AddRmsNorm : Function<AddRmsNorm> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& residual,
                                const Tensor& weight, double eps) {
     const auto [y, summed, rstd] = [&] {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
-      return call_add_rms_norm(x, residual, weight, eps);
+      return AddRmsNormOp::call(x, residual, weight, eps);
     }();
     ctx->save_for_backward({saved_output(summed), weight, rstd});
     ctx->mark_non_differentiable({rstd});
@@ -290,40 +262,26 @@ struct AddRmsNorm : torch::autograd::Function<AddRmsNorm> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor &grad = grads[0], &grad_sum = grads[1];
     if (!grad.defined()) return {grad_sum, grad_sum, Tensor(), Tensor()};
-    const auto saved = ctx->get_saved_variables();
     const auto also = grad_sum.defined() ? std::optional<Tensor>(grad_sum) : std::nullopt;
-    auto [dx, dweight] = call_rms_norm_backward(grad, saved[0], saved[1], saved[2], also);
+    const variable_list saved = ctx->get_saved_variables();
+    auto [dx, dweight] = RmsNormBackwardOp::call(grad, saved[0], saved[1], saved[2], also);
     return {dx, dx, dweight, Tensor()};
   }
 };
 
-std::tuple<Tensor, Tensor> rms_norm_autograd(const Tensor& x, const Tensor& weight, double eps) {
-  const variable_list out = RmsNorm::apply(x, weight, eps);
-  return {out[0], out[1]};
-}
-
-std::tuple<Tensor, Tensor, Tensor> add_rms_norm_autograd(const Tensor& x, const Tensor& residual,
-                                                         const Tensor& weight, double eps) {
-  const variable_list out = AddRmsNorm::apply(x, residual, weight, eps);
-  return {out[0], out[1], out[2]};
+TORCH_LIBRARY_FRAGMENT(pyruntime, m) {
+  RmsNormOp::define_differentiable<RmsNorm>(
+      m, "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)");
+  AddRmsNormOp::define_differentiable<AddRmsNorm>(
+      m,
+      "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) "
+      "-> (Tensor y, Tensor summed, Tensor rstd)");
+  RmsNormBackwardOp::define_without_gradient(
+      m,
+      "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, Tensor? grad_sum) "
+      "-> (Tensor dx, Tensor dweight)");
 }
 
 }  // namespace
-
-void register_rms_norm(torch::Library& m) {
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)");
-  m.def(
-      "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor y, Tensor summed, Tensor "
-      "rstd)");
-  m.def(
-      "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, Tensor? grad_sum) "
-      "-> (Tensor dx, Tensor dweight)");
-  implement(m, "rms_norm", rms_norm_cpu, rms_norm_composite);
-  implement(m, "add_rms_norm", add_rms_norm_cpu, add_rms_norm_composite);
-  implement(m, "rms_norm_backward", rms_norm_backward_cpu, rms_norm_backward_composite);
-  implement_autograd(m, "rms_norm", rms_norm_autograd);
-  implement_autograd(m, "add_rms_norm", add_rms_norm_autograd);
-  refuse_autograd(m, "rms_norm_backward");
-}
 
 }  // namespace pyruntime::layers

@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "common.h"
-#include "layers.h"
 #include "simd.h"
 
 namespace pyruntime::layers {
@@ -59,12 +58,11 @@ Tensor sum_of_squares_composite(at::TensorList tensors) {
   return at::stack(at::_foreach_norm(tensors, 2, at::kDouble)).square().sum();
 }
 
-}  // namespace
-
-void register_sum_of_squares(torch::Library& m) {
-  m.def("sum_of_squares(Tensor[] tensors) -> Tensor");
-  implement(m, "sum_of_squares", sum_of_squares_cpu, sum_of_squares_composite);
-  refuse_autograd(m, "sum_of_squares");
+TORCH_LIBRARY_FRAGMENT(pyruntime, m) {
+  Operator<sum_of_squares_composite, sum_of_squares_cpu>::define_without_gradient(
+      m, "sum_of_squares(Tensor[] tensors) -> Tensor");
 }
+
+}  // namespace
 
 }  // namespace pyruntime::layers

@@ -6,8 +6,7 @@
 // Saved for the backward: gate_up alone.
 
 #include "common.h"
-#include "composites.h"
-#include "layers.h"
+#include "shared_ops.h"
 #include "simd.h"
 
 namespace pyruntime::layers {
@@ -58,45 +57,47 @@ void check_gate_up(const char* op, const Tensor& gate_up) {
                     gate_up.sizes(), "; its last dimension must hold the gates and then as many up values.");
 }
 
-namespace {
+void check_swiglu_backward(const Tensor& grad, const Tensor& gate_up) {
+  constexpr auto op = "swiglu_backward";
+  check_gate_up(op, gate_up);
+  check_same_dtype(grad, "grad", gate_up, "gate_up", op);
+  TORCH_CHECK_VALUE(grad.sizes() == at::IntArrayRef(half_of_last(gate_up)), op, ": grad has shape ",
+                    grad.sizes(), " and gate_up ", gate_up.sizes(),
+                    "; the last dimension of grad must be half as large, and the others the same.");
+}
 
-std::vector<int64_t> output_shape(const Tensor& gate_up) {
+std::vector<int64_t> half_of_last(const Tensor& gate_up) {
   std::vector<int64_t> shape = gate_up.sizes().vec();
   shape.back() /= 2;
   return shape;
 }
+
+namespace {
 
 // ---- ops on the CPU ----
 
 Tensor swiglu_cpu(const Tensor& gate_up_in) {
   check_gate_up("swiglu", gate_up_in);
   const Tensor gate_up = gate_up_in.contiguous();
-  Tensor y = at::empty(output_shape(gate_up), gate_up.options());
+  Tensor y = at::empty(half_of_last(gate_up), gate_up.options());
   const int64_t features = gate_up.size(-1) / 2, rows = features == 0 ? 0 : y.numel() / features;
   PYRUNTIME_DISPATCH_FLOAT(gate_up.scalar_type(), "swiglu", [&] {
-    const scalar_t* gate_up_data = gate_up.const_data_ptr<scalar_t>();
-    scalar_t* y_data = y.mutable_data_ptr<scalar_t>();
-    at::parallel_for(0, rows, rows_per_task(features), [&](int64_t begin, int64_t end) {
-      simd_run<SwigluRows>(gate_up_data + 2 * begin * features, y_data + begin * features, end - begin,
-                           features);
-    });
+    run_rows<SwigluRows>(rows, features,
+                         std::tuple(read<scalar_t>(gate_up, 2 * features), write<scalar_t>(y, features)));
   });
   return y;
 }
 
 Tensor swiglu_backward_cpu(const Tensor& grad_in, const Tensor& gate_up_in) {
-  check_gate_up("swiglu_backward", gate_up_in);
+  check_swiglu_backward(grad_in, gate_up_in);
   const Tensor grad = grad_in.contiguous(), gate_up = gate_up_in.contiguous();
   Tensor dgate_up = at::empty(gate_up.sizes(), gate_up.options());
   const int64_t features = gate_up.size(-1) / 2, rows = features == 0 ? 0 : grad.numel() / features;
   PYRUNTIME_DISPATCH_FLOAT(gate_up.scalar_type(), "swiglu_backward", [&] {
-    const scalar_t* grad_data = grad.const_data_ptr<scalar_t>();
-    const scalar_t* gate_up_data = gate_up.const_data_ptr<scalar_t>();
-    scalar_t* dgate_up_data = dgate_up.mutable_data_ptr<scalar_t>();
-    at::parallel_for(0, rows, rows_per_task(features), [&](int64_t begin, int64_t end) {
-      simd_run<SwigluRowsBackward>(grad_data + begin * features, gate_up_data + 2 * begin * features,
-                                   dgate_up_data + 2 * begin * features, end - begin, features);
-    });
+    run_rows<SwigluRowsBackward>(
+        rows, features,
+        std::tuple(read<scalar_t>(grad, features), read<scalar_t>(gate_up, 2 * features),
+                   write<scalar_t>(dgate_up, 2 * features)));
   });
   return dgate_up;
 }
@@ -113,7 +114,7 @@ Tensor swiglu_composite(const Tensor& gate_up) {
 }
 
 Tensor swiglu_backward_composite(const Tensor& grad_in, const Tensor& gate_up) {
-  check_gate_up("swiglu_backward", gate_up);
+  check_swiglu_backward(grad_in, gate_up);
   const at::ScalarType dtype = statistics_dtype(gate_up.scalar_type());
   const std::vector<Tensor> halves = gate_up.to(dtype).chunk(2, -1);
   const Tensor grad = grad_in.to(dtype);
@@ -125,33 +126,26 @@ namespace {
 
 // ---- autograd ----
 
-struct Swiglu : torch::autograd::Function<Swiglu> {
+using SwigluOp = Operator<swiglu_composite, swiglu_cpu>;
+using SwigluBackwardOp = Operator<swiglu_backward_composite, swiglu_backward_cpu>;
+
+struct Swiglu : Function<Swiglu> {
   static Tensor forward(AutogradContext* ctx, const Tensor& gate_up) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    static const auto op = find_op<Tensor(const Tensor&)>("pyruntime::swiglu");
     ctx->save_for_backward({gate_up});
-    return op.call(gate_up);
+    return SwigluOp::call(gate_up);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("pyruntime::swiglu_backward");
-    return {op.call(grads[0], ctx->get_saved_variables()[0])};
+    return {SwigluBackwardOp::call(grads[0], ctx->get_saved_variables()[0])};
   }
 };
 
-Tensor swiglu_autograd(const Tensor& gate_up) {
-  return Swiglu::apply(gate_up);
+TORCH_LIBRARY_FRAGMENT(pyruntime, m) {
+  SwigluOp::define_differentiable<Swiglu>(m, "swiglu(Tensor gate_up) -> Tensor");
+  SwigluBackwardOp::define_without_gradient(m, "swiglu_backward(Tensor grad, Tensor gate_up) -> Tensor");
 }
 
 }  // namespace
-
-void register_swiglu(torch::Library& m) {
-  m.def("swiglu(Tensor gate_up) -> Tensor");
-  m.def("swiglu_backward(Tensor grad, Tensor gate_up) -> Tensor");
-  implement(m, "swiglu", swiglu_cpu, swiglu_composite);
-  implement(m, "swiglu_backward", swiglu_backward_cpu, swiglu_backward_composite);
-  implement_autograd(m, "swiglu", swiglu_autograd);
-  refuse_autograd(m, "swiglu_backward");
-}
 
 }  // namespace pyruntime::layers

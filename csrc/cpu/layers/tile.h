@@ -1,6 +1,6 @@
 #pragma once
 
-// Products of small matrices that lie in caches, for kernels that do something with the result right away.
+// GEMMs of small matrices that lie in caches, for kernels that do something with the result right away.
 //
 //   C [rows, 32] (+)= A [rows, depth] B [depth, 32]
 //

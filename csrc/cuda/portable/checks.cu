@@ -65,11 +65,10 @@ void check_pitch(const char* name, int64_t pitch, int64_t width) {
 }
 
 void check_matmul(const PyruntimeMatmul* matmul) {
-  require(matmul != nullptr, "the product is a null pointer.");
+  require(matmul != nullptr, "the GEMM is a null pointer.");
   check_dtype(matmul->dtype, /*with_fp32=*/false);
   const int32_t layout = matmul->layout;
-  require(layout >= PYRUNTIME_NT && layout <= PYRUNTIME_TN, "layout=", layout,
-          "; use 0 (NT), 1 (NN) or 2 (TN).");
+  require(layout == PYRUNTIME_NT || layout == PYRUNTIME_NN, "layout=", layout, "; use 0 (NT) or 1 (NN).");
   require(matmul->tiles == PYRUNTIME_TILES_SMALL || matmul->tiles == PYRUNTIME_TILES_LARGE,
           "tiles=", matmul->tiles, "; use 0 (small), 1 (large) or what pyruntime_choose_tiles() says.");
   const auto is_size = [](int64_t size) { return size >= 0 && size < int64_t{1} << 31; };
@@ -77,7 +76,7 @@ void check_matmul(const PyruntimeMatmul* matmul) {
           ", k=", matmul->k, "; sizes must not be negative, and below 2^31.");
   require(matmul->most_blocks >= 0 && matmul->spare_blocks >= 0, "most_blocks=", matmul->most_blocks,
           ", spare_blocks=", matmul->spare_blocks, "; neither may be negative (0: as many blocks as fit).");
-  check_pitch("lda", matmul->lda, layout == PYRUNTIME_TN ? matmul->m : matmul->k);
+  check_pitch("lda", matmul->lda, matmul->k);
   check_pitch("ldb", matmul->ldb, layout == PYRUNTIME_NT ? matmul->k : matmul->n);
   check_pitch("ldc", matmul->ldc, matmul->n);
   require(matmul->b != nullptr || matmul->n == 0 || matmul->k == 0, "b is a null pointer.");
@@ -94,16 +93,10 @@ int blocks_for(int64_t pieces_of_work, int32_t most_blocks, int per_multiprocess
 
 using namespace pyruntime::portable;
 
-const char* pyruntime_error(void) {
-  return last_sentence.c_str();
+int pyruntime_interface(void) {
+  return PYRUNTIME_INTERFACE;
 }
 
-const char* pyruntime_dialect(void) {
-#if defined(__CUDACC__)
-  return "cuda";
-#elif defined(__HIP__) || defined(__HIPCC__)
-  return "hip";
-#else
-  return "host";
-#endif
+const char* pyruntime_error(void) {
+  return last_sentence.c_str();
 }

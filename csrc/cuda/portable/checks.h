@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "compat.h"
 #include "core/chunk_plan.h"
+#include "cuda/compat.h"
 #include "cuda/launchers.h"
 #include "numbers.cuh"
 #include "workspace.cuh"
@@ -59,6 +59,20 @@ void check_pitch(const char* name, int64_t pitch, int64_t width);
 
 inline int64_t element_bytes(int32_t dtype) {
   return dtype == PYRUNTIME_FP32 ? 4 : 2;
+}
+
+// Calls use(T{}) with the element that a checked dtype names.
+template <class Use>
+void with_element(int32_t dtype, const Use& use) {
+  if (dtype == PYRUNTIME_BF16) return use(Bf16{});
+  if (dtype == PYRUNTIME_FP16) return use(Fp16{});
+  use(0.0f);
+}
+// The same where it is bf16 or fp16.
+template <class Use>
+void with_half(int32_t dtype, const Use& use) {
+  if (dtype == PYRUNTIME_BF16) return use(Bf16{});
+  use(Fp16{});
 }
 
 // A grid for work that any number of blocks can share.

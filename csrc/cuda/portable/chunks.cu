@@ -1,11 +1,35 @@
 // Chunks that another library computes and reads, moved by copy engines between waits and signals: what the
 // chunked engine stands on.
 #include "checks.h"
-#include "puts.cuh"
 
 namespace pyruntime::portable {
 
 namespace {
+
+// What surrounds a copy engine's copy into a peer's slot: kernels of one block, in the stream of the copy.
+// Puts run ahead of the flights that they belong to, and so they have a count of their own.
+PYRUNTIME_KERNEL(32, 1)
+await_leave_to_put(PYRUNTIME_PARAMETER Group group, int peer) {
+  if (threadIdx.x == 0) wait_for_credit(group, peer, group.control().puts + 1);
+}
+
+constexpr int kFlagThreads = 128;
+
+PYRUNTIME_KERNEL(kFlagThreads, 1)
+raise_flags(PYRUNTIME_PARAMETER Group group, int peer, int first, int flags) {
+  // After a failed wait the copy has been made all the same, but nobody is told to read it.
+  if (has_failed(group)) return;
+  const uint64_t epoch = group.control().puts + 1;
+  device::release_system();
+  for (int i = static_cast<int>(threadIdx.x); i < flags; i += kFlagThreads) {
+    device::store_relaxed_system(group.flag(peer, group.rank, first + i), epoch);
+  }
+}
+
+PYRUNTIME_KERNEL(32, 1)
+count_puts(PYRUNTIME_PARAMETER Group group) {
+  if (threadIdx.x == 0 && !has_failed(group)) ++group.control().puts;
+}
 
 PYRUNTIME_KERNEL(kFlagThreads, 1)
 await_flags(PYRUNTIME_PARAMETER Group group, int peer, int first, int flags) {
@@ -39,7 +63,7 @@ int pyruntime_put(const PyruntimeGroup* group, const void* from, int64_t bytes, 
     const auto on = static_cast<runtime::Stream>(stream);
     PYRUNTIME_LAUNCH(await_leave_to_put, 1, 32, 0, on, view, peer);
     if (bytes > 0) {
-      runtime::copy_rows(view.data<unsigned char>(peer) + offset, bytes, from, bytes, bytes, 1, on);
+      runtime::copy(view.data<unsigned char>(peer) + offset, from, bytes, on);
     }
     PYRUNTIME_LAUNCH(raise_flags, 1, kFlagThreads, 0, on, view, peer, first, flags);
   });
@@ -48,7 +72,7 @@ int pyruntime_put(const PyruntimeGroup* group, const void* from, int64_t bytes, 
 int pyruntime_end_puts(const PyruntimeGroup* group, void* stream) {
   return guarded("end_puts", [&] {
     const Group view = checked_group(group, PYRUNTIME_OP_PUSH);
-    PYRUNTIME_LAUNCH(count_puts, 1, 32, 0, static_cast<runtime::Stream>(stream), view);
+    PYRUNTIME_LAUNCH(count_puts, 1, 32, 0, stream, view);
   });
 }
 
@@ -56,8 +80,7 @@ int pyruntime_await(const PyruntimeGroup* group, int32_t peer, int32_t first, in
   return guarded("await", [&] {
     const Group view = checked_group(group, PYRUNTIME_OP_WAIT);
     check_chunk(view, peer, first, flags);
-    PYRUNTIME_LAUNCH(await_flags, 1, kFlagThreads, 0, static_cast<runtime::Stream>(stream), view, peer, first,
-                     flags);
+    PYRUNTIME_LAUNCH(await_flags, 1, kFlagThreads, 0, stream, view, peer, first, flags);
   });
 }
 

@@ -8,7 +8,7 @@ namespace pyruntime::portable {
 namespace {
 
 constexpr int kThreads = 256, kFlagThreads = 128;
-// Of a product's multiprocessors these take few: a store needs no answer. Not measured.
+// Of a GEMM's multiprocessors these take few: a store needs no answer. Not measured.
 constexpr int kMostBlocks = 16;
 
 // `count` units of `size` bytes from byte `at` of a workspace on: the vectors of 16 bytes among them, and the
@@ -95,7 +95,7 @@ sum_copies(PYRUNTIME_PARAMETER Group parameter, Copies copies, Span span, T* out
 // Leave of all peers to use the slot: `to_put`, of a put, which runs ahead of its flight.
 PYRUNTIME_KERNEL(kFlagThreads, 1)
 await_leave_of_all(PYRUNTIME_PARAMETER Group group, bool to_put) {
-  const uint64_t epoch = (to_put ? group.control().pushes : group.control().epochs) + 1;
+  const uint64_t epoch = (to_put ? group.control().puts : group.control().epochs) + 1;
   for (int peer = static_cast<int>(threadIdx.x); peer < group.world_size(); peer += kFlagThreads) {
     if (peer != group.rank && !wait_for_credit(group, peer, epoch)) return;
   }
@@ -104,7 +104,7 @@ await_leave_of_all(PYRUNTIME_PARAMETER Group group, bool to_put) {
 PYRUNTIME_KERNEL(kFlagThreads, 1)
 raise_flags_of_all(PYRUNTIME_PARAMETER Group group, int first, int flags) {
   if (has_failed(group)) return;
-  const uint64_t epoch = group.control().pushes + 1;
+  const uint64_t epoch = group.control().puts + 1;
   device::release_system();
   for (int i = static_cast<int>(threadIdx.x); i < flags * group.world_size(); i += kFlagThreads) {
     const int peer = i / flags;
@@ -147,20 +147,19 @@ int pyruntime_put_to_all(const PyruntimeGroup* group, void* multicast, int64_t o
     const Span span(checked_place(view, multicast, offset, bytes), bytes, 1);
     require(first >= 0 && flags >= 1 && flags <= view.layout.flags - first, "flags ", first, " to ",
             int64_t{first} + flags, "; this workspace has ", view.layout.flags, " a rank.");
-    const auto on = static_cast<runtime::Stream>(stream);
-    PYRUNTIME_LAUNCH(await_leave_of_all, 1, kFlagThreads, 0, on, view, /*to_put=*/true);
+    PYRUNTIME_LAUNCH(await_leave_of_all, 1, kFlagThreads, 0, stream, view, /*to_put=*/true);
     if (bytes > 0) {
-      PYRUNTIME_LAUNCH(copy_to_copies, blocks_of(span), kThreads, 0, on, view, static_cast<Copies>(multicast),
-                       span);
+      PYRUNTIME_LAUNCH(copy_to_copies, blocks_of(span), kThreads, 0, stream, view,
+                       static_cast<Copies>(multicast), span);
     }
-    PYRUNTIME_LAUNCH(raise_flags_of_all, 1, kFlagThreads, 0, on, view, first, flags);
+    PYRUNTIME_LAUNCH(raise_flags_of_all, 1, kFlagThreads, 0, stream, view, first, flags);
   });
 }
 
 int pyruntime_await_leave(const PyruntimeGroup* group, void* stream) {
   return guarded("await_leave", [&] {
     const Group view = checked_group(group, PYRUNTIME_OP_MULTICAST);
-    PYRUNTIME_LAUNCH(await_leave_of_all, 1, kFlagThreads, 0, static_cast<runtime::Stream>(stream), view,
+    PYRUNTIME_LAUNCH(await_leave_of_all, 1, kFlagThreads, 0, stream, view,
                      /*to_put=*/false);
   });
 }
@@ -178,15 +177,12 @@ int pyruntime_sum_copies(const PyruntimeGroup* group, void* multicast, void* out
     const Span span(checked_place(view, multicast, offset, count * size), count, size);
     if (count == 0) return;
     require(out != nullptr, "the result is a null pointer.");
-    const auto launch = [&](auto element) {
+    with_element(dtype, [&](auto element) {
       using T = decltype(element);
       const auto kernel = sum_copies<T>;
-      PYRUNTIME_LAUNCH(kernel, blocks_for(span.vectors / kThreads + 1, 0, 2), kThreads, 0,
-                       static_cast<runtime::Stream>(stream), view, static_cast<Copies>(multicast), span,
-                       static_cast<T*>(out), static_cast<const T*>(bias), width);
-    };
-    if (dtype == PYRUNTIME_BF16) return launch(Bf16{});
-    if (dtype == PYRUNTIME_FP16) return launch(Fp16{});
-    launch(float{});
+      PYRUNTIME_LAUNCH(kernel, blocks_for(span.vectors / kThreads + 1, 0, 2), kThreads, 0, stream, view,
+                       static_cast<Copies>(multicast), span, static_cast<T*>(out),
+                       static_cast<const T*>(bias), width);
+    });
   });
 }

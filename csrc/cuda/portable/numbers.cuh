@@ -7,7 +7,7 @@
 #include <cstdint>
 #endif
 
-#include "compat.h"
+#include "cuda/compat.h"
 
 namespace pyruntime::portable {
 

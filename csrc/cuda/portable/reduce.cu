@@ -50,8 +50,7 @@ reduce_parts(PYRUNTIME_PARAMETER Parts parameter, T* out, int64_t count, int64_t
 }
 
 template <class T>
-void launch(void* out, const Parts& parts, int64_t count, const void* bias, int64_t width,
-            runtime::Stream stream) {
+void launch(void* out, const Parts& parts, int64_t count, const void* bias, int64_t width, void* stream) {
   bool aligned = is_aligned(out);
   for (int p = 0; p < parts.count; ++p) aligned = aligned && is_aligned(parts.of[p]);
   const int64_t vectors = aligned ? count / Vector<T>::kCount : 0;
@@ -78,9 +77,7 @@ int pyruntime_reduce(void* out, const void* const* parts, int32_t count_of_parts
       require(parts[p] != nullptr, "part ", p, " is a null pointer.");
       list.of[list.count++] = parts[p];
     }
-    const auto on = static_cast<runtime::Stream>(stream);
-    if (dtype == PYRUNTIME_BF16) return launch<Bf16>(out, list, count, bias, width, on);
-    if (dtype == PYRUNTIME_FP16) return launch<Fp16>(out, list, count, bias, width, on);
-    launch<float>(out, list, count, bias, width, on);
+    with_element(dtype,
+                 [&](auto element) { launch<decltype(element)>(out, list, count, bias, width, stream); });
   });
 }

@@ -13,16 +13,6 @@ finish_slot(PYRUNTIME_PARAMETER Group group) {
   if (threadIdx.x == 0 && !has_failed(group)) close_slot(group, group.control().epochs + 1);
 }
 
-PYRUNTIME_KERNEL(32, 1)
-wait_on(PYRUNTIME_PARAMETER Group group, const uint64_t* flag, uint64_t value, int peer, int chunk) {
-  if (threadIdx.x == 0) wait_for(group, flag, value, peer, chunk);
-}
-
-PYRUNTIME_KERNEL(32, 1)
-store_signal(uint64_t* flag, uint64_t value) {
-  if (threadIdx.x == 0) device::store_release_system(flag, value);
-}
-
 }  // namespace
 
 int64_t pyruntime_workspace_bytes(const PyruntimeWorkspace* shape) {
@@ -52,23 +42,7 @@ int pyruntime_prepare_workspace(const PyruntimeWorkspace* shape, void* workspace
 int pyruntime_finish(const PyruntimeGroup* group, void* stream) {
   return guarded("finish", [&] {
     const Group view = checked_group(group, PYRUNTIME_OP_ALL_GATHER_MATMUL);
-    PYRUNTIME_LAUNCH(finish_slot, 1, 32, 0, static_cast<runtime::Stream>(stream), view);
-  });
-}
-
-int pyruntime_signal(uint64_t* flag, uint64_t value, void* stream) {
-  return guarded("signal", [&] {
-    require(flag != nullptr, "the flag is a null pointer.");
-    PYRUNTIME_LAUNCH(store_signal, 1, 32, 0, static_cast<runtime::Stream>(stream), flag, value);
-  });
-}
-
-int pyruntime_wait(const PyruntimeGroup* group, const uint64_t* flag, uint64_t value, int32_t peer,
-                   int32_t chunk, void* stream) {
-  return guarded("wait", [&] {
-    const Group view = checked_group(group, PYRUNTIME_OP_WAIT);
-    require(flag != nullptr, "the flag is a null pointer.");
-    PYRUNTIME_LAUNCH(wait_on, 1, 32, 0, static_cast<runtime::Stream>(stream), view, flag, value, peer, chunk);
+    PYRUNTIME_LAUNCH(finish_slot, 1, 32, 0, stream, view);
   });
 }
 

@@ -1,5 +1,5 @@
 // A rank's workspace as every rank addresses it, and the waits and signals on it. The protocol is told in
-// docs/cuda.md; this is its only implementation.
+// docs/cuda/protocol.md; this is its only implementation.
 //
 //   header               this rank's failure record; `stopped_by`: the rank that failed first, plus 1
 //   slots 0 to PYRUNTIME_SLOTS - 1, each
@@ -7,11 +7,10 @@
 //     credits [P]        u64, written by peer p: it has done with that epoch of its own slot, so this rank
 //                        may write the next there
 //     flags [P][flags]   u64, written by peer p: that piece or signal of that epoch is here
-//     tickets [P][flags] u32, of the owner's blocks: who comes last, signals
 //     data
 #pragma once
 
-#include "compat.h"
+#include "cuda/compat.h"
 #include "cuda/launchers.h"
 
 namespace pyruntime::portable {
@@ -27,7 +26,7 @@ constexpr int64_t kHeaderBytes = sizeof(WorkspaceHeader);
 // can be replayed.
 struct SlotControl {
   uint64_t epochs;  // flights that ended here
-  uint64_t pushes;  // of this rank's rows into the others' slots; they run beside the flights
+  uint64_t puts;    // flights whose puts into the others' slots have ended; they run ahead of the flights
   uint32_t ticket;  // of a flight's blocks
   uint32_t unused[27];
 };
@@ -39,11 +38,11 @@ struct WorkspaceLayout {
 
   static constexpr PYRUNTIME_HOST_DEVICE int64_t round_up(int64_t bytes) { return (bytes + 127) / 128 * 128; }
 
-  PYRUNTIME_HOST_DEVICE int64_t flag_count() const { return static_cast<int64_t>(world_size) * flags; }
   PYRUNTIME_HOST_DEVICE int64_t credits_at() const { return sizeof(SlotControl); }
   PYRUNTIME_HOST_DEVICE int64_t flags_at() const { return round_up(credits_at() + 8 * world_size); }
-  PYRUNTIME_HOST_DEVICE int64_t tickets_at() const { return flags_at() + 8 * flag_count(); }
-  PYRUNTIME_HOST_DEVICE int64_t data_at() const { return round_up(tickets_at() + 4 * flag_count()); }
+  PYRUNTIME_HOST_DEVICE int64_t data_at() const {
+    return round_up(flags_at() + 8 * static_cast<int64_t>(world_size) * flags);
+  }
   PYRUNTIME_HOST_DEVICE int64_t slot_at(int slot) const {
     return kHeaderBytes + slot * (data_at() + round_up(slot_bytes));
   }
@@ -72,10 +71,6 @@ struct Group {
   PYRUNTIME_HOST_DEVICE uint64_t* flag(int owner, int writer, int index) const {
     return reinterpret_cast<uint64_t*>(slot_of(owner) + layout.flags_at()) +
            static_cast<int64_t>(writer) * layout.flags + index;
-  }
-  PYRUNTIME_HOST_DEVICE uint32_t* ticket(int peer, int index) const {
-    return reinterpret_cast<uint32_t*>(slot_of(rank) + layout.tickets_at()) +
-           static_cast<int64_t>(peer) * layout.flags + index;
   }
   template <class T>
   PYRUNTIME_HOST_DEVICE T* data(int owner) const {
@@ -144,15 +139,6 @@ PYRUNTIME_DEVICE bool wait_for_credit(const Group& group, int peer, uint64_t epo
 
 // ---- ending ----
 
-// Whether the calling thread is the last of its grid's blocks to take this ticket, which is zero again then.
-// Not by atomicInc(): GPUs of AMD drop what is not an addition or an exchange, in memory that others may
-// write.
-PYRUNTIME_DEVICE bool comes_last(uint32_t* ticket) {
-  if (atomicAdd(ticket, 1) != gridDim.x - 1) return false;
-  *ticket = 0;
-  return true;
-}
-
 // Tells the peers that this rank has read all of the slot, and counts the epoch.
 PYRUNTIME_DEVICE void close_slot(const Group& group, uint64_t epoch) {
   group.control().epochs = epoch;
@@ -163,19 +149,23 @@ PYRUNTIME_DEVICE void close_slot(const Group& group, uint64_t epoch) {
 }
 
 // By one thread of every block of a flight, when all threads of the block are done. The block that ends last
-// closes the slot. What failed stays open for good: a peer that was told to go on could write over what is
-// still being read.
-PYRUNTIME_DEVICE void end_block(const Group& group, uint64_t epoch, bool close) {
+// closes the slot, and its ticket is zero again. What failed stays open for good: a peer that was told to go
+// on could write over what is still being read.
+PYRUNTIME_DEVICE void end_block(const Group& group, uint64_t epoch) {
+  uint32_t& ticket = group.control().ticket;
   device::fence_device();
-  const bool last = comes_last(&group.control().ticket);
+  // Not by atomicInc(): GPUs of AMD drop what is not an addition or an exchange, in memory that others may
+  // write.
+  const bool last = atomicAdd(&ticket, 1) == gridDim.x - 1;
+  if (last) ticket = 0;
   device::fence_device();
-  if (last && close && !has_failed(group)) close_slot(group, epoch);
+  if (last && !has_failed(group)) close_slot(group, epoch);
 }
 
 // By all threads of all blocks of a flight.
-PYRUNTIME_DEVICE void end_flight(const Group& group, uint64_t epoch, bool close) {
+PYRUNTIME_DEVICE void end_flight(const Group& group, uint64_t epoch) {
   device::publishing_barrier();
-  if (threadIdx.x == 0) end_block(group, epoch, close);
+  if (threadIdx.x == 0) end_block(group, epoch);
 }
 
 }  // namespace pyruntime::portable

@@ -2,7 +2,7 @@
 // stores but by these fences and waits (PTX ISA, "Memory Consistency Model: Proxies" and "cp.async.bulk").
 #pragma once
 
-#include "compat.h"
+#include "cuda/compat.h"
 
 namespace pyruntime::sm90 {
 

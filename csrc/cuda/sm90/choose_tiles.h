@@ -1,4 +1,4 @@
-// Which tiles a product is quickest with: a model of the time, and nothing but a rule of the sizes and of the
+// Which tiles a GEMM is quickest with: a model of the time, and nothing but a rule of the sizes and of the
 // number of blocks that run at one time, so every size has an answer and ranks with equal devices and sizes
 // choose alike.
 #pragma once

@@ -5,6 +5,6 @@
 namespace pyruntime::sm90 {
 
 template void launch<PYRUNTIME_INSTANCE_TILES, portable::PYRUNTIME_INSTANCE_TYPE, PYRUNTIME_INSTANCE_LAYOUT>(
-    const Problem&, runtime::Stream);
+    const Problem&, void*);
 
 }  // namespace pyruntime::sm90

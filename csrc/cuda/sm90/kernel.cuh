@@ -12,19 +12,19 @@ namespace pyruntime::sm90 {
 constexpr int kFewRegisters = 40;
 constexpr int kManyRegisters = 232;
 
-template <class Product>
-__global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ Product product) {
+template <class Gemm>
+__global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ Gemm gemm) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Types = typename Product::Types;
+  using Types = typename Gemm::Types;
   using Pipeline = typename Types::Pipeline;
   extern __shared__ __align__(1024) unsigned char memory[];
-  auto& shared = *reinterpret_cast<SharedMemory<Product>*>(memory);
+  auto& shared = *reinterpret_cast<SharedMemory<Gemm>*>(memory);
 
   const int warpgroup = cutlass::canonical_warp_group_idx(), warp = cutlass::canonical_warp_idx_sync();
   const int block = static_cast<int>(cute::block_rank_in_cluster());
   if (threadIdx.x == 0) {
     shared.stopped = 0;
-    Types::Mainloop::prefetch_tma_descriptors(product.own);
+    Types::Mainloop::prefetch_tma_descriptors(gemm.own);
   }
   typename Pipeline::Params params;
   params.transaction_bytes = Types::Mainloop::TmaTransactionBytes;
@@ -34,10 +34,10 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
   // Launched in a row, whatever the shape: by it, CUTLASS tells to whom a stage is given back, and in either
   // shape that is every block.
   Pipeline pipeline(shared.pipeline, params,
-                    cute::Shape<cute::Int<Product::Config::kCluster>, cute::_1, cute::_1>{});
+                    cute::Shape<cute::Int<Gemm::Config::kCluster>, cute::_1, cute::_1>{});
   // The barriers are made before anybody, in either block of the cluster, arrives at them.
   __syncthreads();
-  if constexpr (Product::Config::kCluster > 1) {
+  if constexpr (Gemm::Config::kCluster > 1) {
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
   }
@@ -45,20 +45,20 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ 
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<kFewRegisters>();
     if (warp == 0) {
-      load_tiles(product, shared, pipeline, block);
+      load_tiles(gemm, shared, pipeline, block);
       arrive(kEnd, kAllButWatcher);
     } else if (warp == 1) {
-      watch_tiles(product, shared, block);
+      watch_tiles(gemm, shared, block);
     } else if (warp == 2) {
-      move_tiles(product, shared, block);
+      move_tiles(gemm, shared, block);
       wait(kEnd, kAllButWatcher);  // nobody of this block reads the slot any more
-      if (product.work != Work::kMatmul && threadIdx.x % 32 == 0) {
-        portable::end_block(product.group, product.epoch(), product.close);
+      if (gemm.work == Work::kScatter && threadIdx.x % 32 == 0) {
+        portable::end_block(gemm.group, gemm.epoch());
       }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<kManyRegisters>();
-    multiply_tiles(product, shared, pipeline, block);
+    multiply_tiles(gemm, shared, pipeline, block);
     arrive(kEnd, kAllButWatcher);
   }
 #endif

@@ -33,9 +33,9 @@ typename Mainloop::Params operands(const void* a, int64_t rows, int64_t lda, con
 }
 
 // Where the results of each chunk go.
-template <class Product>
-void map_results(Product& product, const Problem& problem) {
-  using T = typename Product::Element;
+template <class Gemm>
+void map_results(Gemm& gemm, const Problem& problem) {
+  using T = typename Gemm::Element;
   const PyruntimeMatmul& matmul = problem.matmul;
   for (int step = 0; step < problem.units.visits; ++step) {
     const portable::Visit& chunk = problem.units.visit[step];
@@ -43,7 +43,7 @@ void map_results(Product& product, const Problem& problem) {
     if (chunk.rows == 0 || (scatters && chunk.owner == problem.group.rank)) continue;
     T* to = scatters ? problem.group.data<T>(chunk.owner) + problem.group.rank * problem.part_elements
                      : static_cast<T*>(matmul.c) + chunk.begin * matmul.ldc;
-    product.results[chunk.owner] =
+    gemm.results[chunk.owner] =
         result_map(matmul.dtype, to, chunk.rows, matmul.n, scatters ? problem.part_pitch : matmul.ldc);
   }
 }
@@ -77,34 +77,33 @@ int clusters_of_grid(int resident, const Problem& problem) {
 }
 
 template <class Config, class T, int kLayout>
-void launch(const Problem& problem, runtime::Stream stream) {
-  using Product = sm90::Product<Config, T, kLayout>;
-  using Mainloop = typename Product::Types::Mainloop;
+void launch(const Problem& problem, void* stream) {
+  using Gemm = sm90::Gemm<Config, T, kLayout>;
+  using Mainloop = typename Gemm::Types::Mainloop;
   const PyruntimeMatmul& matmul = problem.matmul;
-  Product product{};
+  Gemm gemm{};
   // A rank without rows of its own still needs a map that is valid.
   const bool gathers = problem.work == Work::kGather;
   const int64_t pitch = portable::padded_width(matmul.k);
   const void* gathered = gathers ? problem.group.data<T>(problem.group.rank) : nullptr;
-  if (gathers) product.others = operands<Mainloop>(gathered, matmul.m, pitch, matmul);
-  product.own = problem.rows_of_a > 0 ? operands<Mainloop>(matmul.a, problem.rows_of_a, matmul.lda, matmul)
-                                      : product.others;
-  map_results(product, problem);
-  product.work = problem.work;
-  product.close = problem.hold == 0;
-  product.m = static_cast<int>(matmul.m);
-  product.n = static_cast<int>(matmul.n);
-  product.k = static_cast<int>(matmul.k);
-  product.units = problem.units;
-  product.group = problem.group;
-  product.bias = static_cast<const T*>(matmul.bias);
-  product.c = static_cast<T*>(matmul.c);
-  product.ldc = matmul.ldc;
-  product.part_elements = problem.part_elements;
-  product.part_pitch = problem.part_pitch;
+  if (gathers) gemm.others = operands<Mainloop>(gathered, matmul.m, pitch, matmul);
+  gemm.own = problem.rows_of_a > 0 ? operands<Mainloop>(matmul.a, problem.rows_of_a, matmul.lda, matmul)
+                                   : gemm.others;
+  map_results(gemm, problem);
+  gemm.work = problem.work;
+  gemm.m = static_cast<int>(matmul.m);
+  gemm.n = static_cast<int>(matmul.n);
+  gemm.k = static_cast<int>(matmul.k);
+  gemm.units = problem.units;
+  gemm.group = problem.group;
+  gemm.bias = static_cast<const T*>(matmul.bias);
+  gemm.c = static_cast<T*>(matmul.c);
+  gemm.ldc = matmul.ldc;
+  gemm.part_elements = problem.part_elements;
+  gemm.part_pitch = problem.part_pitch;
 
-  const auto kernel = multiply<Product>;
-  constexpr int kSharedBytes = sizeof(SharedMemory<Product>);
+  const auto kernel = multiply<Gemm>;
+  constexpr int kSharedBytes = sizeof(SharedMemory<Gemm>);
   static_assert(kSharedBytes <= 227 * 1024, "the most that a block may have");
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -112,13 +111,13 @@ void launch(const Problem& problem, runtime::Stream stream) {
   cudaLaunchConfig_t config{};
   config.blockDim = kThreads;
   config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
+  config.stream = static_cast<runtime::Stream>(stream);
   config.attrs = &cluster;
   config.numAttrs = 1;
   config.gridDim = Config::kCluster;
   const int clusters = clusters_of_grid<Config>(resident_clusters<Config>(kernel, config), problem);
   config.gridDim = static_cast<unsigned>(clusters * Config::kCluster);
-  cudaLaunchKernelEx(&config, kernel, product);
+  cudaLaunchKernelEx(&config, kernel, gemm);
 }
 
 }  // namespace pyruntime::sm90

@@ -1,7 +1,7 @@
 #include "choose_tiles.h"
-#include "cuda/portable/all_gather_matmul.cuh"
 #include "cuda/portable/checks.h"
-#include "cuda/portable/matmul_reduce_scatter.cuh"
+#include "cuda/portable/gemm/all_gather_matmul.cuh"
+#include "cuda/portable/gemm/matmul_reduce_scatter.cuh"
 #include "launchers.h"
 #include "problem.h"
 
@@ -57,7 +57,7 @@ void check_that_they_are_built() {
 void check_that_it_is_for_hopper(const PyruntimeMatmul& matmul, int64_t rows_of_a, bool writes_c_by_tma) {
   check_that_they_are_built();
   const bool is_empty = matmul.m == 0 || matmul.n == 0 || matmul.k == 0;
-  refuse_unless(!is_empty, "the product is empty; TMA has no maps of nothing.");
+  refuse_unless(!is_empty, "the GEMM is empty; TMA has no maps of nothing.");
   if (rows_of_a > 0) check_address("a", matmul.a, matmul.lda);
   check_address("b", matmul.b, matmul.ldb);
   if (writes_c_by_tma) check_address("c", matmul.c, matmul.ldc);
@@ -81,12 +81,10 @@ int offered(const char* op, const Body& body) {
 }
 
 template <class Config, class T>
-void launch_layout(const Problem& problem, runtime::Stream stream) {
+void launch_layout(const Problem& problem, void* stream) {
 #if defined(PYRUNTIME_WITH_SM90)
-  const int32_t layout = problem.matmul.layout;
-  if (layout == PYRUNTIME_NT) return launch<Config, T, PYRUNTIME_NT>(problem, stream);
-  if (layout == PYRUNTIME_NN) return launch<Config, T, PYRUNTIME_NN>(problem, stream);
-  launch<Config, T, PYRUNTIME_TN>(problem, stream);
+  if (problem.matmul.layout == PYRUNTIME_NT) return launch<Config, T, PYRUNTIME_NT>(problem, stream);
+  launch<Config, T, PYRUNTIME_NN>(problem, stream);
 #else
   (void)problem, (void)stream;
 #endif
@@ -94,12 +92,11 @@ void launch_layout(const Problem& problem, runtime::Stream stream) {
 
 // `order`: of the chunks.
 void launch_tiles(Problem& problem, const std::vector<Chunk>& order, void* stream) {
-  const auto on = static_cast<runtime::Stream>(stream);
   const auto with = [&](auto config) {
     using Config = decltype(config);
     problem.units = make_units<Config>(order, problem.matmul.n);
-    if (problem.matmul.dtype == PYRUNTIME_BF16) return launch_layout<Config, Bf16>(problem, on);
-    launch_layout<Config, Fp16>(problem, on);
+    with_half(problem.matmul.dtype,
+              [&](auto element) { launch_layout<Config, decltype(element)>(problem, stream); });
   };
   if (problem.matmul.tiles == PYRUNTIME_TILES_LARGE) return with(sm90::LargeTiles{});
   with(sm90::SmallTiles{});
@@ -118,22 +115,7 @@ int pyruntime_sm90_is_on_device() {
   });
 }
 
-int pyruntime_sm90_matmul(const PyruntimeMatmul* matmul, void* stream) {
-  return offered("matmul", [&] {
-    check_matmul(matmul);
-    require(matmul->m == 0 || matmul->k == 0 || matmul->a != nullptr, "a is a null pointer.");
-    require(matmul->m == 0 || matmul->n == 0 || matmul->c != nullptr, "c is a null pointer.");
-    check_that_it_is_for_hopper(*matmul, matmul->m, /*writes_c_by_tma=*/true);
-    Problem problem{};
-    problem.work = Work::kMatmul;
-    problem.group.layout.world_size = 1;
-    problem.matmul = *matmul;
-    problem.rows_of_a = matmul->m;
-    launch_tiles(problem, ChunkPlan(matmul->m, 1, 0).gather_order(), stream);
-  });
-}
-
-int pyruntime_sm90_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul, int32_t hold,
+int pyruntime_sm90_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
                                      void* stream) {
   return offered("all_gather_matmul", [&] {
     const Group view = checked_group(group, PYRUNTIME_OP_ALL_GATHER_MATMUL);
@@ -146,8 +128,7 @@ int pyruntime_sm90_all_gather_matmul(const PyruntimeGroup* group, const Pyruntim
     problem.group = view;
     problem.matmul = *matmul;
     problem.rows_of_a = plan.own().rows;
-    problem.hold = hold;
-    // Room for this rank's own push and its signals, as beside the portable kernel.
+    // Room for the waits and signals of this rank's own puts, as beside the portable kernel.
     if (view.world_size() > 1 && matmul->spare_blocks == 0) problem.matmul.spare_blocks = 1;
     launch_tiles(problem, plan.gather_order(), stream);
   });

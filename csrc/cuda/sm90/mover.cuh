@@ -3,8 +3,8 @@
 #pragma once
 
 #include "async_proxy.cuh"
+#include "gemm.cuh"
 #include "multipliers.cuh"
-#include "product.cuh"
 
 namespace pyruntime::sm90 {
 
@@ -16,21 +16,21 @@ struct UnderWay {
 };
 
 // By the one thread that stored the result: waits until it is written, and says so.
-template <class Product>
-PYRUNTIME_DEVICE void settle(const Product& product, UnderWay& result, uint64_t epoch) {
+template <class Gemm>
+PYRUNTIME_DEVICE void settle(const Gemm& gemm, UnderWay& result, uint64_t epoch) {
   if (!result.any) return;
   result.any = false;
   wait_until_written();
-  if (product.work != Work::kScatter) return;
+  if (gemm.work != Work::kScatter) return;
   fence_async();  // what the bulk stores wrote comes before the release
-  portable::raise_signals(product.group, result.owner, result.signals, epoch);
+  portable::raise_signals(gemm.group, result.owner, result.signals, epoch);
 }
 
 // Of half a tile; by one thread.
-template <class Product>
-PYRUNTIME_DEVICE void store_result(const Product& product, const Tile& tile, const unsigned char* result) {
-  const CUtensorMap* map = &product.results[tile.chunk.owner];
-  constexpr int kBoxes = Product::Config::kTileColumns / kBoxColumns;
+template <class Gemm>
+PYRUNTIME_DEVICE void store_result(const Gemm& gemm, const Tile& tile, const unsigned char* result) {
+  const CUtensorMap* map = &gemm.results[tile.chunk.owner];
+  constexpr int kBoxes = Gemm::Config::kTileColumns / kBoxColumns;
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
     if (box * kBoxColumns >= tile.columns) break;
@@ -40,10 +40,10 @@ PYRUNTIME_DEVICE void store_result(const Product& product, const Tile& tile, con
 }
 
 // Waits, a lane a peer, for the parts of half an own tile. False: stop.
-template <class Product>
-PYRUNTIME_DEVICE bool parts_are_here(const Product& product, const Tile& tile, uint64_t epoch) {
-  const Group& group = product.group;
-  const Signals signals = signals_of(tile, product.n);
+template <class Gemm>
+PYRUNTIME_DEVICE bool parts_are_here(const Gemm& gemm, const Tile& tile, uint64_t epoch) {
+  const Group& group = gemm.group;
+  const Signals signals = signals_of(tile, gemm.n);
   bool here = !portable::has_failed(group);
   for (int peer = static_cast<int>(threadIdx.x) % 32; here && peer < group.world_size(); peer += 32) {
     if (peer == group.rank) continue;
@@ -58,55 +58,55 @@ PYRUNTIME_DEVICE bool parts_are_here(const Product& product, const Tile& tile, u
 // Leave to write the tile into its owner's slot; by one thread. `granted` remembers whose leave it has, which
 // comes long before the result is there if the owner is not late, and then holds for all of the owner's
 // tiles.
-template <class Product>
-PYRUNTIME_DEVICE bool may_write(const Product& product, const Tile& tile, uint64_t epoch, int& granted) {
+template <class Gemm>
+PYRUNTIME_DEVICE bool may_write(const Gemm& gemm, const Tile& tile, uint64_t epoch, int& granted) {
   if (tile.rows == 0 || tile.columns == 0) return false;
-  if (product.work != Work::kScatter) return true;
+  if (gemm.work != Work::kScatter) return true;
   const int owner = tile.chunk.owner;
-  if (granted == owner) return !portable::has_failed(product.group);
-  if (!portable::wait_for_credit(product.group, owner, epoch)) return false;
+  if (granted == owner) return !portable::has_failed(gemm.group);
+  if (!portable::wait_for_credit(gemm.group, owner, epoch)) return false;
   granted = owner;
   return true;
 }
 
-template <class Product, class Shared>
-PYRUNTIME_DEVICE void move_tiles(const Product& product, Shared& shared, int block) {
-  using Config = typename Product::Config;
-  const uint64_t epoch = product.epoch();
+template <class Gemm, class Shared>
+PYRUNTIME_DEVICE void move_tiles(const Gemm& gemm, Shared& shared, int block) {
+  using Config = typename Gemm::Config;
+  const uint64_t epoch = gemm.epoch();
   const bool elected = threadIdx.x % 32 == 0;
   UnderWay under_way;  // this and `granted`: of the elected lane
   int granted = -1;
 
-  for_each_tile(product, block, [&](const Tile& tile) {
+  for_each_tile(gemm, block, [&](const Tile& tile) {
     // This warp comes to kFree of a half again only after kStaged of that half, to which its warpgroup comes
     // after kFree: nobody comes to a barrier twice before the others come once.
     arrive(of_half(kFree, 0), kHalfAndMover);
     // Before this warp waits for other ranks, it has signalled all that they may wait for. Between the halves
     // of a tile it waits for its own block alone; parts, for which tiles of others must have been signalled,
     // are waited for in tiles of which nothing is signalled.
-    if (elected) settle(product, under_way, epoch);
+    if (elected) settle(gemm, under_way, epoch);
     __syncwarp();
-    const bool sums = product.is_summed(tile);
-    const bool moves = !sums && elected && may_write(product, tile, epoch, granted);
+    const bool sums = gemm.is_summed(tile);
+    const bool moves = !sums && elected && may_write(gemm, tile, epoch, granted);
     __syncwarp();
     for (int half = 0; half < 2; ++half) {
       const Tile part = half_of(tile, half);
       if (half > 0) arrive(of_half(kFree, half), kHalfAndMover);
       if (sums) {
-        if (!parts_are_here(product, part, epoch)) shared.stop();
+        if (!parts_are_here(gemm, part, epoch)) shared.stop();
         wait(of_half(kParts, half), kHalfAndMover);  // passes on what the lanes have acquired
       }
       wait(of_half(kStaged, half), kHalfAndMover);
       if (moves && part.rows > 0 && !shared.is_stopped()) {
-        store_result(product, part, shared.result);
+        store_result(gemm, part, shared.result);
         // Of both halves: in a scatter nobody but this warp stops, and not between them.
-        under_way = {true, tile.chunk.owner, signals_of(tile, product.n)};
+        under_way = {true, tile.chunk.owner, signals_of(tile, gemm.n)};
         wait_until_read();  // before the other half is staged in its place
       }
       __syncwarp();
     }
   });
-  if (elected) settle(product, under_way, epoch);
+  if (elected) settle(gemm, under_way, epoch);
   __syncwarp();
 }
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "async_proxy.cuh"
-#include "cuda/portable/matmul_reduce_scatter.cuh"
-#include "product.cuh"
+#include "cuda/portable/gemm/matmul_reduce_scatter.cuh"
+#include "gemm.cuh"
 #include "rounding.cuh"
 #include "staging.h"
 
@@ -35,50 +35,49 @@ PYRUNTIME_DEVICE void stage_result(const Sums& sums, unsigned char* result, int 
 }
 
 // C = the staged part of this rank and those of the others, of one warpgroup's half of a tile.
-template <class Product>
-PYRUNTIME_DEVICE void sum_tile(const Product& product, const Tile& tile, const unsigned char* result,
-                               int thread) {
-  using T = typename Product::Element;
-  constexpr int kPieces = Product::Config::kTileColumns / 8;
-  const T* parts = product.group.template data<T>(product.group.rank);
+template <class Gemm>
+PYRUNTIME_DEVICE void sum_tile(const Gemm& gemm, const Tile& tile, const unsigned char* result, int thread) {
+  using T = typename Gemm::Element;
+  constexpr int kPieces = Gemm::Config::kTileColumns / 8;
+  const T* parts = gemm.group.template data<T>(gemm.group.rank);
   for (int i = thread; i < tile.rows * kPieces; i += kWarpgroup) {
     const int row = i / kPieces, piece = i % kPieces, column = tile.column + piece * 8;
     const int existing = tile.columns - piece * 8;
     if (existing <= 0) continue;
     const auto own = portable::load_vector(reinterpret_cast<const T*>(result + staged_at(row, piece)));
-    const T* bias = product.bias == nullptr ? nullptr : product.bias + column;
-    const auto sum = portable::sum_of_parts(parts + (tile.row + row) * product.part_pitch + column,
-                                            product.part_elements, product.group, own, bias, existing);
-    portable::store_existing(product.c + (tile.row + row) * product.ldc + column, sum, existing);
+    const T* bias = gemm.bias == nullptr ? nullptr : gemm.bias + column;
+    const auto sum = portable::sum_of_parts(parts + (tile.row + row) * gemm.part_pitch + column,
+                                            gemm.part_elements, gemm.group, own, bias, existing);
+    portable::store_existing(gemm.c + (tile.row + row) * gemm.ldc + column, sum, existing);
   }
 }
 
-template <class Product, class Shared, class Pipeline>
-PYRUNTIME_DEVICE void multiply_tiles(const Product& product, Shared& shared, Pipeline& pipeline, int block) {
+template <class Gemm, class Shared, class Pipeline>
+PYRUNTIME_DEVICE void multiply_tiles(const Gemm& gemm, Shared& shared, Pipeline& pipeline, int block) {
   using namespace cute;
-  using Types = typename Product::Types;
-  using Config = typename Product::Config;
+  using Types = typename Gemm::Types;
+  using Config = typename Gemm::Config;
   const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
   const int half = thread / kWarpgroup, in_half = thread % kWarpgroup;
   typename Types::Mainloop mainloop;
   typename Types::Mainloop::PipelineState state;
 
-  for_each_tile(product, block, [&](const Tile& tile) {
+  for_each_tile(gemm, block, [&](const Tile& tile) {
     auto sums =
         partition_fragment_C(typename Types::Mainloop::TiledMma{}, take<0, 2>(typename Types::TileShape{}));
-    mainloop.mma(pipeline, state, sums, product.steps(), thread, shared.operands, product.own);
-    mainloop.mma_tail(pipeline, state, product.steps());
-    state.advance(product.steps());
+    mainloop.mma(pipeline, state, sums, gemm.steps(), thread, shared.operands, gemm.own);
+    mainloop.mma_tail(pipeline, state, gemm.steps());
+    state.advance(gemm.steps());
 
     // For the mover, which has had read what the other warpgroup staged; and for each other, since all
     // threads of this one have done with what they staged before.
     wait(of_half(kFree, half), kHalfAndMover);
-    const bool early = product.bias != nullptr && product.work != Work::kScatter;
-    stage_result<Config>(sums, shared.result, in_half, early ? product.bias + tile.column : nullptr,
+    const bool early = gemm.bias != nullptr && gemm.work != Work::kScatter;
+    stage_result<Config>(sums, shared.result, in_half, early ? gemm.bias + tile.column : nullptr,
                          tile.columns);
-    if (product.is_summed(tile)) {
+    if (gemm.is_summed(tile)) {
       wait(of_half(kParts, half), kHalfAndMover);  // also: the threads of this warpgroup have staged
-      if (!shared.is_stopped()) sum_tile(product, half_of(tile, half), shared.result, in_half);
+      if (!shared.is_stopped()) sum_tile(gemm, half_of(tile, half), shared.result, in_half);
     } else {
       fence_async_shared();
     }

@@ -3,7 +3,7 @@
 // fetches a part of what they share for all.
 #pragma once
 
-#include "cuda/portable/tiles.h"
+#include "cuda/portable/gemm/tiles.h"
 
 namespace pyruntime::sm90 {
 
@@ -47,7 +47,7 @@ TileSchedule make_units(const std::vector<Chunk>& order, int64_t columns) {
 }
 
 // The tile of one block of the cluster. It has no rows where the chunk ends above it, and no columns where
-// the product ends before it. Such a block still fetches its share of what the blocks share, so it waits for
+// the GEMM ends before it. Such a block still fetches its share of what the blocks share, so it waits for
 // the rows that it has, as the others do.
 template <class Config>
 PYRUNTIME_HOST_DEVICE Tile tile_of_block(const Tile& unit, int block) {

@@ -14,8 +14,8 @@
 #include "check.h"
 #include "core/arbiter.h"
 #include "core/deadline.h"
+#include "core/host_process.h"
 #include "core/traffic.h"
-#include "cpu/host_process.h"
 
 namespace {
 
@@ -53,7 +53,7 @@ class Bell {
   }
 
  private:
-  pyruntime::cpu::UniqueFd fd_;
+  pyruntime::UniqueFd fd_;
 };
 
 // An Arbiter, and a way to do things in its thread.
@@ -137,7 +137,9 @@ class FakeLane : public Lane {
   }
   bool done() override { return sent.load() >= chunks.load(); }
   bool needs_polling() override { return polled.load(); }
+  int within() const override { return place.load(); }
 
+  std::atomic<int> place{0};
   std::atomic<int> chunks{kMany};
   std::atomic<int> may_leave{0};
   std::atomic<int> sent{0};
@@ -199,6 +201,20 @@ TEST(within_a_class_lanes_leave_in_the_order_in_which_they_came) {
     for (const auto& lane : all) lane->may_leave = 2;
   });
   EXPECT_EQ(lanes.log.text(), "first first second second third third");
+}
+
+TEST(a_lane_has_a_place_within_its_class_and_never_beside_another) {
+  Office office;
+  Lanes lanes(office);
+  const std::vector all{lanes.add("last", TrafficClass::kDp), lanes.add("middle", TrafficClass::kDp),
+                        lanes.add("first", TrafficClass::kDp), lanes.add("pp", TrafficClass::kPp),
+                        lanes.add("checkpoint", TrafficClass::kCheckpoint)};
+  const std::vector places{1, 0, -1, 9, -9};
+  for (size_t i = 0; i < all.size(); ++i) all[i]->place = places[i];
+  office.in_its_thread([&] {
+    for (const auto& lane : all) lane->may_leave = 2;
+  });
+  EXPECT_EQ(lanes.log.text(), "pp pp first first middle middle last last checkpoint checkpoint");
 }
 
 TEST(a_lane_that_is_not_ready_holds_nothing_up) {

@@ -1,5 +1,8 @@
+#include <algorithm>
 #include <cstdint>
+#include <random>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -52,6 +55,43 @@ TEST(rows_beyond_32_bits_are_cut_without_overflow) {
   const int64_t rows = (int64_t{1} << 40) + 5;
   const ChunkPlan plan(rows, 7, 6);
   EXPECT_EQ(plan.of(6).begin + plan.of(6).rows, rows);
+}
+
+// Rows that are left out change neither whose a row is nor in which half of the pieces it lies.
+TEST(some_rows_keep_their_owners_and_halves) {
+  std::mt19937 random(7);
+  for (int world = 1; world <= kLargestWorld; ++world) {
+    for (const auto& [before, pieces] : {std::pair{1, 1}, {3, 2}, {4, 2}, {6, 4}, {2, 8}}) {
+      for (const int one_in : {1, 2, 5, 1000}) {
+        const int64_t all = kMostRows + world;
+        const ChunkPlan plan(all, world, 0, before);
+        std::vector<int64_t> rows;
+        for (int64_t row = 0; row < all; ++row) {
+          if (random() % one_in == 0) rows.push_back(row);
+        }
+        const ChunkPlan some = plan.of_some(rows, pieces);
+        const bool has_halves = before % 2 == 0 && pieces % 2 == 0;
+        int64_t next = 0, most = 0;
+        for (int owner = 0; owner < world; ++owner) {
+          EXPECT_EQ(some.of(owner).begin, next);
+          most = std::max(most, some.of(owner).rows);
+          const Chunk& whole = plan.of(owner);
+          const int64_t middle = plan.piece(owner, before / 2).begin;
+          for (int piece = 0; piece < pieces; ++piece) {
+            const Chunk chunk = some.piece(owner, piece);
+            EXPECT_EQ(chunk.begin, next);
+            for (; next < chunk.begin + chunk.rows; ++next) {
+              EXPECT(rows[next] >= whole.begin && rows[next] < whole.begin + whole.rows);
+              if (has_halves) EXPECT_EQ(rows[next] < middle, piece < pieces / 2);
+            }
+          }
+        }
+        EXPECT_EQ(next, static_cast<int64_t>(rows.size()));
+        EXPECT_EQ(some.rows(), next);
+        EXPECT_EQ(some.max_rows(), most);
+      }
+    }
+  }
 }
 
 TEST(every_order_visits_every_chunk_once) {

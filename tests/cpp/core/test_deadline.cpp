@@ -54,6 +54,62 @@ TEST(a_peer_that_sent_and_then_ended_is_not_lost) {
   }));
 }
 
+// Work in pieces of a millisecond, so many of them.
+struct Pieces : pyruntime::Filler {
+  explicit Pieces(int count) : left(count) { pyruntime::set_filler(this); }
+  ~Pieces() override { pyruntime::set_filler(nullptr); }
+  bool work() override {
+    if (left == 0) return false;
+    --left;
+    const double begin = monotonic_seconds();
+    while (monotonic_seconds() - begin < 1e-3) continue;
+    return true;
+  }
+  int left;
+};
+
+TEST(a_wait_is_filled_and_ends_when_the_thing_comes) {
+  pyruntime::take_filled();
+  Pieces pieces(1 << 20);
+  const double start = monotonic_seconds();
+  EXPECT(wait_until([&] { return monotonic_seconds() - start > 0.05; }, 10.0, fine));
+  const double waited = monotonic_seconds() - start;
+  EXPECT(pieces.left < (1 << 20));
+  double worked = 0;
+  for (const pyruntime::Span& span : pyruntime::take_filled()) worked += span.end - span.begin;
+  EXPECT(worked > 0.5 * waited);
+  EXPECT(worked <= waited);
+  EXPECT(pyruntime::take_filled().empty());
+}
+
+TEST(what_is_there_already_is_not_kept_waiting_by_work) {
+  Pieces pieces(5);
+  EXPECT(wait_until([] { return true; }, 10.0, fine));
+  EXPECT(pieces.left == 5);
+}
+
+TEST(a_wait_goes_on_when_the_work_is_done) {
+  Pieces pieces(3);
+  const double start = monotonic_seconds();
+  EXPECT(wait_until([&] { return monotonic_seconds() - start > 0.05; }, 10.0, fine));
+  EXPECT(pieces.left == 0);
+}
+
+TEST(a_filled_wait_ends_at_its_deadline) {
+  Pieces pieces(1 << 20);
+  const double start = monotonic_seconds();
+  EXPECT(!wait_until(never, 0.1, fine));
+  EXPECT(monotonic_seconds() - start < 5.0);
+}
+
+TEST(a_filled_wait_that_has_become_pointless_throws) {
+  Pieces pieces(1 << 20);
+  const double start = monotonic_seconds();
+  EXPECT_THROWS(wait_until(never, 30.0, [] { throw std::runtime_error("the peer is gone"); }),
+                "the peer is gone");
+  EXPECT(monotonic_seconds() - start < 10.0);
+}
+
 TEST(an_interrupt_ends_a_wait) {
   pyruntime::set_interrupt_check([] { throw std::runtime_error("interrupted"); });
   EXPECT_THROWS(wait_until(never, 30.0, fine), "interrupted");

@@ -1,0 +1,72 @@
+"""Traffic that nobody waits for: what a machine can do at best while as much as a contender's passes.
+
+Where the cores that multiply also run the network stack, max(T_g, T_c) cannot be reached. The loaded limit is
+the time of the same computation, which exchanges nothing, with an equal volume of unrelated bytes under way,
+until both are over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+PIECE_BYTES = 1 << 20
+PROBE_BYTES = 8 << 20  # by which the headers' share is found
+
+
+def bytes_out() -> int:
+    """That have left through this host's interfaces but the loopback."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    rows = (line.split(":") for line in lines)
+    return sum(int(figures.split()[8]) for name, figures in rows if name.strip() != "lo")
+
+
+def sent_by(work: Callable[[], object]) -> int:
+    """Bytes that leave this host until everybody's `work` has ended: the mean of all ranks, which call it
+    together."""
+    dist.barrier()
+    before = bytes_out()
+    work()
+    dist.barrier()
+    sent = torch.tensor(float(bytes_out() - before))
+    dist.all_reduce(sent)
+    return int(sent) // dist.get_world_size()
+
+
+def pieces(nbytes: int) -> list[torch.Tensor]:
+    """Room for so many bytes, all of it touched."""
+    sizes = [min(PIECE_BYTES, nbytes - begin) for begin in range(0, nbytes, PIECE_BYTES)]
+    return [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+
+
+class Traffic:
+    """`nbytes` leave every host for the next rank's, and as many come from the one before: headers and
+    acknowledgements count, as they do in `sent_by`. One rank a host. All ranks make and use it together."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._out = torch.randint(256, (PIECE_BYTES,), dtype=torch.uint8)
+        probe = min(nbytes, PROBE_BYTES)
+        self._pieces = pieces(probe)
+        self._pieces = pieces(nbytes * probe // sent_by(self.alone))
+
+    def alone(self) -> None:
+        """Returns when all have left and come."""
+        self.beside(lambda: None)()
+
+    def beside(self, work: Callable[[], object]) -> Callable[[], None]:
+        """`work`, which exchanges nothing, while the bytes pass; it ends when both have."""
+
+        def run() -> None:
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            here, there = (rank - 1) % ranks, (rank + 1) % ranks
+            moves = [dist.irecv(piece, here, tag=tag) for tag, piece in enumerate(self._pieces)]
+            moves += [dist.isend(self._out[: len(p)], there, tag=tag) for tag, p in enumerate(self._pieces)]
+            work()
+            for move in moves:
+                if move is not None:
+                    move.wait()
+
+        return run

@@ -1,0 +1,50 @@
+"""Part "load" of bench/gpu: the library is loaded, a GPU is there, and what both are."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import torch
+
+from bench.common.measuring import facts
+from bench.gpu.problem import Emit
+from pyruntime.cuda import library_path, why_not
+
+
+def here() -> dict[str, Any]:
+    """Where this runs; what cannot be found out is left out."""
+    found: dict[str, Any] = {}
+    try:
+        found = facts()
+    except Exception as error:
+        found["facts_error"] = f"{type(error).__name__}: {error}"
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found["gpu"] = {
+            "name": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": properties.L2_cache_size,
+            "cuda_of_torch": torch.version.cuda,
+            "driver": driver(),
+            "is_hopper": (properties.major, properties.minor) == (9, 0),
+        }
+    return found
+
+
+def driver() -> str:
+    """Version of NVIDIA's driver, as its own tool tells it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown: {error}"
+
+
+def load(emit: Emit) -> None:
+    """Raises RuntimeError where the kernels cannot be used."""
+    emit({"kind": "machine", **here()})
+    if reason := why_not():
+        raise RuntimeError(reason)
+    emit({"kind": "note", "text": f"load: {library_path().name} is loaded"})

@@ -1,0 +1,40 @@
+"""The parts of bench/gpu by name, each a function of `emit`, which takes one result (a dict) at a time.
+
+Every part runs in a process of its own: after a fault on the device nothing else can be done in that process.
+"""
+
+from __future__ import annotations
+
+from bench.gpu.baselines import baselines
+from bench.gpu.gemms import gemms
+from bench.gpu.machine import load
+from bench.gpu.overlap import gather_overlap, scatter_overlap
+from bench.gpu.problem import Emit
+from bench.gpu.smoke import smoke
+from bench.gpu.support import support
+from bench.gpu.training import training
+
+
+def run(name: str, emit: Emit, quick: bool) -> None:
+    """The part of this name: one of problem.PARTS, which says what each is."""
+    kind, _, which = name.rpartition("-")
+    if name == "load":
+        load(emit)
+    elif name == "support":
+        support(emit, quick)
+    elif name == "baselines":
+        baselines(emit, quick)
+    elif name == "training":
+        training(emit, quick)
+    elif kind == "gemms":
+        gemms(emit, which, quick)
+    elif kind == "gather-host":
+        gather_overlap(emit, "host", which, quick)
+    elif kind == "gather-throttled":
+        gather_overlap(emit, "380 GB/s", which, quick)
+    elif kind == "scatter-host":
+        scatter_overlap(emit, which, quick)
+    elif kind == "smoke":
+        smoke(emit, which)
+    else:
+        raise ValueError(f"there is no part {name!r}.")

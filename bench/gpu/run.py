@@ -1,0 +1,149 @@
+"""The kernels of csrc/cuda on one GPU: fused GEMMs, overlap against a link, support kernels.
+
+    python bench/gpu [--parts gemms,gather-host,...] [--json FILE] [--budget SECONDS] [--quick]
+
+gemms             fused kernels as rank 0 of 8 runs them, all signals already set, beside torch.matmul of the
+                  same local shape: Llama-3 8B and 70B at tp 8, M = 512 to 16384, bf16
+gather-host       all_gather_matmul whose other ranks' rows stand in pinned memory of the host and are
+                  brought by the copy engine, for T_c / T_g of 0.3 to 3
+gather-throttled  the same on the device, throttled to about 380 GB/s
+scatter-host      matmul_reduce_scatter whose parts leave for pinned memory of the host
+baselines         cuBLAS and, with several GPUs, NCCL without torch, by cupy (extra `tiles`)
+support           AdamW, layers and reduce beside a copy's bandwidth and torch's own
+training          whole training steps of Llama-3.2 1B, bf16, eager and as a CUDA graph, beside plain torch;
+                  attention by flash and by cuDNN
+load              the kernels' library and the device are found; this and smoke only when they are asked for
+smoke             a small run of each fused kernel, for compute-sanitizer
+
+Each but load, support, baselines and training is followed by -portable or -hopper (the fused kernel), overlap
+also by -chunked (torch.matmul on each chunk). A name without an ending stands for all of them.
+
+Each part is a process of its own with a time limit; one that fails is reported and the others still run. One
+process plays all ranks of a group, with a workspace for each. Random data; CUDA events; variants in shuffled
+turns, the median of the rounds; the L2 is overwritten before each timing, and the device is kept waiting
+while the host queues what is timed, so figures contain no launch that the host was late with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from bench.common.measuring import parser_of, write_json
+from bench.gpu import problem
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LEFT_OUT = (
+    "A fused scatter stores straight into its peers' memory, so there is none against a throttled copy. "
+    "Training steps are timed by the wall clock, one variant after the other, launches included."
+)
+
+
+def child(part: str, lines: Path, quick: bool) -> int:
+    """Runs one part; its results go to a file line by line, so what it found outlives it."""
+    import torch
+
+    with lines.open("a", encoding="utf-8") as file:
+
+        def emit(result: dict[str, Any]) -> None:
+            file.write(json.dumps({"part": part, **result}) + "\n")
+            file.flush()
+            print(json.dumps(result)[:400], flush=True)
+
+        try:
+            if not torch.cuda.is_available():
+                raise RuntimeError("torch sees no GPU.")
+            from bench.gpu import parts
+
+            with torch.cuda.stream(torch.cuda.Stream()):
+                parts.run(part, emit, quick)
+                torch.cuda.synchronize()
+        except Exception as error:
+            traceback.print_exc()
+            emit({"kind": "error", "text": f"{part}: {type(error).__name__}: {str(error)[:2000]}"})
+            return 1
+    return 0
+
+
+def run_part(part: str, limit_s: float, quick: bool, arguments: list[str]) -> list[dict[str, Any]]:
+    """What a part found, and as its last result how it ended."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder, "lines")
+        lines.touch()
+        command = [sys.executable, "-m", "bench.gpu.run", "--child", part, "--lines", str(lines)]
+        try:
+            code = subprocess.run([*command, *arguments], cwd=ROOT, timeout=limit_s).returncode
+            how = "passed" if code == 0 else f"failed with exit code {code}"
+        except subprocess.TimeoutExpired:
+            how = f"took longer than {limit_s:.0f} s"
+        results = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines() if line]
+    passed = how == "passed" and not any(r.get("kind") == "error" or r.get("wrong") for r in results)
+    if how == "passed" and not passed:
+        how = "ended, with errors"
+    text = f"{part} {how}, {time.monotonic() - start:.0f} s"
+    return [*results, {"part": part, "kind": "part", "passed": passed, "text": text}]
+
+
+def chosen(names: str) -> list[str]:
+    """The parts that are asked for; a name stands for all that begin with it. Raises ValueError."""
+    if not names:
+        return [part for part in problem.PARTS if part not in problem.UNMEASURED]
+    wanted: list[str] = []
+    for name in filter(None, names.split(",")):
+        found = [part for part in problem.PARTS if part == name or part.startswith(f"{name}-")]
+        if not found:
+            raise ValueError(f"--parts names {name!r}; choose from {', '.join(problem.PARTS)}.")
+        wanted += found
+    return wanted
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--parts", default="", help="which parts, with commas between; default all that is measured"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--budget", type=float, help="seconds for all parts; default: what they may take")
+    parser.add_argument("--quick", action="store_true", help="few and small sizes: a try, no measurement")
+    parser.add_argument("--child", help="run this part in this process; for bench/gpu itself")
+    parser.add_argument("--lines", type=Path, help="where --child writes its results")
+    args = parser.parse_args()
+    try:
+        wanted = chosen(args.parts)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.child:
+        return child(args.child, args.lines or Path(os.devnull), args.quick)
+
+    how = " ".join((__doc__ or "").split("\n\n")[-1].split())
+    from bench.gpu.machine import here
+
+    where = here()
+    if not where.get("gpu", {}).get("is_hopper") and not args.parts:
+        wanted = [part for part in wanted if not part.endswith("-hopper")]
+    print(how, flush=True)
+    end = time.monotonic() + (args.budget or sum(problem.PARTS[part] for part in wanted))
+    results: list[dict[str, Any]] = [{"kind": "note", "text": LEFT_OUT}]
+    for part in wanted:
+        limit_s = min(problem.PARTS[part], end - time.monotonic())
+        if limit_s < 5:
+            results.append({"part": part, "kind": "part", "passed": False, "text": f"{part}: no time left"})
+            continue
+        results += run_part(part, limit_s, args.quick, ["--quick"] if args.quick else [])
+        if args.json:  # after each part: what is there survives whatever comes next
+            write_json(args.json, where, {"how": how, "parts": wanted, "quick": args.quick}, results)
+    print(f"\n{problem.summary(results)}", flush=True)
+    return 0 if all(r["passed"] for r in results if r["kind"] == "part") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

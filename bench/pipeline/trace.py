@@ -1,0 +1,80 @@
+"""A schedule as it ran, and as it is simulated with the stages' measured costs, as pictures.
+
+torchrun --nproc-per-node 2 -m bench.pipeline.trace --kind zb-h1 --plot docs/pipeline
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.common.measuring import parser_of, start_together, started
+from bench.pipeline.run import KINDS, SHAPES, batches, costs_of, loss_of, stages_of
+from pyruntime import comm
+from pyruntime.pipeline import Action, Schedule, Span, Timeline, make_schedule, png, simulate
+from pyruntime.pipeline.executor import Pipeline
+
+
+class Traced(Pipeline):
+    """A pipeline that remembers when it did what, on a clock that is one for all ranks of a host."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.seen: list[tuple[Action, float, float]] = []
+
+    def _execute(self, action, *rest):
+        begin = time.perf_counter()
+        super()._execute(action, *rest)
+        self.seen.append((action, begin, time.perf_counter()))
+
+
+def measured(schedule: Schedule, shape, dtype: torch.dtype, group) -> tuple[Timeline, Timeline]:
+    """As it ran, and as it is simulated; on every rank alike."""
+    stages = stages_of(shape, schedule, group.rank(), dtype)
+    costs = costs_of(shape, stages, schedule, group)
+    lines = shape.micro_batch * shape.seq
+    pipeline = Traced(schedule, stages, group, shapes=[(lines, shape.dim)], dtype=dtype)
+    ids, labels = batches(shape, schedule.micro_batches)
+    loss = loss_of(stages, labels)
+    for _ in range(3):
+        pipeline.seen.clear()
+        dist.barrier()
+        start_together()
+        pipeline.step([[one] for one in ids], loss)
+    told: list = [None] * group.size()
+    dist.all_gather_object(told, pipeline.seen, group=group)
+    start = min(begin for own in told for _, begin, _ in own)
+    spans = [
+        Span(rank, action, begin - start, end - start)
+        for rank, own in enumerate(told)
+        for action, begin, end in own
+        if action.kind.is_compute
+    ]
+    ran = Timeline(schedule, tuple(spans), max(span.end for span in spans))
+    return ran, simulate(schedule, costs)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--plot", required=True, metavar="FOLDER", help="for KIND-measured.png, KIND-simulated.png"
+    )
+    parser.add_argument("--kind", choices=KINDS, default="zb-h1")
+    parser.add_argument("--shape", choices=SHAPES, default="dim1024")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    args = parser.parse_args()
+    with started({"pp": -1, "tp": 1}) as runtime:
+        group = comm.process_group(runtime.pp)
+        schedule = make_schedule(args.kind, group.size(), args.micro_batches, virtual=KINDS[args.kind])
+        timelines = measured(schedule, SHAPES[args.shape], torch.bfloat16, group)
+        if runtime.rank == 0:
+            for name, timeline in zip(("measured", "simulated"), timelines, strict=True):
+                png(timeline, Path(args.plot) / f"{args.kind}-{name}.png")
+                print(f"{args.kind} {name}: {timeline.makespan * 1e3:.0f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+// Where the operands of a fused GEMM lie in memory, and how its results are stored.
+#pragma once
+
+#include "operand_tile.cuh"
+#include "tiles.h"
+
+namespace pyruntime::portable {
+
+template <class T>
+struct Matrices {
+  using Element = T;
+
+  const T* a;
+  const T* b;
+  const T* bias;
+  T* c;
+  int64_t lda, ldb, ldc;
+};
+
+// `rows` rows of A from row `first` on, and the columns of B of a tile.
+template <class T>
+PYRUNTIME_DEVICE Operand<T> operand_a(const T* a, int64_t lda, int64_t first, int rows) {
+  return {a + first * lda, lda, rows};
+}
+
+template <int kLayout, class T>
+PYRUNTIME_DEVICE Operand<T> operand_b(const Matrices<T>& m, const Tile& tile) {
+  return {kLayout == PYRUNTIME_NT ? m.b + tile.column * m.ldb : m.b + tile.column, m.ldb, tile.columns};
+}
+
+// Writes the elements of `vector` that exist: `count` of them, as one access where that is possible.
+template <class T>
+PYRUNTIME_DEVICE void store_existing(T* to, const Vector<T>& vector, int count) {
+  if (count >= Vector<T>::kCount && is_aligned(to)) return store_vector(to, vector);
+#pragma unroll
+  for (int e = 0; e < Vector<T>::kCount; ++e) {
+    if (e < count) to[e] = vector.values[e];
+  }
+}
+
+}  // namespace pyruntime::portable

@@ -1,0 +1,91 @@
+// A tile of one operand of a GEMM in shared memory: where each element lies, and which part of it each
+// thread brings. How they come there is the pipeline's (pipeline_async.cuh, pipeline_registers.cuh).
+#pragma once
+
+#include "cuda/compat.h"
+#include "cuda/portable/numbers.cuh"
+
+namespace pyruntime::portable {
+
+// Of k in a tile.
+#if PYRUNTIME_CDNA
+constexpr int kDepth = 32;  // two stages of it leave room for the large tiles' results
+#else
+constexpr int kDepth = 64;
+#endif
+
+// The part of an operand that one tile of the GEMM needs: `rows` rows of A (columns of B) from `data` on.
+template <class T>
+struct Operand {
+  const T* data;
+  int64_t pitch;  // elements from line to line
+  int rows;
+};
+
+// kAlongK: k is contiguous in memory, and a line is a row; otherwise a line is what all rows have at one k.
+// Lines lie in shared memory as 16-byte chunks, whose place is exclusive-ored with the line's number: the
+// same chunk of 8 lines that follow each other then lies in 8 different groups of banks. Where a line has 4
+// chunks, two lines share what all banks hold at once.
+template <class T, bool kAlongK, int kRows, int kThreads>
+struct OperandTile {
+  static constexpr int kTileRows = kRows;
+  static constexpr int kLines = kAlongK ? kRows : kDepth;
+  static constexpr int kChunks = (kAlongK ? kDepth : kRows) / 8;
+  static constexpr int kBytes = kLines * kChunks * 16;
+  // The lines that a thread takes part in lie so far apart; a multiple of 8, so that they are swizzled alike.
+  static constexpr int kStep = kThreads / kChunks;
+  static constexpr int kParts = kLines / kStep;
+  static constexpr int kLinesAcrossBanks = kChunks < 8 ? 8 / kChunks : 1;
+  static_assert(kChunks % 8 == 0 || kChunks == 4);
+  static_assert(kThreads % kChunks == 0 && kStep % 8 == 0 && kLines % kStep == 0);
+
+  static PYRUNTIME_DEVICE int offset(int line, int chunk) {
+    return (line * kChunks + (chunk ^ line % 8 / kLinesAcrossBanks)) * 16;
+  }
+
+  // Where element (row, k) lies; k and row are multiples of what is read at once.
+  static PYRUNTIME_DEVICE int offset_of(int row, int k) {
+    return kAlongK ? offset(row, k / 8) + k % 8 * 2 : offset(k, row / 8) + row % 8 * 2;
+  }
+
+  // Where this thread's part i lies.
+  static PYRUNTIME_DEVICE int offset_of_part(int i) {
+    const int thread = static_cast<int>(threadIdx.x);
+    return offset(thread / kChunks, thread % kChunks) + i * kStep * kChunks * 16;
+  }
+
+  // By all threads: use(i, to, source, count) for each of a thread's kParts parts. A part is 8 elements,
+  // which belong at offset `to` of the tile; the first `count` of them exist, at `source`, and the others are
+  // zero. `depth` of the k that are left exist.
+  template <int kUnroll, class Use>
+  static PYRUNTIME_DEVICE void each_part(const Operand<T>& from, int first_k, int depth, const Use& use) {
+    const int first_line = static_cast<int>(threadIdx.x) / kChunks,
+              chunk = static_cast<int>(threadIdx.x) % kChunks;
+    const int lines = (kAlongK ? from.rows : depth) - first_line;
+    const int length = (kAlongK ? depth : from.rows) - chunk * 8;
+    const int count = length < 0 ? 0 : length > 8 ? 8 : length;
+    const T* source =
+        from.data + (kAlongK ? first_k : first_k * from.pitch) + first_line * from.pitch + chunk * 8;
+#pragma unroll kUnroll
+    for (int i = 0; i < kParts; ++i) {
+      use(i, offset_of_part(i), source, i * kStep < lines ? count : 0);
+      source += kStep * from.pitch;
+    }
+  }
+};
+
+template <class T>
+PYRUNTIME_DEVICE bool takes_vectors(const Operand<T>& operand) {
+  return is_aligned(operand.data) && operand.pitch % Vector<T>::kCount == 0;
+}
+
+// The elements of a part, one by one: slow, and right for any alignment.
+template <class T>
+PYRUNTIME_DEVICE Vector<T> load_elements(const T* source, int count) {
+  Vector<T> vector;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) vector.values[e] = e < count ? source[e] : T{0};
+  return vector;
+}
+
+}  // namespace pyruntime::portable

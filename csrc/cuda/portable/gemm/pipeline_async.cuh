@@ -1,0 +1,54 @@
+// Tiles of operands on their way into shared memory by cp.async (PTX ISA, "Asynchronous copy"): kStages tiles
+// of A and B in shared memory, of which one is multiplied while the others arrive.
+#pragma once
+
+#include "operand_tile.cuh"
+
+namespace pyruntime::portable {
+
+template <class OperandTile, class T>
+PYRUNTIME_DEVICE void load_tile(unsigned char* tile, const Operand<T>& from, int first_k, int depth,
+                                bool aligned) {
+  if (aligned) {
+    OperandTile::template each_part<OperandTile::kParts>(
+        from, first_k, depth, [&](int, int to, const T* source, int count) {
+          // Nothing is read where nothing exists, but the address has to be one that does.
+          device::copy_async(tile + to, count > 0 ? source : from.data, count * 2);
+        });
+  } else {
+    OperandTile::template each_part<1>(from, first_k, depth, [&](int, int to, const T* source, int count) {
+      store_vector(reinterpret_cast<T*>(tile + to), load_elements(source, count));
+    });
+  }
+}
+
+// Calls multiply(tiles, nothing to do meanwhile) for each kDepth of all k, with A's tile and then B's at
+// `tiles`. Ends with a barrier: shared memory is free.
+template <class Config, class ATile, class BTile, class T, class Multiply>
+PYRUNTIME_DEVICE void run_pipeline(unsigned char* shared, const Operand<T>& a, const Operand<T>& b, int64_t k,
+                                   const Multiply& multiply) {
+  constexpr int kStages = Config::kStages;
+  const bool a_aligned = takes_vectors(a), b_aligned = takes_vectors(b);
+  const int steps = static_cast<int>((k + kDepth - 1) / kDepth);
+  const auto stage = [&](int step) { return shared + step % kStages * Config::kStageBytes; };
+  const auto load = [&](int step) {
+    if (step < steps) {
+      const int first = step * kDepth, depth = static_cast<int>(k) - first;
+      load_tile<ATile>(stage(step), a, first, depth, a_aligned);
+      load_tile<BTile>(stage(step) + ATile::kBytes, b, first, depth, b_aligned);
+    }
+    device::copy_async_commit();  // empty ones too: the wait below counts groups
+  };
+  for (int step = 0; step < kStages - 1; ++step) load(step);
+  for (int step = 0; step < steps; ++step) {
+    device::copy_async_wait<kStages - 2>();
+    // All threads' copies of this step are there, and all have read the stage that is filled next.
+    __syncthreads();
+    load(step + kStages - 1);
+    multiply(stage(step), [] {});
+  }
+  device::copy_async_wait<0>();
+  __syncthreads();
+}
+
+}  // namespace pyruntime::portable

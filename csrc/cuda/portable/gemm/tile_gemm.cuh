@@ -1,0 +1,157 @@
+// The persistent tile GEMM that all fused kernels share. A Job holds the schedule of tiles, k, and a bias
+// to add before rounding (early_bias(), or nullptr). Its start() gives a Run, which says what must have
+// arrived before a tile is read, and where a finished tile goes; all its functions but store() are called by
+// all threads:
+//
+//   bool begin(tile)                before anything is read; false: stop
+//   Operand<T> a(tile), b<layout>(tile)
+//   bool before_store(tile)         a barrier, when the GEMM is staged; false: stop
+//   void store(tile, row, column, vector)   8 elements of the tile; some may lie beyond its last column
+//   void after_store(tile)          a barrier
+//   void end()                      by every block, once
+#pragma once
+
+#include "cuda/compat.h"
+#include "cuda/portable/numbers.cuh"
+#include "operand_tile.cuh"
+#include "tiles.h"
+
+#if PYRUNTIME_CDNA
+#include "mma_mfma.cuh"
+#include "pipeline_registers.cuh"
+#else
+#include "mma_ptx.cuh"
+#include "pipeline_async.cuh"
+#endif
+
+namespace pyruntime::portable {
+
+template <int kRows, int kColumns, int kDown, int kAcross, int kPipeline, int kBlocks>
+struct Tiles {
+  static constexpr int kTileRows = kRows, kTileColumns = kColumns;
+  static constexpr int kWarpsAcross = kAcross;
+  static constexpr int kThreads = kDown * kAcross * device::kWarpSize;
+  static constexpr int kWarpRows = kRows / kDown, kWarpColumns = kColumns / kAcross;
+  static constexpr int kUnitsDown = kWarpRows / 16, kUnitsAcross = kWarpColumns / 16;
+  static constexpr int kStages = kPipeline;
+  static constexpr int kMinBlocks = kBlocks;  // on a multiprocessor
+  static constexpr int kStageBytes = (kRows + kColumns) * kDepth * 2;
+  static constexpr int kResultPitch = kColumns * 2 + 16;     // bytes; 16 more, against conflicts of banks
+  static constexpr int kResultBytes = kRows * kResultPitch;  // staged where the pipeline was
+  static constexpr int kSharedBytes =
+      kStages * kStageBytes > kResultBytes ? kStages * kStageBytes : kResultBytes;
+#if PYRUNTIME_CDNA
+  static_assert(kSharedBytes + 256 <= 64 * 1024, "256 bytes are what HIP needs for barriers");
+#endif
+};
+
+#if PYRUNTIME_CDNA
+// 64 KB of shared memory: two blocks of small tiles, or one of large ones; two waves a SIMD in both.
+using SmallTiles = Tiles<64, 128, 2, 2, 2, 2>;
+using LargeTiles = Tiles<128, 128, 2, 4, 2, 1>;
+#else
+// Small ones fit every device from 8.0 on, two blocks on most; large ones need 144 KB: 8.0, 9.0 and up. In
+// both a warp's 64 columns by 32 or 64 rows keep the tensor cores busier than shared memory.
+using SmallTiles = Tiles<64, 128, 2, 2, 3, 2>;
+using LargeTiles = Tiles<128, 256, 2, 4, 3, 1>;
+#endif
+
+template <class Config, class T, int kLayout>
+struct TileGemm {
+  static constexpr bool kBAlongK = kLayout == PYRUNTIME_NT;
+  using ATile = OperandTile<T, true, Config::kTileRows, Config::kThreads>;
+  using BTile = OperandTile<T, kBAlongK, Config::kTileColumns, Config::kThreads>;
+  using Sums = typename Mma<T>::Sum[Config::kUnitsDown][Config::kUnitsAcross];
+
+  // sums = A B over all k. Ends with a barrier: shared memory is free.
+  static PYRUNTIME_DEVICE void run(Sums& sums, unsigned char* shared, const Operand<T>& a,
+                                   const Operand<T>& b, int64_t k) {
+    run_pipeline<Config, ATile, BTile>(
+        shared, a, b, k,
+        [&](const unsigned char* tiles, const auto& meanwhile) { multiply(sums, tiles, meanwhile); });
+  }
+
+  // Calls meanwhile() when the first operands have been asked for.
+  template <class Meanwhile>
+  static PYRUNTIME_DEVICE void multiply(Sums& sums, const unsigned char* tiles, const Meanwhile& meanwhile) {
+    const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
+    const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
+    const int row = warp / Config::kWarpsAcross * Config::kWarpRows;
+    const int column = warp % Config::kWarpsAcross * Config::kWarpColumns;
+#pragma unroll
+    for (int k = 0; k < kDepth; k += Mma<T>::kDepth) {
+      typename Mma<T>::A a[Config::kUnitsDown];
+      typename Mma<T>::B b[Config::kUnitsAcross];
+#pragma unroll
+      for (int i = 0; i < Config::kUnitsDown; ++i) {
+        Mma<T>::template load_a<ATile>(a[i], tiles, row + 16 * i, k, lane);
+      }
+#pragma unroll
+      for (int j = 0; j < Config::kUnitsAcross; ++j) {
+        Mma<T>::template load_b<BTile, kBAlongK>(b[j], tiles + ATile::kBytes, column + 16 * j, k, lane);
+      }
+      if (k == 0) meanwhile();
+#pragma unroll
+      for (int i = 0; i < Config::kUnitsDown; ++i) {
+#pragma unroll
+        for (int j = 0; j < Config::kUnitsAcross; ++j) Mma<T>::multiply(sums[i][j], a[i], b[j]);
+      }
+    }
+  }
+
+  // Rounds the sums into shared memory, row by row.
+  static PYRUNTIME_DEVICE void stage_result(const Sums& sums, unsigned char* shared, const T* bias,
+                                            int columns) {
+    const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
+    const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
+    const int row = warp / Config::kWarpsAcross * Config::kWarpRows;
+    const int column = warp % Config::kWarpsAcross * Config::kWarpColumns;
+#pragma unroll
+    for (int i = 0; i < Config::kUnitsDown; ++i) {
+#pragma unroll
+      for (int j = 0; j < Config::kUnitsAcross; ++j) {
+        Mma<T>::for_each(sums[i][j], lane, [&](int r, int c, const float* values) {
+          const int at = column + 16 * j + c;
+          struct alignas(sizeof(T) * Mma<T>::kAdjacent) Rounded {
+            T values[Mma<T>::kAdjacent];
+          } rounded;
+#pragma unroll
+          for (int e = 0; e < Mma<T>::kAdjacent; ++e) {
+            const float added = bias != nullptr && at + e < columns ? to_float(bias[at + e]) : 0.0f;
+            rounded.values[e] = round_to<T>(values[e] + added);
+          }
+          *reinterpret_cast<Rounded*>(shared + (row + 16 * i + r) * Config::kResultPitch + at * 2) = rounded;
+        });
+      }
+    }
+  }
+};
+
+template <class Config, class T, int kLayout, class Job>
+PYRUNTIME_KERNEL(Config::kThreads, Config::kMinBlocks)
+tile_gemm(PYRUNTIME_PARAMETER Job parameter) {
+  const Job& job = device::first_parameter(parameter);
+  using Gemm = TileGemm<Config, T, kLayout>;
+  PYRUNTIME_SHARED(shared);
+  auto run = job.start();
+  Tile tile;
+  for (int64_t number = blockIdx.x; job.schedule.at(number, tile); number += gridDim.x) {
+    if (!run.begin(tile)) break;
+    typename Gemm::Sums sums{};
+    Gemm::run(sums, shared, run.a(tile), run.template b<kLayout>(tile), job.k);
+    const T* bias = job.early_bias();
+    Gemm::stage_result(sums, shared, bias == nullptr ? nullptr : bias + tile.column, tile.columns);
+    if (!run.before_store(tile)) break;
+    constexpr int kVectors = Config::kTileColumns / 8;
+    for (int i = threadIdx.x; i < tile.rows * kVectors; i += Config::kThreads) {
+      const int row = i / kVectors, column = i % kVectors * 8;
+      if (column >= tile.columns) continue;
+      const unsigned char* staged = shared + row * Config::kResultPitch + column * 2;
+      run.store(tile, row, column, load_vector(reinterpret_cast<const T*>(staged)));
+    }
+    run.after_store(tile);
+  }
+  run.end();
+}
+
+}  // namespace pyruntime::portable

@@ -1,0 +1,302 @@
+// The column linears, where each rank makes some columns of Y: of an x that is gathered, and of one that
+// every rank holds whole.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <cstddef>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "core/saved_output.h"
+#include "ops/gather_matmul.h"
+#include "ops/gemm.h"
+#include "ops/matmul_scatter.h"
+#include "ops/operators.h"
+#include "ops/weight_gradient.h"
+
+namespace pyruntime {
+
+namespace {
+
+// --- kernels
+
+int64_t total_width(at::TensorList weights) {
+  int64_t width = 0;
+  for (const at::Tensor& weight : weights) width += weight.size(0);
+  return width;
+}
+
+void append_wgrads(Tensors& result, at::TensorList weights, const std::vector<Operand>& grads,
+                   const at::Tensor& x, Group& group) {
+  const bool in_pieces = group.crosses_hosts(x.device());
+  for (size_t i = 0; i < weights.size(); ++i)
+    result.push_back(weight_gradient(weights[i], grads[i].data, x, in_pieces));
+}
+
+Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
+                          const OptionalTensorList& optional_biases, c10::string_view group_name, int64_t dim,
+                          c10::SymInt all_rows, bool return_gathered,
+                          std::optional<bool> /*keep_gathered: what autograd saves*/, c10::string_view tier) {
+  constexpr const char* kOp = "all_gather_matmul";
+  const Tensors biases = optional_tensors(optional_biases, weights.size(), kOp);
+  check_linear(kOp, x_shard, weights, biases);
+  const Operand x = Operand::of(x_shard, dim, "x_shard");
+  const TierChoice asked = tier_named(std::string(tier));
+  Group& group = Group::get(std::string(group_name));
+  const c10::DeviceGuard on(x_shard.device());
+  const int64_t asked_rows = all_rows.expect_int();
+  TORCH_CHECK_VALUE(asked_rows >= kUnknownRows, kOp, " was given rows=", asked_rows,
+                    "; pass the rows over all ranks, or None.");
+  const int64_t rows = agreed_rows(group, x, asked_rows);
+  check_shard_rows(kOp, ChunkPlan(rows, group.world_size(), group.rank()), x);
+  const TierChoice choice = choose_tier(group, kOp, x, rows, total_width(weights), x.width, asked);
+  GatherMatmul gather(group, Op::kAllGatherMatmul, x, rows, choice, /*keep_rows=*/return_gathered);
+  Tensors outputs;
+  std::vector<GatherMatmul::Gemm> gemms;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const int64_t width = weights[i].size(0);
+    outputs.push_back(at::empty(x.sizes_with(rows, width), x_shard.options()));
+    gemms.push_back({outputs[i].view({x.blocks, rows * x.inner, width}), weights[i], biases[i]});
+  }
+  gather.multiply(gemms, /*transposed=*/true);
+  if (return_gathered) {
+    const at::Tensor gathered = group.world_size() == 1 ? x_shard.clone() : gather.rows();
+    outputs.push_back(gathered.view(x.sizes_with(rows, x.width)));
+  }
+  gather.finish();
+  return outputs;
+}
+
+// [dX_shard if need_dx] + [dW_i if need_dw].  `x` is the shard, or the gathered operand where `gathered`.
+// The shards of x come back while dX is computed and leaves, and dW runs while the parts of dX travel.
+Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_given, bool gathered,
+                                   at::TensorList weights, c10::string_view group_name, int64_t dim,
+                                   bool need_dx, bool need_dw, c10::string_view tier) {
+  const Operand x = Operand::of(x_given, dim, "x");
+  std::vector<Operand> dy;
+  for (const at::Tensor& grad : grads) dy.push_back(Operand::of(grad, dim, "grad"));
+  const Operand& rows = dy.front();
+  Group& group = Group::get(std::string(group_name));
+  const c10::DeviceGuard on(x_given.device());
+  const TierChoice choice = choose_tier(group, "all_gather_matmul_backward", rows, rows.rows,
+                                        total_width(weights), x.width, tier_named(std::string(tier)));
+  std::optional<GatherMatmul> gather;
+  // A tuned number of chunks is of the rows that are multiplied, and not of these.
+  if (need_dw && !gathered)
+    gather.emplace(group, Op::kAllGather, x, rows.rows, TierChoice{choice.tier}, /*keep_rows=*/true);
+  std::optional<MatmulScatter> scatter;
+  if (need_dx)
+    scatter.emplace(group, MatmulScatter::Parts{dy, weights.vec(), /*transposed=*/false}, /*all=*/false,
+                    choice);
+  Tensors dw;
+  if (need_dw) append_wgrads(dw, weights, dy, gather ? gather->rows() : x.data, group);
+  if (gather) gather->finish();
+  Tensors result;
+  if (scatter) {
+    const int64_t own_rows = rows_of_rank(rows.rows, group.world_size(), group.rank());
+    result.push_back(scatter->finish().view(rows.sizes_with(own_rows, x.width)));
+  }
+  result.insert(result.end(), dw.begin(), dw.end());
+  return result;
+}
+
+Tensors replicated_matmul(const at::Tensor& x, at::TensorList weights,
+                          const OptionalTensorList& optional_biases, c10::string_view /*group*/,
+                          c10::string_view /*tier: only the backward travels*/) {
+  constexpr const char* kOp = "replicated_matmul";
+  const Tensors biases = optional_tensors(optional_biases, weights.size(), kOp);
+  check_linear(kOp, x, weights, biases);
+  const Operand rows = Operand::of_rows(x, "x");
+  Tensors outputs;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    std::vector<int64_t> sizes = x.sizes().vec();
+    sizes.back() = weights[i].size(0);
+    outputs.push_back(at::empty(sizes, x.options()));
+    linear_forward(outputs[i].view({1, rows.rows, sizes.back()}), rows.data, weights[i], biases[i]);
+  }
+  return outputs;
+}
+
+// [dX if need_dx] + [dW_i if need_dw]: dX = sum over ranks and weights of dY_i @ W_i, under whose way dW
+// runs.
+Tensors replicated_matmul_backward(at::TensorList grads, const at::Tensor& x, at::TensorList weights,
+                                   c10::string_view group_name, bool need_dx, bool need_dw,
+                                   c10::string_view tier) {
+  const Operand rows = Operand::of_rows(x, "x");
+  std::vector<Operand> dy;
+  for (const at::Tensor& grad : grads) dy.push_back(Operand::of_rows(grad, "grad"));
+  Group& group = Group::get(std::string(group_name));
+  const c10::DeviceGuard on(x.device());
+  std::optional<MatmulScatter> scatter;
+  if (need_dx) {
+    const TierChoice choice = choose_tier(group, "replicated_matmul_backward", rows, rows.rows,
+                                          total_width(weights), rows.width, tier_named(std::string(tier)));
+    scatter.emplace(group, MatmulScatter::Parts{dy, weights.vec(), /*transposed=*/false}, /*all=*/true,
+                    choice);
+  }
+  Tensors dw;
+  if (need_dw) append_wgrads(dw, weights, dy, rows.data, group);
+  Tensors result;
+  if (scatter) result.push_back(scatter->finish().view(x.sizes()));
+  result.insert(result.end(), dw.begin(), dw.end());
+  return result;
+}
+
+// --- autograd
+
+// What a column linear's autograd is given beside tensors.
+struct ColumnCall {
+  std::function<Tensors()> forward;  // the operator
+  std::vector<int64_t> has_bias;     // by weight
+  c10::string_view group;
+  c10::string_view tier;
+  int64_t dim = -1;  // along which x is gathered; -1: it is whole
+  bool return_gathered = false;
+  bool keep_gathered = false;
+};
+
+// Of all column linears; autograd wants their tensors in one list: x, the weights, the biases that are there.
+struct ColumnLinear : Function<ColumnLinear> {
+  static variable_list forward(AutogradContext* ctx, at::TensorList inputs, const ColumnCall& call) {
+    variable_list outputs = [&] {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      return call.forward();
+    }();
+    variable_list saved{call.keep_gathered ? saved_output(outputs.back()) : inputs[0]};
+    if (call.keep_gathered && !call.return_gathered) outputs.pop_back();
+    const at::TensorList weights = inputs.slice(1, call.has_bias.size());
+    saved.insert(saved.end(), weights.begin(), weights.end());
+    ctx->save_for_backward(saved);
+    ctx->saved_data["group"] = std::string(call.group);
+    ctx->saved_data["tier"] = std::string(call.tier);
+    ctx->saved_data["dim"] = call.dim;
+    ctx->saved_data["gathered"] = call.keep_gathered;
+    ctx->saved_data["has_bias"] = call.has_bias;
+    return outputs;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_second_derivatives(ctx->saved_data["dim"].toInt() < 0 ? "replicated_matmul" : "all_gather_matmul");
+    const std::vector<int64_t> has_bias = ctx->saved_data["has_bias"].toIntVector();
+    const size_t count = has_bias.size();
+    const bool need_dx = ctx->needs_input_grad(0);
+    bool need_dw = false;
+    for (size_t i = 0; i < count; ++i) need_dw |= ctx->needs_input_grad(1 + i);
+    Tensors found;
+    if (need_dx || need_dw) {
+      const Tensors saved = ctx->get_saved_variables();  // once: checkpointing takes them back then
+      if (need_dw && multiplies_later(ctx, saved, grads)) need_dw = false;
+      if (need_dx || need_dw)
+        found = grads_of_matmul(ctx, saved, at::TensorList(grads).slice(0, count), need_dx, need_dw);
+    }
+    variable_list result(1 + count);
+    size_t next = 0;
+    if (need_dx) result[0] = found[next++];
+    // The gathered x, where it was returned, was used by every rank: its gradients add up over them.
+    if (need_dx && grads.size() > count) {
+      result[0] = result[0] + call_reduce_scatter(grads[count], ctx->saved_data["group"].toStringRef(),
+                                                  ctx->saved_data["dim"].toInt());
+    }
+    for (size_t i = 0; need_dw && i < count; ++i) result[1 + i] = found[next++];
+    for (size_t i = 0; i < count; ++i) {
+      if (has_bias[i] != 0)
+        result.push_back(ctx->needs_input_grad(result.size()) ? sum_over_rows(grads[i]) : at::Tensor());
+    }
+    result.emplace_back();  // the call
+    return result;
+  }
+
+ private:
+  // Whether the weights' gradients come later, under this op's wait for dX and what follows. All of x is
+  // here.
+  static bool multiplies_later(AutogradContext* ctx, const Tensors& saved, variable_list& grads) {
+    const at::TensorList weights = at::TensorList(saved).slice(1);
+    const int64_t dim = ctx->saved_data["dim"].toInt();
+    if (dim >= 0 && !ctx->saved_data["gathered"].toBool()) return false;
+    if (!Group::get(ctx->saved_data["group"].toStringRef()).crosses_hosts(saved[0].device())) return false;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      if (!ctx->needs_input_grad(1 + i) || !may_come_later(weights[i])) return false;
+    }
+    const auto blocks = [&](const at::Tensor& t, const char* what) {
+      return dim < 0 ? Operand::of_rows(t, what).data : Operand::of(t, dim, what).data;
+    };
+    const at::Tensor x = blocks(saved[0], "x");
+    for (size_t i = 0; i < weights.size(); ++i) {
+      grads[i] = grads[i].contiguous();
+      multiply_later(weights[i], "all_gather_matmul weight gradient", blocks(grads[i], "grad"), x);
+    }
+    return true;
+  }
+
+  // Of x and of the weights.
+  static Tensors grads_of_matmul(AutogradContext* ctx, const Tensors& saved, at::TensorList grads,
+                                 bool need_dx, bool need_dw) {
+    const at::TensorList weights = at::TensorList(saved).slice(1);
+    const std::string group = ctx->saved_data["group"].toStringRef();
+    const std::string tier = ctx->saved_data["tier"].toStringRef();
+    const int64_t dim = ctx->saved_data["dim"].toInt();
+    if (dim < 0)
+      return Operator<replicated_matmul_backward>::call(grads, saved[0], weights, group, need_dx, need_dw,
+                                                        tier);
+    return Operator<all_gather_matmul_backward>::call(grads, saved[0], ctx->saved_data["gathered"].toBool(),
+                                                      weights, group, dim, need_dx, need_dw, tier);
+  }
+};
+
+Tensors apply(const char* op, const at::Tensor& x, at::TensorList weights, const OptionalTensorList& biases,
+              ColumnCall call) {
+  Tensors inputs{x};
+  inputs.insert(inputs.end(), weights.begin(), weights.end());
+  for (const at::Tensor& bias : optional_tensors(biases, weights.size(), op)) {
+    call.has_bias.push_back(bias.defined());
+    if (bias.defined()) inputs.push_back(bias);
+  }
+  return ColumnLinear::apply(at::TensorList(inputs), call);
+}
+
+Tensors all_gather_matmul_autograd(const at::Tensor& x, at::TensorList weights,
+                                   const OptionalTensorList& biases, c10::string_view group, int64_t dim,
+                                   c10::SymInt rows, bool return_gathered, std::optional<bool> keep_gathered,
+                                   c10::string_view tier) {
+  // On one host gathering again costs next to nothing; over a network it costs a transfer.
+  const bool keep =
+      keep_gathered.has_value() ? *keep_gathered : Group::get(std::string(group)).crosses_hosts(x.device());
+  const auto forward = [&] {
+    return Operator<all_gather_matmul>::call(x, weights, biases, group, dim, rows, keep || return_gathered,
+                                             false, tier);
+  };
+  const int64_t cut = dim < 0 ? dim + x.dim() : dim;
+  return apply("all_gather_matmul", x, weights, biases,
+               {forward, {}, group, tier, cut, return_gathered, keep});
+}
+
+Tensors replicated_matmul_autograd(const at::Tensor& x, at::TensorList weights,
+                                   const OptionalTensorList& biases, c10::string_view group,
+                                   c10::string_view tier) {
+  const auto forward = [&] { return Operator<replicated_matmul>::call(x, weights, biases, group, tier); };
+  return apply("replicated_matmul", x, weights, biases, {forward, {}, group, tier});
+}
+
+}  // namespace
+
+void register_column_linears(torch::Library& m) {
+  Operator<all_gather_matmul>::define_differentiable<all_gather_matmul_autograd>(
+      m,
+      "all_gather_matmul(Tensor x_shard, Tensor[] weights, Tensor?[] biases, str group, int dim, SymInt "
+      "rows, "
+      "bool return_gathered, bool? keep_gathered, str tier) -> Tensor[]");
+  Operator<all_gather_matmul_backward>::define(
+      m,
+      "all_gather_matmul_backward(Tensor[] grads, Tensor x, bool gathered, Tensor[] weights, str group, "
+      "int dim, bool need_dx, bool need_dw, str tier) -> Tensor[]");
+  Operator<replicated_matmul>::define_differentiable<replicated_matmul_autograd>(
+      m, "replicated_matmul(Tensor x, Tensor[] weights, Tensor?[] biases, str group, str tier) -> Tensor[]");
+  Operator<replicated_matmul_backward>::define(
+      m,
+      "replicated_matmul_backward(Tensor[] grads, Tensor x, Tensor[] weights, str group, bool need_dx, "
+      "bool need_dw, str tier) -> Tensor[]");
+}
+
+}  // namespace pyruntime

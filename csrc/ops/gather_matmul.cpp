@@ -1,0 +1,67 @@
+// The gathering engine: GEMMs on rows as they arrive. What it promises: gather_matmul.h.
+#include "ops/gather_matmul.h"
+
+#include <ATen/ops/empty.h>
+
+#include <utility>
+
+#include "ops/gemm.h"
+
+namespace pyruntime {
+
+namespace {
+
+void multiply_rows(const at::Tensor& out, const at::Tensor& rows, const GatherMatmul::Gemm& gemm,
+                   bool transposed) {
+  if (transposed) {
+    linear_forward(out, rows, gemm.weight, gemm.bias);
+  } else {
+    linear_dgrad(out, rows, gemm.weight, /*accumulate=*/false);
+  }
+}
+
+}  // namespace
+
+GatherMatmul::GatherMatmul(Group& group, Op op, const Operand& shard, int64_t rows, TierChoice choice,
+                           bool keep_rows)
+    : shard_(shard), choice_(std::move(choice)), keep_rows_(keep_rows) {
+  if (group.world_size() == 1) {
+    rows_ = shard.data;
+    own_ = {0, 0, shard.rows};
+    return;
+  }
+  flight_.emplace(group.transport(shard.data.device()), op, shard, rows, choice_.chunks);
+  own_ = flight_->order().front();
+  if (choice_.tier != Tier::kUnfused) return;
+  rows_ = flight_->collect();
+  flight_->finish();
+  flight_.reset();  // its memory is free for the GEMMs
+}
+
+void GatherMatmul::multiply(const std::vector<Gemm>& gemms, bool transposed) {
+  if (gemms.empty()) return;
+  if (choice_.tier == Tier::kChunked) return multiply_chunks(gemms, transposed);
+  for (const Gemm& gemm : gemms) {
+    if (choice_.tier == Tier::kFused) {
+      flight_->multiply(gemm.out, gemm.weight, transposed, gemm.bias, choice_.tiles);
+    } else {
+      multiply_rows(gemm.out, rows(), gemm, transposed);
+    }
+  }
+}
+
+void GatherMatmul::multiply_chunks(const std::vector<Gemm>& gemms, bool transposed) {
+  if (keep_rows_) rows_ = flight_->empty_rows();
+  for (const Chunk& chunk : flight_->order()) {
+    const at::Tensor rows = flight_->chunk(chunk);
+    for (const Gemm& gemm : gemms) multiply_rows(shard_.rows_of(gemm.out, chunk), rows, gemm, transposed);
+    if (keep_rows_) flight_->copy_chunk(rows_, chunk, rows);
+  }
+}
+
+const at::Tensor& GatherMatmul::rows() {
+  if (!rows_.defined()) rows_ = flight_->collect();
+  return rows_;
+}
+
+}  // namespace pyruntime

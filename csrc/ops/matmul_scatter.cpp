@@ -1,0 +1,75 @@
+// The scattering engine: rows leave as their GEMM is done. What it promises: matmul_scatter.h.
+#include "ops/matmul_scatter.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+
+#include <utility>
+
+#include "ops/gemm.h"
+
+namespace pyruntime {
+
+MatmulScatter::MatmulScatter(Group& group, Parts parts, bool all, TierChoice choice)
+    : parts_(std::move(parts)), choice_(std::move(choice)) {
+  if (group.world_size() == 1) {
+    sums_ = multiply_all(parts_.bias);
+    return;
+  }
+  const Operand& rows = parts_.operands.front();
+  flight_.emplace(group.transport(rows.data.device()), all ? Op::kMatmulAllReduce : Op::kMatmulReduceScatter,
+                  rows, parts_.width(), parts_.bias.defined(), all, choice_.chunks);
+  if (choice_.tier == Tier::kFused) {
+    end_with(multiply_fused());
+  } else if (choice_.tier == Tier::kUnfused) {
+    flight_->publish_all(multiply_all({}));
+    end_with(flight_->reduce(parts_.bias));
+  } else {
+    for (const Chunk& chunk : flight_->order()) {
+      write(flight_->part(chunk), chunk, {});
+      flight_->publish(chunk);
+    }
+  }
+}
+
+void MatmulScatter::write(const at::Tensor& out, const Chunk& chunk, const at::Tensor& bias) const {
+  for (size_t i = 0; i < parts_.weights.size(); ++i) {
+    const at::Tensor rows = parts_.operands[i].rows_of(chunk);
+    if (parts_.transposed) {
+      linear_forward(out, rows, parts_.weights[i], bias);
+    } else {
+      linear_dgrad(out, rows, parts_.weights[i], /*accumulate=*/i > 0);
+    }
+  }
+}
+
+at::Tensor MatmulScatter::multiply_all(const at::Tensor& bias) const {
+  const Operand& rows = parts_.operands.front();
+  at::Tensor all = at::empty({rows.blocks, rows.rows * rows.inner, parts_.width()}, rows.data.options());
+  write(all, Chunk{0, 0, rows.rows}, bias);
+  return all;
+}
+
+// One kernel sums one GEMM, so those of several weights are laid side by side:
+// [a_1 .. a_n] @ [W_1; ..; W_n], summed in fp32 over all of them.
+at::Tensor MatmulScatter::multiply_fused() {
+  std::vector<at::Tensor> data;
+  for (const Operand& operand : parts_.operands) data.push_back(operand.data);
+  const bool single = data.size() == 1;
+  return flight_->multiply(single ? data[0] : at::cat(data, -1),
+                           single ? parts_.weights[0] : at::cat(parts_.weights, 0), parts_.transposed,
+                           parts_.bias, choice_.tiles);
+}
+
+void MatmulScatter::end_with(at::Tensor sums) {
+  sums_ = std::move(sums);
+  flight_->finish();
+  flight_.reset();  // its memory is free for what the op does next
+}
+
+at::Tensor MatmulScatter::finish() {
+  if (!sums_.defined()) end_with(flight_->reduce(parts_.bias));
+  return sums_;
+}
+
+}  // namespace pyruntime

@@ -1,0 +1,44 @@
+// The operators' registration by domain, and what their autograd shares.
+#pragma once
+
+#include <ATen/core/List.h>
+#include <ATen/core/grad_mode.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/operator.h"
+
+namespace pyruntime {
+
+using Tensors = std::vector<at::Tensor>;
+using OptionalTensorList = c10::List<std::optional<at::Tensor>>;
+
+// A bias' gradient: grad [..., N] summed over all dimensions but the last.
+inline at::Tensor sum_over_rows(const at::Tensor& grad) {
+  std::vector<int64_t> dims;
+  for (int64_t d = 0; d < grad.dim() - 1; ++d) dims.push_back(d);
+  return grad.sum(dims);
+}
+
+// At the beginning of the backward of an op: a graph of it would lack what the ranks exchange.
+inline void refuse_second_derivatives(const char* op) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), op,
+                              ": a gradient was asked for with create_graph=True, but second derivatives are "
+                              "not computed; leave create_graph False.");
+}
+
+// The registered reduce_scatter; in collectives.cpp.
+at::Tensor call_reduce_scatter(const at::Tensor& x, c10::string_view group, int64_t dim);
+
+// One for each domain, in the files of these names.
+void register_column_linears(torch::Library& library);
+void register_row_linears(torch::Library& library);
+void register_sliced_linears(torch::Library& library);
+void register_collectives(torch::Library& library);
+void register_linear(torch::Library& library);
+void register_device_adamw(torch::Library& library);
+void register_device_layers(torch::Library& library);
+
+}  // namespace pyruntime

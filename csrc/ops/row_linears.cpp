@@ -1,0 +1,242 @@
+// The row linears, where each rank has some columns of x and makes a part of every sum: the sums go to the
+// owners of their rows, or to every rank.
+#include <ATen/OpMathType.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <optional>
+#include <string>
+
+#include "ops/gather_matmul.h"
+#include "ops/gemm.h"
+#include "ops/matmul_scatter.h"
+#include "ops/operators.h"
+#include "ops/weight_gradient.h"
+
+namespace pyruntime {
+
+namespace {
+
+// --- kernels
+
+at::Tensor matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
+                                 const std::optional<at::Tensor>& optional_bias, c10::string_view group_name,
+                                 int64_t dim, c10::string_view tier) {
+  constexpr const char* kOp = "matmul_reduce_scatter";
+  const at::Tensor bias = optional_bias.value_or(at::Tensor());
+  check_linear(kOp, x, {weight}, {bias});
+  const Operand operand = Operand::of(x, dim, "x");
+  const TierChoice asked = tier_named(std::string(tier));
+  Group& group = Group::get(std::string(group_name));
+  const c10::DeviceGuard on(x.device());
+  const int64_t width = weight.size(0);
+  const TierChoice choice = choose_tier(group, kOp, operand, operand.rows, width, operand.width, asked);
+  MatmulScatter scatter(group, {{operand}, {weight}, /*transposed=*/true, bias}, /*all=*/false, choice);
+  const int64_t own_rows = rows_of_rank(operand.rows, group.world_size(), group.rank());
+  return scatter.finish().view(operand.sizes_with(own_rows, width));
+}
+
+// The bias was added to each row once, on the rank that owns it: all rows of dY give its whole gradient, on
+// every rank. Summed in fp32 over rows [blocks, *, N] that come in several parts.
+at::Tensor bias_grad(const Tensors& parts) {
+  const c10::ScalarType dtype = parts.front().scalar_type();
+  at::Tensor sum;
+  for (const at::Tensor& rows : parts) {
+    at::Tensor one = at::sum(rows, at::IntArrayRef{0, 1}, /*keepdim=*/false, at::toOpMathType(dtype));
+    sum = sum.defined() ? sum.add_(one) : one;
+  }
+  return sum.to(dtype);
+}
+
+// Whether dW is summed in two parts: while chunks come over a network there is time for the own rows' part;
+// it is rounded once more.
+bool sums_in_two_parts(Group& group, const at::Tensor& x, const at::Tensor& weight, Tier tier) {
+  return tier == Tier::kChunked && group.crosses_hosts(x.device()) && !has_weight_gradient_sink(weight);
+}
+
+// [dX if need_dx] + [dW if need_dw] + [dbias if need_db] + [the other ranks' rows of dY if need_others].
+// need_others: instead of need_dw, where dW is summed in two parts.
+Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::Tensor& x_whole,
+                                       const at::Tensor& weight, c10::string_view group_name, int64_t dim,
+                                       bool need_dx, bool need_dw, bool need_db, c10::string_view tier,
+                                       bool need_others) {
+  const Operand grad = Operand::of(grad_shard, dim, "grad"), x = Operand::of(x_whole, dim, "x");
+  Group& group = Group::get(std::string(group_name));
+  const c10::DeviceGuard on(x_whole.device());
+  const TierChoice choice = choose_tier(group, "matmul_reduce_scatter_backward", x, x.rows, weight.size(0),
+                                        x.width, tier_named(std::string(tier)));
+  const bool in_two_parts =
+      (need_dw || need_others) && sums_in_two_parts(group, x_whole, weight, choice.tier);
+  TORCH_CHECK(in_two_parts || !need_others,
+              "matmul_reduce_scatter_backward: need_others asks for rows of dY "
+              "that a weight gradient in two parts needs, and this one is one GEMM.");
+  GatherMatmul gather(group, Op::kAllGatherMatmul, grad, x.rows, choice,
+                      /*keep_rows=*/(need_dw || need_db) && !in_two_parts);
+  at::Tensor dw;
+  if (in_two_parts && need_dw) {
+    dw = weight_gradient(weight, grad.data, x.rows_of(gather.own()), /*in_pieces=*/true);
+  }
+  Tensors result;
+  if (need_dx) {
+    result.push_back(at::empty(x.sizes, grad.data.options()));
+    gather.multiply({{result[0].view(x.data.sizes()), weight}}, /*transposed=*/false);
+  }
+  if (in_two_parts) {
+    const at::Tensor others = gather.other_rows();
+    if (need_dw) {
+      const at::Tensor others_of_x = x.rows_but(x.data, gather.own()).contiguous();
+      write_in_pieces(dw, as_matrix(others), as_matrix(others_of_x), /*accumulate=*/true);
+      result.push_back(dw);
+    }
+    if (need_db) result.push_back(bias_grad({grad.data, others}));
+    if (need_others) result.push_back(others);
+  } else {
+    if (need_dw) {
+      const bool later = group.crosses_hosts(x_whole.device()) && has_weight_gradient_sink(weight);
+      result.push_back(weight_gradient(weight, gather.rows(), x.data, /*in_pieces=*/later));
+    }
+    if (need_db) result.push_back(bias_grad({gather.rows()}));
+  }
+  gather.finish();
+  return result;
+}
+
+at::Tensor matmul_all_reduce(const at::Tensor& x, const at::Tensor& weight,
+                             const std::optional<at::Tensor>& optional_bias, c10::string_view group_name,
+                             c10::string_view tier) {
+  constexpr const char* kOp = "matmul_all_reduce";
+  const at::Tensor bias = optional_bias.value_or(at::Tensor());
+  check_linear(kOp, x, {weight}, {bias});
+  const Operand rows = Operand::of_rows(x, "x");
+  const TierChoice asked = tier_named(std::string(tier));
+  Group& group = Group::get(std::string(group_name));
+  const c10::DeviceGuard on(x.device());
+  const TierChoice choice = choose_tier(group, kOp, rows, rows.rows, weight.size(0), rows.width, asked);
+  MatmulScatter scatter(group, {{rows}, {weight}, /*transposed=*/true, bias}, /*all=*/true, choice);
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = weight.size(0);
+  return scatter.finish().view(sizes);
+}
+
+// --- autograd
+
+struct MatmulReduceScatter : Function<MatmulReduceScatter> {
+  static Variable forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
+                          const std::optional<at::Tensor>& bias, c10::string_view group, int64_t dim,
+                          c10::string_view tier) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({x, weight});
+    ctx->saved_data["group"] = std::string(group);
+    ctx->saved_data["tier"] = std::string(tier);
+    ctx->saved_data["dim"] = dim;
+    ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
+    return Operator<matmul_reduce_scatter>::call(x, weight, bias, group, dim, tier);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_second_derivatives("matmul_reduce_scatter");
+    const Tensors saved = ctx->get_saved_variables();
+    const bool need_dx = ctx->needs_input_grad(0);
+    const bool need_dw = ctx->needs_input_grad(1);
+    const bool need_db = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2);
+    const std::string group = ctx->saved_data["group"].toStringRef();
+    const std::string tier = ctx->saved_data["tier"].toStringRef();
+    const int64_t dim = ctx->saved_data["dim"].toInt();
+    const bool later = need_dw && comes_later(saved[0], saved[1], group, dim, tier);
+    const at::Tensor dy = later ? grads[0].contiguous() : grads[0];
+    if (later) add_own_rows(dy, saved[0], saved[1], group, dim);
+    const Tensors found = Operator<matmul_reduce_scatter_backward>::call(
+        dy, saved[0], saved[1], group, dim, need_dx, need_dw && !later, need_db, tier, later);
+    variable_list result(6);
+    size_t next = 0;
+    if (need_dx) result[0] = found[next++];
+    if (need_dw && !later) result[1] = found[next++];
+    if (need_db) result[2] = found[next++];
+    if (later) add_other_rows(found[next], saved[0], saved[1], group, dim);
+    return result;
+  }
+
+ private:
+  static constexpr const char* kGradient = "matmul_reduce_scatter weight gradient";
+
+  static bool comes_later(const at::Tensor& x, const at::Tensor& weight, const std::string& group_name,
+                          int64_t dim, const std::string& tier) {
+    Group& group = Group::get(group_name);
+    if (!group.crosses_hosts(x.device()) || !may_come_later(weight)) return false;
+    const Operand rows = Operand::of(x, dim, "x");
+    const TierChoice choice = choose_tier(group, "matmul_reduce_scatter_backward", rows, rows.rows,
+                                          weight.size(0), rows.width, tier_named(tier));
+    return sums_in_two_parts(group, x, weight, choice.tier);
+  }
+
+  static Chunk own_rows(const Operand& x, const std::string& group_name) {
+    Group& group = Group::get(group_name);
+    return ChunkPlan(x.rows, group.world_size(), group.rank()).own();
+  }
+
+  // The parts of dW.
+  static void add_own_rows(const at::Tensor& dy_shard, const at::Tensor& x, const at::Tensor& weight,
+                           const std::string& group, int64_t dim) {
+    const Operand rows = Operand::of(x, dim, "x");
+    multiply_later(weight, kGradient, Operand::of(dy_shard, dim, "grad").data,
+                   rows.rows_of(own_rows(rows, group)), /*last=*/false);
+  }
+  static void add_other_rows(const at::Tensor& dy_others, const at::Tensor& x, const at::Tensor& weight,
+                             const std::string& group, int64_t dim) {
+    const Operand rows = Operand::of(x, dim, "x");
+    multiply_later(weight, kGradient, dy_others, rows.rows_but(rows.data, own_rows(rows, group)));
+  }
+};
+
+struct MatmulAllReduce : Function<MatmulAllReduce> {
+  static Variable forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
+                          const std::optional<at::Tensor>& bias, c10::string_view group,
+                          c10::string_view tier) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({x, weight});
+    ctx->saved_data["group"] = std::string(group);
+    ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
+    return Operator<matmul_all_reduce>::call(x, weight, bias, group, tier);
+  }
+
+  // dY is the same on every rank, so the gradients of this rank's columns of x and W need no communication.
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_second_derivatives("matmul_all_reduce");
+    const Tensors saved = ctx->get_saved_variables();
+    const at::Tensor& x = saved[0];
+    const at::Tensor& weight = saved[1];
+    variable_list result(5);
+    if (ctx->needs_input_grad(0)) result[0] = at::matmul(grads[0], weight);
+    if (ctx->needs_input_grad(1)) {
+      const at::Tensor dy = grads[0].reshape_symint({-1, grads[0].sym_size(-1)});
+      const at::Tensor rows = x.reshape_symint({-1, x.sym_size(-1)});
+      if (has_weight_gradient_sink(weight)) {
+        const bool later = Group::get(ctx->saved_data["group"].toStringRef()).crosses_hosts(dy.device());
+        weight_gradient(weight, dy.unsqueeze(0), rows.unsqueeze(0), /*in_pieces=*/later);
+      } else {
+        result[1] = at::mm(dy.t(), rows);
+      }
+    }
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) result[2] = sum_over_rows(grads[0]);
+    return result;
+  }
+};
+
+}  // namespace
+
+void register_row_linears(torch::Library& m) {
+  Operator<matmul_reduce_scatter>::define_differentiable<MatmulReduceScatter>(
+      m,
+      "matmul_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, str group, int dim, str tier) -> Tensor");
+  Operator<matmul_reduce_scatter_backward>::define(
+      m,
+      "matmul_reduce_scatter_backward(Tensor grad_shard, Tensor x, Tensor weight, str group, int dim, "
+      "bool need_dx, bool need_dw, bool need_db, str tier, bool need_others=False) -> Tensor[]");
+  Operator<matmul_all_reduce>::define_differentiable<MatmulAllReduce>(
+      m, "matmul_all_reduce(Tensor x, Tensor weight, Tensor? bias, str group, str tier) -> Tensor");
+}
+
+}  // namespace pyruntime

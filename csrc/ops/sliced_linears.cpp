@@ -1,0 +1,298 @@
+// Column and row linears in two steps each, between which other work runs while rows travel.
+//
+//     column   begin: this rank's rows of x leave            end: Y = gather(x) @ W^T
+//              end, backward: dX = dY @ W leaves             begin, backward: its sums are taken
+//     row      begin: X @ W^T leaves                         end: its sums are taken
+//              end, backward: this rank's rows of dY leave   begin, backward: dX = gather(dY) @ W
+//
+// Autograd runs the backward steps in the reverse order of the forward ones (by its nodes' sequence numbers),
+// so what ran between a begin and an end has its backward between theirs too, and all ranks begin their
+// flights in one order in both directions. What two steps hand on is in a SlicedFlight; the tensor between
+// them, of one element, only tells autograd that one follows the other.
+//
+// Of a weight that several slices multiply, dY and X are kept until autograd has seen all of them: dW is one
+// product of all rows, rounded once, a sink is called once, and between hosts it may come later.
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/custom_class.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "ops/gather_matmul.h"
+#include "ops/gemm.h"
+#include "ops/matmul_scatter.h"
+#include "ops/operators.h"
+#include "ops/weight_gradient.h"
+
+namespace pyruntime {
+
+namespace {
+
+// A linear's weight in one forward pass over slices.
+struct SlicedWeight : torch::CustomClassHolder {
+  at::Tensor weight;
+  Tensors dys, xs;     // of the slices whose backward has run in this pass
+  int pass = -1;       // autograd's number of it
+  bool later = false;  // between hosts
+
+  void add(const at::Tensor& dy, const at::Tensor& x, Group& group) {
+    // What a pass that failed has left is not of this one.
+    const int now = torch::autograd::get_current_graph_task_id();
+    if (std::exchange(pass, now) != now) {
+      dys.clear();
+      xs.clear();
+    }
+    later = group.crosses_hosts(dy.device());
+    dys.push_back(as_matrix(dy));
+    xs.push_back(as_matrix(x));
+  }
+  // Undefined where it comes later, or the weight's sink took it.
+  at::Tensor gradient() {
+    const auto all = [](const Tensors& parts) { return parts.size() == 1 ? parts[0] : at::cat(parts, 0); };
+    const at::Tensor dy = all(std::exchange(dys, {})).unsqueeze(0),
+                     x = all(std::exchange(xs, {})).unsqueeze(0);
+    if (!later || !may_come_later(weight)) return weight_gradient(weight, dy, x, /*in_pieces=*/later);
+    multiply_later(weight, "sliced weight gradient", dy, x);
+    return {};
+  }
+};
+
+// One slice's pass through one linear: what is under way between two steps, in each direction.
+struct SlicedFlight : torch::CustomClassHolder {
+  std::string group;
+  std::string tier;
+  int64_t rows = 0;                      // of the slice, over all ranks
+  int64_t width = 0;                     // of x
+  at::Tensor x;                          // until the second step has read it; gathered, where it is kept
+  std::optional<GatherMatmul> gather;    // a column's forward, a row's backward
+  std::optional<MatmulScatter> scatter;  // a row's forward, a column's backward
+};
+
+using Weight = c10::intrusive_ptr<SlicedWeight>;
+using Flight = c10::intrusive_ptr<SlicedFlight>;
+
+TierChoice choose(const SlicedFlight& flight, const char* op, const at::Tensor& x, int64_t n, int64_t k) {
+  return choose_tier(Group::get(flight.group), op, Operand::of(x, 0, "x"), flight.rows, n, k,
+                     tier_named(flight.tier));
+}
+
+// Stands between two steps.
+at::Tensor mark_like(const at::Tensor& x) {
+  return at::zeros({1}, x.options());
+}
+
+// --- kernels
+
+at::Tensor share_weight(const at::Tensor& weight, const Weight& shared) {
+  shared->weight = weight;
+  return mark_like(weight);
+}
+
+at::Tensor begin_column(const at::Tensor& x_shard, const at::Tensor& weight, c10::string_view group,
+                        int64_t rows, c10::string_view tier, const Flight& flight) {
+  constexpr const char* kOp = "all_gather_matmul";
+  const Operand x = Operand::of(x_shard, 0, "x_shard");
+  check_linear(kOp, x_shard, {weight}, {at::Tensor()});
+  Group& ranks = Group::get(std::string(group));
+  check_shard_rows(kOp, ChunkPlan(rows, ranks.world_size(), ranks.rank()), x);
+  const c10::DeviceGuard on(x_shard.device());
+  flight->group = std::string(group);
+  flight->tier = std::string(tier);
+  flight->rows = rows;
+  flight->width = x.width;
+  const TierChoice choice = choose(*flight, kOp, x_shard, weight.size(0), x.width);
+  flight->gather.emplace(ranks, Op::kAllGatherMatmul, x, rows, choice, /*keep_rows=*/true);
+  return mark_like(x_shard);
+}
+
+at::Tensor end_column(const at::Tensor& /*begun*/, const at::Tensor& /*shared*/,
+                      const std::optional<at::Tensor>& bias, const Weight& weight, const Flight& flight) {
+  const at::Tensor& w = weight->weight;
+  const c10::DeviceGuard on(w.device());
+  at::Tensor y = at::empty({flight->rows, w.size(0)}, w.options());
+  flight->gather->multiply({{y.unsqueeze(0), w, bias.value_or(at::Tensor())}}, /*transposed=*/true);
+  flight->x = flight->gather->rows();
+  flight->gather->finish();
+  flight->gather.reset();
+  return y;
+}
+
+at::Tensor begin_row(const at::Tensor& x, const at::Tensor& /*shared*/, const std::optional<at::Tensor>& bias,
+                     const Weight& weight, c10::string_view group, c10::string_view tier,
+                     const Flight& flight) {
+  constexpr const char* kOp = "matmul_reduce_scatter";
+  const at::Tensor added = bias.value_or(at::Tensor());
+  check_linear(kOp, x, {weight->weight}, {added});
+  const Operand rows = Operand::of(x, 0, "x");
+  const c10::DeviceGuard on(x.device());
+  flight->group = std::string(group);
+  flight->tier = std::string(tier);
+  flight->rows = rows.rows;
+  flight->width = rows.width;
+  const TierChoice choice = choose(*flight, kOp, x, weight->weight.size(0), rows.width);
+  flight->scatter.emplace(Group::get(flight->group),
+                          MatmulScatter::Parts{{rows}, {weight->weight}, /*transposed=*/true, added},
+                          /*all=*/false, choice);
+  return mark_like(x);
+}
+
+at::Tensor end_row(const at::Tensor& /*begun*/, const Flight& flight) {
+  const at::Tensor y = flight->scatter->finish().squeeze(0);
+  flight->scatter.reset();
+  return y;
+}
+
+// --- autograd
+
+template <typename Pointer>
+Pointer held(AutogradContext* ctx, const char* name) {
+  return ctx->saved_data[name].toCustomClass<typename Pointer::element_type>();
+}
+
+// Of the weight, when autograd has seen every slice.
+struct ShareWeight : Function<ShareWeight> {
+  static Variable forward(AutogradContext* ctx, const at::Tensor& weight, const Weight& shared) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->saved_data["weight"] = shared;
+    return Operator<share_weight>::call(weight, shared);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& /*marks*/) {
+    refuse_second_derivatives("a sliced linear");
+    return {held<Weight>(ctx, "weight")->gradient(), at::Tensor()};
+  }
+};
+
+struct BeginColumn : Function<BeginColumn> {
+  static Variable forward(AutogradContext* ctx, const at::Tensor& x_shard, const at::Tensor& weight,
+                          c10::string_view group, int64_t rows, c10::string_view tier, const Flight& flight) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->saved_data["flight"] = flight;
+    return Operator<begin_column>::call(x_shard, weight, group, rows, tier, flight);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& /*marks*/) {
+    const Flight flight = held<Flight>(ctx, "flight");
+    variable_list result(6);
+    result[0] = flight->scatter->finish().squeeze(0);
+    flight->scatter.reset();
+    return result;
+  }
+};
+
+struct EndColumn : Function<EndColumn> {
+  static Variable forward(AutogradContext* ctx, const at::Tensor& begun, const at::Tensor& shared,
+                          const std::optional<at::Tensor>& bias, const Weight& weight, const Flight& flight) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const at::Tensor y = Operator<end_column>::call(begun, shared, bias, weight, flight);
+    ctx->save_for_backward({std::exchange(flight->x, {}), weight->weight});
+    ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
+    ctx->saved_data["weight"] = weight;
+    ctx->saved_data["flight"] = flight;
+    return y;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_second_derivatives("a sliced column linear");
+    const Weight weight = held<Weight>(ctx, "weight");
+    const Flight flight = held<Flight>(ctx, "flight");
+    const Tensors saved = ctx->get_saved_variables();  // once: checkpointing takes them back then
+    const at::Tensor& x = saved[0];
+    const Operand dy = Operand::of(grads[0], 0, "grad");
+    const c10::DeviceGuard on(dy.data.device());
+    variable_list result(5);
+    if (ctx->needs_input_grad(0)) {
+      const TierChoice choice =
+          choose(*flight, "all_gather_matmul_backward", grads[0], dy.width, flight->width);
+      flight->scatter.emplace(Group::get(flight->group),
+                              MatmulScatter::Parts{{dy}, {saved[1]}, /*transposed=*/false},
+                              /*all=*/false, choice);
+      result[0] = mark_like(x);
+    }
+    if (ctx->needs_input_grad(1)) {
+      weight->add(dy.data, x, Group::get(flight->group));
+      result[1] = mark_like(x);
+    }
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) result[2] = sum_over_rows(grads[0]);
+    return result;
+  }
+};
+
+struct BeginRow : Function<BeginRow> {
+  static Variable forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& shared,
+                          const std::optional<at::Tensor>& bias, const Weight& weight, c10::string_view group,
+                          c10::string_view tier, const Flight& flight) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({x, weight->weight});
+    ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
+    ctx->saved_data["weight"] = weight;
+    ctx->saved_data["flight"] = flight;
+    return Operator<begin_row>::call(x, shared, bias, weight, group, tier, flight);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& /*marks*/) {
+    refuse_second_derivatives("a sliced row linear");
+    const Weight weight = held<Weight>(ctx, "weight");
+    const Flight flight = held<Flight>(ctx, "flight");
+    const Tensors saved = ctx->get_saved_variables();
+    const at::Tensor& x = saved[0];
+    const c10::DeviceGuard on(x.device());
+    GatherMatmul& gather = *flight->gather;
+    variable_list result(7);
+    if (ctx->needs_input_grad(0)) {
+      result[0] = at::empty(x.sizes(), x.options());
+      gather.multiply({{result[0].unsqueeze(0), saved[1]}}, /*transposed=*/false);
+    }
+    if (ctx->needs_input_grad(1)) {
+      weight->add(gather.rows(), x, Group::get(flight->group));
+      result[1] = mark_like(x);
+    }
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2))
+      result[2] = sum_over_rows(gather.rows());
+    gather.finish();
+    flight->gather.reset();
+    return result;
+  }
+};
+
+struct EndRow : Function<EndRow> {
+  static Variable forward(AutogradContext* ctx, const at::Tensor& begun, const Flight& flight) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->saved_data["flight"] = flight;
+    return Operator<end_row>::call(begun, flight);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Flight flight = held<Flight>(ctx, "flight");
+    const Operand dy = Operand::of(grads[0], 0, "grad");
+    const c10::DeviceGuard on(dy.data.device());
+    // The own rows are read again when dX is multiplied.
+    const TierChoice choice = choose_tier(Group::get(flight->group), "matmul_reduce_scatter_backward", dy,
+                                          flight->rows, dy.width, flight->width, tier_named(flight->tier));
+    flight->gather.emplace(Group::get(flight->group), Op::kAllGatherMatmul, dy, flight->rows, choice,
+                           /*keep_rows=*/true);
+    return {mark_like(grads[0]), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+void register_sliced_linears(torch::Library& m) {
+  m.class_<SlicedWeight>("SlicedWeight").def(torch::init<>());
+  m.class_<SlicedFlight>("SlicedFlight").def(torch::init<>());
+  const std::string weight = "__torch__.torch.classes.pyruntime.SlicedWeight weight";
+  const std::string flight = "__torch__.torch.classes.pyruntime.SlicedFlight flight";
+  Operator<share_weight>::define_differentiable<ShareWeight>(
+      m, "share_weight(Tensor tensor, " + weight + ") -> Tensor");
+  Operator<begin_column>::define_differentiable<BeginColumn>(
+      m,
+      "begin_column(Tensor x_shard, Tensor weight, str group, int rows, str tier, " + flight + ") -> Tensor");
+  Operator<end_column>::define_differentiable<EndColumn>(
+      m, "end_column(Tensor begun, Tensor shared, Tensor? bias, " + weight + ", " + flight + ") -> Tensor");
+  Operator<begin_row>::define_differentiable<BeginRow>(
+      m, "begin_row(Tensor x, Tensor shared, Tensor? bias, " + weight + ", str group, str tier, " + flight +
+             ") -> Tensor");
+  Operator<end_row>::define_differentiable<EndRow>(m, "end_row(Tensor begun, " + flight + ") -> Tensor");
+}
+
+}  // namespace pyruntime

@@ -1,0 +1,332 @@
+// Gathers and scatters between the devices of one host.
+#include <algorithm>
+#include <vector>
+
+#include "transport/device/fused_gemm.h"
+#include "transport/device/one_host.h"
+#include "transport/device/sums.h"
+#include "transport/flights.h"
+
+namespace pyruntime {
+
+// Flags of a rank in a slot, one after the other.
+struct Flags {
+  int first, count;
+};
+
+// A slot, chunks in it, and the end.
+class DeviceFlight {
+ public:
+  // `pieces`: of each rank's rows in a gather.
+  DeviceFlight(DeviceTransport& transport, const FlightDescriptor& descriptor, int64_t bytes, int64_t flags,
+               int pieces)
+      : transport_(transport),
+        descriptor_(descriptor),
+        slot_(transport.claim(descriptor.op, bytes, flags)),
+        workspace_(*transport.workspaces_.back()) {
+    group_ = {workspace_.shape,
+              transport.rank(),
+              slot_,
+              static_cast<int64_t>(transport.context().deadline_seconds * 1e9),
+              workspace_.bases.data(),
+              pieces};
+    void* data = nullptr;
+    check(library().slot_data(&group_, &data));
+    data_ = static_cast<char*>(data);
+    is_captured_ = transport.is_capturing();
+    transport.was_captured_ |= is_captured_;
+    if (!is_captured_) streams().current_after(transport_.slots_[slot_].puts_ended);
+    // A flight before whose sums the switch took had peers read this rank's slot, and the slot of one that
+    // has finished was read by others still. A put's own wait is for its peer alone.
+    if (transport.multicast_ == Multicast::kGatherAndReduce) {
+      check(library().await_leave(&group_, streams().current()));
+    }
+  }
+
+  const DeviceLibrary& library() const { return transport_.library_; }
+  const DeviceStreams& streams() const { return transport_.streams_; }
+  void check(int code) const { library().check(code); }
+  int rank() const { return transport_.rank(); }
+  int world_size() const { return transport_.world_size(); }
+
+  // Of a chunk, where the rows of all ranks lie one after the other.
+  int64_t offset(const Chunk& chunk) const { return chunk.begin * descriptor_.row_bytes(); }
+  int64_t bytes(const Chunk& chunk) const { return chunk.rows * descriptor_.row_bytes(); }
+  // `offset` in this rank's slot.
+  char* at(int64_t offset) const { return data_ + offset; }
+  char* staging(int64_t bytes) const {
+    return static_cast<char*>(transport_.staging(slot_, bytes).data_ptr());
+  }
+  at::Tensor view(char* memory, const Chunk& chunk) const {
+    return view_of(memory, descriptor_, chunk, transport_.device_);
+  }
+
+  // Puts what the caller's stream has written so far; nearest peer first, where it goes to all.
+  void put(const char* from, int64_t bytes, int peer, int64_t offset, Flags flags) {
+    streams().move_after_current();
+    put_more(from, bytes, peer, offset, flags);
+  }
+  // What was written before the put before.
+  void put_more(const char* from, int64_t bytes, int peer, int64_t offset, Flags flags) {
+    check(library().put(&group_, from, bytes, peer, offset, flags.first, flags.count, streams().moving()));
+  }
+  int peer_at(int step) const { return (rank() + world_size() - step) % world_size(); }
+  bool has_multicast() const { return workspace_.multicast != nullptr; }
+  // From this rank's slot to the same place in all others'.
+  void put_own_to_all(int64_t offset, int64_t bytes, Flags flags) {
+    streams().move_after_current();
+    if (has_multicast()) return multicast_more(offset, bytes, flags);
+    for (int step = 1; step < world_size(); ++step) {
+      put_more(at(offset), bytes, peer_at(step), offset, flags);
+    }
+  }
+  void multicast_more(int64_t offset, int64_t bytes, Flags flags) {
+    check(library().put_to_all(&group_, workspace_.multicast, offset, bytes, flags.first, flags.count,
+                               streams().moving()));
+  }
+  // out = the sum of what all ranks have from `offset` of their slots on (+ bias); out is contiguous.
+  void sum_copies(const at::Tensor& out, int64_t offset, const at::Tensor& bias) {
+    const at::Tensor added = bias.defined() ? bias.contiguous() : bias;
+    check(library().sum_copies(
+        &group_, workspace_.multicast, out.data_ptr(), offset, out.numel(), library_dtype(out.scalar_type()),
+        added.defined() ? added.const_data_ptr() : nullptr, descriptor_.width, streams().current()));
+  }
+  void end_puts() {
+    check(library().end_puts(&group_, streams().moving()));
+    transport_.slots_[slot_].puts_ended = streams().moved();
+  }
+  void await(int peer, Flags flags) {
+    check(library().await(&group_, peer, flags.first, flags.count, streams().current()));
+  }
+
+  void gather_and_multiply(const FusedGemm& gemm) {
+    multiply(gemm, library().all_gather_matmul, library().sm90_all_gather_matmul);
+  }
+  void multiply_and_scatter(const FusedGemm& gemm) {
+    multiply(gemm, library().matmul_reduce_scatter, library().sm90_matmul_reduce_scatter);
+    end_puts();
+    is_finished_ = true;
+  }
+
+  void finish() {
+    if (!is_finished_) {
+      // A multicast store writes this rank's own copy too: over what peers may put there once this has ended.
+      if (has_multicast()) streams().current_after(transport_.slots_[slot_].puts_ended);
+      check(library().finish(&group_, streams().current()));
+    }
+    transport_.slots_[slot_].in_flight = false;
+    streams().move_after_current();  // what this flight waited for is known by then
+    {
+      const auto moving = streams().on_moving();
+      workspace_.header_seen.copy_(workspace_.memory.narrow(0, 0, kDeviceHeaderBytes), /*non_blocking=*/true);
+      workspace_.seen = group_;
+    }
+    if (is_captured_) leave_nothing_beside_the_graph();
+  }
+
+ private:
+  void multiply(const FusedGemm& gemm, FusedKernel portable, FusedKernel hopper) {
+    multiply_fused(library(), group_, descriptor_.rows * descriptor_.inner, gemm, transport_.fused_place(),
+                   portable, hopper);
+  }
+  // A graph ends on the stream that it began on, and its events mean nothing outside.
+  void leave_nothing_beside_the_graph() {
+    streams().current_after(streams().moved());
+    transport_.slots_[slot_].puts_ended.reset();
+  }
+
+  DeviceTransport& transport_;
+  FlightDescriptor descriptor_;
+  int slot_;
+  DeviceWorkspace& workspace_;
+  PyruntimeGroup group_;
+  char* data_;
+  bool is_captured_;          // into a graph, and not run now
+  bool is_finished_ = false;  // by the kernel that did it all
+};
+
+namespace {
+
+// The slot holds the rows of all ranks.
+class DeviceGather : public GatherByRank {
+ public:
+  DeviceGather(DeviceTransport& transport, const FlightDescriptor& descriptor)
+      : GatherByRank(transport.context(), descriptor),
+        pieces_(transport.pieces_of(descriptor)),
+        flight_(transport, descriptor, descriptor.rows * descriptor.row_bytes(), pieces_, pieces_) {}
+
+  at::Tensor memory(const Chunk& chunk) override {
+    return flight_.view(flight_.at(flight_.offset(chunk)), chunk);
+  }
+  void publish(const Chunk& chunk) override {
+    const ChunkPlan pieces = pieces_of(chunk);
+    flight_.streams().move_after_current();
+    const auto for_each_piece = [&](const auto& put) {
+      for (int i = 0; i < pieces_that_exist(chunk); ++i) {
+        const Chunk piece = pieces.piece(0, i);
+        put(flight_.offset(chunk) + piece.begin * bytes_of_a_row(), piece.rows * bytes_of_a_row(),
+            Flags{i, 1});
+      }
+    };
+    if (flight_.has_multicast()) {
+      // This rank's own rows are stored once more, with the bits that they have, while it may read them.
+      for_each_piece(
+          [&](int64_t at, int64_t bytes, Flags flags) { flight_.multicast_more(at, bytes, flags); });
+    } else {
+      for (int step = 1; step < flight_.world_size(); ++step) {
+        for_each_piece([&](int64_t at, int64_t bytes, Flags flags) {
+          flight_.put_more(flight_.at(at), bytes, flight_.peer_at(step), at, flags);
+        });
+      }
+    }
+    flight_.end_puts();
+  }
+  void wait(const Chunk& chunk) override {
+    if (chunk.rows > 0) flight_.await(chunk.owner, {0, pieces_that_exist(chunk)});
+  }
+  void multiply(const FusedGemm& gemm) override { flight_.gather_and_multiply(gemm); }
+  void finish() override { flight_.finish(); }
+
+ private:
+  // Of a chunk's rows as they lie in memory. Where there are several pieces, `inner` of those make a row.
+  ChunkPlan pieces_of(const Chunk& chunk) const { return {rows_in_memory(chunk), 1, 0, pieces_}; }
+  int64_t rows_in_memory(const Chunk& chunk) const {
+    return chunk.rows * (pieces_ == 1 ? 1 : descriptor_.inner);
+  }
+  int64_t bytes_of_a_row() const {
+    return pieces_ == 1 ? descriptor_.row_bytes() : descriptor_.row_bytes() / descriptor_.inner;
+  }
+  // The first ones have the rows, where there are fewer of them.
+  int pieces_that_exist(const Chunk& chunk) const {
+    return static_cast<int>(std::min<int64_t>(pieces_, rows_in_memory(chunk)));
+  }
+
+  int pieces_;
+  DeviceFlight flight_;
+};
+
+// The slot holds parts; then, where they are asked for, the sums of all rows.
+class DeviceScatter : public ScatterByRank {
+ public:
+  void reduce(const at::Tensor& out, const at::Tensor& bias) override {
+    const Chunk& own = plan_.own();
+    if (own.rows > 0) {
+      for (int rank = 0; rank < flight_.world_size(); ++rank) {
+        if (rank != flight_.rank()) flight_.await(rank, part_flags(own));
+      }
+      sum_own(all_ ? sum(own) : out, bias);
+      if (all_) flight_.put_own_to_all(sum_offset(own), flight_.bytes(own), sum_flag_);
+    }
+    flight_.end_puts();
+  }
+
+  void wait_for_sum(const Chunk& chunk) override {
+    if (chunk.owner != flight_.rank() && chunk.rows > 0) flight_.await(chunk.owner, sum_flag_);
+  }
+  at::Tensor sum(const Chunk& chunk) override { return flight_.view(flight_.at(sum_offset(chunk)), chunk); }
+  void finish() override { flight_.finish(); }
+
+ protected:
+  // The flag behind `flags_of_parts` says that an owner's sums are there.
+  DeviceScatter(DeviceTransport& transport, const FlightDescriptor& descriptor, bool all, int64_t parts_bytes,
+                int flags_of_parts)
+      : ScatterByRank(transport.context(), descriptor, all),
+        parts_bytes_(parts_bytes),
+        sum_flag_{flags_of_parts, 1},
+        flight_(transport, descriptor, parts_bytes + (all ? descriptor.rows * descriptor.row_bytes() : 0),
+                flags_of_parts + 1, /*pieces=*/0) {}
+
+  virtual Flags part_flags(const Chunk& chunk) const = 0;
+  // The parts of this rank's rows have come.
+  virtual void sum_own(const at::Tensor& out, const at::Tensor& bias) = 0;
+
+ private:
+  int64_t sum_offset(const Chunk& chunk) const { return parts_bytes_ + flight_.offset(chunk); }
+
+  int64_t parts_bytes_;
+  Flags sum_flag_;
+
+ protected:
+  DeviceFlight flight_;
+};
+
+// Every rank's part of this rank's rows lies in its slot, by rank.
+class PartsToOwners : public DeviceScatter {
+ public:
+  PartsToOwners(DeviceTransport& transport, const FlightDescriptor& descriptor, bool all)
+      : PartsToOwners(transport, descriptor, all, rows_of_rank(descriptor.rows, transport.world_size(), 0)) {}
+
+  at::Tensor part(const Chunk& chunk) override {
+    return flight_.view(chunk.owner == flight_.rank() ? part_of(chunk.owner) : leaving(chunk), chunk);
+  }
+  void publish(const Chunk& chunk) override {
+    if (chunk.owner == flight_.rank() || chunk.rows == 0) return;
+    flight_.put(leaving(chunk), flight_.bytes(chunk), chunk.owner, flight_.rank() * part_bytes_,
+                part_flags(chunk));
+  }
+  void multiply(const FusedGemm& gemm) override { flight_.multiply_and_scatter(gemm); }
+
+ private:
+  PartsToOwners(DeviceTransport& transport, const FlightDescriptor& descriptor, bool all, int64_t most_rows)
+      : DeviceScatter(transport, descriptor, all, transport.world_size() * most_rows * descriptor.row_bytes(),
+                      transport.flags_of_part(descriptor, most_rows)),
+        transport_(transport),
+        part_bytes_(most_rows * descriptor.row_bytes()) {}
+
+  Flags part_flags(const Chunk& chunk) const override {
+    return {0, transport_.flags_of_part(descriptor_, chunk.rows)};
+  }
+  void sum_own(const at::Tensor& out, const at::Tensor& bias) override {
+    std::vector<at::Tensor> parts;
+    for (int rank = 0; rank < flight_.world_size(); ++rank) {
+      parts.push_back(flight_.view(part_of(rank), plan_.own()));
+    }
+    sum_in_order(out.view(parts.front().sizes()), parts, bias, &flight_.library(),
+                 flight_.streams().current());
+  }
+  char* part_of(int rank) const { return flight_.at(rank * part_bytes_); }
+  char* leaving(const Chunk& chunk) const {
+    return flight_.staging(plan_.rows() * descriptor_.row_bytes()) + flight_.offset(chunk);
+  }
+
+  const DeviceTransport& transport_;
+  int64_t part_bytes_;
+};
+
+// This rank's part of all rows lies in its slot, where each owner reads its own of all ranks at once and the
+// switch sums (NVLink multicast). Since peers read it, nobody writes into a slot again before all have
+// finished: see DeviceFlight.
+class SwitchSums : public DeviceScatter {
+ public:
+  SwitchSums(DeviceTransport& transport, const FlightDescriptor& descriptor, bool all)
+      : DeviceScatter(transport, descriptor, all, descriptor.rows * descriptor.row_bytes(),
+                      /*flags_of_parts=*/1) {}
+
+  at::Tensor part(const Chunk& chunk) override {
+    return flight_.view(flight_.at(flight_.offset(chunk)), chunk);
+  }
+  // It stays where it is; its owner is told that it may read.
+  void publish(const Chunk& chunk) override {
+    if (chunk.owner == flight_.rank() || chunk.rows == 0) return;
+    flight_.put(nullptr, 0, chunk.owner, 0, part_flags(chunk));
+  }
+
+ private:
+  Flags part_flags(const Chunk& /*chunk*/) const override { return {0, 1}; }
+  void sum_own(const at::Tensor& out, const at::Tensor& bias) override {
+    flight_.sum_copies(out, flight_.offset(plan_.own()), bias);
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<GatherFlight> DeviceTransport::gather(const FlightDescriptor& descriptor) {
+  return std::make_unique<DeviceGather>(*this, descriptor);
+}
+
+std::unique_ptr<ScatterFlight> DeviceTransport::scatter(const FlightDescriptor& descriptor, bool all) {
+  if (sums_in_the_switch(descriptor)) return std::make_unique<SwitchSums>(*this, descriptor, all);
+  return std::make_unique<PartsToOwners>(*this, descriptor, all);
+}
+
+}  // namespace pyruntime

@@ -1,0 +1,370 @@
+#include "transport/device/several_hosts.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <array>
+#include <exception>
+#include <sstream>
+#include <utility>
+
+#include "core/deadline.h"
+#include "transport/device/block_budget.h"
+#include "transport/device/streams.h"
+#include "transport/device/sums.h"
+#include "transport/flights.h"
+
+namespace pyruntime {
+
+namespace {
+
+// Of a tag: its flight, and its step in that; what is above is the group's.
+constexpr int kFlightBits = 8;
+constexpr int kStepBits = 12;
+constexpr int kInstances = 1 << (31 - kFlightBits - kStepBits);
+
+// One send and one receive, either of which may be missing.
+struct Step {
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  int sends_to = -1;
+  int receives_from = -1;
+  double begun_s = 0;
+  bool is_awaited = false;
+};
+
+}  // namespace
+
+class ExchangeTransport : public Transport {
+ public:
+  ExchangeTransport(GroupContext& context, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                    c10::intrusive_ptr<c10d::Backend> backend, c10::Device device, int hosts, int instance,
+                    const DeviceLibrary* library)
+      : Transport(context),
+        process_group_(std::move(process_group)),
+        backend_(std::move(backend)),
+        device_(device),
+        streams_(device),
+        hosts_(hosts),
+        instance_(instance),
+        library_(library) {
+    if (!device_.is_cpu()) BlockBudget::of(device_).leave_room(process_group_.get());
+  }
+  ~ExchangeTransport() override {
+    if (!device_.is_cpu()) BlockBudget::of(device_).no_room(process_group_.get());
+  }
+
+  std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
+  std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
+  std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override {
+    const auto flight = gather(rows_held_descriptor(descriptor, world_size()));
+    std::vector<int64_t> held = gather_rows_held(*flight, descriptor.own_rows, rank(), world_size());
+    streams_.synchronize();
+    return held;
+  }
+
+  void flush() override {
+    for (Slot& slot : slots_) await(slot.steps, name_of(slot.op));
+    streams_.synchronize();
+  }
+  void leave() override { flush(); }
+  bool crosses_hosts() const override { return true; }
+  std::string description() const override {
+    return "sends and receives of " + backend_->getBackendName() + ", " + std::to_string(world_size()) +
+           " ranks on " + std::to_string(hosts_) + " hosts";
+  }
+  int64_t workspace_bytes() const override {
+    int64_t total = 0;
+    for (const Slot& slot : slots_) {
+      for (const at::Tensor* memory : {&slot.arriving, &slot.leaving}) {
+        if (memory->defined()) total += memory->numel();
+      }
+    }
+    return total;
+  }
+
+ private:
+  friend class ExchangeFlight;
+
+  // Of one flight under way, and of the one before it until its sends have been waited for.
+  struct Slot {
+    bool in_flight = false;
+    Op op = Op::kAllGather;
+    at::Tensor arriving, leaving;
+    std::vector<Step> steps;
+  };
+
+  int claim(Op op) {
+    FailureBoard::instance().raise_if_failed();
+    const int slot = static_cast<int>(++last_number_ % slots_.size());
+    Slot& claimed = slots_[slot];
+    check_slot_is_free(context_, !claimed.in_flight, op, " on " + device_.str());
+    await(claimed.steps, name_of(claimed.op));
+    claimed.steps.clear();
+    claimed.op = op;
+    claimed.in_flight = true;
+    ++context_.stats.ops;
+    return slot;
+  }
+
+  at::Tensor& at_least(at::Tensor& memory, int64_t bytes) {
+    if (!memory.defined() || memory.numel() < bytes) {
+      memory = at::empty({bytes}, at::TensorOptions().dtype(c10::kByte).device(device_));
+    }
+    return memory;
+  }
+
+  // Begins step `index` of a flight; what the caller's stream has been given so far comes first.
+  Step begin(uint64_t flight, int index, int to, const at::Tensor& from_here, int from,
+             const at::Tensor& here) {
+    Step step;
+    step.begun_s = monotonic_seconds();
+    const int tag =
+        static_cast<int>((static_cast<int64_t>(instance_ % kInstances) << (kFlightBits + kStepBits)) |
+                         (flight % (1 << kFlightBits)) << kStepBits | index);
+    const bool together = backend_->supportsCoalescing();
+    if (from_here.numel() == 0 && here.numel() == 0) return step;
+    if (together) backend_->startCoalescing();
+    const auto add = [&](c10::intrusive_ptr<c10d::Work> work) {
+      if (!together) step.works.push_back(std::move(work));
+    };
+    if (here.numel() > 0) {
+      std::vector<at::Tensor> tensors{here};
+      add(backend_->recv(tensors, context_.told_ranks.at(from), tag));
+      step.receives_from = from;
+    }
+    if (from_here.numel() > 0) {
+      std::vector<at::Tensor> tensors{from_here};
+      add(backend_->send(tensors, context_.told_ranks.at(to), tag));
+      step.sends_to = to;
+    }
+    if (together) step.works.push_back(backend_->endCoalescing());
+    return step;
+  }
+
+  // On a device the current stream waits; on the CPU this thread does.
+  void await(Step& step, const char* what) {
+    if (std::exchange(step.is_awaited, true)) return;
+    for (const auto& work : step.works) {
+      try {
+        if (device_.is_cpu()) {
+          const Spending waiting(context_, Entered::kWait, what);
+          work->wait(milliseconds(context_.deadline_seconds));
+        } else {
+          work->wait();
+        }
+      } catch (const std::exception& error) {
+        raise(step, what, error.what());
+      }
+    }
+  }
+  void await(std::vector<Step>& steps, const char* what) {
+    for (Step& step : steps) {
+      await(step, what);
+      // Streams wait for ever: a step that began so long ago and has not ended will not.
+      if (device_.is_cpu() || monotonic_seconds() - step.begun_s < context_.deadline_seconds) continue;
+      for (const auto& work : step.works) {
+        if (!work->isCompleted()) raise(step, what, "it is still under way");
+      }
+    }
+  }
+
+  [[noreturn]] void raise(const Step& step, const char* what, const std::string& why) {
+    const double waited = monotonic_seconds() - step.begun_s;
+    std::ostringstream text;
+    text << "group '" << context_.name << "' on " << device_ << ", rank " << context_.own_rank() << ": "
+         << what << " waited " << waited << " s for";
+    if (step.receives_from >= 0) text << " rows of rank " << context_.told(step.receives_from);
+    if (step.receives_from >= 0 && step.sends_to >= 0) text << " and";
+    if (step.sends_to >= 0) text << " rank " << context_.told(step.sends_to) << " to take its rows";
+    text << " over " << backend_->getBackendName() << ": " << why;
+    context_.link_is_broken = true;
+    const bool late = waited >= 0.9 * context_.deadline_seconds;
+    raise_for_all(
+        failure_of(context_, late ? CommErrorKind::kTimeout : CommErrorKind::kPeerLost, text.str()));
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;  // keeps the backend's threads
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  c10::Device device_;
+  DeviceStreams streams_;
+  int hosts_;
+  int instance_;
+  const DeviceLibrary* library_;
+  uint64_t last_number_ = 0;
+  std::array<Slot, kSlots> slots_;
+};
+
+// What gathers and scatters have in common: a slot, steps, and the end.
+class ExchangeFlight {
+ public:
+  ExchangeFlight(ExchangeTransport& transport, const FlightDescriptor& descriptor, int64_t arriving_bytes,
+                 int64_t leaving_bytes)
+      : transport_(transport),
+        descriptor_(descriptor),
+        slot_(transport.slots_[transport.claim(descriptor.op)]),
+        number_(transport.last_number_) {
+    transport.at_least(slot_.arriving, arriving_bytes);
+    transport.at_least(slot_.leaving, leaving_bytes);
+  }
+
+  int rank() const { return transport_.rank(); }
+  int world_size() const { return transport_.world_size(); }
+  const DeviceLibrary* library() const { return transport_.library_; }
+  void* stream() const { return transport_.streams_.current(); }
+  int64_t bytes(const Chunk& chunk) const { return chunk.rows * descriptor_.row_bytes(); }
+
+  at::Tensor arriving(int64_t offset, const Chunk& chunk) const {
+    return rows(slot_.arriving, offset, chunk);
+  }
+  at::Tensor leaving(int64_t offset, const Chunk& chunk) const { return rows(slot_.leaving, offset, chunk); }
+
+  // The rank that is `distance` ranks after this one.
+  int after(int distance) const { return (rank() + distance + world_size()) % world_size(); }
+  // How many ranks `other` is after this one, and before it.
+  int distance_to(int other) const { return (other - rank() + world_size()) % world_size(); }
+  int distance_from(int other) const { return (rank() - other + world_size()) % world_size(); }
+
+  void begin(int index, int to, const at::Tensor& from_here, int from, const at::Tensor& here) {
+    slot_.steps.resize(std::max<size_t>(slot_.steps.size(), index + 1));
+    slot_.steps[index] = transport_.begin(number_, index, to, from_here, from, here);
+  }
+  void await(int index) {
+    TORCH_CHECK(index < static_cast<int>(slot_.steps.size()), "A chunk of ", name_of(descriptor_.op),
+                " is waited for before this rank has published its own.");
+    transport_.await(slot_.steps[index], name_of(descriptor_.op));
+  }
+  void finish() { slot_.in_flight = false; }
+
+ private:
+  at::Tensor rows(const at::Tensor& memory, int64_t offset, const Chunk& chunk) const {
+    return memory.narrow(0, offset, bytes(chunk))
+        .view(descriptor_.scalar_type())
+        .view(descriptor_.sizes_of(chunk));
+  }
+
+  ExchangeTransport& transport_;
+  FlightDescriptor descriptor_;
+  ExchangeTransport::Slot& slot_;
+  uint64_t number_;
+};
+
+namespace {
+
+// This rank's rows to every other, those of the nearest rank after it first.
+class ExchangeGather : public GatherByRank {
+ public:
+  ExchangeGather(ExchangeTransport& transport, const FlightDescriptor& descriptor)
+      : GatherByRank(transport.context(), descriptor),
+        flight_(transport, descriptor, descriptor.rows * descriptor.row_bytes(), 0) {}
+
+  at::Tensor memory(const Chunk& chunk) override {
+    return flight_.arriving(chunk.begin * descriptor_.row_bytes(), chunk);
+  }
+  void publish(const Chunk& own) override {
+    for (int step = 1; step < flight_.world_size(); ++step) {
+      const int from = flight_.after(step);
+      flight_.begin(step, flight_.after(-step), memory(own), from, memory(plan_.of(from)));
+    }
+  }
+  void wait(const Chunk& chunk) override {
+    if (chunk.owner != flight_.rank()) flight_.await(flight_.distance_to(chunk.owner));
+  }
+  void finish() override { flight_.finish(); }
+
+ private:
+  ExchangeFlight flight_;
+};
+
+// Every rank's part of this rank's rows arrives, by rank; then, where they are asked for, the sums of all
+// rows.
+class ExchangeScatter : public ScatterByRank {
+ public:
+  ExchangeScatter(ExchangeTransport& transport, const FlightDescriptor& descriptor, bool all)
+      : ScatterByRank(transport.context(), descriptor, all),
+        flight_(transport, descriptor,
+                transport.world_size() * plan_.own().rows * descriptor.row_bytes() +
+                    (all ? descriptor.rows * descriptor.row_bytes() : 0),
+                descriptor.rows * descriptor.row_bytes()) {}
+
+  at::Tensor part(const Chunk& chunk) override {
+    if (chunk.owner == flight_.rank()) return part_of(flight_.rank());
+    return flight_.leaving(chunk.begin * descriptor_.row_bytes(), chunk);
+  }
+  void publish(const Chunk& chunk) override {
+    if (chunk.owner == flight_.rank()) return;
+    const int step = flight_.distance_to(chunk.owner);
+    const int from = flight_.after(-step);
+    flight_.begin(step, chunk.owner, part(chunk), from, part_of(from));
+  }
+
+  void reduce(const at::Tensor& out, const at::Tensor& bias) override {
+    const Chunk& own = plan_.own();
+    std::vector<at::Tensor> parts;
+    for (int rank = 0; rank < flight_.world_size(); ++rank) {
+      if (rank != flight_.rank()) flight_.await(flight_.distance_from(rank));
+      parts.push_back(part_of(rank));
+    }
+    if (own.rows > 0) {
+      const at::Tensor target = all_ ? sum(own) : out.view(parts.front().sizes());
+      sum_in_order(target, parts, bias, flight_.library(), flight_.stream());
+    }
+    for (int step = 1; all_ && step < flight_.world_size(); ++step) {
+      const int from = flight_.after(step);
+      flight_.begin(sums_step(step), flight_.after(-step), sum(own), from, sum(plan_.of(from)));
+    }
+  }
+
+  void wait_for_sum(const Chunk& chunk) override {
+    if (chunk.owner != flight_.rank()) flight_.await(sums_step(flight_.distance_to(chunk.owner)));
+  }
+  at::Tensor sum(const Chunk& chunk) override {
+    const int64_t row_bytes = descriptor_.row_bytes();
+    return flight_.arriving((flight_.world_size() * plan_.own().rows + chunk.begin) * row_bytes, chunk);
+  }
+  void finish() override { flight_.finish(); }
+
+ private:
+  at::Tensor part_of(int rank) const {
+    return flight_.arriving(rank * flight_.bytes(plan_.own()), plan_.own());
+  }
+  int sums_step(int step) const { return flight_.world_size() + step; }
+
+  ExchangeFlight flight_;
+};
+
+}  // namespace
+
+std::unique_ptr<GatherFlight> ExchangeTransport::gather(const FlightDescriptor& descriptor) {
+  TORCH_CHECK_VALUE(descriptor.op != Op::kSend, "Group '", context_.name, "' spans ", hosts_,
+                    " hosts, and messages between ", device_,
+                    " devices of several hosts are not built: keep pipeline and context parallelism inside a "
+                    "host, or train on CPU tensors.");
+  return std::make_unique<ExchangeGather>(*this, descriptor);
+}
+
+std::unique_ptr<ScatterFlight> ExchangeTransport::scatter(const FlightDescriptor& descriptor, bool all) {
+  return std::make_unique<ExchangeScatter>(*this, descriptor, all);
+}
+
+std::unique_ptr<Transport> make_several_hosts_device_transport(
+    GroupContext& context, c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device,
+    int hosts, int instance, const DeviceLibrary* library, std::string& why_not) {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  try {
+    backend = process_group->getBackend(device.type());
+  } catch (const c10::Error&) {
+    why_not = "its process group has no backend for " + device.str() + " tensors; " +
+              "initialize it with 'cpu:gloo,cuda:nccl'";
+    return nullptr;
+  }
+  if (!device.is_cpu() && !backend->supportsCoalescing()) {
+    why_not =
+        "its ranks are on several hosts, and " + backend->getBackendName() +
+        " does not send in the order of streams; initialize the process group with 'cpu:gloo,cuda:nccl'";
+    return nullptr;
+  }
+  return std::make_unique<ExchangeTransport>(context, std::move(process_group), std::move(backend), device,
+                                             hosts, instance, library);
+}
+
+}  // namespace pyruntime

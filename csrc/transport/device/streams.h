@@ -1,0 +1,60 @@
+// The streams of an op on a device: the caller's, and one beside it for what moves. On a device without
+// streams (the CPU) everything happens at once and in order, and nothing here does anything.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <optional>
+
+namespace pyruntime {
+
+class DeviceStreams {
+ public:
+  explicit DeviceStreams(c10::Device device) : device_(device), guard_(device.type()) {
+    if (has_streams()) moving_ = guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  }
+
+  c10::Stream current_stream() const { return guard_.getStream(device_); }
+  // As the library's functions take them.
+  void* current() const { return has_streams() ? guard_.getStream(device_).native_handle() : nullptr; }
+  void* moving() const { return has_streams() ? moving_->native_handle() : nullptr; }
+
+  // What is put on the moving stream from now on comes after all that the caller's stream has so far.
+  void move_after_current() const {
+    if (!has_streams()) return;
+    c10::Event event(device_.type());
+    event.record(guard_.getStream(device_));
+    event.block(*moving_);
+  }
+  // What the moving stream has so far, for current_after().
+  std::optional<c10::Event> moved() const {
+    if (!has_streams()) return std::nullopt;
+    c10::Event event(device_.type());
+    event.record(*moving_);
+    return event;
+  }
+  void current_after(const std::optional<c10::Event>& event) const {
+    if (event) event->block(guard_.getStream(device_));
+  }
+  // Makes the moving stream the caller's within a scope.
+  c10::OptionalStreamGuard on_moving() const {
+    return has_streams() ? c10::OptionalStreamGuard(*moving_) : c10::OptionalStreamGuard();
+  }
+  // Waits, on the host, for all that the device was given.
+  void synchronize() const {
+    if (has_streams()) guard_.synchronizeDevice(device_.index());
+  }
+
+ private:
+  bool has_streams() const { return !device_.is_cpu(); }
+
+  c10::Device device_;
+  c10::impl::VirtualGuardImpl guard_;
+  std::optional<c10::Stream> moving_;
+};
+
+}  // namespace pyruntime

@@ -1,0 +1,92 @@
+#include "transport/flights.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <unistd.h>
+#include <utility>
+
+namespace pyruntime {
+
+GatherByRank::GatherByRank(const GroupContext& context, const FlightDescriptor& descriptor)
+    : descriptor_(descriptor),
+      plan_(descriptor.rows, context.world_size, context.rank, /*pieces=*/1, descriptor.holder),
+      order_(plan_.gather_order()),
+      own_({plan_.own()}) {}
+
+ScatterByRank::ScatterByRank(const GroupContext& context, const FlightDescriptor& descriptor, bool all)
+    : ScatterByRank(descriptor, all, ChunkPlan(descriptor.rows, context.world_size, context.rank)) {}
+
+ScatterByRank::ScatterByRank(const FlightDescriptor& descriptor, bool all, ChunkPlan plan)
+    : descriptor_(descriptor),
+      all_(all),
+      plan_(std::move(plan)),
+      order_(plan_.scatter_order()),
+      sums_order_(plan_.gather_order()) {}
+
+at::Tensor view_of(char* memory, const FlightDescriptor& descriptor, const Chunk& chunk, c10::Device device) {
+  const auto options = at::TensorOptions().dtype(descriptor.scalar_type()).device(device);
+  const std::vector<int64_t> sizes = descriptor.sizes_of(chunk);
+  if (chunk.rows * descriptor.row_elements() == 0) return at::empty(sizes, options);
+  // Told where it lies, torch does not ask the driver, for every chunk and while a graph is captured.
+  return at::for_blob(memory, sizes).options(options).target_device(device).make_tensor();
+}
+
+FlightDescriptor rows_held_descriptor(const FlightDescriptor& descriptor, int world_size) {
+  return {descriptor.op, static_cast<int32_t>(c10::ScalarType::Long), world_size, 1, 1, 1, false, 1};
+}
+
+std::vector<int64_t> gather_rows_held(GatherFlight& flight, int64_t own_rows, int rank, int world_size) {
+  for (const Chunk& chunk : flight.own()) {
+    if (chunk.rows > 0) flight.memory(chunk).fill_(own_rows);
+    flight.publish(chunk);
+  }
+  std::vector<int64_t> held(world_size);
+  for (const Chunk& chunk : flight.order()) {
+    if (chunk.owner != rank) flight.wait(chunk);
+    if (chunk.rows > 0) held[chunk.owner] = flight.memory(chunk).item<int64_t>();
+  }
+  flight.finish();
+  return held;
+}
+
+Failure failure_of(const GroupContext& context, CommErrorKind kind, std::string message) {
+  return {kind, std::move(message), context.process_group};
+}
+
+std::string flight_text(const GroupContext& context, Op op, uint64_t number) {
+  return std::string(name_of(op)) + " (op " + std::to_string(number) + " of group '" + context.name + "')";
+}
+
+std::string waiting_text(const GroupContext& context, Op op, uint64_t number, int peer,
+                         const std::string& what) {
+  return flight_text(context, op, number) + ", rank " + std::to_string(context.own_rank()) +
+         " waiting for rank " + std::to_string(context.told(peer)) + " to " + what;
+}
+
+std::string disagreement_text(const GroupContext& context, uint64_t number, const FlightDescriptor& ours,
+                              int peer, const FlightDescriptor& theirs) {
+  return "Ranks disagree on op " + std::to_string(number) + " of group '" + context.name + "': rank " +
+         std::to_string(context.own_rank()) + " called " + ours.text() + " and rank " +
+         std::to_string(context.told(peer)) + " called " + theirs.text() +
+         "; all ranks must call the same ops with the same shapes and dtypes, in the same order.";
+}
+
+void check_process(const GroupContext& context, pid_t opener) {
+  TORCH_CHECK(getpid() == opener, "Group '", context.name, "' was opened by process ", opener,
+              " and is used by its fork ", getpid(), "; start ranks as processes of their own.");
+}
+
+void check_slot_is_free(const GroupContext& context, bool is_free, Op op, const std::string& where) {
+  TORCH_CHECK(is_free, "Group '", context.name, "' already has ", kSlots, " ops in flight", where,
+              "; finish one before beginning ", name_of(op), ".");
+}
+
+void raise_out_of_step(const GroupContext& context, const std::string& why) {
+  raise_comm_error(CommErrorKind::kBroken,
+                   "Group '" + context.name +
+                       "' cannot go on: its ranks are out of step since an earlier error (" + why +
+                       "); close it on all ranks and start anew.");
+}
+
+}  // namespace pyruntime

@@ -1,0 +1,90 @@
+// What flights have in common on every transport: their slots, the order of their chunks, and what is said
+// when they go wrong.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <string>
+#include <sys/types.h>
+#include <vector>
+
+#include "core/chunk_plan.h"
+#include "core/failure_board.h"
+#include "transport/transport.h"
+
+namespace pyruntime {
+
+// Ops of one group that may be in flight at once. Op number n works in slot n % kSlots.
+inline constexpr int kSlots = 4;
+
+// Slots have no memory, or this much or more, and grow to powers of two: rarely, as growing is collective.
+inline constexpr int64_t kLeastSlotBytes = int64_t{1} << 16;
+// The least that is not below `size`.
+inline int64_t power_of_two(int64_t size) {
+  return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(size)));
+}
+
+// A gather that visits each rank's rows whole, from this rank's on.
+class GatherByRank : public GatherFlight {
+ public:
+  const std::vector<Chunk>& order() const override { return order_; }
+  const std::vector<Chunk>& own() const override { return own_; }
+
+ protected:
+  GatherByRank(const GroupContext& context, const FlightDescriptor& descriptor);
+
+  FlightDescriptor descriptor_;
+  ChunkPlan plan_;
+
+ private:
+  std::vector<Chunk> order_;
+  std::vector<Chunk> own_;
+};
+
+// A scatter that visits each rank's rows whole, this rank's last; the sums from this rank's on.
+class ScatterByRank : public ScatterFlight {
+ public:
+  const std::vector<Chunk>& order() const override { return order_; }
+  const std::vector<Chunk>& sums_order() const override { return sums_order_; }
+
+ protected:
+  ScatterByRank(const GroupContext& context, const FlightDescriptor& descriptor, bool all);
+  ScatterByRank(const FlightDescriptor& descriptor, bool all, ChunkPlan plan);
+
+  FlightDescriptor descriptor_;
+  bool all_;  // everybody's sums are asked for
+  double begun_ = monotonic_seconds();
+  ChunkPlan plan_;
+
+ private:
+  std::vector<Chunk> order_;
+  std::vector<Chunk> sums_order_;
+};
+
+// A chunk of a flight where it lies in the memory of `device`.
+at::Tensor view_of(char* memory, const FlightDescriptor& descriptor, const Chunk& chunk,
+                   c10::Device device = c10::kCPU);
+
+// A gather of one number from each rank, in place of a gather with `rows` unknown: the rows that each holds.
+FlightDescriptor rows_held_descriptor(const FlightDescriptor& descriptor, int world_size);
+std::vector<int64_t> gather_rows_held(GatherFlight& flight, int64_t own_rows, int rank, int world_size);
+
+// A failure after which the ranks of the group are out of step.
+Failure failure_of(const GroupContext& context, CommErrorKind kind, std::string message);
+// "all_gather (op 7 of group 'tp')"
+std::string flight_text(const GroupContext& context, Op op, uint64_t number);
+// "all_gather (op 7 of group 'tp'), rank 0 waiting for rank 1 to WHAT"
+std::string waiting_text(const GroupContext& context, Op op, uint64_t number, int peer,
+                         const std::string& what);
+// Quotes what this rank and the peer have called.
+std::string disagreement_text(const GroupContext& context, uint64_t number, const FlightDescriptor& ours,
+                              int peer, const FlightDescriptor& theirs);
+
+// Raises RuntimeError in a fork of the process that opened the group.
+void check_process(const GroupContext& context, pid_t opener);
+// Raises RuntimeError where the slot of the next flight is taken; `where` may name a device.
+void check_slot_is_free(const GroupContext& context, bool is_free, Op op, const std::string& where = "");
+// Raises CommError: no op may begin any more since `why`.
+[[noreturn]] void raise_out_of_step(const GroupContext& context, const std::string& why);
+
+}  // namespace pyruntime

@@ -1,0 +1,144 @@
+// Which transport a group gets, and how it is made.
+
+#include <utility>
+
+#include "core/arbiter.h"
+#include "transport/collectives.h"
+#include "transport/device/library.h"
+#include "transport/device/one_host.h"
+#include "transport/device/several_hosts.h"
+#include "transport/group.h"
+#include "transport/host/one_host.h"
+#include "transport/ring/ring.h"
+
+namespace pyruntime {
+
+namespace {
+
+struct TransportMaker {
+  std::unique_ptr<Transport> for_cpu();
+  std::unique_ptr<Transport> for_device(c10::Device device);
+  // Over the process group's own collectives; `why` no other. All of that group's ranks take part in them, so
+  // a companion of two ranks gets one that it cannot use: its ops are sends, which ask why_not_chunked().
+  std::unique_ptr<Transport> collectives(c10::Device device, std::string why) {
+    return make_collectives_transport(context, rendezvous.process_group(), device, std::move(why));
+  }
+  std::unique_ptr<Transport> ring(const HostLayout& over);
+
+  // Tells messages of this rendezvous apart from those of others over the same process group.
+  int instance() const {
+    constexpr int64_t kPlaces = 3;                         // within a class: -1, 0 and 1
+    const int64_t groups = 1 + kPlaces * kTrafficClasses;  // that share the process group and a rank
+    const int64_t own =
+        key.companion ? 1 + kPlaces * static_cast<int64_t>(*key.companion) + key.within + 1 : 0;
+    return static_cast<int>((gathered.number * groups + own) % (int64_t{1} << 30));
+  }
+  // Raises ValueError where multicast was asked for and there is a reason against it.
+  void check_multicast_can_be(const std::string& why_not) const;
+  void check_multicast_on_all(c10::Device device, const DeviceLibrary* library, const std::string& why_none);
+
+  GroupContext& context;
+  Rendezvous& rendezvous;
+  const GroupKey& key;
+  const GroupSettings& settings;
+  Gathered gathered;
+  HostLayout layout;
+};
+
+void TransportMaker::check_multicast_can_be(const std::string& why_not) const {
+  TORCH_CHECK_VALUE(settings.multicast == Multicast::kOff || why_not.empty(), "multicast='",
+                    name_of(settings.multicast), "' was asked for group '", context.name, "', and ", why_not,
+                    "; it is for the devices of one host with the kernels built. Leave multicast out.");
+}
+
+// On all ranks: who cannot must not leave the others waiting for its memory.
+void TransportMaker::check_multicast_on_all(c10::Device device, const DeviceLibrary* library,
+                                            const std::string& why_none) {
+  const std::string own = library == nullptr ? why_none : why_no_multicast(device, *library);
+  const std::string can = "can";
+  int rank = 0;
+  for (const std::string& found :
+       rendezvous.exchange("multicast/" + std::to_string(gathered.number), own.empty() ? can : own)) {
+    check_multicast_can_be(found == can ? "" : "rank " + std::to_string(rank) + " cannot: " + found);
+    ++rank;
+  }
+}
+
+std::unique_ptr<Transport> TransportMaker::for_device(c10::Device device) {
+  const int hosts = layout.hosts();
+  std::string why_no_library;
+  const DeviceLibrary* library = DeviceLibrary::find(device.type(), why_no_library);
+  check_multicast_can_be(hosts > 1 ? "its ranks are on " + std::to_string(hosts) + " hosts" : "");
+  if (settings.multicast != Multicast::kOff) check_multicast_on_all(device, library, why_no_library);
+  if (hosts > 1) {
+    std::string why_not;
+    auto made = make_several_hosts_device_transport(context, rendezvous.process_group(), device, hosts,
+                                                    instance(), library, why_not);
+    return made ? std::move(made) : collectives(device, why_not);
+  }
+  if (library == nullptr) return collectives(device, why_no_library);
+  return std::make_unique<DeviceTransport>(context, rendezvous.workspace_group(gathered, layout), device,
+                                           *library, settings.ring.chunk_bytes, settings.multicast);
+}
+
+std::unique_ptr<Transport> TransportMaker::for_cpu() {
+  const TransportKind asked = settings.transport;
+  check_multicast_can_be(asked == TransportKind::kDevice ? "" : "an op has tensors on the CPU");
+  const bool one_host = layout.hosts() == 1;
+  const bool can_be_hierarchical = !one_host && layout.even() && layout.ranks_per_host() > 1;
+  TORCH_CHECK_VALUE(asked != TransportKind::kSymmetric || one_host,
+                    "transport='symmetric_memory' was asked for group '", context.name,
+                    "', whose ranks are on ", layout.hosts(), " hosts; use 'auto' or 'process_group'.");
+  TORCH_CHECK_VALUE(asked != TransportKind::kHierarchical || can_be_hierarchical,
+                    "transport='hierarchical' was asked for group '", context.name, "', whose ",
+                    context.world_size, " ranks are on ", layout.hosts(),
+                    " host(s); it needs several hosts with the same number of ranks, more than one.");
+  if (asked == TransportKind::kDevice) return for_device(c10::kCPU);
+  if (asked == TransportKind::kProcessGroup || (!one_host && !can_be_hierarchical)) {
+    return ring(HostLayout::one_rank_each(context.world_size, context.rank));
+  }
+  if (!one_host) return ring(layout);
+  return make_one_host_transport(context, rendezvous.workspace_group(gathered, layout));
+}
+
+std::unique_ptr<Transport> TransportMaker::ring(const HostLayout& over) {
+  const auto& process_group = rendezvous.process_group();
+  auto link = make_process_group_link(process_group, context.told_ranks);
+  if (!link) return collectives(c10::kCPU, "its process group has no backend for CPU tensors");
+  const std::string topic = "ring/" + context.name + "/" + std::to_string(gathered.number) + "/";
+  std::vector<std::string> names;
+  for (int host = 0; host < over.hosts(); ++host) {
+    names.push_back(gathered.hosts[over.ranks_of(host).front()]);
+  }
+  const int flags = ring_flags(context.world_size, over.hosts());
+  auto workspace = over.ranks_per_host() == 1
+                       ? make_private_workspace(context, flags)
+                       : make_symmetric_workspace(context, rendezvous.workspace_group(gathered, over),
+                                                  over.ranks_of(over.host()), over.local_rank(), flags);
+  auto lines = connect_control_lines(*process_group->getStore(), "pyruntime/" + topic + "line/", context,
+                                     ring_neighbours(over));
+  int round = 0;
+  const auto agree = [&](const std::vector<double>& own) {
+    return rendezvous.agree(topic + "cost/" + std::to_string(round++), own);
+  };
+  RingParts parts{
+      over, names, std::move(workspace), std::move(link), std::move(lines), &Arbiter::instance(), instance()};
+  return make_ring_transport(context, std::move(parts), settings.ring, agree);
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> Group::make_transport(c10::Device device) {
+  TORCH_CHECK(!device.is_cpu() || !context_.link_is_broken, "Group '", name(),
+              "' cannot be opened again: its connections still hold parts of an op that failed; make the "
+              "process group anew (torch.distributed.destroy_process_group, or a restart of the job).");
+  Gathered gathered = rendezvous_.gather(settings_);
+  const HostLayout layout(gathered.hosts, rank());
+  TransportMaker maker{context_, rendezvous_, key_, settings_, std::move(gathered), layout};
+  if (settings_.transport == TransportKind::kCollectives) {
+    return maker.collectives(device, "transport='collectives' was asked for");
+  }
+  return device.is_cpu() ? maker.for_cpu() : maker.for_device(device);
+}
+
+}  // namespace pyruntime

@@ -1,0 +1,164 @@
+#include "transport/rendezvous.h"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <sstream>
+#include <unistd.h>
+#include <utility>
+
+#include "core/failure_board.h"
+#include "core/host_process.h"
+
+namespace pyruntime {
+
+namespace {
+
+// The store keeps what was said under a name, and a group may be made anew under its own.
+std::string unique_name(const std::string& group) {
+  static std::atomic<int> names{0};
+  return group + "/" + std::to_string(getpid()) + "." + std::to_string(++names);
+}
+
+}  // namespace
+
+Rendezvous::Rendezvous(const GroupContext& context, c10::intrusive_ptr<c10d::ProcessGroup> process_group)
+    : context_(context), process_group_(std::move(process_group)) {
+  if (context.world_size > 1) join_job();
+}
+
+// All groups of a job stand on the same store, each below a prefix of its own. The rank in the job is the
+// launcher's; without a launcher the job is this group.
+void Rendezvous::join_job() {
+  FailureBoard& board = FailureBoard::instance();
+  auto store = process_group_->getStore();
+  auto below = store;
+  bool joined = board.has_joined(below);
+  for (bool first = true; !joined; first = false) {
+    const auto* prefixed = dynamic_cast<c10d::PrefixStore*>(below.get());
+    if (prefixed == nullptr) break;
+    below = const_cast<c10d::PrefixStore*>(prefixed)->getUnderlyingStore();
+    if (first) store = below;
+    joined = board.has_joined(below);
+  }
+  const char* rank = std::getenv("RANK");
+  const int own = rank == nullptr ? process_group_->getRank() : std::atoi(rank);
+  if (!joined) board.join(std::move(store), own, process_group_->getSize());
+  // Others know this rank by its number in the group, and its signs of life by that in the job.
+  board.ask_later([key = key_of("member", context_.rank), number = std::to_string(own)](c10d::Store& asked) {
+    asked.set(key, number);
+  });
+}
+
+std::string Rendezvous::key_of(const std::string& topic, int rank) const {
+  return "pyruntime/" + topic + "/" + context_.name + "/" + std::to_string(rank);
+}
+
+Peer Rendezvous::peer_of(int rank) {
+  Peer peer{-1, "rank " + std::to_string(context_.told(rank))};
+  const auto known = job_ranks_.find(rank);
+  if (known != job_ranks_.end()) {
+    peer.rank = known->second;
+    return peer;
+  }
+  auto found = std::make_shared<std::string>();
+  const auto asked = FailureBoard::instance().ask(
+      [found, key = key_of("member", rank)](c10d::Store& store) {
+        if (store.check({key})) *found = store.get_to_str(key);
+      },
+      context_.deadline_seconds);
+  if (asked == FailureBoard::Asked::kAnswered && !found->empty()) {
+    peer.rank = job_ranks_[rank] = std::stoi(*found);
+  }
+  return peer;
+}
+
+Waiting Rendezvous::waiting(const std::string& for_what) const {
+  return {for_what + ", rank " + std::to_string(context_.own_rank()), context_.process_group,
+          context_.deadline_seconds};
+}
+
+void Rendezvous::tell(const std::string& topic, const std::string& value) {
+  pyruntime::tell(key_of(topic, context_.rank), value, waiting("Group '" + context_.name + "'"));
+}
+
+int64_t Rendezvous::next_exchange() {
+  return count(key_of("exchanges", context_.rank), waiting("Group '" + context_.name + "'"));
+}
+
+std::string Rendezvous::hear(int peer, const std::string& topic, const std::string& doing, double seconds,
+                             bool while_it_lives) {
+  Waiting peers = waiting(doing);
+  peers.for_what += " waiting for rank " + std::to_string(context_.told(peer));
+  peers.seconds = seconds;
+  peers.while_it_lives = while_it_lives;
+  return pyruntime::hear(key_of(topic, peer), [this, peer] { return peer_of(peer); }, peers);
+}
+
+std::vector<std::string> Rendezvous::exchange(const std::string& topic, const std::string& own) {
+  tell(topic, own);
+  std::vector<std::string> all;
+  for (int peer = 0; peer < context_.world_size; ++peer) {
+    all.push_back(peer == context_.rank ? own
+                                        : hear(peer, topic, "The first op of group '" + context_.name + "'",
+                                               context_.deadline_seconds, /*while_it_lives=*/false));
+  }
+  return all;
+}
+
+std::vector<double> Rendezvous::agree(const std::string& topic, const std::vector<double>& own) {
+  std::string text;
+  for (const double value : own) text += std::to_string(value * 1e12) + " ";
+  // Of the texts alone, this rank's own too: all must come to the same number to the last bit.
+  std::vector<double> largest(own.size(), 0.0);
+  for (const std::string& theirs : exchange(topic, text)) {
+    std::istringstream values(theirs);
+    for (double& value : largest) {
+      double other = 0;
+      values >> other;
+      value = std::max(value, other * 1e-12);
+    }
+  }
+  return largest;
+}
+
+void Rendezvous::raise_for_missing(const std::string& doing, const std::string& cause) {
+  std::vector<Peer> peers;
+  for (int peer = 0; peer < context_.world_size; ++peer) {
+    if (peer != context_.rank) peers.push_back(peer_of(peer));
+  }
+  pyruntime::raise_for_missing(peers, waiting(doing), cause);
+}
+
+Gathered Rendezvous::gather(const GroupSettings& settings) {
+  constexpr char kSeparator = '\x1f';
+  const std::string own = settings.text();
+  Gathered gathered;
+  // Counted in the store: a group may be closed and used again, and its ranks must know which rendezvous a
+  // peer's message belongs to.
+  gathered.number = process_group_->getStore()->add(key_of("rendezvous", context_.rank), 1);
+  for (const std::string& theirs :
+       exchange("host/" + std::to_string(gathered.number),
+                own + kSeparator + host_identity() + kSeparator + unique_name(context_.name))) {
+    const size_t end = theirs.find(kSeparator), last = theirs.rfind(kSeparator);
+    if (gathered.hosts.empty()) gathered.workspaces = theirs.substr(last + 1);
+    TORCH_CHECK_VALUE(theirs.substr(0, end) == own, "The ranks of group '", context_.name,
+                      "' were configured differently: rank ", context_.rank, " with ", own, " and rank ",
+                      gathered.hosts.size(), " with ", theirs.substr(0, end),
+                      "; call pyruntime.comm.configure alike on all ranks.");
+    gathered.hosts.push_back(theirs.substr(end + 1, last - end - 1));
+  }
+  if (!settings.hosts.empty()) gathered.hosts = settings.hosts;
+  return gathered;
+}
+
+std::unique_ptr<WorkspaceGroup> Rendezvous::workspace_group(const Gathered& gathered,
+                                                            const HostLayout& layout) const {
+  return std::make_unique<WorkspaceGroup>(gathered.workspaces + "/host" + std::to_string(layout.host()),
+                                          layout.local_rank(), layout.ranks_per_host(),
+                                          process_group_->getStore());
+}
+
+}  // namespace pyruntime

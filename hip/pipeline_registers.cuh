@@ -1,0 +1,89 @@
+// Tiles of operands on their way into shared memory through registers, for GPUs without asynchronous copies:
+// while one tile of A and B is multiplied in shared memory, the next is stored into the other of two stages
+// and the loads of the one after it are under way.
+#pragma once
+
+#include "cuda/portable/gemm/operand_tile.cuh"
+
+namespace pyruntime::portable {
+
+// What one thread holds of a tile; as words, so that nothing waits for a load before it is stored.
+template <class OperandTile, class T>
+struct Held {
+  uint4 parts[OperandTile::kParts];
+
+  // All of it exists, in whole vectors: nothing is asked of each part.
+  PYRUNTIME_DEVICE void load_whole(const Operand<T>& from, int first_k) {
+    OperandTile::template each_part<OperandTile::kParts>(
+        from, first_k, kDepth,
+        [&](int i, int, const T* source, int) { parts[i] = device::load_streaming(source); });
+  }
+
+  PYRUNTIME_DEVICE void load(const Operand<T>& from, int first_k, int depth, bool aligned) {
+    OperandTile::template each_part<OperandTile::kParts>(
+        from, first_k, depth, [&](int i, int, const T* source, int count) {
+          const bool whole = aligned && count == Vector<T>::kCount;
+          parts[i] = whole ? device::load_streaming(source) : bits_of(load_elements(source, count));
+        });
+  }
+
+  PYRUNTIME_DEVICE void store(unsigned char* tile) const {
+#pragma unroll
+    for (int i = 0; i < OperandTile::kParts; ++i) {
+      *reinterpret_cast<uint4*>(tile + OperandTile::offset_of_part(i)) = parts[i];
+    }
+  }
+};
+
+// Calls multiply(tiles, meanwhile) for each kDepth of all k, with A's tile and then B's at `tiles`. Ends with
+// a barrier: shared memory is free.
+//
+// One step: the operands of a tile are read, the next tile goes from registers into the other stage, the one
+// after it is asked for, and then the first is multiplied. Shared memory answers in order, so who waits for
+// operands does not wait for what is stored behind them.
+template <class Config, class ATile, class BTile, class T, class Multiply>
+PYRUNTIME_DEVICE void run_pipeline(unsigned char* shared, const Operand<T>& a, const Operand<T>& b, int64_t k,
+                                   const Multiply& multiply) {
+  static_assert(Config::kStages == 2);
+  const bool a_aligned = takes_vectors(a), b_aligned = takes_vectors(b);
+  const bool whole = a_aligned && b_aligned && a.rows >= ATile::kTileRows && b.rows >= BTile::kTileRows;
+  const int steps = static_cast<int>((k + kDepth - 1) / kDepth);
+  Held<ATile, T> next_a;
+  Held<BTile, T> next_b;
+  const auto load = [&](int step) {
+    const int first = step * kDepth, depth = static_cast<int>(k) - first;
+    next_a.load(a, first, depth, a_aligned);
+    next_b.load(b, first, depth, b_aligned);
+  };
+  const auto stage = [&](int step) { return shared + step % 2 * Config::kStageBytes; };
+  const auto store = [&](int step) {
+    next_a.store(stage(step));
+    next_b.store(stage(step) + ATile::kBytes);
+  };
+  if (steps > 0) {
+    load(0);
+    store(0);
+  }
+  if (steps > 1) load(1);
+  device::shared_barrier();
+  int step = 0;
+  // A loop of its own for whole tiles: where ways of loading meet, the compiler waits for all loads.
+  for (; whole && (step + 3) * kDepth <= k; ++step) {
+    multiply(stage(step), [&] {
+      store(step + 1);
+      next_a.load_whole(a, (step + 2) * kDepth);
+      next_b.load_whole(b, (step + 2) * kDepth);
+      device::keep_order();
+    });
+    device::shared_barrier();
+  }
+  for (; step < steps; ++step) {
+    multiply(stage(step), [&] {
+      if (step + 1 < steps) store(step + 1);
+      if (step + 2 < steps) load(step + 2);
+    });
+    device::shared_barrier();
+  }
+}
+
+}  // namespace pyruntime::portable

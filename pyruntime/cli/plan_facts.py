@@ -1,0 +1,178 @@
+"""What the planner, which knows of no code but its own, is told of this project: the models, what the
+trainer keeps in memory, and whether it would run a mesh.
+
+The trainer is asked; nothing here knows what it can do. What it has no key for is given to it under the key
+that it would have, and its refusal is the answer. Asking imports the trainer and with it torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.presets import PRESETS
+from pyruntime.plan import models
+from pyruntime.plan.cluster import Cluster
+from pyruntime.plan.memory import Rules
+from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.plan.models import GPTS, ModelShape
+from pyruntime.text import toml_value
+
+if TYPE_CHECKING:
+    from pyruntime.train.config import RunConfig
+
+LLAMA2_13B = LlamaConfig(
+    vocab_size=32000,
+    hidden_size=5120,
+    intermediate_size=13824,
+    num_hidden_layers=40,
+    num_attention_heads=40,
+)
+
+
+def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
+    return ModelShape(
+        name,
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.intermediate_size,
+        config.vocab_size,
+        tied=config.tie_word_embeddings,
+        preset=preset,
+    )
+
+
+TRAINER = Rules(
+    gradient=2, ffn_kept=1, heap=0.95, largest_gradients=2, logits=2, reduced_gradient=2, workspaces=True
+)
+"""This project's trainer in bf16 on CPU ranks of one host, by resident memory: gradients in the weights'
+type; over several data-parallel ranks sums of earlier micro-batches are fp32 and whole at every stage
+(docs/data-parallel.md). `heap` was measured (docs/planning.md)."""
+
+MODELS: dict[str, ModelShape] = {
+    **{name: of_llama(name, config, preset=name) for name, config in PRESETS.items()},
+    "llama2-13b": of_llama("llama2-13b", LLAMA2_13B),
+    **GPTS,
+}
+
+
+def find_model(name: str) -> ModelShape:
+    """The known model of that name; see `pyruntime.plan.models.find_model`. Raises ValueError."""
+    return models.find_model(name, MODELS)
+
+
+def settings(job: Job, mesh: Mesh, layers: Sequence[int] = ()) -> dict[str, dict[str, Any]]:
+    """Sections and keys of a configuration that trains `job` on `mesh`, as in a TOML file. layers: of each
+    stage; empty: as the trainer cuts them."""
+    parallel: dict[str, Any] = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "dp": mesh.dp}
+    if mesh.dp * mesh.cp > 1 and not mesh.tau and not mesh.is_axonn:
+        parallel |= {"zero": mesh.zero, "dp_replicate": mesh.replicate}
+    if mesh.is_axonn:
+        parallel |= {"x": mesh.x, "y": mesh.y, "z": mesh.z}
+    if mesh.tau:
+        parallel["co2_tau"] = mesh.tau
+    train: dict[str, Any] = {
+        "batch_size": job.batch,
+        "micro_batch_size": mesh.micro_batch,
+        "seq_len": job.seq,
+        "dtype": "bf16",
+    }
+    if mesh.recompute:
+        train["activation_checkpointing"] = True
+    sections = {"model": _model(job), "train": train, "parallel": parallel}
+    if job.rounding != "nearest":
+        sections["optimizer"] = {"rounding": job.rounding}
+    if mesh.pp > 1:
+        sections["pipeline"] = {"kind": mesh.kind, "slices": mesh.slices}
+        if mesh.kind == "interleaved":
+            sections["pipeline"]["virtual"] = mesh.virtual
+        if layers:
+            sections["pipeline"]["layers"] = list(layers)
+    return sections
+
+
+def _model(job: Job) -> dict[str, Any]:
+    model = job.model
+    if model.preset:
+        return {"preset": model.preset, "vocab_size": model.vocab, "tie_word_embeddings": model.tied}
+    sizes: dict[str, Any] = {
+        "hidden_size": model.hidden,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "intermediate_size": model.ffn,
+        "vocab_size": model.vocab,
+        "tie_word_embeddings": model.tied,
+    }
+    if model.biased or not model.gated:
+        sizes["architecture"] = "gpt"
+    return sizes
+
+
+def toml(job: Job, mesh: Mesh, head: str = "", layers: Sequence[int] = ()) -> str:
+    """A file that `train --config` takes; `head` is a comment at its beginning."""
+    lines = [f"# {line}" for line in head.splitlines()]
+    for name, section in settings(job, mesh, layers).items():
+        lines += ["", f"[{name}]"]
+        lines += [f"{key} = {toml_value(value)}" for key, value in section.items()]
+    return "\n".join(lines).lstrip() + "\n"
+
+
+def planned(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster) -> tuple[Job, Mesh]:
+    """What a configuration that runs on `ranks` ranks is to the planner; `settings` is the way back."""
+    train, parallel, pipeline = config.train, config.parallel, config.pipeline
+    job = Job(
+        of_llama("the run", shape),
+        cluster,
+        ranks,
+        train.batch_size,
+        train.seq_len,
+        rounding=config.optimizer.rounding,
+    )
+    mesh = Mesh(
+        tp=parallel.tp or ranks // (parallel.pp * parallel.cp * parallel.dp),
+        pp=parallel.pp,
+        cp=parallel.cp,
+        dp=parallel.dp,
+        zero=parallel.zero,
+        replicate=parallel.dp_replicate,
+        kind=pipeline.kind,
+        virtual=pipeline.virtual,
+        slices=pipeline.slices,
+        micro_batch=train.micro_batch_size,
+        recompute=train.activation_checkpointing,
+    )
+    return job, mesh
+
+
+class Asked:
+    """Asks the trainer, once for what many meshes share."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self._answers: dict[Mesh, str | None] = {}
+
+    def refusal(self, mesh: Mesh) -> str | None:
+        """Why the trainer would not run `mesh`, in its own sentence; None where it would."""
+        # Schedules of many micro-batches take long to make; how many inner steps CO2 takes is no matter here.
+        key = dataclasses.replace(mesh, tau=min(mesh.tau, 1))
+        if key not in self._answers:
+            self._answers[key] = _ask(self.job, mesh)
+        return self._answers[key]
+
+
+def _ask(job: Job, mesh: Mesh) -> str | None:
+    from pyruntime.train import config_file, dry_run
+    from pyruntime.train.errors import ConfigError
+
+    try:
+        config = config_file.from_dict(settings(job, mesh), "the trainer")
+        dry_run.check(config, job.gpus)
+    except ConfigError as error:
+        return str(error)
+    return None

@@ -1,0 +1,102 @@
+"""`python -m pyruntime report RUN_DIR`: one page about a run, for a browser."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from pyruntime.cli.arguments import parse, writing
+from pyruntime.cli.plan_facts import TRAINER, planned
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.hf import read_config
+from pyruntime.overlap.files import RankLedger, read
+from pyruntime.overlap.page import Plan, page
+from pyruntime.overlap.trace import chrome_trace
+from pyruntime.plan.cluster import find_cluster
+from pyruntime.plan.measured import PROCESS_BYTES
+from pyruntime.plan.memory import memory_of_rank
+from pyruntime.plan.step import Predictor
+from pyruntime.train import config_file, metrics
+from pyruntime.train.errors import ConfigError, refusing
+
+DESCRIPTION = """Writes RUN_DIR/report.html: curves, and of a run with --train.ledger true where a step's time
+went, which bytes were hidden behind which operators, and the timeline of the last step. It needs no network.
+Beside it RUN_DIR/trace.json has that timeline for chrome://tracing and Perfetto."""
+PAGE, TRACE = "report.html", "trace.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """Folder of a run, as train names it."""
+    cluster: str = ""
+    """TOML file of `plan --measure`, or the name of a known cluster, to predict the step by; empty: memory
+    alone is predicted."""
+
+
+def main(argv: list[str]) -> None:
+    options = parse(Options, argv, "report", DESCRIPTION)
+    run_dir = Path(options.run_dir)
+    with refusing(kinds=(OSError,)):
+        if not (run_dir / metrics.FILE_NAME).is_file():
+            raise ConfigError(f"{run_dir} is no run folder: it has no {metrics.FILE_NAME}.")
+    steps = metrics.read(run_dir / metrics.FILE_NAME)
+    with refusing():
+        ledgers = read(run_dir)
+        plan = _plan(run_dir, steps, ledgers, options.cluster)
+    with writing(str(run_dir / PAGE)):
+        text = page(run_dir.resolve().name, _facts(steps, ledgers), steps, ledgers, plan)
+        (run_dir / PAGE).write_text(text, encoding="utf-8")
+        if ledgers:
+            (run_dir / TRACE).write_text(json.dumps(chrome_trace(ledgers)), encoding="utf-8")
+    beside = f", {run_dir / TRACE}" if ledgers else " (it kept no ledger: --train.ledger true)"
+    print(f"{run_dir / PAGE}{beside}")
+
+
+def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: str) -> Plan:
+    """The planner's memory of the fullest rank and seconds of a step, beside what the run measured."""
+    if not (run_dir / "model" / "config.json").is_file():
+        return Plan(words="The planner's estimate needs the model that a run leaves at its end.")
+    config = config_file.load(run_dir / "config.toml")
+    if config.train.dtype != "bf16":
+        return Plan(words="The planner's estimates are of bf16.")
+    if not ledgers and config.parallel.tp is None:
+        return Plan(words="How many ranks this run had is in its ledger only (--train.ledger true).")
+    sizes = config.parallel
+    ranks = len(ledgers) or sizes.pp * sizes.dp * sizes.cp * (sizes.tp or 1)
+    shape = LlamaConfig.from_hf(read_config(run_dir / "model"))
+    job, mesh = planned(config, shape, ranks, find_cluster(cluster or "dgx-h100"))
+    process = None if cluster else PROCESS_BYTES
+    fullest = max(
+        (memory_of_rank(job, mesh, rank, TRAINER, process) for rank in range(mesh.pp)),
+        key=lambda each: each.total,
+    )
+    seconds = Predictor(job, sums_whole=TRAINER.sums_whole).step(mesh) if cluster else None
+    return Plan(
+        words=""
+        if cluster
+        else "A step is predicted with --cluster FILE, which `plan --measure FILE` writes.",
+        memory=dataclasses.asdict(fullest),
+        measured_memory=steps[-1]["memory_bytes"] if steps else None,
+        step=dataclasses.asdict(seconds) if seconds else None,
+        measured_step=statistics.median(line["step_time_s"] for line in steps) if steps else None,
+    )
+
+
+def _facts(steps: list[dict], ledgers: list[RankLedger]) -> str:
+    ranks = f"{len(ledgers)} ranks" if len(ledgers) > 1 else "1 rank"
+    mesh = {axis: 1 + max(ledger.coordinate[axis] for ledger in ledgers) for axis in _axes(ledgers)}
+    spread = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1)
+    parts = [f"{len(steps)} steps"]
+    if ledgers:
+        parts.append(f"{ranks}{spread and ': ' + spread}")
+    return "; ".join(parts)
+
+
+def _axes(ledgers: list[RankLedger]) -> tuple[str, ...]:
+    return tuple(ledgers[0].coordinate) if ledgers else ()

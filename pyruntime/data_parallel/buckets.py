@@ -1,0 +1,203 @@
+"""How parameters are cut over the data-parallel ranks and travel together.
+
+A parameter is cut by rows as DTensor's Shard(0) cuts (every rank ceil(n / S) rows, the last ones fewer),
+each part of a merged one (q, k, v) by itself. What travels in one flight is a Bucket: one weight matrix, or
+several small parameters. A bucket is seen as lines of `width` elements in S segments of equal size, one for
+each rank::
+
+    segment r = [rank r's rows of part 0 | of part 1 | ... | one mark for each parameter]
+
+Where a rank has fewer rows than the first, zeros fill its segment. A mark says that its parameter got a
+gradient. A chunk of a flight is any run of lines of one segment, so the same arithmetic serves every
+transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one parameter that are one tensor in a state dict.
+
+    Lines are per segment; a row of the parameter is `lines_per_row` of them.
+    """
+
+    owner: int
+    """Which of the bucket's parameters."""
+    key: str
+    """Name in a state dict."""
+    first_row: int
+    rows: int
+    share: int
+    """Rows of each rank, ceil(rows / S)."""
+    lines_per_row: int
+    offset: int
+    """First line in a segment."""
+
+    def local_rows(self, segment: int) -> int:
+        """Rows that rank `segment` really holds."""
+        return max(0, min(self.share, self.rows - segment * self.share))
+
+    @property
+    def lines(self) -> int:
+        return self.share * self.lines_per_row
+
+
+@dataclass(frozen=True)
+class Span:
+    """Lines of a chunk that are rows of one parameter: [place, place + count) of the chunk are lines [source,
+    source + count) of the parameter, seen as [-1, width]."""
+
+    place: int
+    count: int
+    owner: int
+    source: int
+
+
+class Bucket:
+    """Trainable parameters that travel together, by name; see the module's docstring.
+
+    named: of one dtype and device. segments: S. A line is a row of a matrix that is alone, else one element.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], segments: int):
+        (first, alone), *more = named
+        self.name = f"{first} and {len(more)} more" if more else first
+        self.parameters, self.segments = [parameter for _, parameter in named], segments
+        self.is_matrix = not more and alone.dim() >= 2
+        """One parameter, whose rows are the lines."""
+        self.width = max(1, alone[:1].numel()) if self.is_matrix else 1
+        """Elements of a line, which divides every parameter's row."""
+        self.parts: list[Part] = []
+        offset = 0
+        for owner, (name, parameter) in enumerate(named):
+            row = parameter.numel() // max(1, _rows(parameter))
+            for key, first_row, rows in _parts_of(name, parameter):
+                share = -(-rows // segments)
+                part = Part(owner, key, first_row, rows, share, row // self.width, offset)
+                self.parts.append(part)
+                offset += part.lines
+        self.marks = offset
+        """First line of the marks."""
+        self.segment_lines = offset + len(self.parameters)
+        self.dtype, self.device = alone.dtype, alone.device
+
+    @property
+    def lines(self) -> int:
+        return self.segments * self.segment_lines
+
+    @property
+    def nbytes(self) -> int:
+        """Of what travels in its dtype."""
+        return self.lines * self.width * self.dtype.itemsize
+
+    def lines_of(self, tensor: Tensor) -> Tensor:
+        """A tensor of the shape of one of the parameters as lines [-1, width]."""
+        return tensor.reshape(-1, self.width)
+
+    def spans(self, begin: int, count: int) -> Iterator[Span]:
+        """The rows of parameters in the lines [begin, begin + count), which lie in one segment."""
+        segment, start = divmod(begin, self.segment_lines)
+        end = start + count
+        for part in self.parts:
+            filled = part.local_rows(segment) * part.lines_per_row
+            low, high = max(start, part.offset), min(end, part.offset + filled)
+            if low < high:
+                source = (part.first_row + segment * part.share) * part.lines_per_row + low - part.offset
+                yield Span(low - start, high - low, part.owner, source)
+
+    def fill(self, chunk: Tensor, begin: int, got: Sequence[bool]) -> None:
+        """Writes what a chunk [count, width] holds beside rows: zeros, and the marks of `got` by
+        parameter."""
+        count = len(chunk)
+        at = 0
+        for span in self.spans(begin, count):
+            chunk[at : span.place].zero_()
+            at = span.place + span.count
+        chunk[at:].zero_()
+        start = begin % self.segment_lines
+        for owner, one in enumerate(got):
+            if one and start <= self.marks + owner < start + count:
+                chunk[self.marks + owner - start, 0] = 1
+
+    @property
+    def is_table(self) -> bool:
+        """Whether every line is a row of the parameter or a mark."""
+        return self.is_matrix and len(self.parts) == 1
+
+    def lines_with(self, rows: Tensor) -> Tensor:
+        """Of a table, bool [lines]: those of `rows`, bool by row of the parameter, and the marks."""
+        (part,) = self.parts
+        filled = rows.new_zeros(self.segments, part.share)
+        filled.view(-1)[: len(rows)] = rows
+        return torch.nn.functional.pad(filled, (0, 1), value=True).flatten()
+
+    def rows_of(self, lines: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a table, the rows of the parameter that these lines are, int64, and which of them are marks
+        instead, bool, with row 0."""
+        segment, within = lines // self.segment_lines, lines % self.segment_lines
+        marks = within == self.marks
+        return torch.where(marks, 0, segment * self.marks + within), marks
+
+    def views(self, segment: Tensor, rank: int) -> list[Tensor]:
+        """What a segment's tensor [segment_lines, width] holds of each part, [local rows, ...]."""
+        result = []
+        for part in self.parts:
+            lines = part.local_rows(rank) * part.lines_per_row
+            shape = (part.local_rows(rank), *self.parameters[part.owner].shape[1:])
+            result.append(segment[part.offset : part.offset + lines].view(shape))
+        return result
+
+    def got(self, segment: Tensor) -> Tensor:
+        """Which parameters some rank had a gradient for, by the marks of a reduced segment: bool, where that
+        is."""
+        return segment[self.marks :, 0] != 0
+
+
+def _rows(parameter: Tensor) -> int:
+    return parameter.shape[0] if parameter.dim() else 1
+
+
+def _parts_of(name: str, parameter: nn.Parameter) -> list[tuple[str, int, int]]:
+    """(state-dict key, first row, rows) of the tensors that a parameter's rows are."""
+    layout = getattr(parameter, "tp_layout", None)
+    if layout is None or layout.dim != 0 or len(layout.parts) == 1:
+        key = name if layout is None else _sibling(name, layout.parts[0].key)
+        return [(key, 0, _rows(parameter))]
+    found, first = [], 0
+    for part in layout.parts:
+        rows = layout.local_shape_of(part)[0]
+        found.append((_sibling(name, part.key), first, rows))
+        first += rows
+    return found
+
+
+def _sibling(name: str, key: str) -> str:
+    prefix, _, _ = name.rpartition(".")
+    return f"{prefix}.{key}" if prefix else key
+
+
+def cut_into_buckets(
+    named: Sequence[tuple[str, nn.Parameter]], segments: int, bucket_bytes: int
+) -> list[Bucket]:
+    """Buckets of `named` parameters in their order: matrices of `bucket_bytes` or more alone, what is smaller
+    up to that size together, matrices or vectors, by dtype and device."""
+    buckets: list[Bucket] = []
+    filling: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        is_matrix = parameter.dim() >= 2
+        if is_matrix and parameter.nbytes >= bucket_bytes:
+            buckets.append(Bucket([(name, parameter)], segments))
+            continue
+        key = (parameter.dtype, parameter.device, is_matrix)
+        held = sum(other.nbytes for _, other in filling.get(key, []))
+        if held and held + parameter.nbytes > bucket_bytes:
+            buckets.append(Bucket(filling.pop(key), segments))
+        filling.setdefault(key, []).append((name, parameter))
+    return buckets + [Bucket(together, segments) for together in filling.values()]

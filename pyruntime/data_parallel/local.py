@@ -1,0 +1,39 @@
+"""Gradients of a rank that shares them with no other: they stay in `.grad` until the optimizer takes them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pyruntime.data_parallel.buckets import Bucket
+from pyruntime.nn.weight_sinks import AddedToGrad
+
+
+class LocalGradients(AddedToGrad):
+    """What `GradientReducer` does, over one rank. on_gradient(bucket, rows of each part, None where there are
+    none) is called for every bucket by `finish()`."""
+
+    def __init__(self, buckets: Sequence[Bucket], on_gradient: Callable[[Bucket, list[Tensor | None]], None]):
+        super().__init__()
+        self._buckets, self._on_gradient = buckets, on_gradient
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """Hands over what `.grad` holds, where it is, and leaves nothing there."""
+        for bucket in self._buckets:
+            rows: list[Tensor | None] = []
+            for part in bucket.parts:
+                gradient = bucket.parameters[part.owner].grad
+                last = part.first_row + part.rows
+                rows.append(None if gradient is None else torch.atleast_1d(gradient)[part.first_row : last])
+            for parameter in bucket.parameters:
+                parameter.grad = None
+            self._on_gradient(bucket, rows)
+
+    def close(self) -> None:
+        """Gradients are autograd's already."""

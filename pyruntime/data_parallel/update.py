@@ -1,0 +1,175 @@
+"""AdamW's arithmetic on this rank's rows: at once, or ahead of knowing whether the step counts.
+
+    update      moments, masters and rows become those of the next step
+    ahead       only what the rows would become is written, beside them
+    keep        that step counts: the rows become that; moments and masters with a master follow later, with
+                the next `ahead` in one pass, or in `catch_up`
+    forget      it does not: nothing has changed
+
+A state that follows later keeps the gradient of its last step: as many bytes as this rank's rows take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pyruntime.comm.ranges import marked
+from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.buckets import Bucket, Part
+from pyruntime.ops.attention import statistics_dtype
+from pyruntime.ops.layers import adamw_, adamw_ahead_, random_rounding
+
+Rounding = Literal["nearest", "stochastic"]
+Decay: TypeAlias = float | dict[str, float]
+
+
+class State:
+    """One part's rows on this rank: what they are updated with."""
+
+    def __init__(self, bucket: Bucket, part: Part, rows: Tensor, axes: Axes, decay: Decay, with_master: bool):
+        self.parameter, self.part, self.rows = bucket.parameters[part.owner], part, rows
+        self.exp_avg = torch.zeros_like(rows, dtype=statistics_dtype(rows))
+        self.exp_avg_sq = torch.zeros_like(rows, dtype=statistics_dtype(rows))
+        self.first = axes.shard.rank * part.lines * bucket.width
+        """Index of the first element in the whole part."""
+        self.has_master = with_master and rows.dtype != statistics_dtype(rows)
+        self.master = rows.float() if self.has_master else rows.new_empty(0, dtype=torch.float32)
+        if isinstance(decay, dict):
+            self.decay = decay.get(part.key, 0.0)
+        else:
+            self.decay = decay if self.parameter.dim() >= 2 else 0.0
+        self.steps = 0
+        """Steps in which some rank had a gradient."""
+        self.ahead: Tensor | None = None
+        """What the rows become if the step that is under way counts."""
+        self.behind: tuple[Tensor, float] | None = None
+        """Gradient and learning rate of the last step, where moments and master do not have it yet."""
+        layout = getattr(self.parameter, "tp_layout", None)
+        self.tp_group = "" if layout is None or layout.dim is None else layout.group.name
+        """Over which the parameter is cut; empty: every tensor-parallel rank holds it whole."""
+        self.is_counted_elsewhere = not self.tp_group and layout is not None and layout.group.rank > 0
+
+
+Own: TypeAlias = list[tuple[State, Tensor]]
+"""Parts of a bucket, and this rank's rows of their gradients, summed over all ranks."""
+
+
+class Update:
+    """mean: the factor that makes the mean of a gradient's sum; steps ahead are taken with it alone."""
+
+    def __init__(self, betas: tuple[float, float], eps: float, rounding: Rounding, mean: float):
+        self._betas, self._eps, self._rounding, self._mean = betas, eps, rounding, mean
+
+    @torch.no_grad()
+    def update(self, gradients: Own, lr: float, scale: float | Tensor) -> None:
+        """scale: of the sum over all ranks."""
+        self.catch_up(state for state, _ in gradients)
+        for state, _ in gradients:
+            state.steps += 1
+        for steps, group in _alike(gradients):
+            states = [state for state, _ in group]
+            with marked("dp update"):
+                adamw_(
+                    [state.rows for state in states],
+                    [rows for _, rows in group],
+                    *_moments(states),
+                    [state.master for state in states],
+                    weight_decay=[state.decay for state in states],
+                    step=steps,
+                    grad_scale=scale,
+                    rounding=self._rounding_of(states, steps),
+                    **self._options(lr),
+                )
+
+    @torch.no_grad()
+    def ahead(self, gradients: Own, lr: float) -> None:
+        """`state.ahead` is what the rows become if the step counts and nothing is clipped."""
+        for state, _ in gradients:
+            state.ahead = torch.empty_like(state.rows)
+        for steps, group in _alike(gradients):
+            earlier = {state.behind[1] for state, _ in group if state.behind is not None}
+            states = [state for state, _ in group]
+            if len(earlier) > 1 or any(state.behind is None for state in states):
+                self.catch_up(states)  # one pass takes up one step
+                earlier = set()
+            with marked("dp update"):
+                adamw_ahead_(
+                    [state.ahead for state in states if state.ahead is not None],
+                    [state.rows for state in states],
+                    [rows for _, rows in group],
+                    *_moments(states),
+                    [state.master for state in states],
+                    [state.behind[0] for state in states if state.behind is not None],
+                    weight_decay=[state.decay for state in states],
+                    step=steps + 1,
+                    grad_scale=self._mean,
+                    earlier_lr=earlier.pop() if earlier else 0.0,
+                    rounding=self._rounding_of(states, steps + 1),
+                    **self._options(lr),
+                )
+            for state in states:
+                state.behind = None
+
+    @torch.no_grad()
+    def keep(self, gradients: Own, lr: float) -> None:
+        """The step that was taken ahead with these counts."""
+        without_master = [each for each in gradients if not each[0].has_master]
+        self.update(without_master, lr, self._mean)  # rows that are their own masters
+        for state, rows in gradients:
+            if state.has_master and state.ahead is not None:
+                state.rows.copy_(state.ahead)
+                state.behind = rows, lr
+                state.steps += 1
+        self.forget(state for state, _ in gradients)
+
+    def forget(self, states: Iterable[State]) -> None:
+        """The step that was taken ahead does not count."""
+        for state in states:
+            state.ahead = None
+
+    @torch.no_grad()
+    def catch_up(self, states: Iterable[State]) -> None:
+        """Moments and masters have all steps that count."""
+        late: dict[float, Own] = {}
+        for state in states:
+            if state.behind is not None:
+                rows, lr = state.behind
+                late.setdefault(lr, []).append((state, rows))
+                state.behind = None
+        for lr, gradients in late.items():
+            for steps, group in _alike(gradients):
+                with marked("dp update"):  # a master is updated as any fp32 parameter
+                    adamw_(
+                        [state.master for state, _ in group],
+                        [rows for _, rows in group],
+                        *_moments([state for state, _ in group]),
+                        weight_decay=[state.decay for state, _ in group],
+                        step=steps,
+                        grad_scale=self._mean,
+                        **self._options(lr),
+                    )
+
+    def _options(self, lr: float) -> dict[str, float]:
+        return {"lr": lr, "beta1": self._betas[0], "beta2": self._betas[1], "eps": self._eps}
+
+    def _rounding_of(self, states: Sequence[State], steps: int) -> list[tuple[int, int]]:
+        if self._rounding == "nearest":
+            return []
+        return [random_rounding(state.part.key, steps, state.first) for state in states]
+
+
+def _moments(states: Sequence[State]) -> tuple[list[Tensor], list[Tensor]]:
+    return [state.exp_avg for state in states], [state.exp_avg_sq for state in states]
+
+
+def _alike(gradients: Own) -> Iterable[tuple[int, Own]]:
+    """By the steps taken; without parts of which this rank holds no row."""
+    groups: dict[int, Own] = {}
+    for state, rows in gradients:
+        if rows.numel() > 0:
+            groups.setdefault(state.steps, []).append((state, rows))
+    return groups.items()

@@ -1,0 +1,96 @@
+"""Forward passes that are run only to be compared: nothing is left of them but what comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyruntime.nn.linear import ParallelLinear
+
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
+"""Of a tensor's norm."""
+
+
+def tensors_of(output: Any) -> Iterator[tuple[str, Tensor]]:
+    """(" name", tensor) of an output that is a tensor, or a tuple, mapping or dataclass of such."""
+    if isinstance(output, Tensor):
+        yield "", output
+        return
+    if isinstance(output, Mapping):
+        items = list(output.items())
+    elif isinstance(output, tuple | list):
+        items = list(enumerate(output))
+    elif dataclasses.is_dataclass(output):
+        items = [(f.name, getattr(output, f.name)) for f in dataclasses.fields(output)]
+    else:
+        return
+    yield from ((f" {name}", value) for name, value in items if isinstance(value, Tensor))
+
+
+def differs(mine: Tensor, whole: Tensor) -> bool:
+    """Whether two tensors of one shape differ by more than rounding."""
+    if not whole.is_floating_point():
+        return not torch.equal(mine, whole)
+    a, b = (torch.nan_to_num(each.double(), 0.0, 0.0, 0.0) for each in (mine, whole))
+    return (a - b).norm().item() > TOLERANCES.get(whole.dtype, 1e-3) * b.norm().item()
+
+
+def copied(arguments: Any) -> Any:
+    """Arguments that the call may write into (caches)."""
+    return copy.deepcopy(torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach(), arguments))
+
+
+@contextlib.contextmanager
+def forwards(layers: list[ParallelLinear], of: Callable[[ParallelLinear], Callable]) -> Iterator[None]:
+    """Each layer's forward is `of(layer)` inside."""
+    before = [(layer, vars(layer).get("forward")) for layer in layers]
+    for layer in layers:
+        layer.__dict__["forward"] = of(layer)
+    try:
+        yield
+    finally:
+        for layer, own in before:
+            del layer.__dict__["forward"]
+            if own is not None:  # another tool's wrapper
+                layer.__dict__["forward"] = own
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout; buffers and random numbers are put back."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = {b.device for b in (*module.parameters(), *module.buffers()) if b.device.type == "cuda"}
+    state = random.getstate()
+    with torch.no_grad(), torch.random.fork_rng(list(devices)), _NoDropout():
+        torch.manual_seed(0)
+        random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+class _NoDropout(TorchDispatchMode):
+    """Dropout keeps everything: masks of a rank's heads are not a part of the whole's."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        aten = torch.ops.aten
+        if func is aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if func is aten.bernoulli_.float:  # dropout divides by the same number afterwards
+            return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+        names = [argument.name for argument in func._schema.arguments]
+        if "dropout_p" in names:
+            args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)

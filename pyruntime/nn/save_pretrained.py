@@ -1,0 +1,63 @@
+"""save_pretrained of a parallel model: whole tensors, written once."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pyruntime import ops
+from pyruntime.nn.parameters import TensorGroup
+
+
+def save_whole(model: nn.Module, group: TensorGroup) -> None:
+    """Gives a model that has save_pretrained (transformers, peft) one that writes whole tensors, at any tp.
+
+    Every rank of the group must call it. Tensors are gathered one at a time; the group's rank 0 keeps them on
+    the CPU and writes, unless it is told is_main_process=False. Raises on every rank where rank 0 cannot."""
+    if not callable(getattr(type(model), "save_pretrained", None)):
+        return
+    own = type(model).save_pretrained
+
+    def save_pretrained(self: nn.Module, *args: Any, **options: Any) -> Any:
+        given = options.pop("state_dict", None)
+        state = _whole(self.state_dict() if given is None else given, keep=group.rank == 0)
+        result, error = None, None
+        if group.rank == 0:
+            try:
+                result = own(self, *args, state_dict=state, **options)
+            except Exception as raised:
+                error = raised
+        raise_everywhere(error, group, next(model.parameters()).device, "save the model")
+        return result
+
+    model.save_pretrained = types.MethodType(save_pretrained, model)
+
+
+def _whole(state: dict[str, Any], *, keep: bool) -> dict[str, Any]:
+    """Full tensors on the CPU; tied ones stay one tensor."""
+    done: dict[tuple, Tensor] = {}
+    whole: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            key = (value.to_local().data_ptr(), tuple(value.shape))
+            if key not in done:
+                full = value.full_tensor()
+                done[key] = full.detach().cpu() if keep else full.new_empty(0)
+            value = done[key]
+        whole[name] = value
+    return whole
+
+
+def raise_everywhere(error: Exception | None, group: TensorGroup, device: torch.device, what: str) -> None:
+    """Raises on every rank where rank 0 has an error: there that one, elsewhere a RuntimeError."""
+    failed = torch.tensor([0.0 if error is None else 1.0], device=device)
+    if group.size > 1:
+        failed = ops.all_reduce(failed, group.name)
+    if error is not None:
+        raise error
+    if failed.item():
+        raise RuntimeError(f"Rank 0 could not {what}; its own error says why.")

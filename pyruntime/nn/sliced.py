@@ -1,0 +1,85 @@
+"""Column and row linears in two steps each, slice by slice of their rows: between the steps rows travel.
+
+    column   begin(part, x)   x [M_r, K], this rank's rows of a slice, leave     end(part) -> y [M, N/P]
+    row      begin(part, x)   x [M, K/P] @ W_r^T leaves as it is multiplied      end(part) -> y [M_r, N]
+
+Backward, every step does the reverse in the reverse order (csrc/ops/sliced_linears.cpp). Each slice has both
+steps once, and all ranks take the steps of a group in one order. X of a column linear is kept gathered, and
+dW is one GEMM over all slices.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from pyruntime.nn.linear import ParallelLinear
+from pyruntime.nn.module import Step
+
+
+class _Sliced(ABC):
+    """One linear in one forward pass."""
+
+    def __init__(self, linear: ParallelLinear):
+        if not linear.sequence_parallel or linear.dim != 0 or not linear.group.name:
+            raise ValueError(f"{linear.label or linear} cannot be sliced: its rows are not cut over ranks.")
+        self._linear = linear
+        self._weight = torch.classes.pyruntime.SlicedWeight()
+        self._shared: Tensor | None = None
+        self._begun: dict[int, tuple] = {}
+
+    def _share(self, weight: Tensor) -> Tensor:
+        """What tells autograd which weight it is; dW is multiplied right behind the last slice's dX."""
+        if self._shared is None:
+            self._shared = torch.ops.pyruntime.share_weight(weight, self._weight)
+        return self._shared
+
+    def end(self, part: int) -> Tensor:
+        return self._linear(Step(lambda: self._end(*self._begun.pop(part))))
+
+    @abstractmethod
+    def _end(self, begun: Tensor, flight) -> Tensor:
+        """Of the slice that `begun` stands for."""
+
+
+class SlicedColumn(_Sliced):
+    """Of a column linear."""
+
+    def begin(self, part: int, x: Tensor, rows: int) -> None:
+        """rows: of the slice, over all ranks."""
+        self._begun[part] = self._linear(Step(lambda: self._begin(x, rows)))
+
+    def _begin(self, x: Tensor, rows: int) -> tuple:
+        linear, flight = self._linear, torch.classes.pyruntime.SlicedFlight()
+        x, weight, _ = linear._operands(x)
+        # The weight only says which tier it will be; its gradient comes by `_share`.
+        begun = torch.ops.pyruntime.begin_column(
+            x, weight.detach(), linear.group.name, rows, linear.tier, flight
+        )
+        linear._note(rows)
+        return begun, flight
+
+    def _end(self, begun: Tensor, flight) -> Tensor:
+        _, weight, bias = self._linear._operands(begun)
+        return torch.ops.pyruntime.end_column(begun, self._share(weight), bias, self._weight, flight)
+
+
+class SlicedRow(_Sliced):
+    """Of a row linear."""
+
+    def begin(self, part: int, x: Tensor) -> None:
+        self._begun[part] = self._linear(Step(lambda: self._begin(x)))
+
+    def _begin(self, x: Tensor) -> tuple:
+        linear, flight = self._linear, torch.classes.pyruntime.SlicedFlight()
+        x, weight, bias = linear._operands(x)
+        begun = torch.ops.pyruntime.begin_row(
+            x, self._share(weight), bias, self._weight, linear.group.name, linear.tier, flight
+        )
+        linear._note(len(x))
+        return begun, flight
+
+    def _end(self, begun: Tensor, flight) -> Tensor:
+        return torch.ops.pyruntime.end_row(begun, flight)

@@ -1,0 +1,117 @@
+"""The model that a configuration asks for: its shape, and this rank's part of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyruntime.comm import Runtime
+from pyruntime.comm.groups import crosses_hosts
+from pyruntime.context import Context
+from pyruntime.llama import Llama, load_weights
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.hf import read_config
+from pyruntime.llama.presets import preset
+from pyruntime.train.config import Model, RunConfig
+from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.pipelined import part_of
+from pyruntime.train.validate import why_no_slices
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+VOCABULARY_MULTIPLE = 128
+DEFAULT_PRESET = "3m"
+
+
+def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int) -> LlamaConfig:
+    """The model of the [model] section, with room for `vocab_needed` tokens and sequences of `seq_len`, on
+    `tp` ranks.
+
+    Raises ConfigError, one sentence, where the sizes do not fit together, the tokenizer or the number of
+    ranks.
+    """
+    with refusing("[model]: ", (ValueError, OSError)):
+        shape = _from_checkpoint(model) if model.init_from else _from_preset(model, vocab_needed)
+        shape = dataclasses.replace(
+            shape, max_position_embeddings=max(shape.max_position_embeddings, seq_len)
+        )
+        shape.check_tp(tp)
+    if shape.vocab_size < vocab_needed:
+        raise ConfigError(
+            f"model.vocab_size={shape.vocab_size} is smaller than the tokenizer's {vocab_needed} tokens; use "
+            "at least that many."
+        )
+    return shape
+
+
+def _from_preset(model: Model, vocab_needed: int) -> LlamaConfig:
+    changes = _sizes(model)
+    changes.setdefault("vocab_size", -(-vocab_needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
+    if {"hidden_size", "num_attention_heads"} & set(changes):
+        changes["head_dim"] = None  # the quotient of the new sizes instead of the preset's
+    return preset(model.preset or DEFAULT_PRESET, **changes)
+
+
+def _from_checkpoint(model: Model) -> LlamaConfig:
+    shape = LlamaConfig.from_hf(read_config(Path(model.init_from)))
+    others = {name: value for name, value in _sizes(model).items() if value != getattr(shape, name)}
+    if model.preset:
+        others = {"preset": model.preset, **others}
+    for name, value in others.items():
+        raise ValueError(
+            f"model.{name}={value} and model.init_from={model.init_from} were asked for, and the checkpoint "
+            "says what shape its weights have; leave one of the two out."
+        )
+    return shape
+
+
+def _sizes(model: Model) -> dict[str, Any]:
+    """The sizes that are asked for by name."""
+    return {
+        name: value
+        for name, value in vars(model).items()
+        if name not in ("preset", "init_from") and value is not None
+    }
+
+
+def slices_of(config: RunConfig, runtime: Runtime) -> int:
+    """Causal slices inside a tensor-parallel group."""
+    asked = config.parallel.slices
+    if asked != "auto":
+        return asked
+    return (
+        2 if not why_no_slices(config, runtime.sizes.tp) and crosses_hosts(runtime.tp, runtime.device) else 1
+    )
+
+
+def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama:
+    """This rank's part of a model of that shape, with the weights that a run starts from. Raises ConfigError
+    where the mesh does not fit the model, or its first weights cannot be read."""
+    cp, context = runtime.sizes.cp, None
+    if runtime.cp is not None:
+        context = Context(runtime.cp, config.context.layout, config.context.variant)
+        heads = shape.num_key_value_heads // runtime.sizes.tp
+        if context.variant == "ulysses" and heads % cp:
+            raise ConfigError(
+                f"context.variant=ulysses deals out heads, and parallel.cp={cp} does not divide "
+                f"the {heads} key/value heads of a tensor-parallel rank; use ring or all_gather_kv."
+            )
+    source = config.model.init_from
+    model = Llama(
+        shape,
+        runtime.tp,
+        device=runtime.device,
+        dtype=DTYPES[config.train.dtype],
+        tier=config.comm.tier,
+        seed=None if source else config.train.seed,
+        context=context,
+        recompute=config.train.activation_checkpointing,
+        slices=slices_of(config, runtime),
+        part=None if runtime.pp is None else part_of(config, shape, runtime.coordinate.pp),
+    )
+    if source:
+        with refusing("model.init_from: ", (ValueError, OSError)):
+            load_weights(model, source)
+    return model

@@ -1,0 +1,79 @@
+"""What one rank does for all: files are written once, and its result or its refusal reaches every rank.
+
+`doing` says in words what is being done, and begins the sentence of an error: "Building the corpus". All of
+it may take as long as the ranks show signs of life.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from pyruntime.comm import CommError, named_failures
+from pyruntime.comm.exchange import Exchange, barrier
+from pyruntime.train.errors import ConfigError
+
+Result = TypeVar("Result")
+
+
+def on_rank_0(group: dist.ProcessGroup, doing: str, work: Callable[[], Result]) -> Result:
+    """Runs `work` on rank 0 of `group` and returns its (picklable) result on every rank.
+
+    A ConfigError of rank 0 is raised on every rank, so that all end alike. Raises CommTimeout or PeerLost
+    where rank 0 is stopped or ends. Not for the inside of a step: this pickles and goes through the store.
+    """
+    if group.size() == 1:
+        return work()
+    exchange = Exchange(group, doing)
+    if group.rank() > 0:
+        result, refusal = pickle.loads(exchange.hear(0))
+        if refusal is not None:
+            raise ConfigError(refusal)
+        return result
+    try:
+        result = work()
+    except BaseException as error:
+        refusal = str(error) if isinstance(error, ConfigError) else f"Rank 0 failed: {error}"
+        exchange.tell(pickle.dumps((None, refusal)))
+        raise
+    exchange.tell(pickle.dumps((result, None)))
+    return result
+
+
+def on_every_rank(group: dist.ProcessGroup, doing: str, work: Callable[[], Result]) -> Result:
+    """Runs `work` on every rank of `group`, and returns this rank's result once all have done.
+
+    The first ConfigError, by rank, is raised on every rank, and so is the sentence of another failure where
+    there was one; the rank that failed raises that itself. Raises CommTimeout or PeerLost where a rank is
+    stopped or ends.
+    """
+    if group.size() == 1:
+        return work()
+    result, refusal, failure = None, "", None
+    try:
+        result = work()
+    except ConfigError as error:
+        refusal = str(error)
+    except CommError:
+        raise
+    except Exception as error:
+        refusal, failure = f"Rank {group.rank()} failed: {error}", error
+    refusal = barrier(group, doing, refusal.encode()).decode()
+    if failure is not None:
+        raise failure
+    if refusal:
+        raise ConfigError(refusal)
+    return result  # type: ignore[return-value]
+
+
+def gather(group: dist.ProcessGroup, doing: str, mine: Result) -> list[Result]:
+    """What every rank of `group` has, picklable, on every rank; bounded by the group's deadline."""
+    if group.size() == 1:
+        return [mine]
+    found: list[Result] = [mine] * group.size()
+    with named_failures(group, doing):
+        dist.all_gather_object(found, mine, group=group)
+    return found

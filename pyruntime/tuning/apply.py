@@ -1,0 +1,97 @@
+"""From the file to the ops: rank 0 looks up what was measured where it runs, and all ranks use the same."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+
+import pyruntime
+from pyruntime.comm.core import _C
+from pyruntime.machine import processor_name
+from pyruntime.nn.tiers import TIERS
+from pyruntime.tuning import cache
+from pyruntime.tuning.cache import Cache, CacheError, Choices, Key
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What rank 0 found for groups of one size on its device, to be handed to the other ranks."""
+
+    places: Cache
+    words: str
+    """For the log; empty where there is no file."""
+
+
+def find(path: Path, device: str, world_size: int, library: str) -> Found:
+    """Looks for choices that were measured with this device, world size and library. A file that cannot be
+    read is said in `words` and otherwise ignored."""
+    try:
+        everything = cache.read(path)
+    except CacheError as error:
+        return Found({}, f"not used: {error}")
+    if not everything:
+        return Found({}, "")
+    here = {
+        place: usable(choices)
+        for place, choices in everything.items()
+        if (place.device, place.world_size, place.library) == (device, world_size, library)
+    }
+    fitting = {place: choices for place, choices in here.items() if choices}
+    if not fitting:
+        wanted = f"{world_size} ranks on {device} with {library}"
+        return Found({}, f"not used: {path} holds nothing for {wanted}")
+    return Found(fitting, describe(fitting, path))
+
+
+def describe(places: Cache, path: Path) -> str:
+    """One line: how many choices, for what, of when, from where."""
+    parts = [
+        f"{len(choices)} choices for {place.world_size} ranks over {place.transport}, {dates(choices)}"
+        for place, choices in places.items()
+    ]
+    return f"{'; '.join(parts)}, from {path}"
+
+
+def usable(choices: Choices) -> Choices:
+    """Those whose tier this build has."""
+    return {key: choice for key, choice in choices.items() if choice.tier in TIERS and choice.tier != AUTO}
+
+
+def use(places: Cache) -> None:
+    """From now on `tier="auto"` of this process takes these, in groups of their size whose rows travel that
+    way; others, and what was used before, are forgotten."""
+    _C.clear_tuned_tiers()
+    for place, choices in places.items():
+        for_the_core = [
+            (core_key(key), (one.tier, one.chunks, one.tiles, sorted(one.seconds.items()), one.date))
+            for key, one in choices.items()
+        ]
+        _C.set_tuned_tiers(place.world_size, place.transport, for_the_core)
+
+
+def core_key(key: Key) -> tuple:
+    """As the core takes it."""
+    *shape, dtype, device = astuple(key)
+    return *shape, getattr(torch, dtype), device
+
+
+def dates(choices: Choices) -> str:
+    days = sorted({choice.date for choice in choices.values()})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
+def device_name(device: str, threads: int) -> str:
+    """ "cpu": the processor and the threads of a rank, which decide how long a GEMM takes; "cuda": the
+    GPU."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{processor_name()}, {threads} thread(s) a rank"
+
+
+def library() -> str:
+    """GEMMs are torch's, everything else is ours."""
+    return f"pyruntime {pyruntime.__version__}, torch {torch.__version__}"

@@ -1,0 +1,57 @@
+"""What bench/results holds is cited, and what texts say of benchmarks exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+INDEX = RESULTS / "README.md"
+
+
+def names(name: str) -> re.Pattern[str]:
+    """Of files: RATE stands for any rate, * for anything."""
+    return re.compile(re.escape(name).replace("RATE", r"\d+[mg]bit").replace(r"\*", ".*"))
+
+
+def texts() -> dict[Path, str]:
+    """Every document and every source that tells users what to run."""
+    patterns = ("*.md", "Makefile", "docs/**/*.md", "bench/**/*.py", "bench/results/*.md", "tools/**/*.py")
+    return {path: path.read_text() for pattern in patterns for path in ROOT.glob(pattern)}
+
+
+def test_every_result_has_one_row_and_a_document_that_shows_what_was_found():
+    rows = [line for line in INDEX.read_text().splitlines() if line.startswith("| `")]
+    listed = [(names(re.match(r"\| `([^`]+)`", row)[1]), row) for row in rows]
+    kept = subprocess.run(
+        ["git", "ls-files", "bench/results"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    files = [str((ROOT / name).relative_to(RESULTS)) for name in kept if ROOT / name != INDEX]
+    for name in files:
+        assert sum(bool(one.fullmatch(name)) for one, _ in listed) == 1, f"{name}: not one row in {INDEX}"
+    for one, row in listed:
+        assert any(one.fullmatch(name) for name in files), f"no such file: {row}"
+        (module,) = set(re.findall(r"-m (bench(?:\.\w+)+)", row))
+        documents = re.findall(r"\]\(([^)]+)\)", row)
+        assert documents, row
+        for document in documents:
+            text = (RESULTS / document).read_text()
+            cited = [names(cite) for cite in re.findall(r"[\w*]+\.(?:json|txt)", text)]
+            shown = any(
+                cite.fullmatch(Path(name).name) for cite in cited for name in files if one.fullmatch(name)
+            )
+            assert module in text or shown, f"{document} shows nothing of {row}"
+
+
+def test_programs_and_results_that_texts_name_exist():
+    for path, text in texts().items():
+        for module in set(re.findall(r"-m (bench(?:\.\w+)+)", text)):
+            place = ROOT / module.replace(".", "/")
+            assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), (path, module)
+        for script in set(re.findall(r"\bbench/[\w/]+\.py", text)):
+            assert (ROOT / script).is_file(), (path, script)
+        if path.suffix == ".md":
+            for result in set(re.findall(r"bench/results/([\w*/]+\.(?:json|txt))", text)):
+                assert any(RESULTS.glob(result.replace("RATE", "*"))), (path, result)

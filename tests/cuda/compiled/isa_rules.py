@@ -1,0 +1,88 @@
+"""What must hold of the instructions of kernels for GPUs of AMD. Each rule takes a kernel or its tile and
+returns complaints, none where it holds."""
+
+from __future__ import annotations
+
+import re
+
+from bench.gpu.cdna_code import FLAG, MATRIX, WIDE_LOAD, Kernel
+from bench.gpu.cdna_model import LANES, SHARED_BYTES, SIMDS, VGPRS_PER_SIMD_LANE, Tile
+
+ATOMICS = ("add", "cmpswap")
+"""Of 32-bit integers: what else GPUs of AMD are asked for in uncached memory, they may drop."""
+MATRIX_INSTRUCTIONS = {
+    ("gfx90a", "Bf16"): "v_mfma_f32_16x16x16bf16_1k",
+    ("gfx90a", "Fp16"): "v_mfma_f32_16x16x16f16",
+    ("gfx942", "Bf16"): "v_mfma_f32_16x16x16_bf16",
+    ("gfx942", "Fp16"): "v_mfma_f32_16x16x16_f16",
+}
+VGPR_GRANULE = 8
+
+
+def multiplies(tile: Tile, architecture: str) -> list[str]:
+    """The loop is matrix instructions of the right type: as many as the tile's FLOPs ask for."""
+    turn = tile.code.turn(tile.loads)
+    if turn is None:
+        return ["no loop multiplies and brings the next operands by loads of 16 bytes alone"]
+    found = [line.split()[0] for line in turn if line.startswith(MATRIX)]
+    wanted = MATRIX_INSTRUCTIONS[architecture, tile.dtype]
+    count = tile.rows * tile.columns * 32 // (16 * 16 * 16 * tile.waves)
+    return [] if found == [wanted] * count else [f"a turn has {len(found)} of {set(found)}, not {count}"]
+
+
+def loads_run_ahead(tile: Tile) -> list[str]:
+    """Between the loads of a turn, and from there to the barrier, none of them is waited for."""
+    turn = tile.code.turn(tile.loads) or []
+    at = [i for i, line in enumerate(turn) if line.startswith(WIDE_LOAD)]
+    if not at:
+        return ["a turn loads nothing"]
+    ends = [i for i, line in enumerate(turn) if line.startswith("s_barrier") and i > at[0]]
+    waits = [line for line in turn[at[0] : ends[0] if ends else None] if "vmcnt" in line]
+    return [f"loads are waited for at once: {line}" for line in waits]
+
+
+def no_scratch(kernel: Kernel) -> list[str]:
+    complaints = [f"{kernel.scratch_bytes} bytes of scratch memory a lane"] if kernel.scratch_bytes else []
+    used = [line for line in kernel.instructions if re.match(r"scratch_|buffer_(load|store)_dword", line)]
+    return complaints + [f"scratch memory is used: {line}" for line in used]
+
+
+def fits(tile: Tile) -> list[str]:
+    """As many waves and blocks are resident as the tile's configuration says."""
+    complaints = []
+    registers = -(-tile.code.vgprs // VGPR_GRANULE) * VGPR_GRANULE * tile.waves_a_simd
+    if registers > VGPRS_PER_SIMD_LANE:
+        complaints.append(f"{tile.waves_a_simd} waves a SIMD take {registers} registers of a lane")
+    shared = (tile.shared_bytes + tile.code.shared_bytes) * tile.blocks
+    if shared > SHARED_BYTES:
+        complaints.append(f"{tile.blocks} blocks take {shared} bytes of shared memory")
+    if tile.code.threads != tile.waves * LANES or tile.waves * tile.blocks < 2 * SIMDS:
+        complaints.append(f"{tile.code.threads} threads, {tile.blocks} blocks: not two waves a SIMD")
+    return complaints
+
+
+def integer_atomics(kernel: Kernel) -> list[str]:
+    """No floating point, nothing but additions and exchanges, outside of shared memory."""
+    found = re.findall(r"^((?:flat|global|buffer)_atomic_(\w+))", "\n".join(kernel.instructions), re.M)
+    return [f"{line} is dropped in uncached memory" for line, what in found if what not in ATOMICS]
+
+
+def flags_follow_data(kernel: Kernel) -> list[str]:
+    """Before every flag: L2 is written back, that is waited for, and nothing but flags is stored since."""
+    complaints = []
+    state = "nothing"  # then "written back", "waited for"
+    after_mark = False
+    for line in kernel.lines:
+        if line == FLAG:
+            after_mark = True
+            if state != "waited for":
+                complaints.append(f"a flag follows {state}")
+        elif line.startswith("buffer_wbl2"):
+            state = "written back"
+        elif re.match(r"s_waitcnt .*vmcnt\(0\)", line) and state == "written back":
+            state = "waited for"
+        elif re.match(r"(flat|global|buffer)_(store|atomic)", line):
+            if not after_mark:
+                state = "a store"
+            after_mark = False
+    return complaints

@@ -1,0 +1,41 @@
+"""A torch that says it is for ROCm, for processes of their own, and a C++ compiler that compiles nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.test_sdist import COMPILER
+from tools.build_cuda import ROOT
+
+HIP = "5.2.21153"
+"""What torch.version.hip says: that of Debian's hipcc."""
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """Variables under which Python's torch is one for ROCm. Files for that lie in `folder`."""
+    (folder / "sitecustomize.py").write_text(f'import torch\n\ntorch.version.hip = "{HIP}"\n')
+    return {**os.environ, "PYTHONPATH": str(folder), **more}
+
+
+def run_setup(folder: Path, **more: str) -> tuple[Path, str]:
+    """`setup.py build_ext` under that torch, as an installation runs it: the package that it makes, of which
+    the kernels alone are real, and what it says."""
+    compiler = folder / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    compilers = dict.fromkeys(("CC", "CXX", "LDSHARED", "LDCXXSHARED"), str(compiler))
+    built = folder / "lib"
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", built, "--build-temp", folder / "temp"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(folder, CCACHE_DISABLE="1", **compilers, **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return built / "pyruntime", done.stdout

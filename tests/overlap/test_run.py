@@ -1,0 +1,216 @@
+"""The ledger of a training run: every axis is in it, and a step's seconds are all accounted for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import pyruntime
+from pyruntime.cli import report
+from pyruntime.cli.plan_facts import find_model, planned, settings
+from pyruntime.llama.presets import PRESETS
+from pyruntime.overlap import Kind
+from pyruntime.overlap.files import read
+from pyruntime.plan.cluster import find_cluster
+from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.train import config_file
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.loop import Trainer
+from pyruntime.train.run import check_ledger, run
+from pyruntime.train.signals import Stopped, StopRequest
+from tests.overlap.test_page import data_of
+from tests.train import jobs
+
+MESHES = [
+    {"tp": 2},
+    {"tp": 2, "dp": 2, "zero": 1},
+    {"tp": 1, "dp": 4, "zero": 3},
+    {"tp": 2, "cp": 2},
+    {"tp": 2, "pp": 2},
+]
+
+
+def whole_run(group, config):
+    return run(config, "job", jobs.runtime(group, config), StopRequest())
+
+
+@pytest.mark.parametrize("parallel", MESHES, ids=lambda mesh: "-".join(f"{k}{v}" for k, v in mesh.items()))
+def test_every_axis_of_the_mesh_is_in_it_and_a_step_s_seconds_add_up(ranks, tmp_path, parallel):
+    config = jobs.job(
+        tmp_path, steps=4, seq_len=32, batch_size=4, micro_batch_size=1, ledger=True, val_every=0
+    )
+    jobs.prepare(config)
+    size = parallel["tp"] * parallel.get("dp", 1) * parallel.get("cp", 1) * parallel.get("pp", 1)
+    ranks.run(whole_run, size, jobs.changed(config, "parallel", **{**parallel, "tp": None}))
+    run_dir = Path(config.output.run_dir)
+    ledgers = read(run_dir)
+    assert [ledger.rank for ledger in ledgers] == list(range(size))
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    axes = {name for name in ("tp", "cp", "pp", "dp") if parallel.get(name, 1) > 1}
+    for ledger in ledgers:
+        account = ledger.account
+        assert axes <= set(account.axes)
+        assert all(account.axes[name].bytes_read > 0 for name in axes - {"pp"})
+        assert account.lost == 0
+        assert (ledger.steps, ledger.step) == (3, 4)  # the first is left out of the sum
+        assert account.seconds == pytest.approx(sum(line["step_time_s"] for line in steps[1:]), rel=0.3)
+        parts = (account.computing_s, account.copying_s, account.summing_s, account.rest_s)
+        assert all(part >= 0 for part in parts)
+        assert sum(parts) + account.exposed_s == pytest.approx(account.seconds, rel=1e-6)
+        assert any(entry.kind is Kind.OP and entry.layer for entry in ledger.entries)
+    if "pp" in axes:
+        assert sum(ledger.account.axes["pp"].bytes_read for ledger in ledgers) > 0
+    told = sum(line["exposed_comm_s"] for line in steps[1:])
+    waited = max(ledger.account.exposed_s + ledger.account.copying_s for ledger in ledgers)
+    assert waited < 1.5 * told + 0.05
+
+
+def test_what_saving_wrote_and_waited_for_has_an_account_of_its_own(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=4, ledger=True, val_every=0)
+    jobs.prepare(config)
+    config = jobs.changed(config, "checkpoint", every_steps=2)
+    ranks.run(whole_run, 4, jobs.changed(config, "parallel", dp=2, zero=1, tp=None))
+    run_dir = Path(config.output.run_dir)
+    ledgers = read(run_dir)
+    written = [path.stat().st_size for path in run_dir.glob("checkpoints/step-*/*.distcp")]
+    assert len(written) == 8  # of four ranks, after steps 2 and 4
+    sent = 0
+    for ledger in ledgers:
+        assert ledger.saves == 2
+        assert "checkpoint" not in ledger.account.axes
+        saved = ledger.saved
+        axis = saved.axes["checkpoint"]
+        assert axis.bytes_sent > 0
+        assert axis.exposed_s > 0
+        assert saved.copying_s > 0
+        sent += axis.bytes_sent
+        parts = (saved.computing_s, saved.copying_s, saved.summing_s, saved.rest_s, saved.exposed_s)
+        assert all(part >= 0 for part in parts)
+        assert sum(parts) == pytest.approx(saved.seconds, rel=1e-6)
+        saving = [entry for entry in ledger.entries if entry.axis == "checkpoint"]  # of step 4
+        assert {Kind.WAIT, Kind.COPY, Kind.SENT} == {entry.kind for entry in saving}
+        assert all(entry.begin >= ledger.end for entry in saving)
+    assert sent == sum(written)
+
+
+def loaded(group, config, folder) -> tuple[int, float]:
+    trainer = jobs.trainer(group, config)
+    with pyruntime.ledger() as ledger:
+        trainer.resume(folder)
+    trainer.close()
+    axis = ledger.account().axes["checkpoint"]
+    return axis.bytes_read, axis.exposed_s
+
+
+def test_what_loading_a_checkpoint_read_is_entered(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=2, val_every=0)
+    jobs.prepare(config)
+    ranks.run(whole_run, 2, config)
+    (folder,) = Path(config.output.run_dir).glob("checkpoints/step-*")
+    written = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    found = ranks.run(loaded, 2, config, folder)
+    assert written <= sum(size for size, _ in found) <= 2 * written  # what ranks share is read by each
+    assert all(waited > 0 for _, waited in found)
+
+
+def test_report_writes_a_page_and_a_trace_and_refuses_what_is_no_run(ranks, tmp_path, capsys):
+    config = jobs.job(tmp_path, steps=2, ledger=True, val_every=0)
+    jobs.prepare(config)
+    ranks.run(whole_run, 2, config)
+    report.main([config.output.run_dir])
+    page = Path(config.output.run_dir) / "report.html"
+    assert str(page) in capsys.readouterr().out
+    assert "layers.0.qkv" in page.read_text()
+    trace = json.loads((page.parent / "trace.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
+    with pytest.raises(ConfigError, match=r"is no run folder: it has no metrics\.jsonl"):
+        report.main([str(tmp_path)])
+    (page.parent / "ledger" / "rank-1.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"rank-1\.json does not hold the ledger"):
+        report.main([config.output.run_dir])
+
+
+def test_the_page_has_what_the_planner_says_beside_what_was_measured(ranks, tmp_path, capsys):
+    config = jobs.job(tmp_path, steps=2, ledger=True, val_every=0, dtype="bf16")
+    jobs.prepare(config)
+    ranks.run(whole_run, 2, config)
+    page = Path(config.output.run_dir) / "report.html"
+    steps = [json.loads(line) for line in (page.parent / "metrics.jsonl").read_text().splitlines()]
+    report.main([config.output.run_dir])
+    plan = data_of(page.read_text())["plan"]
+    assert plan["step"] is None
+    assert "plan --measure" in plan["words"]
+    assert plan["memory"]["process"] == 0.3e9
+    assert plan["measured_memory"] == steps[-1]["memory_bytes"]
+    report.main([config.output.run_dir, "--cluster", "dgx-h100"])
+    plan = data_of(page.read_text())["plan"]
+    assert plan["words"] == ""
+    assert plan["step"]["compute"] > 0
+    assert plan["step"]["tp"] > 0
+    assert plan["measured_step"] == statistics.median(line["step_time_s"] for line in steps)
+    report.main([config.output.run_dir])
+    with pytest.raises(ConfigError, match="no-such-cluster"):
+        report.main([config.output.run_dir, "--cluster", "no-such-cluster"])
+
+
+def test_a_configuration_is_to_the_planner_what_the_planner_wrote():
+    job = Job(find_model("30m"), find_cluster("dgx-h100"), 16, 32, 2048, rounding="stochastic")
+    mesh = Mesh(tp=2, cp=1, dp=4, pp=2, zero=2, replicate=2, kind="zb-h1", micro_batch=2, recompute=True)
+    config = config_file.from_dict(settings(job, mesh), "the test")
+    again, found = planned(config, PRESETS["30m"], 16, job.cluster)
+    assert found == mesh
+    assert dataclasses.replace(again, model=job.model) == job
+
+
+def test_ranks_on_devices_are_told_that_it_is_for_the_cpu(tmp_path):
+    config = jobs.changed(jobs.job(tmp_path), "train", ledger=True)
+    on_a_device = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"compute on cuda:0; leave it out, or add --train\.device cpu"):
+        check_ledger(config, on_a_device)
+    check_ledger(jobs.changed(config, "train", ledger=False), on_a_device)
+
+
+def stopped_run(group, config):
+    stop = StopRequest()
+    ranks = jobs.runtime(group, config)
+    original = Trainer._train_step
+
+    def step_then_signal(trainer, number):
+        if number == 2:
+            stop.note(signal.SIGTERM)
+        return original(trainer, number)
+
+    Trainer._train_step = step_then_signal
+    try:
+        run(config, "job", ranks, stop)
+    except Stopped as ending:
+        return ending.signum
+    finally:
+        Trainer._train_step = original
+
+
+def test_a_run_that_is_stopped_leaves_its_ledger_and_none_of_an_earlier_run(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=9, ledger=True, val_every=0)
+    jobs.prepare(config)
+    ledger = Path(config.output.run_dir) / "ledger"
+    ledger.mkdir()
+    (ledger / "rank-7.json").write_text("of an earlier run")
+    assert ranks.run(stopped_run, 2, config) == [signal.SIGTERM] * 2
+    assert [kept.step for kept in read(ledger.parent)] == [2, 2]
+
+
+def test_a_run_without_a_ledger_has_a_page_that_says_how_to_keep_one(ranks, tmp_path, capsys):
+    config = jobs.job(tmp_path, steps=2, val_every=0)
+    jobs.prepare(config)
+    ranks.run(whole_run, 1, config)
+    report.main([config.output.run_dir])
+    assert "--train.ledger" in capsys.readouterr().out
+    assert not (Path(config.output.run_dir) / "ledger").exists()
+    assert (Path(config.output.run_dir) / "report.html").exists()

@@ -1,0 +1,42 @@
+"""A run says once what it skipped and why, and shows failures whole."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = """
+import pytest
+
+@pytest.mark.skipif(True, reason="no GPU is here")
+@pytest.mark.parametrize("number", range(3))
+def test_first(number): pass
+
+@pytest.mark.skipif(True, reason="no GPU is here")
+def test_second(): pass
+
+def test_tool(): pytest.skip("no tool was found")
+
+def test_wrong():
+    assert 1 + 1 == 3
+"""
+
+
+def test_each_reason_is_one_line_and_a_failure_is_shown_whole(tmp_path):
+    (tmp_path / "test_some.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.skips", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), "-c", "/dev/null"],
+        cwd=ROOT,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = done.stdout.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.strip("= ") == "skipped")
+    assert lines[start + 1 : start + 3] == ["4 in .: no GPU is here", "1 in .: no tool was found"]
+    assert done.stdout.count("no GPU is here") == 1
+    assert ">       assert 1 + 1 == 3" in done.stdout
+    assert any(line.startswith("FAILED ") and "test_some.py::test_wrong" in line for line in lines)
