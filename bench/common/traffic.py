@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 PIECE_BYTES = 1 << 20
 PROBE_BYTES = 8 << 20  # by which the headers' share is found
+COUNTED = 4  # runs whose bytes are counted: what one begins may leave while the next runs
 
 
 def bytes_out() -> int:
@@ -25,15 +26,16 @@ def bytes_out() -> int:
 
 
 def sent_by(work: Callable[[], object]) -> int:
-    """Bytes that leave this host until everybody's `work` has ended: the mean of all ranks, which call it
+    """Bytes that leave this host in a run of `work`: the mean of several and of all ranks, which call it
     together."""
     dist.barrier()
     before = bytes_out()
-    work()
+    for _ in range(COUNTED):
+        work()
     dist.barrier()
-    sent = torch.tensor(float(bytes_out() - before))
+    sent = torch.tensor(float(bytes_out() - before), dtype=torch.float64)
     dist.all_reduce(sent)
-    return int(sent) // dist.get_world_size()
+    return int(sent) // dist.get_world_size() // COUNTED
 
 
 def pieces(nbytes: int) -> list[torch.Tensor]:
