@@ -114,7 +114,8 @@ Tensors replicated_matmul(const at::Tensor& x, at::TensorList weights,
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = weights[i].size(0);
     outputs.push_back(at::empty(sizes, x.options()));
-    linear_forward(outputs[i].view({1, rows.rows, sizes.back()}), rows.data, weights[i], biases[i]);
+    WeightGemm(weights[i], /*transposed=*/true, rows.rows)
+        .write(outputs[i].view({1, rows.rows, sizes.back()}), rows.data, biases[i], /*accumulate=*/false);
   }
   return outputs;
 }

@@ -9,19 +9,6 @@
 
 namespace pyruntime {
 
-namespace {
-
-void multiply_rows(const at::Tensor& out, const at::Tensor& rows, const GatherMatmul::Gemm& gemm,
-                   bool transposed) {
-  if (transposed) {
-    linear_forward(out, rows, gemm.weight, gemm.bias);
-  } else {
-    linear_dgrad(out, rows, gemm.weight, /*accumulate=*/false);
-  }
-}
-
-}  // namespace
-
 GatherMatmul::GatherMatmul(Group& group, Op op, const Operand& shard, int64_t rows, TierChoice choice,
                            bool keep_rows)
     : shard_(shard), choice_(std::move(choice)), keep_rows_(keep_rows) {
@@ -45,16 +32,23 @@ void GatherMatmul::multiply(const std::vector<Gemm>& gemms, bool transposed) {
     if (choice_.tier == Tier::kFused) {
       flight_->multiply(gemm.out, gemm.weight, transposed, gemm.bias, choice_.tiles);
     } else {
-      multiply_rows(gemm.out, rows(), gemm, transposed);
+      const int64_t count = gemm.out.size(0) * gemm.out.size(1);
+      WeightGemm(gemm.weight, transposed, count).write(gemm.out, rows(), gemm.bias, /*accumulate=*/false);
     }
   }
 }
 
 void GatherMatmul::multiply_chunks(const std::vector<Gemm>& gemms, bool transposed) {
   if (keep_rows_) rows_ = flight_->empty_rows();
+  std::vector<WeightGemm> products;
+  for (const Gemm& gemm : gemms) {
+    products.emplace_back(gemm.weight, transposed, gemm.out.size(0) * gemm.out.size(1));
+  }
   for (const Chunk& chunk : flight_->order()) {
     const at::Tensor rows = flight_->chunk(chunk);
-    for (const Gemm& gemm : gemms) multiply_rows(shard_.rows_of(gemm.out, chunk), rows, gemm, transposed);
+    for (size_t i = 0; i < gemms.size(); ++i) {
+      products[i].write(shard_.rows_of(gemms[i].out, chunk), rows, gemms[i].bias, /*accumulate=*/false);
+    }
     if (keep_rows_) flight_->copy_chunk(rows_, chunk, rows);
   }
 }

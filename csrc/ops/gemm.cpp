@@ -7,6 +7,8 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 
+#include <vector>
+
 namespace at::native {
 // oneDNN's matmul inside libtorch_cpu: out = alpha * a @ b + beta * out. Exported, but in no public header;
 // weak, so that a torch without it still loads, and at::mm_out serves.
@@ -77,7 +79,6 @@ constexpr int64_t kThinRows = 256;
 
 void multiply_blocks(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias,
                      bool accumulate) {
-  if (out.numel() == 0) return;
   if (is_one_matrix(out) && is_one_matrix(a)) {
     multiply(as_matrix(out), as_matrix(a), b, bias, accumulate);
   } else if (out.size(1) >= kThinRows) {
@@ -91,38 +92,70 @@ void multiply_blocks(const at::Tensor& out, const at::Tensor& a, const at::Tenso
   }
 }
 
+// Fewer rows than these do not pay for arranging what they are multiplied with.
+constexpr int64_t kPackedRows = 8;
+
+bool packs(const at::Tensor& right, int64_t rows) {
+  return rows >= kPackedRows && cpu::PackedMatrix::can_hold(right) && one_dnn_runs_here();
+}
+
 }  // namespace
 
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  const int64_t rows = x.size(-1) > 0 ? x.numel() / x.size(-1) : 0;
+  if (packs(weight, rows)) {
+    std::vector<int64_t> sizes = x.sizes().vec();
+    sizes.back() = weight.size(0);
+    at::Tensor out = at::empty(sizes, x.options());
+    cpu::PackedMatrix(weight.t()).multiply(out.view({rows, -1}), x.reshape({rows, -1}), bias, false);
+    return out;
+  }
   if (!widen(x)) return at::linear(x, weight, bias);
   const auto wide = [](const at::Tensor& t) { return t.defined() ? t.to(at::kFloat) : t; };
   return at::linear(wide(x), wide(weight), wide(bias)).to(x.scalar_type());
 }
 
-void linear_forward(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
-                    const at::Tensor& bias) {
-  multiply_blocks(out, x, weight.t(), bias, /*accumulate=*/false);
+WeightGemm::WeightGemm(const at::Tensor& weight, bool transposed, int64_t rows)
+    : right_(transposed ? weight.t() : weight) {
+  if (packs(right_, rows)) packed_.emplace(right_);
 }
 
-void linear_dgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& weight, bool accumulate) {
-  multiply_blocks(out, dy, weight, {}, accumulate);
+void WeightGemm::write(const at::Tensor& out, const at::Tensor& rows, const at::Tensor& bias,
+                       bool accumulate) const {
+  if (out.numel() == 0) return;
+  if (!packed_) return multiply_blocks(out, rows, right_, bias, accumulate);
+  if (is_one_matrix(out) && is_one_matrix(rows)) {
+    return packed_->multiply(as_matrix(out), as_matrix(rows), bias, accumulate);
+  }
+  for (int64_t block = 0; block < out.size(0); ++block) {
+    packed_->multiply(out.select(0, block), rows.select(0, block), bias, accumulate);
+  }
+}
+
+WeightGradientGemm::WeightGradientGemm(const at::Tensor& dy, const at::Tensor& x) : dy_(dy), x_(x) {
+  if (!packs(x, dy.size(1))) return;
+  packed_dy_.emplace(dy);
+  packed_x_.emplace(x);
+}
+
+void WeightGradientGemm::write(const at::Tensor& out, int64_t first, bool accumulate) const {
+  if (packed_x_) return packed_x_->multiply_transposed(out, *packed_dy_, first, accumulate);
+  if (dy_.size(0) > 0) {
+    const at::Tensor dy = dy_.narrow(1, first, out.size(0));
+    // oneDNN takes columns of a wider dY only through a copy, and what it is given is their transpose, which
+    // it copies element by element; by rows that costs less.
+    const bool copies = dy.device().is_cpu() && !widen(dy) && !dy.t().is_contiguous();
+    multiply(out, (copies ? dy.contiguous() : dy).t(), x_, {}, accumulate);
+  } else if (!accumulate) {
+    out.zero_();
+  }
 }
 
 at::Tensor linear_wgrad(const at::Tensor& dy, const at::Tensor& x) {
   at::Tensor out = at::empty({dy.size(2), x.size(2)}, x.options());
-  write_linear_wgrad(out, as_matrix(dy.contiguous()), as_matrix(x.contiguous()), /*accumulate=*/false);
+  const WeightGradientGemm gemm(as_matrix(dy.contiguous()), as_matrix(x.contiguous()));
+  gemm.write(out, 0, /*accumulate=*/false);
   return out;
-}
-
-void write_linear_wgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {
-  if (dy.size(0) > 0) {
-    // oneDNN takes columns of a wider dY only through a copy, and what it is given is their transpose, which
-    // it copies element by element; by rows that costs less.
-    const bool copies = dy.device().is_cpu() && !widen(dy) && !dy.t().is_contiguous();
-    multiply(out, (copies ? dy.contiguous() : dy).t(), x, {}, accumulate);
-  } else if (!accumulate) {
-    out.zero_();
-  }
 }
 
 }  // namespace pyruntime

@@ -1,11 +1,17 @@
-// The vendor library's GEMM on row chunks, in the three forms that a linear layer has.
+// GEMMs on row chunks, in the three forms that a linear layer has.
 //
 // Operands are [blocks, rows, width] as in ops/operand.h; weights are [N, K]. GEMMs are rounded once from
-// the library's fp32 accumulators. On a CPU fp16 runs in fp32, several times faster than the library's own
-// emulation, and so does bf16 where the CPU has no AVX-512, a hundred times faster.
+// fp32 sums. They are the vendor library's, but in bf16 on a CPU with AVX512-BF16 and without AMX, where ours
+// is faster and does not care how few rows come at once (cpu/packed_matrix.h). On a CPU fp16 runs in fp32,
+// several times faster than the library's own emulation, and so does bf16 where the CPU has no AVX-512, a
+// hundred times faster.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "cpu/packed_matrix.h"
 
 namespace pyruntime {
 
@@ -16,17 +22,38 @@ inline at::Tensor as_matrix(const at::Tensor& blocks) {
 
 // x @ weight^T [+ bias], x [..., K], weight [N, K]: [..., N].
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
-// out = x @ weight^T [+ bias].  x [b, m, K], weight [N, K], out [b, m, N], which may be strided over b.
-void linear_forward(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
-                    const at::Tensor& bias);
 
-// out = dy @ weight, or out += dy @ weight.  dy [b, m, N], out [b, m, K].
-void linear_dgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& weight, bool accumulate);
+// rows @ weight^T where `transposed`, else rows @ weight, for the rows of one chunk after the other, all in
+// all `rows` of them: a fixed rule of their number decides whether the weight, which nobody writes into
+// meanwhile, is arranged for them once.
+class WeightGemm {
+ public:
+  WeightGemm(const at::Tensor& weight, bool transposed, int64_t rows);
+
+  // out = rows @ ... [+ bias], or out += rows @ ... without one.  rows [b, m, *], out [b, m, *], which may be
+  // strided over b.
+  void write(const at::Tensor& out, const at::Tensor& rows, const at::Tensor& bias, bool accumulate) const;
+
+ private:
+  at::Tensor right_;
+  std::optional<cpu::PackedMatrix> packed_;
+};
+
+// dy^T @ x, some rows of the result at a time.  dy [rows, N], which may be columns of a wider matrix, x [rows,
+// K].
+class WeightGradientGemm {
+ public:
+  WeightGradientGemm(const at::Tensor& dy, const at::Tensor& x);
+
+  // out = rows `first` and following of dy^T @ x, or out += these.  out [*, K] contiguous.
+  void write(const at::Tensor& out, int64_t first, bool accumulate) const;
+
+ private:
+  at::Tensor dy_, x_;
+  std::optional<cpu::PackedMatrix> packed_dy_, packed_x_;
+};
 
 // dy^T @ x summed over all rows of all blocks.  dy [b, m, N], x [b, m, K]; returns [N, K].
 at::Tensor linear_wgrad(const at::Tensor& dy, const at::Tensor& x);
-// out = dy^T @ x, or out += dy^T @ x.  dy [rows, N], which may be columns of a wider matrix, x [rows, K], out
-// [N, K] contiguous.
-void write_linear_wgrad(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate);
 
 }  // namespace pyruntime

@@ -28,8 +28,9 @@ struct Linear : Function<Linear> {
     variable_list result(3);
     if (ctx->needs_input_grad(0)) {
       result[0] = at::empty(x.sizes(), dy.options());
-      linear_dgrad(result[0].view({1, -1, x.size(-1)}), dy.view({1, -1, dy.size(-1)}), weight,
-                   /*accumulate=*/false);
+      const at::Tensor rows = dy.view({1, -1, dy.size(-1)});
+      WeightGemm(weight, /*transposed=*/false, rows.size(1))
+          .write(result[0].view({1, -1, x.size(-1)}), rows, {}, /*accumulate=*/false);
     }
     if (ctx->needs_input_grad(1)) {
       result[1] =

@@ -25,28 +25,34 @@ MatmulScatter::MatmulScatter(Group& group, Parts parts, bool all, TierChoice cho
     flight_->publish_all(multiply_all({}));
     end_with(flight_->reduce(parts_.bias));
   } else {
+    const std::vector<WeightGemm> products = gemms();
     for (const Chunk& chunk : flight_->order()) {
-      write(flight_->part(chunk), chunk, {});
+      write(products, flight_->part(chunk), chunk, {});
       flight_->publish(chunk);
     }
   }
 }
 
-void MatmulScatter::write(const at::Tensor& out, const Chunk& chunk, const at::Tensor& bias) const {
-  for (size_t i = 0; i < parts_.weights.size(); ++i) {
-    const at::Tensor rows = parts_.operands[i].rows_of(chunk);
-    if (parts_.transposed) {
-      linear_forward(out, rows, parts_.weights[i], bias);
-    } else {
-      linear_dgrad(out, rows, parts_.weights[i], /*accumulate=*/i > 0);
-    }
+std::vector<WeightGemm> MatmulScatter::gemms() const {
+  const Operand& rows = parts_.operands.front();
+  std::vector<WeightGemm> gemms;
+  for (const at::Tensor& weight : parts_.weights) {
+    gemms.emplace_back(weight, parts_.transposed, rows.blocks * rows.rows * rows.inner);
+  }
+  return gemms;
+}
+
+void MatmulScatter::write(const std::vector<WeightGemm>& gemms, const at::Tensor& out, const Chunk& chunk,
+                          const at::Tensor& bias) const {
+  for (size_t i = 0; i < gemms.size(); ++i) {
+    gemms[i].write(out, parts_.operands[i].rows_of(chunk), bias, /*accumulate=*/i > 0);
   }
 }
 
 at::Tensor MatmulScatter::multiply_all(const at::Tensor& bias) const {
   const Operand& rows = parts_.operands.front();
   at::Tensor all = at::empty({rows.blocks, rows.rows * rows.inner, parts_.width()}, rows.data.options());
-  write(all, Chunk{0, 0, rows.rows}, bias);
+  write(gemms(), all, Chunk{0, 0, rows.rows}, bias);
   return all;
 }
 

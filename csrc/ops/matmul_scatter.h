@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "ops/gemm.h"
 #include "ops/operand.h"
 #include "ops/row_exchange.h"
 #include "ops/tier.h"
@@ -32,7 +33,9 @@ class MatmulScatter {
   at::Tensor finish();
 
  private:
-  void write(const at::Tensor& out, const Chunk& chunk, const at::Tensor& bias) const;
+  std::vector<WeightGemm> gemms() const;
+  void write(const std::vector<WeightGemm>& gemms, const at::Tensor& out, const Chunk& chunk,
+             const at::Tensor& bias) const;
   at::Tensor multiply_all(const at::Tensor& bias) const;
   at::Tensor multiply_fused();
   void end_with(at::Tensor sums);

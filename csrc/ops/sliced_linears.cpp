@@ -76,9 +76,18 @@ struct SlicedFlight : torch::CustomClassHolder {
 using Weight = c10::intrusive_ptr<SlicedWeight>;
 using Flight = c10::intrusive_ptr<SlicedFlight>;
 
-TierChoice choose(const SlicedFlight& flight, const char* op, const at::Tensor& x, int64_t n, int64_t k) {
-  return choose_tier(Group::get(flight.group), op, Operand::of(x, 0, "x"), flight.rows, n, k,
-                     tier_named(flight.tier));
+// Of rows that travel under another slice's work: as few chunks as may be, unless a number was tuned or asked
+// for.
+TierChoice choose(const SlicedFlight& flight, const char* op, const Operand& x, int64_t n, int64_t k) {
+  Group& group = Group::get(flight.group);
+  TierChoice choice = choose_tier(group, op, x, flight.rows, n, k, tier_named(flight.tier));
+  if (choice.tier == Tier::kChunked && choice.chunks == 0 && group.crosses_hosts(x.data.device())) {
+    const Transport& transport = group.transport(x.data.device());
+    for (int chunks = 1; chunks <= 2 && choice.chunks == 0; ++chunks) {
+      if (transport.why_not_pieces(chunks).empty()) choice.chunks = chunks;
+    }
+  }
+  return choice;
 }
 
 // Stands between two steps.
@@ -105,7 +114,7 @@ at::Tensor begin_column(const at::Tensor& x_shard, const at::Tensor& weight, c10
   flight->tier = std::string(tier);
   flight->rows = rows;
   flight->width = x.width;
-  const TierChoice choice = choose(*flight, kOp, x_shard, weight.size(0), x.width);
+  const TierChoice choice = choose(*flight, kOp, x, weight.size(0), x.width);
   flight->gather.emplace(ranks, Op::kAllGatherMatmul, x, rows, choice, /*keep_rows=*/true);
   return mark_like(x_shard);
 }
@@ -134,7 +143,7 @@ at::Tensor begin_row(const at::Tensor& x, const at::Tensor& /*shared*/, const st
   flight->tier = std::string(tier);
   flight->rows = rows.rows;
   flight->width = rows.width;
-  const TierChoice choice = choose(*flight, kOp, x, weight->weight.size(0), rows.width);
+  const TierChoice choice = choose(*flight, kOp, rows, weight->weight.size(0), rows.width);
   flight->scatter.emplace(Group::get(flight->group),
                           MatmulScatter::Parts{{rows}, {weight->weight}, /*transposed=*/true, added},
                           /*all=*/false, choice);
@@ -205,7 +214,7 @@ struct EndColumn : Function<EndColumn> {
     variable_list result(5);
     if (ctx->needs_input_grad(0)) {
       const TierChoice choice =
-          choose(*flight, "all_gather_matmul_backward", grads[0], dy.width, flight->width);
+          choose(*flight, "all_gather_matmul_backward", dy, dy.width, flight->width);
       flight->scatter.emplace(Group::get(flight->group),
                               MatmulScatter::Parts{{dy}, {saved[1]}, /*transposed=*/false},
                               /*all=*/false, choice);
@@ -267,8 +276,7 @@ struct EndRow : Function<EndRow> {
     const Operand dy = Operand::of(grads[0], 0, "grad");
     const c10::DeviceGuard on(dy.data.device());
     // The own rows are read again when dX is multiplied.
-    const TierChoice choice = choose_tier(Group::get(flight->group), "matmul_reduce_scatter_backward", dy,
-                                          flight->rows, dy.width, flight->width, tier_named(flight->tier));
+    const TierChoice choice = choose(*flight, "matmul_reduce_scatter_backward", dy, dy.width, flight->width);
     flight->gather.emplace(Group::get(flight->group), Op::kAllGatherMatmul, dy, flight->rows, choice,
                            /*keep_rows=*/true);
     return {mark_like(grads[0]), at::Tensor()};

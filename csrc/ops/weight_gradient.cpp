@@ -107,21 +107,24 @@ int64_t rows_of_piece(int64_t rows, int64_t n, int64_t k) {
   return std::max(kRowsMultiple, most / flops_per_row / kRowsMultiple * kRowsMultiple);
 }
 
-// The piece that begins with row `first` of `out`; returns its end.
-int64_t write_piece(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate,
+// The piece that begins with row `first` of `out`, a sum over `depth` rows; returns its end.
+int64_t write_piece(const at::Tensor& out, const WeightGradientGemm& gemm, int64_t depth, bool accumulate,
                     int64_t first) {
   const int64_t n = out.size(0);
   // A device's streams wait by themselves.
-  const int64_t most = out.device().is_cpu() ? rows_of_piece(dy.size(0), n, out.size(1)) : n;
+  const int64_t most = out.device().is_cpu() ? rows_of_piece(depth, n, out.size(1)) : n;
   const int64_t rows = std::min(most, n - first);
-  write_linear_wgrad(out.narrow(0, first, rows), dy.narrow(1, first, rows), x, accumulate);
+  gemm.write(out.narrow(0, first, rows), first, accumulate);
   return first + rows;
 }
 
 }  // namespace
 
 void write_in_pieces(const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {
-  for (int64_t first = 0; first < out.size(0);) first = write_piece(out, dy, x, accumulate, first);
+  const WeightGradientGemm gemm(dy, x);
+  for (int64_t first = 0; first < out.size(0);) {
+    first = write_piece(out, gemm, dy.size(0), accumulate, first);
+  }
 }
 
 // --- products that wait for somebody's wait
@@ -194,8 +197,12 @@ bool WeightProduct::multiply() {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below;
   const auto& [dy, x] = operands_.front();
-  if (out_.size(0) > 0) next_row_ = write_piece(out_, dy, x, has_sum_, next_row_);
+  if (out_.size(0) > 0) {
+    if (!gemm_) gemm_.emplace(dy, x);
+    next_row_ = write_piece(out_, *gemm_, dy.size(0), has_sum_, next_row_);
+  }
   if (next_row_ < out_.size(0)) return true;
+  gemm_.reset();
   operands_.pop_front();
   next_row_ = 0;
   has_sum_ = true;

@@ -19,7 +19,10 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
+
+#include "ops/gemm.h"
 
 namespace pyruntime {
 
@@ -66,6 +69,7 @@ class WeightProduct {
   const char* name_;
   int32_t layer_;
   std::deque<std::pair<at::Tensor, at::Tensor>> operands_;  // dY and X
+  std::optional<WeightGradientGemm> gemm_;                  // of the first, once it has begun
   int64_t next_row_ = 0;                                    // of `out_`, where the next piece begins
   bool has_sum_;                                            // of earlier operands, or of others
 };

@@ -1,0 +1,79 @@
+"""GEMMs in bf16 against fp64: every form of a linear, at sizes that no vector divides, and the promise that how
+rows are cut changes no bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyruntime import _C
+from pyruntime.ops.primitives import linear
+
+BF16 = torch.bfloat16
+ROWS, DEPTHS, WIDTHS = (1, 5, 7, 8, 13, 97, 130), (1, 2, 31, 33, 64, 130), (1, 5, 63, 64, 65, 200)
+NO_BF16 = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape).to(BF16)
+
+
+def agree(found: Tensor, exact: Tensor, terms: int) -> None:
+    """Rounded once from sums in fp32 of so many products."""
+    allowed = 2**-8 * exact.abs() + 2**-20 * terms
+    assert found.shape == exact.shape
+    assert bool(((found.double() - exact).abs() <= allowed).all()), (found.double() - exact).abs().max()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_linear_and_its_gradients(rows):
+    torch.manual_seed(rows)
+    for depth in DEPTHS:
+        for width in WIDTHS:
+            x, weight, bias = (
+                drawn(*shape).requires_grad_() for shape in ((rows, depth), (width, depth), (width,))
+            )
+            y, dy = linear(x, weight, bias), drawn(rows, width)
+            y.backward(dy)
+            wide_x, wide_weight, wide_dy = (t.detach().double() for t in (x, weight, dy))
+            agree(y.detach(), wide_x @ wide_weight.t() + bias.detach().double(), depth)
+            agree(x.grad, wide_dy @ wide_weight, width)
+            agree(weight.grad, wide_dy.t() @ wide_x, rows)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 50, 51])
+def test_a_weight_gradient_of_columns_of_a_wider_matrix(rows, accumulate):
+    torch.manual_seed(rows)
+    wider, x = drawn(rows, 150), drawn(rows, 65)
+    dy = wider[:, 3:80]  # begins at an odd element
+    held = drawn(79, 65)
+    before = held.clone()
+    _C.write_weight_gradient(held[1:78], dy, x, accumulate)
+    old = before[1:78].double() if accumulate else 0
+    agree(held[1:78], old + dy.double().t() @ x.double(), rows)
+    assert torch.equal(held[0], before[0]) and torch.equal(held[78], before[78])
+
+
+@pytest.mark.skipif(NO_BF16, reason="this processor has no bf16: rows are multiplied by a library in fp32")
+@pytest.mark.parametrize("depth", [33, 256])
+def test_how_rows_are_cut_and_where_they_lie_changes_no_bit(depth):
+    torch.manual_seed(depth)
+    weight, bias, x = drawn(200, depth), drawn(200), drawn(64, depth)
+    whole = linear(x, weight, bias)
+    for cut in (8, 9, 31):
+        assert torch.equal(torch.cat([linear(part, weight, bias) for part in (x[:cut], x[cut:])]), whole)
+    strided = drawn(64, depth + 3)[:, 1 : depth + 1].copy_(x)
+    assert torch.equal(linear(strided, weight, bias), whole)
+    assert torch.equal(linear(x.view(4, 16, depth), weight, bias).view(64, 200), whole)
+
+
+def test_nan_and_infinity_stay_in_their_rows():
+    torch.manual_seed(0)
+    weight, x = drawn(70, 33), drawn(20, 33)
+    x[3, 32], x[9, 0] = float("nan"), float("inf")
+    y = linear(x, weight, None)
+    rows = torch.arange(20)
+    assert y[3].isnan().all() and not y[9].isfinite().any()
+    assert y[(rows != 3) & (rows != 9)].isfinite().all()
