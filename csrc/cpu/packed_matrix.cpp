@@ -142,7 +142,7 @@ PYRUNTIME_TARGET void pack_rows(const Bf16* b, int64_t row, int64_t depth, int64
 struct Strip {
   const int32_t* a;
   int64_t a_row, a_pair;
-  int64_t pairs;    // without the half of an odd k
+  int64_t pairs;  // without the half of an odd k
   bool has_half;
   const int32_t* panel;
   int64_t columns;  // of the panel that out has
@@ -190,8 +190,7 @@ PYRUNTIME_TARGET void multiply_rows(const Strip& strip) {
       const __m512i left = _mm512_set1_epi32(last);
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) {
-        sum[i][j] =
-            _mm512_dpbf16_ps(sum[i][j], (__m512bh)left, (__m512bh)_mm512_loadu_si512(b + j * kLanes));
+        sum[i][j] = _mm512_dpbf16_ps(sum[i][j], (__m512bh)left, (__m512bh)_mm512_loadu_si512(b + j * kLanes));
       }
     }
   }
@@ -199,8 +198,7 @@ PYRUNTIME_TARGET void multiply_rows(const Strip& strip) {
   for (int j = 0; j < kVectors; ++j) {
     const int64_t columns = std::clamp<int64_t>(strip.columns - j * kLanes, 0, kLanes);
     const auto mask = static_cast<__mmask16>((1U << columns) - 1);
-    const __m512 bias =
-        strip.bias != nullptr ? load(strip.bias + j * kLanes, mask) : _mm512_setzero_ps();
+    const __m512 bias = strip.bias != nullptr ? load(strip.bias + j * kLanes, mask) : _mm512_setzero_ps();
 #pragma GCC unroll 6
     for (int i = 0; i < Rows; ++i) {
       Bf16* out = strip.out + i * strip.out_row + j * kLanes;
@@ -263,7 +261,8 @@ int32_t* PackedMatrix::panel(int64_t index) const {
 
 template <typename Work>
 void PackedMatrix::for_panels(int64_t rows, const Work& work) const {
-  // What is packed is multiplied while it is in the cache; later there is no need that one thread has a panel.
+  // What is packed is multiplied while it is in the cache; later there is no need that one thread has a
+  // panel.
   const int64_t group = source_.defined() ? std::max<int64_t>(rows, 1) : kGroup;
   const int64_t groups = (rows + group - 1) / group;
   at::parallel_for(0, panels_.size(0) * groups, 1, [&](int64_t first, int64_t last) {
@@ -327,16 +326,10 @@ void PackedMatrix::multiply_transposed(const at::Tensor& out, const PackedMatrix
   Bf16* to = out.data_ptr<Bf16>();
   for_panels(rows, [&](int64_t index, const int32_t* panel, int64_t begin, int64_t end) {
     const int64_t column = index * kPanel;
-    Strip strip{nullptr,
-                1,
-                kPanel,
+    Strip strip{nullptr,   1,       kPanel,
                 pairs,  // the half of an odd k stands beside a zero
-                false,
-                panel,
-                std::min(kPanel, width_ - column),
-                nullptr,
-                nullptr,
-                out.stride(0),
+                false,     panel,   std::min(kPanel, width_ - column),
+                nullptr,   nullptr, out.stride(0),
                 accumulate};
     for (int64_t row = begin; row < end;) {
       const int64_t at = first + row;

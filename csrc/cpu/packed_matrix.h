@@ -1,5 +1,5 @@
-// The right operand of a bf16 GEMM, arranged once for a processor with AVX512-BF16 and multiplied with as many
-// blocks of rows as come. One thread at a time.
+// The right operand of a bf16 GEMM, arranged once for a processor with AVX512-BF16 and multiplied with as
+// many blocks of rows as come. One thread at a time.
 //
 // A library arranges its right operand anew in every call, which for the few rows of a chunk costs a fifth to
 // a third of the time; here 16 rows run as fast as 512. Every element of a product is summed over k in order,
@@ -15,7 +15,8 @@ namespace pyruntime::cpu {
 
 class PackedMatrix {
  public:
-  // Whether b [k, n] can be one: bf16 on a CPU with AVX512-BF16 and without AMX, which oneDNN has kernels for.
+  // Whether b [k, n] can be one: bf16 on a CPU with AVX512-BF16 and without AMX, which oneDNN has kernels
+  // for.
   static bool can_hold(const at::Tensor& b);
 
   // b: [k, n] bf16 of any strides, read by the first product.

@@ -39,8 +39,8 @@ class WeightGemm {
   std::optional<cpu::PackedMatrix> packed_;
 };
 
-// dy^T @ x, some rows of the result at a time.  dy [rows, N], which may be columns of a wider matrix, x [rows,
-// K].
+// dy^T @ x, some rows of the result at a time.  dy [rows, N], which may be columns of a wider matrix, x
+// [rows, K].
 class WeightGradientGemm {
  public:
   WeightGradientGemm(const at::Tensor& dy, const at::Tensor& x);

@@ -213,8 +213,7 @@ struct EndColumn : Function<EndColumn> {
     const c10::DeviceGuard on(dy.data.device());
     variable_list result(5);
     if (ctx->needs_input_grad(0)) {
-      const TierChoice choice =
-          choose(*flight, "all_gather_matmul_backward", dy, dy.width, flight->width);
+      const TierChoice choice = choose(*flight, "all_gather_matmul_backward", dy, dy.width, flight->width);
       flight->scatter.emplace(Group::get(flight->group),
                               MatmulScatter::Parts{{dy}, {saved[1]}, /*transposed=*/false},
                               /*all=*/false, choice);

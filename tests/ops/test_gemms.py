@@ -1,5 +1,5 @@
-"""GEMMs in bf16 against fp64: every form of a linear, at sizes that no vector divides, and the promise that how
-rows are cut changes no bit."""
+"""GEMMs in bf16 against fp64: every form of a linear, at sizes that no vector divides, and the promise that
+how rows are cut changes no bit."""
 
 from __future__ import annotations
 
