@@ -387,12 +387,10 @@ void bind_data_parallel(py::module_& m) {
       return (*held)(weight).cast<bool>();
     });
   });
-  m.def(
-      "write_weight_gradient",
-      [](const at::Tensor& out, const at::Tensor& dy, const at::Tensor& x, bool accumulate) {
-        WeightGradientGemm(dy, x).write(out, 0, accumulate);
-      },
-      py::arg("out"), py::arg("dy"), py::arg("x"), py::arg("accumulate"), NoGil());
+  py::class_<WeightGradientGemm>(m, "WeightGradientGemm", "dy^T x, some rows at a time.")
+      .def(py::init<const at::Tensor&, const at::Tensor&>(), py::arg("dy"), py::arg("x"))
+      .def("write", &WeightGradientGemm::write, py::arg("out"), py::arg("first"), py::arg("accumulate"),
+           NoGil());
 }
 
 // glibc gives large freed buffers back to the system at once and page-faults them in anew on the next

@@ -183,7 +183,7 @@ class GradientReducer:
         if last and products is None:
             alone = inbox.bucket.is_matrix and inbox.whole[0] is None
             if alone and self._may_leave(index) and self._is_worth_cutting(inbox.bucket, dy):
-                self._leave(index, gemm=(dy, x))
+                self._leave(index, (_C.WeightGradientGemm(dy, x), dy.dtype))
                 self._leave_what_waits()
                 return
         earlier = inbox.earlier[owner]
@@ -192,7 +192,7 @@ class GradientReducer:
         assert gradient is not None
         take = _nothing if adds else partial(self._take, index, owner, gradient, last)
         if products is None:
-            _C.write_weight_gradient(gradient, dy, x, adds)
+            _C.WeightGradientGemm(dy, x).write(gradient, 0, adds)
             take()
             return
         product = _C.WeightProduct(gradient, dy, x, adds)
@@ -303,7 +303,7 @@ class GradientReducer:
             order = axis.of_all_ranks(order)[0]
         return order
 
-    def _leave(self, index: int, gemm: tuple[Tensor, Tensor] | None = None) -> None:
+    def _leave(self, index: int, gemm: tuple[_C.WeightGradientGemm, torch.dtype] | None = None) -> None:
         inbox = self._inboxes[index]
         bucket = inbox.bucket
         got = [True] if gemm else inbox.got()
@@ -314,7 +314,7 @@ class GradientReducer:
                 out = chunk[span.place : span.place + span.count]
                 source = slice(span.source, span.source + span.count)
                 if gemm is not None:
-                    _multiply(out, gemm[0][:, source], gemm[1])
+                    _write_rows(out, *gemm, span.source)
                 elif (gradient := whole[span.owner]) is not None:
                     out.copy_(bucket.lines_of(gradient)[source])
                 else:
@@ -372,11 +372,11 @@ def _nothing() -> None:
     pass
 
 
-def _multiply(out: Tensor, dy: Tensor, x: Tensor) -> None:
-    """out = dY^T X."""
-    if out.dtype == dy.dtype:
-        _C.write_weight_gradient(out, dy, x, False)
+def _write_rows(out: Tensor, gemm: _C.WeightGradientGemm, dtype: torch.dtype, first: int) -> None:
+    """out = rows `first` and following of a product in `dtype`."""
+    if out.dtype == dtype:
+        gemm.write(out, first, False)
     else:
-        gradient = torch.empty(out.shape, dtype=dy.dtype, device=out.device)
-        _C.write_weight_gradient(gradient, dy, x, False)
-        out.copy_(gradient)
+        rows = torch.empty(out.shape, dtype=dtype, device=out.device)
+        gemm.write(rows, first, False)
+        out.copy_(rows)

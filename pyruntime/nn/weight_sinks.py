@@ -118,7 +118,7 @@ class AddedToGrad:
             adds = weight.grad is not None
             if weight.grad is None:
                 weight.grad = torch.empty_like(weight)
-            _C.write_weight_gradient(weight.grad, dy, x, adds)
+            _C.WeightGradientGemm(dy, x).write(weight.grad, 0, adds)
             return
         finish = self.begin_product(weight, dy, x)
         if self._in_turn.is_open:

@@ -54,20 +54,21 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks of two linears, the same on every replica. late: the block whose backward pass takes its time on
-    this rank."""
+    """Blocks of two linears, the same on every replica. late: the block whose backward pass takes `late_s`
+    seconds longer on this rank."""
 
     def __init__(self, group, dtype: torch.dtype, blocks: int = 3):
         super().__init__()
         torch.manual_seed(1)
         self.blocks = nn.ModuleList(Block(group, dtype) for _ in range(blocks))
         self.late: int | None = None
+        self.late_s = 0.05
 
     def forward(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
             x = block(x)
             if number == self.late:
-                x.register_hook(lambda _: time.sleep(0.05))
+                x.register_hook(lambda _: time.sleep(self.late_s))
         return x
 
 
@@ -189,7 +190,7 @@ def filled(group) -> tuple[float, float]:
     optimizer = handle.adamw()
     for step in range(2):
         if step == 1 and group.rank() == 1:
-            model.late = 0
+            model.late, model.late_s = 0, 0.5
         with pyruntime.ledger() as ledger:
             x = batch(step, 0, torch.float32).tensor_split(2)[mesh.get_local_rank("tp")]
             model(x).square().mean().backward()

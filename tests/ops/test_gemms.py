@@ -50,7 +50,7 @@ def test_a_weight_gradient_of_columns_of_a_wider_matrix(rows, accumulate):
     dy = wider[:, 3:80]  # begins at an odd element
     held = drawn(79, 65)
     before = held.clone()
-    _C.write_weight_gradient(held[1:78], dy, x, accumulate)
+    _C.WeightGradientGemm(dy, x).write(held[1:78], 0, accumulate)
     old = before[1:78].double() if accumulate else 0
     agree(held[1:78], old + dy.double().t() @ x.double(), rows)
     assert torch.equal(held[0], before[0]) and torch.equal(held[78], before[78])
