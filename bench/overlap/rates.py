@@ -1,12 +1,13 @@
 """What is exposed at which rate: one table of rate x axis x limit / loaded limit / ours / peers.
 
-    python -m bench.overlap.rates [--axes mlp tp cp zero1 zero3] [--ratios 0.3 0.7 1 3] [--json FILE]
+    python -m bench.overlap.rates [--axes mlp tp tp-slices ...] [--ratios 0.3 0.7 1 3] [--json FILE]
     python -m bench.overlap.rates --axes ring --hosts 4
 
 mlp is the MLP of a Llama block, forward and backward; tp, cp, zero1 and zero3 are training steps of a Llama
-of 4 layers of 1024; ring is attention over 8192 tokens. Of each axis a first run says how long a rank
-computes (T_g) and how many bytes it sends; from these follows the rate at which T_c / T_g is each ratio, and
-that axis's benchmark runs on bench.netlab with links of that rate. Prints a table in Markdown.
+of 4 layers of 1024, every one of which is clipped; tp-slices cuts sequences into two causal slices, and
+zero1-free and zero3-free clip no step; ring is attention over 8192 tokens. Of each axis a first run says how
+long a rank computes (T_g) and how many bytes it sends; from these follows the rate at which T_c / T_g is each
+ratio, and that axis's benchmark runs on bench.netlab with links of that rate. Prints a table in Markdown.
 
 Whatever was measured is in the JSON file at once, every round of it. Rows that the file has are not measured
 again: after an interruption the same command goes on, and to measure anew another file is named.
@@ -54,7 +55,15 @@ AXES = {
         "--shapes mlp:512x128x256 --dtype bf16 --seconds 0",
         "ours",
     ),
-    "tp": Axis("bench.training.hosts", "--shapes dim1024", "--shapes tiny", "pyruntime tp"),
+    **{
+        f"tp{name}": Axis(
+            "bench.training.hosts",
+            f"--shapes dim1024{arguments}",
+            f"--shapes tiny{arguments}",
+            "pyruntime tp",
+        )
+        for name, arguments in {"": "", "-slices": " --slices 2"}.items()
+    },
     "cp": Axis(
         "bench.context.run",
         "--seq --models dim1024-1k --dtypes bf16",
@@ -62,13 +71,14 @@ AXES = {
         "cp",
     ),
     **{
-        f"zero{stage}": Axis(
+        f"zero{stage}{name}": Axis(
             "bench.data_parallel.run",
-            f"--shapes dim1024 --dtypes bf16 --stages {stage} --steps 1",
-            f"--shapes tiny --dtypes bf16 --stages {stage} --steps 1",
+            f"--shapes dim1024 --dtypes bf16 --stages {stage} --steps 1{arguments}",
+            f"--shapes tiny --dtypes bf16 --stages {stage} --steps 1{arguments}",
             f"pyruntime zero {stage}",
             DATA_PARALLEL,
         )
+        for name, arguments in {"": "", "-free": " --clip 1e9"}.items()
         for stage in (1, 3)
     },
     "ring": Axis(

@@ -1,7 +1,7 @@
 """A tensor-parallel training step between hosts: against its limits, and PyTorch's DTensor in turns with it.
 
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 400mbit -- \\
-        python -m bench.training.hosts [--json FILE] [--shapes dim1024] [--dtypes bf16]
+        python -m bench.training.hosts [--json FILE] [--shapes dim1024] [--dtypes bf16] [--slices 2]
 
 bench.training.run measures the same on one host, where every contender has processes of its own.
 """
@@ -43,13 +43,15 @@ def dtensor(shape: Shape, dtype: torch.dtype, mesh: DeviceMesh) -> PlainStep:
     return PlainStep(model, SETTINGS, clip=CLIP, loss_context=context)
 
 
-def measure(shape_name: str, dtype: str, rounds: int, tp: DeviceMesh, one: DeviceMesh) -> dict[str, Any]:
-    """tp: all ranks; one: this rank alone."""
+def measure(
+    shape_name: str, dtype: str, slices: int, rounds: int, tp: DeviceMesh, one: DeviceMesh
+) -> dict[str, Any]:
+    """slices: causal ones of our sequences; tp: all ranks; one: this rank alone."""
     shape, torch_dtype = SHAPES[shape_name], DTYPES[dtype]
     whole_step = ours_alone(shape, torch_dtype, one, CLIP)
     steps = {
         ALONE: lambda ids, labels: whole_step(ids[0], labels[0]),
-        OURS: OurStep(shape, torch_dtype, tp),
+        OURS: OurStep(shape, torch_dtype, tp, slices=slices),
         DTENSOR: dtensor(shape, torch_dtype, tp),
     }
     draw = torch.Generator().manual_seed(SEED)
@@ -70,6 +72,7 @@ def measure(shape_name: str, dtype: str, rounds: int, tp: DeviceMesh, one: Devic
         "shape_name": shape_name,
         "shape": asdict(shape),
         "dtype": dtype,
+        "slices": slices,
         "limits": {OURS: asdict(held.limits(samples))},
         "peers": {DTENSOR: asdict(Figure.of(samples[DTENSOR]))},
         "rounds": {name: list(sample.rounds) for name, sample in samples.items()},
@@ -88,7 +91,10 @@ def show(result: dict[str, Any]) -> str:
         ]
         for name, figure in lines.items()
     ]
-    title = f"{result['shape_name']} {result['dtype']}: {result['shape']['layers']} layers, tensor parallel"
+    title = (
+        f"{result['shape_name']} {result['dtype']}: {result['shape']['layers']} layers, tensor parallel, "
+        f"slices {result['slices']}"
+    )
     return "\n".join([title, table(["", "step ms", "+-", *LIMITS_HEAD], rows)])
 
 
@@ -96,6 +102,9 @@ def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["dim1024"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
+    parser.add_argument(
+        "--slices", type=int, default=1, help="causal slices of our sequences; default %(default)s"
+    )
     return parser.parse_args()
 
 
@@ -105,7 +114,7 @@ def main() -> None:
         if dist.get_world_size() < 2:
             raise SystemExit("bench.training.hosts: one rank has nothing to exchange; start two or more.")
         each = (
-            measure(shape, dtype, args.rounds, runtime.tp, runtime.dp)
+            measure(shape, dtype, args.slices, args.rounds, runtime.tp, runtime.dp)
             for shape in args.shapes
             for dtype in args.dtypes
         )

@@ -211,13 +211,14 @@ def our_model(shape: Shape, dtype: torch.dtype, group: DeviceMesh, **options: An
 
 
 class OurStep:
-    """One training step of pyruntime's Llama as its trainer takes it, from the plain model's weights."""
+    """One training step of pyruntime's Llama as its trainer takes it, from the plain model's weights;
+    `options` as Llama takes them."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, group: DeviceMesh) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, group: DeviceMesh, **options: Any) -> None:
         from pyruntime import shard
         from pyruntime.nn.parameters import TensorGroup
 
-        self.model = our_model(shape, dtype, group)
+        self.model = our_model(shape, dtype, group, **options)
         self.group = TensorGroup.of(group)
         self.optimizer = shard(self.model, None).adamw(
             lr=LEARNING_RATE,
