@@ -9,8 +9,12 @@
 namespace pyruntime {
 
 GatherByRank::GatherByRank(const GroupContext& context, const FlightDescriptor& descriptor)
+    : GatherByRank(descriptor, ChunkPlan(descriptor.rows, context.world_size, context.rank, /*pieces=*/1,
+                                         descriptor.holder)) {}
+
+GatherByRank::GatherByRank(const FlightDescriptor& descriptor, ChunkPlan plan)
     : descriptor_(descriptor),
-      plan_(descriptor.rows, context.world_size, context.rank, /*pieces=*/1, descriptor.holder),
+      plan_(std::move(plan)),
       order_(plan_.gather_order()),
       own_({plan_.own()}) {}
 

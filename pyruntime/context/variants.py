@@ -19,6 +19,7 @@ sequence are computed by `pyruntime.ops.attention`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from pyruntime import ops
 from pyruntime.comm import CommTimeout, companion, deadline, group_name, process_group
+from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
 from pyruntime.comm.ring import Ring, Shift
 from pyruntime.context.agreement import agree
@@ -415,12 +417,12 @@ def _split_heads(joined: Tensor, q: Tensor, k: Tensor, group: str) -> tuple[Tens
 
 
 def _all_to_all(by_rank: Tensor, group: str) -> Tensor:
-    """by_rank [P, ...]: what goes to each rank; what came from each."""
+    """by_rank [P, ...]: what goes to each rank; what came from each. Nothing is computed meanwhile."""
     sent = by_rank.contiguous()
     if len(sent) == 1:
         return sent
     received = torch.empty_like(sent)
-    seconds = deadline(group)
+    seconds, begin = deadline(group), time.monotonic()
     try:
         work = dist.all_to_all_single(received, sent, group=process_group(group), async_op=True)
         work.wait(timedelta(seconds=seconds))
@@ -429,4 +431,5 @@ def _all_to_all(by_rank: Tensor, group: str) -> Tensor:
             f"all_to_all of group '{group_name(group)}', rank {process_group(group).rank()}: not within the "
             f"deadline of {seconds:g} s, or a rank has ended: {str(error).splitlines()[0]}"
         ) from error
+    _C.count_all_to_all(_companion(group), received.nbytes - received[0].nbytes, begin)
     return received

@@ -257,8 +257,8 @@ def _check_slices_of_context(config: RunConfig, slices: int, tp: int) -> None:
     most = {"striped": slices, "zigzag": 2, "contiguous": 1}[layout]
     _require(
         slices <= most,
-        f"parallel.slices={slices} with parallel.cp={cp}: context.layout={layout} cuts sequences into at most "
-        f"{most}; use context.layout=striped, or parallel.slices={most}.",
+        f"parallel.slices={slices} with parallel.cp={cp}: context.layout={layout} cuts sequences into at "
+        f"most {most}; use context.layout=striped, or parallel.slices={most}.",
     )
     unit = 2 * cp * tp if layout == "zigzag" else 1
     _require(
