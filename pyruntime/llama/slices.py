@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -178,10 +178,31 @@ def run(
         own = norms[2 * index + 1 : 2 * index + 3]
         # Stopped early, the second forward pass would leave flights that are under way. Nothing is random.
         state = checkpoint(
-            _flow, [block], own, step, parts, eps, *state,
+            _flow_again, [block], own, step, parts, eps, *state,
             use_reentrant=False, preserve_rng_state=False, early_stop=False,
         )  # fmt: skip
     return torch.cat(state[: len(parts)])
+
+
+class _Unpacked(torch.autograd.Function):
+    """The same tensors. Their gradients wait until a saved tensor has been unpacked."""
+
+    @staticmethod
+    def forward(ctx, *state: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(state[0])
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in state)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        return grads
+
+
+def _flow_again(*arguments: Any) -> tuple[Tensor, ...]:
+    """`_flow`, which is computed again before its backward pass has any flight under way: both together would
+    need more slots than a group has. In a pipeline nothing else at the end of a stage unpacks a tensor."""
+    return _Unpacked.apply(*_flow(*arguments))
 
 
 def _flow(
