@@ -13,10 +13,7 @@ GatherByRank::GatherByRank(const GroupContext& context, const FlightDescriptor& 
                                          descriptor.holder)) {}
 
 GatherByRank::GatherByRank(const FlightDescriptor& descriptor, ChunkPlan plan)
-    : descriptor_(descriptor),
-      plan_(std::move(plan)),
-      order_(plan_.gather_order()),
-      own_({plan_.own()}) {}
+    : descriptor_(descriptor), plan_(std::move(plan)), order_(plan_.gather_order()), own_({plan_.own()}) {}
 
 ScatterByRank::ScatterByRank(const GroupContext& context, const FlightDescriptor& descriptor, bool all)
     : ScatterByRank(descriptor, all, ChunkPlan(descriptor.rows, context.world_size, context.rank)) {}

@@ -42,7 +42,7 @@ result; GEMMs of 1e8 lose a tenth of their speed, of 3e8 a fifth where the weigh
 
 SEARCH_EVERY = 16
 """Steps. Where the ranks together touched most rows of a table, its gradient is searched for them no more
-until so many steps later: the search reads all of it twice."""
+until so many steps later: the search reads all of it, and ranks wait for each other's answer."""
 
 
 class _Inbox:

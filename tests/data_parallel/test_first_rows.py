@@ -250,4 +250,3 @@ def test_a_vocabulary_that_is_cut_names_the_rows_of_its_ranks(ranks):
     with_names, without = (ranks.run(vocabulary_cut, 4, names) for names in (True, False))
     for one, other in zip(with_names, without, strict=True):
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True))
-

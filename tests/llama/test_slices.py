@@ -275,9 +275,7 @@ def sliced_over_context(group, transport, directory, ids, labels, layout, option
         ("gqa-linear-bias-wide", "striped", 42, "symmetric_memory", {"slices": 3, "recompute": True}),
     ],
 )
-def test_slices_of_sequences_that_are_cut_over_ranks(
-    ranks, reference, case, layout, seq, transport, options
-):
+def test_slices_of_sequences_that_are_cut_over_ranks(ranks, reference, case, layout, seq, transport, options):
     directory, ids, labels, exact, exact_loss, gradients = reference(case, 3, seq)
     results = ranks.run(sliced_over_context, 4, transport, directory, ids, labels, layout, options)
     order = positions(layout, seq, 2).flatten().argsort()
