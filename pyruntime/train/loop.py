@@ -83,8 +83,6 @@ class Trainer:
         self._validation = validation_batches(
             corpus.val, train.val_sequences, train.micro_batch_size, train.seq_len
         )
-        self._drawn: tuple[int, tuple[torch.Tensor, torch.Tensor]] | None = None
-        """The step whose batch was drawn last, and the batch: each is asked for by the step before, too."""
         self._backward_seed = torch.tensor(1.0 / micro_batches(config), device=device.device)
         ranks = runtime.world.size()
         self._figures: ExchangedFigures | LateFigures
@@ -164,9 +162,7 @@ class Trainer:
     def _forward_and_backward(self, step: int) -> torch.Tensor | float:
         """Of all micro-batches; their mean loss, in a pipeline the last stage's."""
         train = self._config.train
-        whole = self._batch(step)
-        if step < train.steps:
-            self._name_next_rows(step + 1)
+        whole = training_batch(self._corpus.train, step, train.seed, train.batch_size, train.seq_len)
         dp = self._runtime.sizes.dp, self._runtime.coordinate.dp
         ids, labels = (self._mine(each.chunk(dp[0])[dp[1]]) for each in whole)
         if self._pipelined is not None:
@@ -183,25 +179,6 @@ class Trainer:
                 loss_micro.backward(self._backward_seed)
             loss += loss_micro.detach() * self._backward_seed
         return loss
-
-    def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and labels of all ranks."""
-        if self._drawn is None or self._drawn[0] != step:
-            train = self._config.train
-            batch = training_batch(self._corpus.train, step, train.seed, train.batch_size, train.seq_len)
-            self._drawn = step, batch
-        return self._drawn[1]
-
-    def _name_next_rows(self, step: int) -> None:
-        """Of the embedding those rows return first that a step's first forward passes read, on all ranks."""
-        model, sizes = self.model, self._runtime.sizes
-        if self._runtime.replicas is None or not model.part.embed or model.config.tie_word_embeddings:
-            return
-        if not model.embed.weight.requires_grad:
-            return
-        ids, _ = self._batch(step)
-        first = self._config.train.micro_batch_size * sizes.pp  # a pipeline's first stage is so far ahead
-        self.sharded.will_read(model.embed, torch.cat([each[:first] for each in ids.chunk(sizes.dp)]))
 
     def _mine(self, tokens: torch.Tensor) -> torch.Tensor:
         """This rank's tokens of whole sequences, where it computes."""

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from pyruntime.data_parallel import NonFiniteGradient, ShardedAdamW
-from pyruntime.data_parallel.first_rows import FirstRows
-from pyruntime.data_parallel.shard import BUCKET_BYTES, Sharded
 from pyruntime.train import checkpoint, checkpoint_folder
 from tests.train import jobs
 
@@ -42,45 +40,6 @@ def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):
     first, second = (ranks.run(jobs.history, 4, config)[0] for _ in range(2))
     for name in ("loss", "grad_norm", "val_loss"):
         assert jobs.curve(first, name) == jobs.curve(second, name)
-
-
-def naming_rows(group, config, names):
-    """Losses and norms, and how often rows of the embedding returned first."""
-    sent, begin = [], FirstRows._begin
-
-    def begun(first, rows):
-        sent.append(first)
-        begin(first, rows)
-
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(patch.dict(BUCKET_BYTES, dict.fromkeys(BUCKET_BYTES, 1000)))
-        patches.enter_context(patch.object(FirstRows, "_begin", begun))
-        if not names:
-            patches.enter_context(patch.object(Sharded, "will_read", lambda *_: None))
-        steps = jobs.history(group, config)
-    return [jobs.curve(steps, name) for name in ("loss", "grad_norm", "val_loss")], len(sent)
-
-
-@pytest.mark.parametrize(
-    ("parallel", "pipeline", "holders"),  # of rows that are named: letters are in the first half of the table
-    [
-        ({"dp": 4}, {}, {0, 1, 2, 3}),
-        ({"dp": 2, "zero": 2}, {}, {0, 2}),
-        ({"cp": 2}, {}, {0, 2}),
-        ({"dp": 2, "pp": 2}, {"kind": "1f1b"}, {0, 1}),
-    ],
-)
-def test_rows_that_the_next_batch_reads_return_first_and_no_bit_changes(
-    ranks, tmp_path, parallel, pipeline, holders
-):
-    config = jobs.job(tmp_path, steps=5, val_every=2, seq_len=32, dtype="bf16", **SEQUENCES)
-    config = jobs.changed(jobs.changed(config, "parallel", **parallel), "pipeline", **pipeline)
-    jobs.prepare(config)
-    named, whole = (ranks.run(naming_rows, 4, config, names) for names in (True, False))
-    for rank, ((curves, sent), (expected, none)) in enumerate(zip(named, whole, strict=True)):
-        assert str(curves) == str(expected)  # None of steps without a validation
-        assert none == 0
-        assert sent >= config.train.steps - 1 if rank in holders else sent == 0
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
