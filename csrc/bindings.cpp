@@ -257,6 +257,10 @@ void bind_comm(py::module_& m) {
       .def_readonly("moving_s", &CommStats::moving_s, "seconds spent copying and summing");
   m.def("register_errors", &register_errors);
   def_unlocked(m, "stats", [](const std::string& group) { return Group::get(group).stats(); });
+  // begin: seconds of time.monotonic.
+  def_unlocked(m, "count_all_to_all", [](const std::string& group, int64_t bytes, double begin) {
+    Group::get(group).count_collective(pyruntime::Op::kAllToAll, bytes, begin);
+  });
   def_unlocked(m, "workspace_bytes",
                [](const std::string& group) { return Group::get(group).workspace_bytes(); });
   def_unlocked(m, "set_deadline", [](const std::string& group, double seconds) {
@@ -338,8 +342,10 @@ void bind_data_parallel(py::module_& m) {
       .def("sums_have_come", &LineScatter::sums_have_come)
       .def("finish", &LineScatter::finish, NoGil());
   py::class_<LineGather>(m, "LineGather", "An all-gather of [lines, width] under way.")
-      .def(py::init<const std::string&, int64_t, int64_t, at::ScalarType, const std::string&>(),
-           py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"), NoGil())
+      .def(py::init<const std::string&, int64_t, int64_t, at::ScalarType, const std::string&,
+                    const std::optional<std::vector<int64_t>>&>(),
+           py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"),
+           py::arg("some") = py::none(), NoGil())
       .def("own_chunks", [](const LineGather& gather) { return pairs_of(gather.own_chunks()); })
       .def("own", &LineGather::own, NoGil())
       .def("publish", &LineGather::publish, NoGil())

@@ -32,6 +32,7 @@ class GatherByRank : public GatherFlight {
 
  protected:
   GatherByRank(const GroupContext& context, const FlightDescriptor& descriptor);
+  GatherByRank(const FlightDescriptor& descriptor, ChunkPlan plan);
 
   FlightDescriptor descriptor_;
   ChunkPlan plan_;

@@ -62,6 +62,10 @@ class Group {
   void free_workspaces();
 
   CommStats stats() const { return context_.stats; }
+  // See pyruntime::count_collective.
+  void count_collective(Op op, int64_t bytes, double begin) {
+    pyruntime::count_collective(context_, op, bytes, begin);
+  }
   int64_t workspace_bytes() const;
   void set_deadline_seconds(double seconds) { context_.deadline_seconds = seconds; }
   double deadline_seconds() const { return context_.deadline_seconds; }

@@ -8,13 +8,9 @@
 namespace pyruntime {
 
 const char* name_of(Op op) {
-  constexpr const char* kNames[] = {"all_gather",
-                                    "reduce_scatter",
-                                    "all_reduce",
-                                    "all_gather_matmul",
-                                    "matmul_reduce_scatter",
-                                    "matmul_all_reduce",
-                                    "send"};
+  constexpr const char* kNames[] = {
+      "all_gather",        "reduce_scatter", "all_reduce", "all_gather_matmul", "matmul_reduce_scatter",
+      "matmul_all_reduce", "send",           "all_to_all"};
   const auto at = static_cast<size_t>(op) - static_cast<size_t>(Op::kAllGather);
   return at < std::size(kNames) ? kNames[at] : "unknown op";
 }
@@ -67,6 +63,15 @@ void enter_transfer(Entered kind, const GroupContext& context, Op op, int peer, 
   enter(kind, context, name_of(op), peer, bytes, begin, /*wanted=*/begin, end);
 }
 
+void count_collective(GroupContext& context, Op op, int64_t bytes, double begin) {
+  const double end = monotonic_seconds();
+  ++context.stats.ops;
+  context.stats.bytes += bytes;
+  context.stats.waiting_s += end - begin;
+  enter(Entered::kWait, context, name_of(op), /*peer=*/-1, /*bytes=*/0, begin, /*wanted=*/begin, end);
+  enter(Entered::kRead, context, name_of(op), /*peer=*/-1, bytes, begin, /*wanted=*/begin, end);
+}
+
 void GatherFlight::multiply(const FusedGemm&) {
   TORCH_CHECK(false, "This transport has no fused kernels: ask Transport::why_not_fused() first.");
 }
@@ -75,9 +80,13 @@ void ScatterFlight::multiply(const FusedGemm&) {
   TORCH_CHECK(false, "This transport has no fused kernels: ask Transport::why_not_fused() first.");
 }
 
+std::unique_ptr<GatherFlight> Transport::gather_some(const FlightDescriptor&, const std::vector<int64_t>&) {
+  TORCH_CHECK(false, "This transport gathers all rows: ask Transport::sends_some() first.");
+}
+
 std::unique_ptr<ScatterFlight> Transport::scatter_some(const FlightDescriptor&, bool,
                                                        const std::vector<int64_t>&) {
-  TORCH_CHECK(false, "This transport scatters all rows: ask Transport::scatters_some() first.");
+  TORCH_CHECK(false, "This transport scatters all rows: ask Transport::sends_some() first.");
 }
 
 std::string Transport::why_not_fused(const FlightDescriptor&) const {

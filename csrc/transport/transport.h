@@ -35,6 +35,7 @@ enum class Op : int32_t {
   kMatmulReduceScatter,
   kMatmulAllReduce,
   kSend,
+  kAllToAll,  // by the process group's own collectives alone
 };
 
 const char* name_of(Op op);
@@ -142,6 +143,10 @@ class Reading {
 void enter_transfer(Entered kind, const GroupContext& context, Op op, int peer, int64_t bytes, double begin,
                     double end);
 
+// Counts an op that the process group itself did while this rank's thread waited, from `begin` until now, and
+// that brought `bytes` of others; enters it in the ledger.
+void count_collective(GroupContext& context, Op op, int64_t bytes, double begin);
+
 // A GEMM whose rows move between the ranks while one kernel computes it: out = a weight^T (+ bias), or
 // a weight. Matrices, of one dtype.
 struct FusedGemm {
@@ -218,11 +223,13 @@ class Transport {
   // `all`: everybody's sums will be asked for, in which all ranks agree.
   virtual std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) = 0;
   // The same, in which only `rows` of the descriptor's travel, in ascending order and the same on all ranks:
-  // each is summed by the rank and in the order that it is summed in among all. Chunks count these rows.
-  // Only where scatters_some(), an answer for all ranks.
+  // each is held, or summed, by the rank and in the order that it is among all. Chunks count these rows.
+  // Only where sends_some(), an answer for all ranks.
+  virtual std::unique_ptr<GatherFlight> gather_some(const FlightDescriptor& descriptor,
+                                                    const std::vector<int64_t>& rows);
   virtual std::unique_ptr<ScatterFlight> scatter_some(const FlightDescriptor& descriptor, bool all,
                                                       const std::vector<int64_t>& rows);
-  virtual bool scatters_some() const { return false; }
+  virtual bool sends_some() const { return false; }
   // The rows that every rank holds; `descriptor.rows` is kUnknownRows.
   virtual std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) = 0;
 

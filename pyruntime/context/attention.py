@@ -27,14 +27,14 @@ def ring_attention(
     scale: float | None = None,
     variant: str = "ring",
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v over the sequence of all ranks -> [B, S/P, H, d], of q's dtype.
+    """softmax(scale q k^T + mask) v over the sequence of all ranks -> [B, n, H, d], of q's dtype.
 
     Exact: no approximation, and all sums in fp32 (fp64 for fp64). Differentiable in q, k and v; an op for
     `torch.compile`. Every rank of the group calls it alike.
 
     Args:
-        q: [B, S/P, H, d], this rank's tokens as `layout` deals them out (`positions` says which they are).
-            float32, bfloat16, float16 or float64.
+        q: [B, n, H, d], of this rank's tokens as `layout` deals them out (`positions` says which they are):
+            of all S/P, or of the last n. float32, bfloat16, float16 or float64.
         k, v: [B, S/P, G, d]; G divides H, and query heads h H/G ... share key head h.
         group: the P ranks that the sequence is cut over.
         causal: a query sees the keys up to its own place in the sequence.
@@ -65,9 +65,13 @@ def ring_attention(
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
     fits = q.dim() == 4 and k.shape == v.shape and k.dim() == 4
-    if not fits or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.shape[3] == 0:
+    if not fits or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[3] == 0:
         raise ValueError(
-            f"ring_attention: {shapes}; they must be [B, S/P, H, d], and [B, S/P, G, d] twice, d at least 1."
+            f"ring_attention: {shapes}; they must be [B, n, H, d], and [B, S/P, G, d] twice, d at least 1."
+        )
+    if q.shape[1] > k.shape[1] or (q.shape[1] == 0 and k.shape[1] > 0):
+        raise ValueError(
+            f"ring_attention: {shapes}; queries are of as many tokens as keys, or of 1 or more of the last."
         )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"ring_attention: {shapes}; the number of key/value heads must divide q's heads.")
@@ -91,7 +95,7 @@ def _check(
             f'variant="ulysses" deals out heads, and {ranks} ranks do not divide {k.shape[2]} key/value '
             'heads; use "ring" or "all_gather_kv".'
         )
-    seq = q.shape[1] * ranks
+    seq = k.shape[1] * ranks
     check_layout(layout, seq, ranks)
     if layout == "balanced" and document_ids is None:
         raise ValueError(
@@ -119,7 +123,7 @@ def _op(
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(q, k, v, document_ids, layout, variant, group_size(group))
-    done = attend(variant, q, k, v, group, _mask(q, document_ids, group, causal, layout), scale)
+    done = attend(variant, q, k, v, group, _mask(q, k, document_ids, group, causal, layout), scale)
     return done.out, done.lse, done.kept
 
 
@@ -127,12 +131,12 @@ def _op(
 def _(q, k, v, document_ids, group, causal, layout, scale, variant):
     ranks = group_size(group)
     _check(q, k, v, document_ids, layout, variant, ranks)
-    batch, share, heads, dim = q.shape
+    batch, queries, heads, dim = q.shape
     out, statistics = q.new_empty(q.shape), statistics_dtype(q)
     if variant != "ulysses":
-        return out, q.new_empty(batch, heads, share, dtype=statistics), q.new_empty(0)
-    lse = q.new_empty(batch, heads // ranks, share * ranks, dtype=statistics)
-    return out, lse, q.new_empty(batch, share * ranks, (heads + 2 * k.shape[2]) // ranks, dim)
+        return out, q.new_empty(batch, heads, queries, dtype=statistics), q.new_empty(0)
+    lse = q.new_empty(batch, heads // ranks, queries * ranks, dtype=statistics)
+    return out, lse, q.new_empty(batch, queries * heads + 2 * k.shape[1] * k.shape[2], dim)
 
 
 @torch.library.custom_op("pyruntime::ring_attention_backward", mutates_args=())
@@ -151,7 +155,7 @@ def _backward_op(
     scale: float,
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = _mask(q, document_ids, group, causal, layout)
+    mask = _mask(q, k, document_ids, group, causal, layout)
     done = Attended(out, lse, kept)
     dq, dk, dv = attend_backward(variant, grad_out, q, k, v, done, group, mask, scale)
     return _result(dq, q), _result(dk, k), _result(dv, v)
@@ -180,6 +184,6 @@ def _differentiate(ctx, grad_out, *_):
 _op.register_autograd(_differentiate, setup_context=_save)
 
 
-def _mask(q: Tensor, document_ids: Tensor | None, group: str, causal: bool, layout: str):
-    ranks = group_size(group)
-    return mask_of(layout, q.shape[1] * ranks, ranks, group_rank(group), causal, document_ids)
+def _mask(q: Tensor, k: Tensor, document_ids: Tensor | None, group: str, causal: bool, layout: str):
+    ranks, seq = group_size(group), k.shape[1] * group_size(group)
+    return mask_of(layout, seq, ranks, group_rank(group), causal, document_ids, q.shape[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -55,6 +55,18 @@ class Context:
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention over the whole sequence; see `ring_attention`."""
         return ring_attention(q, k, v, self.group, layout=self.layout, variant=self.variant)
+
+    def of_first(self, tokens: int, share: int) -> Context:
+        """How the beginning of a sequence is cut over the ranks: the first `tokens` of each one's `share`.
+        Raises ValueError where these are no beginning."""
+        if self.size == 1 or self.layout == "striped" or tokens == share:
+            return self
+        if self.layout == "zigzag" and 2 * tokens == share:  # the early chunks
+            return replace(self, layout="contiguous")
+        raise ValueError(
+            f"The first {tokens} of every rank's {share} tokens are no beginning of a sequence that the "
+            f"{self.layout} layout cuts over {self.size} ranks; use the striped one."
+        )
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over the ranks of a small x, the same on each of them; no gradient."""

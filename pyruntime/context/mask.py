@@ -13,14 +13,22 @@ from pyruntime.context.layouts import document_bounds, positions, visible_keys
 from pyruntime.context.ways import Way, ways
 
 Run = tuple[Tensor, Tensor]
-"""(begin, end) of the keys that each query sees, [B or 1, S / P] int32."""
+"""(begin, end) of the keys that each query sees, [B or 1, queries] int32."""
 
 
 class Mask:
-    """What rank `rank` of `ranks` sees of a sequence of `seq` tokens."""
+    """What rank `rank` of `ranks` sees of a sequence of `seq` tokens. queries: how many tokens of each rank,
+    its last ones, are queries."""
 
     def __init__(
-        self, layout: str, seq: int, ranks: int, rank: int, causal: bool, document_ids: Tensor | None
+        self,
+        layout: str,
+        seq: int,
+        ranks: int,
+        rank: int,
+        causal: bool,
+        queries: int,
+        document_ids: Tensor | None,
     ):
         self._causal = causal
         documents = b"" if document_ids is None else document_ids.cpu().contiguous().numpy().tobytes()
@@ -28,7 +36,9 @@ class Mask:
         """Of the arguments that are the same on every rank."""
         self._bounds = None if document_ids is None else document_bounds(document_ids)
         self.positions = positions(layout, seq, ranks, document_ids)
-        self._queries = self.positions[rank]
+        """Of the keys."""
+        self._queries_of_ranks = self.positions[:, self.positions.shape[1] - queries :]
+        self._queries = self._queries_of_ranks[rank]
         self._of_rank: dict[int, Run] = {}
         self._whole: dict[bool, Run] = {}
 
@@ -45,7 +55,7 @@ class Mask:
         sequence."""
         if all_queries not in self._whole:
             everything = torch.arange(self.positions.numel())
-            queries = everything if all_queries else self._queries
+            queries = self._queries_of_ranks.flatten().sort().values if all_queries else self._queries
             self._whole[all_queries] = visible_keys(queries, everything, self._causal, self._bounds)
         return self._whole[all_queries]
 
@@ -53,20 +63,25 @@ class Mask:
     def ways(self) -> tuple[Way, ...]:
         """How the keys of all ranks go round, the same on every rank."""
         ranks, share = self.positions.shape
-        everything = self.positions.flatten()
+        queries = self._queries_of_ranks.flatten()
         by_owner = []
         for keys in self.positions:
-            begin, end = visible_keys(everything, keys, self._causal, self._bounds)
+            begin, end = visible_keys(queries, keys, self._causal, self._bounds)
             seen = begin < end
-            first = torch.where(seen, begin, share).amin(0).view(ranks, share).amin(1)
-            last = torch.where(seen, end, 0).amax(0).view(ranks, share).amax(1)
+            first = torch.where(seen, begin, share).amin(0).view(ranks, -1).amin(1)
+            last = torch.where(seen, end, 0).amax(0).view(ranks, -1).amax(1)
             by_owner.append(list(zip(first.tolist(), last.tolist(), strict=True)))
         return ways(list(zip(*by_owner, strict=True)), share)
 
     @cached_property
     def order(self) -> Tensor:
-        """Where each token of the sequence stands when the ranks' tokens are joined rank by rank, [seq]."""
+        """Where each key of the sequence stands when the ranks' keys are joined rank by rank, [seq]."""
         return self.positions.flatten().argsort()
+
+    @cached_property
+    def order_of_queries(self) -> Tensor:
+        """As `order`, of the queries."""
+        return self._queries_of_ranks.flatten().argsort()
 
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -74,9 +89,17 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 nobody says when they change, and their masks."""
 
 
-def mask_of(layout: str, seq: int, ranks: int, rank: int, causal: bool, document_ids: Tensor | None) -> Mask:
-    """The mask, from the last times where nothing has changed."""
-    key = (layout, seq, ranks, rank, causal)
+def mask_of(
+    layout: str,
+    seq: int,
+    ranks: int,
+    rank: int,
+    causal: bool,
+    document_ids: Tensor | None,
+    queries: int | None = None,
+) -> Mask:
+    """The mask, from the last times where nothing has changed. queries: all tokens by default."""
+    key = (layout, seq, ranks, rank, causal, seq // ranks if queries is None else queries)
     if document_ids is None:
         return _without_documents(*key)
     ids, masks = _known.get(document_ids, (None, {}))
@@ -88,5 +111,5 @@ def mask_of(layout: str, seq: int, ranks: int, rank: int, causal: bool, document
 
 
 @lru_cache(maxsize=64)
-def _without_documents(layout: str, seq: int, ranks: int, rank: int, causal: bool) -> Mask:
-    return Mask(layout, seq, ranks, rank, causal, None)
+def _without_documents(layout: str, seq: int, ranks: int, rank: int, causal: bool, queries: int) -> Mask:
+    return Mask(layout, seq, ranks, rank, causal, queries, None)

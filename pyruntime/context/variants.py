@@ -13,12 +13,13 @@ ulysses         All tokens of H / P heads instead of S / P tokens of all heads, 
 All sum in fp32 (fp64 for fp64), whatever the inputs: out, log-sum-exp, dQ, dK and dV; what travels of dK and
 dV is fp32 too. Every sum has one order, so results are bitwise the same from run to run.
 
-Shapes: q [B, S/P, H, d]; k and v [B, S/P, G, d]; lse [B, H, S/P]. Blocks of the sequence are computed by
-`pyruntime.ops.attention`.
+Shapes: k and v [B, S/P, G, d]; q [B, n, H, d], of a rank's last n tokens; lse [B, H, n]. Blocks of the
+sequence are computed by `pyruntime.ops.attention`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from pyruntime import ops
 from pyruntime.comm import CommTimeout, companion, deadline, group_name, process_group
+from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
 from pyruntime.comm.ring import Ring, Shift
 from pyruntime.context.agreement import agree
@@ -47,7 +49,7 @@ class Attended:
     """What a forward pass gives."""
 
     out: Tensor
-    """[B, S/P, H, d], of q's dtype."""
+    """[B, n, H, d], of q's dtype."""
     lse: Tensor
     """Log-sum-exp of the scaled scores, of the queries that were computed here."""
     kept: Tensor
@@ -65,11 +67,13 @@ def attend(variant: str, q: Tensor, k: Tensor, v: Tensor, group: str, mask: Mask
         out, lse = nothing_seen(q)
         _block(q, keys, values, mask.of_sequence(), scale, out, lse)
         return Attended(out.to(q.dtype), lse, q.new_empty(0))
-    kept = torch.cat([_to_heads(x, group, mask) for x in (q, k, v)], dim=2)
+    orders = (mask.order_of_queries, mask.order, mask.order)
+    parts = [_to_heads(x, group, order) for x, order in zip((q, k, v), orders, strict=True)]
+    kept = torch.cat([part.flatten(1, 2) for part in parts], dim=1)
     queries, keys, values = _split_heads(kept, q, k, group)
     out, lse = nothing_seen(queries)
     _block(queries, keys, values, mask.of_sequence(all_queries=True), scale, out, lse)
-    return Attended(_to_tokens(out.to(q.dtype), group, mask), lse, kept)
+    return Attended(_to_tokens(out.to(q.dtype), group, mask.order_of_queries), lse, kept)
 
 
 def attend_backward(
@@ -85,15 +89,17 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of the forward pass `done`, in fp32 (fp64)."""
     agreement = agree(variant, q, k, group, mask, scale)
-    delta = (grad_out.to(done.lse.dtype) * done.out).sum(-1)  # [B, S/P, H]
+    delta = (grad_out.to(done.lse.dtype) * done.out).sum(-1)  # [B, n, H]
     if variant == "ulysses":
         queries, keys, values = _split_heads(done.kept, q, k, group)
-        delta = _to_heads(delta.unsqueeze(-1), group, mask).squeeze(-1)
-        grad_out = _to_heads(grad_out, group, mask)
+        delta = _to_heads(delta.unsqueeze(-1), group, mask.order_of_queries).squeeze(-1)
+        grad_out = _to_heads(grad_out, group, mask.order_of_queries)
         backward = _Backward(grad_out, queries, delta.transpose(1, 2).contiguous(), done.lse, scale)
         dkv = backward.zeros((2, *keys.shape))
         backward.block(keys, values, mask.of_sequence(all_queries=True), dkv)
-        return tuple(_to_tokens(each, group, mask) for each in (backward.dq, dkv[0], dkv[1]))
+        dq = _to_tokens(backward.dq, group, mask.order_of_queries)
+        dk, dv = (_to_tokens(each, group, mask.order) for each in dkv)
+        return dq, dk, dv
     backward = _Backward(grad_out, q, delta.transpose(1, 2).contiguous(), done.lse, scale)
     if variant == "ring":
         dkv = _ring_backward(backward, k, v, group, agreement, mask)
@@ -382,34 +388,41 @@ def _companion(group: str) -> str:
 # -- heads instead of tokens
 
 
-def _to_heads(x: Tensor, group: str, mask: Mask) -> Tensor:
-    """[B, S, H/P, d]: all tokens of this rank's heads, in order, of [B, S/P, H, d]."""
-    ranks = len(mask.positions)
+def _to_heads(x: Tensor, group: str, order: Tensor) -> Tensor:
+    """[B, n P, H/P, d]: the tokens of all ranks, of this rank's heads, in the order of the sequence, of
+    [B, n, H, d]. order: of the tokens joined rank by rank, as `Mask.order` has it."""
+    ranks = process_group(group).size()
     by_rank = x.unflatten(2, (ranks, x.shape[2] // ranks)).movedim(2, 0)
     tokens = _all_to_all(by_rank, group).movedim(0, 1).flatten(1, 2)
-    return tokens.index_select(1, mask.order.to(x.device))
+    return tokens.index_select(1, order.to(x.device))
 
 
-def _to_tokens(x: Tensor, group: str, mask: Mask) -> Tensor:
-    """[B, S/P, H, d]: all heads of this rank's tokens, of [B, S, H/P, d]."""
-    ranks, share = mask.positions.shape
-    by_rank = x.index_select(1, mask.positions.flatten().to(x.device)).unflatten(1, (ranks, share))
-    return _all_to_all(by_rank.movedim(1, 0), group).movedim(0, 2).flatten(2, 3).contiguous()
+def _to_tokens(x: Tensor, group: str, order: Tensor) -> Tensor:
+    """[B, n, H, d]: all heads of this rank's tokens, of [B, n P, H/P, d]; the converse of `_to_heads`."""
+    ranks = process_group(group).size()
+    joined = torch.empty_like(x).index_copy_(1, order.to(x.device), x)
+    by_rank = joined.unflatten(1, (ranks, x.shape[1] // ranks)).movedim(1, 0)
+    return _all_to_all(by_rank, group).movedim(0, 2).flatten(2, 3).contiguous()
 
 
 def _split_heads(joined: Tensor, q: Tensor, k: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries, keys and values [B, tokens, heads, d] that were joined as [B, tokens * heads, d]."""
     ranks = process_group(group).size()
-    queries, keys, values = joined.split([q.shape[2] // ranks, *2 * [k.shape[2] // ranks]], dim=2)
+    sizes = [x.shape[1] * x.shape[2] for x in (q, k, k)]
+    queries, keys, values = (
+        part.unflatten(1, (x.shape[1] * ranks, x.shape[2] // ranks))
+        for part, x in zip(joined.split(sizes, dim=1), (q, k, k), strict=True)
+    )
     return queries, keys, values
 
 
 def _all_to_all(by_rank: Tensor, group: str) -> Tensor:
-    """by_rank [P, ...]: what goes to each rank; what came from each."""
+    """by_rank [P, ...]: what goes to each rank; what came from each. Nothing is computed meanwhile."""
     sent = by_rank.contiguous()
     if len(sent) == 1:
         return sent
     received = torch.empty_like(sent)
-    seconds = deadline(group)
+    seconds, begin = deadline(group), time.monotonic()
     try:
         work = dist.all_to_all_single(received, sent, group=process_group(group), async_op=True)
         work.wait(timedelta(seconds=seconds))
@@ -418,4 +431,5 @@ def _all_to_all(by_rank: Tensor, group: str) -> Tensor:
             f"all_to_all of group '{group_name(group)}', rank {process_group(group).rank()}: not within the "
             f"deadline of {seconds:g} s, or a rank has ended: {str(error).splitlines()[0]}"
         ) from error
+    _C.count_all_to_all(_companion(group), received.nbytes - received[0].nbytes, begin)
     return received

@@ -40,6 +40,11 @@ copied: of a chunk, the columns of dY must be made contiguous first, which costs
 result; GEMMs of 1e8 lose a tenth of their speed, of 3e8 a fifth where the weight is as narrow as 256."""
 
 
+SEARCH_EVERY = 16
+"""Steps. Where the ranks together touched most rows of a table, its gradient is searched for them no more
+until so many steps later: the search reads all of it, and ranks wait for each other's answer."""
+
+
 class _Inbox:
     """What has come of one bucket's gradient, parameter by parameter."""
 
@@ -89,6 +94,8 @@ class GradientReducer:
         self._inboxes = [_Inbox(bucket) for bucket in buckets]
         self._place_of: dict[int, tuple[int, int]] = {}
         """Bucket, and number in it, of each parameter by its id."""
+        self._unsearched: dict[int, int] = {}
+        """Steps in which all rows of a table travel without a search, by its id; the same on every rank."""
         self._order: list[int] | None = None
         self._seen: list[int] = []  # buckets in the order of their completion, in the first pass
         self._used_again: set[int] = set()  # more than once in a pass: complete only when it ends
@@ -339,6 +346,14 @@ class GradientReducer:
         table = bucket.parameters[0]
         if id(table) not in self._tables or not bucket.is_table or not may_send_some(bucket, self._axes):
             return None
+        if left := self._unsearched.get(id(table), 0):
+            self._unsearched[id(table)] = left - 1
+            return None
+
+        def all_travel() -> None:
+            # Replicas touch different rows.
+            if min(self._axes.shard.size, self._axes.replicate.size) == 1:
+                self._unsearched[id(table)] = SEARCH_EVERY - 1
 
         def write(chunk: Tensor, lines: Tensor) -> None:
             rows, marks = bucket.rows_of(lines)
@@ -351,7 +366,8 @@ class GradientReducer:
             chunk[marks] = 0
             chunk[marks, 0] = float(got[0])
 
-        return Touched(bucket.lines_with(touched_rows((whole, earlier), len(table))), write)
+        lines = bucket.lines_with(touched_rows((whole, earlier), len(table)))
+        return Touched(lines, write, all_travel)
 
 
 def _weakly(method: Callable[..., None], *first: int) -> Callable[..., None]:

@@ -37,6 +37,8 @@ class Touched:
     lines: Tensor
     """bool; the same lines of all ranks are summed."""
     write: WriteLines
+    all_travel: Callable[[], None]
+    """Called where the ranks together have touched so many lines that all travel."""
 
 
 def launch(
@@ -61,11 +63,18 @@ def launch(
 def may_send_some(bucket: Bucket, axes: Axes) -> bool:
     """Whether lines of the bucket's gradient can travel alone, an answer for all ranks. On devices the host
     would have to wait for them to know which."""
+    return _can_send_some(bucket, (axes.shard, axes.replicate))
+
+
+def may_return_some(bucket: Bucket, axes: Axes) -> bool:
+    """Whether new values of some lines can return before the others, an answer for all ranks."""
+    return bucket.is_table and axes.weights.size > 1 and _can_send_some(bucket, (axes.weights,))
+
+
+def _can_send_some(bucket: Bucket, axes: Sequence[Axis]) -> bool:
     device = str(bucket.device)
     return bucket.device.type == "cpu" and all(
-        _C.LineScatter.can_send_some(axis.name, device)
-        for axis in (axes.shard, axes.replicate)
-        if axis.size > 1
+        _C.LineScatter.can_send_some(axis.name, device) for axis in axes if axis.size > 1
     )
 
 
@@ -127,7 +136,7 @@ class _Ask:
         if self._gather is not None:
             self._take(self._gather)
         lines = unpacked(self._bits, self._way.lines)
-        _Sum(self._way, self._write, Touched(lines, self._touched.write))
+        _Sum(self._way, self._write, replace(self._touched, lines=lines))
 
     def _take(self, gather: _C.LineGather) -> None:
         for index, (_, count) in enumerate(gather.chunks()):
@@ -147,8 +156,11 @@ class _Sum:
         """Once it is summed and nothing is under way any more."""
         self._some: Tensor | None = None
         """The lines that travel, where these are not all."""
-        if touched is not None and int(touched.lines.sum()) <= MOST_TOUCHED * way.lines:
-            self._some = touched.lines.nonzero().flatten()
+        if touched is not None:
+            if int(touched.lines.sum()) <= MOST_TOUCHED * way.lines:
+                self._some = touched.lines.nonzero().flatten()
+            else:
+                touched.all_travel()
         way.axis.make_room()
         scatter = _C.LineScatter(
             way.axis.name,
@@ -219,5 +231,5 @@ class _Sum:
         touched = None
         if self._touched is not None:
             first, count = self._own_lines()
-            touched = Touched(self._touched[first : first + count], write_lines)
+            touched = Touched(self._touched[first : first + count], write_lines, lambda: None)
         _begin(rest, write, touched)

@@ -265,12 +265,11 @@ class Llama(nn.Module):
         self, ids: Tensor, start: int = 0, caches: Sequence[Cache] | None = None, *, whole: bool = False
     ) -> Tensor:
         """The last norm's output [T/P, D], this rank's rows of T = B * S tokens. The ids follow the `start`
-        tokens that the layers' caches hold. whole: they are those of whole sequences, also where there is a
-        context."""
+        tokens that the layers' caches hold. whole: neither a context nor slices cut the sequences."""
         batch, seq = self._check_ids(ids)
-        context = None if whole or caches is not None else self.context
-        x = self.embed(ids.reshape(-1) if caches is not None else self.in_rows(ids))
-        return self.run(x, self.part.layers, batch, seq, start, caches, context)
+        whole = whole or caches is not None
+        x = self.embed(ids.reshape(-1) if whole else self.in_rows(ids))
+        return self.run(x, self.part.layers, batch, seq, start, caches, whole=whole)
 
     def run(
         self,
@@ -280,12 +279,16 @@ class Llama(nn.Module):
         seq: int,
         start: int = 0,
         caches: Sequence[Cache] | None = None,
-        context: Context | None = None,
+        *,
+        whole: bool = False,
     ) -> Tensor:
         """The residual stream [T/P, D] through some layers, and through the last norm where they are the last
-        ones. seq: tokens of each sequence, which follow `start` earlier ones. caches: one for each layer.
-        context: of the ranks that share the sequences, of which seq is this rank's share."""
+        ones. seq: tokens of each sequence, which follow `start` earlier ones; this rank's share, where there
+        is a context. caches: one for each layer, of sequences that neither a context nor slices cut. whole:
+        nor do they without."""
         config = self.config
+        cut = caches is None and not whole
+        context = self.context if cut else None
         end = start + seq * (1 if context is None else context.size)
         if end > config.max_position_embeddings:
             raise ValueError(
@@ -304,7 +307,7 @@ class Llama(nn.Module):
             context,
         )
         norms = self.norm_weights(layers)
-        if caches is None and len(parts := self._parts(seq)) > 1:
+        if cut and len(parts := self._parts(seq)) > 1:
             if torch.compiler.is_compiling():
                 raise ValueError(f"slices={self.slices} under torch.compile; build the model with slices=1.")
             blocks = [self.layer(number) for number in layers]
@@ -324,7 +327,7 @@ class Llama(nn.Module):
         return normed
 
     def _parts(self, seq: int) -> tuple[int, ...]:
-        return sliced.lengths(seq, self.slices, self.group.size)
+        return sliced.lengths(seq, self.slices, self.group.size, self.context)
 
     def _places(self, batch: int, seq: int) -> Tensor | None:
         """Which token stands in each row of what the ranks share, where they are not in order."""

@@ -8,6 +8,9 @@ section 3.1), so each goes through the layers by itself. A layer has two halves 
     scatter    what follows, and a row linear, whose parts leave attention, out        silu(gate) * up, down
     finish     the sums have come: added to the stream, normalised for the half that follows
 
+Where context ranks share the sequence, a slice has tokens of all of them, and its attention passes the keys
+of slices <= c round the ring: those of slice c' travel C - c' times.
+
 With C slices, (half, slice) number i has number i - C / 2 finished and the half after that begun between its
 own multiply and scatter: sums have travelled under as much work as the rows that follow them will. The
 backward pass runs backwards through the same order, as autograd does (csrc/ops/sliced_linears.cpp).
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,10 +31,14 @@ from pyruntime.nn.sliced import SlicedColumn, SlicedRow
 from pyruntime.ops.layers import add_rms_norm, apply_rope_qkv, rms_norm, swiglu
 
 if TYPE_CHECKING:
+    from pyruntime.context import Context
     from pyruntime.llama.model import Block, Step
 
 MOST = 4
 """More would need more flights under way than a group has slots."""
+MOST_OF_LAYOUT = {"striped": MOST, "zigzag": 2, "contiguous": 1}
+"""Slices, each of which has tokens of every context rank and lies before the next: zigzag ranks have one part
+in either half of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ def order(halves: int, slices: int) -> Iterator[Action]:
         yield from prepare(number)
 
 
-def check(slices: int, ranks: int, context: object, keep_gathered: bool | None) -> int:
+def check(slices: int, ranks: int, context: Context | None, keep_gathered: bool | None) -> int:
     """`slices`. Raises ValueError where a model cannot have so many."""
     if not 1 <= slices <= MOST:
         raise ValueError(f"slices={slices}; use 1 to {MOST}.")
@@ -74,19 +81,33 @@ def check(slices: int, ranks: int, context: object, keep_gathered: bool | None) 
         return slices
     if ranks == 1:
         raise ValueError(f"slices={slices} without tensor parallelism, where nothing travels; leave it at 1.")
-    if context is not None:
+    if context is not None and context.size > 1 and slices > MOST_OF_LAYOUT[context.layout]:
         raise ValueError(
-            f"slices={slices} with context parallelism, whose ranks do not hold sequences from their "
-            "beginning; use one of them."
+            f"slices={slices} of sequences that are cut over context ranks by layout={context.layout!r}, "
+            f"which has at most {MOST_OF_LAYOUT[context.layout]}, each before the next on all ranks; use "
+            "layout='striped', or fewer slices."
         )
     if keep_gathered is False:
         raise ValueError(f"slices={slices} keep their gathered input; leave keep_gathered out.")
     return slices
 
 
-def lengths(seq: int, slices: int, ranks: int) -> tuple[int, ...]:
+def lengths(seq: int, slices: int, ranks: int, context: Context | None = None) -> tuple[int, ...]:
     """Tokens of each slice of a sequence: all but the last are multiples of the ranks, so that a rank's rows
-    of all slices are as many as of the whole. Fewer slices where there are too few tokens."""
+    of all slices are as many as of the whole. Fewer slices where there are too few tokens.
+
+    context: of the ranks that share the sequence, of which seq is this rank's share: the slices of all come
+    one before the other. Raises ValueError where they cannot.
+    """
+    if slices > 1 and context is not None and context.size > 1 and context.layout == "zigzag":
+        if seq % (2 * ranks):
+            unit = 2 * ranks * context.size
+            raise ValueError(
+                f"The zigzag layout over {context.size} context ranks cuts sequences into 2 slices of "
+                f"{ranks} tensor-parallel ranks where {unit} divides their tokens, not {seq * context.size}; "
+                f"use {-(-seq * context.size // unit) * unit} tokens, or layout='striped'."
+            )
+        return (seq // 2, seq // 2)
     units = seq // ranks
     slices = max(1, min(slices, units))
     found = [ranks * (units // slices + (part < units % slices)) for part in range(slices)]
@@ -119,14 +140,20 @@ class _Layer:
         step, seq = self._step, self._parts[part]
         start = sum(self._parts[:part])
         cos, sin = step.cos[start : start + seq], step.sin[start : start + seq]
+        context = step.context
         q, k, v = apply_rope_qkv(
-            y, cos, sin, step.batch, seq, step.heads, step.key_value_heads, overwrite_qkv=True
+            y, cos, sin, step.batch, seq, step.heads, step.key_value_heads, overwrite_qkv=context is None
         )
         self._keys.append(k)
         self._values.append(v)
         if part > 0:
             k, v = torch.cat(self._keys, 2), torch.cat(self._values, 2)
-        return causal_attention(q, k, v).transpose(1, 2).reshape(step.batch * seq, -1)
+        if context is None:
+            attended = causal_attention(q, k, v).transpose(1, 2)
+        else:
+            context = context.of_first(k.shape[2], step.seq)
+            attended = context.attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        return attended.reshape(step.batch * seq, -1)
 
 
 def run(
@@ -151,10 +178,31 @@ def run(
         own = norms[2 * index + 1 : 2 * index + 3]
         # Stopped early, the second forward pass would leave flights that are under way. Nothing is random.
         state = checkpoint(
-            _flow, [block], own, step, parts, eps, *state,
+            _flow_again, [block], own, step, parts, eps, *state,
             use_reentrant=False, preserve_rng_state=False, early_stop=False,
         )  # fmt: skip
     return torch.cat(state[: len(parts)])
+
+
+class _Unpacked(torch.autograd.Function):
+    """The same tensors. Their gradients wait until a saved tensor has been unpacked."""
+
+    @staticmethod
+    def forward(ctx, *state: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(state[0])
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in state)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        return grads
+
+
+def _flow_again(*arguments: Any) -> tuple[Tensor, ...]:
+    """`_flow`, which is computed again before its backward pass has any flight under way: both together would
+    need more slots than a group has. In a pipeline nothing else at the end of a stage unpacks a tensor."""
+    return _Unpacked.apply(*_flow(*arguments))
 
 
 def _flow(

@@ -41,8 +41,7 @@ class LlamaStage(nn.Module):
             x = model.embed(x.reshape(-1) if carry is not None else model.in_rows(x))
         caches = None if carry is None else carry.of_layers(len(self._numbers))
         start = 0 if carry is None else carry.length
-        context = model.context if carry is None else None
-        x = model.run(x, self._numbers, self.batch, seq, start, caches, context)
+        x = model.run(x, self._numbers, self.batch, seq, start, caches)
         return model.head(x, self.batch * seq) if self.is_last else x
 
     def loss(self, logits: Tensor, labels: Tensor, count: Tensor | None = None) -> Tensor:

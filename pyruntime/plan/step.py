@@ -17,6 +17,7 @@ from pyruntime.plan.memory import BUCKET_BYTES, layer_activations, parameters_of
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.overlap import Exposed, Linear, Overlap, exposed, exposed_of, linears
 from pyruntime.plan.pipelines import bubble, last_stage_rank, layers_by_rank
+from pyruntime.plan.touched import travelling_share
 
 FLASH_BACKWARD = 2.5
 """GEMMs of flash attention's backward pass over those of its forward pass."""
@@ -293,6 +294,16 @@ class Predictor:
         cut = mesh.tp * mesh.x * mesh.y * mesh.z
         return sum(parameters_of_rank(self.job.model, cut, layers, True, first_is_last))
 
+    def gradient_bytes(self, mesh: Mesh) -> float:
+        """Of the pipeline's rank 0, that travel over dp and cp in a step: all, but of a table that one
+        embedding alone reads, between this project's CPU ranks, the rows that the step's tokens touch."""
+        job, model = self.job, self.job.model
+        parameters = self.parameters(mesh)
+        if self.sums_whole and job.cluster.core_bandwidth and not (model.tied or mesh.is_axonn):
+            share = travelling_share(model.vocab, mesh.tp, job.tokens)
+            parameters -= (1 - share) * model.vocab * model.hidden / mesh.tp
+        return self.reduce_bytes * parameters
+
     def _not_read_again(self, mesh: Mesh) -> float:
         """Parameters of the pipeline's rank 0 that stage 3 does not gather for the backward pass: the
         embedding's table, and the last weight of the forward pass, which stays. Where the head is the table,
@@ -325,11 +336,10 @@ class Predictor:
         size = mesh.dp // mesh.replicate * mesh.cp
         over = self.link(mesh, "shard", size)
         replicas = self.link(mesh, "replicate", mesh.replicate)
-        gradients = all_gather(self.reduce_bytes * parameters, over)
-        gradients += all_reduce(self.reduce_bytes * parameters / size, replicas)
+        travelling = self.gradient_bytes(mesh)
+        gradients = all_gather(travelling, over) + all_reduce(travelling / size, replicas)
         weights = all_gather(2 * parameters, over)
-        own_gradients = own_seconds(self.reduce_bytes * parameters, over)
-        own_gradients += 2 * own_seconds(self.reduce_bytes * parameters / size, replicas)
+        own_gradients = own_seconds(travelling, over) + 2 * own_seconds(travelling / size, replicas)
         own_weights = own_seconds(2 * parameters, over)
         forward = head + layers * (one.forward + one.tp_forward + one.cp_forward)
         backward = 2 * head + layers * (

@@ -145,7 +145,8 @@ class Parallel:
     gradients, 3 the weights too."""
     slices: Literal["auto", 1, 2, 3, 4] = 1
     """Causal slices of every sequence inside a tensor-parallel group: one computes while the rows of another
-    travel. auto is 2 where tensor-parallel ranks are on several hosts and nothing forbids it, else 1."""
+    travel. auto is 2 where tensor-parallel ranks are on several hosts, sequences are not cut over ranks and
+    nothing forbids it, else 1."""
     dp_replicate: int = 1
     """Groups of data-parallel ranks that each hold everything once (hybrid sharding); divides dp."""
 

@@ -81,9 +81,9 @@ def slices_of(config: RunConfig, runtime: Runtime) -> int:
     asked = config.parallel.slices
     if asked != "auto":
         return asked
-    return (
-        2 if not why_no_slices(config, runtime.sizes.tp) and crosses_hosts(runtime.tp, runtime.device) else 1
-    )
+    if config.parallel.cp > 1 or why_no_slices(config, runtime.sizes.tp):
+        return 1
+    return 2 if crosses_hosts(runtime.tp, runtime.device) else 1
 
 
 def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama:

@@ -233,9 +233,7 @@ def why_no_slices(config: RunConfig, tp: int) -> str:
     """What slices inside a tensor-parallel group of so many ranks do not go together with; empty: nothing."""
     if tp == 1:
         return "parallel.tp=1, where no rows travel"
-    if config.parallel.cp > 1:
-        return f"parallel.cp={config.parallel.cp}, whose ranks do not hold sequences from their beginning"
-    if config.parallel.zero == 3 and config.parallel.dp > 1:
+    if config.parallel.zero == 3 and config.parallel.dp * config.parallel.cp > 1:
         return "parallel.zero=3, which gathers weights for one layer at a time; use 0, 1 or 2"
     if config.pipeline.slices != 1:
         return f"pipeline.slices={config.pipeline.slices}, which cuts sequences too"
@@ -248,6 +246,25 @@ def _check_slices(config: RunConfig, world_size: int) -> None:
     why = why_no_slices(config, tp) if parallel.slices not in ("auto", 1) else ""
     _require(
         not why, f"parallel.slices={parallel.slices} does not go together with {why}; leave one of them out."
+    )
+    if parallel.cp > 1 and parallel.slices != "auto" and parallel.slices > 1:
+        _check_slices_of_context(config, parallel.slices, tp)
+
+
+def _check_slices_of_context(config: RunConfig, slices: int, tp: int) -> None:
+    """Every slice has tokens of all context-parallel ranks, as many of each."""
+    cp, layout, seq_len = config.parallel.cp, config.context.layout, config.train.seq_len
+    most = {"striped": slices, "zigzag": 2, "contiguous": 1}[layout]
+    _require(
+        slices <= most,
+        f"parallel.slices={slices} with parallel.cp={cp}: context.layout={layout} cuts sequences into at "
+        f"most {most}; use context.layout=striped, or parallel.slices={most}.",
+    )
+    unit = 2 * cp * tp if layout == "zigzag" else 1
+    _require(
+        seq_len % unit == 0,
+        f"train.seq_len={seq_len} does not divide into 2 slices of the zigzag layout over parallel.cp={cp} "
+        f"times {tp} tensor-parallel ranks; use {-(-seq_len // unit) * unit}, or context.layout=striped.",
     )
 
 

@@ -59,27 +59,29 @@ def test_every_token_is_held_once_and_in_order(layout, ranks):
     assert torch.equal(torch.cat(shards, 1)[:, order], tokens)
 
 
+@pytest.mark.parametrize("queries", [16, 5])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("layout", "packed"),
     [(layout, packed) for layout in LAYOUTS for packed in (False, True) if packed or layout != "balanced"],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_queries_see_is_a_run_of_every_ranks_keys(layout, ranks, packed, causal):
+def test_what_queries_see_is_a_run_of_every_ranks_keys(layout, ranks, packed, causal, queries):
     seq = 2 * ranks * 8
     ids = documents(3, seq) if packed else None
     places = positions(layout, seq, ranks, ids)
     expected = visible(seq, causal, ids)
     keys = torch.arange(seq // ranks)
     for rank in range(ranks):
-        mask = mask_of(layout, seq, ranks, rank, causal, ids)
+        mask = mask_of(layout, seq, ranks, rank, causal, ids, queries)
+        last = places[rank][-queries:]
         for other in range(ranks):
             begin, end = mask.of_rank(other)
             seen = (begin[..., None] <= keys) & (keys < end[..., None])
-            assert torch.equal(seen, expected[:, places[rank]][:, :, places[other]])
+            assert torch.equal(seen, expected[:, last][:, :, places[other]])
         begin, end = mask.of_sequence()
         seen = (begin[..., None] <= torch.arange(seq)) & (torch.arange(seq) < end[..., None])
-        assert torch.equal(seen, expected[:, places[rank]])
+        assert torch.equal(seen, expected[:, last])
 
 
 def test_bounds_of_documents():

@@ -46,11 +46,13 @@ def dense(whole: list[Tensor], causal: bool, ids: Tensor | None, scale: float) -
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def own_results(group, transport, whole, causal, layout, ids, scale, variant):
-    """This rank's out, dq, dk and dv, twice over where they differ from call to call."""
+def own_results(group, transport, whole, causal, layout, ids, scale, variant, queries=None):
+    """This rank's out, dq, dk and dv, twice over where they differ from call to call. queries: the last so
+    many of its tokens; all by default."""
     take(group, transport)
     rank, size = group.rank(), group.size()
     q, k, v, grad = (take_shard(x, layout, size, rank, ids) for x in whole)
+    q, grad = (x[:, -(queries or q.shape[1]) :] for x in (q, grad))
     runs = []
     for _ in range(2):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -92,6 +94,39 @@ def test_equals_dense_attention(ranks, world, layout, causal):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_variant_over_every_transport(ranks, world, transport, variant):
     check(ranks, world, 2 * world * 5, 2 * world, world, transport=transport, variant=variant)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("world", "layout", "queries", "variant", "transport"),
+    [
+        (1, "striped", 3, "ring", "symmetric_memory"),
+        (2, "zigzag", 7, "ring", "process_group"),
+        (3, "striped", 5, "ring", "process_group"),
+        (4, "striped", 1, "ring", "hierarchical"),
+        (4, "contiguous", 9, "ring", "symmetric_memory"),
+        (3, "zigzag", 7, "all_gather_kv", "symmetric_memory"),
+        (2, "striped", 5, "all_gather_kv", "process_group"),
+        (2, "zigzag", 7, "ulysses", "symmetric_memory"),
+        (4, "striped", 3, "ulysses", "process_group"),
+    ],
+)
+def test_queries_may_be_the_last_tokens_alone(ranks, world, layout, queries, variant, transport, causal):
+    seq, scale = 14 * world, 0.3
+    whole = inputs(seq, 2 * world, world, torch.float64)
+    of_ranks = positions(layout, seq, world)[:, -queries:]
+    last = of_ranks.flatten().sort().values
+    grad = torch.zeros_like(whole[3])
+    grad[:, last] = whole[3][:, last]
+    arguments = (transport, whole, causal, layout, None, scale, variant, queries)
+    results = ranks.run(own_results, world, *arguments)
+    out, dq, dk, dv = dense([*whole[:3], grad], causal, None, scale)
+    found_q, found_k = [result[:2] for result in results], [result[2:] for result in results]
+    order = of_ranks.flatten().argsort()
+    found = [torch.cat(parts, 1)[:, order] for parts in zip(*found_q, strict=True)]
+    found += joined(found_k, layout, seq, None)
+    for one, expected in zip(found, (out[:, last], dq[:, last], dk, dv), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shared", [1, 2, 4, 8])
@@ -204,6 +239,8 @@ def test_auto_is_the_ring_bit_for_bit(ranks):
         ({"variant": "tree"}, ValueError, "is none of ring, all_gather_kv, ulysses, auto"),
         ({"variant": "ulysses"}, ValueError, "2 ranks do not divide 1 key/value heads"),
         ({"groups": 2, "heads": 3}, ValueError, "must divide q's heads"),
+        ({"queries": 5}, ValueError, "queries are of as many tokens as keys, or of 1 or more of the last"),
+        ({"queries": 0}, ValueError, "queries are of as many tokens as keys, or of 1 or more of the last"),
         ({"layout": "balanced"}, ValueError, "pass document_ids"),
         (
             {"document_ids": torch.zeros(7, dtype=torch.long)},
@@ -223,7 +260,7 @@ def refused(group, changes):
     options = dict(changes)
     share, heads, groups = options.pop("share", 4), options.pop("heads", 2), options.pop("groups", 1)
     dtype = options.pop("dtype", torch.float32)
-    q = torch.zeros(BATCH, share, heads, DIM)
+    q = torch.zeros(BATCH, options.pop("queries", share), heads, DIM)
     k = torch.zeros(BATCH, share, groups, DIM, dtype=dtype)
     try:
         ring_attention(q, k, k, group, **options)
@@ -316,11 +353,12 @@ def disagrees(group, variant, changes):
     options = {"variant": variant}
     shape = [2, 8, 4, DIM]
     if group.rank() == 1:
-        options |= {name: value for name, value in changes.items() if name != "shape"}
+        options |= {name: value for name, value in changes.items() if name not in ("shape", "queries")}
         shape = changes.get("shape", shape)
     q = torch.randn(shape, dtype=torch.float64)
+    queries = changes.get("queries", 0) if group.rank() == 1 else 0
     try:
-        ring_attention(q, q, q, group, **options)
+        ring_attention(q[:, -queries:], q, q, group, **options)
     except ValueError as error:
         return str(error)
     except CommError as error:
@@ -338,6 +376,7 @@ def disagrees(group, variant, changes):
         {"document_ids": torch.arange(16) // 5},
         {"shape": [4, 4, 4, DIM]},
         {"shape": [2, 4, 8, DIM]},
+        {"queries": 3},
     ],
     ids=str,
 )
@@ -415,7 +454,7 @@ def test_documents_that_change_are_seen(ranks):
 
 
 def checked(group, variant):
-    q = torch.randn(1, 4, 2 * group.size(), DIM, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(1, 3, 2 * group.size(), DIM, dtype=torch.float64, requires_grad=True)
     k = torch.randn(1, 4, group.size(), DIM, dtype=torch.float64, requires_grad=True)
     arguments = (q, k, k, None, group.group_name, True, "zigzag", 0.3, variant)
     torch.library.opcheck(torch.ops.pyruntime.ring_attention.default, arguments)
@@ -424,5 +463,6 @@ def checked(group, variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_is_what_torch_asks_of_an_op(ranks, variant):
-    """One key head for each rank, where a transposed result would pass for contiguous."""
+    """One key head for each rank, where a transposed result would pass for contiguous, and fewer queries than
+    keys."""
     assert ranks.run(checked, 2, variant) == [True, True]

@@ -12,20 +12,22 @@ from tests.context.test_layouts import documents
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
-def masks(layout, ranks, share, causal=True, ids=None):
-    return [Mask(layout, ranks * share, ranks, rank, causal, ids) for rank in range(ranks)]
+def masks(layout, ranks, share, causal=True, ids=None, queries=None):
+    queries = share if queries is None else queries
+    return [Mask(layout, ranks * share, ranks, rank, causal, queries, ids) for rank in range(ranks)]
 
 
+@pytest.mark.parametrize("queries", [14, 5])
 @pytest.mark.parametrize("documented", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6])
 def test_every_rank_gets_all_keys_that_it_sees_and_all_parts_of_sums_come_home(
-    ranks, layout, causal, documented
+    ranks, layout, causal, documented, queries
 ):
     share = 14
     ids = documents(2, ranks * share, seed=ranks) if documented else None
-    every = masks(layout, ranks, share, causal, ids)
+    every = masks(layout, ranks, share, causal, ids, queries)
     plan = every[0].ways
     assert all(mask.ways == plan for mask in every)
     assert sorted(token for way in plan for token in range(*way.tokens)) == list(range(share))
@@ -73,3 +75,38 @@ def test_what_nobody_sees_does_not_travel_but_for_the_token_by_which_ranks_agree
         assert [up.keys(owner, d) for d in (1, 2, 3)] == [(0, 1), NONE, NONE]
         assert [down.keys(owner, d) for d in (1, 2, 3)] == [NONE] * 3
         assert [way.sums(owner, 3) for way in (up, down)] == [NONE] * 2
+
+
+def carried(mask, sums):
+    """Tokens whose keys, or sums of gradients, are sent from rank to rank, by all ranks."""
+    found = 0
+    for way in mask.ways:
+        for owner in range(way.ranks):
+            for distance in range(1, way.ranks):
+                begin, end = (way.sums if sums else way.keys)(owner, distance)
+                found += end - begin
+    return found
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize(("slices", "times"), [(2, 3 / 2), (3, 2), (4, 5 / 2)])
+def test_slices_of_striped_sequences_send_keys_of_early_ones_again(slices, times, sums):
+    """(C + 1) / 2 times as much as whole sequences, but for the first token of each rank."""
+    ranks, share = 4, 96
+    whole = carried(masks("striped", ranks, share)[0], sums)
+    of_slice = share // slices
+    sliced = sum(
+        carried(masks("striped", ranks, of_slice * (part + 1), queries=of_slice)[0], sums)
+        for part in range(slices)
+    )
+    assert sliced / whole == pytest.approx(times, rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_two_slices_of_zigzag_sequences_send_a_third_to_a_half_more(ranks):
+    """The late chunks once, to the ranks before; the early ones to those behind, then to all others."""
+    share = 96
+    whole = carried(masks("zigzag", ranks, share)[0], sums=False)
+    early = carried(masks("contiguous", ranks, share // 2)[0], sums=False)
+    late = carried(masks("zigzag", ranks, share, queries=share // 2)[0], sums=False)
+    assert 1.32 < (early + late) / whole < 1.51

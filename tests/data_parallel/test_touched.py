@@ -16,7 +16,7 @@ import pyruntime
 from pyruntime import comm
 from pyruntime.data_parallel import gradients
 from pyruntime.data_parallel.buckets import Bucket
-from pyruntime.data_parallel.touched import packed, tables_of, touched_rows, unpacked
+from pyruntime.data_parallel.touched import embeddings_of, packed, touched_rows, unpacked
 from pyruntime.nn import VocabParallelEmbedding
 from tests.data_parallel import cases
 from tests.transports import TRANSPORTS, on_transport, take
@@ -166,9 +166,9 @@ def test_equals_one_process(ranks, stage, world):
 ROWS, COLUMNS, IDS = 4096, 32, (5, 9, 2047, 2048, 4000)
 
 
-def bytes_of(group, by_rows, touch):
-    """Read by this rank in a step after the first, of a model that is one table; the first `touch` of IDS are
-    touched, the last of them by rank 1 alone."""
+def bytes_of(group, by_rows, touch, steps=2):
+    """Read by this rank in the last step, of a model that is one table; the first `touch` of IDS are touched,
+    the last of them by rank 1 alone."""
     take(group, "symmetric_memory")
     mesh = DeviceMesh.from_group(group, "cpu")
     table = nn.Embedding(ROWS, COLUMNS)
@@ -178,7 +178,7 @@ def bytes_of(group, by_rows, touch):
     if touch:
         ids = torch.tensor(IDS[: touch - (mesh.get_rank() == 0)], dtype=torch.long)
     with contextlib.nullcontext() if by_rows else dense():
-        for _ in range(2):
+        for _ in range(steps):
             before = comm.stats(handle.axes.shard.name).bytes
             table(ids).square().sum().backward()
             optimizer.step()
@@ -201,9 +201,36 @@ def test_bytes_are_those_of_the_touched_rows(ranks, touch):
         assert few - norm == (own + 1) * COLUMNS * 4 + bits_of_all
 
 
-def test_where_most_rows_are_touched_all_travel(ranks):
-    few, every = (ranks.run(bytes_of, 2, by_rows, 0) for by_rows in (True, False))
-    assert [one - other for one, other in zip(few, every, strict=True)] == [(ROWS + 2) // 8 + 1] * 2
+@pytest.mark.parametrize(
+    ("steps", "searched"),
+    [(1, True), (2, False), (gradients.SEARCH_EVERY, False), (gradients.SEARCH_EVERY + 1, True)],
+)
+def test_where_most_rows_are_touched_all_travel_and_few_steps_search_for_them(ranks, steps, searched):
+    few, every = (ranks.run(bytes_of, 2, by_rows, 0, steps) for by_rows in (True, False))
+    of_bits = (ROWS + 2) // 8 + 1 if searched else 0
+    assert [one - other for one, other in zip(few, every, strict=True)] == [of_bits] * 2
+
+
+def changing(group, by_rows):
+    """Weights of a table of which most rows are touched in some steps, in others few."""
+    take(group, "process_group")
+    torch.manual_seed(3)
+    table = nn.Embedding(ROWS, 3)
+    handle = pyruntime.shard(table, DeviceMesh.from_group(group, "cpu"), stage=1, bucket_bytes=BUCKET)
+    optimizer = handle.adamw(lr=1e-2, max_norm=1e9)
+    with contextlib.nullcontext() if by_rows else dense():
+        for step in range(2 * gradients.SEARCH_EVERY + 3):
+            ids = torch.arange(ROWS if step in (0, 5, gradients.SEARCH_EVERY + 1) else 7 + group.rank())
+            table(ids).square().sum().backward()
+            optimizer.step()
+    weights = table.state_dict()["weight"].clone()
+    handle.close()
+    return weights
+
+
+def test_a_table_that_is_touched_more_and_less_is_trained_alike(ranks):
+    for one, other in zip(ranks.run(changing, 2, True), ranks.run(changing, 2, False), strict=True):
+        assert torch.equal(bits(one), bits(other))
 
 
 def vocabulary_cut(group, stage, by_rows):
@@ -298,7 +325,7 @@ def test_lines_of_a_table_are_its_rows_and_marks(segments):
 
 def test_only_tables_that_one_embedding_alone_has_are_searched():
     model = Model()
-    assert {id(p) for p in tables_of(model)} == {id(model.embed.weight), id(model.places.weight)}
+    assert embeddings_of(model) == [model.embed, model.places]
     model.head.weight = model.embed.weight
     model.places.weight.requires_grad_(False)
-    assert tables_of(model) == []
+    assert embeddings_of(model) == []

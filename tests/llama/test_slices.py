@@ -9,12 +9,14 @@ import time
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
 from pyruntime.comm import group_rank
-from pyruntime.llama import Llama
+from pyruntime.context import Context, positions
+from pyruntime.llama import Llama, generate
 from pyruntime.llama.slices import MOST, lengths, order, places
-from tests.llama.cases import CASES, logits_loss_gradients
+from tests.llama.cases import CASES, continue_text, logits_loss_gradients
 from tests.llama.test_model import assert_same
 from tests.transports import on_transport, take
 
@@ -130,12 +132,22 @@ def compiled(group, config):
 
 
 def refusals(group, config):
+    """With the group as that of the tensor-parallel ranks and as that of the context."""
+    zigzag, contiguous = Context(group), Context(group, "contiguous")
     found = []
-    for options in ({"slices": 5}, {"slices": 2, "keep_gathered": False}):
+    for options in (
+        {"slices": 5},
+        {"slices": 2, "keep_gathered": False},
+        {"slices": 3, "context": zigzag},
+        {"slices": 2, "context": contiguous},
+    ):
         try:
             Llama(config, group, device="meta", **options)
         except ValueError as error:
             found.append(str(error))
+    ids = torch.zeros(1, 18, dtype=torch.long)
+    with pytest.raises(ValueError, match="where 8 divides their tokens, not 36; use 40 tokens"):
+        Llama(config, group, slices=2, context=zigzag)(ids)
     return found
 
 
@@ -144,6 +156,10 @@ def test_what_does_not_go_with_slices_is_refused(ranks):
     assert found == [
         "slices=5; use 1 to 4.",
         "slices=2 keep their gathered input; leave keep_gathered out.",
+        "slices=3 of sequences that are cut over context ranks by layout='zigzag', which has at most 2, each "
+        "before the next on all ranks; use layout='striped', or fewer slices.",
+        "slices=2 of sequences that are cut over context ranks by layout='contiguous', which has at most 1, "
+        "each before the next on all ranks; use layout='striped', or fewer slices.",
     ]
     with pytest.raises(ValueError, match="without tensor parallelism"):
         Llama(CASES["plain"], slices=2)
@@ -222,3 +238,62 @@ def test_logits_loss_and_gradients_are_those_of_transformers(ranks, reference, c
         assert torch.equal(loss, results[0][1]), "the loss must be bitwise the same on every rank"
     for name, gradient in results[0][2].items():
         assert_same(gradient, gradients[name], f"gradient of {name}")
+
+
+_contexts: dict[str, pyruntime.comm.Group] = {}
+
+
+def tp_and_cp() -> tuple:
+    """Groups (tp, cp) of two ranks each, of the pool's four; made once."""
+    if not _contexts:
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("cp", "tp"))
+        _contexts.update({name: mesh.get_group(name) for name in ("tp", "cp")})
+    return _contexts["tp"], _contexts["cp"]
+
+
+def sliced_over_context(group, transport, directory, ids, labels, layout, options):
+    """This rank's share of logits, loss and, on the first tensor-parallel rank, gradients; twice, which must
+    give the same bits."""
+    tp, cp = tp_and_cp()
+    for each in (tp, cp):
+        take(each, transport)
+    context = Context(cp, layout)
+    ids, labels = context.shard(ids), context.shard(labels)
+    options = {**options, "context": context}
+    first, second = (logits_loss_gradients(tp, directory, ids, labels, options) for _ in "12")
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "seq", "transport", "options"),
+    [
+        ("plain", "striped", 46, "process_group", {"slices": 2}),
+        ("plain", "zigzag", 48, "symmetric_memory", {"slices": 2}),
+        ("gqa-llama3-tied", "striped", 38, "process_group", {"slices": 4}),
+        ("gqa-linear-bias-wide", "zigzag", 40, "process_group", {"slices": 2, "recompute": True}),
+        ("gqa-linear-bias-wide", "striped", 42, "symmetric_memory", {"slices": 3, "recompute": True}),
+    ],
+)
+def test_slices_of_sequences_that_are_cut_over_ranks(ranks, reference, case, layout, seq, transport, options):
+    directory, ids, labels, exact, exact_loss, gradients = reference(case, 3, seq)
+    results = ranks.run(sliced_over_context, 4, transport, directory, ids, labels, layout, options)
+    order = positions(layout, seq, 2).flatten().argsort()
+    for tp in (0, 1):
+        logits = torch.cat([results[tp][0], results[2 + tp][0]], 1)[:, order]
+        assert_same(logits, exact, f"logits of tensor-parallel rank {tp}")
+        assert abs((results[tp][1] + results[2 + tp][1]) / 2 - exact_loss) < 1e-5
+    for name, gradient in gradients.items():
+        assert_same((results[0][2][name] + results[2][2][name]) / 2, gradient, f"gradient of {name}")
+
+
+def test_sequences_are_continued_whole(ranks):
+    """Without a cache a forward pass has the rows of all sequences in their order."""
+    ids = torch.randint(101, (3, 9), generator=torch.Generator().manual_seed(0))
+    options = {"use_cache": False, "temperature": 0.0}
+    whole = ranks.run(continue_text, 2, CASES["plain"], ids, 4, options)[0]
+    assert torch.equal(ranks.run(continue_sliced, 2, CASES["plain"], ids, 4, options)[0], whole)
+
+
+def continue_sliced(group, config, ids, new_tokens, options):
+    return generate(Llama(config, group, seed=5, slices=2), ids, new_tokens, **options)

@@ -10,6 +10,7 @@ from torch import nn
 
 import pyruntime
 from pyruntime import comm
+from pyruntime.comm.core import _C
 from pyruntime.overlap import Account, Kind, account
 from tests.transports import TRANSPORTS, on_transport
 
@@ -90,6 +91,53 @@ def test_bytes_and_seconds_are_those_that_the_transports_have_counted(ranks, tra
         assert found.seconds >= seconds
         assert found.computing_s > 0 and found.rest_s >= 0
         assert found.lost == 0
+
+
+SEQ, HEADS, DIM = 10, 12, 8
+
+
+def attention_sums(group, variant: str) -> tuple[list[float], list[float], Account]:
+    """What the transports have counted of attention, forward and backward, what the ledger has, its
+    account."""
+    q, k, v = torch.randn(3, 1, SEQ, HEADS, DIM).requires_grad_().unbind()
+
+    def attend() -> None:
+        pyruntime.ring_attention(q, k, v, group, layout="striped", variant=variant).sum().backward()
+
+    def counted() -> list[float]:
+        stats = _C.group_stats_by_class()["cp"]
+        return [stats.bytes, stats.waiting_s, stats.moving_s]
+
+    attend()  # opens the group
+    comm.process_group(group).barrier().wait()
+    before = counted()
+    with pyruntime.ledger() as ledger:
+        attend()
+    expected = [b - a for a, b in zip(before, counted(), strict=True)]
+    entries = ledger.stretch.entries
+    seen = [
+        sum(entry.bytes for entry in entries if entry.kind is Kind.READ),
+        sum(entry.seconds for entry in entries if entry.kind is Kind.WAIT),
+        sum(entry.seconds for entry in entries if entry.kind in (Kind.COPY, Kind.SUM)),
+    ]
+    assert {entry.axis for entry in entries if entry.kind is Kind.READ} == {"cp"}
+    return expected, seen, ledger.account()
+
+
+@pytest.mark.parametrize("variant", ["ring", "all_gather_kv", "ulysses"])
+def test_attention_over_ranks_is_entered_whatever_carries_it(ranks, variant):
+    for expected, seen, found in ranks.run(on_transport, 3, "process_group", attention_sums, variant):
+        assert seen == pytest.approx(expected)
+        cp = found.axes["cp"]
+        assert cp.bytes_read == expected[0] > 0
+        assert cp.exposed_s == pytest.approx(expected[1]) and cp.exposed_s > 0
+        parts = found.computing_s + found.copying_s + found.summing_s + found.exposed_s
+        assert parts <= found.seconds == pytest.approx(parts + found.rest_s)
+        if variant == "ulysses":
+            # Queries, keys, values and results, and their gradients: two of three shares of all come from
+            # others. The sums of gradient times result have one feature.
+            assert cp.bytes_read == 2 * SEQ * HEADS * (8 * DIM + 1) * 4 // 3
+            assert cp.hidden == 0
 
 
 def layers_of(group) -> set[tuple[str, str]]:

@@ -31,6 +31,7 @@ def config(tmp_path_factory):
         ({}, {"cp": 2}),
         ({}, {"slices": 3}),
         ({"kind": "1f1b"}, {"pp": 2}),
+        ({"kind": "1f1b"}, {"pp": 2, "slices": 4}),
         ({"kind": "zb-v"}, {"pp": 2, "dp": 2, "zero": 2}),
         ({"kind": "terapipe", "slices": 3}, {"pp": 4}),
         ({"kind": "seq1f1b", "slices": 2}, {"pp": 2}),

@@ -43,6 +43,23 @@ def test_loss_curves_equal_those_of_one_rank(ranks, whole, world, cp, dp, zero, 
     jobs.check_curves(ranks.run(jobs.history, world, config), expected)
 
 
+@pytest.mark.parametrize(
+    ("world", "parallel", "layout", "recompute"),  # and the rest tensor parallel
+    [
+        (4, {"slices": 2, "zero": 2}, "zigzag", False),
+        (4, {"slices": 3, "zero": 0}, "striped", True),
+        (8, {"slices": 2, "dp": 2, "zero": 1}, "striped", False),
+        (8, {"slices": 2, "pp": 2}, "zigzag", True),
+    ],
+)
+def test_slices_inside_a_tensor_parallel_group(ranks, whole, world, parallel, layout, recompute):
+    config, expected = whole
+    config = jobs.changed(config, "parallel", cp=2, **parallel)
+    config = jobs.changed(config, "context", layout=layout)
+    config = jobs.changed(config, "train", activation_checkpointing=recompute)
+    jobs.check_curves(ranks.run(jobs.history, world, config), expected)
+
+
 def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):
     config = jobs.job(tmp_path, steps=4, dtype="bf16", **JOB)
     config = jobs.changed(config, "parallel", cp=2)

@@ -87,7 +87,8 @@ def test_an_impossible_value_is_refused_in_one_sentence(key, value, sentence):
     ("parallel", "pipeline", "world", "named"),
     [
         ({"slices": 2}, {}, 1, "parallel.tp=1, where no rows travel;"),
-        ({"slices": 2, "cp": 2}, {}, 4, "parallel.cp=2, whose ranks do not hold sequences from"),
+        ({"slices": 3, "cp": 2}, {}, 4, "context.layout=zigzag cuts sequences into at most 2; use"),
+        ({"slices": 2, "cp": 2, "zero": 3}, {}, 4, "parallel.zero=3, which gathers weights for one layer"),
         ({"slices": 4, "dp": 2, "zero": 3}, {}, 4, "parallel.zero=3, which gathers weights for one layer"),
         ({"slices": 2, "pp": 2}, {"kind": "seq1f1b", "slices": 2}, 4, "pipeline.slices=2, which cuts"),
         ({"slices": 5}, {}, 2, "parallel.slices must be one of auto, 1, 2, 3, 4, found 5."),

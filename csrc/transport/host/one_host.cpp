@@ -14,8 +14,8 @@ namespace {
 // A rank's slot holds its rows.
 class OneHostGather : public GatherByRank {
  public:
-  OneHostGather(GroupContext& context, HostWorkspace& workspace, const FlightDescriptor& descriptor)
-      : GatherByRank(context, descriptor),
+  OneHostGather(HostWorkspace& workspace, const FlightDescriptor& descriptor, ChunkPlan plan)
+      : GatherByRank(descriptor, std::move(plan)),
         flight_(workspace.begin(descriptor, plan_.max_rows() * descriptor.row_bytes())) {}
 
   at::Tensor memory(const Chunk& chunk) override {
@@ -99,7 +99,12 @@ class OneHostTransport : public Transport {
   }
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override {
-    return std::make_unique<OneHostGather>(context_, *workspace_, descriptor);
+    return std::make_unique<OneHostGather>(*workspace_, descriptor, plan_of(descriptor));
+  }
+  std::unique_ptr<GatherFlight> gather_some(const FlightDescriptor& descriptor,
+                                            const std::vector<int64_t>& rows) override {
+    return std::make_unique<OneHostGather>(*workspace_, descriptor.of_some(rows),
+                                           plan_of(descriptor).of_some(rows, /*pieces=*/1));
   }
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override {
     return std::make_unique<OneHostScatter>(context_, *workspace_, descriptor, all, plan_of(descriptor));
@@ -109,7 +114,7 @@ class OneHostTransport : public Transport {
     return std::make_unique<OneHostScatter>(context_, *workspace_, descriptor.of_some(rows), all,
                                             plan_of(descriptor).of_some(rows, /*pieces=*/1));
   }
-  bool scatters_some() const override { return true; }
+  bool sends_some() const override { return true; }
   std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override {
     auto flight = workspace_->begin(descriptor, 0);
     std::vector<int64_t> held(world_size());
@@ -125,7 +130,7 @@ class OneHostTransport : public Transport {
 
  private:
   ChunkPlan plan_of(const FlightDescriptor& descriptor) const {
-    return {descriptor.rows, world_size(), rank()};
+    return {descriptor.rows, world_size(), rank(), /*pieces=*/1, descriptor.holder};
   }
 
   std::unique_ptr<HostWorkspace> workspace_;
