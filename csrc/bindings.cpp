@@ -271,13 +271,15 @@ void bind_comm(py::module_& m) {
   def_unlocked(m, "configure",
                [](const std::string& group, const std::optional<std::string>& transport,
                   const std::optional<std::vector<std::string>>& hosts, std::optional<int64_t> chunk_bytes,
-                  std::optional<at::ScalarType> wire, const std::optional<std::string>& multicast) {
+                  std::optional<at::ScalarType> wire, const std::optional<std::string>& multicast,
+                  const std::optional<std::vector<std::vector<int>>>& rings) {
                  GroupSettings settings;
                  if (transport) settings.transport = transport_kind_named(*transport);
                  if (hosts) settings.hosts = *hosts;
                  if (chunk_bytes) settings.ring.chunk_bytes = *chunk_bytes;
                  if (wire) settings.ring.wire = *wire;
                  if (multicast) settings.multicast = multicast_named(*multicast);
+                 if (rings) settings.rings = Rings(*rings);
                  Group::get(group).configure(std::move(settings));
                });
   def_unlocked(m, "make_companion",

@@ -2,8 +2,11 @@
 // PYRUNTIME_HOST_WARP=64). A lane holds 8 consecutive k of one row of A, or of one column of B, which is one
 // access of 16 bytes where k lies side by side. gfx950 takes them at once, at twice the rate; before it there
 // are instructions of 16 k, whose lanes have 4 each: one gets the first 4 of every lane and one the others.
-// That is another order of k than the one in memory, the same for A and B. 32x32x8 would read shared memory
-// just as often at the same rate, so there is no second shape.
+// That is another order of k than the one in memory, the same for A and B.
+//
+// Where columns of B lie side by side, a lane reads four of them at once, for each of its k: 16 lanes take 64
+// columns, which are all banks. Two k of a column are then put together in registers, and each of the four
+// columns goes to a GEMM of its own: what these compute are columns 0, 4, 8, .. and 1, 5, 9, .. and so on.
 #pragma once
 
 #include "cuda/compat.h"
@@ -29,18 +32,18 @@ typedef _Float16 Fp16x8 __attribute__((ext_vector_type(8)));
 
 #elif defined(__HIP_DEVICE_COMPILE__)
 
-// Four of a lane's values, from `first` on.
+// Four of a lane's values, in two words from `first` on.
 template <class Packed>
-PYRUNTIME_DEVICE Packed packed(const uint16_t (&values)[8], int first) {
+PYRUNTIME_DEVICE Packed packed(const uint32_t (&words)[4], int first) {
   Packed result;
-  __builtin_memcpy(&result, values + first, sizeof(result));
+  __builtin_memcpy(&result, words + first, sizeof(result));
   return result;
 }
 
 #define PYRUNTIME_MFMA(depth_16, Packed4, depth_32, Packed8)                  \
   Floatx4 sum = {d[0], d[1], d[2], d[3]};                                     \
   sum = depth_16(packed<Packed4>(a, 0), packed<Packed4>(b, 0), sum, 0, 0, 0); \
-  sum = depth_16(packed<Packed4>(a, 4), packed<Packed4>(b, 4), sum, 0, 0, 0); \
+  sum = depth_16(packed<Packed4>(a, 2), packed<Packed4>(b, 2), sum, 0, 0, 0); \
   for (int r = 0; r < 4; ++r) d[r] = sum[r]
 
 #else
@@ -51,12 +54,12 @@ PYRUNTIME_DEVICE Packed packed(const uint16_t (&values)[8], int first) {
 
 #endif
 
-PYRUNTIME_DEVICE void multiply_unit(Bf16, float (&d)[4], const uint16_t (&a)[8], const uint16_t (&b)[8]) {
+PYRUNTIME_DEVICE void multiply_unit(Bf16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
   PYRUNTIME_MFMA(__builtin_amdgcn_mfma_f32_16x16x16bf16_1k, Bf16x4, __builtin_amdgcn_mfma_f32_16x16x32_bf16,
                  Bf16x8);
 }
 
-PYRUNTIME_DEVICE void multiply_unit(Fp16, float (&d)[4], const uint16_t (&a)[8], const uint16_t (&b)[8]) {
+PYRUNTIME_DEVICE void multiply_unit(Fp16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
   PYRUNTIME_MFMA(__builtin_amdgcn_mfma_f32_16x16x16f16, Fp16x4, __builtin_amdgcn_mfma_f32_16x16x32_f16,
                  Fp16x8);
 }
@@ -66,16 +69,33 @@ PYRUNTIME_DEVICE void multiply_unit(Fp16, float (&d)[4], const uint16_t (&a)[8],
 #else
 
 template <class T>
-void multiply_unit(T, float (&d)[4], const uint16_t (&a)[8], const uint16_t (&b)[8]) {
+void multiply_unit(T, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
   const auto convert = [](uint16_t bits) { return to_float(T{bits}); };
   for (int half = 0; half < 2; ++half) {
     uint16_t left[4], right[4];
-    std::memcpy(left, a + 4 * half, sizeof(left));
-    std::memcpy(right, b + 4 * half, sizeof(right));
+    std::memcpy(left, a + 2 * half, sizeof(left));
+    std::memcpy(right, b + 2 * half, sizeof(right));
     host::mfma_16x16x16(d, left, right, convert);
   }
 }
 
+#endif
+
+// Halves of two words, those of `first` below. The compiler makes two instructions of what one does.
+#if defined(__HIP_DEVICE_COMPILE__)
+PYRUNTIME_DEVICE uint32_t lower_halves(uint32_t first, uint32_t second) {
+  return __builtin_amdgcn_perm(second, first, 0x05040100);
+}
+PYRUNTIME_DEVICE uint32_t upper_halves(uint32_t first, uint32_t second) {
+  return __builtin_amdgcn_perm(second, first, 0x07060302);
+}
+#else
+PYRUNTIME_DEVICE uint32_t lower_halves(uint32_t first, uint32_t second) {
+  return (first & 0xffff) | second << 16;
+}
+PYRUNTIME_DEVICE uint32_t upper_halves(uint32_t first, uint32_t second) {
+  return first >> 16 | (second & 0xffff0000);
+}
 #endif
 
 template <class T>
@@ -83,7 +103,7 @@ struct Mma {
   static constexpr int kDepth = 32;  // of k at once
 
   struct A {
-    uint16_t values[8];
+    uint32_t words[4];  // 8 k of a row, in their order
   };
   using B = A;
   struct Sum {
@@ -92,31 +112,57 @@ struct Mma {
 
   template <class Tile>
   static PYRUNTIME_DEVICE void load_a(A& a, const unsigned char* tile, int row, int k, int lane) {
-    load_b<Tile, true>(a, tile, row, k, lane);
+    device::copy_bits(a.words, tile + Tile::offset_of(row + lane % 16, k + lane / 16 * 8), sizeof(a.words));
   }
 
-  template <class Tile, bool kAlongK>
-  static PYRUNTIME_DEVICE void load_b(B& b, const unsigned char* tile, int column, int k, int lane) {
-    const int c = column + lane % 16, first = k + lane / 16 * 8;
+  // Of kUnits GEMMs beside each other, from `column` on.
+  template <class Tile, bool kAlongK, int kUnits>
+  static PYRUNTIME_DEVICE void load_b(B (&b)[kUnits], const unsigned char* tile, int column, int k,
+                                      int lane) {
     if constexpr (kAlongK) {
-      device::copy_bits(b.values, tile + Tile::offset_of(c, first), sizeof(b.values));
-    } else {
 #pragma unroll
-      for (int e = 0; e < 8; ++e) device::copy_bits(&b.values[e], tile + Tile::offset_of(c, first + e), 2);
+      for (int j = 0; j < kUnits; ++j) load_a<Tile>(b[j], tile, column + 16 * j, k, lane);
+    } else {
+      static_assert(kUnits == 4, "a lane reads four columns at once");
+      static_assert(!Tile::kSwizzled);
+      // One address for all: what a line is farther is in the instruction.
+      const unsigned char* from = tile + Tile::offset_of(column + lane % 16 * 4, k + lane / 16 * 8);
+#pragma unroll
+      for (int e = 0; e < 8; e += 2) {
+        uint32_t even[2], odd[2];  // four columns at a k, and at the next
+        device::copy_bits(even, from + e * Tile::kLineBytes, sizeof(even));
+        device::copy_bits(odd, from + (e + 1) * Tile::kLineBytes, sizeof(odd));
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          b[2 * j].words[e / 2] = lower_halves(even[j], odd[j]);
+          b[2 * j + 1].words[e / 2] = upper_halves(even[j], odd[j]);
+        }
+      }
     }
   }
 
   static PYRUNTIME_DEVICE void multiply(Sum& sum, const A& a, const B& b) {
-    multiply_unit(T{}, sum.values, a.values, b.values);
+    multiply_unit(T{}, sum.values, a.words, b.words);
   }
 
-  static constexpr int kAdjacent = 1;  // columns that a lane holds side by side
-
-  // Calls store(row, column, values of kAdjacent columns) for what this lane holds.
-  template <class Store>
-  static PYRUNTIME_DEVICE void for_each(const Sum& sum, int lane, const Store& store) {
+  // Calls store(row, column, values) for what this lane holds of GEMMs beside each other; the values lie side
+  // by side in a row.
+  template <bool kAlongK, int kUnits, class Store>
+  static PYRUNTIME_DEVICE void for_each(const Sum (&sums)[kUnits], int lane, const Store& store) {
 #pragma unroll
-    for (int r = 0; r < 4; ++r) store(lane / 16 * 4 + r, lane % 16, &sum.values[r]);
+    for (int r = 0; r < 4; ++r) {
+      const int row = lane / 16 * 4 + r;
+      if constexpr (kAlongK) {
+#pragma unroll
+        for (int j = 0; j < kUnits; ++j) {
+          const float value[1] = {sums[j].values[r]};
+          store(row, 16 * j + lane % 16, value);
+        }
+      } else {
+        const float values[4] = {sums[0].values[r], sums[1].values[r], sums[2].values[r], sums[3].values[r]};
+        store(row, lane % 16 * 4, values);
+      }
+    }
   }
 };
 

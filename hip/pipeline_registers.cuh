@@ -35,16 +35,19 @@ struct Held {
   }
 };
 
-// Calls multiply(tiles, meanwhile) for each kDepth of all k, with A's tile and then B's at `tiles`. Ends with
-// a barrier: shared memory is free.
+// sums = A B over all k of a Gemm (TileGemm). Ends with a barrier: shared memory is free.
 //
-// One step: the operands of a tile are read, the next tile goes from registers into the other stage, the one
-// after it is asked for, and then the first is multiplied. Shared memory answers in order, so who waits for
-// operands does not wait for what is stored behind them.
-template <class Config, class ATile, class BTile, class T, class Multiply>
-PYRUNTIME_DEVICE void run_pipeline(unsigned char* shared, const Operand<T>& a, const Operand<T>& b, int64_t k,
-                                   const Multiply& multiply) {
-  static_assert(Config::kStages == 2);
+// A step begins with its operands in registers: the next tile goes from registers into the other stage, the
+// one after it is asked for, and half of the products begin. Behind a barrier the operands of the next step
+// are asked for, and the other half hides how long that takes.
+template <class Gemm, class T>
+PYRUNTIME_DEVICE void run_pipeline(typename Gemm::Sums& sums, unsigned char* shared, const Operand<T>& a,
+                                   const Operand<T>& b, int64_t k) {
+  using Config = typename Gemm::Configuration;
+  using ATile = typename Gemm::ATile;
+  using BTile = typename Gemm::BTile;
+  static_assert(Config::kStages == 2 && Gemm::kStep == kDepth);
+  constexpr int kHalf = Config::kUnitsDown / 2;
   const bool a_aligned = takes_vectors(a), b_aligned = takes_vectors(b);
   const bool whole = a_aligned && b_aligned && a.rows >= ATile::kTileRows && b.rows >= BTile::kTileRows;
   const int steps = static_cast<int>((k + kDepth - 1) / kDepth);
@@ -66,23 +69,29 @@ PYRUNTIME_DEVICE void run_pipeline(unsigned char* shared, const Operand<T>& a, c
   }
   if (steps > 1) load(1);
   device::shared_barrier();
+  if (steps == 0) return;
+  typename Gemm::Operands now, next;
+  Gemm::read(now, stage(0), 0);
   int step = 0;
   // A loop of its own for whole tiles: where ways of loading meet, the compiler waits for all loads.
   for (; whole && (step + 3) * kDepth <= k; ++step) {
-    multiply(stage(step), [&] {
-      store(step + 1);
-      next_a.load_whole(a, (step + 2) * kDepth);
-      next_b.load_whole(b, (step + 2) * kDepth);
-      device::keep_order();
-    });
+    store(step + 1);
+    next_a.load_whole(a, (step + 2) * kDepth);
+    next_b.load_whole(b, (step + 2) * kDepth);
+    Gemm::template multiply<0, kHalf>(sums, now);
     device::shared_barrier();
+    Gemm::read(next, stage(step + 1), 0);
+    Gemm::template multiply<kHalf, Config::kUnitsDown>(sums, now);
+    now = next;
   }
   for (; step < steps; ++step) {
-    multiply(stage(step), [&] {
-      if (step + 1 < steps) store(step + 1);
-      if (step + 2 < steps) load(step + 2);
-    });
+    if (step + 1 < steps) store(step + 1);
+    if (step + 2 < steps) load(step + 2);
+    Gemm::template multiply<0, kHalf>(sums, now);
     device::shared_barrier();
+    if (step + 1 < steps) Gemm::read(next, stage(step + 1), 0);
+    Gemm::template multiply<kHalf, Config::kUnitsDown>(sums, now);
+    now = next;
   }
 }
 

@@ -36,6 +36,8 @@ DEFAULT_ARCHITECTURES = "8.0+PTX;9.0a"
 OLDEST_ARCHITECTURE = (8, 0)
 NAMED_ARCHITECTURES = {"Ampere": "8.0;8.6", "Ada": "8.9", "Hopper": "9.0", "Blackwell": "10.0;12.0"}
 
+OF_CORE = ("chunk_plan", "rings")
+"""What the kernels' launchers share with the core, from csrc/core."""
 JOBS = ("GatherJob", "ScatterJob")
 TILES = ("SmallTiles", "LargeTiles")
 TYPES = ("Bf16", "Fp16")
@@ -43,7 +45,7 @@ TYPES = ("Bf16", "Fp16")
 
 def sources() -> list[Source]:
     """Every object: its name, its source and its macros. A configuration of a fused kernel is one object."""
-    found: list[Source] = [("chunk_plan", ROOT / "csrc" / "core" / "chunk_plan.cpp", ())]
+    found: list[Source] = [(name, ROOT / "csrc" / "core" / f"{name}.cpp", ()) for name in OF_CORE]
     for path in sorted(PORTABLE.rglob("*.cu")):
         if path.stem != "instances":
             found.append((path.stem, path, ()))

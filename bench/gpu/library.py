@@ -30,6 +30,8 @@ class Group(Structure):
         ("deadline_ns", c_int64),
         ("workspaces", POINTER(c_void_p)),
         ("pieces", c_int32),
+        ("rings", c_int32),
+        ("ring_orders", c_void_p),
     ]
 
 

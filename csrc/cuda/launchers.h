@@ -22,7 +22,7 @@ extern "C" {
 /* The number of this interface. Raise it with every change after which a library that was built before must
    not be called any more: of a function's arguments, of a struct, of what a value means. A function that is
    added needs no new number: a library without it is refused anyway. */
-enum { PYRUNTIME_INTERFACE = 1 };
+enum { PYRUNTIME_INTERFACE = 2 };
 PYRUNTIME_API int pyruntime_interface(void);
 
 enum { PYRUNTIME_OK = 0, PYRUNTIME_INVALID = 1, PYRUNTIME_DEVICE_ERROR = 2 };
@@ -66,6 +66,10 @@ typedef struct {
   void* const* workspaces; /* [world_size], on the host: where this rank sees each rank's workspace */
   int32_t pieces; /* of each rank's rows in a gather, a flag each, the same on all ranks; 0: one for every
                      flag that the workspace has */
+  int32_t rings;  /* around which the rows of a gather come, both ways: then a rank has 2 * rings pieces, of
+                     which piece i comes forwards around ring i and piece rings + i backwards; 0: each piece
+                     comes from its owner, or no gather */
+  const int32_t* ring_orders; /* [rings][world_size], on the host: all ranks, each beside its neighbours */
 } PyruntimeGroup;
 
 /* Bytes of a rank's workspace; negative: the error code's negative. */
@@ -123,8 +127,8 @@ typedef struct {
 PYRUNTIME_API int pyruntime_choose_tiles(int64_t chunk_rows, int64_t m, int64_t n);
 
 /* C [m, n] = gather(A_shard) B; A_shard holds this rank's rows of [m, k]. The others' rows come into the slot
-   by their pyruntime_put(), where they lie as the rows of [m, k] do, whole vectors of 8 elements apart, a
-   flag for each piece. The slot stays readable until pyruntime_finish(). */
+   by pyruntime_put() and pyruntime_pass_on(), where they lie as the rows of [m, k] do, whole vectors of 8
+   elements apart, a flag for each piece. The slot stays readable until pyruntime_finish(). */
 PYRUNTIME_API int pyruntime_all_gather_matmul(const PyruntimeGroup* group, const PyruntimeMatmul* matmul,
                                               void* stream);
 /* C = this rank's rows of sum over ranks of A B, C [rows of this rank, n]: parts are rounded to dtype, summed
@@ -147,6 +151,12 @@ PYRUNTIME_API int pyruntime_matmul_reduce_scatter(const PyruntimeGroup* group, c
    slot held before. */
 PYRUNTIME_API int pyruntime_put(const PyruntimeGroup* group, const void* from, int64_t bytes, int32_t peer,
                                 int64_t offset, int32_t first, int32_t flags, void* stream);
+/* Where a peer's piece does not come from the peer itself: waits, on the device, until the `flags` flags of
+   `origin` from `first` on are raised in this rank's slot, then does with `bytes` of the slot, from byte
+   `offset` of its data on, what pyruntime_put() does, to the same place in the slot of `peer`, and raises the
+   flags of `origin` there. It is a put of this flight; pyruntime_finish() must come after it. */
+PYRUNTIME_API int pyruntime_pass_on(const PyruntimeGroup* group, int32_t origin, int64_t bytes, int32_t peer,
+                                    int64_t offset, int32_t first, int32_t flags, void* stream);
 /* No put of this flight comes any more. */
 PYRUNTIME_API int pyruntime_end_puts(const PyruntimeGroup* group, void* stream);
 /* This rank has read all that it wanted of the slot. */

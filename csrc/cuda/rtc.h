@@ -2,6 +2,8 @@
 // kernels use. NVRTC knows size_t and memcpy itself.
 #pragma once
 
+using int8_t = signed char;
+using int16_t = short;
 using int32_t = int;
 using uint8_t = unsigned char;
 using uint16_t = unsigned short;

@@ -93,6 +93,11 @@ void Group::configure(GroupSettings settings) {
       settings.multicast == Multicast::kOff || settings.transport != TransportKind::kCollectives,
       "multicast='", name_of(settings.multicast), "' was asked for group '", name(),
       "' with transport='collectives', which leaves all to the process group; leave one of them out.");
+  const std::string why_not = settings.rings.why_not(world_size());
+  TORCH_CHECK_VALUE(why_not.empty(), "Of group '", name(), "' ", why_not);
+  TORCH_CHECK_VALUE(settings.rings.empty() || settings.multicast == Multicast::kOff, "rings and multicast='",
+                    name_of(settings.multicast), "' were asked for group '", name(),
+                    "', and what goes to all goes one way or the other; leave one of them out.");
   settings_ = std::move(settings);
 }
 

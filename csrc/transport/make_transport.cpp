@@ -33,8 +33,9 @@ struct TransportMaker {
         key.companion ? 1 + kPlaces * static_cast<int64_t>(*key.companion) + key.within + 1 : 0;
     return static_cast<int>((gathered.number * groups + own) % (int64_t{1} << 30));
   }
-  // Raises ValueError where multicast was asked for and there is a reason against it.
+  // Each raises ValueError where it was asked for and there is a reason against it.
   void check_multicast_can_be(const std::string& why_not) const;
+  void check_rings_can_be(const std::string& why_not) const;
   void check_multicast_on_all(c10::Device device, const DeviceLibrary* library, const std::string& why_none);
 
   GroupContext& context;
@@ -49,6 +50,12 @@ void TransportMaker::check_multicast_can_be(const std::string& why_not) const {
   TORCH_CHECK_VALUE(settings.multicast == Multicast::kOff || why_not.empty(), "multicast='",
                     name_of(settings.multicast), "' was asked for group '", context.name, "', and ", why_not,
                     "; it is for the devices of one host with the kernels built. Leave multicast out.");
+}
+
+void TransportMaker::check_rings_can_be(const std::string& why_not) const {
+  TORCH_CHECK_VALUE(settings.rings.empty() || why_not.empty(), "The rings ", settings.rings.text(),
+                    " were asked for group '", context.name, "', and ", why_not,
+                    "; rows go around rings between the devices of one host. Leave rings out.");
 }
 
 // On all ranks: who cannot must not leave the others waiting for its memory.
@@ -68,7 +75,9 @@ std::unique_ptr<Transport> TransportMaker::for_device(c10::Device device) {
   const int hosts = layout.hosts();
   std::string why_no_library;
   const DeviceLibrary* library = DeviceLibrary::find(device.type(), why_no_library);
-  check_multicast_can_be(hosts > 1 ? "its ranks are on " + std::to_string(hosts) + " hosts" : "");
+  const std::string why_far = hosts > 1 ? "its ranks are on " + std::to_string(hosts) + " hosts" : "";
+  check_multicast_can_be(why_far);
+  check_rings_can_be(why_far);
   if (settings.multicast != Multicast::kOff) check_multicast_on_all(device, library, why_no_library);
   if (hosts > 1) {
     std::string why_not;
@@ -76,14 +85,17 @@ std::unique_ptr<Transport> TransportMaker::for_device(c10::Device device) {
                                                     instance(), library, why_not);
     return made ? std::move(made) : collectives(device, why_not);
   }
+  check_rings_can_be(why_no_library);
   if (library == nullptr) return collectives(device, why_no_library);
   return std::make_unique<DeviceTransport>(context, rendezvous.workspace_group(gathered, layout), device,
-                                           *library, settings.ring.chunk_bytes, settings.multicast);
+                                           *library, settings);
 }
 
 std::unique_ptr<Transport> TransportMaker::for_cpu() {
   const TransportKind asked = settings.transport;
-  check_multicast_can_be(asked == TransportKind::kDevice ? "" : "an op has tensors on the CPU");
+  const std::string why_cpu = asked == TransportKind::kDevice ? "" : "an op has tensors on the CPU";
+  check_multicast_can_be(why_cpu);
+  check_rings_can_be(why_cpu);
   const bool one_host = layout.hosts() == 1;
   const bool can_be_hierarchical = !one_host && layout.even() && layout.ranks_per_host() > 1;
   TORCH_CHECK_VALUE(asked != TransportKind::kSymmetric || one_host,
@@ -136,6 +148,7 @@ std::unique_ptr<Transport> Group::make_transport(c10::Device device) {
   const HostLayout layout(gathered.hosts, rank());
   TransportMaker maker{context_, rendezvous_, key_, settings_, std::move(gathered), layout};
   if (settings_.transport == TransportKind::kCollectives) {
+    maker.check_rings_can_be("transport='collectives' leaves all to the process group");
     return maker.collectives(device, "transport='collectives' was asked for");
   }
   return device.is_cpu() ? maker.for_cpu() : maker.for_device(device);

@@ -49,7 +49,7 @@ std::string GroupSettings::text() const {
        << ", wire_dtype=" << (ring.wire == c10::ScalarType::Undefined ? "None" : c10::toString(ring.wire))
        << ", hosts=[";
   for (const std::string& host : hosts) text << host << " ";
-  text << "]";
+  text << "], rings=[" << rings.text() << "]";
   return text.str();
 }
 
@@ -57,6 +57,7 @@ GroupSettings GroupSettings::among(const std::vector<int>& ranks) const {
   GroupSettings some = *this;
   // What was asked for all ranks may not be possible among some: a host may have one of them.
   if (transport == TransportKind::kHierarchical) some.transport = TransportKind::kAuto;
+  some.rings = Rings();
   some.hosts.clear();
   for (const int rank : ranks) {
     if (!hosts.empty()) some.hosts.push_back(hosts.at(rank));

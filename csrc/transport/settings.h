@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/rings.h"
 #include "core/traffic.h"
 #include "transport/ring/cost.h"
 
@@ -53,6 +54,7 @@ struct GroupSettings {
   std::vector<std::string> hosts;
   RingOptions ring;
   Multicast multicast = Multicast::kOff;  // between the devices of one host
+  Rings rings;                            // around which gathered rows go there; none: straight to each peer
 
   bool operator==(const GroupSettings&) const = default;
   std::string text() const;

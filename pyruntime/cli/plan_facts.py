@@ -85,6 +85,8 @@ def settings(job: Job, mesh: Mesh, layers: Sequence[int] = ()) -> dict[str, dict
     if mesh.recompute:
         train["activation_checkpointing"] = True
     sections = {"model": _model(job), "train": train, "parallel": parallel}
+    if job.cluster.rings and mesh.tp == job.cluster.gpus_per_node:
+        sections["comm"] = {"rings": list(job.cluster.rings)}
     if job.rounding != "nearest":
         sections["optimizer"] = {"rounding": job.rounding}
     if mesh.pp > 1:

@@ -9,7 +9,7 @@ from pathlib import Path
 from pyruntime.cli.arguments import flag_name, parse, take_option
 from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import checkpoint_folder, config_file, validate
-from pyruntime.train.config import Model, RunConfig
+from pyruntime.train.config import Model, RunConfig, ring_orders
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.signals import StopRequest
 
@@ -73,7 +73,7 @@ def _of_run(folder: Path) -> tuple[Path, RunConfig]:
 def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> None:
     import torch
 
-    from pyruntime.comm import Runtime
+    from pyruntime.comm import Runtime, configure
     from pyruntime.train.device import Device, check_device
     from pyruntime.train.run import run as train
 
@@ -90,6 +90,8 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
         deadline_s=config.comm.deadline_s,
     ) as runtime:
         check_device(config, Device(runtime.device, runtime.why_device))
+        if config.comm.rings:
+            configure(runtime.tp, rings=ring_orders(config.comm))
         train(config, name, runtime, stop)
 
 

@@ -87,11 +87,12 @@ def configure(
     chunk_bytes: int | None = None,
     wire_dtype: torch.dtype | None = None,
     multicast: str | None = None,
+    rings: Sequence[Sequence[int]] | None = None,
     traffic_class: str | None = None,
 ) -> None:
     """Settles how `group` communicates. All ranks must pass the same, before the first op or after `close`.
-    transport, hosts, chunk_bytes, wire_dtype and multicast are settled together: where one of them is given,
-    those left out return to their defaults.
+    transport, hosts, chunk_bytes, wire_dtype, multicast and rings are settled together: where one of them is
+    given, those left out return to their defaults.
 
     Args:
         deadline_s: seconds that a wait on a peer may last.
@@ -112,11 +113,16 @@ def configure(
             one address for all of them, and gives the same bits. "gather_and_reduce": sums of a
             reduce-scatter or all-reduce are taken in the switch too, in an order that is the switch's: not
             the same bits as on the CPU, nor surely those of the next run. By default "off".
+        rings: between GPUs of one host of which not every two have a link of their own: orders of the group's
+            ranks, in each of which a rank has a direct link to the next, and the last to the first. What is
+            gathered goes around all of them, both ways at once, where a rank's rows are at least so many
+            times `chunk_bytes`; the same bits. By default straight to each peer.
         traffic_class: "tp", "cp", "pp", "dp" or "checkpoint": how urgent this group's chunks are beside
             those of other groups. May be changed at any time.
 
     Raises ValueError for what is none of these, RuntimeError when the group has run ops already. The first op
-    raises ValueError where its devices cannot do the multicast that was asked for.
+    raises ValueError where its devices cannot do the multicast that was asked for, or are on several hosts
+    and rings were.
     """
     if wire_dtype not in (None, torch.bfloat16, torch.float32):
         raise ValueError(f"wire_dtype={wire_dtype} does not travel; use torch.bfloat16 or torch.float32.")
@@ -127,9 +133,9 @@ def configure(
     name = group_name(group)
     if traffic_class is not None:
         _C.set_traffic_class(name, traffic_class)
-    if any(setting is not None for setting in (transport, hosts, chunk_bytes, wire_dtype, multicast)):
+    if any(setting is not None for setting in (transport, hosts, chunk_bytes, wire_dtype, multicast, rings)):
         named = None if hosts is None else list(hosts)
-        _C.configure(name, transport, named, chunk_bytes, wire_dtype, multicast)
+        _C.configure(name, transport, named, chunk_bytes, wire_dtype, multicast, rings)
 
 
 def transport_of(group: Group) -> str:

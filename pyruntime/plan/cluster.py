@@ -65,6 +65,9 @@ class Cluster:
     """Seconds that a layer's forward pass takes whatever its size; a backward pass takes twice that."""
     process_bytes: float = 1.5e9
     """What a rank's memory holds beside tensors: context, communicators, libraries."""
+    rings: tuple[str, ...] = ()
+    """Orders of a node's GPUs, such as "0-1-3-2", in each of which every GPU has a direct link to the next,
+    and the last to the first. Empty where any two have one."""
 
     def fits(self, inner: int, size: int) -> bool:
         """Whether groups of `size` ranks, `inner` apart, lie inside nodes."""
@@ -150,11 +153,12 @@ def cluster_from(values: Mapping[str, Any], name: str, source: str) -> Cluster:
     for key, value in values.items():
         if key in ("description", "gpu"):
             plain[key] = str(value)
-        elif key != "inside":
+        elif key not in ("inside", "rings"):
             plain[key] = _number(value, f"{source}: {key}", optional=key not in needed)
     if plain["gpus_per_node"] != int(plain["gpus_per_node"]):
         raise ValueError(f"{source}: gpus_per_node must be a whole number, found {plain['gpus_per_node']}.")
     plain["gpus_per_node"] = int(plain["gpus_per_node"])
+    plain["rings"] = _rings(values.get("rings", []), plain["gpus_per_node"], source)
     if not 0 < plain.get("core_share", 1.0) <= 1:
         raise ValueError(f"{source}: core_share must be above 0 and at most 1, found {plain['core_share']}.")
     return Cluster(name=name, inside=_inside(values["inside"], source), **plain)
@@ -174,6 +178,17 @@ def _inside(rows: Any, source: str) -> tuple[Inside, ...]:
         inner, size, bandwidth = (_number(row[key], f"{source}: inside.{key}") for key in keys)
         found.append(Inside(int(inner), int(size), bandwidth))
     return tuple(found)
+
+
+def _rings(orders: Any, gpus: int, source: str) -> tuple[str, ...]:
+    for order in orders if isinstance(orders, list) else [orders]:
+        numbers = order.split("-") if isinstance(order, str) else []
+        if sorted(numbers) != sorted(map(str, range(gpus))):
+            raise ValueError(
+                f"{source}: rings must be orders of the {gpus} GPUs of a node such as '0-1-2', "
+                f"found {order!r}."
+            )
+    return tuple(orders)
 
 
 def _number(value: Any, what: str, optional: bool = False) -> float:

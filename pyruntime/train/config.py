@@ -193,6 +193,9 @@ class Comm:
     this machine and as many tensor-parallel ranks; off: it follows its rule alone."""
     deadline_s: float = 120.0
     """Longest wait for a peer, in seconds; past it the run ends with an error that names the peer."""
+    rings: tuple[str, ...] = ()
+    """Orders of the tensor-parallel ranks, such as "0-1-3-2", in each of which a rank's GPU has a direct link
+    to the next one's, and the last to the first: what is gathered goes around them. Empty: to each peer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +245,11 @@ class RunConfig:
     comm: Comm = Comm()
     checkpoint: Checkpoint = Checkpoint()
     output: Output = Output()
+
+
+def ring_orders(comm: Comm) -> list[list[int]]:
+    """Of comm.rings. Raises ValueError for what is no order of ranks."""
+    return [[int(rank) for rank in order.split("-")] for order in comm.rings]
 
 
 def micro_batches(config: RunConfig) -> int:

@@ -83,6 +83,11 @@ def check_device(config: RunConfig, device: Device) -> None:
             f"comm.tier=fused has kernels for bf16 on GPUs alone, and this is {config.train.dtype} on "
             f"{device.device} ({device.why}); use chunked, or auto."
         )
+    if config.comm.rings and not device.is_cuda:
+        raise ConfigError(
+            f"comm.rings={list(config.comm.rings)} is for GPUs of one host, and this is {device.device} "
+            f"({device.why}); leave it out."
+        )
     if not device.is_cuda:
         return
     if config.optimizer.rounding != "nearest":

@@ -66,6 +66,7 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_context(config)
     _check_pipeline(config)
     _check_ranks(config, world_size)
+    _check_rings(config, world_size)
     _check_slices(config, world_size)
 
 
@@ -190,6 +191,18 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
         f"{axes} but {world_size} rank(s) were started, and every rank belongs to a group of each axis; "
         f"start torchrun with --nproc-per-node {needed}, or leave parallel.tp out.",
     )
+
+
+def _check_rings(config: RunConfig, world_size: int) -> None:
+    parallel = config.parallel
+    tp = parallel.tp or world_size // (parallel.pp * parallel.dp * parallel.cp)
+    for order in config.comm.rings:
+        ranks = [int(rank) if rank.isdecimal() else -1 for rank in order.split("-")]
+        _require(
+            sorted(ranks) == list(range(tp)),
+            f"comm.rings holds {order!r}, which does not name each of the {tp} tensor-parallel ranks once; "
+            f"write it as {'-'.join(map(str, range(tp)))!r}, or leave it out.",
+        )
 
 
 def _check_pipeline(config: RunConfig) -> None:

@@ -46,6 +46,13 @@ int pyruntime_put(const PyruntimeGroup* group, const void* from, int64_t bytes, 
   return REAL(pyruntime_put)(group, from, broken("put") ? 0 : bytes, peer, offset, first, flags, stream);
 }
 
+// Of what is passed on, too.
+int pyruntime_pass_on(const PyruntimeGroup* group, int32_t origin, int64_t bytes, int32_t peer,
+                      int64_t offset, int32_t first, int32_t flags, void* stream) {
+  const int64_t copied = broken("pass_on") ? 0 : bytes;
+  return REAL(pyruntime_pass_on)(group, origin, copied, peer, offset, first, flags, stream);
+}
+
 // Nobody is told that a deadline has passed.
 int pyruntime_failure(const PyruntimeGroup* group, PyruntimeFailure* out, void* stream) {
   const int code = REAL(pyruntime_failure)(group, out, stream);

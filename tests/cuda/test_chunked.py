@@ -75,17 +75,18 @@ def test_sums_are_bitwise_those_of_symmetric_memory_and_of_the_next_run(ranks, w
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-3)
 
 
-def late(group, seconds, deadline):
+def late(group, seconds, deadline, rows=4):
+    """What a rank hears when rank 1 comes late to the third of five gathers of so many rows a rank."""
     comm.set_deadline(group, deadline)
-    x, weight = torch.ones(4, 3), torch.ones(5, 3)
-    message = ""
+    x, weight = torch.ones(rows, 3), torch.ones(5, 3)
+    message, rows = "", rows * group_size(group)
     try:
         for call in range(4):
             if call == 2 and group_rank(group) == 1:
                 time.sleep(seconds)
-            y = ops.all_gather_matmul(x, weight, group, rows=4 * group_size(group), tier="chunked")
+            y = ops.all_gather_matmul(x, weight, group, rows=rows, tier="chunked")
             assert (y == 3).all() or deadline < seconds
-        ops.all_gather_matmul(x, weight, group, rows=4 * group_size(group), tier="chunked")
+        ops.all_gather_matmul(x, weight, group, rows=rows, tier="chunked")
     except CommTimeout as error:
         message = str(error)
     return message

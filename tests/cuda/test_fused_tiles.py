@@ -30,7 +30,7 @@ NUMBERS = {"small": 0, "large": 1}
 @pytest.fixture(scope="module")
 def recorder(host_kernels, tmp_path_factory) -> str:
     """The library of kernels behind one that writes down which tiles are asked for."""
-    return build.stand_before_library("recorded_tiles", tmp_path_factory.mktemp("recorder"))
+    return build.stand_before_library("recorded_calls", tmp_path_factory.mktemp("recorder"))
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -66,6 +66,7 @@ struct Sizes {
   int64_t spare = 0;  // elements between rows
   int64_t shift = 0;  // of the first element from an aligned address
   bool bias = false;
+  bool around = false;  // rows come around a ring of all ranks, in two pieces
 
   std::string name(int dtype) const {
     return std::string(layout == PYRUNTIME_NT ? "NT " : "NN ") + dtype_name(dtype) +
@@ -81,7 +82,7 @@ void multiply(Rank& rank, const PyruntimeMatmul& matmul) {
   device::Handle unused;
   void* base = device::allocate_shared(pyruntime_workspace_bytes(&shape), unused);
   ok(pyruntime_prepare_workspace(&shape, base, rank.stream()));
-  const PyruntimeGroup group{shape, 0, 0, kPatience, &base, 0};
+  const PyruntimeGroup group{shape, 0, 0, kPatience, &base, 0, 0, nullptr};
   ok(pyruntime_all_gather_matmul(&group, &matmul, rank.stream()));
   expect_no_failure(rank, group);
 }
@@ -125,6 +126,7 @@ class Gather {
         lda_(padded(s_.k)),
         own_(cut(s_.m, rank.world_size(), rank.rank())),
         workspaces_(rank, {rank.world_size(), pieces, s_.m * lda_ * 2}) {
+    for (int next = 0; next < rank.world_size(); ++next) ring_.push_back(next);
     for (int round = 0; round < rounds; ++round) {
       whole_.push_back(random_values<T>(s_.m * lda_, 10 * round));
       weight_.push_back(random_values<T>(s_.n * s_.k, 10 * round + 1));
@@ -139,8 +141,15 @@ class Gather {
 
   // Puts this rank's rows, the peer first that needs them first, and multiplies.
   PyruntimeGroup begin(int round, int64_t deadline_ns = kPatience) {
-    const PyruntimeGroup group = workspaces_.group(round % PYRUNTIME_SLOTS, deadline_ns);
-    put(group, round);
+    PyruntimeGroup group = workspaces_.group(round % PYRUNTIME_SLOTS, deadline_ns);
+    if (s_.around) {
+      group.pieces = 2;
+      group.rings = 1;
+      group.ring_orders = ring_.data();
+      put_around(group, round);
+    } else {
+      put(group, round);
+    }
     const int64_t ldb = s_.layout == PYRUNTIME_NT ? s_.k : s_.n;
     const PyruntimeMatmul matmul{dtype_of<T>(),
                                  s_.layout,
@@ -175,6 +184,28 @@ class Gather {
     ok(pyruntime_end_puts(&group, rank_.stream()));
   }
 
+  // Half of this rank's rows to each neighbour, which passes them on. Ranks wait for each other on the host:
+  // their streams may share a queue, and a wait must not come before what it waits for.
+  void put_around(const PyruntimeGroup& group, int round) {
+    const int world = rank_.world_size(), me = rank_.rank();
+    const int64_t row_bytes = lda_ * 2;
+    for (int step = 0; step + 1 < world; ++step) {
+      rank_.barrier();
+      for (int way = 0; way < 2; ++way) {
+        const int on = way == 0 ? 1 : world - 1, owner = (me + step * (world - on)) % world;
+        const Cut rows = cut(s_.m, world, owner), piece = cut(rows.rows, 2, way);
+        const int64_t bytes = piece.rows * row_bytes, offset = (rows.begin + piece.begin) * row_bytes;
+        if (step == 0) {
+          ok(pyruntime_put(&group, shard_[round]->data() + piece.begin * lda_, bytes, (me + on) % world,
+                           offset, way, 1, rank_.stream()));
+        } else {
+          ok(pyruntime_pass_on(&group, owner, bytes, (me + on) % world, offset, way, 1, rank_.stream()));
+        }
+      }
+    }
+    ok(pyruntime_end_puts(&group, rank_.stream()));
+  }
+
   void finish(const PyruntimeGroup& group) { ok(pyruntime_finish(&group, rank_.stream())); }
 
   void check(int round) const {
@@ -203,6 +234,7 @@ class Gather {
   int64_t lda_;
   Cut own_;
   Workspaces workspaces_;
+  std::vector<int32_t> ring_;
   std::vector<std::vector<T>> whole_, weight_;
   std::vector<std::unique_ptr<Buffer<T>>> shard_, on_weight_, c_;
 };
@@ -446,7 +478,7 @@ void refusals(Rank& rank) {
     const PyruntimeWorkspace shape{1, 1, 1024};
     device::Handle unused;
     void* base = device::allocate_shared(pyruntime_workspace_bytes(&shape), unused);
-    const PyruntimeGroup group{shape, 0, 0, kPatience, &base, 0};
+    const PyruntimeGroup group{shape, 0, 0, kPatience, &base, 0, 0, nullptr};
     require(pyruntime_all_gather_matmul(&group, &matmul, rank.stream()) == PYRUNTIME_INVALID,
             "was not refused");
     const std::string said = pyruntime_error();
@@ -530,6 +562,10 @@ void add_gemm_cases(std::vector<Case>& cases) {
           [=](Rank& r) { gather<Bf16>(r, {nt, small, 3, 17, 9}, 2, 1, false); });
   list.of(3, "gather, slots used again, late ranks",
           [=](Rank& r) { gather<Bf16>(r, {nt, small, 50, 24, 32}, 2, 9, true); });
+  list.of(3, "gather around a ring, NT bf16",
+          [=](Rank& r) { gather<Bf16>(r, {nt, small, 140, 70, 40, 0, 0, false, true}, 2, 1, false); });
+  list.of(4, "gather around a ring, NN fp16, slots used again",
+          [=](Rank& r) { gather<Fp16>(r, {nn, large, 43, 24, 32, 0, 0, false, true}, 2, 9, false); });
   list.of(2, "scatter NT bf16",
           [=](Rank& r) { scatter<Bf16>(r, {nt, small, 150, 140, 72, 0, 0, true}, 1, false); });
   list.of(3, "scatter NN fp16", [=](Rank& r) { scatter<Fp16>(r, {nn, large, 201, 77, 40}, 1, false); });

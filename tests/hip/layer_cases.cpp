@@ -21,7 +21,7 @@ void wait(Rank& rank) {
   device::Handle unused;
   void* base = device::allocate_shared(pyruntime_workspace_bytes(&shape), unused);
   ok(pyruntime_prepare_workspace(&shape, base, rank.stream()));
-  expect_no_failure(rank, {shape, 0, 0, kPatience, &base, 0});
+  expect_no_failure(rank, {shape, 0, 0, kPatience, &base, 0, 0, nullptr});
 }
 
 // ---- sums in rank order ----

@@ -168,7 +168,7 @@ Workspaces::Workspaces(Rank& rank, const PyruntimeWorkspace& shape)
 }
 
 PyruntimeGroup Workspaces::group(int slot, int64_t deadline_ns) const {
-  return {shape_, rank_.rank_, slot, deadline_ns, bases_.data(), /*pieces=*/0};
+  return {shape_, rank_.rank_, slot, deadline_ns, bases_.data(), /*pieces=*/0, /*rings=*/0, nullptr};
 }
 
 void Workspaces::prepare() const {

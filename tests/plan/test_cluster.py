@@ -61,6 +61,9 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
     assert "a row of inside has inner, size; it needs inner, size, bandwidth" in broken(
         tmp_path, lambda text: text.replace(", bandwidth = 3.8e+11", "")
     )
+    assert "rings must be orders of the 8 GPUs of a node such as '0-1-2', found '0-1'" in broken(
+        tmp_path, lambda text: text.replace("rings = []", 'rings = ["0-1"]')
+    )
     assert "cannot be read" in broken(tmp_path, lambda text: text + "[")
 
 

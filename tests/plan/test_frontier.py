@@ -3,16 +3,21 @@ nodes."""
 
 from __future__ import annotations
 
+import collections
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import pairwise
 
 import pytest
 
+from pyruntime.cli.plan_facts import Asked, settings
 from pyruntime.comm.launcher import check_launcher
 from pyruntime.plan.cluster import find_cluster
+from pyruntime.plan.mesh import Mesh
+from tests.plan.jobs import job
 from tools.build_cuda import ROOT
 
 LINKS = {
@@ -44,6 +49,12 @@ PYTHON = f"""#!{sys.executable}
 import json, os, sys
 print(json.dumps([sys.argv[1:], dict(os.environ)]))
 """
+
+
+def gcds_of_local_ranks() -> list[int]:
+    """Which GCD each local rank has."""
+    (found,) = re.findall(r"HIP_VISIBLE_DEVICES=([\d,]+)", (ROOT / "docs/frontier.sbatch").read_text())
+    return [int(gcd) for gcd in found.split(",")]
 
 
 @pytest.fixture
@@ -115,3 +126,23 @@ def test_the_planner_knows_which_groups_have_good_links():
     frontier = find_cluster("frontier")
     pair, four, node = (frontier.bandwidth(1, size) for size in (2, 4, 8))
     assert pair > 2 * four and node > 2 * four  # tp 2 on package pairs, tp 8 on rings
+
+
+def test_the_planner_s_rings_are_made_of_direct_links():
+    """Both, both ways, with 50 GB/s for each: no link carries more than it has."""
+    gcds, used = gcds_of_local_ranks(), collections.Counter()
+    rings = find_cluster("frontier").rings
+    for order in rings:
+        ring = [gcds[int(local)] for local in order.split("-")]
+        assert sorted(ring) == list(range(8))
+        used.update(frozenset(pair) for pair in pairwise([*ring, ring[0]]))
+    assert all(count * 50e9 <= LINKS.get(link, 0) for link, count in used.items())
+    assert sum(used.values()) * 50e9 == 2 * 8 * 50e9 and len(rings) == 2
+
+
+def test_a_plan_with_a_whole_node_a_group_names_them():
+    wanted = job("llama3-8b", "frontier", 16, 16, 8192)
+    rings = list(find_cluster("frontier").rings)
+    assert settings(wanted, Mesh(tp=8, dp=2))["comm"] == {"rings": rings}
+    assert "comm" not in settings(wanted, Mesh(tp=2, dp=8))
+    assert Asked(wanted).refusal(Mesh(tp=8, dp=2)) is None

@@ -7,11 +7,13 @@ import dataclasses
 import pytest
 import torch
 
+from pyruntime.cli.train import run
 from pyruntime.comm.core import _C
-from pyruntime.train.config import Optimizer, Parallel, RunConfig, Train
+from pyruntime.train.config import Comm, Optimizer, Parallel, RunConfig, Train
 from pyruntime.train.device import Device, check_device, peak_flops_of
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.figures import LateFigures
+from pyruntime.train.signals import StopRequest
 from pyruntime.train.validate import check
 from tests.train import jobs
 
@@ -50,6 +52,10 @@ def test_what_devices_cannot_do_is_refused_by_name():
         check(dataclasses.replace(stochastic, train=Train(device="cuda")), 1)
     check_device(stochastic, Device())
     check(stochastic, 1)
+    around = RunConfig(comm=Comm(rings=("0-1-2",)), parallel=Parallel(tp=3))
+    check_device(around, CUDA)
+    with pytest.raises(ConfigError, match=r"comm.rings=\['0-1-2'\] is for GPUs of one host, and this is cpu"):
+        check_device(around, Device())
     with pytest.raises(ConfigError, match=r"train.device must be one of auto, cpu, cuda, found tpu"):
         check(RunConfig(train=Train(device="tpu")), 1)  # type: ignore[arg-type]
 
@@ -153,3 +159,17 @@ def test_a_step_that_is_not_finite_ends_the_run_with_the_weights_before_it(ranks
     (expected,) = ranks.run(after, 1, config, 6)
     for name, weight in outcome.weights.items():
         assert torch.equal(weight, expected[name]), name
+
+
+def test_rings_of_a_configuration_are_those_of_the_tensor_parallel_group(monkeypatch):
+    """As `python -m pyruntime train` starts a rank; here without GPUs, and no further than the training."""
+    asked, trained = [], []
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr("pyruntime.train.device.check_device", lambda config, device: None)
+    monkeypatch.setattr(
+        "pyruntime.comm.configure", lambda group, *, rings: asked.append((group.size(), rings))
+    )
+    monkeypatch.setattr("pyruntime.train.run.run", lambda config, name, runtime, stop: trained.append(config))
+    for rings in ((), ("0",)):
+        run(RunConfig(comm=Comm(rings=rings), train=Train(device="cpu")), "name", 1, StopRequest())
+    assert asked == [(1, [[0]])] and len(trained) == 2

@@ -62,6 +62,13 @@ def with_value(key, value):
         ("comm.deadline_s", math.nan, "found nan."),
         ("comm.deadline_s", 1e7, "comm.deadline_s must be at least 0.001 and at most"),
         ("comm.tier", "fast", "comm.tier must be one of auto, unfused, chunked, fused, found fast."),
+        (
+            "comm.rings",
+            ("0-1", "0-0"),
+            "comm.rings holds '0-0', which does not name each of the 2 tensor-parallel ranks once; write it "
+            "as '0-1', or leave it out.",
+        ),
+        ("comm.rings", ("0-x",), "comm.rings holds '0-x', which does not name each of the 2"),
         ("data.paths", ("/dev/null",), "data.paths: /dev/null is neither a file nor a folder."),
         ("parallel.tp", 0, "parallel.tp must be at least 1, found 0."),
         ("parallel.tp", 3, "parallel.tp=3 but 2 rank(s) were started,"),

@@ -8,6 +8,18 @@ namespace {
 
 // What surrounds a copy engine's copy into a peer's slot: kernels of one block, in the stream of the copy.
 // Puts run ahead of the flights that they belong to, and so they have a count of their own.
+// Of pieces that this rank has from another and passes on. Who waits for `origin` here has had all that comes
+// sooner, so where one rank stays away it is that one who is named.
+PYRUNTIME_KERNEL(32, 1)
+await_to_pass_on(PYRUNTIME_PARAMETER Group group, int origin, int first, int flags, int peer) {
+  if (threadIdx.x != 0) return;
+  const uint64_t epoch = group.control().puts + 1;
+  for (int index = first; index < first + flags; ++index) {
+    if (!wait_for(group, group.flag(group.rank, origin, index), epoch, origin, index)) return;
+  }
+  wait_for_credit(group, peer, epoch);
+}
+
 PYRUNTIME_KERNEL(32, 1)
 await_leave_to_put(PYRUNTIME_PARAMETER Group group, int peer) {
   if (threadIdx.x == 0) wait_for_credit(group, peer, group.control().puts + 1);
@@ -16,13 +28,13 @@ await_leave_to_put(PYRUNTIME_PARAMETER Group group, int peer) {
 constexpr int kFlagThreads = 128;
 
 PYRUNTIME_KERNEL(kFlagThreads, 1)
-raise_flags(PYRUNTIME_PARAMETER Group group, int peer, int first, int flags) {
+raise_flags(PYRUNTIME_PARAMETER Group group, int origin, int peer, int first, int flags) {
   // After a failed wait the copy has been made all the same, but nobody is told to read it.
   if (has_failed(group)) return;
   const uint64_t epoch = group.control().puts + 1;
   device::release_system();
   for (int i = static_cast<int>(threadIdx.x); i < flags; i += kFlagThreads) {
-    device::store_relaxed_system(group.flag(peer, group.rank, first + i), epoch);
+    device::store_relaxed_system(group.flag(peer, origin, first + i), epoch);
   }
 }
 
@@ -46,6 +58,22 @@ void check_chunk(const Group& group, int32_t peer, int32_t first, int32_t flags)
           int64_t{first} + flags, "; this workspace has ", group.layout.flags, " a rank.");
 }
 
+// Checks a copy and puts it on `stream`, with the flags of `origin` behind it. Its wait comes before it, by
+// `wait(group, stream)`.
+template <class Wait>
+void put_chunk(const PyruntimeGroup* group, const void* from, int64_t bytes, int32_t origin, int32_t peer,
+               int64_t offset, int32_t first, int32_t flags, void* stream, const Wait& wait) {
+  const Group view = checked_group(group, PYRUNTIME_OP_PUSH);
+  check_chunk(view, peer, first, flags);
+  require(bytes >= 0 && offset >= 0 && bytes <= view.layout.slot_bytes - offset, "bytes ", offset, " to ",
+          offset + bytes, " of a slot of ", view.layout.slot_bytes, "; make a larger workspace.");
+  require(from != nullptr || bytes == 0, "the chunk is a null pointer.");
+  const auto on = static_cast<runtime::Stream>(stream);
+  wait(view, on);
+  if (bytes > 0) runtime::copy(view.data<unsigned char>(peer) + offset, from, bytes, on);
+  PYRUNTIME_LAUNCH(raise_flags, 1, kFlagThreads, 0, on, view, origin, peer, first, flags);
+}
+
 }  // namespace
 }  // namespace pyruntime::portable
 
@@ -55,17 +83,24 @@ using namespace pyruntime::portable;
 int pyruntime_put(const PyruntimeGroup* group, const void* from, int64_t bytes, int32_t peer, int64_t offset,
                   int32_t first, int32_t flags, void* stream) {
   return guarded("put", [&] {
-    const Group view = checked_group(group, PYRUNTIME_OP_PUSH);
-    check_chunk(view, peer, first, flags);
-    require(bytes >= 0 && offset >= 0 && bytes <= view.layout.slot_bytes - offset, "bytes ", offset, " to ",
-            offset + bytes, " of a slot of ", view.layout.slot_bytes, "; make a larger workspace.");
-    require(from != nullptr || bytes == 0, "the chunk is a null pointer.");
-    const auto on = static_cast<runtime::Stream>(stream);
-    PYRUNTIME_LAUNCH(await_leave_to_put, 1, 32, 0, on, view, peer);
-    if (bytes > 0) {
-      runtime::copy(view.data<unsigned char>(peer) + offset, from, bytes, on);
-    }
-    PYRUNTIME_LAUNCH(raise_flags, 1, kFlagThreads, 0, on, view, peer, first, flags);
+    const int32_t origin = group == nullptr ? 0 : group->rank;
+    put_chunk(group, from, bytes, origin, peer, offset, first, flags, stream,
+              [&](const Group& view, runtime::Stream on) {
+                PYRUNTIME_LAUNCH(await_leave_to_put, 1, 32, 0, on, view, peer);
+              });
+  });
+}
+
+int pyruntime_pass_on(const PyruntimeGroup* group, int32_t origin, int64_t bytes, int32_t peer,
+                      int64_t offset, int32_t first, int32_t flags, void* stream) {
+  return guarded("pass_on", [&] {
+    const Group here = checked_group(group, PYRUNTIME_OP_PUSH);
+    check_chunk(here, origin, first, flags);
+    require(origin != peer, "peer=", peer, " is whose piece it is; pass it on to another.");
+    put_chunk(group, here.data<unsigned char>(here.rank) + offset, bytes, origin, peer, offset, first, flags,
+              stream, [&](const Group& view, runtime::Stream on) {
+                PYRUNTIME_LAUNCH(await_to_pass_on, 1, 32, 0, on, view, origin, first, flags, peer);
+              });
   });
 }
 

@@ -47,15 +47,23 @@ std::string why_no_multicast(c10::Device device, const DeviceLibrary& library) {
 }
 
 DeviceTransport::DeviceTransport(GroupContext& context, std::unique_ptr<WorkspaceGroup> group,
-                                 c10::Device device, const DeviceLibrary& library, int64_t piece_bytes,
-                                 Multicast multicast)
+                                 c10::Device device, const DeviceLibrary& library,
+                                 const GroupSettings& settings)
     : Transport(context),
       group_(std::move(group)),
       device_(device),
       library_(library),
-      piece_bytes_(piece_bytes > 0 ? piece_bytes : kPieceBytes),
-      multicast_(multicast),
-      streams_(device) {}
+      piece_bytes_(settings.ring.chunk_bytes > 0 ? settings.ring.chunk_bytes : kPieceBytes),
+      multicast_(settings.multicast),
+      rings_(settings.rings),
+      ring_orders_(rings_.flat()),
+      streams_(device, rings_.ways()) {
+  const ChunkPlan plan(/*rows=*/0, world_size(), rank(), std::max(1, rings_.ways()));
+  const size_t chunks = rings_.gather_order(plan).size();
+  TORCH_CHECK_VALUE(chunks <= PYRUNTIME_MOST_RANKS, "The rings ", rings_.text(), " of group '", context.name,
+                    "' make ", chunks, " chunks of what comes to a rank; a fused GEMM takes ",
+                    +PYRUNTIME_MOST_RANKS, ", so leave some of them out.");
+}
 
 void DeviceTransport::flush() {
   streams_.synchronize();
@@ -70,8 +78,9 @@ std::string DeviceTransport::description() const {
                      : multicast_ == Multicast::kGather
                          ? " with multicast of what goes to all"
                          : " with multicast of what goes to all and sums in the switch";
-  return "symmetric memory and copy engines" + std::string(also) + ", " + std::to_string(world_size()) +
-         " ranks of one host";
+  const std::string around = rings_.empty() ? "" : " around the rings " + rings_.text();
+  return "symmetric memory and copy engines" + std::string(also) + around + ", " +
+         std::to_string(world_size()) + " ranks of one host";
 }
 
 int64_t DeviceTransport::workspace_bytes() const {
@@ -176,7 +185,17 @@ std::string DeviceTransport::why_not_fused(const FlightDescriptor& descriptor) c
   return "";
 }
 
+bool DeviceTransport::goes_around(const FlightDescriptor& descriptor) const {
+  const bool gathers = descriptor.op == Op::kAllGatherMatmul || descriptor.op == Op::kAllGather;
+  // Pieces are cut between rows, and by the fused kernels between `inner` of each.
+  const bool cuts = descriptor.inner == 1 || descriptor.rows % (world_size() * rings_.ways()) == 0;
+  if (rings_.empty() || !gathers || descriptor.row_blocks != 1 || !cuts) return false;
+  const int64_t bytes = rows_of_rank(descriptor.rows, world_size(), 0) * descriptor.row_bytes();
+  return bytes / piece_bytes_ >= rings_.ways();
+}
+
 int DeviceTransport::pieces_of(const FlightDescriptor& descriptor) const {
+  if (goes_around(descriptor)) return rings_.ways();
   if (descriptor.op != Op::kAllGatherMatmul || descriptor.row_blocks != 1) return 1;
   const int64_t bytes = rows_of_rank(descriptor.rows, world_size(), 0) * descriptor.row_bytes();
   return static_cast<int>(std::clamp<int64_t>(bytes / piece_bytes_, 1, kMostPieces));

@@ -49,11 +49,11 @@ struct DeviceWorkspace {
 
 class DeviceTransport : public Transport {
  public:
-  // Collective over the group, with its first op. `group` is of its ranks; `library` outlives the transport;
-  // `piece_bytes`: how much of a rank's rows is announced at once to a GEMM that waits for them, 0 for a
-  // default. `multicast`: off where a rank's device cannot.
+  // Collective over the group, with its first op. `group` is of its ranks; `library` outlives the transport.
+  // Of the settings: chunk_bytes is how much of a rank's rows is announced at once to a GEMM that waits for
+  // them, 0 for a default; multicast is off where a rank's device cannot.
   DeviceTransport(GroupContext& context, std::unique_ptr<WorkspaceGroup> group, c10::Device device,
-                  const DeviceLibrary& library, int64_t piece_bytes, Multicast multicast);
+                  const DeviceLibrary& library, const GroupSettings& settings);
   ~DeviceTransport() override { BlockBudget::of(device_).forget(this); }
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
@@ -68,6 +68,9 @@ class DeviceTransport : public Transport {
     return other_tile_names(library_, world_size(), rows, n, k);
   }
 
+  // Whether the rows of a gather go around the rings, a piece of each rank's on each way: what is so much
+  // that it travels in as many pieces. Less is there sooner straight from its owner.
+  bool goes_around(const FlightDescriptor& descriptor) const;
   // How many flags say, piece by piece, that the rows of a rank have come.
   int pieces_of(const FlightDescriptor& descriptor) const;
   // How many flags say that a part of so many rows has come. Ranks whose kernels raise them one by one and
@@ -111,8 +114,11 @@ class DeviceTransport : public Transport {
   const DeviceLibrary& library_;
   int64_t piece_bytes_;
   Multicast multicast_;
+  Rings rings_;
+  std::vector<int32_t> ring_orders_;  // as the library takes them
   DeviceStreams streams_;
   uint64_t last_number_ = 0;
+  uint64_t around_begun_ = 0, around_published_ = 0;  // gathers that go around rings
   std::array<Slot, PYRUNTIME_SLOTS> slots_;
   std::vector<std::unique_ptr<DeviceWorkspace>> workspaces_;  // the last one is the one to use
   bool was_captured_ = false;                                 // any flight, into a graph

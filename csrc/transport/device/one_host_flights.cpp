@@ -22,6 +22,7 @@ class DeviceFlight {
                int pieces)
       : transport_(transport),
         descriptor_(descriptor),
+        goes_around_(transport.goes_around(descriptor)),
         slot_(transport.claim(descriptor.op, bytes, flags)),
         workspace_(*transport.workspaces_.back()) {
     group_ = {workspace_.shape,
@@ -29,10 +30,13 @@ class DeviceFlight {
               slot_,
               static_cast<int64_t>(transport.context().deadline_seconds * 1e9),
               workspace_.bases.data(),
-              pieces};
+              pieces,
+              goes_around_ ? rings().ways() / 2 : 0,
+              transport.ring_orders_.data()};
     void* data = nullptr;
     check(library().slot_data(&group_, &data));
     data_ = static_cast<char*>(data);
+    if (goes_around_) around_number_ = ++transport.around_begun_;
     is_captured_ = transport.is_capturing();
     transport.was_captured_ |= is_captured_;
     if (!is_captured_) streams().current_after(transport_.slots_[slot_].puts_ended);
@@ -48,6 +52,7 @@ class DeviceFlight {
   void check(int code) const { library().check(code); }
   int rank() const { return transport_.rank(); }
   int world_size() const { return transport_.world_size(); }
+  const Rings& rings() const { return transport_.rings_; }
 
   // Of a chunk, where the rows of all ranks lie one after the other.
   int64_t offset(const Chunk& chunk) const { return chunk.begin * descriptor_.row_bytes(); }
@@ -95,6 +100,31 @@ class DeviceFlight {
     check(library().end_puts(&group_, streams().moving()));
     transport_.slots_[slot_].puts_ended = streams().moved();
   }
+  // This rank's pieces on their ways around the rings, and behind them what comes on each way, passed on as
+  // it comes. Every rank does so step by step and flight by flight in the same order, even where all ways
+  // share a queue: what is waited for was put by a rank before it waited for more.
+  void put_around(const ChunkPlan& plan) {
+    TORCH_CHECK(around_number_ == ++transport_.around_published_, name_of(descriptor_.op), " of group '",
+                transport_.context().name, "' is published in another order than it began, beside gathers ",
+                "that go around rings too; publish them as they begin, on all ranks.");
+    streams().ways_after_current();
+    for (int step = 0; step + 1 < world_size(); ++step) {
+      for (int way = 0; way < rings().ways(); ++way) {
+        const int owner = rings().before(way, rank(), step), next = rings().before(way, rank(), -1);
+        const Chunk piece = plan.piece(owner, way);
+        if (step == 0) {
+          check(library().put(&group_, at(offset(piece)), bytes(piece), next, offset(piece), way, 1,
+                              streams().way(way)));
+        } else {
+          check(library().pass_on(&group_, owner, bytes(piece), next, offset(piece), way, 1,
+                                  streams().way(way)));
+        }
+      }
+    }
+    streams().join_ways();
+    check(library().end_puts(&group_, streams().way(0)));
+    transport_.slots_[slot_].puts_ended = streams().first_way();
+  }
   void await(int peer, Flags flags) {
     check(library().await(&group_, peer, flags.first, flags.count, streams().current()));
   }
@@ -110,8 +140,9 @@ class DeviceFlight {
 
   void finish() {
     if (!is_finished_) {
-      // A multicast store writes this rank's own copy too: over what peers may put there once this has ended.
-      if (has_multicast()) streams().current_after(transport_.slots_[slot_].puts_ended);
+      // A multicast store writes this rank's own copy too, and what goes around a ring is read from there:
+      // peers may put other rows there once this has ended.
+      if (has_multicast() || goes_around_) streams().current_after(transport_.slots_[slot_].puts_ended);
       check(library().finish(&group_, streams().current()));
     }
     transport_.slots_[slot_].in_flight = false;
@@ -137,6 +168,8 @@ class DeviceFlight {
 
   DeviceTransport& transport_;
   FlightDescriptor descriptor_;
+  bool goes_around_;
+  uint64_t around_number_ = 0;  // among those that do
   int slot_;
   DeviceWorkspace& workspace_;
   PyruntimeGroup group_;
@@ -203,6 +236,33 @@ class DeviceGather : public GatherByRank {
 
   int pieces_;
   DeviceFlight flight_;
+};
+
+// The same, and the rows go from neighbour to neighbour: Rings.
+class DeviceGatherAround : public GatherFlight {
+ public:
+  DeviceGatherAround(DeviceTransport& transport, const FlightDescriptor& descriptor)
+      : plan_(descriptor.rows, transport.world_size(), transport.rank(), transport.pieces_of(descriptor)),
+        own_({plan_.own()}),
+        flight_(transport, descriptor, descriptor.rows * descriptor.row_bytes(), plan_.pieces(),
+                plan_.pieces()),
+        order_(flight_.rings().gather_order(plan_)) {}
+
+  const std::vector<Chunk>& order() const override { return order_; }
+  const std::vector<Chunk>& own() const override { return own_; }
+  at::Tensor memory(const Chunk& chunk) override {
+    return flight_.view(flight_.at(flight_.offset(chunk)), chunk);
+  }
+  void publish(const Chunk& /*chunk*/) override { flight_.put_around(plan_); }
+  void wait(const Chunk& chunk) override { flight_.await(chunk.owner, {chunk.piece, chunk.pieces}); }
+  void multiply(const FusedGemm& gemm) override { flight_.gather_and_multiply(gemm); }
+  void finish() override { flight_.finish(); }
+
+ private:
+  ChunkPlan plan_;
+  std::vector<Chunk> own_;
+  DeviceFlight flight_;
+  std::vector<Chunk> order_;
 };
 
 // The slot holds parts; then, where they are asked for, the sums of all rows.
@@ -321,6 +381,7 @@ class SwitchSums : public DeviceScatter {
 }  // namespace
 
 std::unique_ptr<GatherFlight> DeviceTransport::gather(const FlightDescriptor& descriptor) {
+  if (goes_around(descriptor)) return std::make_unique<DeviceGatherAround>(*this, descriptor);
   return std::make_unique<DeviceGather>(*this, descriptor);
 }
 

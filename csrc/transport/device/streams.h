@@ -9,13 +9,18 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <optional>
+#include <vector>
 
 namespace pyruntime {
 
 class DeviceStreams {
  public:
-  explicit DeviceStreams(c10::Device device) : device_(device), guard_(device.type()) {
-    if (has_streams()) moving_ = guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  // `ways`: around rings.
+  explicit DeviceStreams(c10::Device device, int ways = 0) : device_(device), guard_(device.type()) {
+    if (!has_streams()) return;
+    const auto take = [&] { return guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true); };
+    moving_ = take();
+    for (int way = 0; way < ways; ++way) ways_.push_back(take());
   }
 
   c10::Stream current_stream() const { return guard_.getStream(device_); }
@@ -29,6 +34,29 @@ class DeviceStreams {
     c10::Event event(device_.type());
     event.record(guard_.getStream(device_));
     event.block(*moving_);
+  }
+  // Each way around rings has a stream of its own: each uses other links, and waits for other ranks.
+  void* way(int way) const { return has_streams() ? ways_[way].native_handle() : nullptr; }
+  void ways_after_current() const {
+    if (!has_streams()) return;
+    c10::Event event(device_.type());
+    event.record(guard_.getStream(device_));
+    for (const c10::Stream& way : ways_) event.block(way);
+  }
+  // From now on the first way comes after what all have so far.
+  void join_ways() const {
+    for (size_t way = 1; way < ways_.size(); ++way) {
+      c10::Event event(device_.type());
+      event.record(ways_[way]);
+      event.block(ways_.front());
+    }
+  }
+  // What the first way has so far, for current_after().
+  std::optional<c10::Event> first_way() const {
+    if (!has_streams()) return std::nullopt;
+    c10::Event event(device_.type());
+    event.record(ways_.front());
+    return event;
   }
   // What the moving stream has so far, for current_after().
   std::optional<c10::Event> moved() const {
@@ -55,6 +83,7 @@ class DeviceStreams {
   c10::Device device_;
   c10::impl::VirtualGuardImpl guard_;
   std::optional<c10::Stream> moving_;
+  std::vector<c10::Stream> ways_;
 };
 
 }  // namespace pyruntime

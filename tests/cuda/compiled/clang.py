@@ -1,8 +1,10 @@
-"""The kernels' instructions by a newer clang than hipcc's, for GPUs that hipcc may not know."""
+"""The kernels' instructions by whichever clang is here that knows a GPU of AMD which hipcc may not know."""
 
 from __future__ import annotations
 
-import shutil
+import functools
+import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -10,12 +12,46 @@ from tools import build_cuda, build_hip
 
 BITCODE = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 """Where Debian's rocm-device-libs puts the device library of ROCm 5.2."""
-STANDS_IN = {"oclc_isa_version_942.bc": "oclc_isa_version_940.bc"}
-"""What that library has no file for: a constant, and all else of gfx940 is gfx942's."""
+STANDS_IN = {
+    "oclc_isa_version_942.bc": "oclc_isa_version_940.bc",
+    "oclc_isa_version_950.bc": "oclc_isa_version_940.bc",
+}
+"""What that library has no file for: a constant, and all else of gfx940 is theirs."""
 
 
-def clang_19() -> str | None:
-    return shutil.which("clang-19") if BITCODE.is_dir() else None
+def clangs() -> list[Path]:
+    """Every clang on PATH and of ROCm, the newest first."""
+    folders = [Path(folder) for folder in os.get_exec_path()] + [Path("/opt/rocm/llvm/bin")]
+    found = {
+        path: int(match[1] or 0)
+        for folder in folders
+        if folder.is_dir()
+        for path in folder.iterdir()
+        if (match := re.fullmatch(r"clang(?:-(\d+))?", path.name)) and os.access(path, os.X_OK)
+    }
+    return sorted(found, key=lambda path: -found[path])
+
+
+@functools.cache
+def clang_for(architecture: str) -> Path | None:
+    """The newest that compiles HIP for that GPU; None where there is none, or no device library."""
+    asked = ["-x", "hip", f"--offload-arch={architecture}", "--cuda-device-only", "-nogpuinc", "-nogpulib"]
+    for clang in clangs() if BITCODE.is_dir() else []:
+        ran = subprocess.run([clang, *asked, "-E", os.devnull], capture_output=True)
+        if ran.returncode == 0:
+            return clang
+    return None
+
+
+def why_none(architecture: str) -> str:
+    """For whom clang_for() finds nothing."""
+    if not BITCODE.is_dir():
+        return f"no device library in {BITCODE}; `tools/get_tool.sh clang-19` installs one"
+    names = ", ".join(dict.fromkeys(path.name for path in clangs())) or "none"
+    return (
+        f"no clang here compiles HIP for {architecture} (found: {names}); gfx942 takes clang 17, which "
+        "`tools/get_tool.sh clang-19` has, and gfx950 clang 20"
+    )
 
 
 def listing_for(architecture: str, name: str) -> str:
@@ -29,8 +65,17 @@ def listing_for(architecture: str, name: str) -> str:
             link.symlink_to(BITCODE / STANDS_IN.get(path.name, path.name))
     made = folder / f"{name}-{architecture}.s"
     (source, macros) = next(found[1:] for found in build_cuda.sources() if found[0] == name)
-    command = [clang_19(), "-x", "hip", f"--offload-arch={architecture}", "--cuda-device-only", "-S"]
+    command = [
+        clang_for(architecture),
+        "-x",
+        "hip",
+        f"--offload-arch={architecture}",
+        "--cuda-device-only",
+        "-S",
+    ]
     command += ["-std=c++17", "-O3", "-Wall", "-Wextra", "-Werror", *macros]
+    # Newer ones are for device libraries that are newer, too.
+    command += ["-mcode-object-version=5"]
     command += [f"-I{build_hip.ROOT}/csrc", f"-I{build_hip.ROOT}/hip", "--rocm-path=/usr"]
     command += [f"--rocm-device-lib-path={library}", str(source), "-o", str(made)]
     ran = subprocess.run(list(map(str, command)), capture_output=True, text=True)

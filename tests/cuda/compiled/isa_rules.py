@@ -15,6 +15,8 @@ MATRIX_INSTRUCTIONS = {
     ("gfx90a", "Fp16"): "v_mfma_f32_16x16x16f16",
     ("gfx942", "Bf16"): "v_mfma_f32_16x16x16_bf16",
     ("gfx942", "Fp16"): "v_mfma_f32_16x16x16_f16",
+    ("gfx950", "Bf16"): "v_mfma_f32_16x16x32_bf16",
+    ("gfx950", "Fp16"): "v_mfma_f32_16x16x32_f16",
 }
 VGPR_GRANULE = 8
 
@@ -26,7 +28,8 @@ def multiplies(tile: Tile, architecture: str) -> list[str]:
         return ["no loop multiplies and brings the next operands by loads of 16 bytes alone"]
     found = [line.split()[0] for line in turn if line.startswith(MATRIX)]
     wanted = MATRIX_INSTRUCTIONS[architecture, tile.dtype]
-    count = tile.rows * tile.columns * 32 // (16 * 16 * 16 * tile.waves)
+    depth = 32 if "16x16x32" in wanted else 16
+    count = tile.rows * tile.columns * 32 // (16 * 16 * depth * tile.waves)
     return [] if found == [wanted] * count else [f"a turn has {len(found)} of {set(found)}, not {count}"]
 
 

@@ -108,6 +108,7 @@ class Machine:
         for name in (
             "pyproject.toml",
             "csrc/core/chunk_plan.cpp",
+            "csrc/core/rings.cpp",
             "bench/gpu/problem.py",
             "bench/common/tables.py",
         ):

@@ -157,7 +157,7 @@ class Workspaces {
   }
 
   PyruntimeGroup group(int rank, int slot = 0, int64_t deadline_ns = 20 * kSecond) const {
-    return {shape_, rank, slot, deadline_ns, bases_.data(), /*pieces=*/0};
+    return {shape_, rank, slot, deadline_ns, bases_.data(), /*pieces=*/0, /*rings=*/0, nullptr};
   }
   const PyruntimeWorkspace& shape() const { return shape_; }
 

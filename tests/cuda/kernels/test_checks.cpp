@@ -90,6 +90,24 @@ TEST(a_group_is_refused_for_every_wrong_argument) {
   }
 }
 
+TEST(rings_of_a_gather_are_refused_where_they_are_none) {
+  const Workspaces workspaces({3, 4, 1 << 16});
+  static const int32_t wrong[3] = {0, 1, 1};
+  static const int32_t right[3] = {0, 2, 1};
+  const auto refused = [&](int pieces, int rings, const int32_t* orders, const std::string& words) {
+    Given given;
+    PyruntimeGroup group = workspaces.group(0);
+    group.pieces = pieces;
+    group.rings = rings;
+    group.ring_orders = orders;
+    EXPECT_REFUSED(pyruntime_all_gather_matmul(&group, &given.matmul, nullptr), words);
+  };
+  refused(2, 1, wrong, "the ring 0-1-1 does not name each of 3 ranks once");
+  refused(2, 1, nullptr, "rings=1 and pieces=2; around rings there go two pieces for each");
+  refused(3, 1, right, "rings=1 and pieces=3");
+  refused(2, -1, right, "rings=-1 and pieces=2");
+}
+
 TEST(puts_and_waits_are_refused_for_every_wrong_argument) {
   const Workspaces workspaces({2, 3, 64});
   const PyruntimeGroup group = workspaces.group(0);
@@ -99,6 +117,13 @@ TEST(puts_and_waits_are_refused_for_every_wrong_argument) {
   EXPECT_REFUSED(pyruntime_put(&group, nullptr, 8, 1, 0, 0, 1, nullptr), "the chunk is a null pointer.");
   EXPECT_REFUSED(pyruntime_await(&group, 1, 2, 2, nullptr), "flags 2 to 4; this workspace has 3 a rank.");
   EXPECT_REFUSED(pyruntime_slot_data(&group, nullptr), "there is nowhere to write the answer.");
+  EXPECT_REFUSED(pyruntime_pass_on(&group, 0, 8, 1, 0, 0, 1, nullptr), "peer=0 of rank 0 in a group of 2");
+  EXPECT_REFUSED(pyruntime_pass_on(&group, 1, 8, 1, 0, 0, 1, nullptr), "peer=1 is whose piece it is");
+  EXPECT_REFUSED(pyruntime_pass_on(&group, 1, 8, 0, 0, 0, 1, nullptr), "peer=0 of rank 0 in a group of 2");
+  const Workspaces three({3, 3, 64});
+  const PyruntimeGroup one = three.group(0);
+  EXPECT_REFUSED(pyruntime_pass_on(&one, 1, 8, 2, 60, 0, 1, nullptr), "bytes 60 to 68 of a slot of 64");
+  EXPECT_REFUSED(pyruntime_pass_on(&one, 1, 8, 2, 0, 3, 1, nullptr), "flags 3 to 4; this workspace has 3");
   const PyruntimeWorkspace wrong{2, 0, 8};
   EXPECT_EQ(pyruntime_workspace_bytes(&wrong), -PYRUNTIME_INVALID);
 }

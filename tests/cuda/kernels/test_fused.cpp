@@ -1,4 +1,5 @@
 // The fused kernels with ranks as processes that share nothing but their workspaces.
+#include "core/rings.h"
 #include "fused.h"
 
 namespace {
@@ -22,6 +23,51 @@ void scatters(const Problem& p) {
     const Scatter<T> scatter(p, 1);
     scatter.check(rank, scatter_once(scatter, workspaces, rank, 0));
   });
+}
+
+// Around two rings of four ranks: each piece comes from a neighbour that has it. Slots are used again.
+template <class T>
+void gathers_around(const Problem& p, int calls) {
+  static const int32_t orders[] = {0, 1, 2, 3, 0, 2, 1, 3};
+  const Rings rings({{0, 1, 2, 3}, {0, 2, 1, 3}});
+  const Workspaces workspaces(gather_shape(p, dtype_of<T>()));
+  check::in_ranks(p.world_size, [&](int rank) {
+    for (int call = 0; call < calls; ++call) {
+      const Gather<T> gather(p, call);
+      std::vector<T> c = poison<T>(p.m * p.n);
+      const PyruntimeMatmul matmul = gather.request(rank, c);
+      PyruntimeGroup group = workspaces.group(rank, call % PYRUNTIME_SLOTS);
+      group.rings = 2;
+      group.ring_orders = orders;
+      group.pieces = rings.ways();
+      const ChunkPlan plan(p.m, p.world_size, rank, rings.ways());
+      const int64_t row_bytes = gather.lda() * static_cast<int64_t>(sizeof(T));
+      for (int step = 0; step + 1 < p.world_size; ++step) {
+        for (int way = 0; way < rings.ways(); ++way) {
+          const int owner = rings.before(way, rank, step), next = rings.before(way, rank, -1);
+          const Chunk piece = plan.piece(owner, way);
+          const int64_t bytes = piece.rows * row_bytes, offset = piece.begin * row_bytes;
+          if (step == 0) {
+            EXPECT_OK(pyruntime_put(&group, gather.whole.data() + piece.begin * gather.lda(), bytes, next,
+                                    offset, way, 1, nullptr));
+          } else {
+            EXPECT_OK(pyruntime_pass_on(&group, owner, bytes, next, offset, way, 1, nullptr));
+          }
+        }
+      }
+      EXPECT_OK(pyruntime_end_puts(&group, nullptr));
+      EXPECT_OK(pyruntime_all_gather_matmul(&group, &matmul, nullptr));
+      EXPECT_OK(pyruntime_finish(&group, nullptr));
+      EXPECT_EQ(description(failure_of(group)), std::string("nothing failed"));
+      gather.check(c);
+    }
+  });
+}
+
+TEST(a_gather_around_rings_multiplies_the_rows_of_all_ranks) {
+  gathers_around<Bf16>({4, PYRUNTIME_NT, PYRUNTIME_TILES_SMALL, 150, 70, 40, 4}, 1);
+  gathers_around<Fp16>({4, PYRUNTIME_NN, PYRUNTIME_TILES_LARGE, 97, 30, 24, 4, true}, 1);
+  gathers_around<Bf16>({4, PYRUNTIME_NT, PYRUNTIME_TILES_SMALL, 3, 17, 9, 4}, 6);  // pieces without rows
 }
 
 TEST(a_gather_multiplies_the_rows_of_all_ranks) {

@@ -47,6 +47,7 @@ def breaks(host_kernels: None, tmp_path_factory: pytest.TempPathFactory) -> str:
         ("all_gather_matmul", ["gather NN", "threads"], r"rank \d: round 0\[0, 69\] is .*, expected"),
         ("all_gather_matmul", ["scatter, ragged", "threads"], r"is not the sum in rank order"),
         ("put", ["gather NT", "processes"], r"rank \d: round 0\["),
+        ("pass_on", ["gather around", "4 ranks", "threads"], r"rank \d: round \d\["),
         ("put", ["put, await", "2 ranks", "threads"], r"round 0: element 0 of rank \d is another"),
         ("failure", ["absent", "gather", "threads"], r"nothing failed, though rank 2 did not come"),
         ("rope", ["RoPE bf16"], r"the operand was written"),

@@ -1,6 +1,7 @@
 // Tiles are visited in the order of the CPU path's chunks, each element once.
 #include <map>
 
+#include "core/rings.h"
 #include "cuda/portable/gemm/all_gather_matmul.cuh"
 #include "cuda/portable/gemm/tiles.h"
 #include "ranks.h"
@@ -51,6 +52,63 @@ TEST(tiles_follow_the_chunks_of_the_cpu_path_and_cover_every_element_once) {
     expect_order(plan, plan.scatter_order(), columns, tile_rows, tile_columns);
   }
 }
+
+// Rows that come around rings are visited piece by piece, each element once.
+TEST(tiles_follow_pieces_that_come_around_rings) {
+  const Rings rings({{0, 1, 2, 3}, {0, 2, 1, 3}});
+  for (const int64_t rows : {0, 7, 16, 83}) {
+    const ChunkPlan plan(rows, 4, 2, rings.ways());
+    const std::vector<Chunk> order = rings.gather_order(plan);
+    const TileSchedule schedule = make_schedule(order, 40, 8, 16);
+    std::vector<int> visits(rows * 40);
+    size_t at = 0;
+    Tile tile;
+    for (int64_t number = 0; schedule.at(number, tile); ++number) {
+      while (order[at].begin != tile.chunk.begin || order[at].rows == 0) ++at;  // never back
+      const Chunk& chunk = order[at];
+      EXPECT(tile.chunk.owner == chunk.owner && tile.chunk.rows == chunk.rows);
+      EXPECT(tile.chunk.piece == chunk.piece && tile.chunk.pieces == chunk.pieces);
+      for (int i = 0; i < tile.rows; ++i) {
+        for (int j = 0; j < tile.columns; ++j) {
+          ++visits[(chunk.begin + tile.row + i) * 40 + tile.column + j];
+        }
+      }
+    }
+    EXPECT(std::all_of(visits.begin(), visits.end(), [](int times) { return times == 1; }));
+  }
+}
+
+#if PYRUNTIME_CDNA
+
+// Offsets of what each lane of a wave reads at once, `bytes` of each: lanes that are served together meet in
+// no bank. A clock serves 128 bytes of lanes side by side.
+template <class OffsetOf>
+void expect_no_conflicts(int bytes, const OffsetOf& offset_of) {
+  const int together = 128 / bytes;
+  for (int first = 0; first < 64; first += together) {
+    std::vector<int> banks(32);
+    for (int lane = first; lane < first + together; ++lane) {
+      for (int word = 0; word < bytes / 4; ++word) ++banks[(offset_of(lane) / 4 + word) % 32];
+    }
+    EXPECT(std::all_of(banks.begin(), banks.end(), [](int words) { return words == 1; }));
+  }
+}
+
+TEST(lanes_that_read_together_meet_in_no_bank) {
+  using AlongK = OperandTile<Bf16, true, 128, LargeTiles::kThreads>;
+  using AcrossK = OperandTile<Bf16, false, 128, LargeTiles::kThreads>;
+  for (int row = 0; row < 128; row += 16) {
+    expect_no_conflicts(16, [&](int lane) { return AlongK::offset_of(row + lane % 16, lane / 16 * 8); });
+  }
+  for (int column = 0; column < 128; column += 64) {
+    for (int e = 0; e < 8; ++e) {
+      expect_no_conflicts(
+          8, [&](int lane) { return AcrossK::offset_of(column + lane % 16 * 4, lane / 16 * 8 + e); });
+    }
+  }
+}
+
+#endif
 
 // Whatever the tiles, every signal of a part is that of one tile, of the one that has its elements.
 void expect_signals(const std::vector<Chunk>& order, int64_t columns, int tile_rows, int tile_columns) {

@@ -1,5 +1,5 @@
 // C = gather(A_shard) B in one kernel: tiles of the own rows first, then those of rank + 1, rank + 2, ... as
-// their rows come into this rank's slot.
+// their rows come into this rank's slot; or, where rows come around rings, of the pieces as these come.
 #pragma once
 
 #include "cuda/portable/workspace.cuh"
@@ -23,10 +23,15 @@ PYRUNTIME_HOST_DEVICE int first_row_of_piece(int rows, int pieces, int piece) {
 PYRUNTIME_DEVICE bool rows_arrived(const Group& group, const Tile& tile, uint64_t epoch) {
   const int owner = tile.chunk.owner, pieces = group.pieces;
   if (owner == group.rank) return !has_failed(group);
-  for (int piece = 0; piece < pieces; ++piece) {
-    const int first = first_row_of_piece(tile.chunk.rows, pieces, piece);
-    const int end = first_row_of_piece(tile.chunk.rows, pieces, piece + 1);
-    if (end <= tile.row || first >= tile.row + tile.rows) continue;
+  const bool whole = tile.chunk.piece == Chunk::kAll;
+  const int first_piece = whole ? 0 : tile.chunk.piece,
+            last = whole ? pieces : first_piece + tile.chunk.pieces;
+  for (int piece = first_piece; piece < last; ++piece) {
+    if (whole) {
+      const int first = first_row_of_piece(tile.chunk.rows, pieces, piece);
+      const int end = first_row_of_piece(tile.chunk.rows, pieces, piece + 1);
+      if (end <= tile.row || first >= tile.row + tile.rows) continue;
+    }
     if (!wait_for(group, group.flag(group.rank, owner, piece), epoch, owner, piece)) return false;
   }
   return true;

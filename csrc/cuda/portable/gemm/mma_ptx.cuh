@@ -71,12 +71,18 @@ struct Mma {
     load_matrices<false>(a.words, tile + Tile::offset_of(row + matrix % 2 * 8 + line, k + matrix / 2 * 8));
   }
 
-  template <class Tile, bool kAlongK>
-  static PYRUNTIME_DEVICE void load_b(B& b, const unsigned char* tile, int column, int k, int lane) {
+  // Of kUnits GEMMs beside each other, from `column` on.
+  template <class Tile, bool kAlongK, int kUnits>
+  static PYRUNTIME_DEVICE void load_b(B (&b)[kUnits], const unsigned char* tile, int column, int k,
+                                      int lane) {
     const int matrix = lane / 8, line = lane % 8;
-    const int r = kAlongK ? column + matrix / 2 * 8 + line : column + matrix / 2 * 8;
-    const int c = kAlongK ? k + matrix % 2 * 8 : k + matrix % 2 * 8 + line;
-    load_matrices<!kAlongK>(b.words, tile + Tile::offset_of(r, c));
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) {
+      const int first = column + 16 * j + matrix / 2 * 8;
+      const int r = kAlongK ? first + line : first;
+      const int c = kAlongK ? k + matrix % 2 * 8 : k + matrix % 2 * 8 + line;
+      load_matrices<!kAlongK>(b[j].words, tile + Tile::offset_of(r, c));
+    }
   }
 
   static PYRUNTIME_DEVICE void multiply(Sum& sum, const A& a, const B& b) {
@@ -87,16 +93,20 @@ struct Mma {
     }
   }
 
-  static constexpr int kAdjacent = 2;  // columns that a lane holds side by side
-
-  // Calls store(row, column, values of kAdjacent columns) for what this lane holds.
-  template <class Store>
-  static PYRUNTIME_DEVICE void for_each(const Sum& sum, int lane, const Store& store) {
+  // Calls store(row, column, values) for what this lane holds of GEMMs beside each other; the values lie side
+  // by side in a row.
+  template <bool kAlongK, int kUnits, class Store>
+  static PYRUNTIME_DEVICE void for_each(const Sum (&sums)[kUnits], int lane, const Store& store) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int column = half * 8 + lane % 4 * 2;
-      store(lane / 4, column, &sum.halves[half][0]);
-      store(lane / 4 + 8, column, &sum.halves[half][2]);
+    for (int j = 0; j < kUnits; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* held = sums[j].halves[half];
+        const float above[2] = {held[0], held[1]}, below[2] = {held[2], held[3]};
+        const int column = 16 * j + half * 8 + lane % 4 * 2;
+        store(lane / 4, column, above);
+        store(lane / 4 + 8, column, below);
+      }
     }
   }
 };

@@ -25,22 +25,29 @@ struct Operand {
 // kAlongK: k is contiguous in memory, and a line is a row; otherwise a line is what all rows have at one k.
 // Lines lie in shared memory as 16-byte chunks, whose place is exclusive-ored with the line's number: the
 // same chunk of 8 lines that follow each other then lies in 8 different groups of banks. Where a line has 4
-// chunks, two lines share what all banks hold at once.
+// chunks, two lines share what all banks hold at once. CDNA reads columns from lines of all rows 128 bytes of
+// one line at a time, which need no such order.
 template <class T, bool kAlongK, int kRows, int kThreads>
 struct OperandTile {
   static constexpr int kTileRows = kRows;
   static constexpr int kLines = kAlongK ? kRows : kDepth;
   static constexpr int kChunks = (kAlongK ? kDepth : kRows) / 8;
-  static constexpr int kBytes = kLines * kChunks * 16;
+  static constexpr int kLineBytes = kChunks * 16;
+  static constexpr int kBytes = kLines * kLineBytes;
   // The lines that a thread takes part in lie so far apart; a multiple of 8, so that they are swizzled alike.
   static constexpr int kStep = kThreads / kChunks;
   static constexpr int kParts = kLines / kStep;
   static constexpr int kLinesAcrossBanks = kChunks < 8 ? 8 / kChunks : 1;
+#if PYRUNTIME_CDNA
+  static constexpr bool kSwizzled = kAlongK;
+#else
+  static constexpr bool kSwizzled = true;
+#endif
   static_assert(kChunks % 8 == 0 || kChunks == 4);
   static_assert(kThreads % kChunks == 0 && kStep % 8 == 0 && kLines % kStep == 0);
 
   static PYRUNTIME_DEVICE int offset(int line, int chunk) {
-    return (line * kChunks + (chunk ^ line % 8 / kLinesAcrossBanks)) * 16;
+    return (line * kChunks + (kSwizzled ? chunk ^ line % 8 / kLinesAcrossBanks : chunk)) * 16;
   }
 
   // Where element (row, k) lies; k and row are multiples of what is read at once.

@@ -22,11 +22,13 @@ PYRUNTIME_DEVICE void load_tile(unsigned char* tile, const Operand<T>& from, int
   }
 }
 
-// Calls multiply(tiles, nothing to do meanwhile) for each kDepth of all k, with A's tile and then B's at
-// `tiles`. Ends with a barrier: shared memory is free.
-template <class Config, class ATile, class BTile, class T, class Multiply>
-PYRUNTIME_DEVICE void run_pipeline(unsigned char* shared, const Operand<T>& a, const Operand<T>& b, int64_t k,
-                                   const Multiply& multiply) {
+// sums = A B over all k of a Gemm (TileGemm). Ends with a barrier: shared memory is free.
+template <class Gemm, class T>
+PYRUNTIME_DEVICE void run_pipeline(typename Gemm::Sums& sums, unsigned char* shared, const Operand<T>& a,
+                                   const Operand<T>& b, int64_t k) {
+  using Config = typename Gemm::Configuration;
+  using ATile = typename Gemm::ATile;
+  using BTile = typename Gemm::BTile;
   constexpr int kStages = Config::kStages;
   const bool a_aligned = takes_vectors(a), b_aligned = takes_vectors(b);
   const int steps = static_cast<int>((k + kDepth - 1) / kDepth);
@@ -45,7 +47,12 @@ PYRUNTIME_DEVICE void run_pipeline(unsigned char* shared, const Operand<T>& a, c
     // All threads' copies of this step are there, and all have read the stage that is filled next.
     __syncthreads();
     load(step + kStages - 1);
-    multiply(stage(step), [] {});
+#pragma unroll
+    for (int k = 0; k < kDepth; k += Gemm::kStep) {
+      typename Gemm::Operands operands;
+      Gemm::read(operands, stage(step), k);
+      Gemm::template multiply<0, Config::kUnitsDown>(sums, operands);
+    }
   }
   device::copy_async_wait<0>();
   __syncthreads();

@@ -46,9 +46,10 @@ struct Tiles {
 };
 
 #if PYRUNTIME_CDNA
-// 64 KB of shared memory: two blocks of small tiles, or one of large ones; two waves a SIMD in both.
+// 64 KB of shared memory: two blocks of small tiles, or one of large ones; two waves a SIMD in both, each of
+// which has the 64 columns that NN takes at once.
 using SmallTiles = Tiles<64, 128, 2, 2, 2, 2>;
-using LargeTiles = Tiles<128, 128, 2, 4, 2, 1>;
+using LargeTiles = Tiles<128, 128, 4, 2, 2, 1>;
 #else
 // Small ones fit every device from 8.0 on, two blocks on most; large ones need 144 KB: 8.0, 9.0 and up. In
 // both a warp's 64 columns by 32 or 64 rows keep the tensor cores busier than shared memory.
@@ -59,42 +60,45 @@ using LargeTiles = Tiles<128, 256, 2, 4, 3, 1>;
 template <class Config, class T, int kLayout>
 struct TileGemm {
   static constexpr bool kBAlongK = kLayout == PYRUNTIME_NT;
+  using Configuration = Config;
   using ATile = OperandTile<T, true, Config::kTileRows, Config::kThreads>;
   using BTile = OperandTile<T, kBAlongK, Config::kTileColumns, Config::kThreads>;
+  static constexpr int kStep = Mma<T>::kDepth;  // of k in Operands
   using Sums = typename Mma<T>::Sum[Config::kUnitsDown][Config::kUnitsAcross];
+
+  // What a warp reads of a tile for one step of its products.
+  struct Operands {
+    typename Mma<T>::A a[Config::kUnitsDown];
+    typename Mma<T>::B b[Config::kUnitsAcross];
+  };
 
   // sums = A B over all k. Ends with a barrier: shared memory is free.
   static PYRUNTIME_DEVICE void run(Sums& sums, unsigned char* shared, const Operand<T>& a,
                                    const Operand<T>& b, int64_t k) {
-    run_pipeline<Config, ATile, BTile>(
-        shared, a, b, k,
-        [&](const unsigned char* tiles, const auto& meanwhile) { multiply(sums, tiles, meanwhile); });
+    run_pipeline<TileGemm>(sums, shared, a, b, k);
   }
 
-  // Calls meanwhile() when the first operands have been asked for.
-  template <class Meanwhile>
-  static PYRUNTIME_DEVICE void multiply(Sums& sums, const unsigned char* tiles, const Meanwhile& meanwhile) {
+  // From k on, Mma's depth of the tiles of A and B at `tiles`.
+  static PYRUNTIME_DEVICE void read(Operands& operands, const unsigned char* tiles, int k) {
     const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
     const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
     const int row = warp / Config::kWarpsAcross * Config::kWarpRows;
     const int column = warp % Config::kWarpsAcross * Config::kWarpColumns;
 #pragma unroll
-    for (int k = 0; k < kDepth; k += Mma<T>::kDepth) {
-      typename Mma<T>::A a[Config::kUnitsDown];
-      typename Mma<T>::B b[Config::kUnitsAcross];
+    for (int i = 0; i < Config::kUnitsDown; ++i) {
+      Mma<T>::template load_a<ATile>(operands.a[i], tiles, row + 16 * i, k, lane);
+    }
+    Mma<T>::template load_b<BTile, kBAlongK>(operands.b, tiles + ATile::kBytes, column, k, lane);
+  }
+
+  // The products of some rows of units.
+  template <int kFirst, int kEnd>
+  static PYRUNTIME_DEVICE void multiply(Sums& sums, const Operands& operands) {
 #pragma unroll
-      for (int i = 0; i < Config::kUnitsDown; ++i) {
-        Mma<T>::template load_a<ATile>(a[i], tiles, row + 16 * i, k, lane);
-      }
+    for (int i = kFirst; i < kEnd; ++i) {
 #pragma unroll
       for (int j = 0; j < Config::kUnitsAcross; ++j) {
-        Mma<T>::template load_b<BTile, kBAlongK>(b[j], tiles + ATile::kBytes, column + 16 * j, k, lane);
-      }
-      if (k == 0) meanwhile();
-#pragma unroll
-      for (int i = 0; i < Config::kUnitsDown; ++i) {
-#pragma unroll
-        for (int j = 0; j < Config::kUnitsAcross; ++j) Mma<T>::multiply(sums[i][j], a[i], b[j]);
+        Mma<T>::multiply(sums[i][j], operands.a[i], operands.b[j]);
       }
     }
   }
@@ -108,21 +112,19 @@ struct TileGemm {
     const int column = warp % Config::kWarpsAcross * Config::kWarpColumns;
 #pragma unroll
     for (int i = 0; i < Config::kUnitsDown; ++i) {
+      Mma<T>::template for_each<kBAlongK>(sums[i], lane, [&](int r, int c, const auto& values) {
+        constexpr int kAdjacent = sizeof(values) / sizeof(values[0]);
+        const int at = column + c;
+        struct alignas(sizeof(T) * kAdjacent) Rounded {
+          T values[kAdjacent];
+        } rounded;
 #pragma unroll
-      for (int j = 0; j < Config::kUnitsAcross; ++j) {
-        Mma<T>::for_each(sums[i][j], lane, [&](int r, int c, const float* values) {
-          const int at = column + 16 * j + c;
-          struct alignas(sizeof(T) * Mma<T>::kAdjacent) Rounded {
-            T values[Mma<T>::kAdjacent];
-          } rounded;
-#pragma unroll
-          for (int e = 0; e < Mma<T>::kAdjacent; ++e) {
-            const float added = bias != nullptr && at + e < columns ? to_float(bias[at + e]) : 0.0f;
-            rounded.values[e] = round_to<T>(values[e] + added);
-          }
-          *reinterpret_cast<Rounded*>(shared + (row + 16 * i + r) * Config::kResultPitch + at * 2) = rounded;
-        });
-      }
+        for (int e = 0; e < kAdjacent; ++e) {
+          const float added = bias != nullptr && at + e < columns ? to_float(bias[at + e]) : 0.0f;
+          rounded.values[e] = round_to<T>(values[e] + added);
+        }
+        *reinterpret_cast<Rounded*>(shared + (row + 16 * i + r) * Config::kResultPitch + at * 2) = rounded;
+      });
     }
   }
 };

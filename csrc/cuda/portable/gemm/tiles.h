@@ -16,7 +16,8 @@ namespace pyruntime::portable {
 struct Visit {
   int64_t begin;  // first row of the chunk
   int32_t rows;
-  int32_t owner;
+  int16_t owner;
+  int8_t piece, pieces;  // as Chunk has them
 };
 
 struct Tile {
@@ -94,7 +95,9 @@ inline TileSchedule make_schedule(const std::vector<Chunk>& order, int64_t colum
   schedule.tile_columns = tile_columns;
   schedule.columns = static_cast<int>(columns);
   for (const Chunk& chunk : order) {
-    schedule.visit[schedule.visits++] = {chunk.begin, static_cast<int32_t>(chunk.rows), chunk.owner};
+    schedule.visit[schedule.visits++] = {chunk.begin, static_cast<int32_t>(chunk.rows),
+                                         static_cast<int16_t>(chunk.owner), static_cast<int8_t>(chunk.piece),
+                                         static_cast<int8_t>(chunk.pieces)};
   }
   return schedule;
 }
