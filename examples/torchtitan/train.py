@@ -149,7 +149,7 @@ def run(
         trainer = Trainer(configured(way, args, folder))
         load(trainer.model_parts[0], whole)
         if trainer.job_config.compile.enable:
-            # Under torch 2.13 the gradient of a collective's result that a compiled block waits for comes back
+            # Under torch 2.13 the gradient of a collective whose result a compiled block waits for comes back
             # as no DTensor; so it is waited for before the first block.
             trainer.model_parts[0].tok_embeddings.register_forward_hook(lambda _, __, out: out.clone())
         group = trainer.parallel_dims.get_mesh("tp")
