@@ -20,6 +20,7 @@
 #include "ops/operators.h"
 #include "ops/tier.h"
 #include "ops/weight_gradient.h"
+#include "symm_mem/operators.h"
 #include "transport/device/library.h"
 #include "transport/group.h"
 
@@ -310,9 +311,19 @@ void bind_comm(py::module_& m) {
   bind_traffic(m);
   // Without the GIL: a process group's destructor may join threads that want it.
   def_unlocked(m, "close_group", &Group::close);
+  def_unlocked(m, "forget_destroyed_groups", &Group::forget_destroyed);
+  m.def("on_new_group", [](py::object hook) {
+    auto* held = new py::object(std::move(hook));  // leaked: ops may run while the interpreter ends
+    Group::on_new([held](const std::string& name) {
+      const py::gil_scoped_acquire gil;
+      (*held)(name);
+    });
+  });
   def_unlocked(m, "free_workspaces", [](const std::string& group) { Group::get(group).free_workspaces(); });
   m.def("set_symmetric_memory_deadline", &cpu::set_symmetric_memory_deadline);
   m.def("symmetric_memory_bytes", &cpu::symmetric_memory_bytes);
+  m.def("use_symm_mem_operators",
+        [](const std::string& device) { use_symm_mem_operators(c10::Device(device).type()); });
   bind_tiers(m);
   bind_ledger(m);
 }

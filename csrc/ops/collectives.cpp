@@ -133,6 +133,10 @@ at::Tensor replicate_grad(const at::Tensor& w, c10::string_view group) {
 
 }  // namespace
 
+at::Tensor call_all_gather(const at::Tensor& x_shard, c10::string_view group, int64_t dim, c10::SymInt rows) {
+  return Operator<all_gather>::call(x_shard, group, dim, std::move(rows));
+}
+
 at::Tensor call_reduce_scatter(const at::Tensor& x, c10::string_view group, int64_t dim) {
   return Operator<reduce_scatter>::call(x, group, dim);
 }

@@ -282,6 +282,13 @@ Tensors replicated_matmul_autograd(const at::Tensor& x, at::TensorList weights,
 
 }  // namespace
 
+Tensors call_all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights, c10::string_view group,
+                               int64_t dim, c10::SymInt rows, bool return_gathered,
+                               std::optional<bool> keep_gathered) {
+  return Operator<all_gather_matmul>::call(x_shard, weights, OptionalTensorList(), group, dim,
+                                           std::move(rows), return_gathered, keep_gathered, "auto");
+}
+
 void register_column_linears(torch::Library& m) {
   Operator<all_gather_matmul>::define_differentiable<all_gather_matmul_autograd>(
       m,

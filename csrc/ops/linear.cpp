@@ -50,6 +50,10 @@ at::Tensor linear_kernel(const at::Tensor& x, const at::Tensor& weight,
 
 }  // namespace
 
+at::Tensor call_linear(const at::Tensor& x, const at::Tensor& weight) {
+  return Operator<linear_kernel>::call(x, weight, std::nullopt);
+}
+
 void register_linear(torch::Library& m) {
   Operator<linear_kernel>::define_differentiable<Linear>(
       m, "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");

@@ -29,7 +29,14 @@ inline void refuse_second_derivatives(const char* op) {
                               "not computed; leave create_graph False.");
 }
 
-// The registered reduce_scatter; in collectives.cpp.
+// Registered operators that others are made of, as the files of their domains register them.
+Tensors call_all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights, c10::string_view group,
+                               int64_t dim, c10::SymInt rows, bool return_gathered,
+                               std::optional<bool> keep_gathered);
+at::Tensor call_matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight, c10::string_view group,
+                                      int64_t dim);
+at::Tensor call_linear(const at::Tensor& x, const at::Tensor& weight);
+at::Tensor call_all_gather(const at::Tensor& x_shard, c10::string_view group, int64_t dim, c10::SymInt rows);
 at::Tensor call_reduce_scatter(const at::Tensor& x, c10::string_view group, int64_t dim);
 
 // One for each domain, in the files of these names.

@@ -227,6 +227,11 @@ struct MatmulAllReduce : Function<MatmulAllReduce> {
 
 }  // namespace
 
+at::Tensor call_matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight, c10::string_view group,
+                                      int64_t dim) {
+  return Operator<matmul_reduce_scatter>::call(x, weight, std::nullopt, group, dim, "auto");
+}
+
 void register_row_linears(torch::Library& m) {
   Operator<matmul_reduce_scatter>::define_differentiable<MatmulReduceScatter>(
       m,

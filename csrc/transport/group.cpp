@@ -27,6 +27,11 @@ Registry& registry() {
   return *instance;
 }
 
+std::function<void(const std::string&)>& new_group_hook() {
+  static auto* hook = new std::function<void(const std::string&)>();
+  return *hook;
+}
+
 // Which of the process group's ranks the group has, in its order.
 std::vector<int> ranks_of(const GroupKey& key, int all) {
   if (key.edge) return {key.edge->first, key.edge->second};
@@ -48,6 +53,16 @@ GroupContext context_of(const GroupKey& key, int all, int own) {
   if (key.companion) context.traffic_class = *key.companion;
   context.within_class = key.within;
   return context;
+}
+
+// Whether torch's registry has it still, and not another in its place.
+bool is_registered(const std::string& name, const c10d::ProcessGroup* process_group = nullptr) {
+  try {
+    const auto registered = c10d::resolve_process_group(name);
+    return process_group == nullptr || registered.get() == process_group;
+  } catch (const c10::Error&) {
+    return false;
+  }
 }
 
 }  // namespace
@@ -115,15 +130,8 @@ void Group::free_workspaces() {
   transports_.clear();
   if (key_.companion) return;  // what failed there is told of its process group
   // A rank that is not in the group that failed follows its job when it closes any group.
-  FailureBoard::instance().clear([this](const std::string& failed) {
-    if (failed == key_.process_group) return true;
-    try {
-      c10d::resolve_process_group(failed);
-      return false;
-    } catch (const c10::Error&) {
-      return true;
-    }
-  });
+  FailureBoard::instance().clear(
+      [this](const std::string& failed) { return failed == key_.process_group || !is_registered(failed); });
 }
 
 int64_t Group::workspace_bytes() const {
@@ -134,14 +142,39 @@ int64_t Group::workspace_bytes() const {
 
 Group& Group::get(const std::string& name) {
   auto& [mutex, companions, groups] = registry();
+  Group* group = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto companion = companions.find(name);
+    const GroupKey key = companion == companions.end() ? GroupKey{name, {}, {}} : companion->second;
+    const auto process_group = c10d::resolve_process_group(key.process_group);
+    const auto found = groups.find(name);
+    // A name may come back with another process group after destroy_process_group().
+    if (found != groups.end() && &found->second->process_group() == process_group.get())
+      return *found->second;
+    group = (groups[name] = std::make_unique<Group>(key, process_group)).get();
+  }
+  // Not under the lock: it may want the GIL, whose holder may want the lock.
+  if (!group->key_.companion && new_group_hook()) new_group_hook()(name);
+  return *group;
+}
+
+void Group::on_new(std::function<void(const std::string&)> hook) {
+  new_group_hook() = std::move(hook);
+}
+
+void Group::forget_destroyed() {
+  auto& [mutex, companions, groups] = registry();
+  std::vector<std::unique_ptr<Group>> destroyed;  // not under the lock: their threads may want it
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto companion = companions.find(name);
-  const GroupKey key = companion == companions.end() ? GroupKey{name, {}, {}} : companion->second;
-  const auto process_group = c10d::resolve_process_group(key.process_group);
-  const auto found = groups.find(name);
-  // A name may come back with another process group after destroy_process_group().
-  if (found != groups.end() && &found->second->process_group() == process_group.get()) return *found->second;
-  return *(groups[name] = std::make_unique<Group>(key, process_group));
+  for (auto each = groups.begin(); each != groups.end();) {
+    if (is_registered(each->second->key_.process_group, &each->second->process_group())) {
+      ++each;
+    } else {
+      destroyed.push_back(std::move(each->second));
+      each = groups.erase(each);
+    }
+  }
 }
 
 std::string Group::companion(const std::string& of, TrafficClass traffic_class,

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -31,6 +32,11 @@ class Group {
                                std::optional<std::pair<int, int>> edge, int within);
   // Forgets the group and frees its workspaces.
   static void close(const std::string& name);
+  // Forgets those whose process group torch has destroyed: they can send nothing more.
+  static void forget_destroyed();
+  // Called with the name of each group of a process group when it is made, by the thread that asks for it.
+  // Set once, before the first.
+  static void on_new(std::function<void(const std::string&)> hook);
   // For the end of the process: waits until what all its groups have to send has arrived, as other ranks may
   // still be waiting for it, and tells them that nothing more will come.
   static void leave_all();

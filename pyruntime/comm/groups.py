@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -202,3 +203,12 @@ def traffic() -> dict[str, Traffic]:
             }
         result[name] = Traffic(**figures)
     return result
+
+
+def _forget_when_destroyed(name: str) -> None:
+    """Who calls torch's API alone closes no group of ours: it ends with the process group of that name."""
+    destroyed = weakref.finalize(process_group(name), _C.forget_destroyed_groups)
+    destroyed.atexit = False  # core.py ends what is open then
+
+
+_C.on_new_group(_forget_when_destroyed)
