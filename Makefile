@@ -54,7 +54,7 @@ test-model: $(BUILT)  ## check the models of the protocol with spin
 	$(RUN) -m pytest -m spin tests/model
 
 .PHONY: test-architectures
-test-architectures: $(BUILT)  ## plan "auto" on every architecture that transformers has a plan for: half an hour
+test-architectures: $(BUILT)  ## plan "auto" on every architecture that transformers has a plan for
 	$(RUN) tools/check_architectures.py --verbose
 
 .PHONY: test-install

@@ -69,6 +69,7 @@ SIZES = {
     64: (
         *("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "word_embed_proj_dim"),
         *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "sliding_window"),
+        *("out_hidden_size", "projector_hidden_size", "moe_hidden_size", "cross_attention_hidden_size"),
     ),
     4: (
         "num_attention_heads",
@@ -78,7 +79,15 @@ SIZES = {
         "encoder_attention_heads",
         "decoder_attention_heads",
     ),
-    1: ("n_group", "topk_group", "num_nextn_predict_layers"),
+    0: ("num_kv_shared_layers",),
+    24: ("qk_head_dim",),
+    1: (
+        "n_shared_experts",
+        "n_group",
+        "topk_group",
+        "num_nextn_predict_layers",
+        "attn_layer_offset",
+    ),
     2: (
         *(
             "num_experts_per_tok",
@@ -89,6 +98,7 @@ SIZES = {
             "top_k_experts",
         ),
         *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
+        *("depth", "zero_expert_num", "attn_layer_period"),
     ),
     96: (
         "intermediate_size",
@@ -98,6 +108,10 @@ SIZES = {
         "hidden_dim",
         "encoder_ffn_dim",
         "decoder_ffn_dim",
+        "ffn_hidden_size",
+        "expert_ffn_hidden_size",
+        "dense_intermediate_size",
+        "shared_intermediate_size",
     ),
     101: ("vocab_size", "vocab_size_per_layer_input"),
     16: ("head_dim", "d_kv", "attention_head_size", "v_head_dim", "qk_nope_head_dim", "kv_lora_rank"),
@@ -111,6 +125,8 @@ SIZES = {
     ),
     32: ("q_lora_rank", "moe_intermediate_size", "shared_expert_intermediate_size", "index_head_dim"),
 }
+UNSET = ("expert", "moe", "head_dim", "sliding_window")
+"""Parts of names that get a size where the configuration has none."""
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 COLUMN = (
     *(
@@ -236,10 +252,9 @@ def build(class_name: str) -> nn.Module:
 
 def shrink(config: Any) -> None:
     values = config.to_dict()
-    layers = 2
     for size, names in SIZES.items():
         for name in names:
-            unset = name in values and values[name] is None and "expert" in name
+            unset = values.get(name, 0) is None and any(part in name for part in UNSET)
             if unset or (isinstance(values.get(name), int) and not isinstance(values[name], bool)):
                 assign(config, name, int(size))
     if (
@@ -247,11 +262,15 @@ def shrink(config: Any) -> None:
     ):  # deepseek: only what rotates
         assign(config, "head_dim", 8)
     for name in KEY_VALUE_HEADS:
-        if isinstance(values.get(name), int):
-            assign(config, name, 2 if values[name] < values.get("num_attention_heads", 10**9) else 4)
+        if name in values:
+            fewer = values[name] is None or values[name] < values.get("num_attention_heads", 10**9)
+            assign(config, name, 2 if fewer else 4)
+    shrink_rope(config, values)
     for name, value in values.items():
         if isinstance(value, list) and name.endswith(("layer_types", "layers_block_type", "attention_types")):
-            assign(config, name, [value[0], value[-1]][:layers])
+            assign(config, name, two_kinds(value))
+        elif "jitter" in name and isinstance(value, float):  # of a router: another one in every call
+            assign(config, name, 0.0)
         elif "dropout" in name or name.endswith(("_pdrop", "layerdrop")):
             if isinstance(value, float):
                 assign(config, name, 0.0)
@@ -260,6 +279,28 @@ def shrink(config: Any) -> None:
     for child in list(vars(config).values()):
         if isinstance(child, transformers.PretrainedConfig):
             shrink(child)
+
+
+def two_kinds(layers: list[str]) -> list[str]:
+    """Two layers of as different kinds as there are, one of them with attention."""
+    attention = [kind for kind in layers if "attention" in kind and "linear" not in kind]
+    if attention and layers[0] not in attention:
+        return [layers[0], attention[0]]
+    if not attention and layers[0] == "linear_attention":
+        return [layers[0], "full_attention"]
+    return [layers[0], layers[-1]]
+
+
+def shrink_rope(config: Any, values: dict[str, Any]) -> None:
+    """Sections of a rotation over several axes, where the model has such, fill half of a head."""
+    rope = values.get("rope_parameters")
+    source = Path(inspect.getfile(type(config)))
+    modeling = source.with_name(source.name.replace("configuration", "modeling"))
+    sections = modeling.is_file() and "mrope_section" in modeling.read_text()
+    if sections and isinstance(rope, dict) and "rope_type" in rope:
+        half = int(8 * rope.get("partial_rotary_factor", 1.0))
+        third = 3 * half // 8
+        assign(config, "rope_parameters", rope | {"mrope_section": [third, third, half - 2 * third]})
 
 
 def assign(config: Any, name: str, value: Any) -> None:
@@ -478,7 +519,7 @@ def main() -> int:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    known = planned() if args.plans == ["auto"] else planned() | architectures()
+    known = planned() if args.plans == ["auto"] else architectures()
     chosen = {name: cls for name, cls in sorted(known.items()) if not args.only or name in args.only}
     until = time.monotonic() + args.seconds
     results: dict[str, dict[str, tuple[str, str]]] = {}

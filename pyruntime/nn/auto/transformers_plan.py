@@ -31,6 +31,7 @@ LINEAR = {
 
 KEPT = "transformers' plan keeps it whole"
 WHOLE = {
+    "replicate": KEPT,
     "replicated_with_grad_allreduce": KEPT,
     "mla_kv_a_proj": "its output is latent, which all heads share",
     "all_reduce": KEPT,
