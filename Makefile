@@ -30,7 +30,7 @@ train: $(BUILT)  ## train the main model: 2 ranks, tensor parallel
 	$(TORCHRUN) --nproc-per-node 2 -m pyruntime train --config main
 
 .PHONY: test
-test: lint  ## lint, then all tests but those of the five targets below
+test: lint  ## lint, then all tests but those of the six targets below
 	$(RUN) -m pytest
 
 .PHONY: test-cuda
@@ -52,6 +52,10 @@ test-threads: $(BUILT)  ## the C++ tests in which threads meet, under the thread
 .PHONY: test-model
 test-model: $(BUILT)  ## check the models of the protocol with spin
 	$(RUN) -m pytest -m spin tests/model
+
+.PHONY: test-architectures
+test-architectures: $(BUILT)  ## plan "auto" on every architecture that transformers has a plan for
+	$(RUN) tools/check_architectures.py --verbose
 
 .PHONY: test-install
 test-install: $(BUILT)  ## install from the source distribution, which compiles all of it: many minutes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import math
+import re
 from collections.abc import Sequence
 
 LONGEST = 80
@@ -27,6 +28,11 @@ def toml_value(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which TOML wants escaped
+
+
+def block_name(name: str) -> str:
+    """The qualified name of a module, the same for its like in every block: layers.*.mlp.up_proj."""
+    return re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", name)
 
 
 def footnotes(sentences: Sequence[str]) -> tuple[list[str], list[str]]:

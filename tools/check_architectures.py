@@ -1,14 +1,17 @@
 """How many of transformers' architectures parallelize() runs right, refuses, or gets wrong.
 
-    python tools/check_architectures.py                      # all of them, on two ranks of this machine
+    python tools/check_architectures.py          # plan "auto": all that transformers has a plan for
     python tools/check_architectures.py --only qwen3 opt --verbose
+    python tools/check_architectures.py --write docs/figures/architectures.md
+    python tools/check_architectures.py --plans llama guessed   # causal language models without a plan too
 
 Every architecture is built small, from its own configuration class, with random weights in every parameter;
-nothing is downloaded. It is cut twice: with plan "llama", and with a mapping guessed from the names of its
-linears, as a user would write it. Then one training step on two CPU ranks is compared with the whole model:
-loss, logits and every gradient (pyruntime.verify). "refused" is an error that pyruntime raises in a
-sentence; "bare" is any other error; "wrong" is a difference that nothing has refused. The exit status is 1
-where something is wrong or bare.
+nothing is downloaded. It is cut, and one training step on two CPU ranks is compared with the whole model:
+loss, logits and every gradient (pyruntime.verify), with plan "auto" to 1e-5 of each one's norm. Plan
+"guessed" is a mapping made of the names of the linears, as a user would write it. Models of several
+modalities are given text. "refused" is an error that pyruntime raises in a sentence; "bare" is any other
+error; "wrong" is a difference that nothing has refused. The exit status is 1 where something is wrong or
+bare.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import inspect
 import json
+import math
 import os
 import select
 import signal
@@ -25,7 +30,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,11 +42,14 @@ import torch.distributed as dist  # noqa: E402
 import transformers  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 import pyruntime  # noqa: E402
+from pyruntime.nn.linear import ParallelLinear  # noqa: E402
 from pyruntime.nn.verify import VerificationError  # noqa: E402
 
 RANKS = 2
+TOLERANCE = 1e-5  # of the norm of each tensor, with plan "auto"
 CASE_S = 120.0  # an architecture with all plans
 LARGEST = 30_000_000  # parameters; what is still larger than this was not made small
 ENCODERS = (
@@ -62,6 +69,7 @@ SIZES = {
     64: (
         *("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "word_embed_proj_dim"),
         *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "sliding_window"),
+        *("out_hidden_size", "projector_hidden_size", "moe_hidden_size", "cross_attention_hidden_size"),
     ),
     4: (
         "num_attention_heads",
@@ -71,7 +79,15 @@ SIZES = {
         "encoder_attention_heads",
         "decoder_attention_heads",
     ),
-    1: ("n_group", "topk_group", "num_nextn_predict_layers"),
+    0: ("num_kv_shared_layers",),
+    24: ("qk_head_dim",),
+    1: (
+        "n_shared_experts",
+        "n_group",
+        "topk_group",
+        "num_nextn_predict_layers",
+        "attn_layer_offset",
+    ),
     2: (
         *(
             "num_experts_per_tok",
@@ -82,6 +98,7 @@ SIZES = {
             "top_k_experts",
         ),
         *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
+        *("depth", "zero_expert_num", "attn_layer_period"),
     ),
     96: (
         "intermediate_size",
@@ -91,6 +108,10 @@ SIZES = {
         "hidden_dim",
         "encoder_ffn_dim",
         "decoder_ffn_dim",
+        "ffn_hidden_size",
+        "expert_ffn_hidden_size",
+        "dense_intermediate_size",
+        "shared_intermediate_size",
     ),
     101: ("vocab_size", "vocab_size_per_layer_input"),
     16: ("head_dim", "d_kv", "attention_head_size", "v_head_dim", "qk_nope_head_dim", "kv_lora_rank"),
@@ -104,6 +125,8 @@ SIZES = {
     ),
     32: ("q_lora_rank", "moe_intermediate_size", "shared_expert_intermediate_size", "index_head_dim"),
 }
+UNSET = ("expert", "moe", "head_dim", "sliding_window")
+"""Parts of names that get a size where the configuration has none."""
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 COLUMN = (
     *(
@@ -166,6 +189,43 @@ def architectures() -> dict[str, type]:
     return {name: cls if isinstance(cls, str) else cls[0] for name, cls in sorted(found.items())}
 
 
+HEADS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_MAPPING_NAMES",
+)
+"""Of an architecture, the first of these that has a class for it is built."""
+
+
+def planned() -> dict[str, str]:
+    """{model type: class} of all that transformers has a plan for."""
+    found = {}
+    for model_type, config_class in CONFIG_MAPPING.items():
+        if not has_plan(config_class):
+            continue
+        for names in HEADS:
+            cls = getattr(modeling_auto, names).get(model_type)
+            if cls:
+                found[model_type] = cls if isinstance(cls, str) else cls[0]
+                break
+    return dict(sorted(found.items()))
+
+
+def has_plan(config_class: type) -> bool:
+    """Its own, or one of a configuration in it."""
+    if getattr(config_class, "base_model_tp_plan", None):
+        return True
+    try:
+        children = vars(config_class()).values()
+    except Exception:  # it has no default; the class of each part may be told nevertheless
+        children = []
+    parts = {type(child) for child in children if isinstance(child, transformers.PretrainedConfig)}
+    return any(has_plan(part) for part in parts - {config_class})
+
+
 def build(class_name: str) -> nn.Module:
     """The architecture, small, with random numbers in every parameter; the same on every rank."""
     cls = getattr(transformers, class_name)
@@ -192,10 +252,9 @@ def build(class_name: str) -> nn.Module:
 
 def shrink(config: Any) -> None:
     values = config.to_dict()
-    layers = 2
     for size, names in SIZES.items():
         for name in names:
-            unset = name in values and values[name] is None and "expert" in name
+            unset = values.get(name, 0) is None and any(part in name for part in UNSET)
             if unset or (isinstance(values.get(name), int) and not isinstance(values[name], bool)):
                 assign(config, name, int(size))
     if (
@@ -203,11 +262,15 @@ def shrink(config: Any) -> None:
     ):  # deepseek: only what rotates
         assign(config, "head_dim", 8)
     for name in KEY_VALUE_HEADS:
-        if isinstance(values.get(name), int):
-            assign(config, name, 2 if values[name] < values.get("num_attention_heads", 10**9) else 4)
+        if name in values:
+            fewer = values[name] is None or values[name] < values.get("num_attention_heads", 10**9)
+            assign(config, name, 2 if fewer else 4)
+    shrink_rope(config, values)
     for name, value in values.items():
         if isinstance(value, list) and name.endswith(("layer_types", "layers_block_type", "attention_types")):
-            assign(config, name, [value[0], value[-1]][:layers])
+            assign(config, name, two_kinds(value))
+        elif "jitter" in name and isinstance(value, float):  # of a router: another one in every call
+            assign(config, name, 0.0)
         elif "dropout" in name or name.endswith(("_pdrop", "layerdrop")):
             if isinstance(value, float):
                 assign(config, name, 0.0)
@@ -216,6 +279,28 @@ def shrink(config: Any) -> None:
     for child in list(vars(config).values()):
         if isinstance(child, transformers.PretrainedConfig):
             shrink(child)
+
+
+def two_kinds(layers: list[str]) -> list[str]:
+    """Two layers of as different kinds as there are, one of them with attention."""
+    attention = [kind for kind in layers if "attention" in kind and "linear" not in kind]
+    if attention and layers[0] not in attention:
+        return [layers[0], attention[0]]
+    if not attention and layers[0] == "linear_attention":
+        return [layers[0], "full_attention"]
+    return [layers[0], layers[-1]]
+
+
+def shrink_rope(config: Any, values: dict[str, Any]) -> None:
+    """Sections of a rotation over several axes, where the model has such, fill half of a head."""
+    rope = values.get("rope_parameters")
+    source = Path(inspect.getfile(type(config)))
+    modeling = source.with_name(source.name.replace("configuration", "modeling"))
+    sections = modeling.is_file() and "mrope_section" in modeling.read_text()
+    if sections and isinstance(rope, dict) and "rope_type" in rope:
+        half = int(8 * rope.get("partial_rotary_factor", 1.0))
+        third = 3 * half // 8
+        assign(config, "rope_parameters", rope | {"mrope_section": [third, third, half - 2 * third]})
 
 
 def assign(config: Any, name: str, value: Any) -> None:
@@ -242,31 +327,47 @@ def guessed(model: nn.Module) -> dict[str, str]:
 
 
 def judge(class_name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
-    """{plan: (right | refused | bare | wrong | not built | not run, why)}."""
+    """{plan: (right | refused | bare | wrong | not built | not run, why)}, and {"kind": ("dense" |
+    "with experts", "")}."""
     try:
         model = build(class_name)
     except Exception as error:
         return dict.fromkeys(plans, ("not built", first_line(error)))
+    experts = any("experts" in name.split(".") for name, _ in model.named_modules())
+    kind = {"kind": ("with experts" if experts else "dense", "")}
+    try:
+        batch = batch_of(model)
+    except Exception as error:
+        return dict.fromkeys(plans, ("not run", first_line(error))) | kind
+    return {plan: judge_plan(model, plan, batch) for plan in plans} | kind
+
+
+def batch_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Text that the model takes a step on: with labels where it knows a loss."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(2, 101, (2, 12), generator=draw)
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    try:
-        copy.deepcopy(model)(**batch).loss.backward()
-    except Exception as error:
-        return dict.fromkeys(plans, ("not run", first_line(error)))
-    return {plan: judge_plan(model, plan, batch) for plan in plans}
+    given = inspect.signature(model.forward).parameters
+    batch = {"input_ids": ids}
+    if "labels" in given:
+        batch["labels"] = ids.clone()
+    elif "decoder_input_ids" in given:
+        batch["decoder_input_ids"] = ids.flip(1)
+    pyruntime.verify(copy.deepcopy(model), model, batch)  # the model is itself, and takes a step
+    return batch
 
 
 def judge_plan(whole: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> tuple[str, str]:
-    plan: Any = "llama" if name == "llama" else guessed(whole)
+    plan: Any = guessed(whole) if name == "guessed" else name
     if not plan:
         return "not run", "no linear has a name that the guess knows"
+    if name == "auto" and not whole._tp_plan:
+        return "not run", "transformers has no plan for it"
     group = dist.new_group(list(range(RANKS)))  # its own: a group in which an op failed takes no other
     model = copy.deepcopy(whole)
     try:
         pyruntime.parallelize(model, group, plan, tier="unfused")
         model(**batch)
-        pyruntime.verify(model, whole, batch)
+        pyruntime.verify(model, whole, batch, tolerance=TOLERANCE if name == "auto" else None)
     except VerificationError as error:
         return "wrong", first_line(error)
     except (ValueError, RuntimeError) as error:
@@ -274,7 +375,26 @@ def judge_plan(whole: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> t
         return ("refused" if f"{os.sep}pyruntime{os.sep}" in last else "bare"), first_line(error)
     except Exception as error:
         return "bare", first_line(error)
-    return "right", ""
+    return "right", shares(model) if name == "auto" else ""
+
+
+def shares(model: nn.Module) -> str:
+    """How the linears' weights are cut, in percent of their elements: what stays cut between column and row,
+    what gives or takes whole activations, what is whole on every rank."""
+    sizes = {"cut": 0, "cut, activations whole": 0, "whole": 0}
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, ParallelLinear):
+            open_ends = getattr(module, "split_input", False) or getattr(module, "gather_output", False)
+            kind = "cut, activations whole" if open_ends and module is not head else "cut"
+            sizes[kind] += math.prod(module._layouts["weight"].parts[0].shape)
+        elif type(module) is nn.Linear:
+            sizes["whole"] += module.weight.numel()
+    for name, p in model.named_parameters():
+        if "experts" in name.split(".") and p.dim() == 3:
+            sizes["whole"] += p.numel()
+    total = sum(sizes.values())
+    return " / ".join(f"{size / total:.0%}".replace("%", "") for size in sizes.values())
 
 
 def first_line(error: BaseException) -> str:
@@ -302,13 +422,13 @@ def run_case(class_name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
             os.waitpid(child, 0)
     os.close(read)
     if len(answers) < RANKS:
-        return dict.fromkeys(
-            plans, ("bare", f"only {len(answers)} of {RANKS} ranks answered within {CASE_S:g} s")
-        )
+        silent = ("bare", f"only {len(answers)} of {RANKS} ranks answered within {CASE_S:g} s")
+        return dict.fromkeys(plans, silent) | {"kind": ("", "")}
     order = ("wrong", "bare", "not built", "not run", "refused", "right")
-    return {
+    worst = {
         plan: tuple(min((a[plan] for a in answers), key=lambda said: order.index(said[0]))) for plan in plans
     }
+    return worst | {"kind": tuple(answers[0].get("kind", ("", "")))}
 
 
 def fork(rank: int, store: str, case: tuple[str, list[str]], answer: int) -> int:
@@ -337,39 +457,94 @@ def hear(read: int, until: float) -> Iterator[dict[str, tuple[str, str]]]:
         yield from map(json.loads, lines)
 
 
+def table(results: dict[str, dict[str, tuple[str, str]]]) -> str:
+    """The page about plan "auto"."""
+    said = {name: (each["kind"][0], *each["auto"]) for name, each in results.items() if "auto" in each}
+    tried = {name: each for name, each in said.items() if each[1] not in ("not built", "not run")}
+    lines = [
+        '# Architectures of transformers under plan "auto"',
+        "",
+        "Made by `python tools/check_architectures.py --write docs/figures/architectures.md`: transformers",
+        f"{transformers.__version__}, torch {torch.__version__.split('+')[0]}, {RANKS} CPU ranks, fp32,",
+        f"{time.strftime('%-d %B %Y')}. Each is built small with random weights, and logits, loss and every",
+        f"gradient of a step on text are compared with one rank's, to {TOLERANCE:g} of each one's norm.",
+        "",
+        "| | right | refused in a sentence | wrong | another error |",
+        "|---|---|---|---|---|",
+    ]
+    for kind in ("dense", "with experts"):
+        counts = [
+            sum(each[0] == kind and each[1] == status for each in tried.values())
+            for status in ("right", "refused", "wrong", "bare")
+        ]
+        lines.append(f"| {kind} | {' | '.join(map(str, counts))} |")
+    lines += [
+        "",
+        "Weights of linears, in percent: cut with the activations between them (a head that gathers logits",
+        "counts here) / cut, but given or giving whole activations / whole on every rank.",
+        "",
+        "| architecture | kind | result | weights |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {kind} | {status} | {why if status == 'right' else cell(why)} |"
+        for name, (kind, status, why) in tried.items()
+    ]
+    left = {name: each for name, each in said.items() if name not in tried}
+    lines += [
+        "",
+        f"{len(left)} more have a plan and were not tried, because the tool cannot build them small or give",
+        "them a batch:",
+        "",
+        "| architecture | why |",
+        "|---|---|",
+    ]
+    lines += [f"| {name} | {cell(why)} |" for name, (_, _, why) in left.items()]
+    return "\n".join(lines) + "\n"
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")[:300]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="*", help="model types (default: all)")
-    parser.add_argument("--plans", nargs="*", default=["llama", "guessed"], choices=["llama", "guessed"])
-    parser.add_argument("--seconds", type=float, default=3600.0, help="budget; what is left then is not run")
+    parser.add_argument("--plans", nargs="*", default=["auto"], choices=["auto", "llama", "guessed"])
+    parser.add_argument("--seconds", type=float, default=7200.0, help="budget; what is left then is not run")
+    parser.add_argument("--write", type=Path, help="the page to write the table of plan auto to")
     parser.add_argument(
         "--verbose", action="store_true", help="say why, for every architecture that is not right"
     )
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    chosen = {name: cls for name, cls in architectures().items() if not args.only or name in args.only}
+    known = planned() if args.plans == ["auto"] else architectures()
+    chosen = {name: cls for name, cls in sorted(known.items()) if not args.only or name in args.only}
     until = time.monotonic() + args.seconds
-    names: dict[str, dict[str, list[str]]] = {plan: defaultdict(list) for plan in args.plans}
+    results: dict[str, dict[str, tuple[str, str]]] = {}
     for model_type, class_name in chosen.items():
-        left = time.monotonic() < until
-        said = (
-            run_case(class_name, args.plans)
-            if left
-            else dict.fromkeys(args.plans, ("not run", "no time left"))
-        )
-        for plan, (status, why) in said.items():
-            names[plan][status].append(model_type)
-            if args.verbose and status != "right":
+        if time.monotonic() < until:
+            results[model_type] = run_case(class_name, args.plans)
+        else:
+            results[model_type] = dict.fromkeys(args.plans, ("not run", "no time left")) | {"kind": ("", "")}
+        for plan in args.plans:
+            status, why = results[model_type][plan]
+            if args.verbose:
                 print(f"{plan:8} {model_type:24} {status:10} {why}", flush=True)
-    for plan, lists in names.items():
+    failed = False
+    for plan in args.plans:
         print(
             f"\nplan {plan!r}, {RANKS} ranks, transformers {transformers.__version__}, {len(chosen)} "
             "architectures"
         )
         for status in ("right", "refused", "wrong", "bare", "not run", "not built"):
-            print(f"  {status:10} {len(lists[status]):4}  {' '.join(lists[status])}")
-    return int(any(lists["wrong"] or lists["bare"] for lists in names.values()))
+            names = [name for name, each in results.items() if each[plan][0] == status]
+            print(f"  {status:10} {len(names):4}  {' '.join(names)}")
+            failed |= bool(names) and status in ("wrong", "bare")
+    if args.write:
+        args.write.write_text(table(results))
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ import contextlib
 import copy
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyruntime.nn.linear import ParallelLinear
+Layer = TypeVar("Layer", bound=nn.Module)
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 """Of a tensor's norm."""
@@ -49,7 +49,7 @@ def copied(arguments: Any) -> Any:
 
 
 @contextlib.contextmanager
-def forwards(layers: list[ParallelLinear], of: Callable[[ParallelLinear], Callable]) -> Iterator[None]:
+def forwards(layers: Sequence[Layer], of: Callable[[Layer], Callable]) -> Iterator[None]:
     """Each layer's forward is `of(layer)` inside."""
     before = [(layer, vars(layer).get("forward")) for layer in layers]
     for layer in layers:

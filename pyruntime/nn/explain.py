@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field, replace
 
 from torch import nn
 
 from pyruntime.comm import transport_of
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.linear import ParallelLinear
+from pyruntime.nn.plans import LEFT_WHOLE
 from pyruntime.nn.tiers import OpUse, strict_refusal, tier_of
-from pyruntime.text import columns, footnotes
+from pyruntime.text import block_name, columns, footnotes
 
 _HEAD = (
     *("layer", "pass", "op", "rows", "n", "k", "dtype", "tp", "transport", "asked", "tier"),
@@ -44,9 +46,14 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What `explain` found; str() is a table, with reasons that several lines share below it."""
+    """What `explain` found; str() is a table, with reasons that several lines share below it.
+
+    gave_way: {layer: why it gives or takes whole activations though its plan had it cut}, as the first call
+    found. left_whole: {module or parameter: why plan "auto" has not cut it}."""
 
     rows: tuple[LayerReport, ...]
+    gave_way: Mapping[str, str] = field(default_factory=dict)
+    left_whole: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if not self.rows:
@@ -54,7 +61,17 @@ class Report:
         reasons, notes = footnotes([row.reason for row in self.rows])
         rows = (replace(row, reason=reason) for row, reason in zip(self.rows, reasons, strict=True))
         lines = [[str(cell) for cell in astuple(row)] for row in rows]
-        return "\n".join([columns(_HEAD, lines, left=range(len(_HEAD))), *notes])
+        table = columns(_HEAD, lines, left=range(len(_HEAD)))
+        gave_way = _by_reason("reads or gives whole activations", self.gave_way)
+        return "\n".join([table, *notes, *gave_way, *_by_reason("left whole", self.left_whole)])
+
+
+def _by_reason(what: str, reasons: Mapping[str, str]) -> list[str]:
+    """A line for each reason, with the modules it holds for; those of all blocks once."""
+    kinds: dict[str, dict[str, None]] = {}
+    for name, why in reasons.items():
+        kinds.setdefault(block_name(why), {})[block_name(name)] = None
+    return [f"{what}: {', '.join(names)}: {why}" for why, names in kinds.items()]
 
 
 def explain(model: nn.Module) -> Report:
@@ -62,13 +79,20 @@ def explain(model: nn.Module) -> Report:
 
     The tier is that of the layer's last call: run a step first, or the line says that the layer has not run
     yet."""
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, ParallelLinear | VocabParallelEmbedding)
+    }
+    regions = {name: getattr(layer, "region", None) for name, layer in layers.items()}
     return Report(
-        tuple(
-            _line(name, module, use)
-            for name, module in model.named_modules()
-            if isinstance(module, ParallelLinear | VocabParallelEmbedding)
-            for use in module.op_uses()
-        )
+        tuple(_line(name, layer, use) for name, layer in layers.items() for use in layer.op_uses()),
+        {name: region.gave_way for name, region in regions.items() if region and region.gave_way},
+        {
+            f"{prefix}.{name}" if prefix else name: why
+            for prefix, module in model.named_modules()
+            for name, why in vars(module).get(LEFT_WHOLE, {}).items()
+        },
     )
 
 

@@ -5,8 +5,12 @@ works on a rank's features as it does on all of them: a view with the whole numb
 fused linear, goes through and computes something else. So the first forward in training, and the first in
 evaluation, runs twice more without gradients: with whole weights, gathered layer by layer, and with this
 rank's shards. Both times every row linear is given the whole weights' output, so the inputs of each region
-are bitwise the same, and its result, the row linear's input, is compared by random projections. Dropout is
-off, and buffers, random numbers and arguments are given back as they were.
+are bitwise the same, and its result, the row linear's input, is compared by random projections. So are the
+inputs of linears that read whole activations ("column_gather", "row_split"). Dropout is off, and buffers,
+random numbers and arguments are given back as they were.
+
+Under a plan that gives way ("auto"), linears around a mismatch become "column_gather" and "row_split" in all
+layers of their kind, and the comparison is made again.
 """
 
 from __future__ import annotations
@@ -26,9 +30,11 @@ from pyruntime.nn.comparing import TOLERANCES, copied, differs, forwards, tensor
 from pyruntime.nn.gather import gather_shard
 from pyruntime.nn.head_counts import Mismatch
 from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from pyruntime.nn.parameters import shard_bounds
 from pyruntime.nn.regions import Region
+from pyruntime.text import block_name
 
-_DIRECTIONS = 8  # random projections of a row linear's input
+_DIRECTIONS = 8  # random projections of an input
 
 
 class FirstCall:
@@ -48,9 +54,9 @@ class _Call:
 
     layer: ParallelLinear
     shape: tuple[int, ...] = ()
-    projected: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # a row linear's input
+    projected: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # its input
     tolerance: float = 0.0
-    output: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # of a row linear, whole
+    output: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))  # whole
 
 
 def _check_first_call(hook: FirstCall, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -97,17 +103,20 @@ def _watched(module: nn.Module) -> list[tuple[ParallelLinear, Region]]:
 
 
 def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs: dict) -> set:
-    """The layers that were called. Raises ValueError on every rank where one of them finds a mismatch that no
-    head count mends."""
+    """The layers that were called. Raises ValueError on every rank where one of them finds a mismatch that
+    nothing mends."""
     called: set[ParallelLinear] = set()
 
     def run(forward_of: Callable[[ParallelLinear], Callable]) -> Any:
         with untouched(module), forwards(layers, forward_of):
             return module(*copied(args), **copied(kwargs))
 
-    whole: list[_Call] = []
-    with head_counts.whole(module):
-        expected = run(lambda layer: _whole_forward(layer, whole))
+    def run_whole() -> tuple[Any, list[_Call]]:
+        calls: list[_Call] = []
+        with head_counts.whole(module):
+            return run(lambda layer: _whole_forward(layer, calls)), calls
+
+    expected, whole = run_whole()
 
     def compare() -> Mismatch | None:
         cut = _CutRun(whole)
@@ -115,56 +124,96 @@ def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs:
             found = run(cut.forward_of)
         except (CommError, torch.OutOfMemoryError):  # says nothing of the plan
             raise
-        except _OutOfStep as error:
-            return cut.mismatch() or Mismatch(str(error), tuple(layers))
+        except _OutOfStep:
+            return cut.mismatch() or cut.out_of_step()
         except Exception as error:
             return cut.mismatch() or cut.failed(module, error)
         called.update(call.layer for call in cut.calls)
-        return cut.mismatch() or cut.missing() or _compare_outputs(cut.open_columns(), expected, found)
+        return cut.mismatch() or cut.out_of_step() or _compare_outputs(cut, expected, found)
 
-    if found := head_counts.mended(module, lambda: _agreed(compare(), layers), layers[0].group.size):
+    def give_way(mismatch: Mismatch) -> list[ParallelLinear]:
+        nonlocal expected, whole
+        if changed := _make_whole(layers, mismatch):
+            expected, whole = run_whole()  # what it notes depends on which linears read whole activations
+        return changed
+
+    def agreed() -> Mismatch | None:
+        return _agreed(compare(), layers)
+
+    if found := head_counts.settled(module, agreed, layers[0].group.size, give_way):
         raise ValueError(found.message)
     return called
 
 
+def _make_whole(layers: list[ParallelLinear], mismatch: Mismatch) -> list[ParallelLinear]:
+    """Those around the mismatch, and their like in other blocks, give and take whole activations from now on,
+    where the plan allows it. Returns those that changed. Columns that are narrower than others there go
+    first: keys of a head that all queries read."""
+    around = [layer for layer in mismatch.layers if isinstance(layer, ParallelLinear) and _is_cut(layer)]
+    widths = {layer: layer.out_features for layer in around if isinstance(layer, ColumnParallelLinear)}
+    narrow = [layer for layer, width in widths.items() if width < max(widths.values())]
+    kinds = {block_name(layer.label) for layer in narrow or around}
+    changed = []
+    for layer in layers:
+        region = layer.region
+        if region is None or not region.gives_way or block_name(layer.label) not in kinds:
+            continue
+        if _is_cut(layer):
+            setattr(layer, "split_input" if isinstance(layer, RowParallelLinear) else "gather_output", True)
+            region.gave_way = mismatch.fact
+            changed.append(layer)
+    return changed
+
+
+def _is_cut(layer: ParallelLinear) -> bool:
+    """Whether it gives (column) or takes (row) a rank's features alone."""
+    if isinstance(layer, RowParallelLinear):
+        return not layer.split_input
+    return isinstance(layer, ColumnParallelLinear) and not layer.gather_output
+
+
 def _agreed(mismatch: Mismatch | None, layers: list[ParallelLinear]) -> Mismatch | None:
-    """The lowest rank's mismatch, by its layer, so that all ranks do the same."""
+    """The lowest rank's mismatch, by its place, so that all ranks do the same."""
     numbers = [layers.index(layer) for layer in mismatch.layers] if mismatch else []
-    mine = torch.zeros(1 + len(layers), dtype=torch.float64)
-    mine[0] = mismatch is not None
-    mine[[1 + i for i in numbers]] = 1
+    mine = torch.zeros(2 + len(layers), dtype=torch.float64)
+    if mismatch is not None:
+        mine[0], mine[1] = 1, mismatch.position
+    mine[[2 + i for i in numbers]] = 1
     device = layers[0].weight.device
     everyone = ops.all_gather_stats(mine.to(device), layers[0].group.name).cpu()
     failed = everyone[:, 0].nonzero().flatten().tolist()
     if not failed:
         return None
-    there = tuple(layers[i] for i in everyone[failed[0], 1:].nonzero().flatten().tolist())
-    if mismatch is not None:
-        return Mismatch(mismatch.message, there)
-    return Mismatch(
-        f"Rank {failed[0]} computes other numbers around {_names(there)} than the whole model does.", there
-    )
+    first = everyone[failed[0]]
+    there = tuple(layers[i] for i in first[2:].nonzero().flatten().tolist())
+    if mismatch is None:
+        fact = f"Rank {failed[0]} computes other numbers around {_names(there)} than the whole model does"
+        mismatch = Mismatch(fact, "what it says of them holds here too", there)
+    return dataclasses.replace(mismatch, layers=there, position=int(first[1]))
 
 
 def _whole_forward(layer: ParallelLinear, calls: list[_Call]) -> Callable:
-    """The layer's forward with its whole weight, which notes what row linears are given and give."""
+    """The layer's forward with its whole weight, which notes what those linears are given and give where
+    activations become whole."""
 
     def forward(x: Tensor, rows: int | None = None) -> Tensor:
-        y = F.linear(x, *(_whole(layer, name) for name in ("weight", "bias")))
-        if isinstance(layer, RowParallelLinear):
-            layout = layer._layouts["weight"]
-            start, stop = layout.bounds(layout.parts[0])
-            calls.append(_noted(layer, x[..., start:stop]))
+        weight = _whole(layer, "weight")
+        assert weight is not None
+        y = F.linear(x, weight.t() if layer.transposed else weight, _whole(layer, "bias"))
+        if isinstance(layer, RowParallelLinear) or not _is_cut(layer):
+            calls.append(_noted(layer, _given(layer, x)))
             calls[-1].output = y.clone()  # the model may write into y
         return y
 
     return forward
 
 
-_OUT_OF_STEP = (
-    "{} is not called with the plan where it is called without: what the model does depends on activations "
-    "that are cut; leave it and the column linears before it out of the plan."
-)
+def _given(layer: ParallelLinear, x: Tensor) -> Tensor:
+    """Of whole x, what the layer is given when the model is cut."""
+    if not (isinstance(layer, RowParallelLinear) and _is_cut(layer)):
+        return x
+    start, stop = shard_bounds(layer.in_features, layer.group.size, layer.group.rank)
+    return x[..., start:stop]
 
 
 class _OutOfStep(Exception):
@@ -172,64 +221,63 @@ class _OutOfStep(Exception):
 
 
 class _CutRun:
-    """Runs column linears on this rank's shards; row linears return what they did in the `whole` run."""
+    """Runs column linears on this rank's shards. Where activations become whole again, linears return what
+    they did in the `whole` run."""
 
     def __init__(self, whole: list[_Call]) -> None:
-        self.whole = whole  # of row linears
+        self.whole = whole
         self.calls: list[_Call] = []  # of all linears, in order
-        self.rows: list[_Call] = []
+        self.noted: list[_Call] = []  # of those that are in `whole`
+        self.stray: ParallelLinear | None = None  # called where the whole run did not call it
+
+    @property
+    def position(self) -> int:
+        return len(self.noted)
 
     def forward_of(self, layer: ParallelLinear) -> Callable:
         def forward(x: Tensor, rows: int | None = None) -> Tensor:
-            if isinstance(layer, RowParallelLinear):
-                return self._row(layer, x)
+            if isinstance(layer, RowParallelLinear) or not _is_cut(layer):
+                return self._whole_output(layer, x)
             self.calls.append(_Call(layer))
-            if isinstance(layer, ColumnParallelLinear) and layer.gather_output:
-                return type(layer).forward(layer, x)
-            return F.linear(x, layer.weight, layer.bias)
+            return F.linear(x, layer.matrix, layer.bias)
 
         return forward
 
-    def _row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
-        number = len(self.rows)
+    def _whole_output(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+        number = len(self.noted)
         if number >= len(self.whole) or self.whole[number].layer is not layer:
-            raise _OutOfStep(_OUT_OF_STEP.format(layer.label))
+            self.stray = layer
+            raise _OutOfStep
         self.calls.append(_noted(layer, x))
-        self.rows.append(self.calls[-1])
+        self.noted.append(self.calls[-1])
         return self.whole[number].output.clone()
 
     def open_columns(self) -> list[ParallelLinear]:
-        """Column linears called after the last row linear, whose outputs are not gathered."""
-        return [layer for layer in _last_columns(self.calls) if not getattr(layer, "gather_output", False)]
+        """Cut column linears called after the last row linear."""
+        return _last_columns(self.calls)
 
     def mismatch(self) -> Mismatch | None:
-        """The first row linear whose input differs."""
-        for mine, whole in zip(self.rows, self.whole, strict=False):
-            difference = _difference(mine, whole)
-            if difference:
+        """The first input that differs from the whole run's."""
+        for position, (mine, whole) in enumerate(zip(self.noted, self.whole, strict=False)):
+            if difference := _difference(mine, whole):
                 feeding = _last_columns(self.calls[: self.calls.index(mine)])
-                if not feeding:
-                    return Mismatch(
-                        f"{mine.layer.label} is a 'row' linear and is given {difference}: no 'column' "
-                        "linear's output reaches it; name the linears that feed it in the plan, or leave "
-                        "it out.",
-                        (mine.layer,),
-                    )
-                return Mismatch(
-                    f"With the plan, {mine.layer.label} is given {difference}: what stands between "
-                    f"{_names(feeding)} and it does not work feature by feature or head by head (a view with "
-                    "the whole number of heads? a fused linear that is split afterwards?); leave them out of "
-                    "the plan.",
-                    (*feeding, mine.layer),
-                )
+                return _wrong_input(mine.layer, feeding, difference, position)
         return None
 
-    def missing(self) -> Mismatch | None:
-        """The first row linear that the whole model calls and the cut one does not."""
-        if len(self.rows) == len(self.whole):
+    def out_of_step(self) -> Mismatch | None:
+        """The first linear that is called in one of the two runs and not in the other."""
+        layer = self.stray
+        if layer is None and len(self.noted) < len(self.whole):
+            layer = self.whole[len(self.noted)].layer
+        if layer is None:
             return None
-        layer = self.whole[len(self.rows)].layer
-        return Mismatch(_OUT_OF_STEP.format(layer.label), (layer,))
+        return Mismatch(
+            f"{layer.label} is not called with the plan where it is called without: what the model does "
+            "depends on activations that are cut",
+            "leave it and the column linears before it out of the plan",
+            (*self.open_columns(), layer),
+            self.position,
+        )
 
     def failed(self, module: nn.Module, error: Exception) -> Mismatch:
         """What the error of the model's own code says of the plan."""
@@ -239,16 +287,48 @@ class _CutRun:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return Mismatch(
             f"{place} cannot work on a rank's features of {names} ({type(error).__name__}: {first_line}): "
-            "it needs all of them, or counts heads or features of the whole model; leave those linears "
-            "out of the plan, or make them 'column_gather'.",
+            "it needs all of them, or counts heads or features of the whole model",
+            "leave those linears out of the plan, or make them 'column_gather'",
             tuple(open_columns) or tuple({call.layer: None for call in self.calls}),
+            self.position,
         )
 
 
+def _wrong_input(
+    layer: ParallelLinear, feeding: list[ParallelLinear], difference: str, position: int
+) -> Mismatch:
+    if not _is_cut(layer):
+        return Mismatch(
+            f"With the plan, {layer.label}, which reads whole activations, is given {difference}, from a "
+            f"rank's features of {_names(feeding) or 'other layers'}",
+            "make them 'column_gather', or leave them out of the plan",
+            tuple(feeding) or (layer,),
+            position,
+        )
+    if not feeding:
+        return Mismatch(
+            f"{layer.label} is a 'row' linear and is given {difference}: no 'column' linear's output reaches "
+            "it",
+            "name the linears that feed it in the plan, make it 'row_split', or leave it out",
+            (layer,),
+            position,
+        )
+    return Mismatch(
+        f"With the plan, {layer.label} is given {difference}: what stands between {_names(feeding)} and it "
+        "does not work feature by feature or head by head (a view with the whole number of heads? a fused "
+        "linear that is split afterwards?)",
+        "leave them out of the plan",
+        (*feeding, layer),
+        position,
+    )
+
+
 def _last_columns(calls: list[_Call]) -> list[ParallelLinear]:
-    """Column linears called after the last row linear."""
+    """Cut column linears called after the last cut row linear."""
     found: dict[ParallelLinear, None] = {}
     for call in calls:
+        if not _is_cut(call.layer):
+            continue
         if isinstance(call.layer, RowParallelLinear):
             found = {}
         else:
@@ -276,9 +356,10 @@ def _difference(mine: _Call, whole: _Call) -> str:
     return f"other numbers than the whole model's ({error / max(norm, 1e-30):.0%} off)"
 
 
-def _compare_outputs(columns: list[ParallelLinear], expected: Any, found: Any) -> Mismatch | None:
+def _compare_outputs(cut: _CutRun, expected: Any, found: Any) -> Mismatch | None:
     """Tensors at the top of the output. Deeper ones of another shape are left alone: caches of a rank's own
     heads."""
+    columns = cut.open_columns()
     names = _names(columns)
     ours = dict(tensors_of(found))
     for name, whole in tensors_of(expected):
@@ -295,8 +376,10 @@ def _compare_outputs(columns: list[ParallelLinear], expected: Any, found: Any) -
         )
         return Mismatch(
             f"With the plan, the model's output{name} {what}, without it the shape is {list(whole.shape)}: "
-            f"{cause}; a column linear without a row linear behind it must be 'column_gather'.",
+            f"{cause}",
+            "a column linear without a row linear behind it must be 'column_gather'",
             tuple(columns),
+            cut.position,
         )
     return None
 

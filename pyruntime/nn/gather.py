@@ -1,4 +1,5 @@
-"""Gathering what is cut over the ranks: features, for readers that are replicated, and parameters."""
+"""Gathering what is cut over the ranks: features, for readers that are replicated, and parameters. And the
+reverse: this rank's features of what is whole."""
 
 from __future__ import annotations
 
@@ -18,6 +19,15 @@ def gather_features(y_shard: Tensor, group: TensorGroup, features: int) -> Tenso
     if group.size == 1:
         return y_shard
     return _GatherFeatures.apply(y_shard, group.name, group.size, group.rank, features)
+
+
+def split_features(x: Tensor, group: TensorGroup, features: int) -> Tensor:
+    """x [..., N], the same on every rank -> x_shard [..., N_r], rank r's features.
+
+    Every rank's gradient is of its own features alone, so the backward gathers them."""
+    if group.size == 1:
+        return x
+    return _SplitFeatures.apply(x, group.name, group.size, group.rank, features)
 
 
 @torch.no_grad()
@@ -47,3 +57,16 @@ class _GatherFeatures(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         start, stop = ctx.bounds
         return grad[..., start:stop].contiguous(), None, None, None, None
+
+
+class _SplitFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, name: str, size: int, rank: int, features: int) -> Tensor:
+        ctx.group = name, size, features
+        start, stop = shard_bounds(features, size, rank)
+        return x[..., start:stop].contiguous()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        name, size, features = ctx.group
+        return _gather(grad.contiguous(), name, size, grad.dim() - 1, features), None, None, None, None

@@ -25,12 +25,24 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from pyruntime import ops
-from pyruntime.nn.gather import gather_features
+from pyruntime.nn.gather import gather_features, split_features
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
 from pyruntime.nn.regions import Region, mark_whole
 from pyruntime.nn.tiers import OpUse, check_tier, refuse_slow_tier
 from pyruntime.ops import primitives
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is a Conv1D of transformers (GPT-2): a linear with a weight [in_features, out_features]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def features_of(linear: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of an nn.Linear or a Conv1D."""
+    rows, columns = linear.weight.shape
+    return (rows, columns) if is_transposed(linear) else (columns, rows)
 
 
 class ParallelLinear(ParallelModule):
@@ -39,7 +51,8 @@ class ParallelLinear(ParallelModule):
 
     Options: sequence_parallel (True); dim (0): along which rows are cut, under sequence_parallel; tier:
     "auto" (tuned, else chunked), "unfused", "chunked" or "fused"; strict (False): raise where a slower one
-    would run; dtype; device.
+    would run; transposed (False): weights are kept as [in_features, out_features], as transformers' Conv1D
+    has them; dtype; device.
 
     Initialised as nn.Linear initialises the full weights, of which each rank keeps its shard: the model is
     the same for every tp, provided that all ranks are seeded alike."""
@@ -59,11 +72,13 @@ class ParallelLinear(ParallelModule):
         dim: int = 0,
         tier: str = "auto",
         strict: bool = False,
+        transposed: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
         super().__init__(group)
         self.in_features = in_features
+        self.transposed = transposed
         self.sequence_parallel = sequence_parallel
         self.dim = dim
         self.tier = check_tier(tier)
@@ -73,8 +88,8 @@ class ParallelLinear(ParallelModule):
         self._alone = not self.group.name  # group=None: there is no process group to name
         self._parts = dict(parts)
         weight_cut, bias_cut = cut
-        weights = [Part(f"{prefix}weight", (size, in_features)) for prefix, size in parts.items()]
-        self.add_parameter("weight", weight_cut, weights, dtype, device)
+        weights = [Part(f"{prefix}weight", self._shape(size)) for prefix, size in parts.items()]
+        self.add_parameter("weight", 1 - weight_cut if transposed else weight_cut, weights, dtype, device)
         if bias:
             biases = [Part(f"{prefix}bias", (size,)) for prefix, size in parts.items()]
             self.add_parameter("bias", bias_cut, biases, dtype, device)
@@ -87,7 +102,18 @@ class ParallelLinear(ParallelModule):
         """Of linears that every rank holds whole and that are alike but for their out_features."""
         first = next(iter(parts.values()))
         options = {"dtype": first.weight.dtype, **options, "group": group, "device": "meta"}
-        return cls(first.in_features, out_features, first.bias is not None, **options)._take(parts)
+        options["transposed"] = is_transposed(first)
+        return cls(features_of(first)[0], out_features, first.bias is not None, **options)._take(parts)
+
+    def _shape(self, out_features: int) -> tuple[int, int]:
+        """Of a whole weight."""
+        shape = (out_features, self.in_features)
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def matrix(self) -> Tensor:
+        """This rank's weight as [out_features, in_features], whichever way it is kept."""
+        return self.weight.t() if self.transposed else self.weight
 
     def reset_parameters(self) -> None:
         if self.weight.is_meta:
@@ -96,14 +122,14 @@ class ParallelLinear(ParallelModule):
         bound = 1 / math.sqrt(self.in_features)
         full = {}
         for prefix, size in self._parts.items():
-            full[f"{prefix}weight"] = torch.empty(size, self.in_features, **like).uniform_(-bound, bound)
+            full[f"{prefix}weight"] = torch.empty(self._shape(size), **like).uniform_(-bound, bound)
             if self.bias is not None:
                 full[f"{prefix}bias"] = torch.empty(size, **like).uniform_(-bound, bound)
         self.load_full(full)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x, weight and bias in the dtype in which torch.autocast, where it is on, runs an nn.Linear."""
-        weight, bias = self.weight, self.bias
+        weight, bias = self.matrix, self.bias
         device = x.device.type
         if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
             return x, weight, bias
@@ -174,7 +200,7 @@ class _ColumnLinear(ParallelLinear):
         return y
 
     def op_uses(self) -> list[OpUse]:
-        n, k = self.weight.shape
+        n, k = self.matrix.shape
         op = "all_gather_matmul" if self.sequence_parallel else "replicated_matmul"
         return [
             OpUse("forward", op, n, k, travels=self.sequence_parallel),
@@ -209,8 +235,9 @@ class ColumnParallelLinear(_ColumnLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: Group | TensorGroup | None, **options) -> Self:
-        """The same function as `linear`, which every rank holds whole; `options` as in the constructor."""
-        return cls._of_whole(linear.out_features, {"": linear}, group, options)
+        """The same function as `linear`, an nn.Linear or a Conv1D of transformers which every rank holds
+        whole; `options` as in the constructor."""
+        return cls._of_whole(features_of(linear)[1], {"": linear}, group, options)
 
     @property
     def vocab_start(self) -> int:
@@ -283,8 +310,10 @@ class RowParallelLinear(ParallelLinear):
     this rank's rows [..., rows_r, ..., N], cut along `dim` (sequence_parallel), or all of them. State dict:
     "weight", DTensor with Shard(1), and "bias", replicated.
 
+    With split_input the input is x [..., K], whole on every rank, of which each takes its features.
+
     Options as in ParallelLinear. Raises ValueError where the group leaves a rank without features, and for an
-    input that is not K/P wide."""
+    input that is not K/P (split_input: K) wide."""
 
     def __init__(
         self,
@@ -293,25 +322,37 @@ class RowParallelLinear(ParallelLinear):
         bias: bool = False,
         *,
         group: Group | TensorGroup | None,
+        split_input: bool = False,
         **options,
     ):
         super().__init__(in_features, {"": out_features}, bias, cut=(1, None), group=group, **options)
         self.out_features = out_features
+        self.split_input = split_input
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: Group | TensorGroup | None, **options) -> Self:
-        """The same function as `linear`, which every rank holds whole; `options` as in the constructor."""
-        return cls._of_whole(linear.out_features, {"": linear}, group, options)
+        """The same function as `linear`, an nn.Linear or a Conv1D of transformers which every rank holds
+        whole; `options` as in the constructor."""
+        return cls._of_whole(features_of(linear)[1], {"": linear}, group, options)
 
     def compute(self, x: Tensor) -> Tensor:
-        if x.size(-1) != self.weight.size(1):
+        if self.split_input:
+            if x.size(-1) != self.in_features:
+                raise ValueError(
+                    f"{self.label or type(self).__name__} takes in_features={self.in_features}, but its "
+                    f"input is {list(x.shape)}; with split_input it needs every feature of x."
+                )
+            if self.region is not None:
+                mark_whole(x)
+            x = split_features(x, self.group, self.in_features)
+        if x.size(-1) != self.matrix.size(1):
             raise ValueError(
-                f"{self.label or type(self).__name__} holds {self.weight.size(1)} of "
+                f"{self.label or type(self).__name__} holds {self.matrix.size(1)} of "
                 f"in_features={self.in_features} on rank {self.group.rank} of {self.group.size}, but its "
                 f"input is {list(x.shape)}; a row-parallel linear takes what a column-parallel one (not "
                 "gathered) leaves on each rank."
             )
-        if self.region is not None:
+        if self.region is not None and not self.split_input:
             x = self.region.end(x)
         x, weight, bias = self._operands(x)
         group = self.group.name
@@ -322,10 +363,15 @@ class RowParallelLinear(ParallelLinear):
         else:
             y = ops.matmul_all_reduce(x, weight, group, bias=bias, tier=self.tier)
         self._note(x.numel() // x.size(-1))
-        return y if self.region is None else self.region.whole(y)
+        if self.region is None:
+            return y
+        if self.split_input:
+            mark_whole(y)
+            return y
+        return self.region.whole(y)
 
     def op_uses(self) -> list[OpUse]:
-        n, k = self.weight.shape
+        n, k = self.matrix.shape
         op = "matmul_reduce_scatter" if self.sequence_parallel else "matmul_all_reduce"
         return [
             OpUse("forward", op, n, k),

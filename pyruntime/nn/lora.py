@@ -16,7 +16,7 @@ def linears_of(name: str, module: nn.Module, style: str) -> list[tuple[str, str]
     with adapters.
 
     Raises ValueError for adapters that are not plain LoRA."""
-    if not all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B")):
+    if not is_wrapper(module):
         return [(name, style)]
     if (
         style == "embedding"
@@ -27,6 +27,18 @@ def linears_of(name: str, module: nn.Module, style: str) -> list[tuple[str, str]
             f"{name} has adapters of peft that cannot be cut as {style!r}: linears with plain LoRA can (no "
             "DoRA or another variant, no embeddings); leave it out of the plan, or make plain adapters."
         )
-    cut = "lora_A" if style == "row" else "lora_B"
+    cut = "lora_A" if style.startswith("row") else "lora_B"
     adapters = [f"{name}.{cut}.{adapter}" for adapter in getattr(module, cut)]
     return [(f"{name}.base_layer", style), *((adapter, style) for adapter in adapters)]
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether it is a linear with adapters."""
+    return all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B"))
+
+
+def wrapper_of(name: str) -> str:
+    """The linear with adapters that the module of this qualified name is a part of; else the name itself."""
+    parts = name.split(".")
+    cuts = [i for i, part in enumerate(parts) if part in ("base_layer", "lora_A", "lora_B")]
+    return ".".join(parts[: cuts[0]]) if cuts else name

@@ -10,12 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyruntime.nn import lora
+from pyruntime.nn.auto import auto_plan
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.first_call import FirstCall
-from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from pyruntime.nn.linear import (
+    ColumnParallelLinear,
+    ParallelLinear,
+    RowParallelLinear,
+    is_transposed,
+)
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, TensorGroup
-from pyruntime.nn.plans import Plan, find_plan
+from pyruntime.nn.plans import LEFT_WHOLE, Plan, find_plan
 from pyruntime.nn.regions import Region
 from pyruntime.nn.save_pretrained import save_whole
 from pyruntime.nn.tiers import check_tier
@@ -37,22 +43,26 @@ def parallelize(
     plans.py for patterns and styles.
 
     mesh: the 1-D DeviceMesh, process group or group name to cut over. Every rank calls with the same full
-    model. plan: a mapping {glob on module names: "column" | "column_gather" | "row" | "embedding"}, or a
+    model. plan: "auto", which is transformers' plan of the model or one read off its data flow (nn/auto), a
+    mapping {glob on module names: "column" | "column_gather" | "row" | "row_split" | "embedding"}, or a
     plan's name ("llama"). tier, strict: for every linear, see nn.ColumnParallelLinear.
 
     Weights that are whole and are read in between (norms over each head, gains, gates) get the sum of their
     gradients over the group (regions.py). The first call in training, and the first in evaluation, is
     compared with that of the whole model, and raises ValueError where the plan changes what the model
-    computes (first_call.py); counts of heads that modules keep are made the rank's own there.
-    `pyruntime.verify` compares a step of both, gradients too.
+    computes (first_call.py); counts of heads that modules keep are made the rank's own there. Under "auto"
+    linears that cannot stay cut give and take whole activations from then on, and `pyruntime.explain` says
+    why. `pyruntime.verify` compares a step of both, gradients too.
 
     Tied weights stay tied: an lm_head that shares its weight with the embedding must be in the plan beside
     it. A linear with peft's LoRA adapters is cut with them. Raises ValueError, before anything is replaced,
     where a pattern matches nothing or a module of another kind, two patterns disagree, tp is too large for
-    a module, weights are tied across the edge of the plan, or the ranks hold different models."""
+    a module, weights are tied across the edge of the plan, the model lies on several devices, the ranks hold
+    different models, or "auto" finds nothing to cut."""
     group = TensorGroup.of(mesh)
-    plan = find_plan(plan)
     check_tier(tier)
+    _check_one_device(model)
+    plan = auto_plan(model, group.size) if plan == "auto" else find_plan(plan)
     plan.check(model, group.size)
     styles = match_modules(model, plan.styles)
     check_same_model(model, group)
@@ -60,23 +70,27 @@ def parallelize(
         name: _parallel(model.get_submodule(name), name, style, group, tier, strict)
         for name, style in styles.items()
     }
+    replaced = _under_all_names(model, replaced)
     _tie(model, replaced)
     for name, module in replaced.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, module)
     if group.size > 1:
-        _watch(model, replaced, group)
+        _watch(model, replaced, group, plan.gives_way)
+    vars(model)[LEFT_WHOLE] = dict(plan.left_whole)
     save_whole(model, group)
     return model
 
 
-def _watch(model: nn.Module, replaced: Mapping[str, ParallelModule], group: TensorGroup) -> None:
+def _watch(
+    model: nn.Module, replaced: Mapping[str, ParallelModule], group: TensorGroup, gives_way: bool
+) -> None:
     """From here on gradients of what is whole are summed where they must be (regions.py), and the first call
     is compared with the whole model's (first_call.py)."""
     holders: dict[nn.Module, None] = {}
     for name, module in replaced.items():
         if isinstance(module, ParallelLinear):
-            module.region = Region(name, group)
+            module.region = Region(name, group, gives_way)
         while name:
             name = name.rpartition(".")[0]
             holders[model.get_submodule(name)] = None
@@ -95,7 +109,8 @@ def match_modules(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]
     names = dict(model.named_modules())
     found: dict[str, tuple[str, str]] = {}
     for pattern, style in styles.items():
-        hits = [name for name in names if name and fnmatchcase(name, pattern)]
+        # A whole name is looked up: plan "auto" has one for every module.
+        hits = [pattern] if pattern in names else [n for n in names if n and fnmatchcase(n, pattern)]
         if not hits:
             kinds = [name for name, module in names.items() if isinstance(module, nn.Linear | nn.Embedding)]
             shown = ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
@@ -120,7 +135,7 @@ def _check_kind(name: str, module: nn.Module, pattern: str, style: str) -> None:
         raise ValueError(f"{name} (pattern {pattern!r}) is parallel already; parallelize a model once.")
     wanted = nn.Embedding if style == "embedding" else nn.Linear
     # Exactly nn.Linear: a subclass computes something else (quantised, LoRA), which a plain GEMM would lose.
-    if type(module) is not wanted:
+    if type(module) is not wanted and not (wanted is nn.Linear and is_transposed(module)):
         raise ValueError(
             f"The plan's pattern {pattern!r} asks for {style!r} on {name}, which is a "
             f"{type(module).__name__} and not an nn.{wanted.__name__}; narrow the pattern."
@@ -135,8 +150,8 @@ def _parallel(
     try:
         if style == "embedding":
             new = VocabParallelEmbedding.from_embedding(module, group, sequence_parallel=False)
-        elif style == "row":
-            new = RowParallelLinear.from_linear(module, group, **options)
+        elif style.startswith("row"):
+            new = RowParallelLinear.from_linear(module, group, split_input=style == "row_split", **options)
         else:
             gathers = style == "column_gather"
             new = ColumnParallelLinear.from_linear(module, group, gather_output=gathers, **options)
@@ -144,6 +159,14 @@ def _parallel(
         raise ValueError(f"{name} cannot be cut as {style!r}: {error}") from error
     new.label = name
     return new
+
+
+def _under_all_names(model: nn.Module, replaced: Mapping[str, ParallelModule]) -> dict[str, ParallelModule]:
+    """`replaced`, with the other names of modules that several others hold (an encoder's and a decoder's
+    embedding)."""
+    new = {id(model.get_submodule(name)): module for name, module in replaced.items()}
+    every = model.named_modules(remove_duplicate=False)
+    return {name: new[id(module)] for name, module in every if id(module) in new}
 
 
 def _tie(model: nn.Module, replaced: Mapping[str, ParallelModule]) -> None:
@@ -155,7 +178,7 @@ def _tie(model: nn.Module, replaced: Mapping[str, ParallelModule]) -> None:
             holders.setdefault(id(parameter), []).append((name, leaf))
     for places in holders.values():
         inside = [(name, leaf) for name, leaf in places if name in replaced]
-        if len(places) == 1 or not inside:
+        if len({id(model.get_submodule(name)) for name, _ in places}) == 1 or not inside:
             continue
         shared = " and ".join(f"{name}.{leaf}" for name, leaf in places)
         if len(inside) < len(places):
@@ -166,6 +189,8 @@ def _tie(model: nn.Module, replaced: Mapping[str, ParallelModule]) -> None:
         first_name, first_leaf = inside[0]
         first = replaced[first_name].get_parameter(first_leaf)
         for name, leaf in inside[1:]:
+            if replaced[name] is replaced[first_name]:
+                continue
             if replaced[name].get_parameter(leaf).tp_dim != first.tp_dim:
                 raise ValueError(
                     f"{shared} are one tied tensor, but the plan cuts them along different dimensions; untie "
@@ -199,6 +224,18 @@ def check_same_model(model: nn.Module, group: TensorGroup) -> None:
                 f"The ranks hold different models: rank 0 has {len(everyone[0])} parameters, rank {rank} "
                 f"has {len(theirs)}; build the same model on every rank."
             )
+
+
+def _check_one_device(model: nn.Module) -> None:
+    places: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        places.setdefault(parameter.device, name)
+    if len(places) > 1:
+        found = " and ".join(f"{name} on {device}" for device, name in places.items())
+        raise ValueError(
+            f"A model is cut over ranks that hold all of it on one device each, but this one has {found}; "
+            "move it to one device first (without device_map)."
+        )
 
 
 @torch.no_grad()

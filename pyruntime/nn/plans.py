@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -12,8 +12,13 @@ STYLES = {
     "column_gather": "nn.Linear, out_features cut; the outputs are gathered, so any reader may follow",
     "row": "nn.Linear, in_features cut, reading what column linears left; the output is the sum over ranks, "
     "whole",
+    "row_split": "nn.Linear, in_features cut, reading what is whole, of which every rank takes its features; "
+    "the output is the sum over ranks, whole",
     "embedding": "nn.Embedding, vocabulary cut; the output is whole",
 }
+
+LEFT_WHOLE = "_pyruntime_left_whole"
+"""On a model that was cut by a plan: the plan's `left_whole`."""
 
 
 def _no_check(model: nn.Module, tp: int) -> None:
@@ -27,11 +32,16 @@ class Plan:
     styles: {pattern: style}. A pattern is a glob on qualified module names as `model.named_modules()` gives
         them ("*.mlp.up_proj", "layers.[01].fc?"), matched as fnmatch.fnmatchcase does: `*` crosses dots.
     check: called with (model, tp) first; raises ValueError where tp cannot cut the model in this way.
+    gives_way: what the first call finds cannot stay cut between column and row is made "column_gather" and
+        "row_split" there, which is right for any model, instead of being refused.
+    left_whole: {module or parameter: why it is not cut}, for explain().
     """
 
     name: str
     styles: Mapping[str, str]
     check: Callable[[nn.Module, int], None] = _no_check
+    gives_way: bool = False
+    left_whole: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_heads(model: nn.Module, tp: int) -> None:
@@ -85,8 +95,8 @@ def find_plan(plan: str | Mapping[str, str] | Plan) -> Plan:
     if isinstance(plan, str):
         if plan not in PLANS:
             raise ValueError(
-                f"There is no plan named {plan!r}; use one of {', '.join(map(repr, PLANS))}, or pass a "
-                "mapping such as "
+                f"There is no plan named {plan!r}; use one of 'auto', {', '.join(map(repr, PLANS))}, or pass "
+                "a mapping such as "
                 "{'*.up_proj': 'column', '*.down_proj': 'row'}."
             )
         return PLANS[plan]

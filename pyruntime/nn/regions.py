@@ -42,11 +42,15 @@ class Region:
     settled: whether an eager pass has found that nothing needs a sum here, which is what lets torch.compile
     trace the layer; None before the first pass.
     checked: in which of training (True) and evaluation (False) the first call was compared
-    (first_call.py)."""
+    (first_call.py).
+    gives_way: whether the first call may have the layer give or take whole activations; gave_way: why it did,
+    "" where it did not."""
 
-    def __init__(self, label: str, group: TensorGroup) -> None:
+    def __init__(self, label: str, group: TensorGroup, gives_way: bool = False) -> None:
         self.label = label
         self.group = group
+        self.gives_way = gives_way
+        self.gave_way = ""
         self.settled: bool | None = None
         self.checked: set[bool] = set()
         self.in_check = False

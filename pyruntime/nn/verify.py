@@ -21,7 +21,13 @@ class VerificationError(ValueError):
     """A parallel model that computes something else than the whole one."""
 
 
-def verify(model: nn.Module, reference: nn.Module, batch: Mapping[str, Any] | tuple | Tensor) -> None:
+def verify(
+    model: nn.Module,
+    reference: nn.Module,
+    batch: Mapping[str, Any] | tuple | Tensor,
+    *,
+    tolerance: float | None = None,
+) -> None:
     """Raises VerificationError, on every rank alike, where `model` computes something else than `reference`.
 
     model: what parallelize() returned. reference: the same model with the same weights, whole, on every rank
@@ -32,10 +38,12 @@ def verify(model: nn.Module, reference: nn.Module, batch: Mapping[str, Any] | tu
     What is differentiated is the output's `loss` where there is one, else a random weighting of every
     floating-point output. Gradients of both are left as they were. Dropout must be off (p = 0, or eval()),
     because a rank draws for its own heads. The message names the parameter whose gradient is furthest off.
-    Tolerance: 1e-3 of the norm in fp32, 1e-6 in fp64, 0.1 in bf16, 0.05 in fp16."""
+    tolerance: of the norm of each tensor; None: 1e-3 in fp32, 1e-6 in fp64, 0.1 in bf16, 0.05 in fp16."""
     expected, wanted = _run(reference, batch)
     found, got = _run(model, batch)
-    message = _compare_outputs(dict(expected), dict(found)) or _compare_gradients(model, wanted, got)
+    message = _compare_outputs(dict(expected), dict(found), tolerance) or _compare_gradients(
+        model, wanted, got, tolerance
+    )
     _raise_everywhere(message, model)
 
 
@@ -76,7 +84,7 @@ def _weighted(outputs: list[Tensor]) -> Tensor:
     return torch.stack(parts).sum()
 
 
-def _compare_outputs(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:
+def _compare_outputs(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance: float | None) -> str:
     for name, whole in expected.items():
         mine = found.get(name)
         if mine is None or mine.shape != whole.shape:
@@ -84,14 +92,16 @@ def _compare_outputs(expected: dict[str, Tensor], found: dict[str, Tensor]) -> s
             return f"the output{name} is {shape}, and {list(whole.shape)} in the reference"
         if whole.is_floating_point():
             off = _off(mine, whole, 0.0)
-            if off > _tolerance(whole):
-                return f"the output{name} is {off:.2%} off"
+            if off > (tolerance or _tolerance(whole)):
+                return f"the output{name} is {off:.2g} of its norm off"
         elif not torch.equal(mine, whole):
             return f"the output{name} holds other numbers than the reference's"
     return ""
 
 
-def _compare_gradients(model: nn.Module, wanted: dict[str, Tensor], got: dict[str, Tensor]) -> str:
+def _compare_gradients(
+    model: nn.Module, wanted: dict[str, Tensor], got: dict[str, Tensor], tolerance: float | None
+) -> str:
     parameters = dict(model.named_parameters())
     if missing := sorted(wanted.keys() ^ got.keys()):
         return f"{missing[0]} is trained in one of the two models only"
@@ -103,13 +113,13 @@ def _compare_gradients(model: nn.Module, wanted: dict[str, Tensor], got: dict[st
             whole = layout.local_part(layout.parts[0], whole)
         if got[name].shape != whole.shape:
             return f"{name} is {list(got[name].shape)}, and {list(whole.shape)} in the reference"
-        off = _off(got[name], whole, noise) / _tolerance(whole)
+        off = _off(got[name], whole, noise) / (tolerance or _tolerance(whole))
         if off > max(worst, 1.0):
             worst, worst_name = off, name
     if not worst_name:
         return ""
-    off = worst * _tolerance(wanted[worst_name])
-    return f"the gradient of {worst_name} is {off:.2%} off"
+    off = worst * (tolerance or _tolerance(wanted[worst_name]))
+    return f"the gradient of {worst_name} is {off:.2g} of its norm off"
 
 
 def _off(mine: Tensor, whole: Tensor, noise: float) -> float:

@@ -35,7 +35,7 @@ def weights_with_sinks(model: nn.Module) -> list[nn.Parameter]:
     return [
         module.weight
         for module in model.modules()
-        if (type(module) is nn.Linear or isinstance(module, ParallelLinear))
+        if (type(module) is nn.Linear or (isinstance(module, ParallelLinear) and not module.transposed))
         and module.weight.requires_grad
         and readers[id(module.weight)] == 1
     ]

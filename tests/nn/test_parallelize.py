@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from pyruntime import parallelize
+from pyruntime import parallelize, verify
 from pyruntime.nn import (
     ColumnParallelLinear,
     Plan,
@@ -175,12 +177,23 @@ def refusals(group) -> dict[str, str]:
     deeper = nn.Sequential(nn.Linear(4, 4), *[nn.LayerNorm(4)] * dist.get_rank(group))
     nn.init.zeros_(deeper[0].weight), nn.init.zeros_(deeper[0].bias)
     refused("depth", deeper, {"0": "column"})
+    refused("devices", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), {"0": "column"})
 
     net = parallelize(nn.Sequential(nn.Identity(), zeros(nn.Linear(4, 4))), group, {"1": "row"})
     with pytest.raises(ValueError) as caught:
         net(torch.ones(2, 4))
     messages["row alone"] = str(caught.value)
     return messages
+
+
+def whole_between(group) -> None:
+    """A norm over all features stands between linears that are cut; widths need not divide."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(7, 10), nn.LayerNorm(10), nn.Linear(10, 5), nn.GELU(), nn.Linear(5, 3))
+    plan = {"0": "column_gather", "2": "row_split", "4": "row_split"}
+    model = parallelize(copy.deepcopy(whole), group, plan)
+    assert model[2].weight.shape[1] < 10 and model[2].split_input
+    verify(model, whole, torch.randn(4, 7), tolerance=1e-5)
 
 
 def zeros(linear: nn.Linear) -> nn.Linear:
@@ -212,6 +225,11 @@ def test_frozen_weights_stay_frozen(ranks):
     ranks.run(frozen_weights_stay_frozen, 2)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_linears_may_give_and_take_whole_activations(ranks, world_size):
+    ranks.run(whole_between, world_size)
+
+
 def test_refusals_are_sentences(ranks):
     expected = {
         "no match": "'blocks.*.up_proj' matches no module; the model's linears are: embed, blocks.0.q, ",
@@ -220,7 +238,7 @@ def test_refusals_are_sentences(ranks):
         "embedding": "asks for 'embedding' on head, which is a Linear and not an nn.Embedding",
         "style": "Pattern 'head' asks for style 'columns'; use one of 'column', 'column_gather'",
         "two styles": "head is 'column' by pattern 'head' and 'row' by pattern 'h*d'",
-        "plan": "There is no plan named 'gpt2'; use one of 'llama'",
+        "plan": "There is no plan named 'gpt2'; use one of 'auto', 'llama'",
         "empty": "The plan is empty",
         "tier": "tier='fast' is not known",
         "llama": "from model.config, which this Transformer does not have",
@@ -233,6 +251,7 @@ def test_refusals_are_sentences(ranks):
         "permuted": "0.weight of rank 1 is not that of rank 0",
         "shapes": "where rank 0 has 0.weight [4, 4] torch.float32, rank 1 has 0.weight [5, 4] torch.float32",
         "depth": "rank 0 has 2 parameters, rank 1 has 4",
+        "devices": "this one has 0.weight on cpu and 1.weight on meta; move it to one device",
         "row alone": "1 is a 'row' linear and is given an input of shape [2, 4] instead of [2, 2]: no "
         "'column' "
         "linear's output",
