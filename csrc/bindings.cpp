@@ -355,10 +355,8 @@ void bind_data_parallel(py::module_& m) {
       .def("sums_have_come", &LineScatter::sums_have_come)
       .def("finish", &LineScatter::finish, NoGil());
   py::class_<LineGather>(m, "LineGather", "An all-gather of [lines, width] under way.")
-      .def(py::init<const std::string&, int64_t, int64_t, at::ScalarType, const std::string&,
-                    const std::optional<std::vector<int64_t>>&>(),
-           py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"),
-           py::arg("some") = py::none(), NoGil())
+      .def(py::init<const std::string&, int64_t, int64_t, at::ScalarType, const std::string&>(),
+           py::arg("group"), py::arg("lines"), py::arg("width"), py::arg("dtype"), py::arg("device"), NoGil())
       .def("own_chunks", [](const LineGather& gather) { return pairs_of(gather.own_chunks()); })
       .def("own", &LineGather::own, NoGil())
       .def("publish", &LineGather::publish, NoGil())

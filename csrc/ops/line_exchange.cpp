@@ -21,20 +21,10 @@ Operand lines_like(const at::Tensor& data, int64_t lines, int64_t width) {
 }
 
 std::unique_ptr<GatherFlight> gather_lines(Transport& transport, Op op, int64_t lines, int64_t width,
-                                           c10::ScalarType dtype, int holder, int64_t agreement,
-                                           const std::optional<std::vector<int64_t>>& some = {}) {
+                                           c10::ScalarType dtype, int holder, int64_t agreement) {
   const int64_t own = rows_of_rank(lines, transport.world_size(), transport.rank(), holder);
-  const FlightDescriptor descriptor{op,
-                                    static_cast<int32_t>(dtype),
-                                    lines,
-                                    /*row_blocks=*/1,
-                                    /*inner=*/1,
-                                    width,
-                                    /*with_bias=*/false,
-                                    own,
-                                    holder,
-                                    agreement};
-  return some ? transport.gather_some(descriptor, *some) : transport.gather(descriptor);
+  return transport.gather({op, static_cast<int32_t>(dtype), lines, /*row_blocks=*/1, /*inner=*/1, width,
+                           /*with_bias=*/false, own, holder, agreement});
 }
 
 }  // namespace
@@ -46,7 +36,7 @@ LineScatter::LineScatter(const std::string& group, int64_t lines, int64_t width,
                width, /*with_bias=*/false, all, /*pieces=*/0, some ? &*some : nullptr) {}
 
 bool LineScatter::can_send_some(const std::string& group, c10::Device device) {
-  return Group::get(group).transport(device).sends_some();
+  return Group::get(group).transport(device).scatters_some();
 }
 
 at::Tensor LineScatter::finish() {
@@ -57,10 +47,9 @@ at::Tensor LineScatter::finish() {
 }
 
 LineGather::LineGather(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
-                       c10::Device device, const std::optional<std::vector<int64_t>>& some)
+                       c10::Device device)
     : transport_(transport_of(group, device)),
-      flight_(
-          gather_lines(transport_, Op::kAllGather, lines, width, dtype, kEveryRank, /*agreement=*/0, some)) {}
+      flight_(gather_lines(transport_, Op::kAllGather, lines, width, dtype, kEveryRank, /*agreement=*/0)) {}
 
 // The first chunk of the order is this rank's.
 std::vector<Chunk> LineGather::chunks() const {

@@ -54,9 +54,9 @@ class LineScatter {
 // Every rank shows its lines; any rank reads any other's.
 class LineGather {
  public:
-  // `lines` over all ranks. `some`: as of a LineScatter; each leaves from the rank that has it among all.
+  // `lines` over all ranks.
   LineGather(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
-             c10::Device device, const std::optional<std::vector<int64_t>>& some = {});
+             c10::Device device);
 
   // This rank's chunks as they leave, and where each is to be written before it is published, [chunk.rows,
   // width].

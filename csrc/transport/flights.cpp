@@ -9,11 +9,10 @@
 namespace pyruntime {
 
 GatherByRank::GatherByRank(const GroupContext& context, const FlightDescriptor& descriptor)
-    : GatherByRank(descriptor, ChunkPlan(descriptor.rows, context.world_size, context.rank, /*pieces=*/1,
-                                         descriptor.holder)) {}
-
-GatherByRank::GatherByRank(const FlightDescriptor& descriptor, ChunkPlan plan)
-    : descriptor_(descriptor), plan_(std::move(plan)), order_(plan_.gather_order()), own_({plan_.own()}) {}
+    : descriptor_(descriptor),
+      plan_(descriptor.rows, context.world_size, context.rank, /*pieces=*/1, descriptor.holder),
+      order_(plan_.gather_order()),
+      own_({plan_.own()}) {}
 
 ScatterByRank::ScatterByRank(const GroupContext& context, const FlightDescriptor& descriptor, bool all)
     : ScatterByRank(descriptor, all, ChunkPlan(descriptor.rows, context.world_size, context.rank)) {}

@@ -32,7 +32,6 @@ class GatherByRank : public GatherFlight {
 
  protected:
   GatherByRank(const GroupContext& context, const FlightDescriptor& descriptor);
-  GatherByRank(const FlightDescriptor& descriptor, ChunkPlan plan);
 
   FlightDescriptor descriptor_;
   ChunkPlan plan_;

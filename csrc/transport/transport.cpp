@@ -80,13 +80,9 @@ void ScatterFlight::multiply(const FusedGemm&) {
   TORCH_CHECK(false, "This transport has no fused kernels: ask Transport::why_not_fused() first.");
 }
 
-std::unique_ptr<GatherFlight> Transport::gather_some(const FlightDescriptor&, const std::vector<int64_t>&) {
-  TORCH_CHECK(false, "This transport gathers all rows: ask Transport::sends_some() first.");
-}
-
 std::unique_ptr<ScatterFlight> Transport::scatter_some(const FlightDescriptor&, bool,
                                                        const std::vector<int64_t>&) {
-  TORCH_CHECK(false, "This transport scatters all rows: ask Transport::sends_some() first.");
+  TORCH_CHECK(false, "This transport scatters all rows: ask Transport::scatters_some() first.");
 }
 
 std::string Transport::why_not_fused(const FlightDescriptor&) const {

@@ -223,13 +223,11 @@ class Transport {
   // `all`: everybody's sums will be asked for, in which all ranks agree.
   virtual std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) = 0;
   // The same, in which only `rows` of the descriptor's travel, in ascending order and the same on all ranks:
-  // each is held, or summed, by the rank and in the order that it is among all. Chunks count these rows.
-  // Only where sends_some(), an answer for all ranks.
-  virtual std::unique_ptr<GatherFlight> gather_some(const FlightDescriptor& descriptor,
-                                                    const std::vector<int64_t>& rows);
+  // each is summed by the rank and in the order that it is summed in among all. Chunks count these rows.
+  // Only where scatters_some(), an answer for all ranks.
   virtual std::unique_ptr<ScatterFlight> scatter_some(const FlightDescriptor& descriptor, bool all,
                                                       const std::vector<int64_t>& rows);
-  virtual bool sends_some() const { return false; }
+  virtual bool scatters_some() const { return false; }
   // The rows that every rank holds; `descriptor.rows` is kUnknownRows.
   virtual std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) = 0;
 

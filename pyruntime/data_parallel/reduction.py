@@ -63,18 +63,11 @@ def launch(
 def may_send_some(bucket: Bucket, axes: Axes) -> bool:
     """Whether lines of the bucket's gradient can travel alone, an answer for all ranks. On devices the host
     would have to wait for them to know which."""
-    return _can_send_some(bucket, (axes.shard, axes.replicate))
-
-
-def may_return_some(bucket: Bucket, axes: Axes) -> bool:
-    """Whether new values of some lines can return before the others, an answer for all ranks."""
-    return bucket.is_table and axes.weights.size > 1 and _can_send_some(bucket, (axes.weights,))
-
-
-def _can_send_some(bucket: Bucket, axes: Sequence[Axis]) -> bool:
     device = str(bucket.device)
     return bucket.device.type == "cpu" and all(
-        _C.LineScatter.can_send_some(axis.name, device) for axis in axes if axis.size > 1
+        _C.LineScatter.can_send_some(axis.name, device)
+        for axis in (axes.shard, axes.replicate)
+        if axis.size > 1
     )
 
 

@@ -20,13 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime.data_parallel.axes import Axes, axes_of
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
-from pyruntime.data_parallel.first_rows import rows_of
 from pyruntime.data_parallel.gradients import GradientReducer
 from pyruntime.data_parallel.local import LocalGradients
 from pyruntime.data_parallel.optimizer import ShardedAdamW
-from pyruntime.data_parallel.reduction import may_return_some
 from pyruntime.data_parallel.states import weights_state
-from pyruntime.data_parallel.touched import MOST_TOUCHED, embeddings_of
+from pyruntime.data_parallel.touched import tables_of
 from pyruntime.data_parallel.weights import BucketWeights, GatherAhead, GatherPerUse
 from pyruntime.nn.weight_sinks import patch_linears, unpatch_linears, weights_with_sinks
 
@@ -124,14 +122,6 @@ class Sharded:
             self._gatherer = GatherPerUse(model, self._weights, axes.shard, keep_gathered)
         else:
             self._gatherer = GatherAhead(model, self._weights, axes.shard)
-        embeddings = embeddings_of(model)
-        bucket_of = {id(p): bucket for bucket in buckets for p in bucket.parameters}
-        self._tables = {
-            id(each): bucket_of[id(each.weight)]
-            for each in embeddings
-            if getattr(each, "max_norm", None) is None  # else reading rows changes them
-        }
-        """By embedding."""
         self.optimizer: ShardedAdamW | None = None
         """Once `adamw` has made it."""
         self._gradients: GradientReducer | LocalGradients
@@ -143,7 +133,7 @@ class Sharded:
                 buckets,
                 axes,
                 weights_with_sinks(model),
-                [each.weight for each in embeddings],
+                tables_of(model),
                 self._gatherer.begin_rest,
                 self._on_reduced,
                 reduce_dtype,
@@ -186,35 +176,6 @@ class Sharded:
         """Of a product that is added later in the step: begins to multiply it under waits. What is returned
         adds it then. None where it has to be `add_product`."""
         return self._gradients.begin_product(weight, dy, x)
-
-    def will_read(self, embedding: nn.Module, ids: Tensor) -> None:
-        """The first forward pass after the next `step()` looks up `ids` in `embedding`: their rows return
-        before all other weights, and the rest of the table behind these, under that pass. Every rank calls
-        it, before the last backward pass of a step and anew for every step.
-
-        A pass that looks up others waits for the whole table; so do `complete()` and `state_dict()`. What
-        else reads the weight must call `complete()` first. Nothing changes at stages 0 and 3, on devices, of
-        tables that travel with other weights, and where more than half of the rows are named.
-
-        Args:
-            embedding: an nn.Embedding, without max_norm, or VocabParallelEmbedding of the model, which alone
-                has its weight.
-            ids: int64, of any shape: those of all ranks together, the same on every rank.
-
-        Raises ValueError for another module; where ranks name different rows, the next update does.
-        """
-        table = self._tables.get(id(embedding))
-        if table is None:
-            raise ValueError(
-                f"will_read() was called with {type(embedding).__name__}, which is no embedding of the model "
-                "that alone has its weight, trains it and has no max_norm; leave the call out."
-            )
-        if not isinstance(self._gatherer, GatherAhead) or not may_return_some(table, self.axes):
-            return
-        rows = torch.zeros(len(table.parameters[0]), dtype=torch.bool)
-        rows[rows_of(embedding, ids)] = True
-        if 0 < int(rows.sum()) <= MOST_TOUCHED * len(rows):
-            self._gatherer.will_read(table, rows)
 
     def complete(self) -> None:
         """All parameters of the model are whole and current when it returns. Every rank calls it."""

@@ -19,11 +19,11 @@ MOST_TOUCHED = 0.5
 """Share of the lines; where the ranks together touched more, all travel."""
 
 
-def embeddings_of(model: nn.Module) -> list[nn.Embedding | VocabParallelEmbedding]:
-    """Those that train a weight which they alone have, and whose gradient is therefore worth searching."""
+def tables_of(model: nn.Module) -> list[nn.Parameter]:
+    """Trainable weights that one embedding alone has, and whose gradient is therefore worth searching."""
     readers = readers_of(model)
     return [
-        module
+        module.weight
         for module in model.modules()
         if isinstance(module, nn.Embedding | VocabParallelEmbedding)
         and module.weight.requires_grad

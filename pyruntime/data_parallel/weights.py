@@ -4,8 +4,7 @@ Stages 1 and 2 gather new values into the parameters. They leave as soon as a ra
 during the backward pass, in the order in which buckets are reduced, while gradients leave first; what has not
 left when the step counts leaves in the order in which the first pass read it, a few buckets at a time. A
 module waits for the buckets of its own weights before its forward. Buckets with a weight that no module's
-forward announces are gathered before the step returns. Of a table whose next rows are named these leave
-first and the table last (`first_rows.py`); an embedding that is called with others waits for all.
+forward announces are gathered before the step returns.
 
 Stage 3 keeps the whole of a weight only while it is read: gathered before the module's forward and again
 before its backward, the next ones of the order on their way meanwhile, its memory given back afterwards; the
@@ -29,7 +28,6 @@ from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import MOST_FLIGHTS, PLACES, Axis
 from pyruntime.data_parallel.buckets import Bucket, Part
-from pyruntime.data_parallel.first_rows import FirstRows
 from pyruntime.nn import VocabParallelEmbedding
 
 
@@ -198,11 +196,9 @@ class Gatherer(ABC):
         return len(bucket.parameters) == 1
 
     def _watch(self, module: nn.Module, read: list[BucketWeights]) -> None:
-        self._hooks.append(
-            module.register_forward_pre_hook(lambda module, arguments: self._before(module, read, arguments))
-        )
+        self._hooks.append(module.register_forward_pre_hook(lambda module, _: self._before(module, read)))
 
-    def _before(self, module: nn.Module, read: list[BucketWeights], arguments: Sequence[Any]) -> None:
+    def _before(self, module: nn.Module, read: list[BucketWeights]) -> None:
         if not self._is_agreed:
             self._announced.update(id(p) for p in module.parameters(recurse=False))
             self._order += [each for each in read if each not in self._order]
@@ -280,48 +276,17 @@ class GatherAhead(Gatherer):
 
     def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: Axis):
         super().__init__(model, weights, shard)
-        self._waiting: deque[BucketWeights | FirstRows] = deque()
-        self._shown: list[tuple[BucketWeights | FirstRows, Sequence[Tensor]]] = []
+        self._waiting: deque[BucketWeights] = deque()
+        self._shown: list[tuple[BucketWeights, Sequence[Tensor]]] = []
         self._begun = 0
         """Of those."""
-        self._left: list[BucketWeights | FirstRows] = []
+        self._left: list[BucketWeights] = []
         """What left ahead, while an update goes on."""
-        self._first: dict[int, FirstRows] = {}
-        """By bucket, the rows that return first in this update, or have in the last."""
-        self._behind: list[BucketWeights] = []
-        """Whose first rows leave before them, while an update goes on."""
-        self._named: dict[int, Tensor] = {}
-        """By bucket, what `will_read` has named since the last update."""
-        self._is_taken_up = False
-        """Whether `_first` is of this step."""
-
-    def will_read(self, bucket: Bucket, rows: Tensor) -> None:
-        """The first forward pass after the next update reads these rows of a table, bool by row, the same on
-        every rank: they return first, and the rest behind all weights."""
-        self._named[id(bucket)] = rows
-
-    def _take_up(self) -> None:
-        """What was named is of the update that begins."""
-        if self._is_taken_up:
-            return
-        self._is_taken_up = True
-        for first in self._first.values():
-            first.has_changed()
-        tables = {number: self._of_bucket[number] for number in self._named}
-        self._first = {
-            number: FirstRows(table, self._named[number])
-            for number, table in tables.items()
-            if table in self._order
-        }
-        self._named = {}
 
     def ahead(self, bucket: Bucket, rows: Sequence[Tensor]) -> None:
         axis = self._weights[0].axis
         if self._is_agreed and axis.is_used_by(self):
-            self._take_up()
             axis.held = self
-            if (first := self._first.get(id(bucket))) is not None:
-                self._shown.append((first, rows))
             self._shown.append((self._of_bucket[id(bucket)], rows))
             self._fill_ahead()
 
@@ -336,36 +301,20 @@ class GatherAhead(Gatherer):
         self._shown, self._begun = [], 0
 
     def take_back(self) -> None:
-        self._have_changed(self._settle())
-
-    def _have_changed(self, left: Sequence[BucketWeights | FirstRows]) -> list[BucketWeights]:
-        """What has left is not so; returns the buckets that it was of."""
-        for each in left:
+        for each in self._settle():
             each.has_changed()
-        wholes = [each if isinstance(each, BucketWeights) else each.whole for each in left]
-        for whole in wholes:
-            whole.has_changed()
-        return list(dict.fromkeys(wholes))
 
     def update_order(self) -> list[Bucket]:
         self._weights[0].axis.turn_to(self)
         self._left = self._settle()
-        order = super().update_order()
-        self._take_up()
-        return order
+        return super().update_order()
 
     def updated(self, bucket: Bucket) -> None:
-        each, first = self._of_bucket[id(bucket)], self._first.get(id(bucket))
-        if first is not None and first not in self._left:
-            first.has_changed()
-            self._waiting.append(first)
+        each = self._of_bucket[id(bucket)]
         if each not in self._left:
             each.has_changed()
-            if first is None:
-                self._waiting.append(each)
-            else:
-                self._behind.append(each)
-        self._fill()
+            self._waiting.append(each)
+            self._fill()
 
     def _fill_ahead(self) -> None:
         axis = self._weights[0].axis
@@ -389,7 +338,7 @@ class GatherAhead(Gatherer):
                 each.begin_again()
             each.bring()
 
-    def _settle(self) -> list[BucketWeights | FirstRows]:
+    def _settle(self) -> list[BucketWeights]:
         """What has left ahead on any rank, and leaves here at the latest now; nothing else will."""
         if not self._shown:
             return []
@@ -403,14 +352,10 @@ class GatherAhead(Gatherer):
         self._weights[0].axis.held = None
         return left
 
-    def _before(self, module: nn.Module, read: list[BucketWeights], arguments: Sequence[Any]) -> None:
+    def _before(self, module: nn.Module, read: list[BucketWeights]) -> None:
         if any(each in read for each, _ in self._shown):
             self._show_what_is()
-        first = self._first.get(id(read[0].bucket))
-        if first is not None and first.holds(module, arguments):
-            self._bring(first)
-        else:
-            super()._before(module, read, arguments)
+        super()._before(module, read)
         self._fill()
 
     def complete(self) -> None:
@@ -423,15 +368,13 @@ class GatherAhead(Gatherer):
 
     def _show_what_is(self) -> None:
         """Somebody reads weights between the gradients and the step: all ranks have the old ones again."""
-        for each in self._have_changed(self._settle()):
+        for each in self._settle():
+            each.has_changed()
             each.begin()
-        self._first = {}
 
     def end_update(self) -> None:
         super().end_update()
-        self._waiting.extend(self._behind)
-        self._behind, self._left = [], []
-        self._is_taken_up = False
+        self._left = []
         self._fill()
 
     def begin_rest(self) -> None:
@@ -441,7 +384,7 @@ class GatherAhead(Gatherer):
     def _may_wait(self, bucket: Bucket) -> bool:
         return True
 
-    def _bring(self, each: BucketWeights | FirstRows) -> None:
+    def _bring(self, each: BucketWeights) -> None:
         while self._waiting and not each.is_current and not each.is_under_way:
             self._waiting.popleft().begin()
         each.bring()
@@ -486,13 +429,13 @@ class GatherPerUse(Gatherer):
     def begin_rest(self) -> None:
         """None: weights are gathered where they are used."""
 
-    def _before(self, module: nn.Module, read: list[BucketWeights], arguments: Sequence[Any]) -> None:
+    def _before(self, module: nn.Module, read: list[BucketWeights]) -> None:
         in_forward = torch._C._current_graph_task_id() == -1
         if not self._is_agreed and in_forward:
             self._last = read[-1]
             if _reads_again(module):
                 self._wanted_again.update(id(each) for each in read if each not in self._order)
-        super()._before(module, read, arguments)
+        super()._before(module, read)
         if read[-1] in self._order:
             place = self._order.index(read[-1])
             # Computed again for a backward pass, the modules that follow may have been through it.

@@ -16,7 +16,7 @@ import pyruntime
 from pyruntime import comm
 from pyruntime.data_parallel import gradients
 from pyruntime.data_parallel.buckets import Bucket
-from pyruntime.data_parallel.touched import embeddings_of, packed, touched_rows, unpacked
+from pyruntime.data_parallel.touched import packed, tables_of, touched_rows, unpacked
 from pyruntime.nn import VocabParallelEmbedding
 from tests.data_parallel import cases
 from tests.transports import TRANSPORTS, on_transport, take
@@ -325,7 +325,7 @@ def test_lines_of_a_table_are_its_rows_and_marks(segments):
 
 def test_only_tables_that_one_embedding_alone_has_are_searched():
     model = Model()
-    assert embeddings_of(model) == [model.embed, model.places]
+    assert [id(table) for table in tables_of(model)] == [id(model.embed.weight), id(model.places.weight)]
     model.head.weight = model.embed.weight
     model.places.weight.requires_grad_(False)
-    assert embeddings_of(model) == []
+    assert tables_of(model) == []

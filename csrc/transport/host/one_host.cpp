@@ -14,8 +14,8 @@ namespace {
 // A rank's slot holds its rows.
 class OneHostGather : public GatherByRank {
  public:
-  OneHostGather(HostWorkspace& workspace, const FlightDescriptor& descriptor, ChunkPlan plan)
-      : GatherByRank(descriptor, std::move(plan)),
+  OneHostGather(GroupContext& context, HostWorkspace& workspace, const FlightDescriptor& descriptor)
+      : GatherByRank(context, descriptor),
         flight_(workspace.begin(descriptor, plan_.max_rows() * descriptor.row_bytes())) {}
 
   at::Tensor memory(const Chunk& chunk) override {
@@ -99,12 +99,7 @@ class OneHostTransport : public Transport {
   }
 
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override {
-    return std::make_unique<OneHostGather>(*workspace_, descriptor, plan_of(descriptor));
-  }
-  std::unique_ptr<GatherFlight> gather_some(const FlightDescriptor& descriptor,
-                                            const std::vector<int64_t>& rows) override {
-    return std::make_unique<OneHostGather>(*workspace_, descriptor.of_some(rows),
-                                           plan_of(descriptor).of_some(rows, /*pieces=*/1));
+    return std::make_unique<OneHostGather>(context_, *workspace_, descriptor);
   }
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override {
     return std::make_unique<OneHostScatter>(context_, *workspace_, descriptor, all, plan_of(descriptor));
@@ -114,7 +109,7 @@ class OneHostTransport : public Transport {
     return std::make_unique<OneHostScatter>(context_, *workspace_, descriptor.of_some(rows), all,
                                             plan_of(descriptor).of_some(rows, /*pieces=*/1));
   }
-  bool sends_some() const override { return true; }
+  bool scatters_some() const override { return true; }
   std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override {
     auto flight = workspace_->begin(descriptor, 0);
     std::vector<int64_t> held(world_size());
@@ -130,7 +125,7 @@ class OneHostTransport : public Transport {
 
  private:
   ChunkPlan plan_of(const FlightDescriptor& descriptor) const {
-    return {descriptor.rows, world_size(), rank(), /*pieces=*/1, descriptor.holder};
+    return {descriptor.rows, world_size(), rank()};
   }
 
   std::unique_ptr<HostWorkspace> workspace_;

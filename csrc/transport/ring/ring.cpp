@@ -77,13 +77,6 @@ class RingTransport : public Transport {
     return make_ring_gather(control_, *parts_.arbiter,
                             begin(FlightKind::kGather, descriptor, plan_of(descriptor), descriptor));
   }
-  std::unique_ptr<GatherFlight> gather_some(const FlightDescriptor& descriptor,
-                                            const std::vector<int64_t>& rows) override {
-    const FlightDescriptor some = descriptor.of_some(rows);
-    return make_ring_gather(
-        control_, *parts_.arbiter,
-        begin(FlightKind::kGather, some, plan_of(descriptor).of_some(rows, pieces_for(some)), some));
-  }
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override {
     return scatter(descriptor, all, plan_of(descriptor));
   }
@@ -92,7 +85,7 @@ class RingTransport : public Transport {
     const FlightDescriptor some = descriptor.of_some(rows);
     return scatter(some, all, plan_of(descriptor).of_some(rows, pieces_for(some)));
   }
-  bool sends_some() const override { return true; }
+  bool scatters_some() const override { return true; }
   std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override {
     FlightDescriptor held = rows_held_descriptor(descriptor, world_size());
     held.pieces = ring_directions(layout().hosts());
