@@ -186,10 +186,11 @@ std::string DeviceTransport::why_not_fused(const FlightDescriptor& descriptor) c
 }
 
 bool DeviceTransport::goes_around(const FlightDescriptor& descriptor) const {
+  if (rings_.empty()) return false;
   const bool gathers = descriptor.op == Op::kAllGatherMatmul || descriptor.op == Op::kAllGather;
   // Pieces are cut between rows, and by the fused kernels between `inner` of each.
   const bool cuts = descriptor.inner == 1 || descriptor.rows % (world_size() * rings_.ways()) == 0;
-  if (rings_.empty() || !gathers || descriptor.row_blocks != 1 || !cuts) return false;
+  if (!gathers || descriptor.row_blocks != 1 || !cuts) return false;
   const int64_t bytes = rows_of_rank(descriptor.rows, world_size(), 0) * descriptor.row_bytes();
   return bytes / piece_bytes_ >= rings_.ways();
 }
