@@ -3,10 +3,6 @@ errors."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,8 +12,6 @@ from torch import Tensor
 import pyruntime
 from pyruntime import ops
 from pyruntime.comm import group_name, group_rank, group_size
-from pyruntime.ops.primitives import linear
-from tests.ops.cases import randn
 from tests.ranks import RankError
 from tests.transports import TRANSPORTS, on_transport
 
@@ -484,29 +478,3 @@ def test_ranks_that_disagree_are_told_so(ranks, what, message):
 def test_rank_error_names_the_rank(ranks):
     with pytest.raises(RankError, match="feature dimension"):
         ranks.run(bad_input_case, 2, "dim")
-
-
-def linear_in_fp32(dtype: torch.dtype) -> None:
-    """A plain linear, forward and backward, has the bits of fp32 GEMMs, rounded once."""
-    x, weight, bias = (randn(*shape).to(dtype).requires_grad_() for shape in ((5, 33), (17, 33), (17,)))
-    dy = randn(5, 17).to(dtype)
-    wide_x, wide_weight, wide_bias, wide_dy = (t.detach().float() for t in (x, weight, bias, dy))
-    y = linear(x, weight, bias)
-    assert torch.equal(y, torch.nn.functional.linear(wide_x, wide_weight, wide_bias).to(dtype))
-    y.backward(dy)
-    assert torch.equal(x.grad, (wide_dy @ wide_weight).to(dtype))
-    assert torch.equal(weight.grad, (wide_dy.t() @ wide_x).to(dtype))
-
-
-def test_a_linear_in_fp16_is_multiplied_in_fp32():
-    linear_in_fp32(torch.float16)
-
-
-def test_a_linear_in_bf16_is_multiplied_in_fp32_where_the_processor_has_no_bf16():
-    """As on a processor without AVX-512, where torch's own bf16 takes a hundred times as long."""
-    program = (
-        "import torch; from tests.ops.test_primitives import linear_in_fp32; linear_in_fp32(torch.bfloat16)"
-    )
-    older = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    ran = subprocess.run([sys.executable, "-c", program], env=older, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
