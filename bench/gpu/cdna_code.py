@@ -51,21 +51,22 @@ class Kernel:
 
 def kernels_in(listing: str) -> list[Kernel]:
     """All kernels of a listing of one GPU. Raises ValueError where there are none."""
+    metadata = listing.partition("amdhsa.kernels:")[2].split("\n  - ")
+    kernels = [dict(re.findall(r"^(?:    )?\.(\w+): +(\w+)$", text, re.M)) for text in metadata]
+    described = {fields["name"]: fields for fields in kernels if "name" in fields}
     found = []
     for symbol, body in re.findall(r"^(_Z\w+):[^\n]*\n(.*?)^\.Lfunc_end", listing, re.M | re.S):
-        described = re.search(rf"\.amdhsa_kernel {symbol}\n(.*?)\.end_amdhsa_kernel", listing, re.S)
-        if described is None:
+        if symbol not in described:
             continue  # a function that kernels call
-        fields = dict(re.findall(r"\.(amdhsa_\w+) (\d+)", described[1]))
-        threads = re.search(rf"\.max_flat_workgroup_size: (\d+)\n\s+\.name: +{symbol}\n", listing)
+        fields = described[symbol]
         found.append(
             Kernel(
                 demangled(symbol),
                 tuple(_lines(body)),
-                int(fields["amdhsa_next_free_vgpr"]),
-                int(fields["amdhsa_private_segment_fixed_size"]),
-                int(fields["amdhsa_group_segment_fixed_size"]),
-                int(threads[1]) if threads else 0,
+                int(fields["vgpr_count"]),
+                int(fields["private_segment_fixed_size"]),
+                int(fields["group_segment_fixed_size"]),
+                int(fields["max_flat_workgroup_size"]),
             )
         )
     if not found:

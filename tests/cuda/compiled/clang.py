@@ -6,22 +6,29 @@ import functools
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 from tools import build_cuda, build_hip
 
 BITCODE = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 """Where Debian's rocm-device-libs puts the device library of ROCm 5.2."""
+WRAPPER = "__clang_hip_runtime_wrapper.h"
 STANDS_IN = {
     "oclc_isa_version_942.bc": "oclc_isa_version_940.bc",
     "oclc_isa_version_950.bc": "oclc_isa_version_940.bc",
 }
 """What that library has no file for: a constant, and all else of gfx940 is theirs."""
 
+HIP_HEADERS = sorted(
+    {found.parent for found in Path("/usr/lib").glob(f"llvm-*/lib/clang/*/include/{WRAPPER}")}
+)
+"""Clang's own headers for HIP, for one that came without (Zig's)."""
+
 
 def clangs() -> list[Path]:
-    """Every clang on PATH and of ROCm, the newest first."""
-    folders = [Path(folder) for folder in os.get_exec_path()] + [Path("/opt/rocm/llvm/bin")]
+    """Every clang on PATH, in the environment and of ROCm, the newest first."""
+    folders = [*map(Path, os.get_exec_path()), Path(sys.executable).parent, Path("/opt/rocm/llvm/bin")]
     found = {
         path: int(match[1] or 0)
         for folder in folders
@@ -50,7 +57,7 @@ def why_none(architecture: str) -> str:
     names = ", ".join(dict.fromkeys(path.name for path in clangs())) or "none"
     return (
         f"no clang here compiles HIP for {architecture} (found: {names}); gfx942 takes clang 17, which "
-        "`tools/get_tool.sh clang-19` has, and gfx950 clang 20"
+        "`tools/get_tool.sh clang-19` has, and gfx950 clang 20, which `tools/get_tool.sh clang-21` has"
     )
 
 
@@ -77,7 +84,10 @@ def listing_for(architecture: str, name: str) -> str:
     # Newer ones are for device libraries that are newer, too.
     command += ["-mcode-object-version=5"]
     command += [f"-I{build_hip.ROOT}/csrc", f"-I{build_hip.ROOT}/hip", "--rocm-path=/usr"]
+    # ROCm 5.2's headers call what a newer clang no longer links by itself.
+    command += ["-Xclang", "-mlink-builtin-bitcode", "-Xclang", f"{library}/opencl.bc"]
     command += [f"--rocm-device-lib-path={library}", str(source), "-o", str(made)]
+    command += [f"-idirafter{folder}" for folder in HIP_HEADERS]
     ran = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return made.read_text()

@@ -104,7 +104,7 @@ def test_the_loop_reaches_its_share_of_the_peak(name: str) -> None:
 
 
 def resource(field: str, value: int) -> Callable[[str], str]:
-    return lambda text: re.sub(rf"(\.amdhsa_{field}) \d+", rf"\1 {value}", text)
+    return lambda text: re.sub(rf"(\.{field}: +)\d+", rf"\g<1>{value}", text)
 
 
 def before_end(line: str) -> Callable[[str], str]:
@@ -130,9 +130,9 @@ def sub(pattern: str, new: str) -> Callable[[str], str]:
         (MAIN, resource("private_segment_fixed_size", 16), "no_scratch"),
         (MAIN, before_end("buffer_store_dword v0, off, s[0:3], 0 offset:4"), "no_scratch"),
         (MAIN, before_end("scratch_load_dword v0, off, s33"), "no_scratch"),
-        (MAIN, resource("next_free_vgpr", 264), "fits"),
+        (MAIN, resource("vgpr_count", 264), "fits"),
         (MAIN, resource("group_segment_fixed_size", 32 * 1024), "fits"),
-        (MAIN, sub(r"(max_flat_workgroup_size:) \d+", r"\1 256"), "fits"),
+        (MAIN, resource("max_flat_workgroup_size", 256), "fits"),
         ("ScatterJob_SmallTiles_Bf16", resource("group_segment_fixed_size", 9 * 1024), "fits"),
         (MAIN, before_end("global_atomic_add_f32 v0, v1, s[0:1]"), "integer_atomics"),
         (MAIN, before_end("flat_atomic_pk_add_f16 v[0:1], v2"), "integer_atomics"),
@@ -150,10 +150,11 @@ def test_a_rule_finds_what_is_broken(name: str, broken: Callable[[str], str], ru
 
 
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("name", ["chunks", "workspace", *FUSED])
+@pytest.mark.parametrize("name", NAMES)
 def test_for_newer_gpus_they_keep_to_the_same_rules(name: str, architecture: str) -> None:
     if clang_for(architecture) is None:
         pytest.skip(why_none(architecture))
     text = listing_for(architecture, name)
-    assert complaints(text, architecture) == []
+    if "amdhsa_kernel" in text:  # launchers alone have none
+        assert complaints(text, architecture) == []
     assert "scratch_" not in text
