@@ -15,14 +15,18 @@ await_to_pass_on(PYRUNTIME_PARAMETER Group group, int origin, int first, int fla
   if (threadIdx.x != 0) return;
   const uint64_t epoch = group.control().puts + 1;
   for (int index = first; index < first + flags; ++index) {
-    if (!wait_for(group, group.flag(group.rank, origin, index), epoch, origin, index)) return;
+    if (!wait_for(group, group.flag(group.rank, origin, index), epoch, origin, index)) {
+      return stop_before_copy(group, peer);
+    }
   }
-  wait_for_credit(group, peer, epoch);
+  if (!wait_for_credit(group, peer, epoch)) stop_before_copy(group, peer);
 }
 
 PYRUNTIME_KERNEL(32, 1)
 await_leave_to_put(PYRUNTIME_PARAMETER Group group, int peer) {
-  if (threadIdx.x == 0) wait_for_credit(group, peer, group.control().puts + 1);
+  if (threadIdx.x == 0 && !wait_for_credit(group, peer, group.control().puts + 1)) {
+    stop_before_copy(group, peer);
+  }
 }
 
 constexpr int kFlagThreads = 128;

@@ -8,6 +8,8 @@ using namespace pyruntime::portable;
 
 namespace {
 
+constexpr int kMostReads = 1000;
+
 PYRUNTIME_KERNEL(32, 1)
 finish_slot(PYRUNTIME_PARAMETER Group group) {
   if (threadIdx.x == 0 && !has_failed(group)) close_slot(group, group.control().epochs + 1);
@@ -58,7 +60,10 @@ int pyruntime_failure(const PyruntimeGroup* group, PyruntimeFailure* out, void* 
       const auto first = static_cast<int>(header.stopped_by) - 1;
       require(first < view.world_size(), "this rank was stopped by rank ", first, " of ", view.world_size(),
               "; something else has written over the workspace.");
-      runtime::read(&header, view.bases[first], sizeof(header), on);
+      // That rank may still be writing it.
+      for (int reads = 0; reads < kMostReads && header.failure.state != PYRUNTIME_FAILED; ++reads) {
+        runtime::read(&header, view.bases[first], sizeof(header), on);
+      }
     }
     *out = header.failure;
   });

@@ -6,8 +6,8 @@
 //     SlotControl        what its owner counts
 //     credits [P]        u64, written by peer p: it has done with that epoch of its own slot, so this rank
 //                        may write the next there
-//     flags [P][flags]   u64, written by peer p: that piece or signal of that epoch is here
-//     data
+//     flags [P][flags]   u64, written by peer p (docs/cuda/rings.md: or for it): that piece or signal of that
+//     epoch is here data
 #pragma once
 
 #include "cuda/compat.h"
@@ -87,8 +87,8 @@ PYRUNTIME_DEVICE bool has_failed(const Group& group) {
   return device::load_acquire_system(&group.header(group.rank).stopped_by) != 0;
 }
 
-// The first failure of this rank is its cause. All ranks are told to stop, before this rank does anything
-// that could spoil what they read (a copy engine cannot be told): who is not told has read nothing spoilt.
+// The first failure of this rank is its cause. All ranks are told to stop, this one last: its other streams
+// go on to their copies as soon as they know.
 PYRUNTIME_DEVICE void record_failure(const Group& group, int peer, int chunk, uint64_t expected,
                                      uint64_t seen) {
   PyruntimeFailure& failure = group.header(group.rank).failure;
@@ -104,10 +104,20 @@ PYRUNTIME_DEVICE void record_failure(const Group& group, int peer, int chunk, ui
   failure.seen = seen;
   device::fence_system();
   atomicCAS(&failure.state, PYRUNTIME_FAILURE_CLAIMED, PYRUNTIME_FAILED);
-  for (int step = 0; step < group.world_size(); ++step) {
+  for (int step = 1; step <= group.world_size(); ++step) {
     const int peer = (group.rank + step) % group.world_size();
     device::store_release_system(&group.header(peer).stopped_by, group.rank + 1);
   }
+}
+
+// A copy engine cannot be told to stop, so a copy into `peer` follows a failed wait too. Before it the peer
+// is told, whoever failed and whether or not that rank's record is complete: who is not told reads nothing
+// spoilt. And so is this rank, which then raises no flag behind the copy.
+PYRUNTIME_DEVICE void stop_before_copy(const Group& group, int peer) {
+  uint64_t by = device::load_acquire_system(&group.header(group.rank).stopped_by);
+  if (by == 0) by = group.rank + 1;
+  device::store_release_system(&group.header(peer).stopped_by, by);
+  device::store_release_system(&group.header(group.rank).stopped_by, by);
 }
 
 // Waits until *flag >= expected. False when that took longer than the deadline, or something else failed: the

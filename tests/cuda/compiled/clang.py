@@ -14,6 +14,8 @@ from tools import build_cuda, build_hip
 BITCODE = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 """Where Debian's rocm-device-libs puts the device library of ROCm 5.2."""
 WRAPPER = "__clang_hip_runtime_wrapper.h"
+NEWEST = 1000
+"""Stands for the version of a clang whose name has none."""
 STANDS_IN = {
     "oclc_isa_version_942.bc": "oclc_isa_version_940.bc",
     "oclc_isa_version_950.bc": "oclc_isa_version_940.bc",
@@ -27,21 +29,21 @@ HIP_HEADERS = sorted(
 
 
 def clangs() -> list[Path]:
-    """Every clang on PATH, in the environment and of ROCm, the newest first."""
+    """Every clang on PATH, in the environment and of ROCm, the oldest first."""
     folders = [*map(Path, os.get_exec_path()), Path(sys.executable).parent, Path("/opt/rocm/llvm/bin")]
     found = {
-        path: int(match[1] or 0)
+        path: int(match[1] or NEWEST)
         for folder in folders
         if folder.is_dir()
         for path in folder.iterdir()
         if (match := re.fullmatch(r"clang(?:-(\d+))?", path.name)) and os.access(path, os.X_OK)
     }
-    return sorted(found, key=lambda path: -found[path])
+    return sorted(found, key=lambda path: found[path])
 
 
 @functools.cache
 def clang_for(architecture: str) -> Path | None:
-    """The newest that compiles HIP for that GPU; None where there is none, or no device library."""
+    """The oldest that compiles HIP for that GPU; None where there is none, or no device library."""
     asked = ["-x", "hip", f"--offload-arch={architecture}", "--cuda-device-only", "-nogpuinc", "-nogpulib"]
     for clang in clangs() if BITCODE.is_dir() else []:
         ran = subprocess.run([clang, *asked, "-E", os.devnull], capture_output=True)
@@ -84,8 +86,8 @@ def listing_for(architecture: str, name: str) -> str:
     # Newer ones are for device libraries that are newer, too.
     command += ["-mcode-object-version=5"]
     command += [f"-I{build_hip.ROOT}/csrc", f"-I{build_hip.ROOT}/hip", "--rocm-path=/usr"]
-    # ROCm 5.2's headers call what a newer clang no longer links by itself.
-    command += ["-Xclang", "-mlink-builtin-bitcode", "-Xclang", f"{library}/opencl.bc"]
+    for bitcode in ("hip.bc", "opencl.bc"):  # what ROCm 5.2's headers call, and newer clangs link no longer
+        command += ["-Xclang", "-mlink-builtin-bitcode", "-Xclang", f"{library}/{bitcode}"]
     command += [f"--rocm-device-lib-path={library}", str(source), "-o", str(made)]
     command += [f"-idirafter{folder}" for folder in HIP_HEADERS]
     ran = subprocess.run(list(map(str, command)), capture_output=True, text=True)

@@ -50,6 +50,11 @@ def no_scratch(kernel: Kernel) -> list[str]:
     return complaints + [f"scratch memory is used: {line}" for line in used]
 
 
+def calls_nothing(kernel: Kernel) -> list[str]:
+    """Everything is inlined: what a kernel calls is not in its counts of registers and scratch memory."""
+    return [f"a function is called: {line}" for line in kernel.instructions if "swappc" in line]
+
+
 def fits(tile: Tile) -> list[str]:
     """As many waves and blocks are resident as the tile's configuration says."""
     complaints = []

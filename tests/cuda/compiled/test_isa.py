@@ -51,6 +51,7 @@ def complaints(text: str, architecture: str) -> list[str]:
         found.extend(f"{rule.__name__}: {said}" for said in rule(*of))
 
     for kernel in kernels_in(text):
+        ask(isa_rules.calls_nothing, kernel)
         ask(isa_rules.no_scratch, kernel)
         ask(isa_rules.integer_atomics, kernel)
         ask(isa_rules.flags_follow_data, kernel)
@@ -127,6 +128,7 @@ def sub(pattern: str, new: str) -> Callable[[str], str]:
             sub(rf"(\t{WIDE_LOAD} .*\n)", r"\1\ts_waitcnt vmcnt(0)\n"),
             "loads_run_ahead",
         ),
+        (MAIN, before_end("s_swappc_b64 s[30:31], s[0:1]"), "calls_nothing"),
         (MAIN, resource("private_segment_fixed_size", 16), "no_scratch"),
         (MAIN, before_end("buffer_store_dword v0, off, s[0:3], 0 offset:4"), "no_scratch"),
         (MAIN, before_end("scratch_load_dword v0, off, s33"), "no_scratch"),

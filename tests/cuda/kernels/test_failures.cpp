@@ -1,4 +1,5 @@
 // Ranks that do not come: every wait ends, says who was waited for, and nothing is written afterwards.
+#include "cuda/portable/workspace.cuh"
 #include "fused.h"
 
 namespace {
@@ -102,6 +103,45 @@ TEST(a_put_without_leave_fails_and_tells_the_peer_whose_rows_it_spoils) {
               std::string(
                   "push of rows, rank 0 waiting for rank 1 to have done with slot 0 (expected epoch 1, seen "
                   "0): the deadline has passed."));
+  });
+}
+
+portable::WorkspaceHeader& header_of(const PyruntimeGroup& group, int rank) {
+  return *static_cast<portable::WorkspaceHeader*>(group.workspaces[rank]);
+}
+
+// Several streams of a rank fail at once: while one of them still writes the record, the others' copies
+// follow.
+TEST(who_is_not_the_first_to_fail_tells_its_peer_before_it_copies) {
+  const Problem p{3, PYRUNTIME_NT, PYRUNTIME_TILES_SMALL, 12, 4, 16};
+  for (const bool passes_on : {false, true}) {
+    const Workspaces workspaces(gather_shape(p, PYRUNTIME_BF16));
+    check::in_ranks(1, [&](int) {
+      PyruntimeGroup group = workspaces.group(0, 0, kPatience);
+      if (!passes_on) EXPECT_OK(pyruntime_put(&group, nullptr, 0, 1, 0, 0, 1, nullptr));  // takes the credit
+      EXPECT_OK(pyruntime_end_puts(&group, nullptr));
+      group.deadline_ns = kDeadline;
+      header_of(group, 0).failure.state = PYRUNTIME_FAILURE_CLAIMED;
+      if (passes_on) {
+        EXPECT_OK(pyruntime_pass_on(&group, 2, 0, 1, 0, 0, 1, nullptr));
+      } else {
+        EXPECT_OK(pyruntime_put(&group, nullptr, 0, 1, 0, 0, 1, nullptr));
+      }
+      EXPECT_EQ(header_of(group, 1).stopped_by, uint64_t{1});
+      EXPECT_EQ(header_of(group, 0).stopped_by, uint64_t{1});
+      EXPECT_EQ(header_of(group, 2).stopped_by, uint64_t{0});
+    });
+  }
+}
+
+TEST(who_was_told_to_stop_tells_whom_it_copies_to) {
+  const Problem p{3, PYRUNTIME_NT, PYRUNTIME_TILES_SMALL, 12, 4, 16};
+  const Workspaces workspaces(gather_shape(p, PYRUNTIME_BF16));
+  check::in_ranks(1, [&](int) {
+    const PyruntimeGroup group = workspaces.group(0, 0, kPatience);
+    header_of(group, 0).stopped_by = 3;  // by rank 2, which has not come to rank 1 yet
+    EXPECT_OK(pyruntime_put(&group, nullptr, 0, 1, 0, 0, 1, nullptr));
+    EXPECT_EQ(header_of(group, 1).stopped_by, uint64_t{3});
   });
 }
 
