@@ -52,19 +52,21 @@ def find_hipcc() -> Path | None:
 
 
 def architectures() -> list[str]:
-    """The GPUs to compile for. Raises RuntimeError for what has no matrix instructions of these kernels."""
+    """The GPUs to compile for: of those that PYTORCH_ROCM_ARCH names, which may be torch's own list, those with
+    the matrix instructions of these kernels. Raises RuntimeError where there is none among them."""
     named = os.environ.get("PYTORCH_ROCM_ARCH")
     if not named:
         hipcc = find_hipcc()
         return known_architectures(hipcc) if hipcc is not None else list(ARCHITECTURES)
-    names = re.split(r"[;,\s]+", named)
-    for name in names:
-        if not re.fullmatch(r"gfx9(0a|4\w|5\w)", name):
-            raise RuntimeError(
-                f"PYTORCH_ROCM_ARCH names {name!r}, and these kernels need gfx90a, gfx942 or newer of "
-                "that family; leave it out."
-            )
-    return names
+    # What follows a colon says which features a process has on or off, and kernels without it serve both.
+    names = [name.partition(":")[0] for name in re.split(r"[;,\s]+", named) if name]
+    fit = [name for name in dict.fromkeys(names) if re.fullmatch(r"gfx9(0a|4\w|5\w)", name)]
+    if not fit:
+        raise RuntimeError(
+            f"PYTORCH_ROCM_ARCH names {named!r}, and these kernels need gfx90a, gfx942 or newer of that family; "
+            "add one, or leave it out."
+        )
+    return fit
 
 
 @functools.cache

@@ -112,9 +112,18 @@ def kernels() -> str:
         used = f"not used here: {reason}" if (reason := why_not()) else "used by ops on GPUs"
         return f"{path.name}{gpus}, {path.stat().st_size / 1e6:.0f} MB; {used}"
     name, target = ("hipcc", "hip") if rocm else ("nvcc", "cuda")
-    if compiler := shutil.which(name):
+    if compiler := _compiler(name):
         return f"not built: `make {target}` builds them with {compiler}"
-    return f"none (CPU-only build: no {name} on PATH)"
+    return f"none (CPU-only build: {name} was not found)"
+
+
+def _compiler(name: str) -> str | None:
+    """nvcc or hipcc where the build looks for it."""
+    homes = {"nvcc": ("CUDA_HOME", "CUDA_PATH"), "hipcc": ("ROCM_HOME", "ROCM_PATH", "HIP_PATH")}[name]
+    folders = [os.environ[home] for home in homes if os.environ.get(home)]
+    usual = {"nvcc": "/usr/local/cuda", "hipcc": "/opt/rocm"}[name]
+    places = [*(f"{folder}/bin" for folder in folders), os.environ.get("PATH", ""), f"{usual}/bin"]
+    return shutil.which(name, path=os.pathsep.join(places))
 
 
 def nvtx_ranges() -> str:

@@ -29,17 +29,25 @@ def test_the_compiler_is_read_from_the_library(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("hip", "compiler", "target"), [(None, "nvcc", "cuda"), ("6.4.43482", "hipcc", "hip")]
+    ("hip", "compiler", "target", "home"),
+    [(None, "nvcc", "cuda", "CUDA_HOME"), ("6.4.43482", "hipcc", "hip", "ROCM_PATH")],
 )
 def test_missing_kernels_are_said_to_be_missing_and_how_to_get_them(
-    monkeypatch, tmp_path, hip, compiler, target
+    monkeypatch, tmp_path, hip, compiler, target, home
 ):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(cuda, "library_path", lambda: tmp_path / "libpyruntime_none.so")
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    assert doctor.kernels() == f"none (CPU-only build: no {compiler} on PATH)"
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/local/bin/{name}")
-    assert doctor.kernels() == f"not built: `make {target}` builds them with /usr/local/bin/{compiler}"
+    with monkeypatch.context() as nowhere:
+        nowhere.setattr(doctor.shutil, "which", lambda name, path: None)
+        assert doctor.kernels() == f"none (CPU-only build: {compiler} was not found)"
+    found = tmp_path / "bin" / compiler  # where the build looks first
+    found.parent.mkdir()
+    found.write_text("#!/bin/sh\n")
+    found.chmod(0o755)
+    monkeypatch.setenv(home, str(tmp_path))
+    for name in ("ROCM_HOME", "HIP_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert doctor.kernels() == f"not built: `make {target}` builds them with {found}"
 
 
 def test_kernels_for_gpus_of_amd_say_for_which(monkeypatch, tmp_path):

@@ -111,9 +111,20 @@ def test_nothing_is_compiled_anew_without_a_change(library: Path) -> None:
     assert library.stat().st_mtime_ns == before
 
 
-def test_gpus_without_these_matrix_instructions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_ROCM_ARCH", "gfx90a;gfx942")
+@pytest.mark.parametrize(
+    "named", ["gfx90a;gfx942", "gfx1100 gfx90a:xnack-,gfx942;", "gfx90a;gfx90a:xnack+;gfx942"]
+)
+def test_of_torchs_gpus_those_with_these_matrix_instructions(
+    monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.setenv("PYTORCH_ROCM_ARCH", named)
     assert build_hip.architectures() == ["gfx90a", "gfx942"]
-    monkeypatch.setenv("PYTORCH_ROCM_ARCH", "gfx90a gfx1100")
-    with pytest.raises(RuntimeError, match="names 'gfx1100', and these kernels need gfx90a"):
+
+
+@pytest.mark.parametrize("named", ["gfx1100", "gfx908;gfx1100", ";"])
+def test_gpus_without_these_matrix_instructions_are_refused(
+    monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.setenv("PYTORCH_ROCM_ARCH", named)
+    with pytest.raises(RuntimeError, match=f"names '{named}', and these kernels need gfx90a"):
         build_hip.architectures()
