@@ -52,8 +52,8 @@ def find_hipcc() -> Path | None:
 
 
 def architectures() -> list[str]:
-    """The GPUs to compile for: of those that PYTORCH_ROCM_ARCH names, which may be torch's own list, those with
-    the matrix instructions of these kernels. Raises RuntimeError where there is none among them."""
+    """The GPUs to compile for: of those that PYTORCH_ROCM_ARCH names, which may be torch's own list, those
+    with the matrix instructions of these kernels. Raises RuntimeError where there is none among them."""
     named = os.environ.get("PYTORCH_ROCM_ARCH")
     if not named:
         hipcc = find_hipcc()
@@ -63,8 +63,8 @@ def architectures() -> list[str]:
     fit = [name for name in dict.fromkeys(names) if re.fullmatch(r"gfx9(0a|4\w|5\w)", name)]
     if not fit:
         raise RuntimeError(
-            f"PYTORCH_ROCM_ARCH names {named!r}, and these kernels need gfx90a, gfx942 or newer of that family; "
-            "add one, or leave it out."
+            f"PYTORCH_ROCM_ARCH names {named!r}, and these kernels need gfx90a, gfx942 or newer of that "
+            "family; add one, or leave it out."
         )
     return fit
 
