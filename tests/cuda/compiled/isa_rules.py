@@ -4,6 +4,7 @@ returns complaints, none where it holds."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from bench.gpu.cdna_code import FLAG, MATRIX, WIDE_LOAD, Kernel
 from bench.gpu.cdna_model import LANES, SHARED_BYTES, SIMDS, VGPRS_PER_SIMD_LANE, Tile
@@ -19,6 +20,12 @@ MATRIX_INSTRUCTIONS = {
     ("gfx950", "Fp16"): "v_mfma_f32_16x16x32_f16",
 }
 VGPR_GRANULE = 8
+POLL = {"gfx90a": "glc"}
+"""How a load of a flag is marked that passes the caches; elsewhere sc0 sc1."""
+DROP_CACHES = {"gfx90a": ("buffer_invl2", "buffer_wbinvl1_vol")}
+"""What follows it, so that no load behind it finds what the caches held; elsewhere buffer_inv sc0 sc1."""
+NEAR = 12
+"""Instructions within which one follows another that belongs to it."""
 
 
 def multiplies(tile: Tile, architecture: str) -> list[str]:
@@ -94,3 +101,33 @@ def flags_follow_data(kernel: Kernel) -> list[str]:
                 state = "a store"
             after_mark = False
     return complaints
+
+
+def polls_read_past_the_caches(kernel: Kernel, architecture: str) -> list[str]:
+    """A flag is loaded past the caches, that is waited for, and what they hold is dropped."""
+    poll = rf"(flat|global)_load_dwordx2 .* {POLL.get(architecture, 'sc0 sc1')}"
+    then = [r"s_waitcnt .*vmcnt\(0\)", *DROP_CACHES.get(architecture, ("buffer_inv sc0 sc1",))]
+    lines = kernel.instructions
+    polls = [at for at, line in enumerate(lines) if re.match(poll, line)]
+    broken = [at for at in polls if not _in_order(lines[at + 1 : at + 1 + NEAR], then)]
+    return [f"loads may run before a flag is seen: {lines[at]}" for at in broken]
+
+
+def stores_leave_before_signals(kernel: Kernel) -> list[str]:
+    """Of a scatter: every wave waits for its stores before the two barriers behind which one signals."""
+    lines = kernel.instructions
+    barriers = [at for at, line in enumerate(lines) if line.startswith("s_barrier")]
+    drained = sum(_has_drained(lines[max(0, at - NEAR) : at]) for at in barriers)
+    return [] if drained >= 2 else [f"{drained} barriers follow a wait for all stores, not 2"]
+
+
+def _in_order(lines: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether lines that match the patterns follow each other, with others between."""
+    rest = iter(lines)
+    return all(any(re.match(pattern, line) for line in rest) for pattern in patterns)
+
+
+def _has_drained(lines: Sequence[str]) -> bool:
+    """Whether the kernel's own wait for all its stores is among these, and no store follows it."""
+    stores = [at for at, line in enumerate(lines) if re.match(r"(global|flat|buffer)_(store|atomic)", line)]
+    return "s_waitcnt vmcnt(0)" in lines[max(stores, default=-1) + 1 :]

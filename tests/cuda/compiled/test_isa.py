@@ -55,6 +55,9 @@ def complaints(text: str, architecture: str) -> list[str]:
         ask(isa_rules.no_scratch, kernel)
         ask(isa_rules.integer_atomics, kernel)
         ask(isa_rules.flags_follow_data, kernel)
+        ask(isa_rules.polls_read_past_the_caches, kernel, architecture)
+        if "ScatterJob" in kernel.name:
+            ask(isa_rules.stores_leave_before_signals, kernel)
     for tile in tiles_in(text):
         ask(isa_rules.multiplies, tile, architecture)
         ask(isa_rules.loads_run_ahead, tile)
@@ -143,6 +146,13 @@ def sub(pattern: str, new: str) -> Callable[[str], str]:
         ("chunks", sub(r"vmcnt\(0\)", "vmcnt(1)"), "flags_follow_data"),
         ("workspace", sub(rf"(\t{FLAG}\n)", r"\tglobal_store_dword v0, v1, s[0:1]\n\1"), "flags_follow_data"),
         ("ScatterJob_SmallTiles_Bf16", sub(r"\tbuffer_wbl2.*\n", ""), "flags_follow_data"),
+        ("chunks", sub(r"\tbuffer_invl2\n", ""), "polls_read_past_the_caches"),
+        ("chunks", sub(r"vmcnt\(0\)", "vmcnt(1)"), "polls_read_past_the_caches"),
+        (
+            "ScatterJob_SmallTiles_Bf16",
+            sub(r"s_waitcnt vmcnt\(0\)\n", "s_nop 0\n"),
+            "stores_leave_before_signals",
+        ),
     ],
 )
 def test_a_rule_finds_what_is_broken(name: str, broken: Callable[[str], str], rule: str) -> None:
