@@ -110,6 +110,7 @@ def describe(metrics: StepMetrics, steps: int, eta_s: float) -> str:
         *([] if metrics.mfu is None else [f"MFU {metrics.mfu:.1%}"]),
         *exposed(metrics, "exposed", 1),
         f"{metrics.memory_bytes / 1e6:,.0f} MB",
+        *([] if metrics.skipped is None else [f"skipped, {metrics.skipped} so far"]),
         f"ETA {clock(eta_s)}",
     ]
     if metrics.val_loss is not None:
@@ -123,6 +124,7 @@ def describe_briefly(metrics: StepMetrics, steps: int, eta_s: float, exposed_lab
         f"{metrics.step}/{steps} loss {metrics.loss:.3f} norm {metrics.grad_norm:.3g} lr {metrics.lr:.1e}",
         f"{metrics.tokens_per_second:.0f} tok/s",
         *exposed(metrics, exposed_label, 0),
+        *([] if metrics.skipped is None else [f"skipped {metrics.skipped}"]),
         f"ETA {clock(eta_s)}",
     ]
     return " ".join(parts)
