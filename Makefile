@@ -30,7 +30,7 @@ train: $(BUILT)  ## train the main model: 2 ranks, tensor parallel
 	$(TORCHRUN) --nproc-per-node 2 -m pyruntime train --config main
 
 .PHONY: test
-test: lint  ## lint, then all tests but those of the six targets below
+test: lint  ## lint, then all tests but those of the seven targets below
 	$(RUN) -m pytest
 
 .PHONY: test-cuda
@@ -56,6 +56,10 @@ test-model: $(BUILT)  ## check the models of the protocol with spin
 .PHONY: test-architectures
 test-architectures: $(BUILT)  ## plan "auto" on every architecture that transformers has a plan for
 	$(RUN) tools/check_architectures.py --verbose
+
+.PHONY: test-parity
+test-parity: $(BUILT)  ## train on every mesh of at most 8 ranks and compare with one; writes docs/parity.md
+	$(RUN) tools/check_parity.py --write docs/parity.md
 
 .PHONY: test-install
 test-install: $(BUILT)  ## install from the source distribution, which compiles all of it: many minutes
