@@ -30,7 +30,7 @@ train: $(BUILT)  ## train the main model: 2 ranks, tensor parallel
 	$(TORCHRUN) --nproc-per-node 2 -m pyruntime train --config main
 
 .PHONY: test
-test: lint  ## lint, then all tests but those of the seven targets below
+test: lint  ## lint, then all tests but those of the six targets below
 	$(RUN) -m pytest
 
 .PHONY: test-cuda
