@@ -110,9 +110,8 @@ def all_cases() -> Iterator[Case]:
 
 def job(folder: Path) -> RunConfig:
     """What all of them train, with one rank's mesh; its text lies in `folder`."""
-    config = jobs.job(
-        folder, steps=STEPS + 1, batch_size=BATCH, micro_batch_size=4, seq_len=SEQ, val_every=STEPS
-    )
+    sizes = {"batch_size": BATCH, "micro_batch_size": 4, "seq_len": SEQ}
+    config = jobs.job(folder, steps=STEPS + 1, val_every=STEPS, z_loss=1e-3, **sizes)
     config = jobs.changed(config, "comm", deadline_s=DEADLINE_S)
     for section, values in (("model", MODEL), ("optimizer", OPTIMIZER)):
         config = jobs.changed(config, section, **vars(values))
