@@ -214,9 +214,7 @@ def judged(ranks: Ranks, wanted: Sequence[Case], config: RunConfig, expected: Fi
         together = left[:many]
         try:
             timeout = CASE_S * (1 + len(together))
-            ended = ranks.launch(
-                run_cases, together[0].ranks, together, config, timeout=timeout, init=False
-            )
+            ended = ranks.launch(run_cases, together[0].ranks, together, config, timeout=timeout, init=False)
         except RankError as error:  # some rank hangs: which combination that is, they tell one by one
             if many == 1:
                 yield Result(left.pop(0), failed=first_line(error))
@@ -290,7 +288,12 @@ def page(results: Sequence[Result], seconds: float) -> str:
         "# Training on every mesh is training on one",
         *("", *textwrap.wrap(made, 118), "", *textwrap.wrap(how, 118)),
         *("", "## Without a pipeline", "", *_table(alone, lambda case: f"zero {case.zero}")),
-        *("", "## With a pipeline: the largest of zero 0 to 3", "", *_table(piped, lambda case: case.schedule)),
+        *(
+            "",
+            "## With a pipeline: the largest of zero 0 to 3",
+            "",
+            *_table(piped, lambda case: case.schedule),
+        ),
     ]
     said = collections.defaultdict(list)
     for each in results:

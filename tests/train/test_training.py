@@ -190,7 +190,10 @@ def test_a_spike_is_told_by_the_norms_of_the_steps_before(ranks, tmp_path, resum
         saved = checkpoint_folder.find(folder)
     (_, said), other = ranks.run(with_bad_steps, 2, config, [5, 22] if not resumed else [22], 1e4, saved)
     assert (_, said) == other
-    assert said.startswith("Step 22: the gradient norm ") and "training stopped with the weights of step 21" in said
+    assert (
+        said.startswith("Step 22: the gradient norm ")
+        and "training stopped with the weights of step 21" in said
+    )
     assert "is above optimizer.spike_factor=4 times the " in said and "not finite" not in said
     skipping = jobs.changed(config, "optimizer", on_bad_step="skip")
     steps, counts = ranks.run(with_bad_steps, 2, skipping, [22], 1e4, saved)[0]
@@ -202,7 +205,9 @@ def test_a_run_that_skips_step_after_step_ends(ranks, tmp_path):
     jobs.prepare(config)
     (steps, said), other = ranks.run(with_bad_steps, 2, config, range(4, 99), math.inf)
     assert said == other[1] and len(steps) == 12
-    assert said.startswith("Step 13: the loss is ") and "and 10 steps in a row were skipped, so training" in said
+    assert (
+        said.startswith("Step 13: the loss is ") and "and 10 steps in a row were skipped, so training" in said
+    )
     assert "stopped with the weights of step 3; lower optimizer.lr" in said
 
 
