@@ -267,20 +267,21 @@ def page(results: Sequence[Result], seconds: float) -> str:
     """docs/parity.md."""
     counts = collections.Counter(each.outcome for each in results)
     meshes = {each.case.mesh for each in results}
+    torch_version = torch.__version__.split("+")[0]
     made = (
-        f"Made by `make test-parity` on {time.strftime('%-d %B %Y')}: torch {torch.__version__.split('+')[0]}, "
-        f"CPU ranks of one host, fp32, {seconds / 60:.0f} minutes. {len(results)} combinations of {len(meshes)} "
-        f"meshes with 1 to {LARGEST} ranks: **{counts['equal']} equal, {counts['refused']} refused, "
+        f"Made by `make test-parity` on {time.strftime('%-d %B %Y')}: torch {torch_version}, CPU ranks of "
+        f"one host, fp32, {seconds / 60:.0f} minutes. {len(results)} combinations of {len(meshes)} meshes "
+        f"with 1 to {LARGEST} ranks: **{counts['equal']} equal, {counts['refused']} refused, "
         f"{counts['wrong']} wrong.**"
     )
     how = (
         f"A Llama of {MODEL.num_hidden_layers} layers of {MODEL.hidden_size} features, "
-        f"{MODEL.num_attention_heads} query and {MODEL.num_key_value_heads} key heads and {MODEL.vocab_size} "
-        f"tokens takes {STEPS} steps of {BATCH} sequences of {SEQ} tokens, clipped, and is validated. Every loss, "
-        "and every gradient norm as a share of it, is compared with those of one rank. Allowed is a difference "
-        f"of {TOLERANCE:g}; the tables show the largest. Tensor parallelism is sequence parallel throughout. "
-        "Some of the combinations run in `make test` (`tests/train/test_parity.py`), with planted mistakes that "
-        "must be found."
+        f"{MODEL.num_attention_heads} query and {MODEL.num_key_value_heads} key heads and "
+        f"{MODEL.vocab_size} tokens takes {STEPS} steps of {BATCH} sequences of {SEQ} tokens, clipped, and "
+        "is validated. Every loss, and every gradient norm as a share of it, is compared with those of one "
+        f"rank. Allowed is a difference of {TOLERANCE:g}; the tables show the largest. Tensor parallelism is "
+        "sequence parallel throughout. Some of the combinations run in `make test` "
+        "(`tests/train/test_parity.py`), with planted mistakes that must be found."
     )
     alone = [each for each in results if each.case.pp == 1]
     piped = [each for each in results if each.case.pp > 1]

@@ -72,7 +72,7 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
     stages = f", {config.pipeline.kind}" if mesh.pp > 1 else ""
     heading = (
         f"{ranks} rank(s) on {ranks // per_host} host(s): tp={mesh.tp} (sequence parallel), cp={mesh.cp}, "
-        f"pp={mesh.pp}{stages}, dp={mesh.dp}, zero={mesh.zero}; {micro_batches(config)} micro-batch(es) a step"
+        f"pp={mesh.pp}{stages}, dp={mesh.dp}, zero={mesh.zero}; {micro_batches(config)} micro-batch(es)"
     )
     both = " x cp" if mesh.cp > 1 else ""
     returning = "new weights" if mesh.zero else "their sums"

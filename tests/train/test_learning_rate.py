@@ -1,5 +1,5 @@
-"""The learning rate rises linearly, then falls along half a cosine, linearly, or at last; over as many steps as
-were asked for, or reach as many tokens."""
+"""The learning rate rises linearly, then falls along half a cosine, linearly, or at last; over as many steps
+as were asked for, or reach as many tokens."""
 
 import dataclasses
 import math

@@ -1,5 +1,5 @@
-"""Training is the same at every tp, the same again, and the same when it is interrupted and resumed; bad steps end
-it, or are left out."""
+"""Training is the same at every tp, the same again, and the same when it is interrupted and resumed; bad
+steps end it, or are left out."""
 
 import math
 import signal
@@ -147,8 +147,8 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_sentence(ranks, tmp_p
 
 
 def with_bad_steps(group, config, bad, factor, resume=None):
-    """What steps measured, of which `bad` had a gradient times `factor`, or the sentence that ended the run; and
-    how many updates each parameter has had."""
+    """What steps measured, of which `bad` had a gradient times `factor`; and how many updates each parameter
+    has had, or the sentence that ended the run."""
     made, steps = jobs.trainer(group, config), []
     if resume:
         made.resume(resume)
