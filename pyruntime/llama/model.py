@@ -154,6 +154,7 @@ class Llama(nn.Module):
         sequences keys and values.
     slices: causal slices of every sequence, of which one computes while the rows of another travel; see
         `slices.py`. Their linears keep their gathered input.
+    z_loss: weight of the mean squared log-sum-exp of the logits, which the loss holds in training mode.
     part: what this rank holds of the model, in a pipeline; None: all of it. Where embedding and head are
         tied, a part with one of the two holds the weight, as `embed.weight`.
 
@@ -174,10 +175,11 @@ class Llama(nn.Module):
         context: Context | None = None,
         recompute: bool = False,
         slices: int = 1,
+        z_loss: float = 0.0,
         part: Part | None = None,
     ):
         super().__init__()
-        self.config, self.context, self.recompute = config, context, recompute
+        self.config, self.context, self.recompute, self.z_loss = config, context, recompute, z_loss
         self.part = Part(tuple(range(config.num_hidden_layers)), True, True) if part is None else part
         self.group = TensorGroup.of(group)
         config.check_tp(self.group.size)
@@ -254,6 +256,7 @@ class Llama(nn.Module):
             vocab_size=self.config.vocab_size,
             ignore_index=IGNORE_INDEX,
             overwrite_logits=True,
+            z_loss=self.z_loss if self.training else 0.0,
         )
         if count is None:
             count = (labels != IGNORE_INDEX).sum()
@@ -281,22 +284,26 @@ class Llama(nn.Module):
         caches: Sequence[Cache] | None = None,
         *,
         whole: bool = False,
+        share: int | None = None,
     ) -> Tensor:
         """The residual stream [T/P, D] through some layers, and through the last norm where they are the last
-        ones. seq: tokens of each sequence, which follow `start` earlier ones; this rank's share, where there
-        is a context. caches: one for each layer, of sequences that neither a context nor slices cut. whole:
-        nor do they without."""
+        ones. seq: tokens of each sequence, which follow `start` earlier ones; this rank's, where there is a
+        context. caches: one for each layer, of sequences that come slice by slice, and that slices inside the
+        group do not cut. whole: nor does a context. share: this rank's tokens of a sequence, where it comes
+        slice by slice; None: seq."""
         config = self.config
-        cut = caches is None and not whole
-        context = self.context if cut else None
-        end = start + seq * (1 if context is None else context.size)
+        context = None if whole else self.context
+        end = start + seq if context is None else (share or seq) * context.size
         if end > config.max_position_embeddings:
             raise ValueError(
                 f"The sequence reaches position {end}, but the model has max_position_embeddings="
                 f"{config.max_position_embeddings}; use shorter sequences or raise that number."
             )
         cos, sin = self._rope(end, x.device)
-        places = slice(start, end) if context is None else context.positions(end).to(x.device)
+        places: slice | Tensor = slice(start, end)
+        if context is not None:
+            places = context.positions(end)[start : start + seq].to(x.device)
+            context = context.of_first(start + seq, share or seq)
         step = Step(
             batch,
             seq,
@@ -307,7 +314,7 @@ class Llama(nn.Module):
             context,
         )
         norms = self.norm_weights(layers)
-        if cut and len(parts := self._parts(seq)) > 1:
+        if caches is None and not whole and len(parts := self._parts(seq)) > 1:
             if torch.compiler.is_compiling():
                 raise ValueError(f"slices={self.slices} under torch.compile; build the model with slices=1.")
             blocks = [self.layer(number) for number in layers]

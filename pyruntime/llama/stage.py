@@ -15,8 +15,8 @@ from pyruntime.pipeline.split import split_layers
 class LlamaStage(nn.Module):
     """Layers `layers` of `model`, with the embedding before the first layer and norm and head after the last.
 
-    seqs: tokens of each slice of a sequence, all of them where sequences are whole. `batch`, the number of
-    sequences in a micro-batch, may be changed between steps.
+    seqs: tokens of each slice of a sequence, all of them where sequences are whole; with a context those of
+    this rank. `batch`, the number of sequences in a micro-batch, may be changed between steps.
     """
 
     def __init__(self, model: Llama, layers: Sequence[int], batch: int, seqs: Sequence[int]):
@@ -41,7 +41,7 @@ class LlamaStage(nn.Module):
             x = model.embed(x.reshape(-1) if carry is not None else model.in_rows(x))
         caches = None if carry is None else carry.of_layers(len(self._numbers))
         start = 0 if carry is None else carry.length
-        x = model.run(x, self._numbers, self.batch, seq, start, caches)
+        x = model.run(x, self._numbers, self.batch, seq, start, caches, share=sum(self._seqs))
         return model.head(x, self.batch * seq) if self.is_last else x
 
     def loss(self, logits: Tensor, labels: Tensor, count: Tensor | None = None) -> Tensor:

@@ -20,6 +20,7 @@ def vocab_parallel_cross_entropy(
     vocab_size: int | None = None,
     ignore_index: int = -100,
     overwrite_logits: bool = False,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Loss per token, fp32, the same on every rank: log sum exp over the whole vocabulary minus the label's
     logit.
@@ -33,6 +34,8 @@ def vocab_parallel_cross_entropy(
 
     (Shoeybi et al. 2019, section 3.)
 
+    z_loss: adds z_loss logsumexp^2 to the loss of every label that is not ignored (Chowdhery et al. 2022,
+        arXiv 2204.02311, section 5).
     vocab_size: V over all ranks, where given, a label outside [0, V) raises IndexError.
     overwrite_logits: the backward writes the gradient over the logits and saves their size in memory; nothing
         else may read them afterwards.
@@ -48,7 +51,7 @@ def vocab_parallel_cross_entropy(
     stats = cross_entropy_stats(flat_logits, flat_labels, vocab_start)
     stats = ops.all_gather_stats(stats, name) if name else stats.unsqueeze(0)  # [P, tokens, 3]
     size = _ANY_VOCABULARY if vocab_size is None else vocab_size
-    loss, _ = cross_entropy_loss(
+    loss, lse = cross_entropy_loss(
         flat_logits,
         flat_labels,
         stats,
@@ -57,4 +60,6 @@ def vocab_parallel_cross_entropy(
         ignore_index=ignore_index,
         overwrite_logits=overwrite_logits,
     )
+    if z_loss:
+        loss = loss + z_loss * lse.square().masked_fill(flat_labels == ignore_index, 0.0)
     return loss.view(labels.shape)

@@ -95,7 +95,8 @@ def cross_entropy_loss(
     ignore_index: int = -100,
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of every row from the statistics of all shards; differentiable in this shard's logits.
+    """The loss of every row from the statistics of all shards; with its log-sum-exp differentiable in this
+    shard's logits.
 
     stats [shards, M, 3] is `cross_entropy_stats` of every shard in rank order; vocab_size counts the whole
     vocabulary.

@@ -98,14 +98,14 @@ def save(run_dir: Path, facts: Facts, sharded: Sharded, group: dist.ProcessGroup
     return final
 
 
-def load(checkpoint: Path, facts: Facts, sharded: Sharded, group: dist.ProcessGroup) -> int:
-    """Loads weights and optimizer state in place, at any number of ranks, and returns the step to go on
-    after.
+def load(checkpoint: Path, facts: Facts, sharded: Sharded, group: dist.ProcessGroup) -> Facts:
+    """Loads weights and optimizer state in place, at any number of ranks, and returns what the checkpoint
+    says of itself: the step to go on after.
 
     `facts` describe the model. Raises ConfigError where the checkpoint is another model's or is damaged,
     which is found before anything is changed.
     """
-    step = read_matching(checkpoint, facts).step
+    found = read_matching(checkpoint, facts)
     _check_files(checkpoint, group)
     doing = f"Loading the checkpoint {checkpoint}"
     try:
@@ -119,8 +119,8 @@ def load(checkpoint: Path, facts: Facts, sharded: Sharded, group: dist.ProcessGr
         raise ConfigError(f"checkpoint.resume: {checkpoint} is damaged or incomplete: {cause}.") from error
     sharded.loaded()
     assert sharded.optimizer is not None
-    sharded.optimizer.resume(step)
-    return step
+    sharded.optimizer.resume(found.step - found.skipped)
+    return found
 
 
 def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -> None:

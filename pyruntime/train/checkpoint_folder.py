@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +40,10 @@ class Facts:
     """The model's shape, as in a Hugging Face config.json."""
     rounding: str = "nearest"
     """Of bf16 weights; "stochastic": there are no fp32 master weights."""
+    skipped: int = 0
+    """Of the steps, those that updated nothing."""
+    norms: Sequence[float] = ()
+    """Of the gradients that the next step's is compared with, where spikes are looked for."""
 
     @classmethod
     def of(cls, config: RunConfig, shape: LlamaConfig) -> Facts:
@@ -120,6 +126,8 @@ def _read(checkpoint: Path) -> Facts:
         content = json.loads((checkpoint / FACTS_FILE).read_text(encoding="utf-8"))
         facts = Facts(**{name: value for name, value in content.items() if name != "format"})
         whole = type(facts.step) is int and facts.step >= 1 and isinstance(facts.model, dict)
+        whole = whole and type(facts.skipped) is int and 0 <= facts.skipped <= facts.step
+        whole = whole and all(isinstance(norm, float) and math.isfinite(norm) for norm in facts.norms)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:

@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 PipelineKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "terapipe", "seq1f1b"]
 ContextLayout = Literal["zigzag", "striped", "contiguous"]
 ContextVariant = Literal["ring", "all_gather_kv", "ulysses", "auto"]
+LearningRateSchedule = Literal["cosine", "linear", "wsd"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +70,22 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW, its learning rate, and which steps count."""
 
     lr: float = 1e-3
     """Peak learning rate, in parameter units per step."""
+    schedule: LearningRateSchedule = "cosine"
+    """How the learning rate falls after the warm-up: along half a cosine, linearly, or (wsd) after it has
+    stayed at its peak, as one minus a square root."""
     min_lr_fraction: float = 0.1
     """Learning rate at the last step, as a share of the peak, 0 to 1."""
+    decay_fraction: float = 0.2
+    """Share of the steps, the last ones, in which the learning rate of wsd falls, 0 to 1."""
     warmup_steps: int | None = None
-    """Steps over which the learning rate rises linearly to its peak; None: 20, or a tenth of train.steps
-    where that is less."""
+    """Steps over which the learning rate rises linearly to its peak, or all where the run has fewer; None: as
+    warmup_fraction says."""
+    warmup_fraction: float | None = None
+    """The same as a share of the steps, 0 to 1; None: 20 steps, or a tenth of all where that is less."""
     beta1: float = 0.9
     """Decay of the running mean of the gradient per step, 0 to below 1."""
     beta2: float = 0.95
@@ -91,6 +99,12 @@ class Optimizer:
     that the mean is exact."""
     clip_grad_norm: float = 1.0
     """Largest global gradient norm, in gradient units; 0 turns clipping off."""
+    on_bad_step: Literal["stop", "skip"] = "stop"
+    """What becomes of a step whose loss or gradient is not finite, or spikes: stop ends the run; skip updates
+    nothing and counts the step, and ends the run after 10 in a row."""
+    spike_factor: float = 0.0
+    """A gradient norm above so many times the mean of those of the 20 steps before that counted is a spike;
+    0: none is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +113,8 @@ class Train:
 
     steps: int = 200
     """Number of optimizer steps."""
+    tokens: int = 0
+    """Tokens to learn from, in place of steps: as many steps as reach them; 0: train.steps."""
     batch_size: int = 8
     """Sequences per optimizer step, over all micro-batches."""
     micro_batch_size: int = 8
@@ -114,6 +130,9 @@ class Train:
     activation_checkpointing: bool = False
     """Keep of a layer's activations its input alone and compute the rest anew in the backward pass: less
     memory, a third more work."""
+    z_loss: float = 0.0
+    """Weight of the mean squared log-sum-exp of the logits, which training steps add to their loss so that
+    logits do not drift, such as 1e-4; 0: none."""
     seed: int = 0
     """Seed of the weights, the batches and the sample; the same seed gives bitwise the same run."""
     val_every: int = 50
@@ -262,24 +281,45 @@ def tokens_per_step(config: RunConfig) -> int:
     return config.train.batch_size * config.train.seq_len
 
 
+def with_steps(config: RunConfig) -> RunConfig:
+    """The same configuration with train.tokens, where it is given, written as train.steps."""
+    if not config.train.tokens:
+        return config
+    steps = -(-config.train.tokens // tokens_per_step(config))
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps, tokens=0))
+
+
 def warmup_steps(optimizer: Optimizer, steps: int) -> int:
     """Steps of the warm-up of a run of `steps`."""
-    return min(20, steps // 10) if optimizer.warmup_steps is None else optimizer.warmup_steps
+    if optimizer.warmup_steps is not None:
+        return min(optimizer.warmup_steps, steps)
+    if optimizer.warmup_fraction is not None:
+        return round(optimizer.warmup_fraction * steps)
+    return min(20, steps // 10)
 
 
 def learning_rate(step: int, steps: int, optimizer: Optimizer) -> float:
-    """Learning rate of step `step` (from 1 to `steps`): linear warm-up to the peak, then half a cosine
-    downwards.
+    """Learning rate of step `step` (from 1 to `steps`): linear warm-up to the peak, then downwards.
 
         step <= warmup:   lr * step / warmup
-        later:            lr * (f + (1 - f) * (1 + cos(pi * (step - warmup) / (steps - warmup))) / 2)
+        later:            lr * (f + (1 - f) * left(p)),   p = (step - begin) / (steps - begin)
 
     with f = min_lr_fraction, so that step `warmup` has the peak and step `steps` has f times the peak.
-    (Loshchilov and Hutter 2017, equation 5, without restarts.)
+    left(p) is (1 + cos(pi p)) / 2 for cosine (Loshchilov and Hutter 2017, equation 5, without restarts),
+    1 - p for linear, both from begin = warmup on; for wsd 1 - sqrt(p) in the last decay_fraction of the
+    steps, and 1 before (Haegele et al. 2024, arXiv 2405.18392).
     """
-    warmup = warmup_steps(optimizer, steps)
-    if step <= warmup:
-        return optimizer.lr * step / warmup
-    progress = (step - warmup) / (steps - warmup)
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    return optimizer.lr * (optimizer.min_lr_fraction + (1 - optimizer.min_lr_fraction) * cosine)
+    begin = warmup_steps(optimizer, steps)
+    if step <= begin:
+        return optimizer.lr * step / begin
+    if optimizer.schedule == "wsd":
+        begin = max(begin, steps - round(optimizer.decay_fraction * steps))
+        if step <= begin:
+            return optimizer.lr
+    progress = (step - begin) / (steps - begin)
+    left = {
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "linear": 1 - progress,
+        "wsd": 1 - math.sqrt(progress),
+    }[optimizer.schedule]
+    return optimizer.lr * (optimizer.min_lr_fraction + (1 - optimizer.min_lr_fraction) * left)

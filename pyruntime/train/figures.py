@@ -5,13 +5,17 @@ alone with its device does not wait for it in every step (`LateFigures`): readin
 that the device was given, and it would then idle while the host prepares the next step. So loss and norm stay
 there until the log wants them. A step whose loss or gradient is not finite updates nothing, nor does any
 after it: the device sees to that, and whoever reads raises.
+
+`Guard` says which steps are bad, from figures that all ranks have alike.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import time
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -36,6 +40,65 @@ class StepFigures:
     @property
     def is_finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+SPIKE_OVER = 20
+"""Steps, whose mean gradient norm a spike is measured by."""
+MOST_IN_A_ROW = 10
+"""Steps that may be skipped one after the other."""
+
+
+class Guard:
+    """Tells bad steps: those whose loss or gradient is not finite, and spikes, whose gradient norm is above
+    `spike_factor` times the mean of the SPIKE_OVER before that counted (0: none is)."""
+
+    def __init__(self, spike_factor: float):
+        self._factor = spike_factor
+        self._norms: collections.deque[float] = collections.deque(maxlen=SPIKE_OVER)
+        self.skipped = 0
+        """Steps so far that updated nothing."""
+        self.in_a_row = 0
+        """Those since the last that counted."""
+
+    @property
+    def norms(self) -> list[float]:
+        """Of the steps that the next one is compared with."""
+        return list(self._norms)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether too many steps in a row were skipped."""
+        return self.in_a_row >= MOST_IN_A_ROW
+
+    def resume(self, norms: Iterable[float], skipped: int) -> None:
+        """Goes on after steps with these norms, and so many that were skipped."""
+        self._norms.extend(norms)
+        self.skipped = skipped
+
+    def why_bad(self, figures: StepFigures) -> str:
+        """Why the step is bad, in words that follow "Step 3: "; empty where it is not."""
+        if not figures.is_finite:
+            return f"the loss is {figures.loss} and the gradient norm {figures.grad_norm}"
+        if not self._factor or len(self._norms) < SPIKE_OVER:
+            return ""
+        mean = math.fsum(self._norms) / SPIKE_OVER
+        if figures.grad_norm <= self._factor * mean:
+            return ""
+        return (
+            f"the gradient norm {figures.grad_norm:.4g} is above optimizer.spike_factor={self._factor:g} "
+            f"times the {mean:.4g} of the {SPIKE_OVER} steps before"
+        )
+
+    def counted(self, figures: StepFigures) -> None:
+        """The step was taken."""
+        self.in_a_row = 0
+        if self._factor:
+            self._norms.append(figures.grad_norm)
+
+    def skip(self) -> None:
+        """The step updated nothing."""
+        self.skipped += 1
+        self.in_a_row += 1
 
 
 class ExchangedFigures:

@@ -35,10 +35,18 @@ from pyruntime.train.checkpoint_folder import Facts
 from pyruntime.train.config import RunConfig, learning_rate, micro_batches, tokens_per_step
 from pyruntime.train.corpus import Corpus, training_batch, validation_batches
 from pyruntime.train.device import Device
-from pyruntime.train.errors import TrainingError
-from pyruntime.train.figures import ExchangedFigures, LateFigures, StepFigures, exchange
+from pyruntime.train.errors import ConfigError, TrainingError
+from pyruntime.train.figures import (
+    MOST_IN_A_ROW,
+    ExchangedFigures,
+    Guard,
+    LateFigures,
+    StepFigures,
+    exchange,
+)
 from pyruntime.train.metrics import StepMetrics
 from pyruntime.train.pipelined import Pipelined, shared_weights
+from pyruntime.train.ranks import on_every_rank
 from pyruntime.train.signals import Stopped, StopRequest
 
 MOST_NAMES = 3
@@ -47,7 +55,9 @@ MOST_NAMES = 3
 
 class Trainer:
     """Trains `model` on `corpus` over the mesh of `runtime`, whose ranks make one each. With a pipeline
-    `model` is this rank's part of it. Checkpoints lie in `run_dir`."""
+    `model` is this rank's part of it. Checkpoints lie in `run_dir`.
+
+    Raises ConfigError on every rank where the model of one has no parameter to train."""
 
     def __init__(
         self,
@@ -63,13 +73,16 @@ class Trainer:
         self._stop = stop
         self._device = device = Device(runtime.device, runtime.why_device)
         self.model = model
+        on_every_rank(runtime.world, "Sharding the model", lambda: _check_trains(model, runtime))
         self.sharded = shard(model, runtime.replicas, stage=config.parallel.zero)
         pp = runtime.pp
+        self._guard, self._skips = Guard(optimizer.spike_factor), optimizer.on_bad_step == "skip"
         self.optimizer = self.sharded.adamw(
             betas=(optimizer.beta1, optimizer.beta2),
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
             max_norm=optimizer.clip_grad_norm,
+            nonfinite="skip" if self._skips else "raise",
             rounding=optimizer.rounding,
             shared={} if pp is None else shared_weights(config, model, pp),
         )
@@ -86,15 +99,18 @@ class Trainer:
         self._backward_seed = torch.tensor(1.0 / micro_batches(config), device=device.device)
         ranks = runtime.world.size()
         self._figures: ExchangedFigures | LateFigures
-        alone = device.is_cuda and ranks == 1
-        self._figures = LateFigures(device) if alone else ExchangedFigures(runtime, device)
+        # What decides whether a step counts is read in that step.
+        is_late = device.is_cuda and ranks == 1 and not (self._skips or optimizer.spike_factor)
+        self._figures = LateFigures(device) if is_late else ExchangedFigures(runtime, device)
         peak, flops = device.peak_flops(train.dtype), model.config.flops_per_token(train.seq_len)
         self._mfu_of_one = None if peak is None else flops / (peak * ranks)
         """MFU at one token per second."""
 
     def resume(self, folder: Path) -> None:
         """Loads weights, optimizer state and step of the checkpoint in `folder`."""
-        self.step = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world)
+        found = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world)
+        self.step = found.step
+        self._guard.resume(found.norms, found.skipped)
         self._saved_at, self._saved_in = self.step, folder
 
     def close(self) -> None:
@@ -108,7 +124,8 @@ class Trainer:
         every rank.
 
         Leaves a resumable checkpoint behind. Raises `Stopped` on all ranks after a step in which any of them
-        was sent a signal, and TrainingError where loss or gradient are no longer finite.
+        was sent a signal, and TrainingError where loss or gradient are no longer finite, or spike, and such
+        steps are not skipped, or too many are.
         """
         train, every_steps = self._config.train, self._config.checkpoint.every_steps
         comm.keep_freed_memory()
@@ -123,8 +140,8 @@ class Trainer:
                 if self.step == train.steps:
                     self.tiers = explain(self.model)  # before validation runs other sizes
                 for figures in known:
-                    if not figures.is_finite:
-                        raise self._not_finite(figures)
+                    if not (figures.is_finite or self._skips):
+                        raise self._bad(figures, self._guard.why_bad(figures))
                     metrics = self._metrics(figures)
                     if figures.step == self.step and self._is_due(train.val_every) and not signum:
                         metrics = self._with_validation(metrics)
@@ -153,11 +170,27 @@ class Trainer:
         return figures.read(), figures.signum
 
     def _update(self, norm: float | torch.Tensor) -> None:
-        """Raises TrainingError where the gradient is known not to be finite, before anything has changed."""
-        try:
+        """Takes the step, or skips it. Raises TrainingError where the step is known to be bad and not to be
+        skipped, before anything has changed."""
+        if self._figures.is_late:
             self.optimizer.step(norm)
-        except NonFiniteGradient as error:
-            raise self._not_finite(self._figures.read()[0], error.parameters) from error
+            return
+        (figures,) = self._figures.read()
+        why = self._guard.why_bad(figures)
+        if not why:
+            self.optimizer.step(norm)
+            self._guard.counted(figures)
+        elif self._skips:
+            self.optimizer.step(math.nan)
+            self._guard.skip()
+            if self._guard.is_lost:
+                raise self._bad(figures, f"{why}, and {MOST_IN_A_ROW} steps in a row were skipped")
+        else:
+            try:
+                self.optimizer.step(math.nan)
+            except NonFiniteGradient as error:
+                names = () if figures.is_finite else error.parameters
+                raise self._bad(figures, why, names) from error
 
     def _forward_and_backward(self, step: int) -> torch.Tensor | float:
         """Of all micro-batches; their mean loss, in a pipeline the last stage's."""
@@ -218,16 +251,17 @@ class Trainer:
     def _metrics(self, figures: StepFigures) -> StepMetrics:
         tokens_per_second = tokens_per_step(self._config) / figures.step_time_s
         mfu = None if self._mfu_of_one is None else tokens_per_second * self._mfu_of_one
-        return StepMetrics(**vars(figures), tokens_per_second=tokens_per_second, mfu=mfu)
+        skipped = self._guard.skipped if self._guard.in_a_row else None
+        return StepMetrics(**vars(figures), tokens_per_second=tokens_per_second, mfu=mfu, skipped=skipped)
 
-    def _not_finite(self, figures: StepFigures, parameters: Sequence[str] = ()) -> TrainingError:
+    def _bad(self, figures: StepFigures, why: str, parameters: Sequence[str] = ()) -> TrainingError:
         names = ", ".join(parameters[:MOST_NAMES])
         more = f" and {len(parameters) - MOST_NAMES} more" if len(parameters) > MOST_NAMES else ""
+        last = figures.step - max(1, self._guard.in_a_row)
         return TrainingError(
-            f"Step {figures.step}: the loss is {figures.loss} and the gradient norm {figures.grad_norm}"
-            f"{names and f' (that of {names}{more} is not finite)'}, so training stopped with the weights of "
-            f"step {figures.step - 1}; lower optimizer.lr={self._config.optimizer.lr:g} or lengthen the "
-            "warm-up."
+            f"Step {figures.step}: {why}{names and f' (that of {names}{more} is not finite)'}, so training "
+            f"stopped with the weights of step {last}; lower optimizer.lr={self._config.optimizer.lr:g} or "
+            "lengthen the warm-up."
         )
 
     def _with_validation(self, metrics: StepMetrics) -> StepMetrics:
@@ -238,7 +272,10 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        facts = dataclasses.replace(self._facts, step=self.step)
+        guard = self._guard
+        facts = dataclasses.replace(
+            self._facts, step=self.step, skipped=guard.skipped, norms=tuple(guard.norms)
+        )
         keep = self._config.checkpoint.keep
         with self._stop.saving():
             self.saved = checkpoint.save(self._run_dir, facts, self.sharded, self._runtime.world, keep)
@@ -264,3 +301,16 @@ class Trainer:
         if not self._saved_at:
             return f"nothing was saved but the metrics in {self._run_dir}"
         return f"go on with --checkpoint.resume {self._saved_in} (it holds step {self._saved_at})"
+
+
+def _check_trains(model: Llama, runtime: Runtime) -> None:
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    if runtime.pp is None:
+        raise ConfigError("No parameter of the model requires a gradient; leave one unfrozen.")
+    layers = ", ".join(map(str, model.part.layers))
+    raise ConfigError(
+        f"No parameter of layers {layers}, which are rank {runtime.coordinate.pp}'s of the pipeline, "
+        "requires a gradient, and every rank of it has to train some; leave one unfrozen, or give the rank "
+        "other layers with pipeline.layers."
+    )

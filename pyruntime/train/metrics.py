@@ -40,10 +40,18 @@ class StepMetrics:
     """Validation loss in nats per token, where it was measured after this step."""
     val_loss_per_byte: float | None = None
     """The same in nats per byte of text."""
+    skipped: int | None = None
+    """Steps of the run that updated nothing so far, where this is one."""
 
     def to_json(self) -> str:
+        """Figures that are not finite, of a step that was skipped, as null."""
         values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return json.dumps(values)
+        return json.dumps(
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in values.items()
+            }
+        )
 
 
 class MetricsFile:
@@ -97,6 +105,8 @@ def _parse(text: bytes) -> dict | None:
     if not isinstance(line, dict) or type(line.get("step")) is not int or not 1 <= line["step"] < 2**31:
         return None
     figures = [line.get("loss"), *(line[name] for name in ("val_loss",) if name in line)]
+    if "skipped" in line and figures[0] is None:
+        del figures[0]
     return line if all(map(_is_loss, figures)) else None
 
 

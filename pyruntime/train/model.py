@@ -109,6 +109,7 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
         context=context,
         recompute=config.train.activation_checkpointing,
         slices=slices_of(config, runtime),
+        z_loss=config.train.z_loss,
         part=None if runtime.pp is None else part_of(config, shape, runtime.coordinate.pp),
     )
     if source:

@@ -43,7 +43,7 @@ def slice_lengths(config: RunConfig) -> list[int]:
     """Tokens of each slice of a sequence, on a context-parallel rank of its share."""
     tokens = config.train.seq_len // config.parallel.cp
     if config.pipeline.slice_tokens:
-        return list(config.pipeline.slice_tokens)
+        return [each // config.parallel.cp for each in config.pipeline.slice_tokens]
     return [len(part) for part in torch.arange(tokens).tensor_split(max(1, config.pipeline.slices))]
 
 

@@ -46,7 +46,11 @@ class Progress:
                 self._shown_at = now
                 self._rewrite_step(metrics, self._eta(metrics, now))
         elif self._mode == "lines" and (
-            last or metrics.val_loss is not None or metrics.step % self._log_every == 0 or metrics.step == 1
+            last
+            or metrics.val_loss is not None
+            or metrics.skipped is not None
+            or metrics.step % self._log_every == 0
+            or metrics.step == 1
         ):
             self._write(describe(metrics, self._steps, self._eta(metrics, now)) + "\n")
 
@@ -110,6 +114,7 @@ def describe(metrics: StepMetrics, steps: int, eta_s: float) -> str:
         *([] if metrics.mfu is None else [f"MFU {metrics.mfu:.1%}"]),
         *exposed(metrics, "exposed", 1),
         f"{metrics.memory_bytes / 1e6:,.0f} MB",
+        *([] if metrics.skipped is None else [f"skipped, {metrics.skipped} so far"]),
         f"ETA {clock(eta_s)}",
     ]
     if metrics.val_loss is not None:
@@ -123,6 +128,7 @@ def describe_briefly(metrics: StepMetrics, steps: int, eta_s: float, exposed_lab
         f"{metrics.step}/{steps} loss {metrics.loss:.3f} norm {metrics.grad_norm:.3g} lr {metrics.lr:.1e}",
         f"{metrics.tokens_per_second:.0f} tok/s",
         *exposed(metrics, exposed_label, 0),
+        *([] if metrics.skipped is None else [f"skipped {metrics.skipped}"]),
         f"ETA {clock(eta_s)}",
     ]
     return " ".join(parts)

@@ -135,7 +135,8 @@ def plot_loss(lines: list[dict], path: Path) -> None:
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    axes.plot([m["step"] for m in lines], [m["loss"] for m in lines], lw=0.8, label="training")
+    known = [m for m in lines if m["loss"] is not None]
+    axes.plot([m["step"] for m in known], [m["loss"] for m in known], lw=0.8, label="training")
     measured = [m for m in lines if "val_loss" in m]
     axes.plot(
         [m["step"] for m in measured], [m["val_loss"] for m in measured], "o-", ms=4, label="validation"

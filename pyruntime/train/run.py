@@ -28,7 +28,7 @@ from pyruntime.overlap.files import RankLedger, forget
 from pyruntime.overlap.record import ledger
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.train import checkpoint, checkpoint_folder, config_file, corpus, metrics, report
-from pyruntime.train.config import RunConfig, tokens_per_step
+from pyruntime.train.config import RunConfig, tokens_per_step, with_steps
 from pyruntime.train.corpus import Corpus
 from pyruntime.train.device import Device
 from pyruntime.train.disk import writing
@@ -55,6 +55,7 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
     communication errors of `pyruntime`.
     """
     check_ledger(config, runtime)
+    config = with_steps(config)
     ranks = runtime.world
     is_rank_0, is_first_tp = ranks.rank() == 0, ranks.rank() < runtime.sizes.tp
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from)

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 from pyruntime.text import short_repr
 from pyruntime.train.checkpoint_folder import AUTO
-from pyruntime.train.config import Pipeline, RunConfig, warmup_steps
+from pyruntime.train.config import Pipeline, RunConfig, with_steps
 from pyruntime.train.errors import ConfigError
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
 SEEDS = 2**63
 LARGEST = 2**31 - 1
-"""Of all numbers of steps, sequences, tokens, ranks."""
+"""Of all numbers of steps, sequences, tokens of a sequence, ranks."""
 RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
     (
         lambda x: x >= 1,
@@ -38,16 +38,28 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
     (
         lambda x: x >= 0,
         "not be negative",
-        ("train.val_every", "train.threads", "checkpoint.every_steps", "output.sample_tokens"),
+        (
+            "train.tokens",
+            "train.val_every",
+            "train.threads",
+            "optimizer.warmup_steps",
+            "checkpoint.every_steps",
+            "output.sample_tokens",
+        ),
     ),
     (lambda x: 0 < x < math.inf, "be a positive finite number", ("optimizer.lr", "optimizer.eps")),
     (
         lambda x: 0 <= x < math.inf,
         "be a finite number of at least 0",
-        ("optimizer.weight_decay", "optimizer.clip_grad_norm", "output.temperature"),
+        ("optimizer.weight_decay", "optimizer.clip_grad_norm", "train.z_loss", "output.temperature"),
     ),
     (lambda x: 0 <= x < 1, "be at least 0 and below 1", ("optimizer.beta1", "optimizer.beta2")),
-    (lambda x: 0 <= x <= 1, "be between 0 and 1", ("optimizer.min_lr_fraction",)),
+    (
+        lambda x: 0 <= x <= 1,
+        "be between 0 and 1",
+        ("optimizer.min_lr_fraction", "optimizer.warmup_fraction", "optimizer.decay_fraction"),
+    ),
+    (lambda x: x == 0 or 1 < x < math.inf, "be 0, or finite and above 1", ("optimizer.spike_factor",)),
     (lambda x: 0 < x <= 0.5, "be above 0 and at most 0.5", ("data.val_fraction",)),
 )
 """What numbers must be, each by itself: a test, the words for it, and whose it is."""
@@ -83,7 +95,10 @@ def _check_values(config: RunConfig) -> None:
                 if isinstance(each, str):
                     _check_text(name, each)
                 elif isinstance(each, int) and key != "seed":
-                    _require(abs(each) <= LARGEST, f"{name} must be below 2**31, found {short_repr(each)}.")
+                    bits = 63 if name == "train.tokens" else 31
+                    _require(
+                        abs(each) < 2**bits, f"{name} must be below 2**{bits}, found {short_repr(each)}."
+                    )
 
 
 def _check_text(name: str, text: str) -> None:
@@ -119,11 +134,14 @@ def _check_train(config: RunConfig) -> None:
         f"train.micro_batch_size={train.micro_batch_size}{ranks} does not divide "
         f"train.batch_size={train.batch_size}.",
     )
-    warmup = warmup_steps(optimizer, train.steps)
     _require(
-        0 <= warmup <= train.steps,
-        f"optimizer.warmup_steps must be between 0 and train.steps={train.steps}, found {warmup}; leave it "
-        "out for a tenth of the steps, at most 20.",
+        optimizer.warmup_steps is None or optimizer.warmup_fraction is None,
+        f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.warmup_fraction="
+        f"{optimizer.warmup_fraction} both say how long the warm-up is; leave one of them out.",
+    )
+    _require(
+        with_steps(config).train.steps <= LARGEST,
+        f"train.tokens={train.tokens} are more than 2**31 steps; use fewer.",
     )
 
 
@@ -227,18 +245,35 @@ def _check_pipeline(config: RunConfig) -> None:
         shown = list(value) if name == "layers" else value
         without = pp > 1 or value == getattr(Pipeline, name)
         _require(without, f"pipeline.{name}={shown} without a pipeline; set parallel.pp.")
+    tokens_of_rank = config.train.seq_len // config.parallel.cp
     _require(
-        pp == 1 or config.parallel.zero < 3,
-        "parallel.zero=3 gathers weights for every micro-batch of a pipeline anew; use 0, 1 or 2.",
+        pipeline.slices <= tokens_of_rank,
+        f"pipeline.slices={pipeline.slices} of the {tokens_of_rank} tokens of a sequence that a rank has; "
+        "use fewer.",
+    )
+    if pipeline.slices != 1 and config.parallel.cp > 1:
+        _check_pipeline_slices_of_context(config)
+
+
+def _check_pipeline_slices_of_context(config: RunConfig) -> None:
+    """Every slice has tokens of all context-parallel ranks, as many of each."""
+    pipeline, cp, layout = config.pipeline, config.parallel.cp, config.context.layout
+    _require(
+        pipeline.slices > 0,
+        f"pipeline.slices=0 takes the slices of pipeline.costs, which are of whole sequences, and "
+        f"parallel.cp={cp}; say how many slices.",
     )
     _require(
-        pipeline.slices == 1 or config.parallel.cp == 1,
-        f"pipeline.slices={pipeline.slices} and parallel.cp={config.parallel.cp} both cut sequences; use "
-        "one of them.",
+        all(tokens % cp == 0 for tokens in pipeline.slice_tokens),
+        f"pipeline.slice_tokens={list(pipeline.slice_tokens)} are shared by parallel.cp={cp} ranks; use "
+        f"multiples of {cp}.",
     )
+    halves = layout == "zigzag" and pipeline.slices == 2 and len(set(pipeline.slice_tokens)) <= 1
     _require(
-        pipeline.slices <= config.train.seq_len,
-        f"pipeline.slices={pipeline.slices} of train.seq_len={config.train.seq_len} tokens; use fewer.",
+        layout == "striped" or halves,
+        f"pipeline.slices={pipeline.slices} with parallel.cp={cp}: context.layout={layout} cuts sequences "
+        f"into {'2 equal' if layout == 'zigzag' else 'no'} slices that follow each other on every rank; use "
+        "context.layout=striped.",
     )
 
 

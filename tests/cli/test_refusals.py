@@ -37,7 +37,8 @@ def test_a_switch_takes_truth_as_configurations_and_as_python_write_it(word):
     [
         (
             ["fly"],
-            "There is no command fly; use train, generate, report, doctor, schedule, profile, plan or tune.",
+            "There is no command fly; use train, generate, report, doctor, mesh, schedule, profile, plan or "
+            "tune.",
         ),
         (["train", "--config", "no.toml"], "--config no.toml: there is no such file and no such preset;"),
         (["train", "--config"], "--config needs a value."),
@@ -164,11 +165,8 @@ def test_flags_change_single_values_of_the_file(tmp_path):
 def test_a_few_steps_of_the_main_job_need_no_other_flag():
     config, _ = train.read(["--config", "main", "--train.steps", "10"])
     validate.check(config, 1)
-    with pytest.raises(
-        ConfigError, match=r"warmup_steps must be between 0 and train\.steps=10, found 11; leave"
-    ):
-        named, _ = train.read(["--config", "main", "--train.steps", "10", "--optimizer.warmup_steps", "11"])
-        validate.check(named, 1)
+    named, _ = train.read(["--config", "main", "--train.steps", "10", "--optimizer.warmup_steps", "11"])
+    validate.check(named, 1)
 
 
 @pytest.mark.parametrize("flag", ["--model.init_from", "--model.init-from"])

@@ -88,7 +88,11 @@ def runtime(group, config: RunConfig) -> comm.Runtime:
 
 def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Trainer:
     """This rank's trainer of a job that was prepared, over what `runtime` makes of the group."""
-    ranks = runtime(group, config)
+    return trainer_over(runtime(group, config), config, stop)
+
+
+def trainer_over(ranks: comm.Runtime, config: RunConfig, stop: StopRequest | None = None) -> Trainer:
+    """This rank's trainer of a job that was prepared."""
     wanted = llama_config(config.model, 256, config.train.seq_len, ranks.sizes.tp)
     config = resolved(config, wanted)
     tokens = corpus.build(config.data, ByteTokenizer())

@@ -35,6 +35,8 @@ def config(tmp_path_factory):
         ({"kind": "zb-v"}, {"pp": 2, "dp": 2, "zero": 2}),
         ({"kind": "terapipe", "slices": 3}, {"pp": 4}),
         ({"kind": "seq1f1b", "slices": 2}, {"pp": 2}),
+        ({"kind": "seq1f1b", "slices": 2}, {"pp": 2, "cp": 2}),
+        ({"kind": "zb-h1"}, {"pp": 2, "dp": 2, "zero": 3}),
     ],
 )
 def test_training_is_bitwise_the_same(ranks, config, pipeline, parallel):

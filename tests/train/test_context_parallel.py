@@ -1,5 +1,5 @@
-"""Training with sequences that are cut over ranks is training on one rank: alone, with tensor and data
-parallelism, in every layout and variant."""
+"""Training with sequences that are cut over ranks is training on one rank, in every layout and variant; with
+the other axes: test_parity.py."""
 
 import pytest
 import torch
@@ -30,10 +30,6 @@ def whole(ranks, tmp_path_factory):
         (4, 4, 1, 3, "striped", "all_gather_kv"),
         (4, 2, 2, 0, "contiguous", "ulysses"),
         (4, 2, 2, 2, "zigzag", "auto"),
-        (4, 2, 1, 2, "zigzag", "ring"),  # times tp = 2
-        (4, 2, 2, 1, "zigzag", "ring"),
-        (4, 2, 2, 3, "zigzag", "ring"),
-        (8, 2, 2, 2, "zigzag", "ring"),  # times tp = 2
     ],
 )
 def test_loss_curves_equal_those_of_one_rank(ranks, whole, world, cp, dp, zero, layout, variant):
@@ -58,6 +54,22 @@ def test_slices_inside_a_tensor_parallel_group(ranks, whole, world, parallel, la
     config = jobs.changed(config, "context", layout=layout)
     config = jobs.changed(config, "train", activation_checkpointing=recompute)
     jobs.check_curves(ranks.run(jobs.history, world, config), expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "variant", "pipeline"),
+    [
+        ("zigzag", "ring", {"kind": "terapipe", "slices": 2}),
+        ("striped", "all_gather_kv", {"kind": "terapipe", "slices": 5}),
+        ("striped", "ulysses", {"kind": "seq1f1b", "slices": 3, "slice_tokens": (14, 4, 14)}),
+    ],
+)
+def test_slices_of_a_pipeline(ranks, whole, layout, variant, pipeline):
+    config, expected = whole
+    config = jobs.changed(config, "parallel", cp=2, pp=2)
+    config = jobs.changed(config, "context", layout=layout, variant=variant)
+    config = jobs.changed(config, "pipeline", **pipeline)
+    jobs.check_curves(ranks.run(jobs.history, 4, config), expected)
 
 
 def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):

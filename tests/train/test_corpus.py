@@ -1,4 +1,5 @@
-"""Files become tokens: all of them, once, split without overlap, the same every time."""
+"""Files become tokens: all of them, once, split without overlap, the same every time; and tokens batches,
+which depend on seed and step alone."""
 
 import dataclasses
 import os
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pyruntime.train import corpus, documents
 from pyruntime.train.config import Data
+from pyruntime.train.corpus import training_batch, validation_batches
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.tokenizer import ByteTokenizer
 
@@ -122,3 +125,38 @@ def test_a_python_without_sources_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(ConfigError, match=r"holds no source files to train on; name files or folders"):
         documents.list_files(Data())
+
+
+TOKENS = np.arange(5000, dtype=np.uint16)
+
+
+def test_labels_are_the_next_tokens():
+    ids, labels = training_batch(TOKENS, step=3, seed=1, batch_size=16, seq_len=32)
+    assert ids.shape == labels.shape == (16, 32) and ids.dtype == labels.dtype == torch.int64
+    assert torch.equal(labels, ids + 1)
+    assert torch.equal(ids[:, 1:], labels[:, :-1])
+
+
+def test_the_same_seed_and_step_give_the_same_batch_and_others_do_not():
+    first = training_batch(TOKENS, 7, 1, 8, 32)[0]
+    assert torch.equal(first, training_batch(TOKENS, 7, 1, 8, 32)[0])
+    assert not torch.equal(first, training_batch(TOKENS, 8, 1, 8, 32)[0])
+    assert not torch.equal(first, training_batch(TOKENS, 7, 2, 8, 32)[0])
+
+
+def test_every_window_is_reachable_and_stays_inside():
+    starts = {int(s) for step in range(200) for s in training_batch(TOKENS[:20], step, 0, 8, 16)[0][:, 0]}
+    assert starts == {0, 1, 2, 3}  # the last label is token start + 16 <= 19
+
+
+def test_validation_windows_are_disjoint_and_spread():
+    batches = validation_batches(TOKENS, sequences=10, batch_size=4, seq_len=100)
+    assert [len(ids) for ids, _ in batches] == [4, 4, 2]
+    labels = torch.cat([labels for _, labels in batches]).flatten().tolist()
+    assert len(set(labels)) == len(labels) == 1000
+    assert max(labels) > 4500
+
+
+def test_short_text_gives_fewer_validation_windows():
+    batches = validation_batches(TOKENS[:251], sequences=64, batch_size=8, seq_len=100)
+    assert sum(len(ids) for ids, _ in batches) == 2

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from pyruntime.train import validate
-from pyruntime.train.config import Parallel, Pipeline, RunConfig, Train
+from pyruntime.train.config import Context, Optimizer, Parallel, Pipeline, RunConfig, Train
 from pyruntime.train.errors import ConfigError
 
 
@@ -31,8 +31,20 @@ def with_value(key, value):
         ("optimizer.beta1", 1.0, "optimizer.beta1 must be at least 0 and below 1, found 1.0."),
         ("optimizer.beta2", math.nan, "optimizer.beta2"),
         ("optimizer.min_lr_fraction", 1.5, "optimizer.min_lr_fraction must be between 0 and 1, found 1.5."),
-        ("optimizer.warmup_steps", 10**6, "optimizer.warmup_steps must be between 0 and train.steps=200,"),
-        ("optimizer.warmup_steps", -1, "leave it out for a tenth of the steps, at most 20."),
+        ("optimizer.warmup_steps", -1, "optimizer.warmup_steps must not be negative, found -1."),
+        ("optimizer.warmup_fraction", 1.5, "optimizer.warmup_fraction must be between 0 and 1, found 1.5."),
+        ("optimizer.decay_fraction", -0.5, "optimizer.decay_fraction must be between 0 and 1, found -0.5."),
+        ("optimizer.schedule", "step", "optimizer.schedule must be one of cosine, linear, wsd, found step."),
+        (
+            "optimizer.spike_factor",
+            0.5,
+            "optimizer.spike_factor must be 0, or finite and above 1, found 0.5.",
+        ),
+        ("optimizer.on_bad_step", "go on", "optimizer.on_bad_step must be one of stop, skip, found go on."),
+        ("train.tokens", -1, "train.tokens must not be negative, found -1."),
+        ("train.tokens", 2**62, f"train.tokens={2**62} are more than 2**31 steps; use fewer."),
+        ("train.tokens", 2**63, "train.tokens must be below 2**63, found 9223372036854775808."),
+        ("train.z_loss", -1.0, "train.z_loss must be a finite number of at least 0, found -1.0."),
         ("train.steps", 0, "train.steps must be at least 1, found 0."),
         ("train.batch_size", -4, "train.batch_size must be at least 1, found -4."),
         ("train.micro_batch_size", 3, "train.micro_batch_size=3 does not divide train.batch_size=8."),
@@ -109,6 +121,42 @@ def test_slices_are_refused_beside_what_they_do_not_go_with(parallel, pipeline, 
     if parallel["slices"] != 5:
         whole = {**parallel, "slices": "auto"}
         validate.check(dataclasses.replace(config, parallel=Parallel(**whole)), world)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "layout", "named"),
+    [
+        ({"slices": 3}, "zigzag", "context.layout=zigzag cuts sequences into 2 equal slices that follow"),
+        ({"slices": 2, "slice_tokens": (192, 64)}, "zigzag", "cuts sequences into 2 equal slices"),
+        ({"slices": 2}, "contiguous", "context.layout=contiguous cuts sequences into no slices that follow"),
+        (
+            {"slices": 2, "slice_tokens": (255, 1)},
+            "striped",
+            "are shared by parallel.cp=2 ranks; use multiples of",
+        ),
+        (
+            {"slices": 0, "costs": __file__},
+            "striped",
+            "which are of whole sequences, and parallel.cp=2; say how",
+        ),
+        ({"slices": 129}, "striped", "pipeline.slices=129 of the 128 tokens of a sequence that a rank has;"),
+    ],
+)
+def test_slices_of_a_pipeline_are_refused_where_context_ranks_cannot_share_them(pipeline, layout, named):
+    config = RunConfig(
+        pipeline=Pipeline(kind="seq1f1b", **pipeline),
+        context=Context(layout=layout),
+        parallel=Parallel(cp=2, pp=2),
+    )
+    with pytest.raises(ConfigError) as refused:
+        validate.check(config, 4)
+    assert named in str(refused.value)
+
+
+def test_two_warm_ups_are_refused():
+    config = dataclasses.replace(RunConfig(), optimizer=Optimizer(warmup_steps=3, warmup_fraction=0.1))
+    with pytest.raises(ConfigError, match=r"warmup_steps=3 and optimizer\.warmup_fraction=0\.1 both say"):
+        validate.check(config, 1)
 
 
 def test_a_pipe_is_no_text(tmp_path):

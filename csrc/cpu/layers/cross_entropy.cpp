@@ -4,7 +4,7 @@
 //   stats_i  = (m_i, s_i, t_i) = (max_j l_ij,  sum_j exp(l_ij - m_i),  l_ij where vocab_start + j = label_i)
 //   lse_i    = M_i + log sum_r s_ri exp(m_ri - M_i),  M_i = max_r m_ri        (r: the shards, in rank order)
 //   loss_i   = (M_i - sum_r t_ri) + log sum_r s_ri exp(m_ri - M_i)
-//   dl_ij    = dloss_i * (exp(l_ij - lse_i) - [vocab_start + j = label_i])
+//   dl_ij    = (dloss_i + dlse_i) exp(l_ij - lse_i) - dloss_i [vocab_start + j = label_i]
 //
 // The softmax is never stored: the backward recomputes it from the logits.
 
@@ -276,6 +276,17 @@ Tensor stats_autograd(const Tensor& logits, const Tensor& labels, c10::SymInt vo
   return StatsOp::call(logits, labels, std::move(vocab_start));
 }
 
+// Adds a row's `values` to its label's column, where that is in this shard.
+void add_at_labels(Tensor& dlogits, const Tensor& labels, const Tensor& values,
+                   const c10::SymInt& vocab_start) {
+  const c10::SymInt columns = dlogits.sym_size(1);
+  if (columns == 0) return;
+  const Tensor target = labels.sub(at::Scalar(vocab_start)).unsqueeze(1);
+  const Tensor elsewhere = target.lt(0).logical_or(target.ge(at::Scalar(columns)));
+  dlogits.scatter_add_(1, target.masked_fill(elsewhere, 0),
+                       values.unsqueeze(1).masked_fill(elsewhere, 0).to(dlogits.scalar_type()));
+}
+
 struct CrossEntropyLoss : Function<CrossEntropyLoss> {
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& labels,
                                const Tensor& stats, c10::SymInt vocab_start, c10::SymInt vocab_size,
@@ -288,7 +299,7 @@ struct CrossEntropyLoss : Function<CrossEntropyLoss> {
     auto [loss, lse] =
         LossOp::call(logits, labels, stats, vocab_start, vocab_size, ignore_index, overwrite_logits);
     ctx->save_for_backward({logits, labels, lse});
-    ctx->mark_non_differentiable({lse});
+    ctx->set_materialize_grads(false);
     ctx->saved_data["vocab_start"] = std::move(vocab_start);
     ctx->saved_data["ignore_index"] = ignore_index;
     ctx->saved_data["overwrite_logits"] = overwrite_logits;
@@ -299,7 +310,10 @@ struct CrossEntropyLoss : Function<CrossEntropyLoss> {
     const auto saved = ctx->get_saved_variables();
     const Tensor &logits = saved[0], &labels = saved[1], &lse = saved[2];
     const c10::SymInt vocab_start = ctx->saved_data["vocab_start"].toSymInt();
-    const Tensor grad = grads[0].masked_fill(labels.eq(ctx->saved_data["ignore_index"].toInt()), 0);
+    const Tensor of_loss = grads[0].defined() ? grads[0] : at::zeros_like(lse);
+    Tensor grad = of_loss.masked_fill(labels.eq(ctx->saved_data["ignore_index"].toInt()), 0);
+    // The kernels take the same from both of its terms: what that is too much is one logit a row.
+    if (grads[1].defined()) grad = grad.add(grads[1]);
     variable_list result(7);
     if (ctx->saved_data["overwrite_logits"].toBool()) {
       result[0] = logits.detach();
@@ -307,6 +321,7 @@ struct CrossEntropyLoss : Function<CrossEntropyLoss> {
     } else {
       result[0] = BackwardOp::call(logits, labels, lse, grad, vocab_start);
     }
+    if (grads[1].defined()) add_at_labels(result[0], labels, grads[1], vocab_start);
     return result;
   }
 };

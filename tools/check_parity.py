@@ -1,0 +1,365 @@
+"""Whether training on every mesh of at most 8 ranks is training on one.
+
+    python tools/check_parity.py                              # all combinations: many minutes
+    python tools/check_parity.py --only pp2 zero3             # those whose name has all of these words
+    python tools/check_parity.py --write docs/parity.md
+
+tp, cp, pp and dp are 1, 2 or 4, ZeRO is 0 to 3, and a pipeline runs each of SCHEDULES; tensor parallelism is
+sequence parallel. Of STEPS steps, of a model whose sizes are ragged, every loss and gradient norm and the
+validation loss after them must be those of one rank to TOLERANCE, and bitwise the same on the first and the
+last rank. Weights that a larger model would cut and send by themselves are cut and sent so here.
+
+What the trainer refuses is listed with its sentence. The exit status is 1 where a combination is wrong.
+tests/train/test_parity.py runs some of them on the ranks that tests share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import functools
+import math
+import os
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+from pyruntime.comm import Runtime  # noqa: E402
+from pyruntime.data_parallel import gradients, shard  # noqa: E402
+from pyruntime.train import dry_run, loop  # noqa: E402
+from pyruntime.train.config import Model, Optimizer, RunConfig  # noqa: E402
+from pyruntime.train.errors import ConfigError  # noqa: E402
+from tests.ranks import RankError, Ranks  # noqa: E402
+from tests.train import jobs  # noqa: E402
+
+SIZES = (1, 2, 4)
+LARGEST = 8
+"""Ranks."""
+STEPS, TOLERANCE = 5, 1e-4
+BATCH, SEQ = 8, 36
+SCHEDULES = {"1f1b": {}, "interleaved": {"virtual": 2}, "zb-h1": {}, "zb-v": {}, "seq1f1b": {"slices": 2}}
+"""What a pipeline runs, and the options of it."""
+MODEL = Model(
+    preset="debug",
+    hidden_size=80,
+    intermediate_size=132,
+    num_hidden_layers=9,  # of 2, 4 and 8 stages
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    vocab_size=259,  # of 2 and 4 tensor-parallel ranks
+)
+# With an eps as large as gradients are, AdamW's steps depend on their size, which it would divide out: a
+# factor too much in them shows in the next loss.
+OPTIMIZER = Optimizer(lr=1e-3, eps=1e-3, warmup_steps=1, clip_grad_norm=0.5)
+BUCKET_BYTES = 8192
+"""Larger weights travel alone, and are cut by ZeRO 3."""
+TOGETHER = 20
+"""Combinations that one set of processes runs."""
+DEADLINE_S, CASE_S = 60.0, 60.0
+
+Figures = list[tuple[float, ...]]
+"""Of each step: loss, gradient norm, and the validation loss where there is one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: int = 0
+    schedule: str = ""
+    """Of SCHEDULES, where there is a pipeline."""
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def mesh(self) -> str:
+        """Its axes in words."""
+        sizes = [f"{name}{size}" for name in ("tp", "cp", "pp", "dp") if (size := getattr(self, name)) > 1]
+        return " ".join(sizes) or "1 rank"
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, [self.mesh, f"zero{self.zero}", self.schedule]))
+
+
+def all_cases() -> Iterator[Case]:
+    for tp, cp, pp, dp in product(SIZES, repeat=4):
+        if tp * cp * pp * dp <= LARGEST:
+            for zero, schedule in product(range(4), SCHEDULES if pp > 1 else [""]):
+                yield Case(tp, cp, pp, dp, zero, schedule)
+
+
+def job(folder: Path) -> RunConfig:
+    """What all of them train, with one rank's mesh; its text lies in `folder`."""
+    sizes = {"batch_size": BATCH, "micro_batch_size": 4, "seq_len": SEQ}
+    config = jobs.job(folder, steps=STEPS + 1, val_every=STEPS, z_loss=1e-3, **sizes)
+    config = jobs.changed(config, "comm", deadline_s=DEADLINE_S)
+    for section, values in (("model", MODEL), ("optimizer", OPTIMIZER)):
+        config = jobs.changed(config, section, **vars(values))
+    return config
+
+
+def config_of(case: Case, config: RunConfig) -> RunConfig:
+    """The same training on the mesh of `case`."""
+    micro_batches = 2 if case.pp == 1 else min(4, BATCH // case.dp)
+    if case.tp * case.cp == LARGEST:
+        micro_batches = BATCH  # of one sequence, of whose tokens tensor-parallel ranks have unequally many
+    size = BATCH // (case.dp * micro_batches)
+    config = jobs.changed(config, "train", micro_batch_size=size)
+    sizes = {"tp": case.tp, "cp": case.cp, "pp": case.pp, "dp": case.dp}
+    config = jobs.changed(config, "parallel", zero=case.zero, **sizes)
+    config = jobs.changed(config, "context", layout="striped" if SEQ % (2 * case.cp) else "zigzag")
+    if case.pp == 1:
+        return config
+    return jobs.changed(config, "pipeline", kind=case.schedule, **SCHEDULES[case.schedule])
+
+
+def refusal(case: Case, config: RunConfig) -> str:
+    """The sentence with which the trainer refuses it; empty where it does not."""
+    try:
+        dry_run.check(config_of(case, config), case.ranks)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def steps_of(runtime: Runtime, config: RunConfig) -> Figures:
+    """What the first STEPS steps of a prepared job measure on this rank. No checkpoint is taken."""
+    with (
+        patch.object(loop, "shard", functools.partial(shard, bucket_bytes=BUCKET_BYTES)),
+        patch.object(gradients, "LEAST_GEMM", 0),
+    ):
+        trainer = jobs.trainer_over(runtime, config)
+        steps = trainer.fit()
+        found = [next(steps) for _ in range(STEPS)]
+        steps.close()
+        trainer.close()
+    figures = [(each.loss, each.grad_norm, each.val_loss) for each in found]
+    return [tuple(figure for figure in each if figure is not None) for each in figures]
+
+
+def difference(found: Figures, expected: Figures) -> float:
+    """The largest of losses, and of gradient norms as a share of the norm; infinite where one is not
+    finite."""
+    worst = 0.0
+    for one, other in zip(found, expected, strict=True):
+        for place, (figure, wanted) in enumerate(zip(one, other, strict=True)):
+            off = abs(figure - wanted) / (wanted if place == 1 else 1.0)
+            worst = max(worst, off if math.isfinite(off) else math.inf)
+    return worst
+
+
+# -- the tool
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a combination: how far off it is, or why it did not run."""
+
+    case: Case
+    off: float = math.inf
+    refused: str = ""
+    failed: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        return self.off <= TOLERANCE
+
+    @property
+    def outcome(self) -> str:
+        return "equal" if self.is_equal else "refused" if self.refused else "wrong"
+
+    def __str__(self) -> str:
+        return f"{self.case}: {self.outcome}, {self.refused or self.failed or format(self.off, '.0e')}"
+
+
+def run_cases(_: object, wanted: Sequence[Case], config: RunConfig) -> tuple[list[Figures], str]:
+    """On one of the ranks that were started for meshes of as many: each mesh made anew, up to the first that
+    fails, whose error is the last of what is returned."""
+    torch.set_num_threads(1)
+    found: list[Figures] = []
+    for case in wanted:
+        sizes = {"tp": case.tp, "cp": case.cp, "pp": case.pp, "dp": case.dp}
+        try:
+            with Runtime.start(**sizes, deadline_s=DEADLINE_S) as runtime:
+                found.append(steps_of(runtime, config_of(case, config)))
+        except Exception as error:  # said of the combination; the next ones run on other processes
+            return found, first_line(error)
+    return found, ""
+
+
+def judged(ranks: Ranks, wanted: Sequence[Case], config: RunConfig, expected: Figures) -> Iterator[Result]:
+    """Runs combinations of as many ranks each, in their order."""
+    left, many = list(wanted), TOGETHER
+    while left:
+        together = left[:many]
+        try:
+            timeout = CASE_S * (1 + len(together))
+            ended = ranks.launch(run_cases, together[0].ranks, together, config, timeout=timeout, init=False)
+        except RankError as error:  # some rank hangs: which combination that is, they tell one by one
+            if many == 1:
+                yield Result(left.pop(0), failed=first_line(error))
+            many = TOGETHER if many == 1 else 1
+            continue
+        of_ranks = [each.value or ([], f"a rank ended: {each.output[-200:]!r}") for each in ended]
+        done = min(len(found) for found, _ in of_ranks)
+        for place, case in enumerate(together[:done]):
+            figures = [found[place] for found, _ in of_ranks]
+            same = figures[0] == figures[-1]
+            off = max(difference(each, expected) for each in figures) if same else math.inf
+            yield Result(case, off, failed="" if same else "the first rank and the last differ")
+        if done < len(together):
+            said = [why for found, why in of_ranks if len(found) == done and why]
+            yield Result(together[done], failed=said[0])
+            done += 1
+        left = left[done:]
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def prove(wanted: Iterable[Case], folder: Path, show=print) -> list[Result]:
+    """Runs all of them against one rank, and shows each as it is known."""
+    config = job(folder)
+    jobs.prepare(config)
+    ranks, results = Ranks(), []
+    by_size = collections.defaultdict(list)
+    for case in wanted:
+        if sentence := refusal(case, config):
+            results.append(Result(case, refused=sentence))
+            show(results[-1])
+        else:
+            by_size[case.ranks].append(case)
+    try:
+        ((found, why),) = (each.value for each in ranks.launch(run_cases, 1, [Case()], config, init=False))
+        if why:
+            raise RuntimeError(f"one rank alone failed: {why}")
+        for _, cases in sorted(by_size.items()):
+            for result in judged(ranks, cases, config, found[0]):
+                results.append(result)
+                show(result)
+    finally:
+        ranks.close()
+    return results
+
+
+def page(results: Sequence[Result], seconds: float) -> str:
+    """docs/parity.md."""
+    counts = collections.Counter(each.outcome for each in results)
+    meshes = {each.case.mesh for each in results}
+    torch_version = torch.__version__.split("+")[0]
+    made = (
+        f"Made by `make test-parity` on {time.strftime('%-d %B %Y')}: torch {torch_version}, CPU ranks of "
+        f"one host, fp32, {seconds / 60:.0f} minutes. {len(results)} combinations of {len(meshes)} meshes "
+        f"with 1 to {LARGEST} ranks: **{counts['equal']} equal, {counts['refused']} refused, "
+        f"{counts['wrong']} wrong.**"
+    )
+    how = (
+        f"A Llama of {MODEL.num_hidden_layers} layers of {MODEL.hidden_size} features, "
+        f"{MODEL.num_attention_heads} query and {MODEL.num_key_value_heads} key heads and "
+        f"{MODEL.vocab_size} tokens takes {STEPS} steps of {BATCH} sequences of {SEQ} tokens, clipped, and "
+        "is validated. Every loss, and every gradient norm as a share of it, is compared with those of one "
+        f"rank. Allowed is a difference of {TOLERANCE:g}; the tables show the largest. Tensor parallelism is "
+        "sequence parallel throughout. Some of the combinations run in `make test` "
+        "(`tests/train/test_parity.py`), with planted mistakes that must be found."
+    )
+    alone = [each for each in results if each.case.pp == 1]
+    piped = [each for each in results if each.case.pp > 1]
+    lines = [
+        "# Training on every mesh is training on one",
+        *("", *textwrap.wrap(made, 118), "", *textwrap.wrap(how, 118)),
+        *("", "## Without a pipeline", "", *_table(alone, lambda case: f"zero {case.zero}")),
+        *(
+            "",
+            "## With a pipeline: the largest of zero 0 to 3",
+            "",
+            *_table(piped, lambda case: case.schedule),
+        ),
+    ]
+    said = collections.defaultdict(list)
+    for each in results:
+        if not each.is_equal:
+            said[each.refused or each.failed or "wrong"].append(str(each.case))
+    if said:
+        lines += ["", "## Not equal", "", "| | combinations |", "|---|---|"]
+        lines += [f"| {why} | {len(cases)}: {', '.join(cases)} |" for why, cases in said.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _table(results: Sequence[Result], column) -> list[str]:
+    rows: dict[str, dict[str, list[Result]]] = {}
+    heads = list(dict.fromkeys(column(each.case) for each in results))
+    for each in results:
+        rows.setdefault(each.case.mesh, {}).setdefault(column(each.case), []).append(each)
+
+    def cell(found: Sequence[Result]) -> str:
+        equal = [each.off for each in found if each.is_equal]
+        words = [f"{max(equal):.0e}"] if equal else []
+        for outcome in ("refused", "wrong"):
+            stages = [f"zero {each.case.zero}" for each in found if each.outcome == outcome]
+            words += [f"{outcome}: {', '.join(stages)}"] if stages else []
+        return "; ".join(words)
+
+    lines = [f"| mesh | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    return lines + [
+        f"| {mesh} | {' | '.join(cell(row.get(head, [])) for head in heads)} |" for mesh, row in rows.items()
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="words that a name must have")
+    parser.add_argument("--write", type=Path, help="the page to write, of all combinations")
+    options = parser.parse_args(argv)
+    if options.only and options.write:
+        parser.error("--write is a page of all combinations; leave --only out.")
+    wanted = [case for case in all_cases() if set(options.only) <= set(str(case).split())]
+    if not wanted:
+        parser.error(f"no combination has all of {' '.join(options.only)} in its name, such as {Case(tp=2)}.")
+    started = time.monotonic()
+    show = functools.partial(print, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        results = prove(wanted, Path(folder), show)
+    seconds = time.monotonic() - started
+    order = {case: place for place, case in enumerate(wanted)}
+    results.sort(key=lambda each: order[each.case])
+    counts = collections.Counter(each.outcome for each in results)
+    print(
+        f"{len(results)} combinations in {seconds:.0f} s: "
+        + ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("equal", "refused", "wrong"))
+    )
+    for each in results:
+        if each.outcome == "wrong":
+            print(each)
+    if options.write:
+        options.write.write_text(page(results, seconds))
+    return 1 if counts["wrong"] else 0
+
+
+if __name__ == "__main__":
+    from tools import check_parity  # ranks find functions by the name of their module
+
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(check_parity.main(sys.argv[1:]))
+    sys.exit(130)
