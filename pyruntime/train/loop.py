@@ -11,6 +11,9 @@ All ranks of a tensor-parallel group see the same batches; data-parallel ranks s
 and context-parallel ranks the tokens of a sequence. All decide on the same exchanged numbers, so they stay in
 step without further messages. The stages of a pipeline run the micro-batches as their schedule says
 (`pipelined.py`); the last one has the losses. When numbers are read: `figures.py`.
+
+Where data_parallel.method lets replicas meet less often, all of this is within one replica, and after every
+step comes `OuterOptimizer.step`. After the last step replicas are one model again.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm
 from pyruntime.comm import Runtime
@@ -29,17 +33,19 @@ from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel import NonFiniteGradient, shard
 from pyruntime.llama import Llama
 from pyruntime.nn.explain import Report, explain
+from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.train import checkpoint
 from pyruntime.train.checkpoint_folder import Facts
-from pyruntime.train.config import RunConfig, learning_rate, micro_batches, tokens_per_step
+from pyruntime.train.config import RunConfig, learning_rate, meets_every_step, micro_batches, tokens_per_step
 from pyruntime.train.corpus import Corpus, training_batch, validation_batches
 from pyruntime.train.device import Device
 from pyruntime.train.errors import TrainingError
-from pyruntime.train.figures import ExchangedFigures, LateFigures, StepFigures, exchange
+from pyruntime.train.figures import ExchangedFigures, LateFigures, RoundFigures, StepFigures, exchange
 from pyruntime.train.metrics import StepMetrics
 from pyruntime.train.pipelined import Pipelined, shared_weights
 from pyruntime.train.signals import Stopped, StopRequest
+from pyruntime.train.validate import outer_method
 
 MOST_NAMES = 3
 """Of parameters, in the sentence about a gradient that is not finite."""
@@ -63,7 +69,10 @@ class Trainer:
         self._stop = stop
         self._device = device = Device(runtime.device, runtime.why_device)
         self.model = model
-        self.sharded = shard(model, runtime.replicas, stage=config.parallel.zero)
+        over, between = runtime.replicas, None
+        if not meets_every_step(config):
+            over, between = within_and_between(over)
+        self.sharded = shard(model, over, stage=config.parallel.zero)
         pp = runtime.pp
         self.optimizer = self.sharded.adamw(
             betas=(optimizer.beta1, optimizer.beta2),
@@ -73,6 +82,11 @@ class Trainer:
             rounding=optimizer.rounding,
             shared={} if pp is None else shared_weights(config, model, pp),
         )
+        self.outer: ShardedOuter | None = None
+        """Of replicas that do not meet in every step."""
+        if between is not None:
+            parts = [axis for axis in (runtime.tp, over, pp) if axis is not None]
+            self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts)
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
         self.step = 0
         self.tiers = Report(())
@@ -85,22 +99,28 @@ class Trainer:
         )
         self._backward_seed = torch.tensor(1.0 / micro_batches(config), device=device.device)
         ranks = runtime.world.size()
-        self._figures: ExchangedFigures | LateFigures
-        alone = device.is_cuda and ranks == 1
-        self._figures = LateFigures(device) if alone else ExchangedFigures(runtime, device)
+        self._figures: ExchangedFigures | LateFigures | RoundFigures
+        if self.outer is not None:
+            self._figures = RoundFigures(runtime, device, over, self.outer.stats)
+        elif device.is_cuda and ranks == 1:
+            self._figures = LateFigures(device)
+        else:
+            self._figures = ExchangedFigures(runtime, device)
         peak, flops = device.peak_flops(train.dtype), model.config.flops_per_token(train.seq_len)
         self._mfu_of_one = None if peak is None else flops / (peak * ranks)
         """MFU at one token per second."""
 
     def resume(self, folder: Path) -> None:
         """Loads weights, optimizer state and step of the checkpoint in `folder`."""
-        self.step = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world)
+        self.step = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world, self.outer)
         self._saved_at, self._saved_in = self.step, folder
 
     def close(self) -> None:
         """The model is as it was, with its current weights."""
         if self._pipelined is not None:
             self._pipelined.close()
+        if self.outer is not None:
+            self.outer.close()
         self.sharded.close()
 
     def fit(self, ledger: StepLedger | None = None) -> Iterator[StepMetrics]:
@@ -122,6 +142,8 @@ class Trainer:
                 self.step += 1
                 if self.step == train.steps:
                     self.tiers = explain(self.model)  # before validation runs other sizes
+                    if self.outer is not None:
+                        self.outer.finish()
                 for figures in known:
                     if not figures.is_finite:
                         raise self._not_finite(figures)
@@ -148,6 +170,8 @@ class Trainer:
         norm = figures.add(step, lr, loss, square, self._stop.signum)
         with marked("update"):
             self._update(norm)
+            if self.outer is not None:
+                self.outer.step()
         if figures.is_late and not (figures.signum or step == 1 or self._is_wanted(step)):
             return [], 0
         return figures.read(), figures.signum
@@ -157,7 +181,10 @@ class Trainer:
         try:
             self.optimizer.step(norm)
         except NonFiniteGradient as error:
-            raise self._not_finite(self._figures.read()[0], error.parameters) from error
+            refusal = self._not_finite(self._figures.own(), error.parameters)
+            if self.outer is not None:
+                comm.post_failure(str(refusal))  # the other replicas do not see this one's gradient
+            raise refusal from error
 
     def _forward_and_backward(self, step: int) -> torch.Tensor | float:
         """Of all micro-batches; their mean loss, in a pipeline the last stage's."""
@@ -241,7 +268,9 @@ class Trainer:
         facts = dataclasses.replace(self._facts, step=self.step)
         keep = self._config.checkpoint.keep
         with self._stop.saving():
-            self.saved = checkpoint.save(self._run_dir, facts, self.sharded, self._runtime.world, keep)
+            self.saved = checkpoint.save(
+                self._run_dir, facts, self.sharded, self._runtime.world, keep, self.outer
+            )
         self._saved_at, self._saved_in = self.step, self._run_dir
         self._figures.forget_exposed()
 
@@ -264,3 +293,18 @@ class Trainer:
         if not self._saved_at:
             return f"nothing was saved but the metrics in {self._run_dir}"
         return f"go on with --checkpoint.resume {self._saved_in} (it holds step {self._saved_at})"
+
+
+def within_and_between(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh]:
+    """Of a mesh (dp_replicate, dp_shard): the ranks that share one replica, None where it is on one rank, and
+    those that hold the same of different replicas.
+
+    Raises ValueError where the mesh has no replicas.
+    """
+    names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
+    if mesh is None or names[:1] != ("dp_replicate",):
+        raise ValueError(
+            f"Replicas that meet less often than in every step are the axis dp_replicate, and there are {names}."
+        )
+    within = mesh[names[1]] if len(names) > 1 else None
+    return (within if within is not None and within.size() > 1 else None), mesh["dp_replicate"]

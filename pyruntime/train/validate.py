@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import typing
 from collections.abc import Callable
 
+from pyruntime.outer.methods import METHODS, Method
 from pyruntime.text import short_repr
 from pyruntime.train.checkpoint_folder import AUTO
-from pyruntime.train.config import Pipeline, RunConfig, warmup_steps
-from pyruntime.train.errors import ConfigError
+from pyruntime.train.config import DataParallel, Pipeline, RunConfig, meets_every_step, replicas, warmup_steps
+from pyruntime.train.errors import ConfigError, refusing
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
 SEEDS = 2**63
@@ -65,6 +67,7 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_files(config)
     _check_context(config)
     _check_pipeline(config)
+    _check_data_parallel(config)
     _check_ranks(config, world_size)
     _check_rings(config, world_size)
     _check_slices(config, world_size)
@@ -173,7 +176,7 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
         f"parallel.dp_replicate={replicate} does not divide parallel.dp={dp}.",
     )
     _require(
-        zero > 0 or replicate == 1,
+        zero > 0 or replicate == 1 or not meets_every_step(config),
         f"parallel.dp_replicate={replicate} with parallel.zero=0, which cuts nothing: leave it at 1.",
     )
     others = [f"parallel.{name}={size}" for name, size in (("pp", pp), ("dp", dp), ("cp", cp)) if size > 1]
@@ -190,6 +193,59 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
         needed == world_size,
         f"{axes} but {world_size} rank(s) were started, and every rank belongs to a group of each axis; "
         f"start torchrun with --nproc-per-node {needed}, or leave parallel.tp out.",
+    )
+
+
+def outer_method(config: RunConfig) -> Method:
+    """How replicas meet that do not in every step. Raises ConfigError for what the method does not have."""
+    asked = config.data_parallel
+    given = {
+        "tau": asked.tau,
+        "lr": asked.outer_lr,
+        "momentum": asked.outer_momentum,
+        "clip": asked.clip,
+        "pull": asked.pull,
+        "delay": asked.delay,
+        "fragments": asked.fragments,
+    }
+    settings = {name: value for name, value in given.items() if value is not None}
+    if not asked.penalty:
+        settings["penalty"] = None
+    make = METHODS[asked.method]
+    for name in settings:
+        key = {"lr": "outer_lr", "momentum": "outer_momentum"}.get(name, name)
+        _require(
+            name in inspect.signature(make).parameters,
+            f"data_parallel.{key} is not a setting of data_parallel.method={asked.method}; leave it out.",
+        )
+    with refusing("[data_parallel]: "):
+        return make(**settings)
+
+
+def _check_data_parallel(config: RunConfig) -> None:
+    """Of replicas that do not meet in every step."""
+    asked, parallel = config.data_parallel, config.parallel
+    if meets_every_step(config):
+        for name, value in vars(asked).items():
+            _require(
+                value == getattr(DataParallel, name),
+                f"data_parallel.{name}={value} without a data_parallel.method that meets less often than in "
+                "every step; set one.",
+            )
+        return
+    outer_method(config)
+    method = f"data_parallel.method={asked.method}"
+    _require(
+        replicas(config) > 1,
+        f"{method} is of several replicas, and parallel.dp={parallel.dp}; set it to their number.",
+    )
+    _require(
+        parallel.zero < 3,
+        f"{method} with parallel.zero=3, which keeps no whole weights for the outer step; use 0, 1 or 2.",
+    )
+    _require(
+        config.train.device != "cuda",
+        f"{method} is of ranks on the CPU, and train.device=cuda; use cpu, or data_parallel.method=every_step.",
     )
 
 
