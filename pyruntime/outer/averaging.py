@@ -111,9 +111,14 @@ class Averaging:
         self._waiting.extend((lines, tensor) for lines in self._cut(tensor))
         self.pump()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is on its way that nobody has waited for."""
+        return self._axis.held is self
+
     @torch.no_grad()
     def pump(self) -> None:
-        if self._axis.held is not self:
+        if not self.is_busy:
             return
         self._axis.take_what_has_come()
         while self._waiting and self._axis.has_room():
@@ -152,12 +157,12 @@ class Averaging:
         self._last.clear()
 
     def _rest(self) -> None:
-        if not self._waiting and not self._last and self._axis.held is self:
+        if not self._waiting and not self._last and self.is_busy:
             self._axis.held = None
 
     def close(self) -> None:
         """Nothing is under way any more."""
-        if self.size > 1 and self._axis.held is self:
+        if self.is_busy:
             self.settle()
 
     def _cut(self, tensor: Tensor) -> list[Tensor]:

@@ -137,9 +137,10 @@ class OuterOptimizer:
         fragment.pass_(step=scale, pull=late, launch=True)
         if late:
             self._weights.written()
+        began = time.perf_counter()
         self._launch(fragment)
         if self.tau is None:
-            self._settle_tau(fragment)
+            self._settle_tau(fragment, began)
         if self.method.delay == 0:
             self._use(fragment)
         fragment.length = self._settled_tau()
@@ -176,9 +177,9 @@ class OuterOptimizer:
             square = math.fsum(ops.all_gather_stats(mine, group).flatten().tolist())
         return square
 
-    def _settle_tau(self, fragment: Fragment) -> None:
-        """The first round has been taken: its steps are timed, and its exchange, which nothing hides."""
-        began = time.perf_counter()
+    def _settle_tau(self, fragment: Fragment, began: float) -> None:
+        """The first round has been taken: its steps are timed, and its exchange, which nothing hides and which
+        has begun at `began`."""
         self._averaging.wait(fragment.sent)
         exchange_s = time.perf_counter() - began
         ends = self._step_ends
@@ -288,6 +289,9 @@ class OuterOptimizer:
                 outer._averaging.pump()
 
         def before_backward(_module: nn.Module, _inputs: object, output: object) -> None:
+            outer = weak()
+            if outer is None or not outer._averaging.is_busy:
+                return
             for tensor in output if isinstance(output, tuple | list) else [output]:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(pump)
