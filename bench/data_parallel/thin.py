@@ -1,5 +1,5 @@
-"""Training steps over networks that cannot carry a gradient in every step: CO2 beside zero 1, DDP and replicas
-that never meet.
+"""Training steps over networks that cannot carry a gradient in every step: CO2 beside zero 1, DDP and
+replicas that never meet.
 
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 100mbit -- python -m bench.data_parallel.thin
         [--tau 24] [--json FILE] [--shape dim1024] [--dtype bf16] [--others "zero 1" DDP]
@@ -30,12 +30,13 @@ ALONE, LOADED, CO2 = "each rank alone", "each rank alone, loaded", "CO2"
 OTHERS = ("zero 1", "DDP")
 
 HOW = """\
-Seconds of a training step (forward, backward, clipping, AdamW with fp32 states), of the slowest rank, medians over
-{rounds} rounds; within a round every line takes one turn, in shuffled order, started together. Turns of CO2 and of
-ranks alone are a whole round of tau steps, of the others one step. Loaded: alone while as many bytes as CO2 sends
-in a round pass unrelated. "Of alone" and "of loaded" are the seconds of those divided by a line's, of one round:
-throughput over that of as many hosts that exchange nothing. Waits and moves: of CO2's turns, the share in which the
-thread that computes waited for peers, and in which it copied and summed what travels; of the rank that had most."""
+Seconds of a training step (forward, backward, clipping, AdamW with fp32 states), of the slowest rank, medians
+over {rounds} rounds; within a round every line takes one turn, in shuffled order, started together. Turns of
+CO2 and of ranks alone are a whole round of tau steps, of the others one step. Loaded: alone while as many
+bytes as CO2 sends in a round pass unrelated. "Of alone" and "of loaded" are the seconds of those divided by a
+line's, of one round: throughput over that of as many hosts that exchange nothing. Waits and moves: of CO2's
+turns, the share in which the thread that computes waited for peers, and in which it copied and summed what
+travels; of the rank that had most."""
 
 
 def with_co2(shape, dtype: torch.dtype, tp, mesh, tau: int | str) -> tuple[Step, ShardedOuter]:
@@ -95,7 +96,10 @@ def measure(args: argparse.Namespace, mesh, tp) -> dict[str, Any]:
         return run
 
     exposed = Exposed(turn(co2_step, tau))
-    turns: dict[str, Callable[[], None]] = {ALONE: turn(ours_alone(shape, dtype, tp, CLIP), tau), CO2: exposed}
+    turns: dict[str, Callable[[], None]] = {
+        ALONE: turn(ours_alone(shape, dtype, tp, CLIP), tau),
+        CO2: exposed,
+    }
     steps = {ALONE: tau, CO2: tau, LOADED: tau}
     if "zero 1" in args.others:
         turns["zero 1"] = turn(ours(shape, dtype, tp, mesh, 1)[0], 1)

@@ -132,8 +132,8 @@ class Averaging:
     def wait(self, tensor: Tensor) -> None:
         if self._has_failed:
             raise RuntimeError(
-                "What was on its way between replicas is lost, because their group failed or was closed; make a "
-                "new OuterOptimizer, on every rank."
+                "What was on its way between replicas is lost, because their group failed or was closed; "
+                "make a new OuterOptimizer, on every rank."
             )
         while any(each is tensor for _, each in self._waiting):
             self._begin_next()

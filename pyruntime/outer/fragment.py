@@ -1,4 +1,5 @@
-"""One part of the model that meets at a time: its outer iterate, its momentum and the snapshot that travels."""
+"""One part of the model that meets at a time: its outer iterate, its momentum and the snapshot that
+travels."""
 
 from __future__ import annotations
 

@@ -58,7 +58,9 @@ class Method:
 
     def __post_init__(self) -> None:
         tau, delay = self.tau, self.delay
-        _require(tau == "auto" or (type(tau) is int and tau >= 1), f'tau={tau} must be at least 1, or "auto".')
+        _require(
+            tau == "auto" or (type(tau) is int and tau >= 1), f'tau={tau} must be at least 1, or "auto".'
+        )
         _require(self.lr > 0 and math.isfinite(self.lr), f"lr={self.lr} must be a positive finite number.")
         _require(0 <= self.momentum < 1, f"momentum={self.momentum} must be at least 0 and below 1.")
         _require(0 < self.pull <= 1, f"pull={self.pull} must be above 0 and at most 1.")
@@ -146,8 +148,7 @@ def streaming_diloco(
 
 
 METHODS: dict[str, Callable[..., Method]] = {
-    each.__name__: each
-    for each in (co2, local_sgd, slowmo, diloco, overlapped_local_sgd, streaming_diloco)
+    each.__name__: each for each in (co2, local_sgd, slowmo, diloco, overlapped_local_sgd, streaming_diloco)
 }
 
 

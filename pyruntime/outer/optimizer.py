@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 import weakref
@@ -27,8 +28,8 @@ MEASURED_STEPS = 4
 
 
 class OuterOptimizer:
-    """Makes replicas of `module`, one on each of the G ranks of `mesh`, train alone for rounds of tau steps and
-    meet between them. Around any inner optimizer:
+    """Makes replicas of `module`, one on each of the G ranks of `mesh`, train alone for rounds of tau steps
+    and meet between them. Around any inner optimizer:
 
         outer = pyruntime.OuterOptimizer(model, mesh["dp"], pyruntime.outer.co2(tau=12))
         for batch in batches:                     # of this replica
@@ -49,10 +50,11 @@ class OuterOptimizer:
         gap   = ||z_t - (z_{t-1} - mean(d_{t-1}))||           z_{t-1} - mean(d_{t-1}) is the mean of the x_i
         reach = tau sqrt(1/G sum_i ||first step of round t-1 of replica i||^2)
 
-    That is CO2 (Sun et al. 2024, arXiv 2401.16265, algorithm 1; averages of displacements in place of those of
-    parameters, which are the same number and keep more digits). With delay = 0 replicas wait for mean(d_t) and
-    use it at once; with another delay it is used after so many steps. Where pull < 1 and the delay is a whole
-    round, d_t is measured after the pull. In the first round there is no average yet: z_1 = z_0, m_0 = 0.
+    That is CO2 (Sun et al. 2024, arXiv 2401.16265, algorithm 1; averages of displacements in place of those
+    of parameters, which are the same number and keep more digits). With delay = 0 replicas wait for mean(d_t)
+    and use it at once; with another delay it is used after so many steps. Where pull < 1 and the delay is a
+    whole round, d_t is measured after the pull. In the first round there is no average yet: z_1 = z_0, m_0 =
+    0.
 
     Displacements travel as the parameters are (bf16 as bf16); z and m are fp32 (fp64 of doubles). Per
     parameter they take 4 + 4 bytes, and what travels 2 or 4. Buffers of the module (running statistics of
@@ -65,8 +67,8 @@ class OuterOptimizer:
         method: from `pyruntime.outer.co2`, `local_sgd`, `slowmo`, `diloco`, `overlapped_local_sgd`,
             `streaming_diloco`, or a `Method` of your own.
         weights: what is averaged, where another optimizer than torch's holds it; by default the parameters.
-        parts: groups over which one replica is cut (tensor-parallel ranks, say): norms of the penalty are over
-            all of it.
+        parts: groups over which one replica is cut (tensor-parallel ranks, say): norms of the penalty are
+            over all of it.
 
     Raises ValueError for a module without trainable parameters, parameters on a device or not contiguous, and
     fragments without a layer; CommTimeout and PeerLost, on all ranks, as its methods do.
@@ -113,8 +115,8 @@ class OuterOptimizer:
         return self._averaging.size
 
     def step(self) -> None:
-        """After every step of the inner optimizer. At the end of a round it waits for what is still on its way
-        of the round before, takes the outer step and begins to send this round's displacement."""
+        """After every step of the inner optimizer. At the end of a round it waits for what is still on its
+        way of the round before, takes the outer step and begins to send this round's displacement."""
         if self.tau is None:
             self._step_ends.append(time.perf_counter())
         for fragment in self._fragments:
@@ -178,12 +180,12 @@ class OuterOptimizer:
         return square
 
     def _settle_tau(self, fragment: Fragment, began: float) -> None:
-        """The first round has been taken: its steps are timed, and its exchange, which nothing hides and which
-        has begun at `began`."""
+        """The first round has been taken: its steps are timed, and its exchange, which nothing hides and
+        which has begun at `began`."""
         self._averaging.wait(fragment.sent)
         exchange_s = time.perf_counter() - began
         ends = self._step_ends
-        steps = sorted(end - start for start, end in zip(ends[:-1], ends[1:], strict=True))
+        steps = sorted(end - start for start, end in itertools.pairwise(ends))
         step_s = steps[len(steps) // 2]
         for group in self._groups:
             told = ops.all_gather_stats(torch.tensor([exchange_s, step_s], dtype=torch.float64), group)
@@ -191,8 +193,8 @@ class OuterOptimizer:
         least = least_tau(exchange_s, step_s)
         self.tau = usual_tau(least)
         self._measured = (
-            f"a step takes {step_s:.3g} s and the exchange {exchange_s:.3g} s, so tau_min is {least}, and the "
-            f"next usual number {self.tau}"
+            f"a step takes {step_s:.3g} s and the exchange {exchange_s:.3g} s, so tau_min is {least}, and "
+            f"the next usual number {self.tau}"
         )
 
     def _settled_tau(self) -> int:
@@ -216,8 +218,8 @@ class OuterOptimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """base.NAME (z), momentum.NAME and sent.NAME (the sum of displacements that are to be used), over the
-        storage; `progress`, the same on all replicas, and `first_steps`, a replica's own. Waits for what is on
-        its way, so every rank calls it."""
+        storage; `progress`, the same on all replicas, and `first_steps`, a replica's own. Waits for what is
+        on its way, so every rank calls it."""
         state: dict[str, Tensor] = {}
         for fragment in self._fragments:
             if fragment.is_pending:
@@ -240,16 +242,16 @@ class OuterOptimizer:
                     found = state.get(f"{kind}.{name}")
                     if found is None or found.shape != tensor.shape:
                         raise ValueError(
-                            f"The state has no {kind}.{name} of shape {tuple(tensor.shape)}: it is of another "
-                            "model."
+                            f"The state has no {kind}.{name} of shape {tuple(tensor.shape)}: it is of "
+                            "another model."
                         )
                     tensor.copy_(found)
         tau, *numbers = state["progress"].tolist()
         each = Fragment.NUMBERS
         if len(numbers) != each * len(self._fragments) or (self.tau is not None and self.tau != tau):
             raise ValueError(
-                f"The state is of tau={tau:.0f} and {len(numbers) // each} fragment(s), and tau={self.tau} and "
-                f"{len(self._fragments)} were asked for; use those that it was taken with."
+                f"The state is of tau={tau:.0f} and {len(numbers) // each} fragment(s), and tau={self.tau} "
+                f"and {len(self._fragments)} were asked for; use those that it was taken with."
             )
         self.tau, self._step_ends = int(tau) or None, []
         for number, fragment in enumerate(self._fragments):

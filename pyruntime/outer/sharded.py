@@ -48,9 +48,7 @@ class ShardedOuter(OuterOptimizer):
 
     def __init__(self, sharded: Sharded, replicas: DeviceMesh, method: Method, parts: Sequence[Group]):
         self._sharded = sharded
-        super().__init__(
-            sharded.model, replicas, method, weights=ShardedWeights(sharded), parts=parts
-        )
+        super().__init__(sharded.model, replicas, method, weights=ShardedWeights(sharded), parts=parts)
         self.own_name = f"replica-{self._averaging.rank}"
         """Of what a checkpoint holds for this replica alone."""
 
@@ -62,7 +60,8 @@ class ShardedOuter(OuterOptimizer):
         return wrapped
 
     def weights(self) -> dict[str, Tensor]:
-        """The outer iterate as the model's weights, in memory of its own: what all replicas have in common."""
+        """The outer iterate as the model's weights, in memory of its own: what all replicas have in
+        common."""
         found = {
             name: tensor
             for fragment in self._fragments

@@ -39,9 +39,7 @@ class ModuleWeights:
     """
 
     def __init__(self, module: nn.Module):
-        self._values = [
-            Value(name, p, p.dtype) for name, p in module.named_parameters() if p.requires_grad
-        ]
+        self._values = [Value(name, p, p.dtype) for name, p in module.named_parameters() if p.requires_grad]
         if not self._values:
             raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient.")
         for value in self._values:

@@ -162,16 +162,16 @@ class Parallel:
 
 @dataclasses.dataclass(frozen=True)
 class DataParallel:
-    """When data-parallel ranks meet, for networks that cannot carry a gradient in every step. What is left out
-    is as the method has it (docs/thin-networks.md)."""
+    """When data-parallel ranks meet, for networks that cannot carry a gradient in every step. What is left
+    out is as the method has it (docs/thin-networks.md)."""
 
     method: DataParallelMethod = "every_step"
     """every_step: gradients are summed in each step. Otherwise replicas train alone, with a gradient norm of
     their own, and meet as the method says: parallel.dp_replicate of them, or where that is 1 as many as
     parallel.dp."""
     tau: Literal["auto"] | int = "auto"
-    """Steps between two meetings; auto, of co2 and overlapped_local_sgd: as few as hide the exchange, which is
-    measured."""
+    """Steps between two meetings; auto, of co2 and overlapped_local_sgd: as few as hide the exchange, which
+    is measured."""
     outer_lr: float | None = None
     """Outer learning rate, without unit."""
     outer_momentum: float | None = None
@@ -297,8 +297,8 @@ def meets_every_step(config: RunConfig) -> bool:
 
 
 def replicas(config: RunConfig) -> int:
-    """Groups of data-parallel ranks that each hold everything once: where they do not meet in every step, each
-    rank unless parallel.dp_replicate says so."""
+    """Groups of data-parallel ranks that each hold everything once: where they do not meet in every step,
+    each rank unless parallel.dp_replicate says so."""
     parallel = config.parallel
     if meets_every_step(config) or parallel.dp_replicate > 1:
         return parallel.dp_replicate

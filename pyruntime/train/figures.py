@@ -1,10 +1,10 @@
 """What a step has found out, and when the ranks read it.
 
 With several ranks, or on a CPU, each step ends with one small exchange (`ExchangedFigures`). Replicas that
-train alone for rounds of steps exchange their figures when the log wants them (`RoundFigures`). A rank that is
-alone with its device does not wait for it in every step (`LateFigures`): reading a number would wait for all
-that the device was given, and it would then idle while the host prepares the next step. So loss and norm stay
-there until the log wants them. A step whose loss or gradient is not finite updates nothing, nor does any
+train alone for rounds of steps exchange their figures when the log wants them (`RoundFigures`). A rank that
+is alone with its device does not wait for it in every step (`LateFigures`): reading a number would wait for
+all that the device was given, and it would then idle while the host prepares the next step. So loss and norm
+stay there until the log wants them. A step whose loss or gradient is not finite updates nothing, nor does any
 after it: the device sees to that, and whoever reads raises.
 """
 
@@ -115,7 +115,11 @@ class RoundFigures:
         outer_stats: Callable[[], tuple[float, int]],
     ):
         self._runtime, self._device, self._outer_stats = runtime, device, outer_stats
-        axes = [runtime.tp, *([] if inner is None else [inner]), *([] if runtime.pp is None else [runtime.pp])]
+        axes = [
+            runtime.tp,
+            *([] if inner is None else [inner]),
+            *([] if runtime.pp is None else [runtime.pp]),
+        ]
         self._axes = [axis for axis in axes if comm.group_size(axis) > 1]
         self._sums = (1 if inner is None else comm.group_size(inner)) * runtime.sizes.tp
         """Ranks whose losses add up to that of a replica, as often."""

@@ -304,7 +304,8 @@ def within_and_between(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, Devi
     names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
     if mesh is None or names[:1] != ("dp_replicate",):
         raise ValueError(
-            f"Replicas that meet less often than in every step are the axis dp_replicate, and there are {names}."
+            "Replicas that meet less often than in every step are the axis dp_replicate, and there are "
+            f"{names}."
         )
     within = mesh[names[1]] if len(names) > 1 else None
     return (within if within is not None and within.size() > 1 else None), mesh["dp_replicate"]

@@ -245,7 +245,8 @@ def _check_data_parallel(config: RunConfig) -> None:
     )
     _require(
         config.train.device != "cuda",
-        f"{method} is of ranks on the CPU, and train.device=cuda; use cpu, or data_parallel.method=every_step.",
+        f"{method} is of ranks on the CPU, and train.device=cuda; use cpu, or "
+        "data_parallel.method=every_step.",
     )
 
 

@@ -163,7 +163,8 @@ def test_flags_change_single_values_of_the_file(tmp_path):
 
 @pytest.mark.parametrize(("text", "tau"), [("auto", "auto"), ("24", 24)])
 def test_tau_is_a_number_or_auto(text, tau):
-    asked = ["--config", "main", "--parallel.dp", "2", "--data_parallel.method", "co2", "--data_parallel.tau", text]
+    method = ["--parallel.dp", "2", "--train.micro_batch_size", "4", "--data_parallel.method", "co2"]
+    asked = ["--config", "main", *method, "--data_parallel.tau", text]
     config, _ = train.read(asked)
     assert config.data_parallel.tau == tau
     validate.check(config, 2)

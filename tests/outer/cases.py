@@ -1,7 +1,7 @@
 """Replicas on quadratics, each with one of its own, and the methods written out by hand for them, in numpy.
 
-Replica i minimises 1/2 sum_j a_ij (x_j - c_ij)^2 by gradient descent. A trajectory is x after every inner step,
-once what happens there between replicas has happened: {name: [steps, ...]} for each replica.
+Replica i minimises 1/2 sum_j a_ij (x_j - c_ij)^2 by gradient descent. A trajectory is x after every inner
+step, once what happens there between replicas has happened: {name: [steps, ...]} for each replica.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def start() -> dict[str, np.ndarray]:
 def quadratic(replica: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """a, c by name."""
     draw = np.random.default_rng(100 + replica)
-    return {
-        name: (draw.uniform(0.2, 2.0, size), draw.standard_normal(size)) for name, size in SIZES.items()
-    }
+    return {name: (draw.uniform(0.2, 2.0, size), draw.standard_normal(size)) for name, size in SIZES.items()}
 
 
 class Layer(nn.Module):

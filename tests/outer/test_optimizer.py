@@ -1,5 +1,5 @@
-"""Replicas that train alone and meet: each method is its definition, whatever the moment at which flights leave;
-what is saved goes on bitwise; a rank that dies ends all."""
+"""Replicas that train alone and meet: each method is its definition, whatever the moment at which flights
+leave; what is saved goes on bitwise; a rank that dies ends all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -131,7 +132,8 @@ def test_finishing_leaves_one_model_the_mean_of_all(ranks):
 
 
 def test_finishing_co2_takes_what_is_on_its_way(ranks):
-    """14 steps are four rounds of 3 and 2 steps: the displacements of round 4 and of the rest are not lost."""
+    """14 steps are four rounds of 3 and 2 steps: the displacements of round 4 and of the rest are not
+    lost."""
     results = ranks.run(cases.trajectory, 2, outer.co2(3, momentum=0.0, penalty=None))
     x = np.stack([cases.flat(found) for found, _ in results])
     begun = x[:, [2, 5, 8, 11]]  # where rounds 2 to 5 began, the same on both
@@ -151,14 +153,16 @@ def test_one_replica_alone_steps_too(ranks):
 
 def pumped_or_not(group, method, dtype, way):
     """way: "never": flights leave when they are waited for; "late": rank 1 sleeps in some steps."""
-    pump = averaging.Averaging.pump
+    pump, is_late = averaging.Averaging.pump, way == "late" and group.rank() == 1
     if way == "never":
         averaging.Averaging.pump = lambda _: None
     try:
         return cases.trajectory(
-            group, method, dtype,
-            before_step=lambda step, _: time.sleep(0.05 * (way == "late" and group.rank() == 1 and step % 4 == 0)),
-        )  # fmt: skip
+            group,
+            method,
+            dtype,
+            before_step=lambda step, _: time.sleep(0.05 * (is_late and step % 4 == 0)),
+        )
     finally:
         averaging.Averaging.pump = pump
 
@@ -178,8 +182,8 @@ def test_when_flights_leave_changes_no_bit(ranks, method, dtype):
 
 
 def what_travels(group):
-    """Whether anything that travels, or is kept, shares memory with a parameter; and whether flights were under
-    way during the steps of a round."""
+    """Whether anything that travels, or is kept, shares memory with a parameter; and whether flights were
+    under way during the steps of a round."""
     model, inner, outer_optimizer = cases.made(group, outer.co2(4), torch.float32)
     live = {p.untyped_storage().data_ptr() for p in model.parameters()}
     shared, under_way = [], []
@@ -262,26 +266,32 @@ def test_the_state_of_another_model_or_method_is_refused(ranks):
     assert "base.layers.0.weight of shape (7, 11)" in sentences[0] and "tau=4" in sentences[1]
 
 
+class Clock:
+    """In the place of `time`."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
 def measured(group, step_s, exchange_s):
-    """tau, its sentence, and parameters after a measured round and two of 6 steps, where the first steps and
-    their exchange take so long."""
-    wait = averaging.Averaging.wait
+    """tau, its sentence, and parameters after a measured round and two of 6 steps, where a step takes so long on
+    the fastest rank, and a wait for an exchange."""
+    clock, wait = Clock(), averaging.Averaging.wait
 
     def slow(self, tensor):
-        time.sleep(exchange_s)
+        clock.now += exchange_s / (1 + group.rank())  # the slowest counts
         wait(self, tensor)
 
     model, inner, outer_optimizer = cases.made(group, outer.co2("auto"), torch.float64)
     before = outer_optimizer.describe()
-    for step in range(16):
-        if step < optimizer.MEASURED_STEPS:
-            time.sleep(step_s * (1 + group.rank()))  # the fastest counts
-        cases.inner_step(model, inner)
-        averaging.Averaging.wait = slow if step < optimizer.MEASURED_STEPS else wait
-        try:
+    with patch.object(optimizer, "time", clock), patch.object(averaging.Averaging, "wait", slow):
+        for _ in range(16):
+            clock.now += step_s * (1 + group.rank())
+            cases.inner_step(model, inner)
             outer_optimizer.step()
-        finally:
-            averaging.Averaging.wait = wait
     tau, sentence = outer_optimizer.tau, outer_optimizer.describe()
     outer_optimizer.close()
     return before, tau, sentence, [p.detach() for p in model.parameters()]
@@ -291,7 +301,8 @@ def test_tau_auto_is_the_usual_number_that_hides_the_exchange_and_says_so(ranks)
     results = ranks.run(measured, 2, 0.05, 0.23)
     for before, tau, sentence, parameters in results:
         assert "tau measured" in before
-        assert tau == 6 and "tau 6 (a step takes 0.05" in sentence and "so tau_min is 5" in sentence
+        assert tau == 6
+        assert "tau 6 (a step takes 0.05 s and the exchange 0.23 s, so tau_min is 5" in sentence
         assert all(map(torch.equal, parameters, results[0][3]))
 
 

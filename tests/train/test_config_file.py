@@ -61,7 +61,10 @@ def test_the_main_job_is_as_promised():
         ('[train]\nsteps = "3"\n', "train.steps must be a whole number, found '3'."),
         ('[train]\ndtype = "fp8"\n', "train.dtype must be one of 'bf16', 'fp32', found 'fp8'."),
         ('[optimizer]\nlr = "high"\n', "optimizer.lr must be a number, found 'high'."),
-        ("[data_parallel]\ntau = 1.5\n", "data_parallel.tau must be one of 'auto' or a whole number, found 1.5."),
+        (
+            "[data_parallel]\ntau = 1.5\n",
+            "data_parallel.tau must be one of 'auto' or a whole number, found 1.5.",
+        ),
         ('[model]\nhidden_size = "big"\n', "model.hidden_size must be a whole number, found 'big'."),
         ('[data]\npaths = "a"\n', "data.paths must be a list, each item a string, found 'a'."),
         ("[data]\npaths = [1]\n", "data.paths must be a list, each item a string, found [1]."),

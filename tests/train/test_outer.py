@@ -96,8 +96,8 @@ def test_metrics_say_what_meetings_cost_and_hide(ranks, alone):
     for curves, weights, sentence in ranks.run(ended, 2, config):
         assert sentence == "co2: 2 replica(s), tau 3"
         assert [metrics.step for metrics in curves] == list(range(1, 9))
-        # Of a round's displacement a rank reads half of the other's, and the other half's sums. Two rounds have
-        # ended, and the last step is awaited only afterwards.
+        # Of a round's displacement a rank reads half of the other's, and the other half's sums. Two rounds
+        # have ended, and the last step is awaited only afterwards.
         whole = 4 * sum(tensor.numel() for tensor in weights.values())
         assert whole <= sum(metrics.outer_bytes for metrics in curves) <= 2.1 * whole
         for metrics in curves:
@@ -138,7 +138,9 @@ def test_a_checkpoint_has_the_weights_that_replicas_have_in_common(ranks, tmp_pa
     config = job(tmp_path, CO2, {"dp": 2}, dtype="bf16", steps=4)
     folder = jobs.prepare(config)
     (_, weights, _), _ = ranks.run(ended, 2, config)
-    (found,) = ranks.run(loaded_weights, 1, jobs.changed(config, "parallel", dp=1), checkpoint_folder.newest(folder))
+    (found,) = ranks.run(
+        loaded_weights, 1, jobs.changed(config, "parallel", dp=1), checkpoint_folder.newest(folder)
+    )
     assert all(torch.equal(weights[name], found[name]) for name in weights)
 
 
@@ -153,7 +155,7 @@ def test_a_checkpoint_of_another_method_is_refused(ranks, tmp_path, other):
     ranks.run(ended, 2, config)
     shape = llama_config(config.model, 256, config.train.seq_len, 1)
     facts = checkpoint_folder.Facts.of(dataclasses.replace(config, data_parallel=other), shape)
-    with pytest.raises(ConfigError, match="data_parallel.method=co2 of 2 replicas, but"):
+    with pytest.raises(ConfigError, match=r"data_parallel\.method=co2 of 2 replicas, but"):
         checkpoint_folder.read_matching(checkpoint_folder.newest(folder), facts)
 
 
@@ -203,7 +205,10 @@ def test_a_gradient_that_is_not_finite_on_one_replica_ends_all(ranks, tmp_path):
             r'\[data_parallel\]: tau="auto" is the length of a round',
         ),
         (
-            {"data_parallel": DataParallel(method="slowmo", tau=8, outer_momentum=2.0), "parallel": Parallel(dp=2)},
+            {
+                "data_parallel": DataParallel(method="slowmo", tau=8, outer_momentum=2.0),
+                "parallel": Parallel(dp=2),
+            },
             "momentum=2.0 must be at least 0 and below 1",
         ),
     ],
