@@ -44,9 +44,8 @@ class Facts:
     @classmethod
     def of(cls, config: RunConfig, shape: LlamaConfig) -> Facts:
         """Of a run that trains a model of that shape, before its first step."""
-        method = config.data_parallel.method
-        if not meets_every_step(config):
-            method += f" of {replicas(config)} replicas"
+        of_replicas = "" if meets_every_step(config) else f" of {replicas(config)} replicas"
+        method = config.data_parallel.method + of_replicas
         return cls(0, config.train.dtype, dataclasses.asdict(shape), config.optimizer.rounding, method)
 
 

@@ -37,7 +37,7 @@ class StepMetrics:
     outer_exposed_s: float | None = None
     """Of exposed_comm_s, what was for replicas that do not meet in every step; None where they do."""
     outer_bytes: int | None = None
-    """That a rank read of other replicas in this step; None where they meet in every step."""
+    """Most that a rank read of other replicas in this step; None where they meet in every step."""
     mfu: float | None = None
     """Model FLOP/s as a share of the devices' peak, where that is known."""
     val_loss: float | None = None

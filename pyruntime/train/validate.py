@@ -7,6 +7,7 @@ import math
 import os
 import typing
 from collections.abc import Callable
+from typing import Any
 
 from pyruntime.outer.methods import METHODS, Method
 from pyruntime.text import short_repr
@@ -208,7 +209,7 @@ def outer_method(config: RunConfig) -> Method:
         "delay": asked.delay,
         "fragments": asked.fragments,
     }
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if not asked.penalty:
         settings["penalty"] = None
     make = METHODS[asked.method]

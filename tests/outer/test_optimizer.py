@@ -277,8 +277,8 @@ class Clock:
 
 
 def measured(group, step_s, exchange_s):
-    """tau, its sentence, and parameters after a measured round and two of 6 steps, where a step takes so long on
-    the fastest rank, and a wait for an exchange."""
+    """tau, its sentence, and parameters after a measured round and two of 6 steps, where a step takes so long
+    on the fastest rank, and a wait for an exchange."""
     clock, wait = Clock(), averaging.Averaging.wait
 
     def slow(self, tensor):

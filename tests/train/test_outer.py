@@ -22,10 +22,22 @@ CO2 = {"method": "co2", "tau": 3, "outer_momentum": 0.3}
 
 
 def job(folder: Path, data_parallel: dict, parallel: dict, **train) -> RunConfig:
-    config = jobs.job(folder, **{"steps": 8, "val_every": 4, **SEQUENCES, **train})
+    config = jobs.job(folder, **{"steps": 8, "val_every": 0, **SEQUENCES, **train})
     config = jobs.changed(config, "model", num_hidden_layers=2)
     config = jobs.changed(config, "data_parallel", **data_parallel)
     return jobs.changed(config, "parallel", **parallel)
+
+
+def run(ranks, function, world: int, *arguments) -> list:
+    """On the pool's four ranks, or on fresh ones: a mesh with several axes is over all ranks of a job."""
+    if world == 4:
+        return ranks.run(function, 4, *arguments)
+    outcomes = ranks.launch(function, world, *arguments, timeout=120.0)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+        assert outcome.exit_code == 0, outcome.output
+    return [outcome.value for outcome in outcomes]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +45,7 @@ def alone(ranks, tmp_path_factory):
     """A job of two replicas of one rank each, and what it makes."""
     config = job(tmp_path_factory.mktemp("alone"), CO2, {"dp": 2})
     jobs.prepare(config)
-    return config, ranks.run(jobs.history, 2, config)[0]
+    return config, run(ranks, jobs.history, 2, config)[0]
 
 
 @pytest.mark.parametrize(
@@ -49,14 +61,14 @@ def alone(ranks, tmp_path_factory):
 def test_a_replica_of_several_ranks_is_one_of_one_rank(ranks, alone, parallel):
     config, expected = alone
     config = jobs.changed(config, "parallel", **parallel)
-    found = ranks.run(jobs.history, 4, config)
+    found = run(ranks, jobs.history, 4, config)
     jobs.check_curves(found, expected)
 
 
 def test_a_pipeline_of_replicas_is_one_rank_each(ranks, alone):
     config, expected = alone
     config = jobs.changed(config, "parallel", dp=2, pp=2)
-    jobs.check_curves(ranks.run(jobs.history, 4, config), expected)
+    jobs.check_curves(run(ranks, jobs.history, 4, config), expected)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +82,9 @@ def test_a_pipeline_of_replicas_is_one_rank_each(ranks, alone):
     ids=lambda settings: settings["method"],
 )
 def test_every_method_learns_and_ends_with_one_model(ranks, tmp_path, data_parallel):
-    config = job(tmp_path, data_parallel, {"dp": 3}, batch_size=6, steps=20, val_every=0)
+    config = job(tmp_path, data_parallel, {"dp": 3}, batch_size=6, steps=20)
     jobs.prepare(config)
-    results = ranks.run(ended, 3, config)
+    results = run(ranks, ended, 3, config)
     for curves, weights, _ in results:
         assert curves[-1].val_loss < curves[0].loss - 0.3
         assert curves[-1].val_loss == results[0][0][-1].val_loss
@@ -85,7 +97,7 @@ def ended(group, config, resume=None):
     if resume:
         made.resume(resume)
     curves = list(made.fit())
-    weights = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+    weights = {name: p.detach().clone() for name, p in made.model.named_parameters()}
     sentence = made.outer.describe()
     made.close()
     return curves, weights, sentence
@@ -93,13 +105,14 @@ def ended(group, config, resume=None):
 
 def test_metrics_say_what_meetings_cost_and_hide(ranks, alone):
     config, _ = alone
-    for curves, weights, sentence in ranks.run(ended, 2, config):
+    for curves, weights, sentence in run(ranks, ended, 2, config):
         assert sentence == "co2: 2 replica(s), tau 3"
         assert [metrics.step for metrics in curves] == list(range(1, 9))
         # Of a round's displacement a rank reads half of the other's, and the other half's sums. Two rounds
-        # have ended, and the last step is awaited only afterwards.
+        # have ended; a step's figure is that of the rank that read more, and ranks may read in different ones.
         whole = 4 * sum(tensor.numel() for tensor in weights.values())
-        assert whole <= sum(metrics.outer_bytes for metrics in curves) <= 2.1 * whole
+        assert whole <= sum(metrics.outer_bytes for metrics in curves) <= 4.1 * whole
+        assert not any(metrics.outer_bytes for metrics in curves[:2])
         for metrics in curves:
             assert 0 <= metrics.outer_exposed_s <= metrics.exposed_comm_s
 
@@ -114,13 +127,13 @@ def test_metrics_say_what_meetings_cost_and_hide(ranks, alone):
     ids=["co2 with tp", "streaming_diloco with zero"],
 )
 def test_a_run_goes_on_bitwise_from_the_midst_of_a_round(ranks, tmp_path, data_parallel, parallel, dtype):
-    config = job(tmp_path, data_parallel, parallel, dtype=dtype, val_every=0)
+    config = job(tmp_path, data_parallel, parallel, dtype=dtype)
     config = jobs.changed(config, "checkpoint", every_steps=5)
     folder = jobs.prepare(config)
-    whole = ranks.run(ended, 4, config)
+    whole = run(ranks, ended, 4, config)
     saved = checkpoint_folder.complete(folder / checkpoint_folder.FOLDER)[0]
     assert checkpoint_folder.step_of(saved) == 5
-    again = ranks.run(ended, 4, config, saved)
+    again = run(ranks, ended, 4, config, saved)
     for (curves, weights, _), (resumed, weights_again, _) in zip(whole, again, strict=True):
         for name in ("loss", "grad_norm", "val_loss"):
             assert jobs.curve(curves, name)[5:] == jobs.curve(resumed, name)
@@ -130,14 +143,14 @@ def test_a_run_goes_on_bitwise_from_the_midst_of_a_round(ranks, tmp_path, data_p
 def loaded_weights(group, config, saved):
     made = jobs.trainer(group, dataclasses.replace(config, data_parallel=DataParallel()))
     checkpoint.load_weights(saved, made.model, group)
-    return {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+    return {name: p.detach().clone() for name, p in made.model.named_parameters()}
 
 
 def test_a_checkpoint_has_the_weights_that_replicas_have_in_common(ranks, tmp_path):
     """Those of the last step are the model; any number of ranks loads them."""
     config = job(tmp_path, CO2, {"dp": 2}, dtype="bf16", steps=4)
     folder = jobs.prepare(config)
-    (_, weights, _), _ = ranks.run(ended, 2, config)
+    (_, weights, _), _ = run(ranks, ended, 2, config)
     (found,) = ranks.run(
         loaded_weights, 1, jobs.changed(config, "parallel", dp=1), checkpoint_folder.newest(folder)
     )
@@ -152,7 +165,7 @@ def test_a_checkpoint_has_the_weights_that_replicas_have_in_common(ranks, tmp_pa
 def test_a_checkpoint_of_another_method_is_refused(ranks, tmp_path, other):
     config = job(tmp_path, CO2, {"dp": 2}, steps=3)
     folder = jobs.prepare(config)
-    ranks.run(ended, 2, config)
+    run(ranks, ended, 2, config)
     shape = llama_config(config.model, 256, config.train.seq_len, 1)
     facts = checkpoint_folder.Facts.of(dataclasses.replace(config, data_parallel=other), shape)
     with pytest.raises(ConfigError, match=r"data_parallel\.method=co2 of 2 replicas, but"):
@@ -192,7 +205,7 @@ def test_a_gradient_that_is_not_finite_on_one_replica_ends_all(ranks, tmp_path):
             {
                 "data_parallel": DataParallel(method="co2"),
                 "parallel": Parallel(dp=2),
-                "train": Train(device="cuda"),
+                "train": Train(micro_batch_size=4, device="cuda"),
             },
             "data_parallel.method=co2 is of ranks on the CPU, and train.device=cuda",
         ),
@@ -215,5 +228,7 @@ def test_a_gradient_that_is_not_finite_on_one_replica_ends_all(ranks, tmp_path):
 )
 def test_what_does_not_go_together_is_refused_in_one_sentence(changes, sentence):
     with pytest.raises(ConfigError, match=sentence) as refusal:
-        validate.check(dataclasses.replace(RunConfig(), **changes), world_size=2)
+        validate.check(
+            dataclasses.replace(RunConfig(train=Train(micro_batch_size=4)), **changes), world_size=2
+        )
     assert "\n" not in str(refusal.value)
