@@ -109,7 +109,7 @@ def test_metrics_say_what_meetings_cost_and_hide(ranks, alone):
         assert sentence == "co2: 2 replica(s), tau 3"
         assert [metrics.step for metrics in curves] == list(range(1, 9))
         # Of a round's displacement a rank reads half of the other's, and the other half's sums. Two rounds
-        # have ended; a step's figure is that of the rank that read more, and ranks may read in different ones.
+        # have ended; a step's figure is that of the rank that read more, which may differ.
         whole = 4 * sum(tensor.numel() for tensor in weights.values())
         assert whole <= sum(metrics.outer_bytes for metrics in curves) <= 4.1 * whole
         assert not any(metrics.outer_bytes for metrics in curves[:2])
