@@ -50,7 +50,7 @@ def with_co2(shape, dtype: torch.dtype, tp, mesh, tau: int | str) -> tuple[Step,
         loss.backward()
         optimizer.step()
         outer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step, outer
 
@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, mesh, tp) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(1 + mesh.get_local_rank())
     size = (shape.micro_batch * shape.accumulate, shape.seq)
     ids, labels = (torch.randint(shape.vocab, size, generator=draw) for _ in range(2))
-    co2_step, outer = with_co2(shape, dtype, tp, mesh, args.tau)
+    co2_step, outer = with_co2(shape, dtype, tp, mesh, args.tau or "auto")
     while outer.tau is None:
         co2_step(ids, labels)
     described, tau = outer.describe(), outer.tau
@@ -165,7 +165,7 @@ def show(result: dict[str, Any]) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, rounds=3)
-    parser.add_argument("--tau", type=at_least_one, default="auto", help="default: measured")
+    parser.add_argument("--tau", type=at_least_one, help="default: measured")
     parser.add_argument("--shape", choices=SHAPES, default="dim1024")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--others", nargs="*", choices=OTHERS, default=list(OTHERS))
