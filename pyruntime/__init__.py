@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         replicate_grad,
         replicated_matmul,
     )
+    from pyruntime.outer.optimizer import OuterOptimizer
     from pyruntime.overlap.record import ledger
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
@@ -34,6 +35,7 @@ __version__ = "0.1.0"  # pyproject.toml reads it here
 __all__ = [
     "CommError",
     "CommTimeout",
+    "OuterOptimizer",
     "PeerLost",
     "Runtime",
     "all_gather",
@@ -58,6 +60,7 @@ _COMM = ("CommError", "CommTimeout", "PeerLost", "Runtime", "keep_freed_memory")
 _PLACES = {
     **{name: "pyruntime.ops" for name in __all__},
     **{name: "pyruntime.comm" for name in _COMM},
+    "OuterOptimizer": "pyruntime.outer",
     "explain": "pyruntime.nn.explain",
     "ledger": "pyruntime.overlap.record",
     "parallelize": "pyruntime.nn.parallelize",
@@ -65,7 +68,7 @@ _PLACES = {
     "shard": "pyruntime.data_parallel",
     "verify": "pyruntime.nn.verify",
 }
-__getattr__ = names_of(__name__, _PLACES, ("comm", "context", "data_parallel", "nn", "ops"))
+__getattr__ = names_of(__name__, _PLACES, ("comm", "context", "data_parallel", "nn", "ops", "outer"))
 
 if find_spec("torch") is not None:
     import pyruntime.comm  # noqa: F401  (registers the operators, and symmetric memory for tensors on the CPU)

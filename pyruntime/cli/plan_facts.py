@@ -21,7 +21,7 @@ from pyruntime.plan.models import GPTS, ModelShape
 from pyruntime.text import toml_value
 
 if TYPE_CHECKING:
-    from pyruntime.train.config import RunConfig
+    from pyruntime.train.config import DataParallel, RunConfig
 
 LLAMA2_13B = LlamaConfig(
     vocab_size=32000,
@@ -48,7 +48,14 @@ def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
 
 
 TRAINER = Rules(
-    gradient=2, ffn_kept=1, heap=0.95, largest_gradients=2, logits=2, reduced_gradient=2, workspaces=True
+    gradient=2,
+    ffn_kept=1,
+    heap=0.95,
+    largest_gradients=2,
+    logits=2,
+    reduced_gradient=2,
+    workspaces=True,
+    outer=10,
 )
 """This project's trainer in bf16 on CPU ranks of one host, by resident memory: gradients in the weights'
 type; over several data-parallel ranks sums of earlier micro-batches are fp32 and whole at every stage
@@ -74,8 +81,6 @@ def settings(job: Job, mesh: Mesh, layers: Sequence[int] = ()) -> dict[str, dict
         parallel |= {"zero": mesh.zero, "dp_replicate": mesh.replicate}
     if mesh.is_axonn:
         parallel |= {"x": mesh.x, "y": mesh.y, "z": mesh.z}
-    if mesh.tau:
-        parallel["co2_tau"] = mesh.tau
     train: dict[str, Any] = {
         "batch_size": job.batch,
         "micro_batch_size": mesh.micro_batch,
@@ -87,6 +92,8 @@ def settings(job: Job, mesh: Mesh, layers: Sequence[int] = ()) -> dict[str, dict
     sections = {"model": _model(job), "train": train, "parallel": parallel}
     if job.cluster.rings and mesh.tp == job.cluster.gpus_per_node:
         sections["comm"] = {"rings": list(job.cluster.rings)}
+    if mesh.tau:
+        sections["data_parallel"] = {"method": "co2", "tau": mesh.tau}
     if job.rounding != "nearest":
         sections["optimizer"] = {"rounding": job.rounding}
     if mesh.pp > 1:
@@ -148,8 +155,17 @@ def planned(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster)
         slices=pipeline.slices,
         micro_batch=train.micro_batch_size,
         recompute=train.activation_checkpointing,
+        tau=_tau(config.data_parallel),
     )
     return job, mesh
+
+
+def _tau(method: DataParallel) -> int:
+    """Of a mesh: 0 where ranks meet in every step, or in another way than CO2's; at least 1 where it will be
+    measured."""
+    if method.method != "co2":
+        return 0
+    return 1 if method.tau == "auto" else method.tau
 
 
 class Asked:

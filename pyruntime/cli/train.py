@@ -10,7 +10,7 @@ from pathlib import Path
 from pyruntime.cli.arguments import flag_name, parse, take_option
 from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import checkpoint_folder, config_file, validate
-from pyruntime.train.config import Model, RunConfig, ring_orders
+from pyruntime.train.config import Model, RunConfig, replicas, ring_orders
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.signals import StopRequest
 
@@ -90,7 +90,7 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
     with Runtime.start(
         tp=parallel.tp,
         dp=parallel.dp,
-        dp_replicate=parallel.dp_replicate,
+        dp_replicate=replicas(config),
         cp=parallel.cp,
         pp=parallel.pp,
         device=device,

@@ -364,6 +364,25 @@ class ShardedAdamW:
         for one in self._all_states():
             one.steps = steps
 
+    def current(self) -> list[State]:
+        """This rank's rows of all parameters, with masters and moments of all steps until now. What is then
+        written into masters, or into rows without one, reaches the model by `written()`."""
+        self._update.catch_up(self._all_states())
+        return list(self._all_states())
+
+    def counts(self, state: State) -> bool:
+        """Whether a norm over all ranks of the model counts these rows here."""
+        return not state.is_counted_elsewhere and self._is_counted(state) and self._axes.replicate.rank == 0
+
+    @torch.no_grad()
+    def written(self) -> None:
+        """Something was written into what `current()` gave; before the next backward pass. Every rank calls
+        it."""
+        for state in self._all_states():
+            if state.has_master:
+                state.rows.copy_(state.master)
+        self._send_all({})
+
     def _all_states(self) -> Iterator[State]:
         for states in self._states.values():
             yield from states

@@ -9,10 +9,15 @@ from pyruntime.plan.communication import Link, all_reduce
 TAUS = (1, 3, 6, 12, 24, 48, 96, 192)
 
 
-def tau_min(nbytes: float, over: Link, step: float) -> int:
-    """Inner steps of `step` seconds under which an all-reduce of `nbytes` bytes of parameters is hidden:
+def least_tau(exchange: float, step: float) -> int:
+    """tau_min: inner steps of `step` seconds under which an all-reduce of `exchange` seconds is hidden,
     ceil(t_AR / t_step), and at least 1 (derived)."""
-    return max(1, math.ceil(all_reduce(nbytes, over) / step))
+    return max(1, math.ceil(exchange / step))
+
+
+def tau_min(nbytes: float, over: Link, step: float) -> int:
+    """`least_tau` of an all-reduce of `nbytes` bytes of parameters."""
+    return least_tau(all_reduce(nbytes, over), step)
 
 
 def usual_tau(least: int) -> int:

@@ -42,6 +42,9 @@ class Rules:
     reduced_gradient: float | None = None
     """Of a parameter's gradient as it travels to who holds the shard; None: ZeRO-2 cuts `gradient` itself, so
     that nothing whole is kept."""
+    outer: float = 6
+    """Of CO2, of a parameter's outer iterate, its momentum, and what is being averaged (arXiv 2401.16265;
+    derived)."""
     workspaces: bool = False
     """Whether chunks travel through symmetric memory: four slots of the largest operand of an axis."""
 
@@ -148,8 +151,7 @@ def states(parameters: float, mesh: Mesh, micro_batches: int, rules: Rules) -> t
         held = (rules.reduced_gradient + rules.weight) / shard if zero else rules.reduced_gradient
         gradients = held + (4 if micro_batches > 1 else 0)
     if mesh.tau:
-        # The outer iterate, its momentum, and what is being averaged (arXiv 2401.16265; derived).
-        optimizer += 3 * rules.weight
+        optimizer += rules.outer
     return weights * parameters, gradients * parameters, optimizer * parameters
 
 

@@ -20,13 +20,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pyruntime.comm import CommError, named_failures
 from pyruntime.comm.exchange import barrier
 from pyruntime.data_parallel import Sharded
+from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.overlap import Kind
 from pyruntime.overlap.record import entered
 from pyruntime.train import manifest
@@ -42,14 +43,14 @@ from pyruntime.train.checkpoint_folder import (
     to_json,
 )
 from pyruntime.train.disk import cannot_write, publish_folder
-from pyruntime.train.errors import ConfigError, TrainingError
+from pyruntime.train.errors import ConfigError, TrainingError, refusing
 from pyruntime.train.manifest import Checksum
 from pyruntime.train.ranks import gather, on_every_rank, on_rank_0
 
 
 def state_of(sharded: Sharded) -> dict:
-    """What a checkpoint holds, over the storage of weights and optimizer state: saving reads it, loading
-    writes into it. The names are the same at every stage and number of ranks."""
+    """What a checkpoint holds of one replica, over the storage of weights and optimizer state: saving reads
+    it, loading writes into it. The names are the same at every stage and number of ranks."""
     assert sharded.optimizer is not None
     optimizer = sharded.optimizer.state_dict()
     # A run's own step says it for all parameters.
@@ -57,7 +58,21 @@ def state_of(sharded: Sharded) -> dict:
     return {"model": sharded.state_dict(), "optimizer": optimizer}
 
 
-def save(run_dir: Path, facts: Facts, sharded: Sharded, group: dist.ProcessGroup, keep: int) -> Path:
+def _state_of_all(sharded: Sharded, outer: ShardedOuter, local: dict[str, Tensor]) -> dict:
+    """The same of replicas that do not meet in every step, each under its own name; and what they share.
+    local: the outer optimizer's own state."""
+    own = state_of(sharded) | {"first_steps": local["first_steps"]}
+    return {outer.own_name: own, "outer": outer.states_of(local)}
+
+
+def save(
+    run_dir: Path,
+    facts: Facts,
+    sharded: Sharded,
+    group: dist.ProcessGroup,
+    keep: int,
+    outer: ShardedOuter | None = None,
+) -> Path:
     """Writes the checkpoint of `facts.step`, and removes those past it, which are of a branch of the run that
     was left, and all but the newest `keep` of the others. Every rank of `group` calls this. Raises
     TrainingError where it cannot be written, CommTimeout and PeerLost where a rank is stopped or ends
@@ -83,7 +98,12 @@ def save(run_dir: Path, facts: Facts, sharded: Sharded, group: dist.ProcessGroup
             on_rank_0(group, doing, start)
             with named_failures(group, doing):
                 writer = PatientWriter(partial, group, doing)
-                dcp.save(state_of(sharded), storage_writer=writer, process_group=group)
+                if outer is None:
+                    state = state_of(sharded)
+                else:
+                    state = _state_of_all(sharded, outer, outer.state_dict())
+                    state["model"] = outer.weights()
+                dcp.save(state, storage_writer=writer, process_group=group)
             sums = _checksums(partial, group, doing)
             on_rank_0(group, doing, finish)
     except CommError:
@@ -98,9 +118,15 @@ def save(run_dir: Path, facts: Facts, sharded: Sharded, group: dist.ProcessGroup
     return final
 
 
-def load(checkpoint: Path, facts: Facts, sharded: Sharded, group: dist.ProcessGroup) -> Facts:
-    """Loads weights and optimizer state in place, at any number of ranks, and returns what the checkpoint
-    says of itself: the step to go on after.
+def load(
+    checkpoint: Path,
+    facts: Facts,
+    sharded: Sharded,
+    group: dist.ProcessGroup,
+    outer: ShardedOuter | None = None,
+) -> Facts:
+    """Loads weights and optimizer state in place, at any number of ranks of a replica, and returns what the
+    checkpoint says of itself: the step to go on after.
 
     `facts` describe the model. Raises ConfigError where the checkpoint is another model's or is damaged,
     which is found before anything is changed.
@@ -110,7 +136,9 @@ def load(checkpoint: Path, facts: Facts, sharded: Sharded, group: dist.ProcessGr
     doing = f"Loading the checkpoint {checkpoint}"
     try:
         with _plain_failures():
-            _load(checkpoint, state_of(sharded), group, doing)
+            local = {} if outer is None else outer.state_dict()
+            state = state_of(sharded) if outer is None else _state_of_all(sharded, outer, local)
+            _load(checkpoint, state, group, doing)
     except CommError:
         raise
     except Exception as error:
@@ -120,6 +148,9 @@ def load(checkpoint: Path, facts: Facts, sharded: Sharded, group: dist.ProcessGr
     sharded.loaded()
     assert sharded.optimizer is not None
     sharded.optimizer.resume(found.step - found.skipped)
+    if outer is not None:
+        with refusing("checkpoint.resume: "):
+            outer.load_state_dict(local)
     return found
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyruntime.train import manifest
-from pyruntime.train.config import RunConfig
+from pyruntime.train.config import RunConfig, meets_every_step, replicas
 from pyruntime.train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,11 +44,16 @@ class Facts:
     """Of the steps, those that updated nothing."""
     norms: Sequence[float] = ()
     """Of the gradients that the next step's is compared with, where spikes are looked for."""
+    method: str = "every_step"
+    """When data-parallel ranks meet, and where that is not in every step, how many replicas."""
 
     @classmethod
     def of(cls, config: RunConfig, shape: LlamaConfig) -> Facts:
         """Of a run that trains a model of that shape, before its first step."""
-        return cls(0, config.train.dtype, dataclasses.asdict(shape), config.optimizer.rounding)
+        of_replicas = "" if meets_every_step(config) else f" of {replicas(config)} replicas"
+        method = config.data_parallel.method + of_replicas
+        dtype, rounding = config.train.dtype, config.optimizer.rounding
+        return cls(0, dtype, dataclasses.asdict(shape), rounding, method=method)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -92,8 +97,15 @@ def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
     """What `checkpoint` says of itself. Raises ConfigError where that is damaged or not of the wanted model
     and dtype (the wanted step is not looked at)."""
     facts = _read(checkpoint)
-    found = facts.model | {"train.dtype": facts.dtype, "optimizer.rounding": facts.rounding}
-    asked = wanted.model | {"train.dtype": wanted.dtype, "optimizer.rounding": wanted.rounding}
+    found, asked = (
+        each.model
+        | {
+            "train.dtype": each.dtype,
+            "optimizer.rounding": each.rounding,
+            "data_parallel.method": each.method,
+        }
+        for each in (facts, wanted)
+    )
     for name, value in asked.items():
         if found.get(name) != value:
             raise ConfigError(

@@ -19,6 +19,15 @@ PipelineKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "terapip
 ContextLayout = Literal["zigzag", "striped", "contiguous"]
 ContextVariant = Literal["ring", "all_gather_kv", "ulysses", "auto"]
 LearningRateSchedule = Literal["cosine", "linear", "wsd"]
+DataParallelMethod = Literal[
+    "every_step",
+    "co2",
+    "local_sgd",
+    "slowmo",
+    "diloco",
+    "overlapped_local_sgd",
+    "streaming_diloco",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +180,35 @@ class Parallel:
 
 
 @dataclasses.dataclass(frozen=True)
+class DataParallel:
+    """When data-parallel ranks meet, for networks that cannot carry a gradient in every step. What is left
+    out is as the method has it (docs/thin-networks.md)."""
+
+    method: DataParallelMethod = "every_step"
+    """every_step: gradients are summed in each step. Otherwise replicas train alone, with a gradient norm of
+    their own, and meet as the method says: parallel.dp_replicate of them, or where that is 1 as many as
+    parallel.dp."""
+    tau: Literal["auto"] | int = "auto"
+    """Steps between two meetings; auto, of co2 and overlapped_local_sgd: as few as hide the exchange, which
+    is measured."""
+    outer_lr: float | None = None
+    """Outer learning rate, without unit."""
+    outer_momentum: float | None = None
+    """Outer momentum, 0 to below 1."""
+    penalty: bool = True
+    """Of co2: whether a displacement that is a round old counts less the further replicas have gone since."""
+    clip: float | None = None
+    """Of co2: largest absolute value of an element of the outer momentum, in parameter units; None: any."""
+    pull: float | None = None
+    """Of overlapped_local_sgd and streaming_diloco: how far replicas go to what they have in common, above 0
+    to 1."""
+    delay: int | None = None
+    """Of streaming_diloco: steps behind which an exchange is hidden, below tau."""
+    fragments: int | None = None
+    """Of streaming_diloco: parts of the model, of whole layers, that meet in turn."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Pipeline:
     """In which order the stages of a pipeline compute; `python -m pyruntime schedule` draws them."""
 
@@ -259,6 +297,7 @@ class RunConfig:
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
     parallel: Parallel = Parallel()
+    data_parallel: DataParallel = DataParallel()
     pipeline: Pipeline = Pipeline()
     context: Context = Context()
     comm: Comm = Comm()
@@ -269,6 +308,20 @@ class RunConfig:
 def ring_orders(comm: Comm) -> list[list[int]]:
     """Of comm.rings. Raises ValueError for what is no order of ranks."""
     return [[int(rank) for rank in order.split("-")] for order in comm.rings]
+
+
+def meets_every_step(config: RunConfig) -> bool:
+    """Whether data-parallel ranks sum their gradients in every step."""
+    return config.data_parallel.method == "every_step"
+
+
+def replicas(config: RunConfig) -> int:
+    """Groups of data-parallel ranks that each hold everything once: where they do not meet in every step,
+    each rank unless parallel.dp_replicate says so."""
+    parallel = config.parallel
+    if meets_every_step(config) or parallel.dp_replicate > 1:
+        return parallel.dp_replicate
+    return parallel.dp
 
 
 def micro_batches(config: RunConfig) -> int:

@@ -84,8 +84,11 @@ def _section(cls: type, section: str, content: dict, source: str):
 def _convert(value, hint):
     """`value` as the type `hint`, without guessing: only int to float and list to tuple. Raises TypeError."""
     origin = typing.get_origin(hint)
-    if origin is types.UnionType:
-        return _convert(value, next(arg for arg in typing.get_args(hint) if arg is not types.NoneType))
+    if origin in (types.UnionType, typing.Union):
+        for each in _alternatives(hint):
+            with contextlib.suppress(TypeError):
+                return _convert(value, each)
+        raise TypeError
     if origin is typing.Literal:
         if any(value == each and type(value) is type(each) for each in typing.get_args(hint)):
             return value
@@ -101,10 +104,15 @@ def _convert(value, hint):
     raise TypeError
 
 
+def _alternatives(hint) -> list:
+    """Of a union, but None, which no file says."""
+    return [each for each in typing.get_args(hint) if each is not types.NoneType]
+
+
 def _describe(hint) -> str:
     origin = typing.get_origin(hint)
-    if origin is types.UnionType:
-        return _describe(next(arg for arg in typing.get_args(hint) if arg is not types.NoneType))
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(map(_describe, _alternatives(hint)))
     if origin is typing.Literal:
         return "one of " + ", ".join(repr(arg) for arg in typing.get_args(hint))
     if origin is tuple:

@@ -9,7 +9,7 @@ import torch
 
 from pyruntime.comm.core import _C
 from pyruntime.comm.devices import Host
-from pyruntime.train.config import RunConfig
+from pyruntime.train.config import RunConfig, meets_every_step
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.metrics import peak_memory_bytes
 
@@ -94,6 +94,11 @@ def check_device(config: RunConfig, device: Device) -> None:
         raise ConfigError(
             f"optimizer.rounding={config.optimizer.rounding} is done on the CPU alone, and train.device is "
             f"{device.device}; use nearest, or train.device=cpu."
+        )
+    if not meets_every_step(config):
+        raise ConfigError(
+            f"data_parallel.method={config.data_parallel.method} is of ranks on the CPU, and train.device is "
+            f"{device.device}; use every_step, or train.device=cpu."
         )
     parallel = config.parallel
     several_hosts = Host.here().ranks != int(os.environ.get("WORLD_SIZE", "1"))

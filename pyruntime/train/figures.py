@@ -1,9 +1,10 @@
 """What a step has found out, and when the ranks read it.
 
-With several ranks, or on a CPU, each step ends with one small exchange (`ExchangedFigures`). A rank that is
-alone with its device does not wait for it in every step (`LateFigures`): reading a number would wait for all
-that the device was given, and it would then idle while the host prepares the next step. So loss and norm stay
-there until the log wants them. A step whose loss or gradient is not finite updates nothing, nor does any
+With several ranks, or on a CPU, each step ends with one small exchange (`ExchangedFigures`). Replicas that
+train alone for rounds of steps exchange their figures when the log wants them (`RoundFigures`). A rank that
+is alone with its device does not wait for it in every step (`LateFigures`): reading a number would wait for
+all that the device was given, and it would then idle while the host prepares the next step. So loss and norm
+stay there until the log wants them. A step whose loss or gradient is not finite updates nothing, nor does any
 after it: the device sees to that, and whoever reads raises.
 
 `Guard` says which steps are bad, from figures that all ranks have alike.
@@ -15,7 +16,7 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class StepFigures:
     step_time_s: float
     exposed_comm_s: float | None
     memory_bytes: int
+    outer_exposed_s: float | None = None
+    outer_bytes: int | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -144,10 +147,118 @@ class ExchangedFigures:
         )
         return self._found.grad_norm if math.isfinite(self._found.loss) else math.nan
 
+    def own(self) -> StepFigures:
+        """Of the step that was added last."""
+        assert self._found is not None
+        return dataclasses.replace(self._found, step_time_s=time.perf_counter() - self._started)
+
     def read(self) -> list[StepFigures]:
         """The step that was added, with the seconds that it has taken up to now."""
-        assert self._found is not None
-        return [dataclasses.replace(self._found, step_time_s=time.perf_counter() - self._started)]
+        return [self.own()]
+
+
+class RoundFigures:
+    """Of replicas that do not meet in every step: the ranks of one tell each other loss and square in every
+    step; what all replicas found is exchanged when it is read, at the same steps on all ranks. A loss or norm
+    is the mean over the replicas, seconds, memory and bytes are the maximum.
+
+    inner: the ranks over which a replica's gradients are summed; None: this one alone. outer_stats: seconds
+    and bytes of the replicas' meetings since the start.
+    """
+
+    is_late = True
+    NUMBERS = 7
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        device: Device,
+        inner: comm.Group | None,
+        outer_stats: Callable[[], tuple[float, int]],
+    ):
+        self._runtime, self._device, self._outer_stats = runtime, device, outer_stats
+        axes = [
+            runtime.tp,
+            *([] if inner is None else [inner]),
+            *([] if runtime.pp is None else [runtime.pp]),
+        ]
+        self._axes = [axis for axis in axes if comm.group_size(axis) > 1]
+        self._sums = (1 if inner is None else comm.group_size(inner)) * runtime.sizes.tp
+        """Ranks whose losses add up to that of a replica, as often."""
+        self.signum = 0
+        self._signal = 0
+        self._steps: list[tuple[int, float]] = []
+        self._found: list[list[float]] = []
+        self._before = (0.0, 0.0, 0)
+        self._started = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._end_step()
+        self._started = time.perf_counter()
+
+    def _end_step(self) -> None:
+        """Enters what the step that was added last has taken, unless that is done."""
+        if not self._found or len(self._found[-1]) == self.NUMBERS:
+            return
+        exposed, outer, nbytes = now = self._counted()
+        before, self._before = self._before, now
+        memory = self._device.peak_memory_bytes()
+        self._found[-1] += [
+            time.perf_counter() - self._started, exposed - before[0], memory, outer - before[1],
+            nbytes - before[2],
+        ]  # fmt: skip
+
+    def _counted(self) -> tuple[float, float, int]:
+        return (comm.exposed_s(), *self._outer_stats())
+
+    def forget_exposed(self) -> None:
+        """What ranks have waited up to now is not the next step's."""
+        self._before = self._counted()
+
+    def add(self, step: int, lr: float, loss: Tensor | float, square: Tensor, signum: int) -> float:
+        """Keeps a step's figures. Returns the norm of this replica's gradient, NaN where its loss is not
+        finite."""
+        told = torch.tensor([float(loss), float(square)], dtype=torch.float64)
+        for axis in self._axes:
+            told = ops.all_gather_stats(told, comm.group_name(axis)).sum(0)
+        loss, norm = float(told[0]) / self._sums, math.sqrt(float(told[1]))
+        self._steps.append((step, lr))
+        self._found.append([loss, norm])
+        self._signal = signum
+        return norm if math.isfinite(loss) else math.nan
+
+    def own(self) -> StepFigures:
+        """Of the step that was added last, as this replica alone found it."""
+        self._end_step()
+        return self._figures(*self._steps[-1], torch.tensor(self._found[-1], dtype=torch.float64)[None])
+
+    def read(self) -> list[StepFigures]:
+        """All of them, oldest first, up to the first that is not finite. Every rank calls it."""
+        self._end_step()
+        mine = [number for found in self._found for number in found]
+        told = exchange([*mine, self._signal], self._runtime).flatten(0, -2)
+        self.signum = int(told[:, -1].max())
+        of_steps = told[:, :-1].unflatten(1, (len(self._steps), self.NUMBERS)).unbind(1)
+        found = [self._figures(*step, each) for step, each in zip(self._steps, of_steps, strict=True)]
+        self._steps, self._found = [], []
+        bad = next((index for index, each in enumerate(found) if not each.is_finite), len(found))
+        return found[: bad + 1]
+
+    def _figures(self, step: int, lr: float, ranks: Tensor) -> StepFigures:
+        """ranks: float64 [ranks, NUMBERS]."""
+        loss, norm, seconds, exposed, memory, outer, nbytes = ranks.unbind(-1)
+        return StepFigures(
+            step,
+            lr,
+            loss=math.fsum(loss.tolist()) / len(ranks),
+            grad_norm=math.fsum(norm.tolist()) / len(ranks),
+            step_time_s=float(seconds[0]),
+            exposed_comm_s=float(exposed.max()),
+            memory_bytes=int(memory.max()),
+            outer_exposed_s=float(outer.max()),
+            outer_bytes=int(nbytes.max()),
+        )
 
 
 class LateFigures:
@@ -181,6 +292,10 @@ class LateFigures:
         self._figures.append(figures)
         self.signum = signum
         return norm.masked_fill(self._stopped, math.nan)
+
+    def own(self) -> StepFigures:
+        """Of the step that was added last, or the first that is not finite. Waits for the device."""
+        return self.read()[-1]
 
     def read(self) -> list[StepFigures]:
         """All of them, oldest first, up to the first that is not finite. Waits for the device."""

@@ -11,6 +11,9 @@ All ranks of a tensor-parallel group see the same batches; data-parallel ranks s
 and context-parallel ranks the tokens of a sequence. All decide on the same exchanged numbers, so they stay in
 step without further messages. The stages of a pipeline run the micro-batches as their schedule says
 (`pipelined.py`); the last one has the losses. When numbers are read: `figures.py`.
+
+Where data_parallel.method lets replicas meet less often, all of this is within one replica, and after every
+step comes `OuterOptimizer.step`. After the last step replicas are one model again.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm
 from pyruntime.comm import Runtime
@@ -29,10 +33,11 @@ from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel import NonFiniteGradient, shard
 from pyruntime.llama import Llama
 from pyruntime.nn.explain import Report, explain
+from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.train import checkpoint
 from pyruntime.train.checkpoint_folder import Facts
-from pyruntime.train.config import RunConfig, learning_rate, micro_batches, tokens_per_step
+from pyruntime.train.config import RunConfig, learning_rate, meets_every_step, micro_batches, tokens_per_step
 from pyruntime.train.corpus import Corpus, training_batch, validation_batches
 from pyruntime.train.device import Device
 from pyruntime.train.errors import ConfigError, TrainingError
@@ -41,6 +46,7 @@ from pyruntime.train.figures import (
     ExchangedFigures,
     Guard,
     LateFigures,
+    RoundFigures,
     StepFigures,
     exchange,
 )
@@ -48,6 +54,7 @@ from pyruntime.train.metrics import StepMetrics
 from pyruntime.train.pipelined import Pipelined, shared_weights
 from pyruntime.train.ranks import on_every_rank
 from pyruntime.train.signals import Stopped, StopRequest
+from pyruntime.train.validate import outer_method
 
 MOST_NAMES = 3
 """Of parameters, in the sentence about a gradient that is not finite."""
@@ -74,7 +81,10 @@ class Trainer:
         self._device = device = Device(runtime.device, runtime.why_device)
         self.model = model
         on_every_rank(runtime.world, "Sharding the model", lambda: _check_trains(model, runtime))
-        self.sharded = shard(model, runtime.replicas, stage=config.parallel.zero)
+        over, between = runtime.replicas, None
+        if not meets_every_step(config):
+            over, between = within_and_between(over)
+        self.sharded = shard(model, over, stage=config.parallel.zero)
         pp = runtime.pp
         self._guard, self._skips = Guard(optimizer.spike_factor), optimizer.on_bad_step == "skip"
         self.optimizer = self.sharded.adamw(
@@ -86,6 +96,11 @@ class Trainer:
             rounding=optimizer.rounding,
             shared={} if pp is None else shared_weights(config, model, pp),
         )
+        self.outer: ShardedOuter | None = None
+        """Of replicas that do not meet in every step."""
+        if between is not None:
+            parts = [axis for axis in (runtime.tp, over, pp) if axis is not None]
+            self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts)
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
         self.step = 0
         self.tiers = Report(())
@@ -98,17 +113,20 @@ class Trainer:
         )
         self._backward_seed = torch.tensor(1.0 / micro_batches(config), device=device.device)
         ranks = runtime.world.size()
-        self._figures: ExchangedFigures | LateFigures
+        self._figures: ExchangedFigures | LateFigures | RoundFigures
         # What decides whether a step counts is read in that step.
         is_late = device.is_cuda and ranks == 1 and not (self._skips or optimizer.spike_factor)
-        self._figures = LateFigures(device) if is_late else ExchangedFigures(runtime, device)
+        if self.outer is not None:
+            self._figures = RoundFigures(runtime, device, over, self.outer.stats)
+        else:
+            self._figures = LateFigures(device) if is_late else ExchangedFigures(runtime, device)
         peak, flops = device.peak_flops(train.dtype), model.config.flops_per_token(train.seq_len)
         self._mfu_of_one = None if peak is None else flops / (peak * ranks)
         """MFU at one token per second."""
 
     def resume(self, folder: Path) -> None:
         """Loads weights, optimizer state and step of the checkpoint in `folder`."""
-        found = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world)
+        found = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world, self.outer)
         self.step = found.step
         self._guard.resume(found.norms, found.skipped)
         self._saved_at, self._saved_in = self.step, folder
@@ -117,6 +135,8 @@ class Trainer:
         """The model is as it was, with its current weights."""
         if self._pipelined is not None:
             self._pipelined.close()
+        if self.outer is not None:
+            self.outer.close()
         self.sharded.close()
 
     def fit(self, ledger: StepLedger | None = None) -> Iterator[StepMetrics]:
@@ -139,6 +159,8 @@ class Trainer:
                 self.step += 1
                 if self.step == train.steps:
                     self.tiers = explain(self.model)  # before validation runs other sizes
+                    if self.outer is not None:
+                        self.outer.finish()
                 for figures in known:
                     if not (figures.is_finite or self._skips):
                         raise self._bad(figures, self._guard.why_bad(figures))
@@ -165,6 +187,8 @@ class Trainer:
         norm = figures.add(step, lr, loss, square, self._stop.signum)
         with marked("update"):
             self._update(norm)
+            if self.outer is not None:
+                self.outer.step()
         if figures.is_late and not (figures.signum or step == 1 or self._is_wanted(step)):
             return [], 0
         return figures.read(), figures.signum
@@ -173,7 +197,13 @@ class Trainer:
         """Takes the step, or skips it. Raises TrainingError where the step is known to be bad and not to be
         skipped, before anything has changed."""
         if self._figures.is_late:
-            self.optimizer.step(norm)
+            try:
+                self.optimizer.step(norm)
+            except NonFiniteGradient as error:
+                own = self._figures.own()
+                refusal = self._bad(own, self._guard.why_bad(own), error.parameters)
+                comm.post_failure(str(refusal))  # other replicas do not see this one's gradient
+                raise refusal from error
             return
         (figures,) = self._figures.read()
         why = self._guard.why_bad(figures)
@@ -278,7 +308,9 @@ class Trainer:
         )
         keep = self._config.checkpoint.keep
         with self._stop.saving():
-            self.saved = checkpoint.save(self._run_dir, facts, self.sharded, self._runtime.world, keep)
+            self.saved = checkpoint.save(
+                self._run_dir, facts, self.sharded, self._runtime.world, keep, self.outer
+            )
         self._saved_at, self._saved_in = self.step, self._run_dir
         self._figures.forget_exposed()
 
@@ -314,3 +346,19 @@ def _check_trains(model: Llama, runtime: Runtime) -> None:
         "requires a gradient, and every rank of it has to train some; leave one unfrozen, or give the rank "
         "other layers with pipeline.layers."
     )
+
+
+def within_and_between(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh]:
+    """Of a mesh (dp_replicate, dp_shard): the ranks that share one replica, None where it is on one rank, and
+    those that hold the same of different replicas.
+
+    Raises ValueError where the mesh has no replicas.
+    """
+    names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
+    if mesh is None or names[:1] != ("dp_replicate",):
+        raise ValueError(
+            "Replicas that meet less often than in every step are the axis dp_replicate, and there are "
+            f"{names}."
+        )
+    within = mesh[names[1]] if len(names) > 1 else None
+    return (within if within is not None and within.size() > 1 else None), mesh["dp_replicate"]

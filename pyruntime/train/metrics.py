@@ -34,6 +34,10 @@ class StepMetrics:
     memory_bytes: int
     """Peak memory of a rank so far: resident, workspaces shared with other ranks included, or on a device
     in torch's tensors."""
+    outer_exposed_s: float | None = None
+    """Of exposed_comm_s, what was for replicas that do not meet in every step; None where they do."""
+    outer_bytes: int | None = None
+    """Most that a rank read of other replicas in this step; None where they meet in every step."""
     mfu: float | None = None
     """Model FLOP/s as a share of the devices' peak, where that is known."""
     val_loss: float | None = None

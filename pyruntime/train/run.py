@@ -28,7 +28,7 @@ from pyruntime.overlap.files import RankLedger, forget
 from pyruntime.overlap.record import ledger
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.train import checkpoint, checkpoint_folder, config_file, corpus, metrics, report
-from pyruntime.train.config import RunConfig, tokens_per_step, with_steps
+from pyruntime.train.config import RunConfig, meets_every_step, replicas, tokens_per_step, with_steps
 from pyruntime.train.corpus import Corpus
 from pyruntime.train.device import Device
 from pyruntime.train.disk import writing
@@ -84,6 +84,7 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
     if start_at:
         trainer.resume(start_at)
     history: list[StepMetrics] = []
+    said = ""
     bytes_before = _bytes_read()
     with (
         _metrics_file(run_dir, steps_done, trainer) if is_rank_0 else contextlib.nullcontext() as file,
@@ -91,6 +92,10 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
     ):
         for step in trainer.fit(entered):
             history.append(step)
+            news = "" if trainer.outer is None else trainer.outer.describe()
+            if is_rank_0 and news != said:
+                progress.say(news)
+            said = news
             if file:
                 with _told_to_all(), writing(run_dir / metrics.FILE_NAME, trainer.what_is_saved()):
                     file.write(step)
@@ -288,8 +293,10 @@ def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: P
     axes = f"tp={runtime.sizes.tp} with sequence parallelism"
     if parallel.dp > 1:
         axes += f", dp={parallel.dp} at zero {parallel.zero}"
-    if parallel.dp_replicate > 1:
-        axes += f" in {parallel.dp_replicate} replicas"
+    if replicas(config) > 1:
+        axes += f" in {replicas(config)} replicas"
+    if not meets_every_step(config):
+        axes += f" that meet by {config.data_parallel.method}"
     if parallel.pp > 1:
         axes += f", pp={parallel.pp} ({config.pipeline.kind})"
     if parallel.cp > 1:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import typing
 from collections.abc import Callable
+from typing import Any
 
+from pyruntime.outer.methods import METHODS, Method
 from pyruntime.text import short_repr
 from pyruntime.train.checkpoint_folder import AUTO
-from pyruntime.train.config import Pipeline, RunConfig, with_steps
-from pyruntime.train.errors import ConfigError
+from pyruntime.train.config import DataParallel, Pipeline, RunConfig, meets_every_step, replicas, with_steps
+from pyruntime.train.errors import ConfigError, refusing
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
 SEEDS = 2**63
@@ -77,6 +80,7 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_files(config)
     _check_context(config)
     _check_pipeline(config)
+    _check_data_parallel(config)
     _check_ranks(config, world_size)
     _check_rings(config, world_size)
     _check_slices(config, world_size)
@@ -191,7 +195,7 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
         f"parallel.dp_replicate={replicate} does not divide parallel.dp={dp}.",
     )
     _require(
-        zero > 0 or replicate == 1,
+        zero > 0 or replicate == 1 or not meets_every_step(config),
         f"parallel.dp_replicate={replicate} with parallel.zero=0, which cuts nothing: leave it at 1.",
     )
     others = [f"parallel.{name}={size}" for name, size in (("pp", pp), ("dp", dp), ("cp", cp)) if size > 1]
@@ -208,6 +212,66 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
         needed == world_size,
         f"{axes} but {world_size} rank(s) were started, and every rank belongs to a group of each axis; "
         f"start torchrun with --nproc-per-node {needed}, or leave parallel.tp out.",
+    )
+
+
+def outer_method(config: RunConfig) -> Method:
+    """How replicas meet that do not in every step. Raises ConfigError for what the method does not have."""
+    asked = config.data_parallel
+    given = {
+        "tau": asked.tau,
+        "lr": asked.outer_lr,
+        "momentum": asked.outer_momentum,
+        "clip": asked.clip,
+        "pull": asked.pull,
+        "delay": asked.delay,
+        "fragments": asked.fragments,
+    }
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if not asked.penalty:
+        settings["penalty"] = None
+    make = METHODS[asked.method]
+    for name in settings:
+        key = {"lr": "outer_lr", "momentum": "outer_momentum"}.get(name, name)
+        _require(
+            name in inspect.signature(make).parameters,
+            f"data_parallel.{key} is not a setting of data_parallel.method={asked.method}; leave it out.",
+        )
+    with refusing("[data_parallel]: "):
+        return make(**settings)
+
+
+def _check_data_parallel(config: RunConfig) -> None:
+    """Of replicas that do not meet in every step."""
+    asked, parallel = config.data_parallel, config.parallel
+    if meets_every_step(config):
+        for name, value in vars(asked).items():
+            _require(
+                value == getattr(DataParallel, name),
+                f"data_parallel.{name}={value} without a data_parallel.method that meets less often than in "
+                "every step; set one.",
+            )
+        return
+    outer_method(config)
+    method = f"data_parallel.method={asked.method}"
+    _require(
+        replicas(config) > 1,
+        f"{method} is of several replicas, and parallel.dp={parallel.dp}; set it to their number.",
+    )
+    _require(
+        parallel.zero < 3,
+        f"{method} with parallel.zero=3, which keeps no whole weights for the outer step; use 0, 1 or 2.",
+    )
+    asked_of_steps = config.optimizer
+    _require(
+        asked_of_steps.on_bad_step == "stop" and not asked_of_steps.spike_factor,
+        f"{method} with optimizer.on_bad_step=skip or optimizer.spike_factor, which take the figures of all "
+        "replicas in every step; leave them out.",
+    )
+    _require(
+        config.train.device != "cuda",
+        f"{method} is of ranks on the CPU, and train.device=cuda; use cpu, or "
+        "data_parallel.method=every_step.",
     )
 
 

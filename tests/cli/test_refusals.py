@@ -162,6 +162,15 @@ def test_flags_change_single_values_of_the_file(tmp_path):
     assert train.read(["--checkpoint.save_on_stop", "False"])[0].checkpoint.save_on_stop is False
 
 
+@pytest.mark.parametrize(("text", "tau"), [("auto", "auto"), ("24", 24)])
+def test_tau_is_a_number_or_auto(text, tau):
+    method = ["--parallel.dp", "2", "--train.micro_batch_size", "4", "--data_parallel.method", "co2"]
+    asked = ["--config", "main", *method, "--data_parallel.tau", text]
+    config, _ = train.read(asked)
+    assert config.data_parallel.tau == tau
+    validate.check(config, 2)
+
+
 def test_a_few_steps_of_the_main_job_need_no_other_flag():
     config, _ = train.read(["--config", "main", "--train.steps", "10"])
     validate.check(config, 1)

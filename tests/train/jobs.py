@@ -20,6 +20,7 @@ from pyruntime.train.config import (
     Output,
     RunConfig,
     Train,
+    replicas,
 )
 from pyruntime.train.loop import Trainer
 from pyruntime.train.metrics import StepMetrics
@@ -71,10 +72,10 @@ def runtime(group, config: RunConfig) -> comm.Runtime:
     """The mesh of a job over the ranks of `group`, made once: with other axes than tp these are the pool's
     four ranks, or eight."""
     parallel, world = config.parallel, comm.group_size(group)
-    dp, replicate = parallel.dp, parallel.dp_replicate
+    dp, replicate = parallel.dp, replicas(config)
     sizes = {"dp_replicate": replicate, "dp_shard": dp // replicate} if replicate > 1 else {"dp": dp}
     sizes = {"pp": parallel.pp, **sizes, "cp": parallel.cp}
-    sizes = {name: size for name, size in sizes.items() if size > 1}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
     sizes["tp"] = world // (parallel.pp * dp * parallel.cp)
     key = (comm.group_name(group), *sizes.items())
     if key not in _runtimes:

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from pyruntime.train import config_file, validate
-from pyruntime.train.config import Comm, Data, Model, Optimizer, Output, Parallel, RunConfig, Train
+from pyruntime.train.config import (
+    Comm,
+    Data,
+    DataParallel,
+    Model,
+    Optimizer,
+    Output,
+    Parallel,
+    RunConfig,
+    Train,
+)
 from pyruntime.train.errors import ConfigError
 
 
@@ -17,6 +27,7 @@ def test_a_configuration_survives_toml(tmp_path):
         optimizer=Optimizer(lr=3.25e-7),
         train=Train(steps=7, dtype="fp32"),
         parallel=Parallel(tp=4),
+        data_parallel=DataParallel(method="co2", tau=24, clip=0.5),
         comm=Comm(tier="chunked", deadline_s=0.5),
         output=Output(sample_prompt="tab\tnewline\n"),
     )
@@ -50,6 +61,10 @@ def test_the_main_job_is_as_promised():
         ('[train]\nsteps = "3"\n', "train.steps must be a whole number, found '3'."),
         ('[train]\ndtype = "fp8"\n', "train.dtype must be one of 'bf16', 'fp32', found 'fp8'."),
         ('[optimizer]\nlr = "high"\n', "optimizer.lr must be a number, found 'high'."),
+        (
+            "[data_parallel]\ntau = 1.5\n",
+            "data_parallel.tau must be one of 'auto' or a whole number, found 1.5.",
+        ),
         ('[model]\nhidden_size = "big"\n', "model.hidden_size must be a whole number, found 'big'."),
         ('[data]\npaths = "a"\n', "data.paths must be a list, each item a string, found 'a'."),
         ("[data]\npaths = [1]\n", "data.paths must be a list, each item a string, found [1]."),

@@ -1,0 +1,171 @@
+"""Sums over replicas, taken beside the training steps that follow.
+
+begin(tensor)    it will be summed over the ranks, in place, in runs that leave one after the other
+pump()           takes what has come and lets go what there is room for; waits for nobody
+wait(tensor)     it holds the sums
+
+What is summed is a snapshot: nobody else reads or writes the tensor in between, least of all a training step.
+Runs travel in the class of data parallelism, behind its gradients and weights, two at a time. They begin in
+one order on all ranks, but at moments of each rank's own (`Axis`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from pyruntime.comm.core import _C
+from pyruntime.comm.ranges import marked
+from pyruntime.data_parallel.axes import MOST_ANY_TIME, PLACES, Axis
+
+WIDTH = 64
+"""Elements of a line; the tensors are as many lines."""
+RUN_BYTES = 4 << 20
+OUTER = 2
+"""Place within the class dp: after gradients (0) and weights (1)."""
+
+
+class _Run:
+    """Part of a tensor, which is summed in one flight."""
+
+    def __init__(self, lines: Tensor, axis: Axis):
+        self._lines = lines
+        axis.make_room()
+        count, device = len(lines), str(lines.device)
+        scatter = _C.LineScatter(axis.name, count, WIDTH, lines.dtype, device, True)
+        for index, (begin, rows) in enumerate(scatter.chunks()):
+            scatter.part(index).copy_(lines[begin : begin + rows])
+            scatter.publish(index)
+        self._scatter: _C.LineScatter | None = scatter
+        self._is_reduced = False
+        axis.add(self)
+
+    def advance(self) -> None:
+        if self._scatter is None:
+            return
+        if not self._is_reduced and self._scatter.parts_have_come():
+            self._scatter.reduce()
+            self._is_reduced = True
+        if self._is_reduced and self._scatter.sums_have_come():
+            self.complete()
+
+    def has_landed(self) -> bool:
+        return self._scatter is None
+
+    def complete(self) -> None:
+        if self._scatter is not None:
+            with marked("outer sum"):
+                self._lines.copy_(self._scatter.finish())
+            self._scatter = None
+
+    def drop(self) -> None:
+        self._scatter = None
+
+
+class Averaging:
+    """Sums over the ranks of `mesh`, which all make it alike, and call its methods alike but for pump().
+
+    sizes: [(elements, dtype)] of the tensors that will be summed. Raises CommTimeout and PeerLost, as its
+    methods do.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, sizes: Iterable[tuple[int, torch.dtype]]):
+        self._axis = axis = Axis(None) if mesh is None else Axis.of(mesh, OUTER, MOST_ANY_TIME)
+        self.size, self.rank, self.name = axis.size, axis.rank, axis.name
+        self._waiting: deque[tuple[Tensor, Tensor]] = deque()
+        """Lines of a tensor that are still to leave, and the tensor."""
+        self._last: dict[int, _Run] = {}
+        """Of every tensor that has begun to leave, by its id, the run that left last."""
+        self._has_failed = False
+        self._run_bytes = RUN_BYTES
+        if axis.size > 1:
+            axis.turn_to(self)
+            self._claim(sizes)
+
+    def _claim(self, sizes: Iterable[tuple[int, torch.dtype]]) -> None:
+        """Every place gets its memory here, where all ranks meet: later they begin at different moments. What
+        chunks of a smaller run are aligned to may add to it, so nearly the largest count too."""
+        runs = {
+            (len(lines), dtype)
+            for elements, dtype in sizes
+            for lines in self._cut(torch.empty(elements, dtype=dtype, device="meta"))
+        }
+        most = max((lines * dtype.itemsize for lines, dtype in runs), default=0)
+        for lines, dtype in sorted(runs, key=str):
+            if lines * dtype.itemsize > 0.9 * most:
+                nothing = torch.zeros(lines, WIDTH, dtype=dtype)
+                for _ in range(PLACES):
+                    _Run(nothing, self._axis)
+                self._axis.complete_all()
+
+    def begin(self, tensor: Tensor) -> None:
+        """tensor: 1-D, contiguous, of whole lines."""
+        if self.size == 1:
+            return
+        self._axis.turn_to(self)
+        self._axis.held = self
+        self._waiting.extend((lines, tensor) for lines in self._cut(tensor))
+        self.pump()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is on its way that nobody has waited for."""
+        return self._axis.held is self
+
+    @torch.no_grad()
+    def pump(self) -> None:
+        if not self.is_busy:
+            return
+        self._axis.take_what_has_come()
+        while self._waiting and self._axis.has_room():
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        lines, tensor = self._waiting.popleft()
+        self._last[id(tensor)] = _Run(lines, self._axis)
+
+    @torch.no_grad()
+    def wait(self, tensor: Tensor) -> None:
+        if self._has_failed:
+            raise RuntimeError(
+                "What was on its way between replicas is lost, because their group failed or was closed; "
+                "make a new OuterOptimizer, on every rank."
+            )
+        while any(each is tensor for _, each in self._waiting):
+            self._begin_next()
+        if id(tensor) in self._last:
+            self._axis.complete_up_to(self._last.pop(id(tensor)))
+        self._rest()
+
+    def settle(self) -> None:
+        while self._waiting:
+            self._begin_next()
+        self._axis.complete_all()
+        self._last.clear()
+        self._rest()
+
+    def end_turn(self) -> None:
+        self.settle()
+
+    def forget_turn(self) -> None:
+        self._has_failed = True
+        self._waiting.clear()
+        self._last.clear()
+
+    def _rest(self) -> None:
+        if not self._waiting and not self._last and self.is_busy:
+            self._axis.held = None
+
+    def close(self) -> None:
+        """Nothing is under way any more."""
+        if self.is_busy:
+            self.settle()
+
+    def _cut(self, tensor: Tensor) -> list[Tensor]:
+        """Its lines [*, WIDTH], in runs that are alike but for one line."""
+        lines = tensor.view(-1, WIDTH)
+        return list(lines.tensor_split(max(1, -(-tensor.nbytes // self._run_bytes))))

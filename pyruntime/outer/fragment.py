@@ -1,0 +1,142 @@
+"""One part of the model that meets at a time: its outer iterate, its momentum and the snapshot that
+travels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pyruntime.ops.attention import statistics_dtype
+from pyruntime.outer.averaging import WIDTH
+from pyruntime.outer.methods import Method
+from pyruntime.outer.weights import Value
+
+BLOCK = 1 << 16
+"""Elements that one pass of several operations goes over at once, so that they stay in the cache."""
+
+Block: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of the same elements: the replica's value x, the outer iterate z, the momentum m, what travels."""
+
+
+class Fragment:
+    """The arithmetic of `OuterOptimizer` on some of the values, and where their round stands."""
+
+    NUMBERS: ClassVar[int] = 4
+    """That `progress` has."""
+
+    def __init__(self, values: Sequence[Value], method: Method):
+        self._values, self._method = values, method
+        dtypes = {statistics_dtype(value.tensor) for value in values} or {torch.float32}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        travelling = {value.travels_as for value in values}
+        elements = sum(value.tensor.numel() for value in values)
+        whole = -(-elements // WIDTH) * WIDTH
+        self.base, self.momentum = (torch.zeros(elements, dtype=dtype) for _ in range(2))
+        self.sent = torch.zeros(whole + WIDTH, dtype=travelling.pop() if len(travelling) == 1 else dtype)
+        """Displacements, and once they have been awaited their sum over the replicas; in the last line the
+        square of the length of the round's first step."""
+        self.steps = self.length = 0
+        """Of the inner optimizer in this round until now, and when it ends."""
+        self.is_pending = False
+        """Displacements have left, and the outer step with them is to come."""
+        self.sent_steps = 0
+        """Of the round that they are of."""
+        self.first_square = 0.0
+        """Of this round, over all parts of the replica."""
+        with torch.no_grad():
+            for x, z, _, _ in self._blocks():
+                z.copy_(x)
+
+    def _of_values(self) -> Iterator[tuple[Value, Tensor, Tensor, Tensor]]:
+        first = 0
+        for value in self._values:
+            last = first + value.tensor.numel()
+            yield value, self.base[first:last], self.momentum[first:last], self.sent[first:last]
+            first = last
+
+    def _blocks(self, only_counted: bool = False) -> Iterator[Block]:
+        for value, *flat in self._of_values():
+            if value.counts or not only_counted:
+                x = value.tensor.detach().view(-1)
+                yield from zip(*(each.split(BLOCK) for each in (x, *flat)), strict=True)
+
+    def _moved(self, x: Tensor, z: Tensor) -> Tensor:
+        """The displacement. A round that began at the outer iterate began at what x can hold of it."""
+        return (z.to(x.dtype) if self._method.pull == 1 else z) - x
+
+    @torch.no_grad()
+    def pass_(self, step: float | None, pull: bool, launch: bool) -> None:
+        """One pass over all values. step: the outer step, with the sum of displacements times that; None:
+        none. pull: replicas go to the outer iterate. launch: displacements are written where they travel
+        from, of before the outer step where replicas begin anew, otherwise of after it."""
+        method = self._method
+        for x, z, m, sent in self._blocks():
+            moved = self._moved(x, z) if launch and method.restarts else None
+            if step is not None:
+                gradient = sent.to(z.dtype) * step
+                m.mul_(method.momentum).add_(gradient)
+                if method.clip < math.inf:
+                    m.clamp_(-method.clip, method.clip)
+                if method.nesterov:
+                    z.sub_(gradient.add_(m, alpha=method.momentum), alpha=method.lr)
+                else:
+                    z.sub_(m, alpha=method.lr)
+            if pull:
+                x.copy_(z if method.pull == 1 else torch.lerp(x.to(z.dtype), z, method.pull))
+            if launch:
+                sent.copy_(self._moved(x, z) if moved is None else moved)
+
+    @torch.no_grad()
+    def take_mean(self, mean: float) -> None:
+        """Outer iterate and values become the mean over the replicas. mean: of the sum that has come."""
+        for x, z, _, sent in self._blocks():
+            z.sub_(sent.to(z.dtype), alpha=mean)
+            x.copy_(z)
+        self.is_pending = False
+
+    def begin_round(self) -> None:
+        """What travels has been written."""
+        self.sent[-WIDTH:] = 0
+        self.sent[-WIDTH] = self.first_square
+        self.sent_steps, self.steps, self.is_pending = self.steps, 0, True
+
+    def sent_square(self) -> float:
+        """The sum over the replicas of what `first_square` was."""
+        return float(self.sent[-WIDTH])
+
+    @torch.no_grad()
+    def square_moved(self) -> float:
+        """||z - x||^2 of what this rank counts."""
+        blocks = self._blocks(only_counted=True)
+        return math.fsum(float(self._moved(x, z).double().square().sum()) for x, z, _, _ in blocks)
+
+    @torch.no_grad()
+    def square_gap(self, mean: float) -> float:
+        """||z_t - (z_{t-1} - mean(d))||^2 of what this rank counts: z_t - z_{t-1} is -lr m. mean: of the sum
+        that has come."""
+        lr, squares = self._method.lr, []
+        for _, _, m, sent in self._blocks(only_counted=True):
+            apart = (sent.to(m.dtype) * mean).sub_(m, alpha=lr)
+            squares.append(float(apart.double().square().sum()))
+        return math.fsum(squares)
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """base, momentum and sent, by the names of the values and in their shapes."""
+        result: dict[str, dict[str, Tensor]] = {"base": {}, "momentum": {}, "sent": {}}
+        for value, *flat in self._of_values():
+            for kind, tensor in zip(result, flat, strict=True):
+                result[kind][value.name] = tensor.view(value.tensor.shape)
+        return result
+
+    def progress(self) -> list[float]:
+        return [self.steps, self.length, self.sent_steps if self.is_pending else 0, self.sent_square()]
+
+    def go_on(self, numbers: Sequence[float]) -> None:
+        """As another was, of whose `progress` these are."""
+        self.steps, self.length, self.sent_steps = map(int, numbers[:3])
+        self.is_pending = self.sent_steps > 0
+        self.sent[-WIDTH] = numbers[3]

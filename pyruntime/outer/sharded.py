@@ -1,0 +1,85 @@
+"""Outer steps of a model that `shard` has sharded, and what of them a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from pyruntime.comm import Group
+from pyruntime.data_parallel import Sharded
+from pyruntime.data_parallel.states import as_dtensor
+from pyruntime.outer.methods import Method
+from pyruntime.outer.optimizer import OuterOptimizer
+from pyruntime.outer.weights import Value
+
+
+class ShardedWeights:
+    """The rows that a rank's optimizer updates, by their master weights where there are any. So outer iterate
+    and momentum are cut as its states are."""
+
+    def __init__(self, sharded: Sharded):
+        assert sharded.optimizer is not None
+        self._optimizer = sharded.optimizer
+        self._values = [
+            Value(
+                state.part.key,
+                state.master if state.has_master else state.rows,
+                state.rows.dtype,
+                self._optimizer.counts(state),
+            )
+            for state in self._optimizer.current()
+        ]
+
+    def current(self) -> list[Value]:
+        self._optimizer.current()
+        return self._values
+
+    def written(self) -> None:
+        self._optimizer.written()
+
+
+class ShardedOuter(OuterOptimizer):
+    """An OuterOptimizer of `sharded`, which has its optimizer and is over ranks that share a replica.
+
+    replicas: the ranks that hold what this one holds, each of another replica. parts: as OuterOptimizer's.
+    """
+
+    def __init__(self, sharded: Sharded, replicas: DeviceMesh, method: Method, parts: Sequence[Group]):
+        self._sharded = sharded
+        super().__init__(sharded.model, replicas, method, weights=ShardedWeights(sharded), parts=parts)
+        self.own_name = f"replica-{self._averaging.rank}"
+        """Of what a checkpoint holds for this replica alone."""
+
+    def states_of(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What of `local`, a `state_dict()`, all replicas share, as DTensors over its storage."""
+        wrapped = {"progress": local["progress"]}
+        for kind in ("base", "momentum", "sent"):
+            wrapped |= self._wrapped({name: local[f"{kind}.{name}"] for name in self._names()}, f"{kind}.")
+        return wrapped
+
+    def weights(self) -> dict[str, Tensor]:
+        """The outer iterate as the model's weights, in memory of its own: what all replicas have in
+        common."""
+        found = {
+            name: tensor
+            for fragment in self._fragments
+            for name, tensor in fragment.tensors()["base"].items()
+        }
+        rows = {state.part.key: state.rows for state in self._states()}
+        return self._wrapped({name: found[name].to(rows[name].dtype, copy=True) for name in found}, "")
+
+    def _wrapped(self, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+        axes = self._sharded.axes
+        return {
+            prefix + state.part.key: as_dtensor(tensors[state.part.key], state.parameter, state.part, axes)
+            for state in self._states()
+        }
+
+    def _names(self) -> list[str]:
+        return [state.part.key for state in self._states()]
+
+    def _states(self):
+        assert self._sharded.optimizer is not None
+        return self._sharded.optimizer.current()
