@@ -57,6 +57,10 @@ test-model: $(BUILT)  ## check the models of the protocol with spin
 test-architectures: $(BUILT)  ## plan "auto" on every architecture that transformers has a plan for
 	$(RUN) tools/check_architectures.py --verbose
 
+.PHONY: test-parity
+test-parity: $(BUILT)  ## train on every mesh of at most 8 ranks and compare with one; writes docs/parity.md
+	$(RUN) tools/check_parity.py --write docs/parity.md
+
 .PHONY: test-install
 test-install: $(BUILT)  ## install from the source distribution, which compiles all of it: many minutes
 	$(RUN) -m pytest -m install tests/test_sdist.py

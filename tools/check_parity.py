@@ -122,6 +122,8 @@ def job(folder: Path) -> RunConfig:
 def config_of(case: Case, config: RunConfig) -> RunConfig:
     """The same training on the mesh of `case`."""
     micro_batches = 2 if case.pp == 1 else min(4, BATCH // case.dp)
+    if case.tp * case.cp == LARGEST:
+        micro_batches = BATCH  # of one sequence, of whose tokens tensor-parallel ranks have unequally many
     size = BATCH // (case.dp * micro_batches)
     config = jobs.changed(config, "train", micro_batch_size=size)
     sizes = {"tp": case.tp, "cp": case.cp, "pp": case.pp, "dp": case.dp}

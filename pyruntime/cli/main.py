@@ -26,6 +26,7 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
   generate   continue a prompt with a trained checkpoint
   report     write one HTML page about a run: what was hidden behind what, and a timeline
   doctor     show what was built, what hardware there is, and which tier each operation takes
+  mesh       show which ranks of a training talk to each other, over what, and how much
   schedule   show, check and simulate a pipeline schedule
   profile    time a stage of a model and find the best slices of a sequence for a pipeline
   plan       find the fastest mesh that fits a model into a cluster, before a GPU is rented
@@ -34,7 +35,7 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
 python -m pyruntime COMMAND --help documents every option, --version tells the version; where it is installed,
 the command `pyruntime` is the same."""
 
-COMMANDS = ("train", "generate", "report", "doctor", "schedule", "profile", "plan", "tune")
+COMMANDS = ("train", "generate", "report", "doctor", "mesh", "schedule", "profile", "plan", "tune")
 LAUNCHER_ENDS_US_S = 5.0
 """A rank that has nothing to print waits at most this long for the launcher to end it, so that rank 0's
 sentence comes first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from pyruntime.cli.arguments import flag_name, parse, take_option
@@ -47,8 +48,14 @@ def _dry_run(argv: list[str]) -> tuple[int | None, list[str]]:
     return int(value), rest
 
 
-def read(argv: list[str]) -> tuple[RunConfig, str]:
-    """The configuration of a command line, and its name. Raises ConfigError."""
+def read(
+    argv: list[str],
+    command: str = "train",
+    description: str = DESCRIPTION,
+    others: Sequence[str] = ("dry_run",),
+) -> tuple[RunConfig, str]:
+    """The configuration of a command line, and its name. `others` are flags of the command that have been
+    taken out of it. Raises ConfigError."""
     asked, flags = take_option(argv, "config")
     resumed, _ = take_option(argv, "checkpoint.resume")
     if asked is None and resumed is not None and os.path.isdir(resumed):
@@ -58,8 +65,8 @@ def read(argv: list[str]) -> tuple[RunConfig, str]:
         default = config_file.load(path)
     if "model.init_from" in map(flag_name, flags):  # the checkpoint's shape in place of the file's
         default = dataclasses.replace(default, model=Model())
-    description = DESCRIPTION.format(presets=", ".join(config_file.preset_names()))
-    config = parse(RunConfig, flags, "train", description, default=default, others=("config", "dry_run"))
+    description = description.format(presets=", ".join(config_file.preset_names()))
+    config = parse(RunConfig, flags, command, description, default=default, others=("config", *others))
     return config, path.stem
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,7 +127,7 @@ def _read(checkpoint: Path) -> Facts:
         facts = Facts(**{name: value for name, value in content.items() if name != "format"})
         whole = type(facts.step) is int and facts.step >= 1 and isinstance(facts.model, dict)
         whole = whole and type(facts.skipped) is int and 0 <= facts.skipped <= facts.step
-        whole = whole and all(isinstance(norm, float) for norm in facts.norms)
+        whole = whole and all(isinstance(norm, float) and math.isfinite(norm) for norm in facts.norms)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:

@@ -46,7 +46,11 @@ class Progress:
                 self._shown_at = now
                 self._rewrite_step(metrics, self._eta(metrics, now))
         elif self._mode == "lines" and (
-            last or metrics.val_loss is not None or metrics.step % self._log_every == 0 or metrics.step == 1
+            last
+            or metrics.val_loss is not None
+            or metrics.skipped is not None
+            or metrics.step % self._log_every == 0
+            or metrics.step == 1
         ):
             self._write(describe(metrics, self._steps, self._eta(metrics, now)) + "\n")
 

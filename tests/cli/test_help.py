@@ -33,6 +33,7 @@ def flags(config, prefix=""):
     ("command", "options"),
     [
         ("train", RunConfig),
+        ("mesh", RunConfig),
         ("generate", GenerateOptions),
         ("doctor", DoctorOptions),
         ("schedule", ScheduleOptions),

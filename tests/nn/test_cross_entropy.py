@@ -53,6 +53,28 @@ def matches(group, vocabulary: int, extreme: str, dtype: torch.dtype, overwrite_
     assert same_on_all_ranks(loss.detach(), group)
 
 
+def matches_with_z_loss(group, vocabulary: int, dtype: torch.dtype, overwrite_logits: bool) -> None:
+    rank, size, z = dist.get_rank(group), dist.get_world_size(group), 0.3
+    logits, labels = logits_and_labels(vocabulary, "")
+    logits = logits.to(dtype)
+    labels[3:6] = -100
+    reference = logits.double().requires_grad_()
+    wanted = F.cross_entropy(reference, labels, reduction="none")
+    wanted = wanted + z * (reference.logsumexp(1) ** 2).masked_fill(labels == -100, 0.0)
+    grad = torch.rand(17, dtype=torch.float64)
+    wanted.backward(grad)
+    leaf = my_features(logits, group).requires_grad_()
+    start, _ = shard_bounds(vocabulary, size, rank)
+    options = {"overwrite_logits": overwrite_logits, "z_loss": z}
+    loss = vocab_parallel_cross_entropy(leaf * 1, labels, group, vocab_start=start, **options)
+    loss.backward(grad.float())
+    assert_near(loss, wanted, "loss")
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert_near(leaf.grad, my_features(reference.grad, group), "dlogits", tolerance)
+    assert (loss[3:6] == 0).all() and (leaf.grad[3:6] == 0).all()
+    assert same_on_all_ranks(loss.detach(), group)
+
+
 def leading_dimensions_and_other_ignore_index(group) -> None:
     logits = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0))
     labels = torch.randint(12, (2, 5), generator=torch.Generator().manual_seed(1))
@@ -118,3 +140,10 @@ def test_wrong_inputs_are_sentences(ranks):
     shapes, label = ranks.run(wrong_inputs, 2)[0]
     assert "the logits are [4, 6] and the labels [5]" in shapes
     assert "12" in label
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("ranks_of", "vocabulary"), [(1, 12), (3, 7), (4, 37)])
+def test_z_loss_adds_the_squared_log_sum_exp(ranks, ranks_of, vocabulary, dtype, overwrite):
+    ranks.run(matches_with_z_loss, ranks_of, vocabulary, dtype, overwrite)

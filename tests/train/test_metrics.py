@@ -1,10 +1,15 @@
 """Every step leaves one line, and resuming drops the lines that are repeated."""
 
+import dataclasses
 import json
+import math
 import mmap
 import os
 from pathlib import Path
 
+import pytest
+
+from pyruntime.train.errors import ConfigError
 from pyruntime.train.metrics import FILE_NAME, MetricsFile, StepMetrics, peak_memory_bytes, read
 
 REQUIRED = {
@@ -47,3 +52,15 @@ def test_peak_memory_holds_what_was_touched_though_it_is_free_again():
         for _ in range(pieces):
             block.write(piece)
     assert peak_memory_bytes() >= resident + 0.9 * size
+
+
+def test_figures_that_are_not_finite_are_null_where_a_step_was_skipped(tmp_path):
+    with MetricsFile(tmp_path) as file:
+        file.write(dataclasses.replace(step(1), loss=math.nan, grad_norm=math.inf, skipped=1))
+        file.write(step(2))
+    lines = read(tmp_path / FILE_NAME)
+    assert (lines[0]["loss"], lines[0]["grad_norm"], lines[0]["skipped"]) == (None, None, 1)
+    assert lines[1]["loss"] == 2.5
+    (tmp_path / FILE_NAME).write_text('{"step": 1, "loss": null}\n{"step": 2, "loss": 1.0}\n')
+    with pytest.raises(ConfigError, match="line 1 is damaged"):
+        read(tmp_path / FILE_NAME)

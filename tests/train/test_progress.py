@@ -39,8 +39,12 @@ def test_lines_come_now_and_then_where_there_is_no_terminal():
     out = io.StringIO()
     progress = Progress(25, "auto", 10, out)
     for number in range(1, 26):
-        progress.show(step(number, val_loss=1.0 if number == 7 else None, val_loss_per_byte=1.0))
-    assert [int(line.split("/")[0].split()[1]) for line in out.getvalue().splitlines()] == [1, 7, 10, 20, 25]
+        skipped = 3 if number == 13 else None
+        val_loss = 1.0 if number == 7 else None
+        progress.show(step(number, val_loss=val_loss, val_loss_per_byte=1.0, skipped=skipped))
+    lines = out.getvalue().splitlines()
+    assert [int(line.split("/")[0].split()[1]) for line in lines] == [1, 7, 10, 13, 20, 25]
+    assert "skipped, 3 so far" in lines[3] and not any("skipped" in line for line in lines[:3])
     assert "\r" not in out.getvalue()
 
 

@@ -279,9 +279,10 @@ Tensor stats_autograd(const Tensor& logits, const Tensor& labels, c10::SymInt vo
 // Adds a row's `values` to its label's column, where that is in this shard.
 void add_at_labels(Tensor& dlogits, const Tensor& labels, const Tensor& values,
                    const c10::SymInt& vocab_start) {
-  if (dlogits.numel() == 0) return;
-  const Tensor target = labels.sub(vocab_start.expect_int()).unsqueeze(1);
-  const Tensor elsewhere = target.lt(0).logical_or(target.ge(dlogits.size(1)));
+  const c10::SymInt columns = dlogits.sym_size(1);
+  if (columns == 0) return;
+  const Tensor target = labels.sub(at::Scalar(vocab_start)).unsqueeze(1);
+  const Tensor elsewhere = target.lt(0).logical_or(target.ge(at::Scalar(columns)));
   dlogits.scatter_add_(1, target.masked_fill(elsewhere, 0),
                        values.unsqueeze(1).masked_fill(elsewhere, 0).to(dlogits.scalar_type()));
 }

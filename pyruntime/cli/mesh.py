@@ -1,0 +1,130 @@
+"""`python -m pyruntime mesh`: which ranks of a training talk to each other, over what, and how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pyruntime.cli import train
+from pyruntime.cli.arguments import take_option
+from pyruntime.cli.environment import started_ranks
+from pyruntime.cli.plan_facts import planned
+from pyruntime.plan.cluster import Cluster, Inside
+from pyruntime.plan.traffic import bytes_of_step
+from pyruntime.text import columns
+from pyruntime.train import dry_run
+from pyruntime.train.config import RunConfig, micro_batches
+from pyruntime.train.errors import ConfigError
+
+DESCRIPTION = """Shows who talks to whom over what in a training: the groups of ranks of every axis, the
+transport between them, and the bytes that a rank receives in a step, by the planner's formulas. Takes the
+options of train (--config FILE.toml or a preset, --section.key value), and --ranks N and --ranks_per_host N:
+by default the product of the axes, all on one host. Nothing is started."""
+SHOWN = 4
+"""Groups of an axis that are written out."""
+BYTES = {"bf16": 2, "fp32": 4}
+
+
+def main(argv: list[str]) -> None:
+    ranks, argv = _number(argv, "ranks")
+    per_host, argv = _number(argv, "ranks_per_host")
+    config, _ = train.read(argv, "mesh", DESCRIPTION, others=("ranks", "ranks_per_host"))
+    if ranks is None:
+        parallel = config.parallel
+        others = parallel.pp * parallel.dp * parallel.cp
+        ranks = others * parallel.tp if parallel.tp is not None else max(others, started_ranks())
+    print(report(config, ranks, min(per_host or ranks, ranks)))
+
+
+def _number(argv: list[str], name: str) -> tuple[int | None, list[str]]:
+    value, rest = take_option(argv, name)
+    if value is None:
+        value, rest = take_option(argv, name.replace("_", "-"))
+    if value is not None and (not value.isdigit() or int(value) < 1):
+        raise ConfigError(f"--{name} must be a number of at least 1, found {value}.")
+    return None if value is None else int(value), rest
+
+
+def report(config: RunConfig, ranks: int, per_host: int) -> str:
+    """The table. Raises ConfigError where the run would be refused, or hosts would hold unequally many."""
+    shape = dry_run.check(config, ranks)
+    if ranks % per_host:
+        raise ConfigError(f"--ranks_per_host={per_host} does not divide {ranks} ranks; use a divisor.")
+    on_device = config.train.device == "cuda"
+    cluster = Cluster(
+        name="this job",
+        description="",
+        gpu="",
+        peak_flops=1.0,
+        efficiency=1.0,
+        memory_bytes=1.0,
+        memory_bandwidth=1.0,
+        gpus_per_node=per_host,
+        between=1.0,
+        inside=(Inside(1, 1, 1.0),),
+        core_bandwidth=0.0 if on_device else 1.0,
+    )
+    job, mesh = planned(config, shape, ranks, cluster)
+    found = bytes_of_step(job, mesh, BYTES[config.train.dtype])
+    grid = torch.arange(ranks).view(mesh.pp, mesh.dp, mesh.cp, mesh.tp)
+    data = grid.permute(0, 3, 1, 2).reshape(mesh.pp, mesh.tp, mesh.replicate, -1)
+    stages = f", {config.pipeline.kind}" if mesh.pp > 1 else ""
+    heading = (
+        f"{ranks} rank(s) on {ranks // per_host} host(s): tp={mesh.tp} (sequence parallel), cp={mesh.cp}, "
+        f"pp={mesh.pp}{stages}, dp={mesh.dp}, zero={mesh.zero}; {micro_batches(config)} micro-batch(es) a step"
+    )
+    both = " x cp" if mesh.cp > 1 else ""
+    returning = "new weights" if mesh.zero else "their sums"
+    gathered = f"; {returning}, gathered" if mesh.zero < 3 else "; weights, gathered for every pass"
+    axes: list[tuple[str, torch.Tensor, str, float]] = [
+        ("tp", grid.reshape(-1, mesh.tp), "rows of activations and their gradients", found["tp"]),
+        ("cp", grid.transpose(2, 3).reshape(-1, mesh.cp), "keys, values, sums of gradients", found["cp"]),
+        ("pp", grid.permute(1, 2, 3, 0).reshape(-1, mesh.pp), "the stream between stages", found["pp"]),
+        (
+            f"dp{both}",
+            data.reshape(-1, data.shape[-1]),
+            f"gradients, summed{gathered}",
+            found["gradients"] + found["weights"],
+        ),
+        ("replicas", data.transpose(2, 3).reshape(-1, mesh.replicate), "sums of gradients", found["replicas"]),
+    ]
+    rows = [
+        [name, _groups(groups), _transport(groups, per_host, name, on_device), _size(nbytes), what]
+        for name, groups, what, nbytes in axes
+        if groups.shape[1] > 1
+    ]
+    if not rows:
+        return f"{heading}\nNothing travels."
+    return f"{heading}\n\n" + columns(["axis", "groups", "over", "bytes a step", "what"], rows, (0, 1, 2, 4))
+
+
+def _groups(groups: torch.Tensor) -> str:
+    written = ["-".join(map(str, _short(group.tolist()))) for group in groups[:SHOWN]]
+    return " ".join([*written, f".. ({len(groups)})"] if len(groups) > SHOWN else written)
+
+
+def _short(ranks: Sequence[int]) -> list[object]:
+    return list(ranks) if len(ranks) <= 8 else [*ranks[:3], "..", ranks[-1]]
+
+
+def _transport(groups: torch.Tensor, per_host: int, axis: str, on_device: bool) -> str:
+    """As `pyruntime.comm.configure` chooses it where nothing else is asked for; cp and pp talk in pairs."""
+    hosts = [set((group // per_host).tolist()) for group in groups]
+    inside = "copy engines" if on_device else "shared memory"
+    between = "nccl" if on_device else "gloo"
+    if all(len(found) == 1 for found in hosts):
+        return inside
+    if groups.shape[1] > len(hosts[0]):
+        among = f"{between} between neighbours of 2 hosts" if axis in ("cp", "pp") else f"a {between} ring of hosts"
+        return f"{inside}, {among}"
+    return f"{between}, neighbour to neighbour" if axis in ("cp", "pp") else f"a {between} ring of ranks"
+
+
+def _size(nbytes: float) -> str:
+    if not nbytes:
+        return ""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:,.1f} {unit}"
+    return f"{nbytes / 1e3:,.1f} kB"
