@@ -110,9 +110,8 @@ def all_cases() -> Iterator[Case]:
 
 def job(folder: Path) -> RunConfig:
     """What all of them train, with one rank's mesh; its text lies in `folder`."""
-    config = jobs.job(
-        folder, steps=STEPS + 1, batch_size=BATCH, micro_batch_size=4, seq_len=SEQ, val_every=STEPS
-    )
+    sizes = {"batch_size": BATCH, "micro_batch_size": 4, "seq_len": SEQ}
+    config = jobs.job(folder, steps=STEPS + 1, val_every=STEPS, z_loss=1e-3, **sizes)
     config = jobs.changed(config, "comm", deadline_s=DEADLINE_S)
     for section, values in (("model", MODEL), ("optimizer", OPTIMIZER)):
         config = jobs.changed(config, section, **vars(values))
@@ -215,9 +214,7 @@ def judged(ranks: Ranks, wanted: Sequence[Case], config: RunConfig, expected: Fi
         together = left[:many]
         try:
             timeout = CASE_S * (1 + len(together))
-            ended = ranks.launch(
-                run_cases, together[0].ranks, together, config, timeout=timeout, init=False
-            )
+            ended = ranks.launch(run_cases, together[0].ranks, together, config, timeout=timeout, init=False)
         except RankError as error:  # some rank hangs: which combination that is, they tell one by one
             if many == 1:
                 yield Result(left.pop(0), failed=first_line(error))
@@ -270,20 +267,21 @@ def page(results: Sequence[Result], seconds: float) -> str:
     """docs/parity.md."""
     counts = collections.Counter(each.outcome for each in results)
     meshes = {each.case.mesh for each in results}
+    torch_version = torch.__version__.split("+")[0]
     made = (
-        f"Made by `make test-parity` on {time.strftime('%-d %B %Y')}: torch {torch.__version__.split('+')[0]}, "
-        f"CPU ranks of one host, fp32, {seconds / 60:.0f} minutes. {len(results)} combinations of {len(meshes)} "
-        f"meshes with 1 to {LARGEST} ranks: **{counts['equal']} equal, {counts['refused']} refused, "
+        f"Made by `make test-parity` on {time.strftime('%-d %B %Y')}: torch {torch_version}, CPU ranks of "
+        f"one host, fp32, {seconds / 60:.0f} minutes. {len(results)} combinations of {len(meshes)} meshes "
+        f"with 1 to {LARGEST} ranks: **{counts['equal']} equal, {counts['refused']} refused, "
         f"{counts['wrong']} wrong.**"
     )
     how = (
         f"A Llama of {MODEL.num_hidden_layers} layers of {MODEL.hidden_size} features, "
-        f"{MODEL.num_attention_heads} query and {MODEL.num_key_value_heads} key heads and {MODEL.vocab_size} "
-        f"tokens takes {STEPS} steps of {BATCH} sequences of {SEQ} tokens, clipped, and is validated. Every loss, "
-        "and every gradient norm as a share of it, is compared with those of one rank. Allowed is a difference "
-        f"of {TOLERANCE:g}; the tables show the largest. Tensor parallelism is sequence parallel throughout. "
-        "Some of the combinations run in `make test` (`tests/train/test_parity.py`), with planted mistakes that "
-        "must be found."
+        f"{MODEL.num_attention_heads} query and {MODEL.num_key_value_heads} key heads and "
+        f"{MODEL.vocab_size} tokens takes {STEPS} steps of {BATCH} sequences of {SEQ} tokens, clipped, and "
+        "is validated. Every loss, and every gradient norm as a share of it, is compared with those of one "
+        f"rank. Allowed is a difference of {TOLERANCE:g}; the tables show the largest. Tensor parallelism is "
+        "sequence parallel throughout. Some of the combinations run in `make test` "
+        "(`tests/train/test_parity.py`), with planted mistakes that must be found."
     )
     alone = [each for each in results if each.case.pp == 1]
     piped = [each for each in results if each.case.pp > 1]
@@ -291,7 +289,12 @@ def page(results: Sequence[Result], seconds: float) -> str:
         "# Training on every mesh is training on one",
         *("", *textwrap.wrap(made, 118), "", *textwrap.wrap(how, 118)),
         *("", "## Without a pipeline", "", *_table(alone, lambda case: f"zero {case.zero}")),
-        *("", "## With a pipeline: the largest of zero 0 to 3", "", *_table(piped, lambda case: case.schedule)),
+        *(
+            "",
+            "## With a pipeline: the largest of zero 0 to 3",
+            "",
+            *_table(piped, lambda case: case.schedule),
+        ),
     ]
     said = collections.defaultdict(list)
     for each in results:

@@ -72,7 +72,7 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
     stages = f", {config.pipeline.kind}" if mesh.pp > 1 else ""
     heading = (
         f"{ranks} rank(s) on {ranks // per_host} host(s): tp={mesh.tp} (sequence parallel), cp={mesh.cp}, "
-        f"pp={mesh.pp}{stages}, dp={mesh.dp}, zero={mesh.zero}; {micro_batches(config)} micro-batch(es) a step"
+        f"pp={mesh.pp}{stages}, dp={mesh.dp}, zero={mesh.zero}; {micro_batches(config)} micro-batch(es)"
     )
     both = " x cp" if mesh.cp > 1 else ""
     returning = "new weights" if mesh.zero else "their sums"
@@ -87,7 +87,12 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
             f"gradients, summed{gathered}",
             found["gradients"] + found["weights"],
         ),
-        ("replicas", data.transpose(2, 3).reshape(-1, mesh.replicate), "sums of gradients", found["replicas"]),
+        (
+            "replicas",
+            data.transpose(2, 3).reshape(-1, mesh.replicate),
+            "sums of gradients",
+            found["replicas"],
+        ),
     ]
     rows = [
         [name, _groups(groups), _transport(groups, per_host, name, on_device), _size(nbytes), what]
@@ -116,7 +121,11 @@ def _transport(groups: torch.Tensor, per_host: int, axis: str, on_device: bool) 
     if all(len(found) == 1 for found in hosts):
         return inside
     if groups.shape[1] > len(hosts[0]):
-        among = f"{between} between neighbours of 2 hosts" if axis in ("cp", "pp") else f"a {between} ring of hosts"
+        among = (
+            f"{between} between neighbours of 2 hosts"
+            if axis in ("cp", "pp")
+            else f"a {between} ring of hosts"
+        )
         return f"{inside}, {among}"
     return f"{between}, neighbour to neighbour" if axis in ("cp", "pp") else f"a {between} ring of ranks"
 

@@ -34,8 +34,8 @@ def vocab_parallel_cross_entropy(
 
     (Shoeybi et al. 2019, section 3.)
 
-    z_loss: adds z_loss logsumexp^2 to the loss of every label that is not ignored (Chowdhery et al. 2022, arXiv
-        2204.02311, section 5).
+    z_loss: adds z_loss logsumexp^2 to the loss of every label that is not ignored (Chowdhery et al. 2022,
+        arXiv 2204.02311, section 5).
     vocab_size: V over all ranks, where given, a label outside [0, V) raises IndexError.
     overwrite_logits: the backward writes the gradient over the logits and saves their size in memory; nothing
         else may read them afterwards.

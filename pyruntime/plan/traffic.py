@@ -1,7 +1,7 @@
 """Bytes that a rank receives over each axis in an optimizer step.
 
-The transfers are those of `step.py`: what takes a second there on a link of one byte per second is a byte. What
-small things exchange besides (norms, statistics of the loss, marks) is not counted.
+The transfers are those of `step.py`: what takes a second there on a link of one byte per second is a byte.
+What small things exchange besides (norms, statistics of the loss, marks) is not counted.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def _bytes_over(size: int, crosses: bool = False) -> Link:
 
 def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
     """By axis: tp, cp, pp (of a rank that has neighbours on both sides), of what data parallelism moves over
-    data- and context-parallel ranks `gradients` and `weights`, and sums over `replicas`. element: bytes of an activation, a weight
-    and a gradient.
+    data- and context-parallel ranks `gradients` and `weights`, and sums over `replicas`. element: bytes of an
+    activation, a weight and a gradient.
 
-    Of the pipeline's rank with most layers, and of data parallelism of its first one. Of cp it is the most, as
-    keys that nobody sees stay; sums of their gradients are fp32. Where ZeRO cuts nothing, `weights` are whole
-    sums of gradients, which return. Raises ValueError for AxoNN's and CO2's meshes.
+    Of the pipeline's rank with most layers, and of data parallelism of its first one. Of cp it is the most,
+    as keys that nobody sees stay; sums of their gradients are fp32. Where ZeRO cuts nothing, `weights` are
+    whole sums of gradients, which return. Raises ValueError for AxoNN's and CO2's meshes.
     """
     if mesh.is_axonn or mesh.tau:
         raise ValueError(f"{mesh.text()} is a mesh that nothing here runs; use one of tp, cp, pp and dp.")

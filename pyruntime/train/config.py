@@ -103,8 +103,8 @@ class Optimizer:
     """What becomes of a step whose loss or gradient is not finite, or spikes: stop ends the run; skip updates
     nothing and counts the step, and ends the run after 10 in a row."""
     spike_factor: float = 0.0
-    """A gradient norm above so many times the mean of those of the 20 steps before that counted is a spike; 0:
-    none is."""
+    """A gradient norm above so many times the mean of those of the 20 steps before that counted is a spike;
+    0: none is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,10 +304,10 @@ def learning_rate(step: int, steps: int, optimizer: Optimizer) -> float:
         step <= warmup:   lr * step / warmup
         later:            lr * (f + (1 - f) * left(p)),   p = (step - begin) / (steps - begin)
 
-    with f = min_lr_fraction, so that step `warmup` has the peak and step `steps` has f times the peak. left(p)
-    is (1 + cos(pi p)) / 2 for cosine (Loshchilov and Hutter 2017, equation 5, without restarts), 1 - p for
-    linear, both from begin = warmup on; for wsd 1 - sqrt(p) in the last decay_fraction of the steps, and 1
-    before (Haegele et al. 2024, arXiv 2405.18392, section 3).
+    with f = min_lr_fraction, so that step `warmup` has the peak and step `steps` has f times the peak.
+    left(p) is (1 + cos(pi p)) / 2 for cosine (Loshchilov and Hutter 2017, equation 5, without restarts),
+    1 - p for linear, both from begin = warmup on; for wsd 1 - sqrt(p) in the last decay_fraction of the
+    steps, and 1 before (Haegele et al. 2024, arXiv 2405.18392).
     """
     begin = warmup_steps(optimizer, steps)
     if step <= begin:

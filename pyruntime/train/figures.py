@@ -85,8 +85,8 @@ class Guard:
         if figures.grad_norm <= self._factor * mean:
             return ""
         return (
-            f"the gradient norm {figures.grad_norm:.4g} is above optimizer.spike_factor={self._factor:g} times "
-            f"the {mean:.4g} of the {SPIKE_OVER} steps before"
+            f"the gradient norm {figures.grad_norm:.4g} is above optimizer.spike_factor={self._factor:g} "
+            f"times the {mean:.4g} of the {SPIKE_OVER} steps before"
         )
 
     def counted(self, figures: StepFigures) -> None:

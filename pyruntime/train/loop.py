@@ -310,7 +310,7 @@ def _check_trains(model: Llama, runtime: Runtime) -> None:
         raise ConfigError("No parameter of the model requires a gradient; leave one unfrozen.")
     layers = ", ".join(map(str, model.part.layers))
     raise ConfigError(
-        f"No parameter of layers {layers}, which are rank {runtime.coordinate.pp}'s of the pipeline, requires a "
-        "gradient, and every rank of it has to train some; leave one unfrozen, or give the rank other layers "
-        "with pipeline.layers."
+        f"No parameter of layers {layers}, which are rank {runtime.coordinate.pp}'s of the pipeline, "
+        "requires a gradient, and every rank of it has to train some; leave one unfrozen, or give the rank "
+        "other layers with pipeline.layers."
     )

@@ -248,8 +248,8 @@ def _check_pipeline(config: RunConfig) -> None:
     tokens_of_rank = config.train.seq_len // config.parallel.cp
     _require(
         pipeline.slices <= tokens_of_rank,
-        f"pipeline.slices={pipeline.slices} of the {tokens_of_rank} tokens of a sequence that a rank has; use "
-        "fewer.",
+        f"pipeline.slices={pipeline.slices} of the {tokens_of_rank} tokens of a sequence that a rank has; "
+        "use fewer.",
     )
     if pipeline.slices != 1 and config.parallel.cp > 1:
         _check_pipeline_slices_of_context(config)
@@ -260,8 +260,8 @@ def _check_pipeline_slices_of_context(config: RunConfig) -> None:
     pipeline, cp, layout = config.pipeline, config.parallel.cp, config.context.layout
     _require(
         pipeline.slices > 0,
-        f"pipeline.slices=0 takes the slices of pipeline.costs, which are of whole sequences, and parallel.cp="
-        f"{cp}; say how many slices.",
+        f"pipeline.slices=0 takes the slices of pipeline.costs, which are of whole sequences, and "
+        f"parallel.cp={cp}; say how many slices.",
     )
     _require(
         all(tokens % cp == 0 for tokens in pipeline.slice_tokens),

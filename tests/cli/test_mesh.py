@@ -26,8 +26,7 @@ def test_groups_of_every_axis_are_shown(capsys):
     axes = ["--parallel.tp", "2", "--parallel.dp", "2", "--parallel.pp", "2", "--pipeline.kind", "zb-h1"]
     heading, found = rows(capsys, *axes)
     assert heading == (
-        "8 rank(s) on 1 host(s): tp=2 (sequence parallel), cp=1, pp=2, zb-h1, dp=2, zero=1; 4 micro-batch(es) a "
-        "step"
+        "8 rank(s) on 1 host(s): tp=2 (sequence parallel), cp=1, pp=2, zb-h1, dp=2, zero=1; 4 micro-batch(es)"
     )
     assert {name: cells[0] for name, cells in found.items()} == {
         "tp": "0-1 2-3 4-5 6-7",

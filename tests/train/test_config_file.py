@@ -43,7 +43,7 @@ def test_the_main_job_is_as_promised():
     [
         ("[trian]\n", "there is no section [trian]; the nearest is train."),
         ("[train]\nstps = 3\n", "[train] has no key stps; the nearest is steps."),
-        ("[train]\nfrobnicate = 3\n", "[train] has no key frobnicate; there are steps, batch_size,"),
+        ("[train]\nfrobnicate = 3\n", "[train] has no key frobnicate; there are steps, tokens, batch_size,"),
         ("train = 3\n", "train must be a section of keys, as [train], found 3."),
         ("[train]\nsteps = 1.5\n", "train.steps must be a whole number, found 1.5."),
         ("[train]\nsteps = true\n", "train.steps must be a whole number, found True."),

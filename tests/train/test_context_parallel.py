@@ -1,5 +1,5 @@
-"""Training with sequences that are cut over ranks is training on one rank, in every layout and variant; with the
-other axes: test_parity.py."""
+"""Training with sequences that are cut over ranks is training on one rank, in every layout and variant; with
+the other axes: test_parity.py."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Files become tokens: all of them, once, split without overlap, the same every time; and tokens batches, which
-depend on seed and step alone."""
+"""Files become tokens: all of them, once, split without overlap, the same every time; and tokens batches,
+which depend on seed and step alone."""
 
 import dataclasses
 import os

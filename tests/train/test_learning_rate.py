@@ -1,5 +1,5 @@
-"""The learning rate rises linearly, then falls along half a cosine, linearly, or at last; over as many steps as
-were asked for, or reach as many tokens."""
+"""The learning rate rises linearly, then falls along half a cosine, linearly, or at last; over as many steps
+as were asked for, or reach as many tokens."""
 
 import dataclasses
 import math
@@ -62,7 +62,7 @@ def test_rates_rise_then_fall_whatever_the_numbers(schedule, warmup, steps):
     rates = [learning_rate(step, steps, optimizer) for step in range(1, steps + 1)]
     top = min(max(warmup, 1), steps) - 1
     assert rates[:top] == sorted(rates[:top]) and rates[top:] == sorted(rates[top:], reverse=True)
-    assert 0 < min(rates) and max(rates) <= 0.5
+    assert min(rates) > 0 and max(rates) <= 0.5
     if 0 < warmup <= steps:
         assert rates[top] == 0.5
     elif warmup:

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+from pyruntime.llama import Llama
 from pyruntime.llama.presets import PRESETS
 from pyruntime.train.config import Model
 from pyruntime.train.errors import ConfigError
@@ -85,3 +87,14 @@ def test_a_damaged_config_json_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"config\.json"):
         llama_config(Model(init_from=str(tmp_path)), 256, 64, tp=1)
+
+
+def test_z_loss_is_of_training_alone_and_of_labels_that_count():
+    model = Llama(PRESETS["debug"], seed=1, z_loss=0.5)
+    ids = torch.randint(256, (2, 17))
+    labels = ids.roll(-1, 1)
+    labels[0, :5] = -100
+    with torch.no_grad():
+        trained, measured = model(ids, labels), model.eval()(ids, labels)
+        squares = model(ids).double().logsumexp(-1).square()[labels != -100]
+    torch.testing.assert_close(trained - measured, (0.5 * squares.mean()).float(), rtol=1e-4, atol=1e-5)

@@ -1,5 +1,5 @@
-"""Training over the stages of a pipeline is training on one rank, however layers and sequences are shared out;
-other schedules and axes: test_parity.py."""
+"""Training over the stages of a pipeline is training on one rank, however layers and sequences are shared
+out; other schedules and axes: test_parity.py."""
 
 import functools
 import json
@@ -268,7 +268,7 @@ def test_zero_3_holds_few_weights_whole_and_is_bitwise_repeatable(ranks, tmp_pat
     first, second = (ranks.run(weights_held, 4, config) for _ in range(2))
     assert first == second
     for most, weights, _ in first:
-        assert 20 < weights and most <= 10
+        assert weights > 20 and most <= 10
 
 
 def with_frozen_layers(group, config, frozen):
@@ -291,8 +291,9 @@ def test_a_rank_whose_stages_are_frozen_is_told_to_all_at_once(ranks, tmp_path):
     config = jobs.changed(with_pipeline(config, 4, "1f1b"), "pipeline", layers=(2, 1, 2, 1))
     errors = ranks.run(with_frozen_layers, 4, config, [3, 4], expect_errors=True)
     assert [str(error) for error in errors] == 4 * [
-        "No parameter of layers 3, 4, which are rank 2's of the pipeline, requires a gradient, and every rank of "
-        "it has to train some; leave one unfrozen, or give the rank other layers with pipeline.layers."
+        "No parameter of layers 3, 4, which are rank 2's of the pipeline, requires a gradient, and every "
+        "rank of it has to train some; leave one unfrozen, or give the rank other layers with "
+        "pipeline.layers."
     ]
     losses = ranks.run(with_frozen_layers, 4, config, [0, 1, 3])
     assert losses == losses[:1] * 4

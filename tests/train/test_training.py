@@ -1,5 +1,5 @@
-"""Training is the same at every tp, the same again, and the same when it is interrupted and resumed; bad steps end
-it, or are left out."""
+"""Training is the same at every tp, the same again, and the same when it is interrupted and resumed; bad
+steps end it, or are left out."""
 
 import math
 import signal
@@ -147,8 +147,8 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_sentence(ranks, tmp_p
 
 
 def with_bad_steps(group, config, bad, factor, resume=None):
-    """What steps measured, of which `bad` had a gradient times `factor`, or the sentence that ended the run; and
-    how many updates each parameter has had."""
+    """What steps measured, of which `bad` had a gradient times `factor`; and how many updates each parameter
+    has had, or the sentence that ended the run."""
     made, steps = jobs.trainer(group, config), []
     if resume:
         made.resume(resume)
@@ -190,7 +190,10 @@ def test_a_spike_is_told_by_the_norms_of_the_steps_before(ranks, tmp_path, resum
         saved = checkpoint_folder.find(folder)
     (_, said), other = ranks.run(with_bad_steps, 2, config, [5, 22] if not resumed else [22], 1e4, saved)
     assert (_, said) == other
-    assert said.startswith("Step 22: the gradient norm ") and "training stopped with the weights of step 21" in said
+    assert (
+        said.startswith("Step 22: the gradient norm ")
+        and "training stopped with the weights of step 21" in said
+    )
     assert "is above optimizer.spike_factor=4 times the " in said and "not finite" not in said
     skipping = jobs.changed(config, "optimizer", on_bad_step="skip")
     steps, counts = ranks.run(with_bad_steps, 2, skipping, [22], 1e4, saved)[0]
@@ -202,7 +205,9 @@ def test_a_run_that_skips_step_after_step_ends(ranks, tmp_path):
     jobs.prepare(config)
     (steps, said), other = ranks.run(with_bad_steps, 2, config, range(4, 99), math.inf)
     assert said == other[1] and len(steps) == 12
-    assert said.startswith("Step 13: the loss is ") and "and 10 steps in a row were skipped, so training" in said
+    assert (
+        said.startswith("Step 13: the loss is ") and "and 10 steps in a row were skipped, so training" in said
+    )
     assert "stopped with the weights of step 3; lower optimizer.lr" in said
 
 
