@@ -57,10 +57,11 @@ def on_a_full_disk(group, config, what):
 
 @pytest.fixture(scope="module")
 def finished(request, tmp_path_factory):
-    """The folder and configuration of a run at tp=2."""
+    """The folder and configuration of a run at tp=2, which was told its tokens in place of its steps."""
     ranks = request.getfixturevalue("ranks")
     config = jobs.job(tmp_path_factory.mktemp("job"), steps=4, val_every=2)
-    (folder, _) = ranks.run(whole_run, 2, config)
+    of_tokens = jobs.changed(config, "train", steps=200, tokens=3 * 6 * 33 + 1)
+    (folder, _) = ranks.run(whole_run, 2, of_tokens)
     return folder, config
 
 
