@@ -47,14 +47,18 @@ from pyruntime.train.manifest import Checksum
 from pyruntime.train.ranks import gather, on_every_rank, on_rank_0
 
 
-def state_of(sharded: Sharded) -> dict:
+def state_of(sharded: Sharded, with_residuals: bool = True) -> dict:
     """What a checkpoint holds, over the storage of weights and optimizer state: saving reads it, loading
-    writes into it. The names are the same at every stage and number of ranks."""
+    writes into it. The names are the same at every stage and number of ranks, but for what compression has
+    lost, which is each rank's own."""
     assert sharded.optimizer is not None
     optimizer = sharded.optimizer.state_dict()
     # A run's own step says it for all parameters.
     optimizer = {key: value for key, value in optimizer.items() if not key.startswith("steps.")}
-    return {"model": sharded.state_dict(), "optimizer": optimizer}
+    state = {"model": sharded.state_dict(), "optimizer": optimizer}
+    if sharded.compressor is not None and with_residuals:
+        state["compression"] = sharded.compressor.state_dict()
+    return state
 
 
 def save(run_dir: Path, facts: Facts, sharded: Sharded, group: dist.ProcessGroup, keep: int) -> Path:
@@ -105,12 +109,12 @@ def load(checkpoint: Path, facts: Facts, sharded: Sharded, group: dist.ProcessGr
     `facts` describe the model. Raises ConfigError where the checkpoint is another model's or is damaged,
     which is found before anything is changed.
     """
-    step = read_matching(checkpoint, facts).step
+    saved = read_matching(checkpoint, facts)
     _check_files(checkpoint, group)
     doing = f"Loading the checkpoint {checkpoint}"
     try:
         with _plain_failures():
-            _load(checkpoint, state_of(sharded), group, doing)
+            _load(checkpoint, state_of(sharded, saved.compression == facts.compression), group, doing)
     except CommError:
         raise
     except Exception as error:
@@ -119,8 +123,8 @@ def load(checkpoint: Path, facts: Facts, sharded: Sharded, group: dist.ProcessGr
         raise ConfigError(f"checkpoint.resume: {checkpoint} is damaged or incomplete: {cause}.") from error
     sharded.loaded()
     assert sharded.optimizer is not None
-    sharded.optimizer.resume(step)
-    return step
+    sharded.optimizer.resume(saved.step)
+    return saved.step
 
 
 def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -> None:

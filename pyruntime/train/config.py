@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 PipelineKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "terapipe", "seq1f1b"]
 ContextLayout = Literal["zigzag", "striped", "contiguous"]
 ContextVariant = Literal["ring", "all_gather_kv", "ulysses", "auto"]
+CompressionMethod = Literal["none", "quantize", "top_k", "power_sgd"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +153,27 @@ class Parallel:
 
 
 @dataclasses.dataclass(frozen=True)
+class DataParallel:
+    """How data-parallel ranks exchange gradients."""
+
+    compression: CompressionMethod = "none"
+    """What gradients of matrices travel as: none, as they are; quantize, in a few bits a value; top_k, the
+    largest values alone; power_sgd, of low rank."""
+    compression_bits: int = 4
+    """Bits of a value that is quantised, 1 to 8."""
+    compression_density: float = 0.01
+    """Share of a matrix' values that travels, of top_k, above 0 and at most 1."""
+    compression_rank: int = 4
+    """Rank of what travels for a matrix, of power_sgd."""
+    error_feedback: bool = True
+    """Add what compression loses to the next gradient; false, of quantize: round at random instead, so that
+    nothing is lost on average."""
+    compression_plan_every: int = 0
+    """Steps between two plans (L-GreCo) that give each matrix bits, a density or a rank of its own, in as few
+    bytes as the error of one setting for all allows; 0: that one setting."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Pipeline:
     """In which order the stages of a pipeline compute; `python -m pyruntime schedule` draws them."""
 
@@ -240,6 +262,7 @@ class RunConfig:
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
     parallel: Parallel = Parallel()
+    data_parallel: DataParallel = DataParallel()
     pipeline: Pipeline = Pipeline()
     context: Context = Context()
     comm: Comm = Comm()

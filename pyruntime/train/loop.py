@@ -26,11 +26,11 @@ import torch
 from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel import NonFiniteGradient, shard
+from pyruntime.data_parallel import Compression, NonFiniteGradient, shard
 from pyruntime.llama import Llama
 from pyruntime.nn.explain import Report, explain
 from pyruntime.overlap.steps import StepLedger
-from pyruntime.train import checkpoint
+from pyruntime.train import checkpoint, checkpoint_folder
 from pyruntime.train.checkpoint_folder import Facts
 from pyruntime.train.config import RunConfig, learning_rate, micro_batches, tokens_per_step
 from pyruntime.train.corpus import Corpus, training_batch, validation_batches
@@ -63,7 +63,9 @@ class Trainer:
         self._stop = stop
         self._device = device = Device(runtime.device, runtime.why_device)
         self.model = model
-        self.sharded = shard(model, runtime.replicas, stage=config.parallel.zero)
+        self.sharded = shard(
+            model, runtime.replicas, stage=config.parallel.zero, compression=_compression(config)
+        )
         pp = runtime.pp
         self.optimizer = self.sharded.adamw(
             betas=(optimizer.beta1, optimizer.beta2),
@@ -76,7 +78,9 @@ class Trainer:
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
         self.step = 0
         self.tiers = Report(())
-        self._facts = Facts.of(config, model.config)
+        self._facts = dataclasses.replace(
+            Facts.of(config, model.config), compression=_compressed_how(config, runtime)
+        )
         self.saved: Path | None = None
         """The checkpoint of the last step, where one has been taken."""
         self._saved_at, self._saved_in = 0, run_dir
@@ -93,9 +97,13 @@ class Trainer:
         """MFU at one token per second."""
 
     def resume(self, folder: Path) -> None:
-        """Loads weights, optimizer state and step of the checkpoint in `folder`."""
+        """Loads weights, optimizer state and step of the checkpoint in `folder`, and what compression lost."""
         self.step = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world)
         self._saved_at, self._saved_in = self.step, folder
+
+    def what_is_not_resumed(self, folder: Path) -> str:
+        """In words: of the checkpoint in `folder`; empty where all of it is."""
+        return checkpoint_folder.why_residuals_are_left(folder, self._facts)
 
     def close(self) -> None:
         """The model is as it was, with its current weights."""
@@ -264,3 +272,28 @@ class Trainer:
         if not self._saved_at:
             return f"nothing was saved but the metrics in {self._run_dir}"
         return f"go on with --checkpoint.resume {self._saved_in} (it holds step {self._saved_at})"
+
+
+def _compression(config: RunConfig) -> Compression | None:
+    """What the [data_parallel] section asks for."""
+    chosen = config.data_parallel
+    if chosen.compression == "none":
+        return None
+    return Compression(
+        chosen.compression,
+        bits=chosen.compression_bits,
+        density=chosen.compression_density,
+        rank=chosen.compression_rank,
+        error_feedback=chosen.error_feedback,
+        plan_every=chosen.compression_plan_every,
+        seed=config.train.seed,
+    )
+
+
+def _compressed_how(config: RunConfig, runtime: Runtime) -> str:
+    """All that decides what a rank keeps of what compression lost; empty without."""
+    settings = _compression(config)
+    if settings is None:
+        return ""
+    sizes = ", ".join(f"{name}={size}" for name, size in runtime.sizes._asdict().items())
+    return f"{settings} at zero={config.parallel.zero} over {sizes}"

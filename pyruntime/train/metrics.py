@@ -16,7 +16,7 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step. Exposed communication and memory are the maximum over ranks."""
+    """One optimizer step. Exposed communication, memory and bytes are the maximum over ranks."""
 
     step: int
     """From 1."""
@@ -34,6 +34,9 @@ class StepMetrics:
     memory_bytes: int
     """Peak memory of a rank so far: resident, workspaces shared with other ranks included, or on a device
     in torch's tensors."""
+    dp_bytes: int | None = None
+    """Gradients and weights that a data-parallel rank took from others in the step, in bytes as they
+    travelled; None where there is one such rank."""
     mfu: float | None = None
     """Model FLOP/s as a share of the devices' peak, where that is known."""
     val_loss: float | None = None

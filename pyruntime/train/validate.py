@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pyruntime.text import short_repr
 from pyruntime.train.checkpoint_folder import AUTO
-from pyruntime.train.config import Pipeline, RunConfig, warmup_steps
+from pyruntime.train.config import DataParallel, Pipeline, RunConfig, warmup_steps
 from pyruntime.train.errors import ConfigError
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
@@ -30,6 +30,7 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "parallel.pp",
             "parallel.cp",
             "parallel.dp",
+            "data_parallel.compression_rank",
             "pipeline.virtual",
             "checkpoint.keep",
             "output.log_every",
@@ -38,7 +39,13 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
     (
         lambda x: x >= 0,
         "not be negative",
-        ("train.val_every", "train.threads", "checkpoint.every_steps", "output.sample_tokens"),
+        (
+            "train.val_every",
+            "train.threads",
+            "data_parallel.compression_plan_every",
+            "checkpoint.every_steps",
+            "output.sample_tokens",
+        ),
     ),
     (lambda x: 0 < x < math.inf, "be a positive finite number", ("optimizer.lr", "optimizer.eps")),
     (
@@ -49,6 +56,8 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
     (lambda x: 0 <= x < 1, "be at least 0 and below 1", ("optimizer.beta1", "optimizer.beta2")),
     (lambda x: 0 <= x <= 1, "be between 0 and 1", ("optimizer.min_lr_fraction",)),
     (lambda x: 0 < x <= 0.5, "be above 0 and at most 0.5", ("data.val_fraction",)),
+    (lambda x: 0 < x <= 1, "be above 0 and at most 1", ("data_parallel.compression_density",)),
+    (lambda x: 1 <= x <= 8, "be between 1 and 8", ("data_parallel.compression_bits",)),
 )
 """What numbers must be, each by itself: a test, the words for it, and whose it is."""
 
@@ -66,6 +75,7 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_context(config)
     _check_pipeline(config)
     _check_ranks(config, world_size)
+    _check_compression(config)
     _check_rings(config, world_size)
     _check_slices(config, world_size)
 
@@ -190,6 +200,44 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
         needed == world_size,
         f"{axes} but {world_size} rank(s) were started, and every rank belongs to a group of each axis; "
         f"start torchrun with --nproc-per-node {needed}, or leave parallel.tp out.",
+    )
+
+
+def _check_compression(config: RunConfig) -> None:
+    """What compressed gradients do not go together with."""
+    parallel, chosen = config.parallel, config.data_parallel
+    asked = f"data_parallel.compression={chosen.compression}"
+    if chosen.compression == "none":
+        for name in ("error_feedback", "compression_plan_every"):
+            value = getattr(chosen, name)
+            _require(
+                value == getattr(DataParallel, name),
+                f"data_parallel.{name}={value} without data_parallel.compression; set that, or leave it out.",
+            )
+        return
+    _require(
+        parallel.dp * parallel.cp > 1,
+        f"{asked} is of gradients that data-parallel ranks exchange, and there is one such rank; set "
+        "parallel.dp, or leave it out.",
+    )
+    _require(
+        parallel.zero < 3,
+        f"{asked} with parallel.zero=3, where weights travel twice as much as gradients, and as they are; use "
+        "0, 1 or 2.",
+    )
+    _require(
+        parallel.dp_replicate == 1,
+        f"{asked} is over one axis, and parallel.dp_replicate={parallel.dp_replicate} makes two; leave one of "
+        "them out.",
+    )
+    _require(
+        config.train.device != "cuda",
+        f"{asked} is done on the CPU alone; leave it out with train.device=cuda.",
+    )
+    _require(
+        chosen.error_feedback or chosen.compression == "quantize",
+        f"{asked} with data_parallel.error_feedback=false would never send most of a gradient; leave it on, or "
+        "use quantize.",
     )
 
 
