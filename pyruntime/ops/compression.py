@@ -32,14 +32,14 @@ def quantize(
     residual: Tensor | None = None,
     rounding: tuple[int, int] | None = None,
 ) -> None:
-    """packed [quantized_bytes] = x in `bits` bits a value, as multiples of its block's step (max|x| /
-    (2^(bits-1) - 1); of 1 bit: + or - the block's mean magnitude).
+    """packed [quantized_bytes] = x in `bits` bits a value, as multiples of its block's step: max|x| /
+    (2^(bits-1) - 1), of 2 bits at most twice the mean magnitude; of 1 bit + or - the mean magnitude.
 
-    rounding: None, to the nearest: no value is further from its code than from zero (from 2 bits on), which
-    error feedback asks for. Or (seed, index of the first value): at random so that the mean is exact (Alistarh
-    et al. 2017, arXiv 1610.02132), by a generator that gives each seed and index one number
-    (`pyruntime.ops.layers.random_rounding`); of 1 bit the step is then max|x|. A block in which a value is not
-    finite is NaN where it is read, and leaves no residual.
+    rounding: None, to the nearest: less is lost than there was, which error feedback asks for. Or (seed,
+    index of the first value): at random so that the mean is exact (Alistarh et al. 2017, arXiv 1610.02132),
+    by a generator that gives each seed and index one number (`pyruntime.ops.layers.random_rounding`); the
+    step is then max|x| of 1 and 2 bits. A block in which a value is not finite is NaN where it is read, and
+    leaves no residual.
     """
     _C.quantize(values, bits, packed, residual, rounding)
 

@@ -53,11 +53,10 @@ def steps_by_hand(x, bits, nearest=True):
     """fp64 [n]: the step of each value's block."""
     result = []
     for block in x.double().split(BLOCK) if len(x) else ():
-        largest = block.abs().max()
-        if bits > 1:
-            step = largest / (2 ** (bits - 1) - 1)
-        else:
-            step = block.abs().mean() if nearest else largest
+        largest, mean = block.abs().max(), block.abs().mean()
+        step = largest / max(1, 2 ** (bits - 1) - 1)
+        if bits <= 2 and nearest:
+            step = mean if bits == 1 else min(largest, 2 * mean)
         result.append(step.expand(len(block)))
     return torch.cat(result) if result else torch.zeros(0, dtype=torch.float64)
 
@@ -71,12 +70,12 @@ def test_what_comes_back_is_the_nearest_multiple_of_the_block_s_step(count, bits
     levels = 2 ** (bits - 1) - 1
     steps_away = x.double() / step
     if bits == 1:
-        nearest, halfway = torch.where(x >= 0, step, -step), torch.zeros(count, dtype=torch.bool)
+        nearest, halfway = torch.where(x >= 0, step, -step), x.abs() < 1e-5 * step
     else:
         nearest = steps_away.round().clamp(-levels, levels) * step
         halfway = (steps_away.frac().abs() - 0.5).abs() < 1e-4
-        assert ((found - x).abs().double() <= 0.5001 * step).all()
-    off = (found.double() - nearest).abs() > 1e-5 * step
+        assert bits == 2 or ((found - x).abs().double() <= 0.5001 * step).all()
+    off = (found.double() - nearest).abs() > 1e-4 * step
     assert not (off & ~halfway).any()
 
 
@@ -123,15 +122,18 @@ def test_to_the_nearest_no_more_is_lost_than_there_was(bits):
         assert lost.square().sum() < x.square().sum()
 
 
-def test_kept_losses_stay_small_to_the_nearest_and_grow_without_bound_at_random():
-    """Why error feedback rounds to the nearest: at 2 bits, of gradients of one size all along."""
-    lost = {}
+@pytest.mark.parametrize("bits", BITS)
+def test_to_the_nearest_less_is_kept_than_at_random(bits):
+    """Why error feedback rounds to the nearest; of gradients of mean square 1 all along. At random, of 1 bit
+    what is kept grows without bound."""
+    kept = {}
     for kind in ("nearest", "random"):
-        residual = torch.zeros(BLOCK)
+        residual = torch.zeros(20 * BLOCK)
         for step in range(60):
-            packed_of(torch.randn(BLOCK), 2, residual, None if kind == "nearest" else (step, 0))
-        lost[kind] = float(residual.square().mean())
-    assert lost["nearest"] < 10 and lost["random"] > 1e3
+            packed_of(torch.randn(20 * BLOCK), bits, residual, None if kind == "nearest" else (step, 0))
+        kept[kind] = float(residual.square().mean())
+    assert kept["nearest"] < 1 and kept["random"] > 1.5 * kept["nearest"]
+    assert bits > 1 or kept["random"] > 1e6
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -196,7 +198,9 @@ def top_k_of(values, k, residual=None):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("count", "k"), [(1, 1), (63, 5), (64, 64), (1_000, 0), (5_001, 50), (70_001, 9_000)])
+@pytest.mark.parametrize(
+    ("count", "k"), [(1, 1), (63, 5), (64, 64), (1_000, 0), (5_001, 50), (70_001, 9_000)]
+)
 def test_the_largest_values_travel_exactly(dtype, count, k):
     x, residual = torch.randn(count).to(dtype), torch.randn(count)
     whole = x.float() + residual
@@ -235,7 +239,11 @@ def test_values_that_are_not_finite_are_the_largest():
         (lambda: packed_of(torch.zeros(4), 0), ValueError, "bits=0; a value takes 1 to 8 bits"),
         (lambda: packed_of(torch.zeros(4).double(), 4), TypeError, "it must be float32, bfloat16 or float16"),
         (lambda: packed_of(torch.zeros(4, 2).t()[0], 4), ValueError, "it must have one dimension and be"),
-        (lambda: packed_of(torch.zeros(4), 4, torch.zeros(5)), ValueError, "residual has 5 elements; it must"),
+        (
+            lambda: packed_of(torch.zeros(4), 4, torch.zeros(5)),
+            ValueError,
+            "residual has 5 elements; it must",
+        ),
         (
             lambda: compression.dequantize(torch.zeros(3, dtype=torch.uint8), 4, torch.zeros(4)),
             ValueError,

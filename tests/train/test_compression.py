@@ -60,7 +60,9 @@ def curves_and_weights(group, config, resume=None):
         left = made.what_is_not_resumed(resume)
         made.resume(resume)
     curves = [(metrics.step, metrics.loss, metrics.grad_norm) for metrics in made.fit()]
-    weights = {name: value.full_tensor() for name, value in checkpoint.state_of(made.sharded)["model"].items()}
+    weights = {
+        name: value.full_tensor() for name, value in checkpoint.state_of(made.sharded)["model"].items()
+    }
     return curves, weights, made.sharded.compressor.plan, left
 
 
@@ -106,15 +108,27 @@ def test_a_pipeline_s_gradients_are_compressed_too(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("parallel", "method", "sentence"),
     [
-        ({"dp": 1}, {}, "data_parallel.compression=quantize is of gradients that data-parallel ranks exchange"),
+        (
+            {"dp": 1},
+            {},
+            "data_parallel.compression=quantize is of gradients that data-parallel ranks exchange",
+        ),
         ({"zero": 3}, {}, "data_parallel.compression=quantize with parallel.zero=3"),
         ({"dp": 4, "dp_replicate": 2}, {}, "is over one axis, and parallel.dp_replicate=2 makes two"),
         ({}, {"compression_bits": 9}, "data_parallel.compression_bits must be between 1 and 8, found 9."),
         ({}, {"compression_density": 0.0}, "data_parallel.compression_density must be above 0 and at most 1"),
         ({}, {"compression_rank": 0}, "data_parallel.compression_rank must be at least 1, found 0."),
         ({}, {"compression_plan_every": -1}, "compression_plan_every must not be negative, found -1."),
-        ({}, {"compression": "top_k", "error_feedback": False}, "compression=top_k with data_parallel.error_"),
-        ({}, {"compression": "none", "error_feedback": False}, "without data_parallel.compression; set that,"),
+        (
+            {},
+            {"compression": "top_k", "error_feedback": False},
+            "compression=top_k with data_parallel.error_",
+        ),
+        (
+            {},
+            {"compression": "none", "error_feedback": False},
+            "without data_parallel.compression; set that,",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(parallel, method, sentence):

@@ -21,6 +21,7 @@ constexpr int kBlock = kQuantizedBlock;
 constexpr int kPlane = kBlock / 8;           // bytes of a plane of a whole block
 constexpr int64_t kBlocksPerTask = 32;       // fixed, and large enough that waking a thread is worth it
 constexpr uint32_t kInfinity = 0x7f800000u;  // as bits
+constexpr float kStepsOf2Bits = 2;           // of the mean magnitude; near the least loss of gradients
 constexpr float kSmallest = 1e-30f;          // below it a block is zero, and its values are lost of
 
 // value = (code * stride - middle) * step; a code is at most `top`.
@@ -145,8 +146,11 @@ struct QuantizeBlocks {
       const uint32_t bits = largest_bits(x);
       const float largest = layers::bits_float(bits);
       float step = largest / static_cast<float>(grid.middle);
-      float scale = 0.5f * static_cast<float>(grid.top) / largest;
-      if (grid.bits == 1 && !noise.is_random) step = sum_of_magnitudes(x) / static_cast<float>(count);
+      if (grid.bits <= 2 && !noise.is_random) {
+        const float mean = sum_of_magnitudes(x) / static_cast<float>(count);
+        step = grid.bits == 1 ? mean : std::min(largest, kStepsOf2Bits * mean);
+      }
+      float scale = 1 / (grid.bits == 1 ? 2 * largest : step);
       if (bits >= kInfinity) {
         step = std::numeric_limits<float>::quiet_NaN();
         std::memset(codes, 0, sizeof(codes));

@@ -3,7 +3,10 @@
 // A block is 512 values, the last one what is left. It has one float32, its step, and codes of `bits` bits:
 //
 //     bits >= 2:   value = (code - M) step,   M = 2^(bits - 1) - 1,   step = max|x| / M
-//     bits == 1:   value = (2 code - 1) step, step = mean|x| where it is rounded to the nearest, else max|x|
+//     bits == 1:   value = (2 code - 1) step, step = max|x|
+//
+// where values are rounded at random. To the nearest, step = mean|x| of 1 bit, and of 2 bits at most
+// 2 mean|x|: of three values of which the outer ones are a block's largest, nearly all would be zero.
 //
 // so that zero is a value from 2 bits on: rounded to the nearest, a value is never further from its code than
 // from zero, and what is lost of a block is at most the block (error feedback asks for that: Karimireddy et

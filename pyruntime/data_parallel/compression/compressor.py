@@ -59,9 +59,7 @@ class Compressor:
         _check_dtypes(packed)
         self._packed = {id(bucket): _Packed(bucket, self._axis.size, settings) for bucket in packed}
         self._codec = codec_of(settings)
-        self._candidates = (
-            power_sgd.candidates(settings) if self._codec is None else self._codec.candidates()
-        )
+        self._candidates = power_sgd.candidates(settings) if self._codec is None else self._codec.candidates()
         self._uniform = settings.rank if self._codec is None else self._codec.uniform
         self._units = [unit for one in self._packed.values() for unit in one.units]
         self._numbers = torch.tensor([self._first_number(unit) for unit in self._units])
@@ -133,9 +131,7 @@ class Compressor:
         assert self._codec is not None
         random = "" if self.settings.error_feedback else f"{self.settings.seed} {self._axis.rank}"
         step = int(self._steps)
-        return Packing(
-            one.bucket, one.units, self._numbers_of(one), self._codec, one.residual, random, step
-        )
+        return Packing(one.bucket, one.units, self._numbers_of(one), self._codec, one.residual, random, step)
 
     def _low_rank(self, one: _Packed) -> LowRank:
         assert one.residual is not None

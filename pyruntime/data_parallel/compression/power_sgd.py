@@ -142,9 +142,7 @@ class LowRankSum:
     """A bucket under way over one axis: the first sum, of M Q. gradient [lines, width]: this rank's, with its
     marks."""
 
-    def __init__(
-        self, low: LowRank, axis: Axis, gradient: Tensor, dtype: torch.dtype, on_reduced: Reduced
-    ):
+    def __init__(self, low: LowRank, axis: Axis, gradient: Tensor, dtype: torch.dtype, on_reduced: Reduced):
         self._low, self._axis, self._dtype, self._on_reduced = low, axis, dtype, on_reduced
         bucket = low.bucket
         numbers = []

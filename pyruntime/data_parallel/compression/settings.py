@@ -39,7 +39,9 @@ class Compression:
         _require(1 <= self.bits <= 8, f"bits={self.bits}; a value takes 1 to 8 bits.")
         _require(0 < self.density <= 1, f"density={self.density}; use a share above 0 and at most 1.")
         _require(self.rank >= 1, f"rank={self.rank}; use at least 1.")
-        _require(self.plan_every >= 0, f"plan_every={self.plan_every}; use at least 1 step, or 0 for no plan.")
+        _require(
+            self.plan_every >= 0, f"plan_every={self.plan_every}; use at least 1 step, or 0 for no plan."
+        )
         _require(
             self.error_feedback or self.method == "quantize",
             f"method={self.method} without error_feedback never sends most of a gradient; leave it on, or use "
