@@ -2,9 +2,9 @@
 
     python -m bench.data_parallel.packing [--json FILE] [--elements 30000000]
 
-Bytes counted: each array that is read or written, once a direction. Packing reads a gradient, reads and writes
-what was lost of it, and writes what travels; unpacking reads that and adds it to fp32 sums, which it reads and
-writes. A copy reads and writes.
+Bytes counted: each array that is read or written, once a direction. Packing reads a gradient, reads and
+writes what was lost of it, and writes what travels; unpacking reads that and adds it to fp32 sums, which it
+reads and writes. A copy reads and writes.
 """
 
 from __future__ import annotations

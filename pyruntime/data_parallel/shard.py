@@ -70,8 +70,8 @@ def shard(
             By default nearly 4 MiB, at stage 3 256 KiB.
         keep_gathered: at stage 3, so many weights, the first that the forward pass reads, stay whole until
             its backward pass has read them.
-        compression: how gradients of matrices travel in fewer bytes, at stages 0 to 2 over one axis of several
-            ranks on the CPU (docs/compression.md); None: as they are.
+        compression: how gradients of matrices travel in fewer bytes, at stages 0 to 2 over one axis of
+            several ranks on the CPU (docs/compression.md); None: as they are.
 
     Raises ValueError for another stage, a mesh that does not fit it, a mesh with several ranks of a group
     that the model is cut over already, a model without trainable parameters, or where nothing can be
@@ -99,8 +99,8 @@ def _check_compression(stage: int, axes: Axes) -> None:
         raise ValueError("compression was asked for, and one rank alone sends nothing; leave it out.")
     if stage == 3:
         raise ValueError(
-            "compression was asked for at stage=3, where weights travel twice as much as gradients and as they "
-            "are; use stage 0, 1 or 2."
+            "compression was asked for at stage=3, where weights travel as they are, twice as much as "
+            "gradients; use stage 0, 1 or 2."
         )
 
 

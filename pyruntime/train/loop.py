@@ -97,7 +97,7 @@ class Trainer:
         """MFU at one token per second."""
 
     def resume(self, folder: Path) -> None:
-        """Loads weights, optimizer state and step of the checkpoint in `folder`, and what compression lost."""
+        """Loads weights, optimizer state, what compression lost, and step of the checkpoint in `folder`."""
         self.step = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world)
         self._saved_at, self._saved_in = self.step, folder
 

@@ -222,13 +222,13 @@ def _check_compression(config: RunConfig) -> None:
     )
     _require(
         parallel.zero < 3,
-        f"{asked} with parallel.zero=3, where weights travel twice as much as gradients, and as they are; use "
-        "0, 1 or 2.",
+        f"{asked} with parallel.zero=3, where weights travel as they are, twice as much as gradients; use 0, "
+        "1 or 2.",
     )
     _require(
         parallel.dp_replicate == 1,
-        f"{asked} is over one axis, and parallel.dp_replicate={parallel.dp_replicate} makes two; leave one of "
-        "them out.",
+        f"{asked} is over one axis, and parallel.dp_replicate={parallel.dp_replicate} makes two; leave one "
+        "of them out.",
     )
     _require(
         config.train.device != "cuda",
@@ -236,8 +236,8 @@ def _check_compression(config: RunConfig) -> None:
     )
     _require(
         chosen.error_feedback or chosen.compression == "quantize",
-        f"{asked} with data_parallel.error_feedback=false would never send most of a gradient; leave it on, or "
-        "use quantize.",
+        f"{asked} with data_parallel.error_feedback=false would never send most of a gradient; leave it on, "
+        "or use quantize.",
     )
 
 

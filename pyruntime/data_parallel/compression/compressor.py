@@ -217,6 +217,6 @@ def _check_dtypes(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets:
         if bucket.dtype not in DTYPES or bucket.device.type != "cpu":
             raise ValueError(
-                f"{bucket.name} is {bucket.dtype} on {bucket.device}, and gradients are compressed on the CPU "
-                "in float32, bfloat16 and float16; leave compression out."
+                f"{bucket.name} is {bucket.dtype} on {bucket.device}, and gradients are compressed on the "
+                "CPU in float32, bfloat16 and float16; leave compression out."
             )

@@ -83,8 +83,8 @@ class LowRank:
     """fp32, flat, of the bucket's lines."""
 
     def matrix(self, memory: Tensor, unit: Unit) -> Tensor:
-        """The unit's rows of flat memory of the bucket's lines, [n, m]: a view where they lie together, else a
-        copy."""
+        """The unit's rows of flat memory of the bucket's lines, [n, m]: a view where they lie together, else
+        a copy."""
         stretches = [memory[first : first + count] for first, count in self.in_memory(unit)]
         joined = stretches[0] if len(stretches) == 1 else torch.cat(stretches)
         return joined.view(unit.rows, unit.columns)

@@ -44,8 +44,8 @@ class Compression:
         )
         _require(
             self.error_feedback or self.method == "quantize",
-            f"method={self.method} without error_feedback never sends most of a gradient; leave it on, or use "
-            "method=quantize.",
+            f"method={self.method} without error_feedback never sends most of a gradient; leave it on, or "
+            "use method=quantize.",
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
@@ -52,7 +53,7 @@ def units_of(bucket: Bucket, ranks: int) -> list[Unit]:
         else:
             share = -(-count // (ranks * BLOCK)) * BLOCK
             cuts = [min(rank * share, count) for rank in range(ranks + 1)]
-            stretches = tuple((begin + low, high - low) for low, high in zip(cuts, cuts[1:], strict=False))
+            stretches = tuple((begin + low, high - low) for low, high in pairwise(cuts))
         rows = bucket.segments * part.share
         columns = part.lines * bucket.width // part.share
         result.append(Unit(part.key, rows, columns, rows * columns < LEAST, stretches))

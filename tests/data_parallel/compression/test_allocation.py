@@ -16,8 +16,8 @@ LEVELS = 200  # few, so that rounding matters
 
 @st.composite
 def problems(draw):
-    """Sizes and errors of each layer's choices, and the uniform choice; errors of very different size, some of
-    them zero, some choices bad in both."""
+    """Sizes and errors of each layer's choices, and the uniform choice; errors of very different size, some
+    of them zero, some choices bad in both."""
     layers, choices = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     size = st.integers(0, 1000)
     error = st.one_of(st.just(0.0), st.floats(1e-9, 1e9), st.floats(0.1, 1.0))
