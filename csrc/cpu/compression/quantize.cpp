@@ -102,32 +102,49 @@ PYRUNTIME_INLINE void encode_block(float* x, uint8_t* codes, const Grid& grid, f
   }
 }
 
-// size: bytes of a plane.
-PYRUNTIME_INLINE void write_planes(uint8_t* planes, const uint8_t* codes, int bits, int size) {
+// A plane of a whole block. The compiler does not find these operations in loops over bytes.
+using Plane [[gnu::vector_size(kPlane)]] = uint8_t;
+
+PYRUNTIME_INLINE void write_planes(uint8_t* planes, const uint8_t* codes, int bits) {
+  Plane eighths[8];
+  std::memcpy(eighths, codes, sizeof(eighths));
   for (int bit = 0; bit < bits; ++bit) {
-    alignas(64) uint8_t plane[kPlane] = {};
     const uint8_t mask = static_cast<uint8_t>(1 << bit);
+    Plane plane = {};
     for (int eighth = 0; eighth < 8; ++eighth) {
       const uint8_t flag = static_cast<uint8_t>(1 << eighth);
-      const uint8_t* of = codes + eighth * size;
-      PYRUNTIME_SIMD
-      for (int i = 0; i < size; ++i) plane[i] |= (of[i] & mask) != 0 ? flag : uint8_t(0);
+      plane |= (Plane)((eighths[eighth] & mask) != 0) & flag;
     }
-    std::memcpy(planes + bit * size, plane, static_cast<size_t>(size));
+    std::memcpy(planes + bit * kPlane, &plane, sizeof(plane));
   }
 }
 
-PYRUNTIME_INLINE void read_planes(uint8_t* codes, const uint8_t* planes, int bits, int size) {
-  for (int eighth = 0; eighth < 8; ++eighth) {
-    const uint8_t flag = static_cast<uint8_t>(1 << eighth);
-    uint8_t* of = codes + eighth * size;
-    std::memset(of, 0, static_cast<size_t>(size));
-    for (int bit = 0; bit < bits; ++bit) {
-      const uint8_t mask = static_cast<uint8_t>(1 << bit);
-      const uint8_t* plane = planes + bit * size;
-      PYRUNTIME_SIMD
-      for (int i = 0; i < size; ++i) of[i] |= (plane[i] & flag) != 0 ? mask : uint8_t(0);
+PYRUNTIME_INLINE void read_planes(uint8_t* codes, const uint8_t* planes, int bits) {
+  Plane eighths[8] = {};
+  for (int bit = 0; bit < bits; ++bit) {
+    const uint8_t mask = static_cast<uint8_t>(1 << bit);
+    Plane plane;
+    std::memcpy(&plane, planes + bit * kPlane, sizeof(plane));
+    for (int eighth = 0; eighth < 8; ++eighth) {
+      const uint8_t flag = static_cast<uint8_t>(1 << eighth);
+      eighths[eighth] |= (Plane)((plane & flag) != 0) & mask;
     }
+  }
+  std::memcpy(codes, eighths, sizeof(eighths));
+}
+
+// Of the last block. size: bytes of a plane.
+void write_short_planes(uint8_t* planes, const uint8_t* codes, int bits, int size) {
+  std::memset(planes, 0, static_cast<size_t>(bits * size));
+  for (int bit = 0; bit < bits; ++bit) {
+    for (int i = 0; i < 8 * size; ++i) planes[bit * size + i % size] |= (codes[i] >> bit & 1) << (i / size);
+  }
+}
+
+void read_short_planes(uint8_t* codes, const uint8_t* planes, int bits, int size) {
+  std::memset(codes, 0, kBlock);
+  for (int bit = 0; bit < bits; ++bit) {
+    for (int i = 0; i < 8 * size; ++i) codes[i] |= (planes[bit * size + i % size] >> (i / size) & 1) << bit;
   }
 }
 
@@ -162,9 +179,9 @@ struct QuantizeBlocks {
       std::memcpy(steps, &step, sizeof(step));
       const int size = (count + 7) / 8;
       if (count == kBlock) {
-        write_planes(planes, codes, grid.bits, kPlane);
+        write_planes(planes, codes, grid.bits);
       } else {
-        write_planes(planes, codes, grid.bits, size);
+        write_short_planes(planes, codes, grid.bits, size);
       }
       if (residual != nullptr) std::memcpy(residual + at, x, static_cast<size_t>(count) * sizeof(float));
       steps += sizeof(step);
@@ -183,9 +200,9 @@ struct DequantizeBlocks {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at));
       const int size = (count + 7) / 8;
       if (count == kBlock) {
-        read_planes(codes, planes, grid.bits, kPlane);
+        read_planes(codes, planes, grid.bits);
       } else {
-        read_planes(codes, planes, grid.bits, size);
+        read_short_planes(codes, planes, grid.bits, size);
       }
       float step;
       std::memcpy(&step, steps, sizeof(step));

@@ -19,8 +19,9 @@ namespace {
 using layers::float_bits;
 using layers::load;
 
-constexpr int64_t kRun = 64;  // values that are looked at together
-constexpr int kBinBits = 12;  // of a magnitude, the highest ones
+constexpr int64_t kRun = 16;         // values that are looked at together
+constexpr int64_t kPiece = 1 << 12;  // that stay in the cache between two passes
+constexpr int kBinBits = 12;         // of a magnitude, the highest ones
 constexpr int kBins = 1 << kBinBits, kShift = 31 - kBinBits;
 
 PYRUNTIME_INLINE uint32_t magnitude(float value) {
@@ -31,26 +32,27 @@ PYRUNTIME_INLINE uint32_t magnitude(float value) {
 struct ReadValues {
   template <typename T>
   static PYRUNTIME_INLINE void run(const T* values, float* x, bool add, int64_t count, uint32_t* largest) {
-    for (int64_t at = 0; at < count; at += kRun) {
-      const int size = static_cast<int>(std::min(kRun, count - at));
-      uint32_t most = 0;
-      if (add) {
-        PYRUNTIME_SIMD_REDUCE(max, most)
-        for (int i = 0; i < size; ++i) {
-          x[at + i] += load(values[at + i]);
-          const uint32_t bits = magnitude(x[at + i]);
-          most = bits > most ? bits : most;
-        }
-      } else {
-        PYRUNTIME_SIMD_REDUCE(max, most)
-        for (int i = 0; i < size; ++i) {
-          x[at + i] = load(values[at + i]);
-          const uint32_t bits = magnitude(x[at + i]);
-          most = bits > most ? bits : most;
-        }
-      }
-      *largest++ = most;
+    if (add) {
+      PYRUNTIME_SIMD
+      for (int64_t i = 0; i < count; ++i) x[i] += load(values[i]);
+    } else {
+      PYRUNTIME_SIMD
+      for (int64_t i = 0; i < count; ++i) x[i] = load(values[i]);
     }
+    int64_t at = 0;
+    for (; at + kRun <= count; at += kRun) *largest++ = largest_of(x + at, kRun);
+    if (at < count) *largest = largest_of(x + at, count - at);
+  }
+
+ private:
+  static PYRUNTIME_INLINE uint32_t largest_of(const float* x, int64_t count) {
+    uint32_t most = 0;
+    PYRUNTIME_SIMD_REDUCE(max, most)
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = magnitude(x[i]);
+      most = bits > most ? bits : most;
+    }
+    return most;
   }
 };
 
@@ -74,32 +76,37 @@ void for_values_from(uint32_t least, const float* x, int64_t count, const std::v
   }
 }
 
-// Of the k-th largest magnitude no run's largest can be below the k-th largest of all runs, so that most
-// values are not counted.
+using Bins = std::array<int64_t, kBins>;
+
+// The bin of the k-th largest; k becomes its place among those of that bin.
+int bin_of(const Bins& bins, int64_t& k) {
+  int bin = kBins - 1;
+  for (; bins[static_cast<size_t>(bin)] < k; --bin) k -= bins[static_cast<size_t>(bin)];
+  return bin;
+}
+
+// The k-th largest magnitude is not below the k-th largest of all runs' largest: most values need no look.
 uint32_t lower_bound_of(const std::vector<uint32_t>& largest, int64_t k) {
   if (k > static_cast<int64_t>(largest.size())) return 0;
-  std::vector<uint32_t> sorted = largest;
-  std::nth_element(sorted.begin(), sorted.begin() + (k - 1), sorted.end(), std::greater<>());
-  return sorted[static_cast<size_t>(k - 1)];
+  Bins bins{};
+  for (const uint32_t bits : largest) ++bins[bits >> kShift];
+  return static_cast<uint32_t>(bin_of(bins, k)) << kShift;
 }
 
 Threshold threshold_of(const float* x, int64_t count, const std::vector<uint32_t>& largest, int64_t k) {
   const uint32_t bound = lower_bound_of(largest, k);
-  std::array<int64_t, kBins> bins{};
+  Bins bins{};
   for_values_from(bound, x, count, largest, [&](int64_t, uint32_t bits) { ++bins[bits >> kShift]; });
-  int64_t left = k;
-  int bin = kBins - 1;
-  for (; bins[static_cast<size_t>(bin)] < left; --bin) left -= bins[static_cast<size_t>(bin)];
+  const uint32_t bin = static_cast<uint32_t>(bin_of(bins, k));
   std::vector<uint32_t> within;
-  within.reserve(static_cast<size_t>(bins[static_cast<size_t>(bin)]));
-  const uint32_t low = std::max(bound, static_cast<uint32_t>(bin) << kShift);
-  for_values_from(low, x, count, largest, [&](int64_t, uint32_t bits) {
-    if (static_cast<int>(bits >> kShift) == bin) within.push_back(bits);
+  within.reserve(static_cast<size_t>(bins[bin]));
+  for_values_from(bin << kShift, x, count, largest, [&](int64_t, uint32_t bits) {
+    if (bits >> kShift == bin) within.push_back(bits);
   });
-  std::nth_element(within.begin(), within.begin() + (left - 1), within.end(), std::greater<>());
-  const uint32_t least = within[static_cast<size_t>(left - 1)];
+  std::nth_element(within.begin(), within.begin() + (k - 1), within.end(), std::greater<>());
+  const uint32_t least = within[static_cast<size_t>(k - 1)];
   const auto above = std::count_if(within.begin(), within.end(), [&](uint32_t bits) { return bits > least; });
-  return {least, left - above};
+  return {least, k - above};
 }
 
 void take(float* x, int64_t count, const std::vector<uint32_t>& largest, int64_t k, uint8_t* packed) {
@@ -120,7 +127,11 @@ template <typename T>
 void top_k_values(const at::Tensor& values, int64_t k, uint8_t* packed, float* x, bool add) {
   const int64_t count = values.numel();
   std::vector<uint32_t> largest(static_cast<size_t>((count + kRun - 1) / kRun));
-  layers::simd_run<ReadValues>(values.const_data_ptr<T>(), x, add, count, largest.data());
+  const T* from = values.const_data_ptr<T>();
+  for (int64_t at = 0; at < count; at += kPiece) {
+    layers::simd_run<ReadValues>(from + at, x + at, add, std::min(kPiece, count - at),
+                                 largest.data() + at / kRun);
+  }
   if (k > 0) take(x, count, largest, k, packed);
 }
 
