@@ -56,71 +56,66 @@ struct ReadValues {
   }
 };
 
+// Of the k-th largest magnitude a lower bound, to a bin: it is not below the k-th largest of all runs'
+// largest.
+uint32_t lower_bound_of(const std::vector<uint32_t>& largest, int64_t k) {
+  if (k > static_cast<int64_t>(largest.size())) return 0;
+  std::array<int64_t, kBins> bins{};
+  for (const uint32_t bits : largest) ++bins[bits >> kShift];
+  uint32_t bin = kBins - 1;
+  for (int64_t left = k; bins[bin] < left; --bin) left -= bins[bin];
+  return bin << kShift;
+}
+
+struct Candidate {
+  uint32_t bits;  // magnitude
+  int32_t index;
+};
+
+// All values of at least that magnitude, in order. Most runs need no look.
+std::vector<Candidate> values_from(uint32_t least, const float* x, int64_t count,
+                                   const std::vector<uint32_t>& largest, int64_t expected) {
+  std::vector<Candidate> found;
+  found.reserve(static_cast<size_t>(expected));
+  for (size_t run = 0; run < largest.size(); ++run) {
+    if (largest[run] < least) continue;
+    const int64_t begin = static_cast<int64_t>(run) * kRun, end = std::min(count, begin + kRun);
+    for (int64_t i = begin; i < end; ++i) {
+      const uint32_t bits = magnitude(x[i]);
+      if (bits >= least) found.push_back({bits, static_cast<int32_t>(i)});
+    }
+  }
+  return found;
+}
+
 // What is taken: every magnitude above `least`, and the first `ties` of exactly that.
 struct Threshold {
   uint32_t least;
   int64_t ties;
 };
 
-// f(index, magnitude) for every value whose magnitude is at least `least`.
-template <typename F>
-void for_values_from(uint32_t least, const float* x, int64_t count, const std::vector<uint32_t>& largest,
-                     const F& f) {
-  for (size_t run = 0; run < largest.size(); ++run) {
-    if (largest[run] < least) continue;
-    const int64_t begin = static_cast<int64_t>(run) * kRun, end = std::min(count, begin + kRun);
-    for (int64_t i = begin; i < end; ++i) {
-      const uint32_t bits = magnitude(x[i]);
-      if (bits >= least) f(i, bits);
-    }
-  }
-}
-
-using Bins = std::array<int64_t, kBins>;
-
-// The bin of the k-th largest; k becomes its place among those of that bin.
-int bin_of(const Bins& bins, int64_t& k) {
-  int bin = kBins - 1;
-  for (; bins[static_cast<size_t>(bin)] < k; --bin) k -= bins[static_cast<size_t>(bin)];
-  return bin;
-}
-
-// The k-th largest magnitude is not below the k-th largest of all runs' largest: most values need no look.
-uint32_t lower_bound_of(const std::vector<uint32_t>& largest, int64_t k) {
-  if (k > static_cast<int64_t>(largest.size())) return 0;
-  Bins bins{};
-  for (const uint32_t bits : largest) ++bins[bits >> kShift];
-  return static_cast<uint32_t>(bin_of(bins, k)) << kShift;
-}
-
-Threshold threshold_of(const float* x, int64_t count, const std::vector<uint32_t>& largest, int64_t k) {
-  const uint32_t bound = lower_bound_of(largest, k);
-  Bins bins{};
-  for_values_from(bound, x, count, largest, [&](int64_t, uint32_t bits) { ++bins[bits >> kShift]; });
-  const uint32_t bin = static_cast<uint32_t>(bin_of(bins, k));
-  std::vector<uint32_t> within;
-  within.reserve(static_cast<size_t>(bins[bin]));
-  for_values_from(bin << kShift, x, count, largest, [&](int64_t, uint32_t bits) {
-    if (bits >> kShift == bin) within.push_back(bits);
-  });
-  std::nth_element(within.begin(), within.begin() + (k - 1), within.end(), std::greater<>());
-  const uint32_t least = within[static_cast<size_t>(k - 1)];
-  const auto above = std::count_if(within.begin(), within.end(), [&](uint32_t bits) { return bits > least; });
-  return {least, k - above};
+Threshold threshold_of(const std::vector<Candidate>& candidates, int64_t k) {
+  std::vector<uint32_t> bits;
+  bits.reserve(candidates.size());
+  for (const Candidate& candidate : candidates) bits.push_back(candidate.bits);
+  const auto kth = bits.begin() + (k - 1);
+  std::nth_element(bits.begin(), kth, bits.end(), std::greater<>());
+  const uint32_t least = *kth;
+  return {least, k - std::count_if(bits.begin(), kth, [&](uint32_t each) { return each > least; })};
 }
 
 void take(float* x, int64_t count, const std::vector<uint32_t>& largest, int64_t k, uint8_t* packed) {
-  Threshold taken = threshold_of(x, count, largest, k);
+  const auto candidates = values_from(lower_bound_of(largest, k), x, count, largest, k + k / 4);
+  Threshold taken = threshold_of(candidates, k);
   uint8_t *indices = packed, *values = packed + k * static_cast<int64_t>(sizeof(int32_t));
-  for_values_from(taken.least, x, count, largest, [&](int64_t i, uint32_t bits) {
-    if (bits == taken.least && taken.ties-- <= 0) return;
-    const int32_t index = static_cast<int32_t>(i);
+  for (const auto& [bits, index] : candidates) {
+    if (bits < taken.least || (bits == taken.least && taken.ties-- <= 0)) continue;
     std::memcpy(indices, &index, sizeof(index));
-    std::memcpy(values, x + i, sizeof(float));
+    std::memcpy(values, x + index, sizeof(float));
     indices += sizeof(index);
     values += sizeof(float);
-    x[i] = 0;
-  });
+    x[index] = 0;
+  }
 }
 
 template <typename T>
