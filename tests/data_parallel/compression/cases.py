@@ -82,7 +82,7 @@ def send(
     for _ in range(STEPS):
         for i, bucket in enumerate(buckets):
             whole = torch.randn(bucket.lines, bucket.width, generator=generator).pow(3)
-            whole *= torch.logspace(0, 3, bucket.lines).unsqueeze(1)
+            whole *= torch.logspace(0, 3, bucket.lines).unsqueeze(1) * 10.0**i
             has = [not got or axis.rank in got or each is not first(buckets) for each in bucket.parameters]
             fill(bucket, whole, has)
             whole = whole.to(dtype)
