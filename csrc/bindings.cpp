@@ -14,6 +14,8 @@
 #include "core/late_report.h"
 #include "core/ledger.h"
 #include "core/peers.h"
+#include "cpu/compression/quantize.h"
+#include "cpu/compression/top_k.h"
 #include "cpu/symmetric_memory.h"
 #include "ops/gemm.h"
 #include "ops/line_exchange.h"
@@ -410,6 +412,19 @@ void bind_data_parallel(py::module_& m) {
            NoGil());
 }
 
+// Without the GIL: a rank packs while its other threads take what comes.
+void bind_compression(py::module_& m) {
+  m.def("quantized_bytes", &cpu::quantized_bytes, py::arg("count"), py::arg("bits"));
+  m.def("quantize", &cpu::quantize, py::arg("values"), py::arg("bits"), py::arg("packed"),
+        py::arg("residual"), py::arg("rounding"), NoGil());
+  m.def("dequantize", &cpu::dequantize, py::arg("packed"), py::arg("bits"), py::arg("out"), py::arg("add"),
+        NoGil());
+  m.def("top_k_bytes", &cpu::top_k_bytes, py::arg("k"));
+  m.def("top_k", &cpu::top_k, py::arg("values"), py::arg("k"), py::arg("packed"), py::arg("residual"),
+        NoGil());
+  m.def("add_top_k", &cpu::add_top_k, py::arg("packed"), py::arg("out"), NoGil());
+}
+
 // glibc gives large freed buffers back to the system at once and page-faults them in anew on the next
 // allocation, which costs a training step 5 to 15 % of its time. Raising both thresholds keeps them.
 bool keep_freed_memory() {
@@ -430,5 +445,6 @@ PYBIND11_MODULE(_C, m) {
   pyruntime::cpu::register_symmetric_memory();
   pyruntime::bind_comm(m);
   pyruntime::bind_data_parallel(m);
+  pyruntime::bind_compression(m);
   m.def("keep_freed_memory", &pyruntime::keep_freed_memory);
 }

@@ -7,6 +7,7 @@ from pyruntime.comm.exchange import named_failures, post_failure
 from pyruntime.comm.groups import (
     Group,
     Traffic,
+    bytes_read,
     configure,
     deadline,
     exposed_s,
@@ -29,6 +30,7 @@ __all__ = [
     "PeerLost",
     "Runtime",
     "Traffic",
+    "bytes_read",
     "close",
     "companion",
     "configure",

@@ -178,6 +178,12 @@ def exposed_s() -> float:
     return sum(stats.waiting_s + stats.moving_s for stats in _C.group_stats_by_class().values())
 
 
+def bytes_read(traffic_class: str) -> int:
+    """What this rank has read from its peers in that class of traffic, over all its open groups."""
+    stats = _C.group_stats_by_class().get(traffic_class)
+    return 0 if stats is None else stats.bytes
+
+
 def traffic() -> dict[str, Traffic]:
     """The figures of this process by class of traffic ("tp", "cp", ...), over all its open groups."""
     read, sent = _C.group_stats_by_class(), _C.traffic()

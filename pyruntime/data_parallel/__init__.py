@@ -1,7 +1,8 @@
 """Data parallelism: gradients leave as they are written, weights return as they are read, states are
 sharded."""
 
+from pyruntime.data_parallel.compression import Compression
 from pyruntime.data_parallel.optimizer import NonFiniteGradient, ShardedAdamW, StepReport
 from pyruntime.data_parallel.shard import Sharded, shard
 
-__all__ = ["NonFiniteGradient", "Sharded", "ShardedAdamW", "StepReport", "shard"]
+__all__ = ["Compression", "NonFiniteGradient", "Sharded", "ShardedAdamW", "StepReport", "shard"]

@@ -28,7 +28,7 @@ from torch.autograd import Variable
 from pyruntime.comm.core import _C
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.buckets import Bucket
-from pyruntime.data_parallel.reduction import Reduced, Touched, launch, may_send_some
+from pyruntime.data_parallel.reduction import Launch, Reduced, Touched, launch, may_send_some
 from pyruntime.data_parallel.touched import touched_rows
 from pyruntime.nn.weight_sinks import InTurn
 from pyruntime.ops.attention import statistics_dtype
@@ -76,7 +76,7 @@ class GradientReducer:
 
     linears: the weights whose (dY, X) may be taken. tables: those of which few rows may have a gradient.
     on_reduced(bucket, gradient) is called once a bucket and step, in the same order on every rank.
-    reduce_dtype: what gradients travel as; None: as the parameters are.
+    reduce_dtype: what gradients travel as; None: as the parameters are. launch: who sends them.
     """
 
     def __init__(
@@ -88,8 +88,9 @@ class GradientReducer:
         before_leaving: Callable[[], None],
         on_reduced: Reduced,
         reduce_dtype: torch.dtype | None = None,
+        launch: Launch = launch,
     ):
-        self._axes, self._reduce_dtype = axes, reduce_dtype
+        self._axes, self._reduce_dtype, self._launch = axes, reduce_dtype, launch
         self._before_leaving, self._on_reduced = before_leaving, on_reduced
         self._inboxes = [_Inbox(bucket) for bucket in buckets]
         self._place_of: dict[int, tuple[int, int]] = {}
@@ -336,7 +337,7 @@ class GradientReducer:
         self._next += 1
         touched = self._touched(bucket, whole[0], earlier[0], got)
         dtype = self._reduce_dtype or bucket.dtype
-        self._hasten = launch(bucket, dtype, self._axes, write, self._on_reduced, touched)
+        self._hasten = self._launch(bucket, dtype, self._axes, write, self._on_reduced, touched)
         inbox.clear()
 
     def _touched(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +40,20 @@ class Touched:
     write: WriteLines
     all_travel: Callable[[], None]
     """Called where the ranks together have touched so many lines that all travel."""
+
+
+class Launch(Protocol):
+    """`launch`, or what sends gradients otherwise."""
+
+    def __call__(
+        self,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        axes: Axes,
+        write: WriteChunk,
+        on_reduced: Reduced,
+        touched: Touched | None = None,
+    ) -> Callable[[], None]: ...
 
 
 def launch(

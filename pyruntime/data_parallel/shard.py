@@ -20,9 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime.data_parallel.axes import Axes, axes_of
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
+from pyruntime.data_parallel.compression.compressor import Compressor
+from pyruntime.data_parallel.compression.settings import Compression
 from pyruntime.data_parallel.gradients import GradientReducer
 from pyruntime.data_parallel.local import LocalGradients
 from pyruntime.data_parallel.optimizer import ShardedAdamW
+from pyruntime.data_parallel.reduction import launch
 from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.touched import tables_of
 from pyruntime.data_parallel.weights import BucketWeights, GatherAhead, GatherPerUse
@@ -42,6 +45,7 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     bucket_bytes: int | None = None,
     keep_gathered: int = 0,
+    compression: Compression | None = None,
 ) -> Sharded:
     """Makes `model`, which is the same on every rank of `mesh`, train on different data on each of them.
 
@@ -66,9 +70,12 @@ def shard(
             By default nearly 4 MiB, at stage 3 256 KiB.
         keep_gathered: at stage 3, so many weights, the first that the forward pass reads, stay whole until
             its backward pass has read them.
+        compression: how gradients of matrices travel in fewer bytes, at stages 0 to 2 over one axis of
+            several ranks on the CPU (docs/compression.md); None: as they are.
 
     Raises ValueError for another stage, a mesh that does not fit it, a mesh with several ranks of a group
-    that the model is cut over already, or a model without trainable parameters.
+    that the model is cut over already, a model without trainable parameters, or where nothing can be
+    compressed.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage} is none of 0, 1, 2 and 3.")
@@ -80,9 +87,21 @@ def shard(
     if mesh is not None:
         _check_ranks(named, mesh)
     axes = axes_of(mesh, stage)
+    if compression is not None:
+        _check_compression(stage, axes)
     bucket_bytes = BUCKET_BYTES[stage] if bucket_bytes is None else bucket_bytes
     buckets = cut_into_buckets(named, axes.shard.size, bucket_bytes)
-    return Sharded(model, stage, axes, buckets, reduce_dtype, keep_gathered)
+    return Sharded(model, stage, axes, buckets, reduce_dtype, keep_gathered, compression)
+
+
+def _check_compression(stage: int, axes: Axes) -> None:
+    if axes.size == 1:
+        raise ValueError("compression was asked for, and one rank alone sends nothing; leave it out.")
+    if stage == 3:
+        raise ValueError(
+            "compression was asked for at stage=3, where weights travel as they are, twice as much as "
+            "gradients; use stage 0, 1 or 2."
+        )
 
 
 def _check_ranks(named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
@@ -114,6 +133,7 @@ class Sharded:
         buckets: list[Bucket],
         reduce_dtype: torch.dtype | None,
         keep_gathered: int,
+        compression: Compression | None = None,
     ):
         self.model, self.stage, self.axes, self.buckets = model, stage, axes, buckets
         self._weights = [BucketWeights(bucket, axes.weights, apart=stage == 3) for bucket in buckets]
@@ -126,6 +146,9 @@ class Sharded:
         """Once `adamw` has made it."""
         self._gradients: GradientReducer | LocalGradients
         self._patched: list[nn.Linear] = []
+        tables = tables_of(model)
+        self.compressor = None if compression is None else Compressor(compression, buckets, tables, axes)
+        """Where gradients are compressed."""
         if axes.size == 1:
             self._gradients = LocalGradients(buckets, self._take)
         else:
@@ -133,10 +156,11 @@ class Sharded:
                 buckets,
                 axes,
                 weights_with_sinks(model),
-                tables_of(model),
+                tables,
                 self._gatherer.begin_rest,
                 self._on_reduced,
                 reduce_dtype,
+                launch if self.compressor is None else self.compressor.launch,
             )
             self._patched = patch_linears(model)
         model._pyruntime_sharded = True
@@ -149,9 +173,14 @@ class Sharded:
         if self.optimizer is not None:
             raise ValueError("This model has an optimizer already.")
         self.optimizer = ShardedAdamW(
-            self._weights, self.axes, self._gradients.finish, self._gatherer, **options
+            self._weights, self.axes, self._finish_gradients, self._gatherer, **options
         )
         return self.optimizer
+
+    def _finish_gradients(self) -> None:
+        self._gradients.finish()
+        if self.compressor is not None:
+            self.compressor.end_step()
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes within add to the gradients, in fp32 where there are several ranks, and send

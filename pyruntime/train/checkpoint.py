@@ -48,14 +48,18 @@ from pyruntime.train.manifest import Checksum
 from pyruntime.train.ranks import gather, on_every_rank, on_rank_0
 
 
-def state_of(sharded: Sharded) -> dict:
+def state_of(sharded: Sharded, with_residuals: bool = True) -> dict:
     """What a checkpoint holds of one replica, over the storage of weights and optimizer state: saving reads
-    it, loading writes into it. The names are the same at every stage and number of ranks."""
+    it, loading writes into it. The names are the same at every stage and number of ranks, but for what
+    compression has lost, which is each rank's own."""
     assert sharded.optimizer is not None
     optimizer = sharded.optimizer.state_dict()
     # A run's own step says it for all parameters.
     optimizer = {key: value for key, value in optimizer.items() if not key.startswith("steps.")}
-    return {"model": sharded.state_dict(), "optimizer": optimizer}
+    state = {"model": sharded.state_dict(), "optimizer": optimizer}
+    if sharded.compressor is not None and with_residuals:
+        state["compression"] = sharded.compressor.state_dict()
+    return state
 
 
 def _state_of_all(sharded: Sharded, outer: ShardedOuter, local: dict[str, Tensor]) -> dict:
@@ -137,7 +141,10 @@ def load(
     try:
         with _plain_failures():
             local = {} if outer is None else outer.state_dict()
-            state = state_of(sharded) if outer is None else _state_of_all(sharded, outer, local)
+            if outer is None:
+                state = state_of(sharded, with_residuals=found.compression == facts.compression)
+            else:
+                state = _state_of_all(sharded, outer, local)
             _load(checkpoint, state, group, doing)
     except CommError:
         raise

@@ -46,6 +46,9 @@ class Facts:
     """Of the gradients that the next step's is compared with, where spikes are looked for."""
     method: str = "every_step"
     """When data-parallel ranks meet, and where that is not in every step, how many replicas."""
+    compression: str = ""
+    """How gradients were compressed over which ranks, of which there is what was lost; empty: they were
+    not."""
 
     @classmethod
     def of(cls, config: RunConfig, shape: LlamaConfig) -> Facts:
@@ -113,6 +116,18 @@ def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
                 f"configuration asks for {name}={value}."
             )
     return facts
+
+
+def why_residuals_are_left(checkpoint: Path, wanted: Facts) -> str:
+    """In words, where what compression lost is not taken up from `checkpoint`; empty where it is, or there is
+    none and none is wanted."""
+    found = _read(checkpoint).compression
+    if found == wanted.compression:
+        return ""
+    return (
+        f"{checkpoint} was saved with gradients compressed by {found or 'nothing'}, and this run compresses "
+        f"them by {wanted.compression or 'nothing'}: what was lost is not taken up"
+    )
 
 
 def to_json(facts: Facts) -> str:

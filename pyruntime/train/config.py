@@ -28,6 +28,7 @@ DataParallelMethod = Literal[
     "overlapped_local_sgd",
     "streaming_diloco",
 ]
+CompressionMethod = Literal["none", "quantize", "top_k", "power_sgd"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +182,9 @@ class Parallel:
 
 @dataclasses.dataclass(frozen=True)
 class DataParallel:
-    """When data-parallel ranks meet, for networks that cannot carry a gradient in every step. What is left
-    out is as the method has it (docs/thin-networks.md)."""
+    """How data-parallel ranks exchange gradients (docs/compression.md), or how seldom they meet, for networks
+    that cannot carry a gradient in every step. What is left out is as the method has it
+    (docs/thin-networks.md)."""
 
     method: DataParallelMethod = "every_step"
     """every_step: gradients are summed in each step. Otherwise replicas train alone, with a gradient norm of
@@ -206,6 +208,21 @@ class DataParallel:
     """Of streaming_diloco: steps behind which an exchange is hidden, below tau."""
     fragments: int | None = None
     """Of streaming_diloco: parts of the model, of whole layers, that meet in turn."""
+    compression: CompressionMethod = "none"
+    """What gradients of matrices travel as: none, as they are; quantize, in a few bits a value; top_k, the
+    largest values alone; power_sgd, of low rank."""
+    compression_bits: int = 4
+    """Bits of a value that is quantised, 1 to 8."""
+    compression_density: float = 0.01
+    """Share of a matrix' values that travels, of top_k, above 0 and at most 1."""
+    compression_rank: int = 4
+    """Rank of what travels for a matrix, of power_sgd."""
+    error_feedback: bool = True
+    """Add what compression loses to the next gradient; false, of quantize: round at random instead, so that
+    nothing is lost on average."""
+    compression_plan_every: int = 0
+    """Steps between two plans (L-GreCo) that give each matrix bits, a density or a rank of its own, in as few
+    bytes as the error of one setting for all allows; 0: that one setting."""
 
 
 @dataclasses.dataclass(frozen=True)

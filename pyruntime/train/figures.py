@@ -39,6 +39,7 @@ class StepFigures:
     memory_bytes: int
     outer_exposed_s: float | None = None
     outer_bytes: int | None = None
+    dp_bytes: int | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -105,8 +106,8 @@ class Guard:
 
 
 class ExchangedFigures:
-    """Every rank tells all others its [loss, square, exposed seconds, memory, stop request] in every step;
-    with that ends what counts as the step's exposed communication."""
+    """Every rank tells all others its [loss, square, exposed seconds, memory, stop request, bytes] in every
+    step; with that ends what counts as the step's exposed communication and bytes."""
 
     is_late = False
 
@@ -115,6 +116,7 @@ class ExchangedFigures:
         self.signum = 0
         """Signal that a rank was sent, the same on all; 0: none."""
         self._memory_bytes, self._exposed_s, self._started = 0, 0.0, 0.0
+        self._bytes_read = 0
         self._found: StepFigures | None = None
 
     def begin(self) -> None:
@@ -124,16 +126,19 @@ class ExchangedFigures:
     def forget_exposed(self) -> None:
         """What ranks have waited up to now is not the next step's."""
         self._exposed_s = comm.exposed_s()
+        self._bytes_read = comm.bytes_read("dp")
 
     def add(self, step: int, lr: float, loss: Tensor | float, square: Tensor, signum: int) -> float | Tensor:
         """Keeps a step's figures. Returns the gradient's norm, NaN where the loss is not finite."""
         exposed_s = comm.exposed_s()
         # The kernel's figure of the CPU is not exact.
         self._memory_bytes = max(self._memory_bytes, self._device.peak_memory_bytes())
-        mine = [float(loss), float(square), exposed_s - self._exposed_s, self._memory_bytes, signum]
-        self._exposed_s = exposed_s
+        bytes_read = comm.bytes_read("dp")
+        exposed_s, self._exposed_s = exposed_s - self._exposed_s, exposed_s
+        read, self._bytes_read = bytes_read - self._bytes_read, bytes_read
+        mine = [float(loss), float(square), exposed_s, self._memory_bytes, signum, read]
         told = exchange(mine, self._runtime)
-        losses, squares, exposed, memory, stops = told.unbind(-1)
+        losses, squares, exposed, memory, stops, reads = told.unbind(-1)
         self.signum = int(stops.max())
         sizes = self._runtime.sizes
         self._found = StepFigures(
@@ -144,6 +149,7 @@ class ExchangedFigures:
             step_time_s=0.0,
             exposed_comm_s=None if self._device.is_cuda else float(exposed.max()),
             memory_bytes=int(memory.max()),
+            dp_bytes=int(reads.max()) if sizes.dp * sizes.cp > 1 else None,
         )
         return self._found.grad_norm if math.isfinite(self._found.loss) else math.nan
 

@@ -30,12 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel import NonFiniteGradient, shard
+from pyruntime.data_parallel import Compression, NonFiniteGradient, shard
 from pyruntime.llama import Llama
 from pyruntime.nn.explain import Report, explain
 from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.overlap.steps import StepLedger
-from pyruntime.train import checkpoint
+from pyruntime.train import checkpoint, checkpoint_folder
 from pyruntime.train.checkpoint_folder import Facts
 from pyruntime.train.config import RunConfig, learning_rate, meets_every_step, micro_batches, tokens_per_step
 from pyruntime.train.corpus import Corpus, training_batch, validation_batches
@@ -84,7 +84,7 @@ class Trainer:
         over, between = runtime.replicas, None
         if not meets_every_step(config):
             over, between = within_and_between(over)
-        self.sharded = shard(model, over, stage=config.parallel.zero)
+        self.sharded = shard(model, over, stage=config.parallel.zero, compression=_compression(config))
         pp = runtime.pp
         self._guard, self._skips = Guard(optimizer.spike_factor), optimizer.on_bad_step == "skip"
         self.optimizer = self.sharded.adamw(
@@ -104,7 +104,9 @@ class Trainer:
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
         self.step = 0
         self.tiers = Report(())
-        self._facts = Facts.of(config, model.config)
+        self._facts = dataclasses.replace(
+            Facts.of(config, model.config), compression=_compressed_how(config, runtime)
+        )
         self.saved: Path | None = None
         """The checkpoint of the last step, where one has been taken."""
         self._saved_at, self._saved_in = 0, run_dir
@@ -125,11 +127,15 @@ class Trainer:
         """MFU at one token per second."""
 
     def resume(self, folder: Path) -> None:
-        """Loads weights, optimizer state and step of the checkpoint in `folder`."""
+        """Loads weights, optimizer state, what compression lost, and step of the checkpoint in `folder`."""
         found = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world, self.outer)
         self.step = found.step
         self._guard.resume(found.norms, found.skipped)
         self._saved_at, self._saved_in = self.step, folder
+
+    def what_is_not_resumed(self, folder: Path) -> str:
+        """In words: of the checkpoint in `folder`; empty where all of it is."""
+        return checkpoint_folder.why_residuals_are_left(folder, self._facts)
 
     def close(self) -> None:
         """The model is as it was, with its current weights."""
@@ -362,3 +368,28 @@ def within_and_between(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, Devi
         )
     within = mesh[names[1]] if len(names) > 1 else None
     return (within if within is not None and within.size() > 1 else None), mesh["dp_replicate"]
+
+
+def _compression(config: RunConfig) -> Compression | None:
+    """What the [data_parallel] section asks for."""
+    chosen = config.data_parallel
+    if chosen.compression == "none":
+        return None
+    return Compression(
+        chosen.compression,
+        bits=chosen.compression_bits,
+        density=chosen.compression_density,
+        rank=chosen.compression_rank,
+        error_feedback=chosen.error_feedback,
+        plan_every=chosen.compression_plan_every,
+        seed=config.train.seed,
+    )
+
+
+def _compressed_how(config: RunConfig, runtime: Runtime) -> str:
+    """All that decides what a rank keeps of what compression lost; empty without."""
+    settings = _compression(config)
+    if settings is None:
+        return ""
+    sizes = ", ".join(f"{name}={size}" for name, size in runtime.sizes._asdict().items())
+    return f"{settings} at zero={config.parallel.zero} over {sizes}"

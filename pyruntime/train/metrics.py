@@ -16,7 +16,7 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step. Exposed communication and memory are the maximum over ranks."""
+    """One optimizer step. Exposed communication, memory and bytes are the maximum over ranks."""
 
     step: int
     """From 1."""
@@ -38,6 +38,9 @@ class StepMetrics:
     """Of exposed_comm_s, what was for replicas that do not meet in every step; None where they do."""
     outer_bytes: int | None = None
     """Most that a rank read of other replicas in this step; None where they meet in every step."""
+    dp_bytes: int | None = None
+    """Gradients and weights that a data-parallel rank took from others in the step, in bytes as they
+    travelled; None where there is one such rank."""
     mfu: float | None = None
     """Model FLOP/s as a share of the devices' peak, where that is known."""
     val_loss: float | None = None

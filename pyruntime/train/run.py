@@ -83,6 +83,8 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
     trainer = Trainer(config, model, text, runtime, run_dir, stop)
     if start_at:
         trainer.resume(start_at)
+        if is_rank_0 and (left := trainer.what_is_not_resumed(start_at)):
+            progress.say(left)
     history: list[StepMetrics] = []
     said = ""
     bytes_before = _bytes_read()
@@ -293,6 +295,8 @@ def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: P
     axes = f"tp={runtime.sizes.tp} with sequence parallelism"
     if parallel.dp > 1:
         axes += f", dp={parallel.dp} at zero {parallel.zero}"
+    if config.data_parallel.compression != "none":
+        axes += f", gradients by {config.data_parallel.compression}"
     if replicas(config) > 1:
         axes += f" in {replicas(config)} replicas"
     if not meets_every_step(config):

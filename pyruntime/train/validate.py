@@ -17,6 +17,8 @@ from pyruntime.train.errors import ConfigError, refusing
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
 SEEDS = 2**63
+OF_METHODS = ("tau", "outer_lr", "outer_momentum", "penalty", "clip", "pull", "delay", "fragments")
+"""Of the [data_parallel] section, what only replicas have that do not meet in every step."""
 LARGEST = 2**31 - 1
 """Of all numbers of steps, sequences, tokens of a sequence, ranks."""
 RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
@@ -33,6 +35,7 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "parallel.pp",
             "parallel.cp",
             "parallel.dp",
+            "data_parallel.compression_rank",
             "pipeline.virtual",
             "checkpoint.keep",
             "output.log_every",
@@ -46,6 +49,7 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "train.val_every",
             "train.threads",
             "optimizer.warmup_steps",
+            "data_parallel.compression_plan_every",
             "checkpoint.every_steps",
             "output.sample_tokens",
         ),
@@ -64,6 +68,8 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
     ),
     (lambda x: x == 0 or 1 < x < math.inf, "be 0, or finite and above 1", ("optimizer.spike_factor",)),
     (lambda x: 0 < x <= 0.5, "be above 0 and at most 0.5", ("data.val_fraction",)),
+    (lambda x: 0 < x <= 1, "be above 0 and at most 1", ("data_parallel.compression_density",)),
+    (lambda x: 1 <= x <= 8, "be between 1 and 8", ("data_parallel.compression_bits",)),
 )
 """What numbers must be, each by itself: a test, the words for it, and whose it is."""
 
@@ -82,6 +88,7 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_pipeline(config)
     _check_data_parallel(config)
     _check_ranks(config, world_size)
+    _check_compression(config)
     _check_rings(config, world_size)
     _check_slices(config, world_size)
 
@@ -245,7 +252,8 @@ def _check_data_parallel(config: RunConfig) -> None:
     """Of replicas that do not meet in every step."""
     asked, parallel = config.data_parallel, config.parallel
     if meets_every_step(config):
-        for name, value in vars(asked).items():
+        for name in OF_METHODS:
+            value = getattr(asked, name)
             _require(
                 value == getattr(DataParallel, name),
                 f"data_parallel.{name}={value} without a data_parallel.method that meets less often than in "
@@ -262,6 +270,11 @@ def _check_data_parallel(config: RunConfig) -> None:
         parallel.zero < 3,
         f"{method} with parallel.zero=3, which keeps no whole weights for the outer step; use 0, 1 or 2.",
     )
+    _require(
+        asked.compression == "none",
+        f"{method} with data_parallel.compression={asked.compression}, which is of gradients that are summed "
+        "in every step; leave one of them out.",
+    )
     asked_of_steps = config.optimizer
     _require(
         asked_of_steps.on_bad_step == "stop" and not asked_of_steps.spike_factor,
@@ -272,6 +285,44 @@ def _check_data_parallel(config: RunConfig) -> None:
         config.train.device != "cuda",
         f"{method} is of ranks on the CPU, and train.device=cuda; use cpu, or "
         "data_parallel.method=every_step.",
+    )
+
+
+def _check_compression(config: RunConfig) -> None:
+    """What compressed gradients do not go together with."""
+    parallel, chosen = config.parallel, config.data_parallel
+    asked = f"data_parallel.compression={chosen.compression}"
+    if chosen.compression == "none":
+        for name in ("error_feedback", "compression_plan_every"):
+            value = getattr(chosen, name)
+            _require(
+                value == getattr(DataParallel, name),
+                f"data_parallel.{name}={value} without data_parallel.compression; set that, or leave it out.",
+            )
+        return
+    _require(
+        parallel.dp * parallel.cp > 1,
+        f"{asked} is of gradients that data-parallel ranks exchange, and there is one such rank; set "
+        "parallel.dp, or leave it out.",
+    )
+    _require(
+        parallel.zero < 3,
+        f"{asked} with parallel.zero=3, where weights travel as they are, twice as much as gradients; use 0, "
+        "1 or 2.",
+    )
+    _require(
+        parallel.dp_replicate == 1,
+        f"{asked} is over one axis, and parallel.dp_replicate={parallel.dp_replicate} makes two; leave one "
+        "of them out.",
+    )
+    _require(
+        config.train.device != "cuda",
+        f"{asked} is done on the CPU alone; leave it out with train.device=cuda.",
+    )
+    _require(
+        chosen.error_feedback or chosen.compression == "quantize",
+        f"{asked} with data_parallel.error_feedback=false would never send most of a gradient; leave it on, "
+        "or use quantize.",
     )
 
 

@@ -1,0 +1,113 @@
+"""Packing gradients on one core: bytes a second, next to a plain copy of as many.
+
+    python -m bench.data_parallel.packing [--json FILE] [--elements 30000000]
+
+Bytes counted: each array that is read or written, once a direction. Packing reads a gradient, reads and
+writes what was lost of it, and writes what travels; unpacking reads that and adds it to fp32 sums, which it
+reads and writes. A copy reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import pyruntime
+from bench.common.measuring import at_least_one, facts, interleave, parser_of, write_json
+from bench.common.tables import table
+from pyruntime.ops import compression
+
+BITS = (1, 2, 3, 4, 6, 8)
+DENSITY = 0.01
+
+
+def quantizing(count: int, dtype: torch.dtype, bits: int, at_random: bool) -> tuple[Callable[[], Any], int]:
+    gradient, residual = torch.randn(count).to(dtype), torch.zeros(count)
+    packed = torch.empty(compression.quantized_bytes(count, bits), dtype=torch.uint8)
+    rounding = (1, 0) if at_random else None
+
+    def run() -> None:
+        compression.quantize(gradient, bits, packed, residual, rounding)
+
+    return run, gradient.nbytes + 2 * residual.nbytes + packed.nbytes
+
+
+def dequantizing(count: int, bits: int) -> tuple[Callable[[], Any], int]:
+    packed = torch.empty(compression.quantized_bytes(count, bits), dtype=torch.uint8)
+    compression.quantize(torch.randn(count), bits, packed)
+    sums = torch.zeros(count)
+    return lambda: compression.dequantize(packed, bits, sums, add=True), packed.nbytes + 2 * sums.nbytes
+
+
+def taking_top_k(count: int, dtype: torch.dtype) -> tuple[Callable[[], Any], int]:
+    gradient, residual = torch.randn(count).to(dtype), torch.zeros(count)
+    packed = torch.empty(compression.top_k_bytes(int(count * DENSITY)), dtype=torch.uint8)
+
+    def run() -> None:
+        residual.zero_()  # or the largest would be sent at once, and the rest would grow alike
+        compression.top_k(gradient, int(count * DENSITY), packed, residual)
+
+    return run, gradient.nbytes + 3 * residual.nbytes + packed.nbytes
+
+
+def contenders(count: int) -> dict[str, tuple[Callable[[], Any], int]]:
+    source, target = torch.randn(count), torch.randn(count)
+    found: dict[str, tuple[Callable[[], Any], int]] = {
+        "copy": (lambda: target.copy_(source), source.nbytes + target.nbytes)
+    }
+    for bits in BITS:
+        found[f"quantize bf16 to {bits} bits"] = quantizing(count, torch.bfloat16, bits, at_random=False)
+    found["quantize fp32 to 4 bits"] = quantizing(count, torch.float32, 4, at_random=False)
+    found["quantize bf16 to 4 bits, at random"] = quantizing(count, torch.bfloat16, 4, at_random=True)
+    for bits in BITS:
+        found[f"add {bits} bits"] = dequantizing(count, bits)
+    found[f"top_k {DENSITY:.0%} of bf16"] = taking_top_k(count, torch.bfloat16)
+    return found
+
+
+def measure(count: int, rounds: int) -> list[dict[str, Any]]:
+    lines = contenders(count)
+    for run, _ in lines.values():
+        run()
+    samples = interleave({name: run for name, (run, _) in lines.items()}, rounds)
+    copy_rate = lines["copy"][1] / samples["copy"].median
+    return [
+        {
+            "name": name,
+            "seconds": sample.median,
+            "spread": sample.spread,
+            "gb_per_second": lines[name][1] / sample.median / 1e9,
+            "of_copy": lines[name][1] / sample.median / copy_rate,
+        }
+        for name, sample in samples.items()
+    ]
+
+
+def main() -> None:
+    parser = parser_of(__doc__, rounds=9)
+    parser.add_argument("--elements", type=at_least_one, default=30_000_000, help="default 30 million")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    pyruntime.keep_freed_memory()
+    where = facts()
+    lines = measure(args.elements, args.rounds)
+    print(where["machine"])
+    rows = [
+        [
+            line["name"],
+            f"{line['seconds'] * 1e3:.1f}",
+            f"{line['spread']:.1%}",
+            f"{line['gb_per_second']:.1f}",
+            f"{line['of_copy']:.2f}",
+        ]
+        for line in lines
+    ]
+    print(table(["", "ms", "+-", "GB/s", "of copy"], rows))
+    if args.json:
+        write_json(args.json, where, vars(args), lines)
+
+
+if __name__ == "__main__":
+    main()

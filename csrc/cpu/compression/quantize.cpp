@@ -1,0 +1,294 @@
+#include "cpu/compression/quantize.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "cpu/compression/checks.h"
+#include "cpu/layers/simd.h"
+
+namespace pyruntime::cpu {
+
+namespace {
+
+using layers::float_bits;
+using layers::load;
+using layers::random_bits;
+
+constexpr int kBlock = kQuantizedBlock;
+constexpr int kPlane = kBlock / 8;           // bytes of a plane of a whole block
+constexpr int64_t kBlocksPerTask = 32;       // fixed, and large enough that waking a thread is worth it
+constexpr uint32_t kInfinity = 0x7f800000u;  // as bits
+constexpr float kStepsOf2Bits = 2;           // of the mean magnitude; near the least loss of gradients
+constexpr float kSmallest = 1e-30f;          // below it a block is zero, and its values are lost of
+
+// value = (code * stride - middle) * step; a code is at most `top`.
+struct Grid {
+  int bits, stride, middle, top;
+
+  static Grid of(int64_t bits) {
+    if (bits == 1) return {1, 2, 1, 1};
+    const int middle = (1 << (bits - 1)) - 1;
+    return {static_cast<int>(bits), 1, middle, 2 * middle};
+  }
+};
+
+struct Noise {
+  bool is_random;
+  uint32_t seed, first;
+};
+
+int64_t blocks_of(int64_t count) {
+  return (count + kBlock - 1) / kBlock;
+}
+
+// Where the codes of a block begin, in bytes behind the steps.
+int64_t codes_at(int64_t block, int64_t bits) {
+  return block * kPlane * bits;
+}
+
+template <typename T>
+PYRUNTIME_INLINE void read_block(float* x, const T* values, const float* residual, int count) {
+  if (residual == nullptr) {
+    PYRUNTIME_SIMD
+    for (int i = 0; i < count; ++i) x[i] = load(values[i]);
+  } else {
+    PYRUNTIME_SIMD
+    for (int i = 0; i < count; ++i) x[i] = load(values[i]) + residual[i];
+  }
+  for (int i = count; i < kBlock; ++i) x[i] = 0;
+}
+
+// The largest magnitude, as bits: those of NaN and infinity are the largest of all.
+PYRUNTIME_INLINE uint32_t largest_bits(const float* x) {
+  uint32_t largest = 0;
+  PYRUNTIME_SIMD_REDUCE(max, largest)
+  for (int i = 0; i < kBlock; ++i) {
+    const uint32_t magnitude = float_bits(x[i]) & 0x7fffffffu;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest;
+}
+
+PYRUNTIME_INLINE float sum_of_magnitudes(const float* x) {
+  float sum = 0;
+  PYRUNTIME_SIMD_REDUCE(+, sum)
+  for (int i = 0; i < kBlock; ++i) sum += std::fabs(x[i]);
+  return sum;
+}
+
+// x becomes what is lost.
+PYRUNTIME_INLINE void encode_block(float* x, uint8_t* codes, const Grid& grid, float step, float scale,
+                                   const Noise& noise) {
+  const float middle = 0.5f * static_cast<float>(grid.top);
+  const auto encode = [&](int i, float up) __attribute__((always_inline)) {
+    int code = static_cast<int>(x[i] * scale + (middle + up));
+    code = code < 0 ? 0 : code;
+    code = code > grid.top ? grid.top : code;
+    codes[i] = static_cast<uint8_t>(code);
+    x[i] -= static_cast<float>(code * grid.stride - grid.middle) * step;
+  };
+  if (noise.is_random) {
+    PYRUNTIME_SIMD
+    for (int i = 0; i < kBlock; ++i) {
+      const uint32_t bits = random_bits(noise.seed, noise.first + static_cast<uint32_t>(i));
+      encode(i, static_cast<float>(static_cast<int>(bits >> 8)) * 0x1p-24f);
+    }
+  } else {
+    PYRUNTIME_SIMD
+    for (int i = 0; i < kBlock; ++i) encode(i, 0.5f);
+  }
+}
+
+// A plane of a whole block. The compiler does not find these operations in loops over bytes.
+using Plane [[gnu::vector_size(kPlane)]] = uint8_t;
+
+PYRUNTIME_INLINE void write_planes(uint8_t* planes, const uint8_t* codes, int bits) {
+  Plane eighths[8];
+  std::memcpy(eighths, codes, sizeof(eighths));
+  for (int bit = 0; bit < bits; ++bit) {
+    const uint8_t mask = static_cast<uint8_t>(1 << bit);
+    Plane plane = {};
+    for (int eighth = 0; eighth < 8; ++eighth) {
+      const uint8_t flag = static_cast<uint8_t>(1 << eighth);
+      plane |= (Plane)((eighths[eighth] & mask) != 0) & flag;
+    }
+    std::memcpy(planes + bit * kPlane, &plane, sizeof(plane));
+  }
+}
+
+PYRUNTIME_INLINE void read_planes(uint8_t* codes, const uint8_t* planes, int bits) {
+  Plane eighths[8] = {};
+  for (int bit = 0; bit < bits; ++bit) {
+    const uint8_t mask = static_cast<uint8_t>(1 << bit);
+    Plane plane;
+    std::memcpy(&plane, planes + bit * kPlane, sizeof(plane));
+    for (int eighth = 0; eighth < 8; ++eighth) {
+      const uint8_t flag = static_cast<uint8_t>(1 << eighth);
+      eighths[eighth] |= (Plane)((plane & flag) != 0) & mask;
+    }
+  }
+  std::memcpy(codes, eighths, sizeof(eighths));
+}
+
+// Of the last block. size: bytes of a plane.
+void write_short_planes(uint8_t* planes, const uint8_t* codes, int bits, int size) {
+  std::memset(planes, 0, static_cast<size_t>(bits * size));
+  for (int bit = 0; bit < bits; ++bit) {
+    for (int i = 0; i < 8 * size; ++i) planes[bit * size + i % size] |= (codes[i] >> bit & 1) << (i / size);
+  }
+}
+
+void read_short_planes(uint8_t* codes, const uint8_t* planes, int bits, int size) {
+  std::memset(codes, 0, kBlock);
+  for (int bit = 0; bit < bits; ++bit) {
+    for (int i = 0; i < 8 * size; ++i) codes[i] |= (planes[bit * size + i % size] >> (i / size) & 1) << bit;
+  }
+}
+
+// The values [begin, end), which begin with a block; `codes` and `steps` are of the first of them.
+struct QuantizeBlocks {
+  template <typename T>
+  static PYRUNTIME_INLINE void run(const T* values, float* residual, int64_t total, const Grid* grid_at,
+                                   uint8_t* steps, uint8_t* planes, const Noise* noise_at) {
+    const Grid grid = *grid_at;
+    Noise noise = *noise_at;
+    alignas(64) float x[kBlock];
+    alignas(64) uint8_t codes[kBlock];
+    for (int64_t at = 0; at < total; at += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at));
+      read_block(x, values + at, residual == nullptr ? nullptr : residual + at, count);
+      const uint32_t bits = largest_bits(x);
+      const float largest = layers::bits_float(bits);
+      float step = largest / static_cast<float>(grid.middle);
+      if (grid.bits <= 2 && !noise.is_random) {
+        const float mean = sum_of_magnitudes(x) / static_cast<float>(count);
+        step = grid.bits == 1 ? mean : std::min(largest, kStepsOf2Bits * mean);
+      }
+      float scale = 1 / (grid.bits == 1 ? 2 * largest : step);
+      if (bits >= kInfinity) {
+        step = std::numeric_limits<float>::quiet_NaN();
+        std::memset(codes, 0, sizeof(codes));
+        std::memset(x, 0, sizeof(x));  // what is lost of it, or no later step would be finite
+      } else {
+        if (largest < kSmallest) step = scale = 0;
+        encode_block(x, codes, grid, step, scale, noise);
+      }
+      std::memcpy(steps, &step, sizeof(step));
+      const int size = (count + 7) / 8;
+      if (count == kBlock) {
+        write_planes(planes, codes, grid.bits);
+      } else {
+        write_short_planes(planes, codes, grid.bits, size);
+      }
+      if (residual != nullptr) std::memcpy(residual + at, x, static_cast<size_t>(count) * sizeof(float));
+      steps += sizeof(step);
+      planes += grid.bits * size;
+      noise.first += kBlock;
+    }
+  }
+};
+
+struct DequantizeBlocks {
+  static PYRUNTIME_INLINE void run(float* out, int64_t total, bool add, const Grid* grid_at,
+                                   const uint8_t* steps, const uint8_t* planes) {
+    const Grid grid = *grid_at;
+    alignas(64) uint8_t codes[kBlock];
+    for (int64_t at = 0; at < total; at += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at));
+      const int size = (count + 7) / 8;
+      if (count == kBlock) {
+        read_planes(codes, planes, grid.bits);
+      } else {
+        read_short_planes(codes, planes, grid.bits, size);
+      }
+      float step;
+      std::memcpy(&step, steps, sizeof(step));
+      float* to = out + at;
+      const auto value = [&](int i) __attribute__((always_inline)) {
+        return static_cast<float>(codes[i] * grid.stride - grid.middle) * step;
+      };
+      if (add) {
+        PYRUNTIME_SIMD
+        for (int i = 0; i < count; ++i) to[i] += value(i);
+      } else {
+        PYRUNTIME_SIMD
+        for (int i = 0; i < count; ++i) to[i] = value(i);
+      }
+      steps += sizeof(step);
+      planes += grid.bits * size;
+    }
+  }
+};
+
+// f(first value, how many, first step, first code) for every task of blocks.
+template <typename F>
+void for_blocks(int64_t count, int64_t bits, const F& f) {
+  const int64_t blocks = blocks_of(count), codes = blocks * static_cast<int64_t>(sizeof(float));
+  at::parallel_for(0, blocks, kBlocksPerTask, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * kBlock, size = std::min(count, end * kBlock) - first;
+    f(first, size, begin * static_cast<int64_t>(sizeof(float)), codes + codes_at(begin, bits));
+  });
+}
+
+template <typename T>
+void quantize_values(const at::Tensor& values, const Grid& grid, uint8_t* packed, float* residual,
+                     const Noise& noise) {
+  const T* data = values.const_data_ptr<T>();
+  for_blocks(values.numel(), grid.bits, [&](int64_t first, int64_t size, int64_t steps, int64_t codes) {
+    const Noise here{noise.is_random, noise.seed, noise.first + static_cast<uint32_t>(first)};
+    layers::simd_run<QuantizeBlocks>(data + first, residual == nullptr ? nullptr : residual + first, size,
+                                     &grid, packed + steps, packed + codes, &here);
+  });
+}
+
+void check_bits(int64_t bits) {
+  TORCH_CHECK_VALUE(bits >= 1 && bits <= 8, "quantize: bits=", bits, "; a value takes 1 to 8 bits.");
+}
+
+}  // namespace
+
+int64_t quantized_bytes(int64_t count, int64_t bits) {
+  check_bits(bits);
+  TORCH_CHECK_VALUE(count >= 0, "quantized_bytes: count=", count, "; there cannot be fewer than 0 values.");
+  const int64_t whole = count / kBlock, rest = count % kBlock;
+  return blocks_of(count) * static_cast<int64_t>(sizeof(float)) + codes_at(whole, bits) +
+         (rest + 7) / 8 * bits;
+}
+
+void quantize(const at::Tensor& values, int64_t bits, const at::Tensor& packed,
+              const std::optional<at::Tensor>& residual,
+              const std::optional<std::pair<int64_t, int64_t>>& rounding) {
+  check_values(values, residual, "quantize");
+  check_flat(packed, at::kByte, "quantize", "packed");
+  check_size(packed, quantized_bytes(values.numel(), bits), "quantize", "packed");
+  const Grid grid = Grid::of(bits);
+  const auto [seed, first] = rounding.value_or(std::pair<int64_t, int64_t>{0, 0});
+  const Noise noise{rounding.has_value(), static_cast<uint32_t>(seed), static_cast<uint32_t>(first)};
+  auto* to = packed.mutable_data_ptr<uint8_t>();
+  float* lost = residual ? residual->mutable_data_ptr<float>() : nullptr;
+  switch (values.scalar_type()) {
+    case at::kFloat:
+      return quantize_values<float>(values, grid, to, lost, noise);
+    case at::kBFloat16:
+      return quantize_values<c10::BFloat16>(values, grid, to, lost, noise);
+    default:
+      return quantize_values<c10::Half>(values, grid, to, lost, noise);
+  }
+}
+
+void dequantize(const at::Tensor& packed, int64_t bits, const at::Tensor& out, bool add) {
+  check_flat(out, at::kFloat, "dequantize", "out");
+  check_flat(packed, at::kByte, "dequantize", "packed");
+  check_size(packed, quantized_bytes(out.numel(), bits), "dequantize", "packed");
+  const Grid grid = Grid::of(bits);
+  const uint8_t* from = packed.const_data_ptr<uint8_t>();
+  auto* to = out.mutable_data_ptr<float>();
+  for_blocks(out.numel(), bits, [&](int64_t first, int64_t size, int64_t steps, int64_t codes) {
+    layers::simd_run<DequantizeBlocks>(to + first, size, add, &grid, from + steps, from + codes);
+  });
+}
+
+}  // namespace pyruntime::cpu

@@ -1,0 +1,140 @@
+"""How values become bytes, by one number for each matrix: its bits, or how many of a million values travel.
+
+A codec packs a stretch of values with what was lost of it before, and adds what was packed to a sum. What it
+would lose at other numbers is what plans are made of.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pyruntime.data_parallel.compression.settings import Compression
+from pyruntime.ops import compression
+from pyruntime.ops.layers import sum_of_squares
+
+MILLION = 1_000_000
+
+
+class Codec(Protocol):
+    """values: flat, of any of the dtypes. number: of the matrix that they are of."""
+
+    uniform: int
+    """The number that the settings ask for."""
+    finest: int
+    """Of matrices that are too small to be worth a loss."""
+
+    def candidates(self) -> list[int]:
+        """Numbers that a plan may give, `uniform` among them."""
+
+    def nbytes(self, count: int, number: int) -> int:
+        """Of so many values, packed."""
+
+    def pack(
+        self,
+        values: Tensor,
+        number: int,
+        packed: Tensor,
+        residual: Tensor | None,
+        rounding: tuple[int, int] | None,
+    ) -> None:
+        """As `pyruntime.ops.compression.quantize` takes them."""
+
+    def add(self, packed: Tensor, number: int, out: Tensor) -> None:
+        """out, fp32, += what was packed."""
+
+    def errors(self, values: Tensor, residual: Tensor | None) -> list[float]:
+        """||x - Q(x)||^2 of x = values + residual, by candidate; nothing is changed."""
+
+
+class Quantized:
+    """`number` bits a value."""
+
+    finest = 8
+
+    def __init__(self, settings: Compression):
+        self.uniform = settings.bits
+
+    def candidates(self) -> list[int]:
+        return list(range(1, 9))
+
+    def nbytes(self, count: int, number: int) -> int:
+        return compression.quantized_bytes(count, number)
+
+    def pack(
+        self,
+        values: Tensor,
+        number: int,
+        packed: Tensor,
+        residual: Tensor | None,
+        rounding: tuple[int, int] | None,
+    ) -> None:
+        compression.quantize(values, number, packed, residual, rounding)
+
+    def add(self, packed: Tensor, number: int, out: Tensor) -> None:
+        compression.dequantize(packed, number, out, add=True)
+
+    def errors(self, values: Tensor, residual: Tensor | None) -> list[float]:
+        found = []
+        for bits in self.candidates():
+            packed = torch.empty(self.nbytes(len(values), bits), dtype=torch.uint8)
+            lost = torch.zeros(len(values)) if residual is None else residual.clone()
+            compression.quantize(values, bits, packed, lost)
+            found.append(float(sum_of_squares([lost])))
+        return found
+
+
+class TopK:
+    """`number` of a million values, and at least one of any."""
+
+    finest = MILLION
+
+    def __init__(self, settings: Compression):
+        self.uniform = max(1, round(settings.density * MILLION))
+
+    def candidates(self) -> list[int]:
+        factors = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
+        return sorted({min(MILLION, max(1, round(self.uniform * factor))) for factor in factors})
+
+    def _k(self, count: int, number: int) -> int:
+        return -(-count * number // MILLION)
+
+    def nbytes(self, count: int, number: int) -> int:
+        return compression.top_k_bytes(self._k(count, number))
+
+    def pack(
+        self,
+        values: Tensor,
+        number: int,
+        packed: Tensor,
+        residual: Tensor | None,
+        rounding: tuple[int, int] | None,
+    ) -> None:
+        compression.top_k(values, self._k(len(values), number), packed, residual)
+
+    def add(self, packed: Tensor, number: int, out: Tensor) -> None:
+        compression.add_top_k(packed, out)
+
+    def errors(self, values: Tensor, residual: Tensor | None) -> list[float]:
+        counts = [self._k(len(values), number) for number in self.candidates()]
+        lost = torch.zeros(len(values)) if residual is None else residual.clone()
+        packed = torch.empty(compression.top_k_bytes(counts[-1]), dtype=torch.uint8)
+        compression.top_k(values, counts[-1], packed, lost)
+        taken = packed[4 * counts[-1] :].view(torch.float32).double().square()
+        taken = taken.sort(descending=True).values.cumsum(0)
+        rest = float(sum_of_squares([lost]))
+        whole = rest + (float(taken[-1]) if len(taken) else 0.0)
+        return [rest if k == counts[-1] else max(0.0, whole - _at(taken, k)) for k in counts]
+
+
+def _at(sums: Tensor, k: int) -> float:
+    return float(sums[k - 1]) if k else 0.0
+
+
+def codec_of(settings: Compression) -> Codec | None:
+    """None: the method needs the whole matrix (power_sgd.py)."""
+    if settings.method == "power_sgd":
+        return None
+    return Quantized(settings) if settings.method == "quantize" else TopK(settings)

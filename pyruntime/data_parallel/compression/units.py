@@ -1,0 +1,69 @@
+"""What of a bucket is compressed together, and by which rank it is summed.
+
+A bucket's gradient is flat memory, [lines, width] (../buckets.py). Where its segments are cut over the ranks,
+each rank sums its own segment; where every rank keeps all of it (stage 0), each sums an equal stretch of
+every part, and sends the sum to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from pyruntime.data_parallel.buckets import Bucket
+from pyruntime.ops.compression import BLOCK
+
+ROW = 64
+"""Bytes of a row of a message; what is packed begins at multiples of it."""
+LEAST = 1024
+"""Elements of a matrix below which nothing is worth a loss."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a parameter, which has one number (codecs.py). `stretches`: by rank, the first element in the
+    bucket's memory, and how many, of what that rank sums."""
+
+    key: str
+    rows: int
+    """Of its matrix, with those that fill up the last segment."""
+    columns: int
+    is_small: bool
+    stretches: tuple[tuple[int, int], ...]
+
+
+def is_compressed(bucket: Bucket, tables: Sequence[nn.Parameter]) -> bool:
+    """Matrices, but for tables of which touched rows travel alone (../touched.py)."""
+    if bucket.is_table and any(bucket.parameters[0] is table for table in tables):
+        return False
+    return all(parameter.dim() >= 2 and parameter.numel() > 0 for parameter in bucket.parameters)
+
+
+def units_of(bucket: Bucket, ranks: int) -> list[Unit]:
+    """Of a bucket that is summed by so many ranks."""
+    result = []
+    for part in bucket.parts:
+        begin, count = part.offset * bucket.width, part.lines * bucket.width
+        if bucket.segments > 1:
+            segment = bucket.segment_lines * bucket.width
+            stretches = tuple((rank * segment + begin, count) for rank in range(ranks))
+        else:
+            share = -(-count // (ranks * BLOCK)) * BLOCK
+            cuts = [min(rank * share, count) for rank in range(ranks + 1)]
+            stretches = tuple((begin + low, high - low) for low, high in pairwise(cuts))
+        rows = bucket.segments * part.share
+        columns = part.lines * bucket.width // part.share
+        result.append(Unit(part.key, rows, columns, rows * columns < LEAST, stretches))
+    return result
+
+
+def places_of(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where each of so many bytes begins in a message, and its rows."""
+    places, at = [], 0
+    for size in sizes:
+        places.append(at)
+        at += -(-size // ROW) * ROW
+    return places, at // ROW
