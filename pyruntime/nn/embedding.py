@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from pyruntime import ops
+from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
 from pyruntime.nn.regions import mark_whole
@@ -45,6 +46,7 @@ class VocabParallelEmbedding(ParallelModule):
         self.embedding_dim = embedding_dim
         self.sequence_parallel = sequence_parallel
         self.dim = dim
+        self.form: RowForm | None = None  # set by parallelize()
         self.padding_idx = padding_idx
         self.add_parameter("weight", 0, [Part("weight", (num_embeddings, embedding_dim))], dtype, device)
         layout = self._layouts["weight"]
@@ -92,7 +94,11 @@ class VocabParallelEmbedding(ParallelModule):
         mine = mine.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return ops.reduce_scatter(mine, self.group.name, dim=self.dim)
-        y = ops.all_reduce(mine, self.group.name)
+        if self.form is not None and self.form.begins and ids.dim() > 0:
+            rows = ops.reduce_scatter(mine.flatten(0, -2), self.group.name)
+            y = self.form.shard(rows, mine.shape)
+        else:
+            y = ops.all_reduce(mine, self.group.name)
         mark_whole(y)
         return y
 
