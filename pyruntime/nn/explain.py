@@ -48,16 +48,16 @@ class LayerReport:
 class Report:
     """What `explain` found; str() is a table, with reasons that several lines share below it.
 
-    shared: the layers that read one input and run as one op when gradients are on, in tuples. form: whether
-    norms and residuals are on a rank's rows, or why not; "" before the first call, and where only "auto"
-    decides it. gave_way: {layer: why it gives or takes whole activations though its plan had it cut}, as the first call
-    found. left_whole: {module or parameter: why plan "auto" has not cut it}."""
+    gave_way: {layer: why it gives or takes whole activations though its plan had it cut}, as the first call
+    found. left_whole: {module or parameter: why plan "auto" has not cut it}. shared: layers that read one
+    input and run as one op where gradients are on. form: whether norms and residuals are on a rank's rows, or
+    why not; "" before the first call, and under plans other than "auto"."""
 
     rows: tuple[LayerReport, ...]
-    shared: tuple[tuple[str, ...], ...] = ()
-    form: str = ""
     gave_way: Mapping[str, str] = field(default_factory=dict)
     left_whole: Mapping[str, str] = field(default_factory=dict)
+    shared: tuple[tuple[str, ...], ...] = ()
+    form: str = ""
 
     def __str__(self) -> str:
         if not self.rows:
@@ -97,14 +97,14 @@ def explain(model: nn.Module) -> Report:
     forms = dict.fromkeys(region.form for region in regions.values() if region and region.form)
     return Report(
         tuple(_line(name, layer, use) for name, layer in layers.items() for use in layer.op_uses()),
-        tuple(tuple(layer.label for layer in each.layers) for each in inputs if each and each.layers),
-        "; ".join(form.said for form in forms if form.said),
         {name: region.gave_way for name, region in regions.items() if region and region.gave_way},
         {
             f"{prefix}.{name}" if prefix else name: why
             for prefix, module in model.named_modules()
             for name, why in vars(module).get(LEFT_WHOLE, {}).items()
         },
+        tuple(tuple(layer.label for layer in each.layers) for each in inputs if each and each.layers),
+        "; ".join(form.said for form in forms if form.said),
     )
 
 
