@@ -89,6 +89,9 @@ class RowShard(Tensor):
             self.held.rows.copy_(_own(whole, self.form))
         self.held.whole = None
 
+    def has_rows_of(self, other: RowShard) -> bool:
+        return self.shape[:-1] == other.shape[:-1] and self.form.group.name == other.form.group.name
+
     def like(self, rows: Tensor) -> RowShard:
         """Other rows [M_r, N'] of as many."""
         return RowShard(_Held(rows), (*self.shape[:-1], rows.shape[-1]), self.form)
@@ -135,7 +138,7 @@ class _FromRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, shape: tuple[int, ...], form: RowForm) -> RowShard:
         ctx.form = form
-        return RowShard(_Held(rows.detach()), shape, form)
+        return RowShard(_Held(rows.view_as(rows)), shape, form)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -146,7 +149,8 @@ class _ToRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: RowShard) -> Tensor:
         ctx.shape, ctx.form = x.shape, x.form
-        return x.rows().detach()
+        rows = x.rows()
+        return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -187,10 +191,9 @@ Rule = Callable[[Any, tuple, dict], Any]
 def _pointwise(func, args: tuple, kwargs: dict) -> Any:
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     first = next(t for t in tensors if isinstance(t, RowShard))
-    for t in tensors:
-        # A plain tensor with rows may hold a rank's features: it is never cut here.
-        if not (t.shape[:-1] == first.shape[:-1] if isinstance(t, RowShard) else t.dim() <= 1):
-            return NotImplemented
+    # A plain tensor with rows may hold a rank's features: it is never cut here.
+    if not all(first.has_rows_of(t) if isinstance(t, RowShard) else t.dim() <= 1 for t in tensors):
+        return NotImplemented
     mutable = func._schema.is_mutable
     if mutable and not (args and isinstance(args[0], RowShard)):
         return NotImplemented
