@@ -47,6 +47,7 @@ class VocabParallelEmbedding(ParallelModule):
         self.sequence_parallel = sequence_parallel
         self.dim = dim
         self.form: RowForm | None = None  # set by parallelize()
+        self.on_rows = sequence_parallel  # in the last call
         self.padding_idx = padding_idx
         self.add_parameter("weight", 0, [Part("weight", (num_embeddings, embedding_dim))], dtype, device)
         layout = self._layouts["weight"]
@@ -94,7 +95,10 @@ class VocabParallelEmbedding(ParallelModule):
         mine = mine.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return ops.reduce_scatter(mine, self.group.name, dim=self.dim)
-        if self.form is not None and self.form.begins and ids.dim() > 0:
+        on_rows = self.form is not None and self.form.begins and ids.dim() > 0
+        if not is_compiling():
+            self.__dict__["on_rows"] = on_rows
+        if on_rows:
             rows = ops.reduce_scatter(mine.flatten(0, -2), self.group.name)
             y = self.form.shard(rows, mine.shape)
         else:
@@ -104,7 +108,7 @@ class VocabParallelEmbedding(ParallelModule):
 
     def op_uses(self) -> list[OpUse]:
         """The collective of the forward pass."""
-        op = "reduce_scatter" if self.sequence_parallel else "all_reduce"
+        op = "reduce_scatter" if self.on_rows else "all_reduce"
         return [OpUse("forward", op, *self.weight.shape)]
 
     def extra_repr(self) -> str:

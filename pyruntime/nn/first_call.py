@@ -153,7 +153,8 @@ def _check(
     if found := head_counts.settled(module, agreed, layers[0].group.size, give_way):
         raise ValueError(found.message)
     inputs.connect()
-    if form is not None and not form.said:
+    trains = (module.training or torch.is_grad_enabled()) and not torch.is_inference_mode_enabled()
+    if form is not None and not form.said and trains:
 
         def run_on_rows() -> Any:
             with untouched(module), torch.enable_grad():

@@ -6,8 +6,8 @@ rows.
                         and the reverse in the backward pass
 
 As many bytes travel, and where rows travel a GEMM runs; what is between a row and a column linear is computed
-once instead of on every rank. The model's code is not asked: the embedding and row linears give RowShards
-(row_shard.py), which column linears take and everything else reads as whole tensors.
+once instead of on every rank. The model's code is not asked: its embedding of tokens and its row linears give
+RowShards (row_shard.py), which column linears take and everything else reads as whole tensors.
 
 Only where gradients are on: generation and evaluation without gradients work on whole activations, and so
 does what torch.compile traces."""
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyruntime import ops
 from pyruntime.comm import CommError
-from pyruntime.nn.activations.row_shard import RowShard, from_rows, to_whole
+from pyruntime.nn.activations.row_shard import RowShard, cut_rows, from_rows, to_whole
 from pyruntime.nn.comparing import differs, tensors_of
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import TensorGroup
@@ -87,14 +87,19 @@ class RowForm:
     def _watch(self, model: nn.Module) -> list:
         layers = {m for m in model.modules() if isinstance(m, ParallelModule)}
         holders = [m for m in model.modules() if m not in layers and not layers.isdisjoint(m.modules())]
-        return [
-            hook
-            for m in holders
-            for hook in (
-                m.register_forward_pre_hook(self._enter),
-                m.register_forward_hook(self._leave, always_call=True),
-            )
-        ]
+        hooks = []
+        for m in holders:
+            hooks.append(m.register_forward_pre_hook(self._enter))
+            hooks.append(m.register_forward_hook(self._leave, always_call=True))
+        if (embedding := _whole_embedding(model)) is not None:
+            hooks.append(embedding.register_forward_hook(self._cut))
+        return hooks
+
+    def _cut(self, _module: nn.Module, _args: tuple, y: Any) -> Any:
+        """What an embedding gives that is whole on every rank."""
+        if not self.begins or type(y) is not Tensor or y.dim() < 2:
+            return None
+        return cut_rows(y, self)
 
     def _enter(self, module: nn.Module, _args: tuple) -> None:
         if self._outermost is None and not is_compiling():
@@ -108,6 +113,18 @@ class RowForm:
         if not any(isinstance(leaf, RowShard) for leaf in tree_leaves(output)):
             return None
         return tree_map_only(RowShard, to_whole, output)
+
+
+def _whole_embedding(model: nn.Module) -> nn.Module | None:
+    """The embedding of tokens, by the model's own word, where it is not cut."""
+    given = getattr(model, "get_input_embeddings", None)
+    if not callable(given):
+        return None
+    try:
+        embedding = given()
+    except NotImplementedError:  # transformers' word for a model without one
+        return None
+    return embedding if isinstance(embedding, nn.Embedding) else None
 
 
 def _difference(expected: Any, found: Any) -> str:

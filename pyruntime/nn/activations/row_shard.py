@@ -129,6 +129,11 @@ def to_rows(x: Tensor) -> Tensor:
     return _ToRows.apply(x)
 
 
+def cut_rows(x: Tensor, form: RowForm) -> Tensor:
+    """This rank's rows of x [.., N], which is whole on every rank, as a RowShard."""
+    return _CutRows.apply(x, form)
+
+
 def to_whole(x: Tensor) -> Tensor:
     """All rows of a RowShard, in memory of their own; whatever reads them does the same on every rank."""
     return _ToWhole.apply(x)
@@ -155,6 +160,16 @@ class _ToRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return RowShard(_Held(grad), ctx.shape, ctx.form)
+
+
+class _CutRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, form: RowForm) -> RowShard:
+        return RowShard(_Held(_own(x, form).clone()), x.shape, form)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return (grad.whole() if isinstance(grad, RowShard) else grad), None
 
 
 class _ToWhole(torch.autograd.Function):
@@ -189,19 +204,25 @@ Rule = Callable[[Any, tuple, dict], Any]
 
 
 def _pointwise(func, args: tuple, kwargs: dict) -> Any:
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    first = next(t for t in tensors if isinstance(t, RowShard))
-    # A plain tensor with rows may hold a rank's features: it is never cut here.
-    if not all(first.has_rows_of(t) if isinstance(t, RowShard) else t.dim() <= 1 for t in tensors):
+    first = next((x for x in args if isinstance(x, RowShard)), None)
+    if first is None or any(isinstance(x, Tensor) for x in kwargs.values()):
         return NotImplemented
-    mutable = func._schema.is_mutable
-    if mutable and not (args and isinstance(args[0], RowShard)):
-        return NotImplemented
-    on_rows, options = tree_map_only(RowShard, RowShard.rows, (args, kwargs))
-    result = func(*on_rows, **options)
-    if mutable:
-        args[0].write()
-        return args[0]
+    on_rows = []
+    for x in args:
+        if isinstance(x, RowShard):
+            if not first.has_rows_of(x):
+                return NotImplemented
+            x = x.rows()
+        elif isinstance(x, Tensor) and x.dim() > 1:  # it may hold a rank's features: it is never cut here
+            return NotImplemented
+        on_rows.append(x)
+    if func._schema.is_mutable:
+        if first is not args[0]:
+            return NotImplemented
+        func(*on_rows, **kwargs)
+        first.write()
+        return first
+    result = func(*on_rows, **kwargs)
     kept = isinstance(result, Tensor) and result.dtype in _FLOATS
     return first.like(result) if kept else NotImplemented
 
