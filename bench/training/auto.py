@@ -34,7 +34,10 @@ from bench.training.workers import DTYPES, SEED, our_model
 
 AUTO, OURS, THEIRS, COMPILED = "auto", "our Llama", "transformers' tp_plan", "DTensor, compiled"
 BARE_AUTO, BARE_OURS = "auto, without attention", "our Llama, without attention"
+AUTO_ALONE, OURS_ALONE = "transformers alone", "our Llama alone"
+LIMITS = {AUTO: AUTO_ALONE, OURS: OURS_ALONE}
 KINDS = ("llama", "qwen3")
+PEERS = (THEIRS, COMPILED)
 Step = Callable[[], Tensor]
 
 HOW = """\
@@ -42,8 +45,9 @@ Seconds of a forward and backward pass of one micro-batch, of the slowest rank, 
 within a round every line takes one turn, in shuffled order, started together, on the same tokens. "Of auto":
 a line's seconds over those of plan "auto", the median over rounds. Without attention: sums in its place, in
 both alike, because our Llama has an attention kernel of its own; norms, rotations and activations are those of
-each. "{compiled}": a plain Llama of that shape, cut as torchtitan does, by torch.compile. Losses of models
-with the same weights agree."""
+each. "Alone": every rank runs the whole model at the same time and nothing is exchanged; "of its limit": that,
+divided by the ranks, over a line's seconds. "{compiled}": a plain Llama of that shape, cut as torchtitan does, by
+torch.compile. Losses of models with the same weights agree."""
 
 
 def hf_model(kind: str, shape: Shape, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:
@@ -167,7 +171,10 @@ def theirs(kind: str, shape: Shape, dtype: torch.dtype) -> nn.Module:
         return model_class.from_pretrained(Path(folder), dtype=dtype, distributed_config=plan)
 
 
-def measure(kind: str, shape_name: str, dtype: str, rounds: int, tp: DeviceMesh) -> dict[str, Any]:
+def measure(
+    kind: str, shape_name: str, dtype: str, args: argparse.Namespace, tp: DeviceMesh, one: DeviceMesh
+) -> dict[str, Any]:
+    """tp: all ranks; one: this rank alone."""
     shape, torch_dtype = SHAPES[shape_name], DTYPES[dtype]
     draw = torch.Generator().manual_seed(SEED)
     ids = torch.randint(shape.vocab, (shape.micro_batch, shape.seq), generator=draw)
@@ -175,21 +182,25 @@ def measure(kind: str, shape_name: str, dtype: str, rounds: int, tp: DeviceMesh)
     models = {
         AUTO: pyruntime.parallelize(hf_model(kind, shape, torch_dtype), tp, "auto"),
         BARE_AUTO: pyruntime.parallelize(hf_model(kind, shape, torch_dtype, none), tp, "auto"),
-        THEIRS: theirs(kind, shape, torch_dtype),
+        AUTO_ALONE: hf_model(kind, shape, torch_dtype),
     }
+    if THEIRS in args.peers:
+        models[THEIRS] = theirs(kind, shape, torch_dtype)
     steps = {name: hf_step(model, ids) for name, model in models.items()}
     steps |= {
         OURS: our_step(shape, torch_dtype, tp, ids, attention=True),
         BARE_OURS: our_step(shape, torch_dtype, tp, ids, attention=False),
-        COMPILED: compiled_step(shape, torch_dtype, tp, ids),
+        OURS_ALONE: our_step(shape, torch_dtype, one, ids, attention=True),
     }
+    if COMPILED in args.peers:
+        steps[COMPILED] = compiled_step(shape, torch_dtype, tp, ids)
     for _ in range(3):  # the first compares and compiles
         losses = {name: step() for name, step in steps.items()}
-    same = [AUTO, THEIRS] if kind == "qwen3" else [AUTO, THEIRS, OURS, COMPILED]
-    values = [float(losses[name]) for name in same]
+    others = {BARE_AUTO, BARE_OURS} | ({OURS, OURS_ALONE, COMPILED} if kind == "qwen3" else set())
+    values = [float(loss) for name, loss in losses.items() if name not in others]
     if not max(values) - min(values) <= TOLERANCE[dtype]:
         raise RuntimeError(f"the losses of this rank differ: {losses}.")
-    samples = interleave(steps, rounds)
+    samples = interleave(steps, args.rounds)
     return {
         "kind": kind,
         "shape_name": shape_name,
@@ -200,7 +211,11 @@ def measure(kind: str, shape_name: str, dtype: str, rounds: int, tp: DeviceMesh)
         "of_auto": {
             name: asdict(Figure.of(sample.over(samples[BARE_AUTO if name == BARE_OURS else AUTO])))
             for name, sample in samples.items()
-            if name not in (AUTO, BARE_AUTO)
+            if name not in (AUTO, BARE_AUTO, AUTO_ALONE, OURS_ALONE)
+        },
+        "of_limit": {
+            name: asdict(Figure.of(samples[alone].over(samples[name]), 1 / tp.size()))
+            for name, alone in LIMITS.items()
         },
         "rounds": {name: list(sample.rounds) for name, sample in samples.items()},
     }
@@ -209,11 +224,12 @@ def measure(kind: str, shape_name: str, dtype: str, rounds: int, tp: DeviceMesh)
 def show(result: dict[str, Any]) -> str:
     rows = []
     for name, figure in result["lines"].items():
-        of_auto = result["of_auto"].get(name)
-        cells = [f"{of_auto['median']:.3f}", f"{of_auto['spread']:.1%}"] if of_auto else ["", ""]
-        rows.append([name, f"{figure['median'] * 1e3:.1f}", f"{figure['spread']:.1%}", *cells])
+        cells = [f"{figure['median'] * 1e3:.1f}", f"{figure['spread']:.1%}"]
+        for over in (result["of_auto"].get(name), result["of_limit"].get(name)):
+            cells += [f"{over['median']:.3f}", f"{over['spread']:.1%}"] if over else ["", ""]
+        rows.append([name, *cells])
     title = f"{result['kind']} {result['shape_name']} {result['dtype']}: {result['activations']}"
-    return "\n".join([title, table(["", "step ms", "+-", "of auto", "+-"], rows)])
+    return "\n".join([title, table(["", "step ms", "+-", "of auto", "+-", "of its limit", "+-"], rows)])
 
 
 def arguments() -> argparse.Namespace:
@@ -221,18 +237,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["dim1024"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    with started({"tp": -1}) as runtime:
+    with started({"tp": -1, "dp": 1}) as runtime:
         if dist.get_world_size() < 2:
             raise SystemExit("bench.training.auto: one rank has nothing to exchange; start two or more.")
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         each = (
-            measure(kind, shape, dtype, args.rounds, runtime.tp)
+            measure(kind, shape, dtype, args, runtime.tp, runtime.dp)
             for kind in args.kinds
             for shape in args.shapes
             for dtype in args.dtypes
