@@ -242,3 +242,18 @@ def test_a_model_that_is_another_on_rows_stays_on_whole_activations(ranks):
     assert said["type"] == "whole everywhere: the model's output would be another"
 
 
+
+
+def compiled(group) -> None:
+    """What torch.compile traces is on whole activations, once the first call has decided."""
+    torch.manual_seed(0)
+    whole = Peeking("not")
+    model = parallelize(copy.deepcopy(whole), group, "auto")
+    model(IDS).sum().backward()
+    assert form_of(model).startswith(ROWS)
+    torch.compiler.reset()
+    verify(torch.compile(model, fullgraph=True, backend="aot_eager"), whole, IDS, tolerance=1e-5)
+
+
+def test_compiled_models_are_on_whole_activations(ranks):
+    ranks.run(compiled, 2)

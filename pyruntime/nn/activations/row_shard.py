@@ -33,15 +33,14 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what 
 
 
 class _Held:
-    """What RowShards that are views of each other share: this rank's rows; all of them, once gathered, and
-    the version that the RowShard had then."""
+    """What RowShards that are views of each other share: this rank's rows [M_r, N]; once gathered all of
+    them, [M, N], of whose memory this rank's are then a part."""
 
-    __slots__ = ("rows", "version", "whole")
+    __slots__ = ("rows", "whole")
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
         self.whole: Tensor | None = None
-        self.version = 0
 
 
 class RowShard(Tensor):
@@ -68,19 +67,16 @@ class RowShard(Tensor):
 
     def rows(self) -> Tensor:
         """This rank's, [M_r, N]."""
-        held = self.held
-        if held.whole is not None and held.version != _version(self):  # written into through a view
-            held.rows.copy_(_own(held.whole, self.form))
-            held.version = _version(self)
-        return held.rows
+        return self.held.rows
 
     def whole(self) -> Tensor:
-        """All rows, [.., N]. Every rank must call it; no gradient."""
-        rows, held = self.rows(), self.held
+        """All rows, [.., N]. Every rank must call it; no gradient. The model's code may write into it."""
+        held = self.held
         if held.whole is None:
             self.form.gathers += 1
-            gathered = ops.all_gather(rows.contiguous(), self.form.group.name, rows=self.row_count)
-            held.whole, held.version = gathered.view(self.shape), _version(self)
+            name = self.form.group.name
+            held.whole = ops.all_gather(held.rows.contiguous(), name, rows=self.row_count)
+            held.rows = _own(held.whole, self.form)
         return held.whole.view(self.shape)
 
     def write(self, whole: Tensor | None = None) -> None:
@@ -191,10 +187,6 @@ def _own(whole: Tensor, form: RowForm) -> Tensor:
 
 def _rows_of(x: Tensor, form: RowForm) -> Tensor:
     return x.rows() if isinstance(x, RowShard) else _own(x, form)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 # -- rules: (operator, args, kwargs) -> its result, or NotImplemented where all rows are needed
