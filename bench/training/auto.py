@@ -13,7 +13,6 @@ import contextlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -163,12 +162,17 @@ def next_tokens(ids: Tensor) -> Tensor:
 
 
 def theirs(kind: str, shape: Shape, dtype: torch.dtype) -> nn.Module:
-    """transformers cuts it as it loads it; every rank from a folder of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        hf_model(kind, shape, dtype).save_pretrained(folder)
-        plan = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+    """transformers cuts it as it loads it, from rank 0's folder, which every host sees."""
+    plan = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder, 0)
+        hf_model(kind, shape, dtype).save_pretrained(folder[0])  # rank 0 alone writes
+        dist.barrier()
         model_class = transformers.AutoModelForCausalLM
-        return model_class.from_pretrained(Path(folder), dtype=dtype, distributed_config=plan)
+        model = model_class.from_pretrained(folder[0], dtype=dtype, distributed_config=plan)
+        dist.barrier()
+    return model
 
 
 def measure(

@@ -89,7 +89,7 @@ class RowForm:
         holders = [m for m in model.modules() if m not in layers and not layers.isdisjoint(m.modules())]
         hooks = []
         for m in holders:
-            hooks.append(m.register_forward_pre_hook(self._enter))
+            hooks.append(m.register_forward_pre_hook(self._enter, with_kwargs=True))
             hooks.append(m.register_forward_hook(self._leave, always_call=True))
         if (embedding := _whole_embedding(model)) is not None:
             hooks.append(embedding.register_forward_hook(self._cut))
@@ -101,8 +101,9 @@ class RowForm:
             return None
         return cut_rows(y, self)
 
-    def _enter(self, module: nn.Module, _args: tuple) -> None:
-        if self._outermost is None and not is_compiling():
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """A call that is given rows is a part of one that is not: a layer that is recomputed."""
+        if self._outermost is None and not is_compiling() and not _has_rows((args, kwargs)):
             self._outermost = module
 
     def _leave(self, module: nn.Module, _args: tuple, output: Any) -> Any:
@@ -110,9 +111,11 @@ class RowForm:
         if is_compiling() or self._outermost is not module:
             return None
         self._outermost = None
-        if not any(isinstance(leaf, RowShard) for leaf in tree_leaves(output)):
-            return None
-        return tree_map_only(RowShard, to_whole, output)
+        return tree_map_only(RowShard, to_whole, output) if _has_rows(output) else None
+
+
+def _has_rows(values: Any) -> bool:
+    return any(isinstance(leaf, RowShard) for leaf in tree_leaves(values))
 
 
 def _whole_embedding(model: nn.Module) -> nn.Module | None:
