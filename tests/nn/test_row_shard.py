@@ -252,7 +252,8 @@ def compiled(group) -> None:
     model(IDS).sum().backward()
     assert form_of(model).startswith(ROWS)
     torch.compiler.reset()
-    verify(torch.compile(model, fullgraph=True, backend="aot_eager"), whole, IDS, tolerance=1e-5)
+    model.compile(fullgraph=True, backend="aot_eager")
+    verify(model, whole, IDS, tolerance=1e-5)
 
 
 def test_compiled_models_are_on_whole_activations(ranks):
