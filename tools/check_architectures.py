@@ -322,8 +322,8 @@ def table(results: dict[str, dict[str, tuple[str, str]]]) -> str:
     lines += [
         "",
         "Weights of linears, in percent: cut with the activations between them (a head that gathers logits",
-        "counts here) / cut, but given or giving whole activations / whole on every rank. Activations: norms and",
-        "residuals in training on a rank's rows, or whole on every rank.",
+        "counts here) / cut, but given or giving whole activations / whole on every rank. Activations: norms",
+        "and residuals in training on a rank's rows, or whole on every rank.",
         "",
         "| architecture | kind | result | weights | activations |",
         "|---|---|---|---|---|",

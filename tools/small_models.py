@@ -85,10 +85,21 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "mistral4": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0, "llama_4_scaling_beta": 0.1,
-                                     "original_max_position_embeddings": 64}},
-    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 2, "indexer_head_dim": 16,
-                       "indexer_budget": 8, "indexer_compress_ratio": 2},
+    "mistral4": {
+        "rope_parameters": {
+            **_ROPE,
+            "partial_rotary_factor": 1.0,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 2,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "t5gemma2_text": {"dropout_rate": 0.0},
     "vibevoice_acoustic_tokenizer": _AUDIO,
     "vibevoice_acoustic_tokenizer_encoder": _AUDIO,
@@ -213,5 +224,3 @@ def batch_of(model: nn.Module) -> dict[str, torch.Tensor]:
     elif "decoder_input_ids" in given:
         batch["decoder_input_ids"] = ids.flip(1)
     return batch
-
-

@@ -43,10 +43,10 @@ HOW = """\
 Seconds of a forward and backward pass of one micro-batch, of the slowest rank, medians over {rounds} rounds;
 within a round every line takes one turn, in shuffled order, started together, on the same tokens. "Of auto":
 a line's seconds over those of plan "auto", the median over rounds. Without attention: sums in its place, in
-both alike, because our Llama has an attention kernel of its own; norms, rotations and activations are those of
-each. "Alone": every rank runs the whole model at the same time and nothing is exchanged; "of its limit": that,
-divided by the ranks, over a line's seconds. "{compiled}": a plain Llama of that shape, cut as torchtitan does, by
-torch.compile. Losses of models with the same weights agree."""
+both alike, because our Llama has an attention kernel of its own; norms, rotations and activations are those
+of each. "Alone": every rank runs the whole model at the same time and nothing is exchanged; "of its limit":
+that, divided by the ranks, over a line's seconds. "{compiled}": a plain Llama of that shape, cut as
+torchtitan does, by torch.compile. Losses of models with the same weights agree."""
 
 
 def hf_model(kind: str, shape: Shape, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:

@@ -95,12 +95,12 @@ class VocabParallelEmbedding(ParallelModule):
         mine = mine.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return ops.reduce_scatter(mine, self.group.name, dim=self.dim)
-        on_rows = self.form is not None and self.form.begins and ids.dim() > 0
+        form = self.form if self.form is not None and self.form.begins and ids.dim() > 0 else None
         if not is_compiling():
-            self.__dict__["on_rows"] = on_rows
-        if on_rows:
+            self.__dict__["on_rows"] = form is not None
+        if form is not None:
             rows = ops.reduce_scatter(mine.flatten(0, -2), self.group.name)
-            y = self.form.shard(rows, mine.shape)
+            y = form.shard(rows, mine.shape)
         else:
             y = ops.all_reduce(mine, self.group.name)
         mark_whole(y)

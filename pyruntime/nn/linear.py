@@ -199,16 +199,24 @@ class _ColumnLinear(ParallelLinear):
         self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], rows: int | None = None
     ) -> list[Tensor]:
         """x @ W_i^T + b_i, of this linear and of others that read x with it."""
-        group, options = self.group.name, {"bias": biases, "tier": self.tier}
-        if isinstance(x, RowShard):
-            options |= {"rows": x.row_count, "keep_gathered": self.keep_gathered}
+        group, on_rows, dim = self.group.name, isinstance(x, RowShard), self.dim
+        if not (on_rows or self.sequence_parallel):
+            return ops.replicated_matmul(x, weights, group, bias=biases, tier=self.tier)
+        shard = x
+        if on_rows:
             x.form.reads += len(weights)
-            ys = ops.all_gather_matmul(to_rows(x), weights, group, **options)
-            return [y.view(*x.shape[:-1], -1) for y in ys]
-        if self.sequence_parallel:
-            options |= {"rows": rows, "keep_gathered": self.keep_gathered}
-            return ops.all_gather_matmul(x, weights, group, dim=self.dim, **options)
-        return ops.replicated_matmul(x, weights, group, **options)
+            shard, dim, rows = to_rows(x), 0, x.row_count
+        ys = ops.all_gather_matmul(
+            shard,
+            weights,
+            group,
+            dim=dim,
+            rows=rows,
+            bias=biases,
+            tier=self.tier,
+            keep_gathered=self.keep_gathered,
+        )
+        return [y.view(*x.shape[:-1], -1) for y in ys] if on_rows else ys
 
     def op_uses(self) -> list[OpUse]:
         n, k = self.matrix.shape

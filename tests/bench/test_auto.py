@@ -17,7 +17,15 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 def test_all_lines_run_and_the_ratios_follow_from_their_rounds(tmp_path):
     file = tmp_path / "auto.json"
-    script = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "bench.training.auto"]
+    script = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "bench.training.auto",
+    ]
     options = ["--json", str(file), "--shapes", "tiny", "--dtypes", "fp32", "--rounds", "2"]
     done = subprocess.run(
         [sys.executable, *script, *options, "--peers", bench.THEIRS],

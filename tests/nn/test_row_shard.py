@@ -242,8 +242,6 @@ def test_a_model_that_is_another_on_rows_stays_on_whole_activations(ranks):
     assert said["type"] == "whole everywhere: the model's output would be another"
 
 
-
-
 def compiled(group) -> None:
     """What torch.compile traces is on whole activations, once the first call has decided."""
     torch.manual_seed(0)

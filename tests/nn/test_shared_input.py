@@ -108,7 +108,9 @@ def alone(group) -> list[int]:
     assert compared(model, whole, "one input") == 1
     twin = copy.deepcopy(model)
     model.b.register_forward_pre_hook(lambda module, args: None)
-    assert all(layer is getattr(twin, name) for name, layer in zip("abc", twin.a.shared_input.layers))
+    assert all(
+        layer is getattr(twin, name) for name, layer in zip("abc", twin.a.shared_input.layers, strict=True)
+    )
     sums = [compared(model, whole, "one input"), compared(twin, whole, "one input")]
     with torch.no_grad():
         assert_near(twin(torch.ones(2, 8)), whole(torch.ones(2, 8)), "without gradients")
@@ -145,7 +147,9 @@ def test_linears_of_several_modules_do_not_share():
     for layer in layers:
         seen.note(layer, x)
     seen.connect()
-    assert [layer.shared_input.layers for layer in layers] == [tuple(layers[:2])] * 2 + [tuple(layers[2:])] * 2
+    assert [layer.shared_input.layers for layer in layers] == [tuple(layers[:2])] * 2 + [
+        tuple(layers[2:])
+    ] * 2
 
 
 def test_one_that_reads_now_here_and_now_there_reads_alone():

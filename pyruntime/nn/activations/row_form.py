@@ -70,7 +70,9 @@ class RowForm:
         except Exception as error:
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if not why and self.gathers >= self.reads:
-            why = f"{self.reads} linears could take rows, but {self.gathers} times other code reads all of them"
+            why = (
+                f"{self.reads} linears could take rows, but {self.gathers} times other code reads all of them"
+            )
         device = next(model.parameters()).device
         flags = ops.all_gather_stats(torch.tensor([float(bool(why))], device=device), self.group.name)
         self._on = not flags.any().item()
