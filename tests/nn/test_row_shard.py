@@ -210,28 +210,28 @@ def test_it_is_kept_where_more_linears_take_rows_than_other_code(ranks):
 class Peeking(nn.Module):
     """A model that looks at what its own activations are."""
 
-    def __init__(self, config):
+    def __init__(self, how: str = "not"):
         super().__init__()
         self.embed, self.up = nn.Embedding(101, 8), nn.Linear(8, 12)
         self.down, self.head = nn.Linear(12, 8), nn.Linear(8, 101)
-        self.peeks = config
+        self.norm, self.peeks = nn.LayerNorm(8), how
 
     def forward(self, ids):
         x = self.embed(ids)
-        x = x + self.down(self.up(x).relu())
+        x = x + self.down(self.up(self.norm(x)).relu())
         if self.peeks == "list":
             x.tolist()
         if self.peeks == "type" and isinstance(x, RowShard):
             x = x * 2
-        return self.head(x)
+        return self.head(self.norm(x))
 
 
 def peeking(group, how: str) -> str:
     torch.manual_seed(0)
-    whole = Peeking(how)
+    whole = Peeking(how).double()
     model = parallelize(copy.deepcopy(whole), group, "auto")
-    verify(model, whole, IDS, tolerance=1e-5)
-    verify(model, whole, IDS, tolerance=1e-5)
+    for _ in range(2):  # the first call decides
+        verify(model, whole, IDS, tolerance=1e-10)
     return form_of(model)
 
 
@@ -245,7 +245,7 @@ def test_a_model_that_is_another_on_rows_stays_on_whole_activations(ranks):
 def compiled(group) -> None:
     """What torch.compile traces is on whole activations, once the first call has decided."""
     torch.manual_seed(0)
-    whole = Peeking("not")
+    whole = Peeking()
     model = parallelize(copy.deepcopy(whole), group, "auto")
     model(IDS).sum().backward()
     assert form_of(model).startswith(ROWS)
