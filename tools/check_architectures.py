@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import inspect
 import json
 import math
 import os
@@ -47,11 +46,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 import pyruntime  # noqa: E402
 from pyruntime.nn.linear import ParallelLinear  # noqa: E402
 from pyruntime.nn.verify import VerificationError  # noqa: E402
+from tools.small_models import batch_of, build, class_of  # noqa: E402
 
 RANKS = 2
 TOLERANCE = 1e-5  # of the norm of each tensor, with plan "auto"
 CASE_S = 120.0  # an architecture with all plans
-LARGEST = 30_000_000  # parameters; what is still larger than this was not made small
 ENCODERS = (
     "bert",
     "roberta",
@@ -65,69 +64,6 @@ ENCODERS = (
 )
 SEQ2SEQ = ("t5", "bart", "mbart", "pegasus", "marian", "mt5")
 
-SIZES = {
-    64: (
-        *("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "word_embed_proj_dim"),
-        *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "sliding_window"),
-        *("out_hidden_size", "projector_hidden_size", "moe_hidden_size", "cross_attention_hidden_size"),
-    ),
-    4: (
-        "num_attention_heads",
-        "n_head",
-        "n_heads",
-        "num_heads",
-        "encoder_attention_heads",
-        "decoder_attention_heads",
-    ),
-    0: ("num_kv_shared_layers",),
-    24: ("qk_head_dim",),
-    1: (
-        "n_shared_experts",
-        "n_group",
-        "topk_group",
-        "num_nextn_predict_layers",
-        "attn_layer_offset",
-    ),
-    2: (
-        *(
-            "num_experts_per_tok",
-            "num_experts_per_token",
-            "moe_topk",
-            "moe_k",
-            "moe_num_experts_per_tok",
-            "top_k_experts",
-        ),
-        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
-        *("depth", "zero_expert_num", "attn_layer_period"),
-    ),
-    96: (
-        "intermediate_size",
-        "d_ff",
-        "ffn_dim",
-        "n_inner",
-        "hidden_dim",
-        "encoder_ffn_dim",
-        "decoder_ffn_dim",
-        "ffn_hidden_size",
-        "expert_ffn_hidden_size",
-        "dense_intermediate_size",
-        "shared_intermediate_size",
-    ),
-    101: ("vocab_size", "vocab_size_per_layer_input"),
-    16: ("head_dim", "d_kv", "attention_head_size", "v_head_dim", "qk_nope_head_dim", "kv_lora_rank"),
-    8: (
-        "qk_rope_head_dim",
-        "rotary_dim",
-        "n_routed_experts",
-        "num_experts",
-        "num_local_experts",
-        "moe_num_experts",
-    ),
-    32: ("q_lora_rank", "moe_intermediate_size", "shared_expert_intermediate_size", "index_head_dim"),
-}
-UNSET = ("expert", "moe", "head_dim", "sliding_window")
-"""Parts of names that get a size where the configuration has none."""
-KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 COLUMN = (
     *(
         "q_proj",
@@ -226,90 +162,6 @@ def has_plan(config_class: type) -> bool:
     return any(has_plan(part) for part in parts - {config_class})
 
 
-def build(class_name: str) -> nn.Module:
-    """The architecture, small, with random numbers in every parameter; the same on every rank."""
-    cls = getattr(transformers, class_name)
-    config = cls.config_class()
-    shrink(config)
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        and getattr(config, "decoder_start_token_id", None) is None
-    ):
-        config.decoder_start_token_id = 0
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        size = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
-    if size > LARGEST:
-        raise ValueError(f"{size:,} parameters after shrinking")
-    model = cls(config)
-    for p in model.parameters():  # biases are zeros and norms are ones as they are made, which hides mistakes
-        p.data.add_(torch.randn_like(p) * 0.1)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model.float().train()
-
-
-def shrink(config: Any) -> None:
-    values = config.to_dict()
-    for size, names in SIZES.items():
-        for name in names:
-            unset = values.get(name, 0) is None and any(part in name for part in UNSET)
-            if unset or (isinstance(values.get(name), int) and not isinstance(values[name], bool)):
-                assign(config, name, int(size))
-    if (
-        isinstance(values.get("head_dim"), int) and "qk_rope_head_dim" in values
-    ):  # deepseek: only what rotates
-        assign(config, "head_dim", 8)
-    for name in KEY_VALUE_HEADS:
-        if name in values:
-            fewer = values[name] is None or values[name] < values.get("num_attention_heads", 10**9)
-            assign(config, name, 2 if fewer else 4)
-    shrink_rope(config, values)
-    for name, value in values.items():
-        if isinstance(value, list) and name.endswith(("layer_types", "layers_block_type", "attention_types")):
-            assign(config, name, two_kinds(value))
-        elif "jitter" in name and isinstance(value, float):  # of a router: another one in every call
-            assign(config, name, 0.0)
-        elif "dropout" in name or name.endswith(("_pdrop", "layerdrop")):
-            if isinstance(value, float):
-                assign(config, name, 0.0)
-        elif name.endswith("_token_id") and isinstance(value, int):
-            assign(config, name, 1)
-    for child in list(vars(config).values()):
-        if isinstance(child, transformers.PretrainedConfig):
-            shrink(child)
-
-
-def two_kinds(layers: list[str]) -> list[str]:
-    """Two layers of as different kinds as there are, one of them with attention."""
-    attention = [kind for kind in layers if "attention" in kind and "linear" not in kind]
-    if attention and layers[0] not in attention:
-        return [layers[0], attention[0]]
-    if not attention and layers[0] == "linear_attention":
-        return [layers[0], "full_attention"]
-    return [layers[0], layers[-1]]
-
-
-def shrink_rope(config: Any, values: dict[str, Any]) -> None:
-    """Sections of a rotation over several axes, where the model has such, fill half of a head."""
-    rope = values.get("rope_parameters")
-    source = Path(inspect.getfile(type(config)))
-    modeling = source.with_name(source.name.replace("configuration", "modeling"))
-    sections = modeling.is_file() and "mrope_section" in modeling.read_text()
-    if sections and isinstance(rope, dict) and "rope_type" in rope:
-        half = int(8 * rope.get("partial_rotary_factor", 1.0))
-        third = 3 * half // 8
-        assign(config, "rope_parameters", rope | {"mrope_section": [third, third, half - 2 * third]})
-
-
-def assign(config: Any, name: str, value: Any) -> None:
-    try:
-        setattr(config, name, value)
-    except Exception:  # some names are properties of others
-        return
-
-
 def guessed(model: nn.Module) -> dict[str, str]:
     """The plan that a user would write from the names of the model's linears."""
     plan: dict[str, str] = {}
@@ -337,23 +189,10 @@ def judge(class_name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
     kind = {"kind": ("with experts" if experts else "dense", "")}
     try:
         batch = batch_of(model)
+        pyruntime.verify(copy.deepcopy(model), model, batch)  # the model is itself, and takes a step
     except Exception as error:
         return dict.fromkeys(plans, ("not run", first_line(error))) | kind
     return {plan: judge_plan(model, plan, batch) for plan in plans} | kind
-
-
-def batch_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Text that the model takes a step on: with labels where it knows a loss."""
-    draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(2, 101, (2, 12), generator=draw)
-    given = inspect.signature(model.forward).parameters
-    batch = {"input_ids": ids}
-    if "labels" in given:
-        batch["labels"] = ids.clone()
-    elif "decoder_input_ids" in given:
-        batch["decoder_input_ids"] = ids.flip(1)
-    pyruntime.verify(copy.deepcopy(model), model, batch)  # the model is itself, and takes a step
-    return batch
 
 
 def judge_plan(whole: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> tuple[str, str]:
@@ -380,7 +219,8 @@ def judge_plan(whole: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> t
 
 def shares(model: nn.Module) -> str:
     """How the linears' weights are cut, in percent of their elements: what stays cut between column and row,
-    what gives or takes whole activations, what is whole on every rank."""
+    what gives or takes whole activations, what is whole on every rank. And what is between row and column
+    linears in training."""
     sizes = {"cut": 0, "cut, activations whole": 0, "whole": 0}
     head = model.get_output_embeddings()
     for module in model.modules():
@@ -394,7 +234,8 @@ def shares(model: nn.Module) -> str:
         if "experts" in name.split(".") and p.dim() == 3:
             sizes["whole"] += p.numel()
     total = sum(sizes.values())
-    return " / ".join(f"{size / total:.0%}".replace("%", "") for size in sizes.values())
+    cut = " / ".join(f"{size / total:.0%}".replace("%", "") for size in sizes.values())
+    return f"{cut} | {'rows' if pyruntime.explain(model).form.startswith('norms') else 'whole'}"
 
 
 def first_line(error: BaseException) -> str:
@@ -411,7 +252,7 @@ def rank_main(rank: int, store: str, case: tuple[str, list[str]], answer: int) -
 def run_case(class_name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
     """Forks the ranks, which have everything imported, and hears what they say: the worse of what two say."""
     with contextlib.suppress(Exception):  # the ranks say what is wrong with it
-        getattr(transformers, class_name)
+        class_of(class_name)
     read, write = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
         children = [fork(rank, f"{folder}/store", (class_name, plans), write) for rank in range(RANKS)]
@@ -481,13 +322,14 @@ def table(results: dict[str, dict[str, tuple[str, str]]]) -> str:
     lines += [
         "",
         "Weights of linears, in percent: cut with the activations between them (a head that gathers logits",
-        "counts here) / cut, but given or giving whole activations / whole on every rank.",
+        "counts here) / cut, but given or giving whole activations / whole on every rank. Activations: norms",
+        "and residuals in training on a rank's rows, or whole on every rank.",
         "",
-        "| architecture | kind | result | weights |",
-        "|---|---|---|---|",
+        "| architecture | kind | result | weights | activations |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {name} | {kind} | {status} | {why if status == 'right' else cell(why)} |"
+        f"| {name} | {kind} | {status} | {why if status == 'right' else cell(why) + ' |'} |"
         for name, (kind, status, why) in tried.items()
     ]
     left = {name: each for name, each in said.items() if name not in tried}

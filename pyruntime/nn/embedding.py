@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from pyruntime import ops
+from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
 from pyruntime.nn.regions import mark_whole
@@ -45,6 +46,8 @@ class VocabParallelEmbedding(ParallelModule):
         self.embedding_dim = embedding_dim
         self.sequence_parallel = sequence_parallel
         self.dim = dim
+        self.form: RowForm | None = None  # set by parallelize()
+        self.on_rows = sequence_parallel  # in the last call
         self.padding_idx = padding_idx
         self.add_parameter("weight", 0, [Part("weight", (num_embeddings, embedding_dim))], dtype, device)
         layout = self._layouts["weight"]
@@ -92,13 +95,20 @@ class VocabParallelEmbedding(ParallelModule):
         mine = mine.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return ops.reduce_scatter(mine, self.group.name, dim=self.dim)
-        y = ops.all_reduce(mine, self.group.name)
+        form = self.form if self.form is not None and self.form.begins and ids.dim() > 0 else None
+        if not is_compiling():
+            self.__dict__["on_rows"] = form is not None
+        if form is not None:
+            rows = ops.reduce_scatter(mine.flatten(0, -2), self.group.name)
+            y = form.shard(rows, mine.shape)
+        else:
+            y = ops.all_reduce(mine, self.group.name)
         mark_whole(y)
         return y
 
     def op_uses(self) -> list[OpUse]:
         """The collective of the forward pass."""
-        op = "reduce_scatter" if self.sequence_parallel else "all_reduce"
+        op = "reduce_scatter" if self.on_rows else "all_reduce"
         return [OpUse("forward", op, *self.weight.shape)]
 
     def extra_repr(self) -> str:

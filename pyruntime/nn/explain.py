@@ -49,11 +49,15 @@ class Report:
     """What `explain` found; str() is a table, with reasons that several lines share below it.
 
     gave_way: {layer: why it gives or takes whole activations though its plan had it cut}, as the first call
-    found. left_whole: {module or parameter: why plan "auto" has not cut it}."""
+    found. left_whole: {module or parameter: why plan "auto" has not cut it}. shared: layers that read one
+    input and run as one op where gradients are on. form: whether norms and residuals are on a rank's rows, or
+    why not; "" before the first call, and under plans other than "auto"."""
 
     rows: tuple[LayerReport, ...]
     gave_way: Mapping[str, str] = field(default_factory=dict)
     left_whole: Mapping[str, str] = field(default_factory=dict)
+    shared: tuple[tuple[str, ...], ...] = ()
+    form: str = ""
 
     def __str__(self) -> str:
         if not self.rows:
@@ -63,7 +67,11 @@ class Report:
         lines = [[str(cell) for cell in astuple(row)] for row in rows]
         table = columns(_HEAD, lines, left=range(len(_HEAD)))
         gave_way = _by_reason("reads or gives whole activations", self.gave_way)
-        return "\n".join([table, *notes, *gave_way, *_by_reason("left whole", self.left_whole)])
+        kinds = dict.fromkeys(", ".join(map(block_name, names)) for names in self.shared)
+        shared = [f"one op for what reads one input: {names}" for names in kinds]
+        form = [f"activations: {self.form}"] if self.form else []
+        left = _by_reason("left whole", self.left_whole)
+        return "\n".join([table, *notes, *shared, *form, *gave_way, *left])
 
 
 def _by_reason(what: str, reasons: Mapping[str, str]) -> list[str]:
@@ -85,6 +93,8 @@ def explain(model: nn.Module) -> Report:
         if isinstance(module, ParallelLinear | VocabParallelEmbedding)
     }
     regions = {name: getattr(layer, "region", None) for name, layer in layers.items()}
+    inputs = dict.fromkeys(getattr(layer, "shared_input", None) for layer in layers.values())
+    forms = dict.fromkeys(region.form for region in regions.values() if region and region.form)
     return Report(
         tuple(_line(name, layer, use) for name, layer in layers.items() for use in layer.op_uses()),
         {name: region.gave_way for name, region in regions.items() if region and region.gave_way},
@@ -93,6 +103,8 @@ def explain(model: nn.Module) -> Report:
             for prefix, module in model.named_modules()
             for name, why in vars(module).get(LEFT_WHOLE, {}).items()
         },
+        tuple(tuple(layer.label for layer in each.layers) for each in inputs if each and each.layers),
+        "; ".join(form.said for form in forms if form.said),
     )
 
 

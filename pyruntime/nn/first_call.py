@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from pyruntime import ops
 from pyruntime.comm import CommError
 from pyruntime.nn import head_counts
+from pyruntime.nn.activations.row_form import RowForm
+from pyruntime.nn.activations.shared_input import SeenInputs
 from pyruntime.nn.comparing import TOLERANCES, copied, differs, forwards, tensors_of, untouched
 from pyruntime.nn.gather import gather_shard
 from pyruntime.nn.head_counts import Mismatch
@@ -38,9 +40,11 @@ _DIRECTIONS = 8  # random projections of an input
 
 
 class FirstCall:
-    """A forward pre-hook for a module that holds parallel layers of parallelize()."""
+    """A forward pre-hook for a module that holds parallel layers of parallelize(). `form`: what the first
+    call is to decide on, where the module is the one that parallelize() was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: RowForm | None = None) -> None:
+        self.form = form
         self.seen: set[bool] = set()
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -69,7 +73,7 @@ def _check_first_call(hook: FirstCall, module: nn.Module, args: tuple, kwargs: d
         for _, region in watched:
             region.in_check = True
         try:
-            called = _check(module, [layer for layer, _ in watched], args, kwargs)
+            called = _check(module, [layer for layer, _ in watched], args, kwargs, hook.form)
         except BaseException:
             _forget(module, mode)
             raise
@@ -102,7 +106,9 @@ def _watched(module: nn.Module) -> list[tuple[ParallelLinear, Region]]:
     return [(m, m.region) for m in module.modules() if isinstance(m, ParallelLinear) and m.region is not None]
 
 
-def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs: dict) -> set:
+def _check(
+    module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs: dict, form: RowForm | None
+) -> set:
     """The layers that were called. Raises ValueError on every rank where one of them finds a mismatch that
     nothing mends."""
     called: set[ParallelLinear] = set()
@@ -111,10 +117,14 @@ def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs:
         with untouched(module), forwards(layers, forward_of):
             return module(*copied(args), **copied(kwargs))
 
+    inputs = SeenInputs()
+
     def run_whole() -> tuple[Any, list[_Call]]:
+        nonlocal inputs
         calls: list[_Call] = []
+        inputs = SeenInputs()
         with head_counts.whole(module):
-            return run(lambda layer: _whole_forward(layer, calls)), calls
+            return run(lambda layer: _whole_forward(layer, calls, inputs)), calls
 
     expected, whole = run_whole()
 
@@ -142,6 +152,15 @@ def _check(module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs:
 
     if found := head_counts.settled(module, agreed, layers[0].group.size, give_way):
         raise ValueError(found.message)
+    inputs.connect()
+    trains = (module.training or torch.is_grad_enabled()) and not torch.is_inference_mode_enabled()
+    if form is not None and not form.said and trains:
+
+        def run_on_rows() -> Any:
+            with untouched(module), torch.enable_grad():
+                return module(*copied(args), **copied(kwargs))
+
+        form.decide(module, run_on_rows, expected)
     return called
 
 
@@ -192,11 +211,13 @@ def _agreed(mismatch: Mismatch | None, layers: list[ParallelLinear]) -> Mismatch
     return dataclasses.replace(mismatch, layers=there, position=int(first[1]))
 
 
-def _whole_forward(layer: ParallelLinear, calls: list[_Call]) -> Callable:
+def _whole_forward(layer: ParallelLinear, calls: list[_Call], inputs: SeenInputs) -> Callable:
     """The layer's forward with its whole weight, which notes what those linears are given and give where
-    activations become whole."""
+    activations become whole, and what column linears read."""
 
     def forward(x: Tensor, rows: int | None = None) -> Tensor:
+        if isinstance(layer, ColumnParallelLinear):
+            inputs.note(layer, x)
         weight = _whole(layer, "weight")
         assert weight is not None
         y = F.linear(x, weight.t() if layer.transposed else weight, _whole(layer, "bias"))

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from pyruntime import ops
+from pyruntime.nn.activations.row_shard import RowShard, to_rows
+from pyruntime.nn.activations.shared_input import SharedInput
 from pyruntime.nn.gather import gather_features, split_features
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
@@ -84,6 +86,7 @@ class ParallelLinear(ParallelModule):
         self.tier = check_tier(tier)
         self.strict = strict
         self.region: Region | None = None  # set by parallelize()
+        self.on_rows = sequence_parallel  # in the last call
         self._accepted_rows: set[int] = set()
         self._alone = not self.group.name  # group=None: there is no process group to name
         self._parts = dict(parts)
@@ -141,12 +144,12 @@ class ParallelLinear(ParallelModule):
         # Abstract: nn.Module and abc.ABC do not mix; column and row linears answer.
         raise NotImplementedError(f"{type(self).__name__} does not say which primitives it runs.")
 
-    def _note(self, rows: int) -> None:
-        """Remembers the shape for explain(); under strict, refuses a slower tier than asked (once per
+    def _note(self, rows: int, on_rows: bool) -> None:
+        """Remembers the call for explain(); under strict, refuses a slower tier than asked (once per
         shape)."""
         if is_compiling():
             return
-        self.__dict__["last_rows"] = rows
+        self.__dict__["last_rows"], self.__dict__["on_rows"] = rows, on_rows
         if self.strict and rows not in self._accepted_rows and refuse_slow_tier(self):
             self._accepted_rows.add(rows)
 
@@ -173,6 +176,7 @@ class _ColumnLinear(ParallelLinear):
     ):
         super().__init__(in_features, parts, bias, cut=(0, 0), **options)
         self.keep_gathered = keep_gathered
+        self.shared_input: SharedInput | None = None  # set by the first call
 
     def compute(self, x: Tensor, rows: int | None = None) -> Tensor:
         if x.size(-1) != self.in_features:
@@ -180,32 +184,46 @@ class _ColumnLinear(ParallelLinear):
                 f"{self.label or type(self).__name__} takes in_features={self.in_features}, but its input is "
                 f"{list(x.shape)}; a column-parallel linear needs every feature of x (only rows may be cut)."
             )
-        x, weight, bias = self._operands(x)
-        if self._alone:
-            y = primitives.linear(x, weight, bias)
-        elif self.sequence_parallel:
-            y = ops.all_gather_matmul(
-                x,
-                weight,
-                self.group.name,
-                dim=self.dim,
-                rows=rows,
-                bias=bias,
-                tier=self.tier,
-                keep_gathered=self.keep_gathered,
-            )
-        else:
-            y = ops.replicated_matmul(x, weight, self.group.name, bias=bias, tier=self.tier)
-        self._note(y.numel() // y.size(-1))
+        on_rows = self.sequence_parallel or isinstance(x, RowShard)
+        y = None if self.shared_input is None else self.shared_input.output(self, x)
+        if y is None:
+            x, weight, bias = self._operands(x)
+            if self._alone:
+                y = primitives.linear(x, weight, bias)
+            else:
+                (y,) = self.multiply(x, [weight], [bias], rows)
+        self._note(y.numel() // y.size(-1), on_rows)
         return y
+
+    def multiply(
+        self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], rows: int | None = None
+    ) -> list[Tensor]:
+        """x @ W_i^T + b_i, of this linear and of others that read x with it."""
+        group, on_rows, dim = self.group.name, isinstance(x, RowShard), self.dim
+        if not (on_rows or self.sequence_parallel):
+            return ops.replicated_matmul(x, weights, group, bias=biases, tier=self.tier)
+        shard = x
+        if on_rows:
+            x.form.reads += len(weights)
+            shard, dim, rows = to_rows(x), 0, x.row_count
+        ys = ops.all_gather_matmul(
+            shard,
+            weights,
+            group,
+            dim=dim,
+            rows=rows,
+            bias=biases,
+            tier=self.tier,
+            keep_gathered=self.keep_gathered,
+        )
+        return [y.view(*x.shape[:-1], -1) for y in ys] if on_rows else ys
 
     def op_uses(self) -> list[OpUse]:
         n, k = self.matrix.shape
-        op = "all_gather_matmul" if self.sequence_parallel else "replicated_matmul"
-        return [
-            OpUse("forward", op, n, k, travels=self.sequence_parallel),
-            OpUse("backward", f"{op}_backward", n, k),
-        ]
+        if self.shared_input is not None and self.shared_input.layers:
+            n = sum(layer.matrix.shape[0] for layer in self.shared_input.layers)
+        op = "all_gather_matmul" if self.on_rows else "replicated_matmul"
+        return [OpUse("forward", op, n, k, travels=self.on_rows), OpUse("backward", f"{op}_backward", n, k)]
 
 
 class ColumnParallelLinear(_ColumnLinear):
@@ -356,13 +374,18 @@ class RowParallelLinear(ParallelLinear):
             x = self.region.end(x)
         x, weight, bias = self._operands(x)
         group = self.group.name
+        form = self.region.form if self.region is not None and x.dim() > 1 else None
+        form = form if form is not None and form.gives_rows else None
         if self._alone:
             y = primitives.linear(x, weight, bias)
         elif self.sequence_parallel:
             y = ops.matmul_reduce_scatter(x, weight, group, dim=self.dim, bias=bias, tier=self.tier)
+        elif form is not None:
+            y = ops.matmul_reduce_scatter(x.flatten(0, -2), weight, group, bias=bias, tier=self.tier)
+            y = form.shard(y, (*x.shape[:-1], self.out_features))
         else:
             y = ops.matmul_all_reduce(x, weight, group, bias=bias, tier=self.tier)
-        self._note(x.numel() // x.size(-1))
+        self._note(x.numel() // x.size(-1), self.sequence_parallel or form is not None)
         if self.region is None:
             return y
         if self.split_input:
@@ -372,8 +395,8 @@ class RowParallelLinear(ParallelLinear):
 
     def op_uses(self) -> list[OpUse]:
         n, k = self.matrix.shape
-        op = "matmul_reduce_scatter" if self.sequence_parallel else "matmul_all_reduce"
+        op = "matmul_reduce_scatter" if self.on_rows else "matmul_all_reduce"
         return [
             OpUse("forward", op, n, k),
-            OpUse("backward", f"{op}_backward", n, k, travels=self.sequence_parallel),
+            OpUse("backward", f"{op}_backward", n, k, travels=self.on_rows),
         ]

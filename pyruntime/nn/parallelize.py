@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyruntime.nn import lora
+from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.auto import auto_plan
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.first_call import FirstCall
@@ -88,15 +89,19 @@ def _watch(
     """From here on gradients of what is whole are summed where they must be (regions.py), and the first call
     is compared with the whole model's (first_call.py)."""
     holders: dict[nn.Module, None] = {}
+    form = RowForm(group) if gives_way else None
     for name, module in replaced.items():
         if isinstance(module, ParallelLinear):
-            module.region = Region(name, group, gives_way)
+            module.region = Region(name, group, gives_way, form)
+        elif isinstance(module, VocabParallelEmbedding):
+            module.form = form
         while name:
             name = name.rpartition(".")[0]
             holders[model.get_submodule(name)] = None
     for holder in holders:
         if not any(isinstance(hook, FirstCall) for hook in holder._forward_pre_hooks.values()):
-            holder.register_forward_pre_hook(FirstCall(), with_kwargs=True)
+            hook = FirstCall(form if holder is model else None)
+            holder.register_forward_pre_hook(hook, with_kwargs=True)
         # torch's fast paths read weights instead of calling the layers that hold them.
         if isinstance(holder, nn.TransformerEncoderLayer):
             holder.activation_relu_or_gelu = 0

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from pyruntime import ops
+from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.parameters import TensorGroup
 
 # In a node's metadata:
@@ -43,12 +44,16 @@ class Region:
     trace the layer; None before the first pass.
     checked: in which of training (True) and evaluation (False) the first call was compared
     (first_call.py).
+    form: whether the model's row linears give rows (activations/row_form.py); None: whole activations.
     gives_way: whether the first call may have the layer give or take whole activations; gave_way: why it did,
     "" where it did not."""
 
-    def __init__(self, label: str, group: TensorGroup, gives_way: bool = False) -> None:
+    def __init__(
+        self, label: str, group: TensorGroup, gives_way: bool = False, form: RowForm | None = None
+    ) -> None:
         self.label = label
         self.group = group
+        self.form = form
         self.gives_way = gives_way
         self.gave_way = ""
         self.settled: bool | None = None
