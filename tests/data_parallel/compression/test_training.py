@@ -152,7 +152,9 @@ def test_a_pipeline_s_gradients_are_compressed_too(ranks, tmp_path):
 )
 def test_what_does_not_go_together_is_refused(section, values, sentence):
     config = RunConfig(
-        train=Train(micro_batch_size=1), parallel=Parallel(dp=2), data_parallel=DataParallel("quantize")
+        train=Train(micro_batch_size=1),
+        parallel=Parallel(dp=2),
+        data_parallel=DataParallel(compression="quantize"),
     )
     config = jobs.changed(config, section, **values)
     with pytest.raises(ConfigError, match=re.escape(sentence)):
