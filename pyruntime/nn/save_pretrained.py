@@ -33,12 +33,14 @@ class SavePretrained:
 
 
 def save_whole(model: nn.Module, group: TensorGroup) -> None:
-    """Gives a model that has save_pretrained (transformers, peft) one that writes whole tensors, at any tp.
+    """Gives models, and models within, that have save_pretrained (transformers, peft) one that writes whole
+    tensors, at any tp.
 
     Every rank of the group must call it. Tensors are gathered one at a time; the group's rank 0 keeps them on
     the CPU and writes, unless it is told is_main_process=False. Raises on every rank where rank 0 cannot."""
-    if callable(getattr(type(model), "save_pretrained", None)):
-        model.save_pretrained = SavePretrained(model, group)
+    for module in model.modules():  # peft's merge_and_unload() gives the model within
+        if callable(getattr(type(module), "save_pretrained", None)):
+            module.save_pretrained = SavePretrained(module, group)
 
 
 def _whole(state: dict[str, Any], *, keep: bool) -> dict[str, Any]:
