@@ -110,7 +110,7 @@ class Build(BuildExtension):
             ext.extra_compile_args = [*ext.extra_compile_args, *self.precompiled_header()]
         super().build_extensions()
         # What the import compares with the torch that it finds (pyruntime/comm/core.py).
-        (self.package / "torch_version.txt").write_text(f"{torch.__version__}\n")
+        (self.package_folder / "torch_version.txt").write_text(f"{torch.__version__}\n")
         # Another torch has nothing to give to the kernels.
         if torch.version.hip:
             self.build_hip_kernels()
@@ -137,7 +137,7 @@ class Build(BuildExtension):
         self.build_kernels("HIP", build_hip, strict=False)
 
     @property
-    def package(self) -> Path:
+    def package_folder(self) -> Path:
         """Where the extension is put, and what belongs beside it."""
         # Not self.inplace: setuptools clears that while it builds.
         return (ROOT if self.for_development else Path(self.build_lib).resolve()) / "pyruntime"
@@ -145,7 +145,7 @@ class Build(BuildExtension):
     def build_kernels(self, kind: str, how: ModuleType, strict: bool) -> None:
         """An installation, whose compiler may be any, goes on without them; a build in place does not."""
         try:
-            how.build(self.package / how.LIBRARY.name, strict=strict)
+            how.build(self.package_folder / how.LIBRARY.name, strict=strict)
         except RuntimeError as error:
             if self.for_development:
                 raise SystemExit(str(error)) from None
