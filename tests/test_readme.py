@@ -37,7 +37,7 @@ def test_the_readme_has_one_short_program():
     ],
 )
 def test_program_runs_on_two_ranks(ranks, number, printed):
-    outcomes = ranks.launch(run_program, 2, number, init=False)
+    outcomes = ranks.launch(run_program, 2, number, init=False, timeout=120)
     for rank in outcomes:
         assert rank.error is None and rank.exit_code == 0, rank.output
     if printed:
