@@ -13,10 +13,17 @@ from tools.api_pages import pages
 
 def test_every_public_name_is_on_its_module_s_page():
     found = pages()
-    assert {"pyruntime", "pyruntime.comm", "pyruntime.nn", "pyruntime.ops", "pyruntime.symm_mem"} <= found.keys()
+    assert {
+        "pyruntime",
+        "pyruntime.comm",
+        "pyruntime.nn",
+        "pyruntime.ops",
+        "pyruntime.symm_mem",
+    } <= found.keys()
     for module, text in found.items():
         exported = importlib.import_module(module)
-        named = dict(reversed(each.rsplit(".", 1)) for each in re.findall(r"^::: (.+)$", text, re.M))
+        places = re.findall(r"^(?:::: |- \[\w+\]\[)([\w.]+)\]?$", text, re.M)
+        named = dict(reversed(place.rsplit(".", 1)) for place in places)
         assert named.keys() == set(exported.__all__), module
         for name, place in named.items():
             assert getattr(importlib.import_module(place), name) is getattr(exported, name)

@@ -51,7 +51,9 @@ def printed(ranks) -> list[dict[str, str]]:
 def test_an_example_is_short_and_says_how_to_run_it(name):
     path = EXAMPLES[name]
     assert len(code_lines(path)) <= MOST_LINES
-    assert f"torchrun --nproc-per-node 2 examples/{path.name}" in ast.get_docstring(ast.parse(path.read_text()))
+    assert f"torchrun --nproc-per-node 2 examples/{path.name}" in ast.get_docstring(
+        ast.parse(path.read_text())
+    )
 
 
 def test_the_page_names_every_example():
@@ -71,15 +73,16 @@ def test_what_ranks_compute_together_is_the_whole(printed, name):
     [
         ("parallelize", rf"rank {{rank}}, step {{step}}: loss {NUMBER}, gradient norm \d+\.\d+"),
         ("linears", rf"rank {{rank}}, step {{step}}: up \[128, 64\], loss of own rows {NUMBER}"),
-        ("data_parallel", rf"rank {{rank}}, step {{step}}: loss of own data {NUMBER}, gradient norm \d+\.\d+"),
+        (
+            "data_parallel",
+            rf"rank {{rank}}, step {{step}}: loss of own data {NUMBER}, gradient norm \d+\.\d+",
+        ),
     ],
 )
 def test_losses_fall(printed, name, line):
     for rank, said in enumerate(printed):
         lines = said[name].splitlines()
-        losses = [
-            float(re.fullmatch(line.format(rank=rank, step=step), lines[step])[1]) for step in range(3)
-        ]
+        losses = [float(re.fullmatch(line.format(rank=rank, step=step), lines[step])[1]) for step in range(3)]
         assert losses[0] > losses[1] > losses[2] and len(lines) == 3
 
 

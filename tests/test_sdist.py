@@ -114,7 +114,9 @@ def test_a_wheel_has_the_core_and_beside_it_the_kernels_and_the_torch_that_it_is
     with zipfile.ZipFile(made) as wheel:
         names = {name.removeprefix("pyruntime/") for name in wheel.namelist()}
         assert wheel.read("pyruntime/torch_version.txt").decode().strip() == str(torch.__version__)
-    assert names.issuperset(kernels) and any(name.startswith("_C.") and name.endswith(".so") for name in names)
+    assert names.issuperset(kernels) and any(
+        name.startswith("_C.") and name.endswith(".so") for name in names
+    )
 
 
 def test_another_torch_is_refused_in_a_sentence(tmp_path):

@@ -40,13 +40,19 @@ def defined_in(name: str, module: str, known: dict[str, ast.Module]) -> str:
 
 
 def pages() -> dict[str, str]:
-    """The text of every page, by its module."""
-    known, made = modules(), {}
+    """The text of every page, by its module. What several modules offer is on the page of one, the last, and the
+    others refer to it."""
+    known, offered, at = modules(), {}, {}
     for module, tree in known.items():
-        if names := public(tree):
-            lines = [f"# {module}", "", ast.get_docstring(tree) or "", ""]
-            for name in sorted(names, key=str.lower):
-                lines += [f"::: {defined_in(name, module, known)}.{name}", ""]
+        names = sorted(public(tree), key=str.lower)
+        offered[module] = {name: f"{defined_in(name, module, known)}.{name}" for name in names}
+        at |= dict.fromkeys(offered[module].values(), module)
+    made = {}
+    for module, places in offered.items():
+        lines = [f"# {module}", "", ast.get_docstring(known[module]) or "", ""]
+        lines += [f"- [{name}][{place}]" for name, place in places.items() if at[place] != module]
+        lines += [f"\n::: {place}" for place in places.values() if at[place] == module]
+        if places:
             made[module] = "\n".join(lines)
     return made
 
