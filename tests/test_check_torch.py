@@ -1,5 +1,5 @@
-"""The core is checked against a torch that is not installed, here against toys of both; versions that nobody has
-checked are refused."""
+"""The core is checked against a torch that is not installed, here against toys of both; versions that nobody
+has checked are refused."""
 
 import shutil
 import subprocess

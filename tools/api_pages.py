@@ -1,7 +1,7 @@
 """Pages of the API reference: one for every module that says in `__all__` what is public (`make api`).
 
-mkdocs calls `on_files` (mkdocs.yml). Nothing is imported: the sources are parsed here for who defines a name, and
-by mkdocstrings for the docstrings.
+mkdocs calls `on_files` (mkdocs.yml). Nothing is imported: the sources are parsed here for who defines a name,
+and by mkdocstrings for the docstrings.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def defined_in(name: str, module: str, known: dict[str, ast.Module]) -> str:
 
 
 def pages() -> dict[str, str]:
-    """The text of every page, by its module. What several modules offer is on the page of one, the last, and the
-    others refer to it."""
+    """The text of every page, by its module. What several modules offer is on the page of one, the last, and
+    the others refer to it."""
     known, offered, at = modules(), {}, {}
     for module, tree in known.items():
         names = sorted(public(tree), key=str.lower)
