@@ -1,5 +1,5 @@
-"""The Dockerfiles: nothing that they name is missing here. That they are well made hadolint says (`make lint`);
-that what they copy can be installed, tests/test_sdist.py."""
+"""The Dockerfiles: nothing that they name is missing here. hadolint says whether they are well made
+(`make lint`), tests/test_sdist.py whether what they copy can be installed."""
 
 from __future__ import annotations
 
