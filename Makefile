@@ -4,7 +4,7 @@
 
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
     $(if $(shell $(name) -c 'import sys; print(int(sys.version_info >= (3, 11)))' 2>/dev/null | grep 1),$(name))) python3)
-# What is installed where $(PYTHON) has no torch 2.11 to 2.13 of its own; pip's options may follow the requirement.
+# What is installed where $(PYTHON) has no torch 2.11 to 2.15 of its own; pip's options may follow the requirement.
 TORCH ?= torch==2.13.0
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -20,6 +20,8 @@ SHELL := /bin/bash
 
 CPP := $(shell find csrc hip tests/cpp tests/cuda tests/hip -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BUILT := build/.built
+SMOKE := $(addprefix tests/,test_examples.py symm_mem comm/test_symmetric_memory.py ops/test_primitives.py ops/test_compile.py \
+    nn/test_linear.py nn/test_parameters.py nn/test_compile.py nn/test_torch_tools.py)
 
 .PHONY: help
 help:  ## say what the targets do
@@ -32,6 +34,10 @@ train: $(BUILT)  ## train the main model: 2 ranks, tensor parallel
 .PHONY: test
 test: lint  ## lint, then all tests but those of the six targets below
 	$(RUN) -m pytest
+
+.PHONY: smoke
+smoke: $(BUILT)  ## a few tests of everything that leans on torch: for a torch that is new here
+	$(RUN) -m pytest $(SMOKE)
 
 .PHONY: test-cuda
 test-cuda: $(BUILT)  ## compile the CUDA kernels with nvcc and look at what became of them: minutes
@@ -66,17 +72,22 @@ test-install: $(BUILT)  ## install from the source distribution, which compiles 
 	$(RUN) -m pytest -m install tests/test_sdist.py
 
 .PHONY: lint
-lint: $(BUILT)  ## ruff, clang-format, mypy; changes nothing
+lint: $(BUILT)  ## ruff, clang-format, mypy, hadolint; changes nothing
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP)
 	$(RUN) -m mypy
+	$(VENV)/bin/hadolint --ignore DL3008 --ignore DL3013 docker/*.Dockerfile  # any compiler, any build tool
 
 .PHONY: format
 format: $(BUILT)  ## rewrite the sources as the formatters want them
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 	$(VENV)/bin/clang-format -i $(CPP)
+
+.PHONY: api
+api: $(VENV)/.made  ## the API reference: build/api/index.html
+	$(RUN) -m mkdocs --quiet build
 
 .PHONY: bench
 bench: $(BUILT)  ## the linear benchmark on 2 ranks
@@ -109,7 +120,7 @@ $(BUILT): $(VENV)/.made setup.py $(shell find csrc -type d -o -name '*.cpp' -o -
 	$(RUN) setup.py --quiet build_ext --inplace
 	@mkdir -p $(@D) && touch $@
 
-$(VENV)/.made: pyproject.toml tools/make_venv.py
+$(VENV)/.made: pyproject.toml tools/make_venv.py tools/torch_versions.py
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) was found on PATH: install Python 3.11 or newer, on Debian and Ubuntu with 'apt-get install python3 python3-venv'." >&2; exit 1; }
 	@$(PYTHON) tools/make_venv.py $(VENV) --torch "$(TORCH)"
 	@touch $@

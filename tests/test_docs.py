@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 MOST_WORDS, WIDTH = 1500, 120
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-OURS = re.compile(r"(?:bench|csrc|docs|hip|pyruntime|tests|tools)/[\w.*{},/-]*")
+OURS = re.compile(r"(?:bench|csrc|docker|docs|examples|hip|pyruntime|tests|tools)/[\w.*{},/-]*")
 """A path from the repository's root, as texts and commands name it."""
 MADE = re.compile(r"\.(so|log)$|[A-Z]{3,}")
 """What builds make, and names with a placeholder in them: test_NAME.cpp."""

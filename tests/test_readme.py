@@ -1,4 +1,4 @@
-"""The programs in the README, in docs/examples.md and in docs/symm-mem.md run as they stand there."""
+"""The programs in the README and in docs/symm-mem.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "examples.md", ROOT / "docs" / "symm-mem.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "symm-mem.md")
 
 
 def programs() -> list[str]:
@@ -23,7 +23,7 @@ def run_program(_group, number: int) -> None:
 
 
 def test_the_readme_has_one_short_program():
-    assert len(programs()) == 6
+    assert len(programs()) == 2
     program = programs()[0]
     assert "pyruntime.parallelize(" in program
     assert len([line for line in program.splitlines() if line and not line.startswith("import")]) <= 10
@@ -33,15 +33,11 @@ def test_the_readme_has_one_short_program():
     ("number", "printed"),
     [
         (0, r"gradient norm \d+\.\d+\n(.*\n)+.*matmul_all_reduce.*"),
-        (1, r"gradient norm \d+\.\d+"),
-        (2, r"loss \d+\.\d+, gradient norm \d+\.\d+\n(.*\n)+.*replicated_matmul.* chunked"),
-        (3, None),
-        (4, r"gradient of its keys \d+\.\d+"),
-        (5, None),
+        (1, None),
     ],
 )
 def test_program_runs_on_two_ranks(ranks, number, printed):
-    outcomes = ranks.launch(run_program, 2, number, init=False)
+    outcomes = ranks.launch(run_program, 2, number, init=False, timeout=120)
     for rank in outcomes:
         assert rank.error is None and rank.exit_code == 0, rank.output
     if printed:

@@ -1,14 +1,19 @@
-"""The source distribution has all that an installation from it needs."""
+"""The source distribution has all that an installation from it needs, and so has what images copy; a wheel
+has the core, the torch that it is for, and the kernels beside it."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import pyruntime
 from tools.build_cuda import ROOT
@@ -65,11 +70,14 @@ def test_it_has_every_source_of_the_core_and_of_the_kernels(unpacked):
         run(sys.executable, "-c", program, cwd=unpacked)
 
 
-def install(sdist: Path, target: Path, **environment: str) -> None:
+def pip(command: str, *arguments: str | Path, cwd: Path, **environment: str) -> None:
     # Not from the source folder, whose package would be in the way.
-    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation")
-    pip += ("--no-compile",)
-    run(*pip, "--target", target, sdist, cwd=sdist.parent, env=os.environ | environment)
+    options = ("-q", "--no-index", "--no-deps", "--no-build-isolation")
+    run(sys.executable, "-m", "pip", command, *options, *arguments, cwd=cwd, env=os.environ | environment)
+
+
+def install(sdist: Path, target: Path, **environment: str) -> None:
+    pip("install", "--no-compile", "--target", target, sdist, cwd=sdist.parent, **environment)
 
 
 @pytest.fixture
@@ -93,6 +101,47 @@ def test_pip_installs_from_it(sdist, tmp_path, compilers):
     assert (headers / "csrc/cuda/portable/gemm/tile_gemm.cuh").exists() and (
         headers / "csrc/cuda/compat.h"
     ).exists()
+
+
+def test_a_wheel_has_the_core_and_beside_it_the_kernels_and_the_torch_that_it_is_for(
+    unpacked, tmp_path, compilers
+):
+    tree = shutil.copytree(unpacked, tmp_path / "tree")
+    kernels = ("libpyruntime_cuda.so", "libpyruntime_hip.so")
+    for name in kernels:
+        (tree / "pyruntime" / name).write_text("what `make cuda` and `make hip` have built")
+    pip("wheel", "--wheel-dir", tmp_path, tree, cwd=tmp_path, **compilers)
+    (made,) = tmp_path.glob(f"pyruntime-{pyruntime.__version__}-cp*.whl")
+    with zipfile.ZipFile(made) as wheel:
+        names = {name.removeprefix("pyruntime/") for name in wheel.namelist()}
+        assert wheel.read("pyruntime/torch_version.txt").decode().strip() == str(torch.__version__)
+    assert names.issuperset(kernels) and any(re.fullmatch(r"_C\..*so", name) for name in names)
+
+
+def test_another_torch_is_refused_in_a_sentence(tmp_path):
+    program = "import torch; torch.__version__ = '2.12.9+other'; import pyruntime"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: pyruntime was built with torch {torch.__version__} and found torch 2.12.9+other: "
+        "install that one, or build pyruntime again with this one."
+    )
+
+
+def test_pip_installs_what_images_copy(tmp_path, compilers):
+    """.dockerignore leaves out all but what its lines with "!" name."""
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert lines[0] == "*"
+    context = tmp_path / "src"
+    left_out = shutil.ignore_patterns("__pycache__", "*.so", "torch_version.txt")
+    for name in (line[1:] for line in lines if line.startswith("!")):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, context / name, ignore=left_out)
+        else:
+            context.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, context)
+    pip("install", "--no-compile", "--target", tmp_path / "site", context, cwd=tmp_path, **compilers)
+    assert list((tmp_path / "site" / "pyruntime").glob("_C*.so"))
 
 
 def test_a_build_in_place_can_be_lenient_to_warnings(unpacked, compilers):

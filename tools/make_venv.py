@@ -29,8 +29,9 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+from torch_versions import DEFAULT, KNOWN, is_known
+
 ROOT = Path(__file__).resolve().parent.parent
-TORCH_VERSIONS = ("2.11", "2.12", "2.13")
 BUILD_TOOLS = ("setuptools>=77", "wheel")
 PROBE = """
 import json, pathlib
@@ -48,15 +49,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("venv", type=Path)
-    parser.add_argument("--torch", metavar="REQUIREMENT", default="torch==2.13.0")
+    parser.add_argument("--torch", metavar="REQUIREMENT", default=f"torch=={DEFAULT}")
     arguments = parser.parse_args()
     if Path(sys.prefix).resolve() == arguments.venv.resolve():  # the environment itself is the active one
         os.execv(sys._base_executable, [sys._base_executable, *sys.argv])
     check_machine()
 
     found = importable_torch(sys.executable)
-    if found is not None and not found[0].startswith(TORCH_VERSIONS):
-        print(f"Not using torch {found[0]} of {sys.executable}: supported are {', '.join(TORCH_VERSIONS)}.")
+    if found is not None and not is_known(found[0]):
+        print(f"Not using torch {found[0]} of {sys.executable}: known are {', '.join(KNOWN)}.")
         found = None
     python = create(arguments.venv, shares_system_packages=found is not None)
     if found is not None:
@@ -73,7 +74,7 @@ def main() -> None:
     # Programs go into this environment even where the outer one has them: only this one's bin folder is used.
     pip(python, "--quiet", "--ignore-installed", "--no-deps", *programs())
     pip(python, "--quiet", "-c", str(constraints), *BUILD_TOOLS)
-    pip(python, "--quiet", "-c", str(constraints), "--no-build-isolation", "-e", f"{ROOT}[dev]")
+    pip(python, "--quiet", "-c", str(constraints), "--no-build-isolation", "-e", f"{ROOT}[dev,docs]")
 
 
 def check_machine() -> None:
@@ -125,7 +126,7 @@ def use_torch_of(python: str, found: tuple[str, str]) -> None:
 def programs() -> list[str]:
     """The requirements of the dev extra that are programs, not modules."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    return [line for line in extras["dev"] if re.match("clang-format|ninja|ruff", line)]
+    return [line for line in extras["dev"] if re.match("clang-format|hadolint|ninja|ruff", line)]
 
 
 def pip(python: str, *arguments: str) -> None:

@@ -2,17 +2,28 @@
 
 import atexit
 import logging
+from pathlib import Path
 
 import torch  # the core links against torch's libraries, which must be loaded first
 
+from pyruntime.comm.errors import CommError, CommTimeout, PeerLost
+
+_BUILT_WITH = Path(__file__).parent.parent / "torch_version.txt"
+"""The version of torch that the core was built with; setup.py writes it beside the core."""
+
+# Before the core is loaded: in another torch what it calls may have other arguments.
+if _BUILT_WITH.exists() and (_built_with := _BUILT_WITH.read_text().strip()) != str(torch.__version__):
+    raise ImportError(
+        f"pyruntime was built with torch {_built_with} and found torch {torch.__version__}: install that "
+        "one, or build pyruntime again with this one."
+    )
 try:
     from pyruntime import _C
 except ImportError as error:
     raise ImportError(
         f"pyruntime's C++ core cannot be loaded here ({error}). In a source folder run `make build`, or "
-        "leave it if pyruntime is installed; after another torch was installed, build it again."
+        "leave it if pyruntime is installed."
     ) from error
-from pyruntime.comm.errors import CommError, CommTimeout, PeerLost
 
 _C.register_errors(CommError, CommTimeout, PeerLost)
 _C.set_torch_is_for_rocm(torch.version.hip is not None)

@@ -35,7 +35,8 @@ def ring_attention(
     Args:
         q: [B, n, H, d], of this rank's tokens as `layout` deals them out (`positions` says which they are):
             of all S/P, or of the last n. float32, bfloat16, float16 or float64.
-        k, v: [B, S/P, G, d]; G divides H, and query heads h H/G ... share key head h.
+        k: [B, S/P, G, d]; G divides H, and query heads h H/G ... share key head h.
+        v: as k.
         group: the P ranks that the sequence is cut over.
         causal: a query sees the keys up to its own place in the sequence.
         layout: "contiguous", "zigzag", "striped", or "balanced", by the work of the documents.

@@ -34,7 +34,7 @@ class TensorGroup:
 
     `mesh(device_type)` is the 1-D DeviceMesh that state dicts are stated in: the one the caller gave, else
     one made from the process group when it is first needed. Copying a model shares the group; a pickle
-    carries only its name."""
+    carries only its name, and is refused by any other rank."""
 
     __slots__ = ("_meshes", "name", "rank", "size")
 
@@ -66,10 +66,29 @@ class TensorGroup:
         return self
 
     def __reduce__(self):
-        return TensorGroup, (self.name, self.rank, self.size)
+        return _unpickled, (self.name, self.rank, self.size)
 
     def __repr__(self) -> str:
         return f"{self.name!r}, rank {self.rank} of {self.size}"
+
+
+def _unpickled(name: str, rank: int, size: int) -> TensorGroup:
+    """Raises ValueError where this process is not that rank of the group: what was pickled beside the group
+    are that rank's shards."""
+    if not name:
+        return TensorGroup("", rank, size)
+    try:
+        group = comm.process_group(name)
+    except (RuntimeError, ValueError):
+        here = "not in it"
+    else:
+        if (group.rank(), group.size()) == (rank, size):
+            return TensorGroup(name, rank, size)
+        here = f"rank {group.rank()} of {group.size()} there"
+    raise ValueError(
+        f"This pickle has the shards of rank {rank} of {size} in group {name!r}, and this process is {here}; "
+        "save state_dict() by torch.distributed.checkpoint, or save_pretrained(), which any ranks can load."
+    )
 
 
 def shard_bounds(size: int, world_size: int, rank: int, what: str = "a dimension") -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
@@ -13,28 +12,35 @@ from pyruntime import ops
 from pyruntime.nn.parameters import TensorGroup
 
 
+class SavePretrained:
+    """save_pretrained() of one parallel model. It belongs to the model as an object, so that a copy or a
+    pickle of the model has one of its own."""
+
+    def __init__(self, model: nn.Module, group: TensorGroup) -> None:
+        self.model, self.group = model, group
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        model, given = self.model, options.pop("state_dict", None)
+        state = _whole(model.state_dict() if given is None else given, keep=self.group.rank == 0)
+        result, error = None, None
+        if self.group.rank == 0:
+            try:
+                result = type(model).save_pretrained(model, *args, state_dict=state, **options)
+            except Exception as raised:
+                error = raised
+        raise_everywhere(error, self.group, next(model.parameters()).device, "save the model")
+        return result
+
+
 def save_whole(model: nn.Module, group: TensorGroup) -> None:
-    """Gives a model that has save_pretrained (transformers, peft) one that writes whole tensors, at any tp.
+    """Gives models, and models within, that have save_pretrained (transformers, peft) one that writes whole
+    tensors, at any tp.
 
     Every rank of the group must call it. Tensors are gathered one at a time; the group's rank 0 keeps them on
     the CPU and writes, unless it is told is_main_process=False. Raises on every rank where rank 0 cannot."""
-    if not callable(getattr(type(model), "save_pretrained", None)):
-        return
-    own = type(model).save_pretrained
-
-    def save_pretrained(self: nn.Module, *args: Any, **options: Any) -> Any:
-        given = options.pop("state_dict", None)
-        state = _whole(self.state_dict() if given is None else given, keep=group.rank == 0)
-        result, error = None, None
-        if group.rank == 0:
-            try:
-                result = own(self, *args, state_dict=state, **options)
-            except Exception as raised:
-                error = raised
-        raise_everywhere(error, group, next(model.parameters()).device, "save the model")
-        return result
-
-    model.save_pretrained = types.MethodType(save_pretrained, model)
+    for module in model.modules():  # peft's merge_and_unload() gives the model within
+        if callable(getattr(type(module), "save_pretrained", None)):
+            module.save_pretrained = SavePretrained(module, group)
 
 
 def _whole(state: dict[str, Any], *, keep: bool) -> dict[str, Any]:

@@ -177,7 +177,8 @@ def refusals(group) -> dict[str, str]:
     deeper = nn.Sequential(nn.Linear(4, 4), *[nn.LayerNorm(4)] * dist.get_rank(group))
     nn.init.zeros_(deeper[0].weight), nn.init.zeros_(deeper[0].bias)
     refused("depth", deeper, {"0": "column"})
-    refused("devices", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), {"0": "column"})
+    for plan in ({"0": "column"}, "auto"):
+        refused(f"devices, {plan}", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), plan)
 
     net = parallelize(nn.Sequential(nn.Identity(), zeros(nn.Linear(4, 4))), group, {"1": "row"})
     with pytest.raises(ValueError) as caught:
@@ -251,7 +252,10 @@ def test_refusals_are_sentences(ranks):
         "permuted": "0.weight of rank 1 is not that of rank 0",
         "shapes": "where rank 0 has 0.weight [4, 4] torch.float32, rank 1 has 0.weight [5, 4] torch.float32",
         "depth": "rank 0 has 2 parameters, rank 1 has 4",
-        "devices": "this one has 0.weight on cpu and 1.weight on meta; move it to one device",
+        **dict.fromkeys(
+            ("devices, {'0': 'column'}", "devices, auto"),
+            "this one has 0.weight on cpu and 1.weight on meta; move it to one device",
+        ),
         "row alone": "1 is a 'row' linear and is given an input of shape [2, 4] instead of [2, 2]: no "
         "'column' "
         "linear's output",

@@ -41,6 +41,9 @@ def adapters_first(group, folder: str) -> None:
     assert_near(again(**batch()).logits, whole(**batch()).logits, "logits of the adapters saved")
     merged = model.merge_and_unload()
     assert_near(merged(**batch()).logits, whole(**batch()).logits, "logits of the adapters merged")
+    merged.save_pretrained(f"{folder}/merged")
+    again = LlamaForCausalLM.from_pretrained(f"{folder}/merged")
+    assert_near(again(**batch()).logits, whole(**batch()).logits, "logits of the adapters merged and saved")
 
 
 def adapters_refused(group) -> list[str]:
