@@ -27,7 +27,7 @@ struct TransportMaker {
 
   // Tells messages of this rendezvous apart from those of others over the same process group.
   int instance() const {
-    constexpr int64_t kPlaces = 3;                         // within a class: -1, 0 and 1
+    constexpr int64_t kPlaces = 4;                         // within a class: -1 to 2
     const int64_t groups = 1 + kPlaces * kTrafficClasses;  // that share the process group and a rank
     const int64_t own =
         key.companion ? 1 + kPlaces * static_cast<int64_t>(*key.companion) + key.within + 1 : 0;

@@ -14,7 +14,7 @@ from pyruntime.plan.cluster import Cluster, Inside
 from pyruntime.plan.traffic import bytes_of_step
 from pyruntime.text import columns
 from pyruntime.train import dry_run
-from pyruntime.train.config import RunConfig, micro_batches
+from pyruntime.train.config import RunConfig, meets_every_step, micro_batches
 from pyruntime.train.errors import ConfigError
 
 DESCRIPTION = """Shows who talks to whom over what in a training: the groups of ranks of every axis, the
@@ -49,6 +49,13 @@ def _number(argv: list[str], name: str) -> tuple[int | None, list[str]]:
 def report(config: RunConfig, ranks: int, per_host: int) -> str:
     """The table. Raises ConfigError where the run would be refused, or hosts would hold unequally many."""
     shape = dry_run.check(config, ranks)
+    chosen = config.data_parallel
+    if not meets_every_step(config) or chosen.compression != "none":
+        raise ConfigError(
+            f"data_parallel.method={chosen.method}, data_parallel.compression={chosen.compression}: mesh "
+            "counts the bytes of whole gradients in every step; leave both out, or read outer_bytes and "
+            "dp_bytes in the metrics of a run."
+        )
     if ranks % per_host:
         raise ConfigError(f"--ranks_per_host={per_host} does not divide {ranks} ranks; use a divisor.")
     on_device = config.train.device == "cuda"

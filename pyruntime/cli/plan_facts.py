@@ -134,6 +134,8 @@ def toml(job: Job, mesh: Mesh, head: str = "", layers: Sequence[int] = ()) -> st
 
 def planned(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster) -> tuple[Job, Mesh]:
     """What a configuration that runs on `ranks` ranks is to the planner; `settings` is the way back."""
+    from pyruntime.train.config import replicas
+
     train, parallel, pipeline = config.train, config.parallel, config.pipeline
     job = Job(
         of_llama("the run", shape),
@@ -143,19 +145,20 @@ def planned(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster)
         train.seq_len,
         rounding=config.optimizer.rounding,
     )
+    tau = _tau(config.data_parallel)
     mesh = Mesh(
         tp=parallel.tp or ranks // (parallel.pp * parallel.cp * parallel.dp),
         pp=parallel.pp,
         cp=parallel.cp,
         dp=parallel.dp,
         zero=parallel.zero,
-        replicate=parallel.dp_replicate,
+        replicate=parallel.dp_replicate if tau else replicas(config),
         kind=pipeline.kind,
         virtual=pipeline.virtual,
         slices=pipeline.slices,
         micro_batch=train.micro_batch_size,
         recompute=train.activation_checkpointing,
-        tau=_tau(config.data_parallel),
+        tau=tau,
     )
     return job, mesh
 

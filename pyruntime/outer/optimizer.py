@@ -257,6 +257,8 @@ class OuterOptimizer:
         for number, fragment in enumerate(self._fragments):
             fragment.go_on(numbers[number * each : (number + 1) * each])
             fragment.first_square = float(state["first_steps"][number])
+            if self.tau is None:  # steps are timed anew
+                fragment.length = fragment.steps + MEASURED_STEPS
 
     def close(self) -> None:
         """Nothing is on its way and nothing watched any more; the parameters are each replica's own. Every

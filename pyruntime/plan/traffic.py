@@ -27,7 +27,9 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
     whole sums of gradients, which return. Raises ValueError for AxoNN's and CO2's meshes.
     """
     if mesh.is_axonn or mesh.tau:
-        raise ValueError(f"{mesh.text()} is a mesh that nothing here runs; use one of tp, cp, pp and dp.")
+        raise ValueError(
+            f"{mesh.text()} is not counted here; use tp, cp, pp and a dp that meets in every step."
+        )
     predictor = Predictor(job, sums_whole=True)
     model, scale = job.model, element / 2
     micro_batches, layers = mesh.micro_batches(job.batch), max(layers_by_rank(model, mesh))

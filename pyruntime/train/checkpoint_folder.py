@@ -42,6 +42,8 @@ class Facts:
     """Of bf16 weights; "stochastic": there are no fp32 master weights."""
     skipped: int = 0
     """Of the steps, those that updated nothing."""
+    in_a_row: int = 0
+    """Of these, those since the last step that counted."""
     norms: Sequence[float] = ()
     """Of the gradients that the next step's is compared with, where spikes are looked for."""
     method: str = "every_step"
@@ -154,6 +156,7 @@ def _read(checkpoint: Path) -> Facts:
         facts = Facts(**{name: value for name, value in content.items() if name != "format"})
         whole = type(facts.step) is int and facts.step >= 1 and isinstance(facts.model, dict)
         whole = whole and type(facts.skipped) is int and 0 <= facts.skipped <= facts.step
+        whole = whole and type(facts.in_a_row) is int and 0 <= facts.in_a_row <= facts.skipped
         whole = whole and all(isinstance(norm, float) and math.isfinite(norm) for norm in facts.norms)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         whole = False

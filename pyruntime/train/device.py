@@ -100,6 +100,11 @@ def check_device(config: RunConfig, device: Device) -> None:
             f"data_parallel.method={config.data_parallel.method} is of ranks on the CPU, and train.device is "
             f"{device.device}; use every_step, or train.device=cpu."
         )
+    if config.data_parallel.compression != "none":
+        raise ConfigError(
+            f"data_parallel.compression={config.data_parallel.compression} is done on the CPU alone, and "
+            f"train.device is {device.device}; leave it out, or use train.device=cpu."
+        )
     parallel = config.parallel
     several_hosts = Host.here().ranks != int(os.environ.get("WORLD_SIZE", "1"))
     for name, size in (("dp", parallel.dp), ("cp", parallel.cp), ("pp", parallel.pp)):

@@ -74,10 +74,10 @@ class Guard:
         """Whether too many steps in a row were skipped."""
         return self.in_a_row >= MOST_IN_A_ROW
 
-    def resume(self, norms: Iterable[float], skipped: int) -> None:
-        """Goes on after steps with these norms, and so many that were skipped."""
+    def resume(self, norms: Iterable[float], skipped: int, in_a_row: int) -> None:
+        """Goes on after steps with these norms, and so many that were skipped, the last ones in a row."""
         self._norms.extend(norms)
-        self.skipped = skipped
+        self.skipped, self.in_a_row = skipped, in_a_row
 
     def why_bad(self, figures: StepFigures) -> str:
         """Why the step is bad, in words that follow "Step 3: "; empty where it is not."""

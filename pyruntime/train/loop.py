@@ -130,7 +130,7 @@ class Trainer:
         """Loads weights, optimizer state, what compression lost, and step of the checkpoint in `folder`."""
         found = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world, self.outer)
         self.step = found.step
-        self._guard.resume(found.norms, found.skipped)
+        self._guard.resume(found.norms, found.skipped, found.in_a_row)
         self._saved_at, self._saved_in = self.step, folder
 
     def what_is_not_resumed(self, folder: Path) -> str:
@@ -310,7 +310,11 @@ class Trainer:
     def _save(self) -> None:
         guard = self._guard
         facts = dataclasses.replace(
-            self._facts, step=self.step, skipped=guard.skipped, norms=tuple(guard.norms)
+            self._facts,
+            step=self.step,
+            skipped=guard.skipped,
+            in_a_row=guard.in_a_row,
+            norms=tuple(guard.norms),
         )
         keep = self._config.checkpoint.keep
         with self._stop.saving():

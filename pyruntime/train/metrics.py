@@ -51,7 +51,7 @@ class StepMetrics:
     """Steps of the run that updated nothing so far, where this is one."""
 
     def to_json(self) -> str:
-        """Figures that are not finite, of a step that was skipped, as null."""
+        """Figures that are not finite, as null: the loss of a step that was skipped, or a validation's."""
         values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         return json.dumps(
             {
@@ -111,9 +111,9 @@ def _parse(text: bytes) -> dict | None:
         return None
     if not isinstance(line, dict) or type(line.get("step")) is not int or not 1 <= line["step"] < 2**31:
         return None
-    figures = [line.get("loss"), *(line[name] for name in ("val_loss",) if name in line)]
-    if "skipped" in line and figures[0] is None:
-        del figures[0]
+    figures = [line.get("loss")] if line.get("loss") is not None or "skipped" not in line else []
+    if line.get("val_loss") is not None:
+        figures.append(line["val_loss"])
     return line if all(map(_is_loss, figures)) else None
 
 

@@ -137,7 +137,7 @@ def plot_loss(lines: list[dict], path: Path) -> None:
     axes = figure.subplots()
     known = [m for m in lines if m["loss"] is not None]
     axes.plot([m["step"] for m in known], [m["loss"] for m in known], lw=0.8, label="training")
-    measured = [m for m in lines if "val_loss" in m]
+    measured = [m for m in lines if m.get("val_loss") is not None]
     axes.plot(
         [m["step"] for m in measured], [m["val_loss"] for m in measured], "o-", ms=4, label="validation"
     )

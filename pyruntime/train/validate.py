@@ -320,6 +320,11 @@ def _check_compression(config: RunConfig) -> None:
         f"{asked} is done on the CPU alone; leave it out with train.device=cuda.",
     )
     _require(
+        config.optimizer.on_bad_step == "stop",
+        f"{asked} with optimizer.on_bad_step=skip: when a step is known to be bad, what compression keeps "
+        "has it already; leave one of them out.",
+    )
+    _require(
         chosen.error_feedback or chosen.compression == "quantize",
         f"{asked} with data_parallel.error_feedback=false would never send most of a gradient; leave it on, "
         "or use quantize.",

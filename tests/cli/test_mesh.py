@@ -66,6 +66,11 @@ def test_what_would_not_run_is_refused(capsys):
     for argv, sentence in [
         (["--ranks", "3", "--parallel.tp", "2"], "parallel.tp=2 but 3 rank(s) were started"),
         (["--parallel.dp", "4", "--ranks_per_host", "3"], "--ranks_per_host=3 does not divide 4 ranks"),
+        (
+            ["--parallel.dp", "2", "--data_parallel.method", "diloco", "--data_parallel.tau", "8"],
+            "mesh counts",
+        ),
+        (["--parallel.dp", "2", "--data_parallel.compression", "quantize"], "leave both out, or read"),
         (["--ranks", "none"], "--ranks must be a number of at least 1, found none."),
         (["--rank", "2"], "There is no option --rank; the nearest is --ranks"),
     ]:

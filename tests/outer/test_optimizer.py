@@ -297,6 +297,19 @@ def measured(group, step_s, exchange_s):
     return before, tau, sentence, [p.detach() for p in model.parameters()]
 
 
+def test_tau_is_measured_anew_where_a_run_goes_on_before_it_was_known():
+    module = nn.Linear(3, 2)
+    before = pyruntime.OuterOptimizer(module, None, outer.co2("auto"))
+    for _ in range(optimizer.MEASURED_STEPS - 1):
+        before.step()
+    after = pyruntime.OuterOptimizer(module, None, outer.co2("auto"))
+    after.load_state_dict(before.state_dict())
+    for _ in range(optimizer.MEASURED_STEPS):
+        assert after.tau is None
+        after.step()
+    assert after.tau is not None
+
+
 def test_tau_auto_is_the_usual_number_that_hides_the_exchange_and_says_so(ranks):
     results = ranks.run(measured, 2, 0.05, 0.23)
     for before, tau, sentence, parameters in results:

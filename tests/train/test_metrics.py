@@ -61,6 +61,10 @@ def test_figures_that_are_not_finite_are_null_where_a_step_was_skipped(tmp_path)
     lines = read(tmp_path / FILE_NAME)
     assert (lines[0]["loss"], lines[0]["grad_norm"], lines[0]["skipped"]) == (None, None, 1)
     assert lines[1]["loss"] == 2.5
+    with MetricsFile(tmp_path) as file:
+        file.write(dataclasses.replace(step(1), val_loss=math.inf))
+        file.write(step(2))
+    assert [line.get("val_loss", 0) for line in read(tmp_path / FILE_NAME)] == [None, 0]
     (tmp_path / FILE_NAME).write_text('{"step": 1, "loss": null}\n{"step": 2, "loss": 1.0}\n')
     with pytest.raises(ConfigError, match="line 1 is damaged"):
         read(tmp_path / FILE_NAME)

@@ -88,6 +88,8 @@ std::vector<Candidate> values_from(uint32_t least, const float* x, int64_t count
   return found;
 }
 
+constexpr uint32_t kInfinity = 0x7f800000;  // as a magnitude's bits; NaNs are above
+
 // What is taken: every magnitude above `least`, and the first `ties` of exactly that.
 struct Threshold {
   uint32_t least;
@@ -116,6 +118,9 @@ void take(float* x, int64_t count, const std::vector<uint32_t>& largest, int64_t
     values += sizeof(float);
     x[index] = 0;
   }
+  // The receiver learns of a value that is not finite by the largest, which is taken; nothing of it is kept.
+  const bool is_finite = *std::max_element(largest.begin(), largest.end()) < kInfinity;
+  if (!is_finite) std::fill_n(x, count, 0.0F);
 }
 
 template <typename T>

@@ -149,12 +149,13 @@ class LowRankSum:
         with marked("dp pack", bucket.name):
             for unit, rank, q in zip(low.units, low.ranks, low.qs, strict=True):
                 matrix = low.matrix(gradient.view(-1), unit).float()
-                if travels_whole(unit, rank):
+                if unit.is_small:
                     numbers.append(matrix.reshape(-1))
                     continue
                 matrix = low.matrix(low.residual, unit) + matrix
-                low.store(low.residual, unit, matrix)
-                numbers.append((matrix @ q[:, :rank]).reshape(-1))
+                whole = travels_whole(unit, rank)  # by this plan; the one before may have left a residual
+                low.store(low.residual, unit, torch.zeros_like(matrix) if whole else matrix)
+                numbers.append((matrix if whole else matrix @ q[:, :rank]).reshape(-1))
             numbers.append(bucket.got(gradient[: bucket.segment_lines]).float())
             flat = torch.cat(numbers)
         self._sums: _Summed | None = _Summed(axis, flat, "dp sum", bucket.name)

@@ -216,7 +216,7 @@ def nonfinite(group, settings):
     return skipped, finite
 
 
-@pytest.mark.parametrize("settings", [METHODS[2], METHODS[-1]], ids=named)
+@pytest.mark.parametrize("settings", [METHODS[2], METHODS[-2], METHODS[-1]], ids=named)
 def test_a_gradient_that_is_not_finite_is_noticed_and_not_remembered(ranks, settings):
     assert ranks.run(nonfinite, 2, settings) == [([False, True, False], True)] * 2
 
