@@ -32,7 +32,7 @@ def test_the_readme_has_one_short_program():
 @pytest.mark.parametrize(
     ("number", "printed"),
     [
-        (0, r"gradient norm \d+\.\d+\n(.*\n)+.*matmul_all_reduce.*"),
+        (0, r"gradient norm \d+\.\d+\n(.*\n)+.*matmul_reduce_scatter.*"),
         (1, None),
     ],
 )

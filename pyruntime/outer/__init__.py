@@ -1,5 +1,7 @@
 """Outer steps: replicas train alone for a round of steps, and meet beside the steps of the next one."""
 
+from typing import TYPE_CHECKING
+
 from pyruntime.lazy import names_of
 from pyruntime.outer.methods import (
     METHODS,
@@ -12,6 +14,9 @@ from pyruntime.outer.methods import (
     slowmo,
     streaming_diloco,
 )
+
+if TYPE_CHECKING:
+    from pyruntime.outer.optimizer import OuterOptimizer
 
 __all__ = [
     "METHODS",
