@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -300,6 +300,16 @@ class Ranks:
             world.close()
         self._pools.clear()
         self._template.close()
+
+
+def check_others_lost_rank_1(outcomes: Sequence[Launched]) -> None:
+    """Rank 1 was killed; each other returned its error's name and message and the seconds until it ended,
+    with a deadline of 4."""
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for rank in (outcomes[0], *outcomes[2:]):
+        kind, message, seconds = rank.value
+        assert kind == "PeerLost" and "rank 1" in message, rank
+        assert seconds < 5.0
 
 
 def launched(rank: Rank, exit_code: int, outcome: Outcome | None) -> Launched:

@@ -37,7 +37,7 @@ PROBE = """
 import json, pathlib
 try:
     import torch
-except Exception:
+except Exception:  # whatever keeps it from being imported, another torch is installed then
     print(json.dumps(None))
 else:
     print(json.dumps([torch.__version__, str(pathlib.Path(torch.__file__).parent.parent)]))

@@ -9,21 +9,16 @@ reads and writes. A copy reads and writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-import pyruntime
-from bench.common.measuring import at_least_one, facts, interleave, parser_of, write_json
-from bench.common.tables import table
+from bench.common.beside_copy import Contender, main
 from pyruntime.ops import compression
 
 BITS = (1, 2, 3, 4, 6, 8)
 DENSITY = 0.01
 
 
-def quantizing(count: int, dtype: torch.dtype, bits: int, at_random: bool) -> tuple[Callable[[], Any], int]:
+def quantizing(count: int, dtype: torch.dtype, bits: int, at_random: bool) -> Contender:
     gradient, residual = torch.randn(count).to(dtype), torch.zeros(count)
     packed = torch.empty(compression.quantized_bytes(count, bits), dtype=torch.uint8)
     rounding = (1, 0) if at_random else None
@@ -34,14 +29,14 @@ def quantizing(count: int, dtype: torch.dtype, bits: int, at_random: bool) -> tu
     return run, gradient.nbytes + 2 * residual.nbytes + packed.nbytes
 
 
-def dequantizing(count: int, bits: int) -> tuple[Callable[[], Any], int]:
+def dequantizing(count: int, bits: int) -> Contender:
     packed = torch.empty(compression.quantized_bytes(count, bits), dtype=torch.uint8)
     compression.quantize(torch.randn(count), bits, packed)
     sums = torch.zeros(count)
     return lambda: compression.dequantize(packed, bits, sums, add=True), packed.nbytes + 2 * sums.nbytes
 
 
-def taking_top_k(count: int, dtype: torch.dtype) -> tuple[Callable[[], Any], int]:
+def taking_top_k(count: int, dtype: torch.dtype) -> Contender:
     gradient, residual = torch.randn(count).to(dtype), torch.zeros(count)
     packed = torch.empty(compression.top_k_bytes(int(count * DENSITY)), dtype=torch.uint8)
 
@@ -52,11 +47,8 @@ def taking_top_k(count: int, dtype: torch.dtype) -> tuple[Callable[[], Any], int
     return run, gradient.nbytes + 3 * residual.nbytes + packed.nbytes
 
 
-def contenders(count: int) -> dict[str, tuple[Callable[[], Any], int]]:
-    source, target = torch.randn(count), torch.randn(count)
-    found: dict[str, tuple[Callable[[], Any], int]] = {
-        "copy": (lambda: target.copy_(source), source.nbytes + target.nbytes)
-    }
+def contenders(count: int) -> dict[str, Contender]:
+    found = {}
     for bits in BITS:
         found[f"quantize bf16 to {bits} bits"] = quantizing(count, torch.bfloat16, bits, at_random=False)
     found["quantize fp32 to 4 bits"] = quantizing(count, torch.float32, 4, at_random=False)
@@ -67,47 +59,5 @@ def contenders(count: int) -> dict[str, tuple[Callable[[], Any], int]]:
     return found
 
 
-def measure(count: int, rounds: int) -> list[dict[str, Any]]:
-    lines = contenders(count)
-    for run, _ in lines.values():
-        run()
-    samples = interleave({name: run for name, (run, _) in lines.items()}, rounds)
-    copy_rate = lines["copy"][1] / samples["copy"].median
-    return [
-        {
-            "name": name,
-            "seconds": sample.median,
-            "spread": sample.spread,
-            "gb_per_second": lines[name][1] / sample.median / 1e9,
-            "of_copy": lines[name][1] / sample.median / copy_rate,
-        }
-        for name, sample in samples.items()
-    ]
-
-
-def main() -> None:
-    parser = parser_of(__doc__, rounds=9)
-    parser.add_argument("--elements", type=at_least_one, default=30_000_000, help="default 30 million")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    pyruntime.keep_freed_memory()
-    where = facts()
-    lines = measure(args.elements, args.rounds)
-    print(where["machine"])
-    rows = [
-        [
-            line["name"],
-            f"{line['seconds'] * 1e3:.1f}",
-            f"{line['spread']:.1%}",
-            f"{line['gb_per_second']:.1f}",
-            f"{line['of_copy']:.2f}",
-        ]
-        for line in lines
-    ]
-    print(table(["", "ms", "+-", "GB/s", "of copy"], rows))
-    if args.json:
-        write_json(args.json, where, vars(args), lines)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, contenders)

@@ -29,7 +29,7 @@ from bench.common.measuring import interleave, parser_of, report_each, started
 from bench.common.plain_llama import PlainLlama, Shape, shard_with_dtensor
 from bench.common.tables import table
 from bench.data_parallel.run import SHAPES, TOLERANCE
-from bench.training.workers import DTYPES, SEED, our_model
+from bench.training.workers import DTYPES, SEED, our_model, renamed
 
 AUTO, OURS, THEIRS, COMPILED = "auto", "our Llama", "transformers' tp_plan", "DTensor, compiled"
 BARE_AUTO, BARE_OURS = "auto, without attention", "our Llama, without attention"
@@ -86,12 +86,8 @@ def hf_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
         "head.": "lm_head.",
         **{f".{leaf}.": f".{leaf}_proj." for leaf in ("q", "k", "v", "o", "gate", "up", "down")},
     }
-    renamed = {}
-    for name, tensor in state.items():
-        for theirs, new in modules.items():
-            name = name.replace(theirs, new)
-        renamed["model." + name if name.startswith("norm.") else name] = tensor
-    return renamed
+    found = renamed(state, modules)
+    return {"model." + name if name.startswith("norm.") else name: tensor for name, tensor in found.items()}
 
 
 def no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -256,9 +256,14 @@ def our_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
         "ffn.up": "gate_up.up",
         "ffn.down": "down",
     }
-    renamed = {}
+    return renamed(state, {f"{theirs}.": f"{ours}." for theirs, ours in modules.items()})
+
+
+def renamed(state: dict[str, Tensor], parts: Mapping[str, str]) -> dict[str, Tensor]:
+    """The same with each of these parts of a name replaced, in their order."""
+    found = {}
     for name, tensor in state.items():
-        for theirs, ours in modules.items():
-            name = name.replace(f"{theirs}.", f"{ours}.")
-        renamed[name] = tensor
-    return renamed
+        for theirs, new in parts.items():
+            name = name.replace(theirs, new)
+        found[name] = tensor
+    return found

@@ -138,7 +138,23 @@ class _Summed:
         return self._sums.reshape(-1)[: self._count]
 
 
-class LowRankSum:
+class _Flight:
+    """Numbers of a bucket that are under way, as an axis completes them."""
+
+    _sums: _Summed | None
+
+    def advance(self) -> None:
+        if self._sums is not None:
+            self._sums.advance()
+
+    def has_landed(self) -> bool:
+        return self._sums is None or self._sums.has_landed()
+
+    def drop(self) -> None:
+        self._sums = None
+
+
+class LowRankSum(_Flight):
     """A bucket under way over one axis: the first sum, of M Q. gradient [lines, width]: this rank's, with its
     marks."""
 
@@ -158,18 +174,8 @@ class LowRankSum:
                 numbers.append((matrix if whole else matrix @ q[:, :rank]).reshape(-1))
             numbers.append(bucket.got(gradient[: bucket.segment_lines]).float())
             flat = torch.cat(numbers)
-        self._sums: _Summed | None = _Summed(axis, flat, "dp sum", bucket.name)
+        self._sums = _Summed(axis, flat, "dp sum", bucket.name)
         axis.add(self)
-
-    def advance(self) -> None:
-        if self._sums is not None:
-            self._sums.advance()
-
-    def has_landed(self) -> bool:
-        return self._sums is None or self._sums.has_landed()
-
-    def drop(self) -> None:
-        self._sums = None
 
     def complete(self) -> None:
         assert self._sums is not None
@@ -189,7 +195,7 @@ class LowRankSum:
         _Right(low, self._axis, left, got != 0, self._dtype, self._on_reduced)
 
 
-class _Right:
+class _Right(_Flight):
     """The second sum, of M^T P."""
 
     def __init__(
@@ -212,18 +218,8 @@ class _Right:
                 own = matrix.t() @ p
                 numbers.append(own.reshape(-1))
                 low.store(low.residual, unit, torch.addmm(matrix, p, own.t(), alpha=-1))
-        self._sums: _Summed | None = _Summed(axis, torch.cat(numbers), "dp sum", low.bucket.name)
+        self._sums = _Summed(axis, torch.cat(numbers), "dp sum", low.bucket.name)
         axis.add(self)
-
-    def advance(self) -> None:
-        if self._sums is not None:
-            self._sums.advance()
-
-    def has_landed(self) -> bool:
-        return self._sums is None or self._sums.has_landed()
-
-    def drop(self) -> None:
-        self._sums = None
 
     def complete(self) -> None:
         assert self._sums is not None
