@@ -5,7 +5,7 @@
 Two resources, the thread of a device that computes and one link; nothing contends, small GEMMs lose nothing.
 What is computed and sent in which order comes from a dry run of the model's code (dry_run.py), for 8192
 tokens in bf16; what others do, and no overlap, are closed forms. Exposed: the device waits for rows. A last
-table has the shape of bench.overlap.rates on two hosts, at its rates: what no machine can better in this order.
+table has the shape of bench.overlap.rates on two hosts: what no machine can better in this order.
 """
 
 from __future__ import annotations
