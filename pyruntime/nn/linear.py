@@ -100,9 +100,7 @@ class ParallelLinear(ParallelModule):
                 f"The parts {list(self.packed)} have {sum(self.packed)} features together, and the linear has "
                 f"out_features={list(parts.values())}; name all of its parts, in its order."
             )
-        weights = [
-            Part(f"{prefix}weight", self._shape(size), self.packed) for prefix, size in parts.items()
-        ]
+        weights = [Part(f"{prefix}weight", self._shape(size), self.packed) for prefix, size in parts.items()]
         self.add_parameter("weight", 1 - weight_cut if transposed else weight_cut, weights, dtype, device)
         if bias:
             biases = [Part(f"{prefix}bias", (size,), self.packed) for prefix, size in parts.items()]

@@ -149,7 +149,9 @@ def test_it_is_the_whole_model_and_says_what_was_cut_how(ranks, name):
 
 
 def whole_of(state: dict) -> dict[str, Tensor]:
-    return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
+    return {
+        key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()
+    }
 
 
 def differing(found: dict, expected: dict) -> list[str]:
@@ -219,7 +221,9 @@ def as_a_tensor(group) -> list[str]:
     whole = build("Phi3").state_dict()
     model = parallelize(build("Phi3"), group, "auto")
     state, key = model.state_dict(), "model.layers.0.self_attn.qkv_proj.weight"
-    assert torch.equal(state[key] + 0, whole[key]) and torch.equal(state[key].clone().full_tensor(), whole[key])
+    assert torch.equal(state[key] + 0, whole[key]) and torch.equal(
+        state[key].clone().full_tensor(), whole[key]
+    )
     assert torch.equal(torch.empty_like(whole[key]).copy_(state[key]), whole[key])
     kept = copy.deepcopy(state)
     with torch.no_grad():

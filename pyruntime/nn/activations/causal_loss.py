@@ -41,14 +41,15 @@ class CausalLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        head, own = getattr(logits, _OWN, (None, None))
+        left: tuple[ColumnParallelLinear, Tensor] | None = getattr(logits, _OWN, None)
         targets = shift_labels
         if targets is None and labels is not None:
             targets = pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        if head is None or targets is None or head.out_features != vocab_size:
+        if left is None or targets is None or left[0].out_features != vocab_size:
             return self.loss(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
             )
+        head, own = left
         targets = targets.reshape(-1).to(own.device)
         losses = vocab_parallel_cross_entropy(
             own.flatten(0, -2),
