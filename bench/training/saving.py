@@ -2,8 +2,8 @@
 
     python -m torch.distributed.run --nproc-per-node 2 -m bench.training.saving [--config dim256] [--every 10]
 
-Blocks of `--every` steps of one run take turns: at the beginning of every other one a checkpoint is begun, as the
-trainer does with --checkpoint.every_steps, and by its end it is on the disk.
+Blocks of `--every` steps of one run take turns: at the beginning of every other one a checkpoint is begun, as
+the trainer does with --checkpoint.every_steps, and by its end it is on the disk.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pyruntime.train.signals import StopRequest
 from pyruntime.train.tokenizer import ByteTokenizer
 
 HOW = """\
-Seconds of blocks of {every} steps on rank 0, which meets the others in every step: medians over {rounds} rounds of
-one block with a checkpoint and one without, in shuffled order. The block with one has its copy, and the wait
-for the disk where {every} steps are not enough for it. Pays: the median of the ratios within a round. Cores are
-all busy with the steps: hashing and writing take their time from them."""
+Milliseconds of blocks of {every} steps on rank 0, which meets the others in every step: medians over {rounds}
+rounds of one block with a checkpoint and one without, in shuffled order. The block with one has its copy, and
+the wait for the disk where {every} steps are not enough for it. Pays: the median of the ratios within a
+round. All cores are busy with the steps: hashing and writing take their time from them."""
 
 
 def trainer(config: Any, runtime: Any, folder: Path) -> Trainer:

@@ -12,15 +12,15 @@ from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import checkpoint_folder, validate
 from pyruntime.train.errors import ConfigError
 
-DESCRIPTION = """Writes the weights of a run's checkpoint as a Hugging Face model, or makes of a Hugging Face Llama a
-checkpoint that a run is resumed from: what --source holds says which. Below torchrun the model is cut over all
-ranks."""
+DESCRIPTION = """Writes the weights of a run's checkpoint as a Hugging Face model, or makes of a Hugging Face
+Llama a checkpoint that a run is resumed from: what --source holds says which. Below torchrun the model is
+cut over all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     source: str
-    """Run folder (its newest checkpoint), one of its checkpoints/step-N folders, or a folder of Hugging Face's
+    """Run folder (its newest checkpoint), one of its checkpoints/step-N folders, or a Hugging Face folder
     with config.json and safetensors."""
     target: str
     """Folder to write, which holds nothing yet."""

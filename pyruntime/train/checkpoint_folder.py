@@ -135,8 +135,8 @@ def find(path: Path) -> Path:
 
 
 def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
-    """What `checkpoint` says of itself. Raises DamagedError where that is damaged, ConfigError where it is not
-    of the wanted model and dtype (the wanted step is not looked at)."""
+    """What `checkpoint` says of itself. Raises DamagedError where that is damaged, ConfigError where it is
+    not of the wanted model and dtype (the wanted step is not looked at)."""
     facts = read(checkpoint)
     found, asked = (
         each.model
@@ -189,8 +189,9 @@ def read(checkpoint: Path) -> Facts:
     content = _content(checkpoint)
     if isinstance(content, dict) and content.get("format", 1) in OLD_FORMATS:
         raise ConfigError(
-            f"checkpoint.resume: {checkpoint} was saved by an older version, in pickles, which are not loaded; "
-            f"go on with that version, or begin a run with --model.init_from and the model folder of this one."
+            f"checkpoint.resume: {checkpoint} was saved by an older version, in pickles, which are not "
+            "loaded; go on with that version, or begin a run with --model.init_from and the model folder of "
+            "this one."
         )
     manifest.read(checkpoint)
     try:

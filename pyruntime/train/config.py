@@ -282,8 +282,8 @@ class Checkpoint:
     every_steps: int = 0
     """Steps between two resumable checkpoints; 0: only at the end."""
     keep: int = 2
-    """Number of resumable checkpoints that are kept, newest first; at least 1. With 2 there is one to go on with
-    where the newest is damaged."""
+    """Number of resumable checkpoints that are kept, newest first; at least 1. With 2 there is one to go on
+    with where the newest is damaged."""
     keep_every_h: float = 0.0
     """Hours between those that are kept besides, for good; 0: none is."""
     save_on_stop: bool = True

@@ -62,7 +62,7 @@ def in_use(folder: Path, held: contextlib.ExitStack, key: str) -> None:
     except OSError as error:
         if error.errno in NO_LOCKS:
             logging.getLogger("pyruntime").warning(
-                f"{key}: {path} cannot be locked ({error.strerror}); see to it that no other run uses {folder}."
+                f"{key}: {path} cannot be locked ({error.strerror}); let no other run use {folder}."
             )
             return
         if error.errno != errno.EWOULDBLOCK:

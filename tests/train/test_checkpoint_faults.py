@@ -27,7 +27,7 @@ DEADLINE_S, OTHERS_S = 2.0, 5.0
 def last_words(config):
     """What the job ends with on this rank, and how long after its last step."""
     with pyruntime.Runtime.start(deadline_s=DEADLINE_S) as runtime:
-        made, at = jobs.trainer(runtime.tp, config), time.monotonic()
+        made, at = jobs.trainer_over(runtime, config), time.monotonic()
         try:
             for _ in made.fit():
                 at = time.monotonic()
@@ -55,9 +55,9 @@ def lost_case(_, config, lost, how):
 @pytest.mark.parametrize(
     ("how", "lost", "expected", "words"),
     [
-        ("killed", "0", "PeerLost", "rank 0 has ended"),
-        ("killed", "1", "PeerLost", "rank 1 has ended"),
-        ("stopped", "1", "CommTimeout", "rank 1 shows no sign of life"),
+        ("killed", "0", "PeerLost", "waiting for rank 0: its process "),
+        ("killed", "1", "PeerLost", "waiting for rank 1: its process "),
+        ("stopped", "1", "CommTimeout", "waiting for rank 1: no sign of life for "),
     ],
 )
 def test_a_rank_lost_while_a_checkpoint_is_written_is_named_on_all_others(
@@ -87,7 +87,7 @@ def slow_case(_, config, how):
     real = getattr(storage, how)
     setattr(storage, how, slow)
     with pyruntime.Runtime.start(deadline_s=DEADLINE_S) as runtime:
-        made = jobs.trainer(runtime.tp, config)
+        made = jobs.trainer_over(runtime, config)
         for _ in made.fit():
             pass
         made.resume(made.saved)

@@ -1,12 +1,12 @@
-"""Whatever was changed in a checkpoint's files, with or without checksums that fit: it is loaded, or refused in
-one sentence, and torch logs no traceback."""
+"""Whatever was changed in a checkpoint's files, with or without checksums that fit: it is loaded, or refused
+in one sentence, and torch logs no traceback."""
 
 import json
 import logging
 import os
 import pickle
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyruntime.train import checkpoint_folder, manifest
@@ -56,7 +56,7 @@ def resume_each(group, config, checkpoint):
     counts = {"loaded": 0, "refused": 0}
 
     @given(st.data())
-    @BOUNDED
+    @settings(BOUNDED, max_examples=40, deadline=None)
     def resume(data):
         content = data.draw(changed_files(whole))
         fits = data.draw(st.sampled_from([True, True, False]))

@@ -151,7 +151,7 @@ def read_checkpoint(path: Path) -> Facts | None:
 @given(st.data())
 @BOUNDED
 def test_changed_bytes_of_a_checkpoints_facts_or_manifest(checkpoint, data):
-    path, facts, _ = checkpoint
+    path, _, _ = checkpoint
     name = data.draw(st.sampled_from(["run.json", manifest.MANIFEST]))
     whole = (path / name).read_bytes()
     (path / name).write_bytes(data.draw(contents(whole)))

@@ -83,8 +83,8 @@ def test_a_run_killed_fifty_times_is_bitwise_the_one_never_interrupted(ranks, tm
             for name, saved in manifest.read(checkpoint).items():
                 assert manifest.checksum(checkpoint / name) == saved, (number, checkpoint, name)
         reached.append(checkpoint_folder.step_of(found[-1]) if found else 0)
+        print(f"kill {number}, of rank {killer.victims}: step {reached[-1]}", flush=True)
         assert reached[-1] >= reached[-2], f"kill {number} lost a checkpoint: {reached}"
-    print(f"newest checkpoint after each kill: {reached[1:]}")
     assert reached[-1] > KILLS
     steps = str(reached[-1] + 3)
     whole = [*JOB, "--output.run_dir", str(tmp_path / "whole"), "--train.steps", steps]

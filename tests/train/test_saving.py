@@ -1,4 +1,5 @@
-"""Checkpoints are written while training goes on: what is written is what was copied, and what fails is said."""
+"""Checkpoints are written while training goes on: what is written is what was copied, and what fails is
+said."""
 
 import contextlib
 import errno
@@ -134,7 +135,7 @@ def test_a_checkpoint_that_could_not_be_written_ends_all_ranks_before_the_next_o
 
 
 def when_it_is_told(group, config):
-    """Steps that were taken where a checkpoint after step 2 fails and that is known before the end of step 4."""
+    """Steps that were taken where a checkpoint after step 2 fails, known before the end of step 4."""
 
     def broken(_kept, _path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -208,7 +209,7 @@ def test_a_run_folder_is_of_one_run_at_a_time(ranks, tmp_path):
 @pytest.mark.parametrize("name", ["vocab_size", "num_hidden_layers"])
 def test_a_checkpoint_of_another_model_is_no_damage(ranks, tmp_path, name):
     config = jobs.job(tmp_path, steps=1)
-    (folder, _) = ranks.run(damaged_run, 2, config)
+    ranks.run(damaged_run, 2, config)
     other = jobs.changed(jobs.changed(config, "model", **{name: 384}), "checkpoint", resume="auto")
     for message in ranks.run(damaged_run, 2, other):
         assert (

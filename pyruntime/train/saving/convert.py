@@ -21,7 +21,7 @@ from pyruntime.train.errors import ConfigError, TrainingError, refusing
 from pyruntime.train.model import DTYPES
 from pyruntime.train.ranks import on_rank_0
 from pyruntime.train.saving.saver import Saver
-from pyruntime.train.tokenizer import Tokenizer, open_tokenizer
+from pyruntime.train.tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, open_tokenizer
 
 
 def to_hf(
@@ -96,11 +96,16 @@ def shape_of(folder: Path, facts: Facts) -> LlamaConfig:
 
 
 def _tokenizer(folder: Path, shape: LlamaConfig) -> Tokenizer | None:
-    """That of the run which saved the checkpoint; None where there is no such run's configuration."""
+    """That of the run which saved the checkpoint; None where there is no such run's configuration, or it
+    began with a Hugging Face model that came without one and does not read bytes."""
     path = folder.resolve().parent.parent / "config.toml"
     if not path.is_file():
         return None
     config = config_file.load(path)
+    began = Path(config.model.init_from)
+    came_without = began.is_dir() and not (began / FILE_NAME).is_file()
+    if not config.data.tokenizer and config.model.init_from and came_without:
+        return ByteTokenizer() if shape.vocab_size == ByteTokenizer.vocab_size else None
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from)
     if tokenizer.vocab_size > shape.vocab_size:
         raise ConfigError(

@@ -238,10 +238,10 @@ class Write:
         if self._exchange is not None and self._group.rank() > 0:
             mine = {name: dataclasses.asdict(each) for name, each in sums.items()}
             self._exchange.tell(json.dumps([mine, problem]).encode())
-            return self._exchange.hear(0).decode()
+            return self._exchange.hear(0, beside=True).decode()
         for rank in range(1, self._group.size()):
             assert self._exchange is not None
-            theirs, their_problem = json.loads(self._exchange.hear(rank))
+            theirs, their_problem = json.loads(self._exchange.hear(rank, beside=True))
             sums |= {name: Checksum(**each) for name, each in theirs.items()}
             problem = problem or their_problem
         if not problem:
