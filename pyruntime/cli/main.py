@@ -23,6 +23,7 @@ from pyruntime.train.signals import Stopped, StopRequest
 USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
 
   train      train a Llama on text; torchrun --nproc-per-node N -m pyruntime train for N ranks
+  tokenize   make text into a folder of tokens, in parallel, for runs to read
   generate   continue a prompt with a trained checkpoint
   report     write one HTML page about a run: what was hidden behind what, and a timeline
   doctor     show what was built, what hardware there is, and which tier each operation takes
@@ -35,7 +36,18 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
 python -m pyruntime COMMAND --help documents every option, --version tells the version; where it is installed,
 the command `pyruntime` is the same."""
 
-COMMANDS = ("train", "generate", "report", "doctor", "mesh", "schedule", "profile", "plan", "tune")
+COMMANDS = (
+    "train",
+    "tokenize",
+    "generate",
+    "report",
+    "doctor",
+    "mesh",
+    "schedule",
+    "profile",
+    "plan",
+    "tune",
+)
 LAUNCHER_ENDS_US_S = 5.0
 """A rank that has nothing to print waits at most this long for the launcher to end it, so that rank 0's
 sentence comes first."""
