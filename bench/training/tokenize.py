@@ -2,9 +2,9 @@
 
     python -m bench.training.tokenize --tokenizer tokenizer.json --paths FILE.jsonl [--rounds 7] [--json FILE]
 
-Both take turns. The library is given the documents as it would like them, decoded and in memory, in batches of
-4 MB, with its own threads off; ours reads the files, parses, hashes, tokenizes, and writes shards that have reached
-the disk. "of the library" is its time over ours.
+Both take turns. The library is given the documents as it would like them, decoded and in memory, in batches
+of 4 MB, with its own threads off; ours reads the files, parses, hashes, tokenizes, and writes shards that
+have reached the disk. "of the library" is its time over ours.
 """
 
 from __future__ import annotations

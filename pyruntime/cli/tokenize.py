@@ -19,9 +19,9 @@ from pyruntime.train.errors import ConfigError
 from pyruntime.train.progress import BAR_WIDTH, clock
 from pyruntime.train.signals import Stopped
 
-DESCRIPTION = """Makes text into a folder of tokens, once, for any number of runs: train --data.paths FOLDER. All
-cores take part, and memory does not grow with the text. What was interrupted goes on where it ended, when the
-same is asked for again."""
+DESCRIPTION = """Makes text into a folder of tokens, once, for any number of runs: train --data.paths FOLDER.
+All cores take part, and memory does not grow with the text. What was interrupted goes on where it ended, when
+the same is asked for again."""
 LINE_EVERY_S = 10.0
 """Seconds between two lines about how far it is, where there is no terminal."""
 
@@ -31,8 +31,8 @@ class Options:
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder of the tokens, which is made."""
     paths: tuple[str, ...]
-    """Files and folders of text, folders recursively. Of a .jsonl or .ndjson file every line is a document, of
-    a .parquet or .arrow file every row, of others the whole file."""
+    """Files and folders of text, folders recursively. Of a .jsonl or .ndjson file every line is a document,
+    of a .parquet or .arrow file every row, of others the whole file."""
     pattern: str = "*"
     """Only files of a folder whose name matches this shell pattern are read."""
     field: str = "text"
@@ -82,7 +82,7 @@ def _write(options: Options, tokenizer: Tokenizer, out: Path) -> tuple[tokenizin
         facts = tokenizing.read_facts(out)
         if facts.name != tokenizing.name_of(sources, tokenizer, options.field):
             raise ConfigError(
-                f"{out} holds the tokens of another text or tokenizer; name another folder, or remove that one."
+                f"{out} holds the tokens of another text or tokenizer; name another folder, or remove it."
             )
         return facts, False
     if any(not _is_ours(path) for path in out.iterdir()):

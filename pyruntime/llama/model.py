@@ -138,8 +138,8 @@ class Block(nn.Module):
         if step.context is None:
             attended = causal_attention(q, k, v, step.begin).transpose(1, 2)
         else:
-            documents = step.documents_of(k.shape[2])
-            attended = step.context.attention(*(x.transpose(1, 2) for x in (q, k, v)), documents)
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+            attended = step.context.attention(q, k, v, step.documents_of(k.shape[1]))
         attended = attended.reshape(rows, -1)
         normed, x = add_rms_norm(self.out(attended), x, mlp_norm, self.eps)
         mlp = self.down(swiglu(self.gate_up(normed, rows)))
@@ -327,17 +327,19 @@ class Llama(nn.Module):
             context = context.of_first(start + seq, share or seq)
         begin: Tensor | None = None
         prefixes: dict[int, Tensor] = {}
-        total = (share or start + seq) * (1 if context is None else context.size)
+        cp = 1 if context is None else context.size
+        total = (share or start + seq) * cp
         if documents is not None and documents.shape != (batch, total):
             raise ValueError(
-                f"documents have shape {list(documents.shape)}; they must be {[batch, total]}, of whole sequences."
+                f"documents have shape {list(documents.shape)}; they must be {[batch, total]}, of whole "
+                "sequences."
             )
         if documents is not None and context is None:
             begin = document_bounds(documents)[0][:, start:end].int().to(x.device)
         elif documents is not None and context is not None:
             # Each made once, as masks are found again by the tensor (`pyruntime.context.mask`).
             lengths = [start + each for each in accumulate(self._parts(seq) if caches is None else (seq,))]
-            prefixes = {each: documents[:, : each * self.context.size] for each in lengths}
+            prefixes = {each: documents[:, : each * cp] for each in lengths}
         step = Step(
             batch,
             seq,

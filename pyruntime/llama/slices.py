@@ -153,8 +153,8 @@ class _Layer:
             attended = causal_attention(q, k, v, begin).transpose(1, 2)
         else:
             context = context.of_first(k.shape[2], step.seq)
-            documents = step.documents_of(k.shape[2])
-            attended = context.attention(*(x.transpose(1, 2) for x in (q, k, v)), documents)
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+            attended = context.attention(q, k, v, step.documents_of(k.shape[1]))
         return attended.reshape(step.batch * seq, -1)
 
 

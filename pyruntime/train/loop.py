@@ -151,7 +151,6 @@ class Trainer:
 
     def close(self) -> None:
         """The model is as it was, with its current weights."""
-        self._batches.close()
         if self._pipelined is not None:
             self._pipelined.close()
         if self.outer is not None:

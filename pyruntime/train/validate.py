@@ -175,8 +175,8 @@ def _check_data(config: RunConfig) -> None:
     )
     _require(
         not weights or min(weights) * BLOCK >= total / 2,
-        f"data.weights hold {min(weights, default=0):g} of {total:g}, less than one sample of {2 * BLOCK}; use "
-        "a larger weight, or leave that source out.",
+        f"data.weights hold {min(weights, default=0):g} of {total:g}, less than one sample of {2 * BLOCK}; "
+        "use a larger weight, or leave that source out.",
     )
     _require(bool(data.field), "data.field must be the name of a key or a column, found ''.")
 

@@ -1,5 +1,5 @@
-"""Tokens of packed sequences see their own document alone: against transformers with such a mask, in every way
-that sequences are cut."""
+"""Tokens of packed sequences see their own document alone: against transformers with such a mask, in every
+way that sequences are cut."""
 
 import pytest
 import torch

@@ -7,6 +7,7 @@ from pyruntime.train.data.batches import Batches
 from tests.train import jobs
 from tests.train.data.texts import lines_file, words
 
+RECOMPUTED = {"activation_checkpointing": True}
 JOB = {"steps": 4, "val_every": 2, "batch_size": 4, "micro_batch_size": 2, "seq_len": 32}
 
 
@@ -14,7 +15,7 @@ JOB = {"steps": 4, "val_every": 2, "batch_size": 4, "micro_batch_size": 2, "seq_
 def whole(ranks, tmp_path_factory):
     """A job on short documents, and what one rank makes of it."""
     folder = tmp_path_factory.mktemp("whole")
-    path = lines_file(folder, words(60))
+    path = lines_file(folder, words(300, most=5))
     config = jobs.changed(jobs.job(folder, **JOB), "data", paths=(str(path),))
     jobs.prepare(config)
     batch = Batches(jobs.opened(config), 0, 4, 32, 256).read(0)
@@ -31,7 +32,7 @@ def whole(ranks, tmp_path_factory):
         (4, {"cp": 4, "zero": 3}, {"context": {"layout": "striped", "variant": "all_gather_kv"}}),
         (4, {"cp": 2, "dp": 2}, {"context": {"layout": "contiguous", "variant": "ulysses"}}),
         (4, {"pp": 2}, {"pipeline": {"kind": "zb-h1"}}),
-        (4, {"pp": 2}, {"pipeline": {"kind": "seq1f1b", "slices": 3}, "train": {"activation_checkpointing": True}}),
+        (4, {"pp": 2}, {"pipeline": {"kind": "seq1f1b", "slices": 3}, "train": RECOMPUTED}),
         (4, {"pp": 2, "cp": 2}, {"pipeline": {"kind": "terapipe", "slices": 2}}),
     ],
 )  # fmt: skip
@@ -52,11 +53,11 @@ def test_masks_change_what_is_learned(ranks, whole):
 def unmasked_rings(group, config):
     with pytest.MonkeyPatch.context() as patch:
         attention = Context.attention
-        patch.setattr(Context, "attention", lambda self, q, k, v, _: attention(self, q, k, v))
+        patch.setattr(Context, "attention", lambda self, q, k, v, document_ids: attention(self, q, k, v))
         return jobs.history(group, config)
 
 
 def test_a_ring_that_forgets_the_documents_is_found(ranks, whole):
     config, expected = whole
-    (found, _) = ranks.run(unmasked_rings, 2, jobs.changed(config, "parallel", cp=2))
+    found = ranks.run(unmasked_rings, 4, jobs.changed(config, "parallel", cp=2))[0]
     assert abs(found[0].loss - expected[0].loss) > 1e-5

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ def windows(tokens: Tokens, seq_len: int) -> int:
 class Batches:
     """The batches of a run's steps, in the order that its seed says.
 
-    One thread reads the next batch while a step computes. Every rank makes one; `share` and `shares`: which
+    A thread reads the next batch while a step computes. Every rank makes one; `share` and `shares`: which
     part of a batch's sequences are this rank's, of how many. masks: whether documents are told apart.
     """
 
@@ -68,11 +69,10 @@ class Batches:
         masks: bool = True,
     ):
         self._sources = [source.train for source in corpus.sources]
-        self._names = [source.text.folder for source in corpus.sources]
+        self._folders = [source.text.folder for source in corpus.sources]
         self._order = Order(tuple(windows(each, seq_len) for each in self._sources), seed, corpus.weights)
         self._seed, self._seq_len, self._vocab_size, self._masks = seed, seq_len, vocab_size, masks
         self._size, self._share, self._mine = batch_size, share, batch_size // shares
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyr-batches")
         self._ahead: dict[int, Future[Batch]] = {}
 
     def take(self, first: int) -> Batch:
@@ -81,8 +81,18 @@ class Batches:
         found = self._ahead.pop(first, None)
         batch = self.read(first) if found is None else found.result()
         following = first + self._size
-        self._ahead = {following: self._thread.submit(self.read, following)}
+        self._ahead = {following: Future()}
+        thread = threading.Thread(
+            target=self._fulfil, args=(self._ahead[following], following), daemon=True, name="pyr-batch"
+        )
+        thread.start()
         return batch
+
+    def _fulfil(self, found: Future[Batch], first: int) -> None:
+        try:
+            found.set_result(self.read(first))
+        except Exception as error:  # raised by `take`, of the step that wants it
+            found.set_exception(error)
 
     def read(self, first: int) -> Batch:
         """As `take`, at once."""
@@ -99,13 +109,11 @@ class Batches:
 
     def _check(self, ids: np.ndarray) -> None:
         if int(ids.max()) >= self._vocab_size:
+            where = ", ".join(map(str, self._folders))
             raise ConfigError(
-                f"data.paths: the tokens in {', '.join(map(str, self._names))} go up to {int(ids.max())}, and "
-                f"the model's vocabulary holds {self._vocab_size}; the files are damaged, or of another model."
+                f"data.paths: the tokens in {where} go up to {int(ids.max())}, and the model's vocabulary "
+                f"holds {self._vocab_size}; the files are damaged, or of another model."
             )
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
 
 
 def _batch(starts: Sequence[tuple[Tokens, int]], seq_len: int, masks: bool, check=lambda ids: None) -> Batch:

@@ -211,8 +211,8 @@ def _found(each: Wanted, tokenizer: Tokenizer) -> Tokenized:
     facts = tokenizing.read_facts(folder)
     if facts.fingerprint != tokenizer.fingerprint.hex():
         raise ConfigError(
-            f"{folder} holds tokens of another tokenizer than the run's; leave data.tokenizer out, or tokenize "
-            "the text again."
+            f"{folder} holds tokens of another tokenizer than the run's; leave data.tokenizer out, or "
+            "tokenize the text again."
         )
     return Tokenized(each, folder, facts)
 
@@ -234,8 +234,8 @@ def _built(each: Wanted, data: Data, tokenizer: Tokenizer, say: Callable[[str], 
             "for tokens."
         ) from error
     # Another folder may have had the same text.
-    here = {"files": len(sources), "skipped": skipped}
-    return Tokenized(each, folder, dataclasses.replace(_facts(folder), **here))
+    facts = dataclasses.replace(_facts(folder), files=len(sources), skipped=skipped)
+    return Tokenized(each, folder, facts)
 
 
 def _facts(folder: Path) -> tokenizing.Facts:
@@ -265,9 +265,9 @@ def open_corpus(data: Data, texts: Sequence[Tokenized], tokenizer: Tokenizer, se
         split = total - held_out
         if min(split, held_out if data.val_fraction else split) <= seq_len:
             raise ConfigError(
-                f"train.seq_len={seq_len} needs at least {seq_len + 1} tokens on both sides of the split, but "
-                f"the text of {total} tokens leaves {held_out} for validation and {split} for training; give "
-                "more text or a shorter train.seq_len."
+                f"train.seq_len={seq_len} needs at least {seq_len + 1} tokens on both sides of the split, "
+                f"but the text of {total} tokens leaves {held_out} for validation and {split} for training; "
+                "give more text or a shorter train.seq_len."
             )
         sources.append(Source(name, Tokens(shards, 0, split), text))
         if held_out:
@@ -344,7 +344,8 @@ def _check_seen(text: Tokenized, rank: int) -> None:
         if not text.folder.is_dir() or tokenizing.read_facts(text.folder).name != text.facts.name:
             raise ConfigError(
                 f"data.paths: rank {rank} on host {os.uname().nodename} does not see the tokens in "
-                f"{text.folder} that rank 0 does; copy the folder to every host, or name one on shared storage."
+                f"{text.folder} that rank 0 does; copy the folder to every host, or name one on shared "
+                "storage."
             )
     elif not text.folder.is_dir():
         raise ConfigError(

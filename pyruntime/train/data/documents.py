@@ -61,7 +61,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A part of a file: the lines or the text from one byte to another, or so many groups of rows of a table."""
+    """A part of a file: the lines or the text from one byte to another, or groups of rows of a table."""
 
     source: int
     """Its number."""

@@ -68,7 +68,8 @@ class Order:
 
 @lru_cache(maxsize=16)
 def quotas(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """How many of BLOCK samples each source has: the nearest whole numbers that add up (largest remainders)."""
+    """How many of BLOCK samples each source has: the nearest whole numbers that add up (largest
+    remainders)."""
     exact = [BLOCK * weight / sum(weights) for weight in weights]
     found = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda source: (found[source] - exact[source], source))

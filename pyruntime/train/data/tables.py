@@ -48,7 +48,8 @@ def _check_column(path: Path, schema: Any, column: str) -> None:
 
     if column not in schema.names:
         raise ConfigError(
-            f"data.paths: {path} has no column {column}, but {', '.join(schema.names)}; name one in data.field."
+            f"data.paths: {path} has no column {column}, but {', '.join(schema.names)}; name one in "
+            "data.field."
         )
     kind = schema.field(column).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):

@@ -39,8 +39,8 @@ RUNS_FOLDER, PLAN_FILE = "runs", "plan"
 BATCH_BYTES = 2**22
 """Text that the tokenizer is given at a time, in pieces. It takes about a hundred times as much memory."""
 SMALL_BYTES = 2**23
-"""Text that this process tokenizes by itself, on the threads of the tokenizer's library: starting others would
-take longer."""
+"""Text that this process tokenizes by itself, on the threads of the tokenizer's library: starting others
+would take longer."""
 SHARD_TOKENS = 2**27
 """Tokens of a shard, about."""
 CONTINUES = 2**62
@@ -114,7 +114,8 @@ class Work:
     folder: Path
 
     def __call__(self, task: Task) -> Done:
-        """Writes that run or shard. Raises ConfigError for text that cannot be read, OSError, DamagedShard."""
+        """Writes that run or shard. Raises ConfigError for text that cannot be read, OSError,
+        DamagedShard."""
         return Done(task, self._write_shard(task) if task.shards else self._write_run(task.number))
 
     def run(self, number: int) -> Path:
@@ -124,8 +125,8 @@ class Work:
         return self.folder / shard_name(number)
 
     def _write_run(self, number: int) -> int:
-        """Returns its tokens. Columns of its index, a row for each document or part: hash, source, place, first token, tokens,
-        bytes; by hash."""
+        """Returns its tokens. Columns of its index, a row for each document or part: hash, source, place,
+        first token, tokens, bytes; by hash."""
         rows: list[tuple[int, ...]] = []
         separator = [] if self.tokenizer.separator is None else [self.tokenizer.separator]
         with self._writer(self.run(number)) as out:
@@ -146,7 +147,7 @@ class Work:
                 rows.append((digest, document.source, place, first, out.tokens - first, size))
                 first, size = out.tokens, 0
             index = np.array(rows, dtype=np.int64).reshape(-1, 6)
-            out.publish(index[np.argsort(index[:, 0], kind="stable")].T)
+            out.publish(list(index[np.argsort(index[:, 0], kind="stable")].T))
             return out.tokens
 
     def _write_shard(self, task: Task) -> int:
@@ -167,9 +168,9 @@ class Work:
                     if len(opened) >= OPEN_RUNS:
                         opened.clear()
                     opened[run] = Shard.open(self.run(run)).tokens
-                begin, end = int(first[row]), int(first[row] + tokens[row])
-                for at in range(begin, end, BLOCK_TOKENS):
-                    out.write(opened[run][at : min(end, at + BLOCK_TOKENS)])
+                behind = int(first[row] + tokens[row])
+                for at in range(int(first[row]), behind, BLOCK_TOKENS):
+                    out.write(opened[run][at : min(behind, at + BLOCK_TOKENS)])
             is_end = place[order] < CONTINUES
             ends = np.cumsum(tokens[order])[is_end], np.cumsum(size[order])[is_end]
             out.publish(ends)
@@ -242,9 +243,8 @@ def write(
             runs = [Task(number) for number in range(len(plan))]
             tokens = _finish(pool, runs, [work.run(task.number) for task in runs], ran)
             if not tokens:
-                raise ConfigError(
-                    f"data.paths: no line of {', '.join(str(source.path) for source in sources[:3])} holds text."
-                )
+                names = ", ".join(str(source.path) for source in sources[:3])
+                raise ConfigError(f"data.paths: no line of {names} holds text.")
             number = -(-tokens // SHARD_TOKENS)
             shards = [Task(each, number) for each in range(number)]
             _finish(pool, shards, [work.shard(task.number) for task in shards])

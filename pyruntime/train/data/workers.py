@@ -26,8 +26,10 @@ class Workers(Generic[Task, Result]):
     def __init__(self, count: int, work: Callable[[Task], Result]):
         self._work = work
         self._processes: dict[connection.Connection, multiprocessing.process.BaseProcess] = {}
-        # This process may have threads, which no fork survives. What the others import has no torch in it.
-        context = multiprocessing.get_context("spawn")
+        # This process may have threads, which no fork survives; so a server forks the others, and imports
+        # once for all of them.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([work.__class__.__module__, __name__])
         for _ in range(count):
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, work), daemon=True, name="pyr-tokenize")
@@ -36,7 +38,8 @@ class Workers(Generic[Task, Result]):
             self._processes[mine] = process
 
     def map(self, tasks: Iterable[Task]) -> Iterator[Result]:
-        """The results, as they come. Raises the exception of a task, and ConfigError where a process ended."""
+        """The results, as they come. Raises the exception of a task, and ConfigError where a process
+        ended."""
         if not self._processes:
             yield from map(self._work, tasks)
             return
@@ -95,6 +98,7 @@ def _serve(pipe: connection.Connection, work: Callable[[Task], Result]) -> None:
             task = pipe.recv()
         except (EOFError, OSError):
             return
+        answer: tuple[Result | None, Exception | None]
         try:
             answer = work(task), None
         except Exception as error:

@@ -20,10 +20,12 @@ def lines_file(folder: Path, texts, name="text.jsonl") -> Path:
     return path
 
 
-def words(count: int) -> list[str]:
-    """So many documents of 1 to 60 random words."""
+def words(count: int, most: int = 60) -> list[str]:
+    """So many documents of 1 to `most` random words."""
     rng = np.random.default_rng()
-    return [" ".join(map(str, rng.integers(10**6, size=int(n)))) for n in rng.integers(1, 60, size=count)]
+    return [
+        " ".join(map(str, rng.integers(10**6, size=int(n)))) for n in rng.integers(1, most + 1, size=count)
+    ]
 
 
 def open_text(data: Data, tokenizer=None, seq_len: int = 4) -> Corpus:
