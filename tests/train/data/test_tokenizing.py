@@ -305,7 +305,9 @@ def test_metrics_hold_the_loss_of_every_set():
 
 
 def test_what_datasets_saved_is_read(tmp_path):
-    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("datasets")
+    import datasets
+
     texts = words(30)
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "saved"), num_shards=3)
     sources, skipped = documents.survey([str(tmp_path / "saved")], "*.arrow")
