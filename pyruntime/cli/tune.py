@@ -106,8 +106,8 @@ def check_variants(options: Options, device: str) -> None:
 
 def job_of(options: Options, ranks: int) -> Job:
     """The model, from a configuration or by its name, and its sizes. Raises ConfigError."""
+    from pyruntime.train.data.tokenizer import open_tokenizer
     from pyruntime.train.model import llama_config
-    from pyruntime.train.tokenizer import open_tokenizer
 
     if options.config:
         config = config_file.load(config_file.find(options.config))
@@ -123,7 +123,9 @@ def job_of(options: Options, ranks: int) -> Job:
         )
     seq_len = options.seq_len or train.seq_len
     if options.config:
-        vocabulary = open_tokenizer(config.data.tokenizer, config.model.init_from).vocab_size
+        vocabulary = open_tokenizer(
+            config.data.tokenizer, config.model.init_from, config.data.paths
+        ).vocab_size
         shape = llama_config(config.model, vocabulary, seq_len, tp)
     else:
         shape = named(options.model, tp)

@@ -18,7 +18,8 @@ the positions and the number of labels is as without.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pyruntime import ops
 from pyruntime.context import Context
+from pyruntime.context.layouts import document_bounds
 from pyruntime.llama import slices as sliced
 from pyruntime.llama.attention import causal_attention
 from pyruntime.llama.config import LlamaConfig
@@ -60,6 +62,14 @@ class Step:
     cos: Tensor  # [seq, head_dim]
     sin: Tensor
     context: Context | None  # of the ranks that share the sequence
+    # Of documents that are told apart, without a context: the first key that each query sees, [B, seq] int32.
+    begin: Tensor | None = None
+    # With one: the documents of whole sequences, by how many tokens of a rank they begin.
+    documents: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
+
+    def documents_of(self, share: int) -> Tensor | None:
+        """Those of the tokens that are the first `share` of every context rank."""
+        return self.documents.get(share)
 
 
 class Cache(Protocol):
@@ -126,9 +136,10 @@ class Block(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         if step.context is None:
-            attended = causal_attention(q, k, v).transpose(1, 2)
+            attended = causal_attention(q, k, v, step.begin).transpose(1, 2)
         else:
-            attended = step.context.attention(*(x.transpose(1, 2) for x in (q, k, v)))
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+            attended = step.context.attention(q, k, v, step.documents_of(k.shape[1]))
         attended = attended.reshape(rows, -1)
         normed, x = add_rms_norm(self.out(attended), x, mlp_norm, self.eps)
         mlp = self.down(swiglu(self.gate_up(normed, rows)))
@@ -215,12 +226,14 @@ class Llama(nn.Module):
                 init_shard(self.config, shard, seed)
         return self
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Mean cross-entropy in nats, or logits.
 
         ids: tokens [B, S], int64, the same on every rank.
         labels: [B, S] int64, `labels[b, s]` being the token to predict at position s (the one that follows
             `ids[b, s]`: the caller has shifted already). -100 is left out of the mean.
+        documents: integers [B, S], of whole sequences whatever the context: tokens see those of their own
+            document alone, a document being a run of one number. None: all before them.
 
         Returns the fp32 scalar loss, bitwise the same on every rank of `group` (0 where every label is left
         out); without labels the logits [B, S, V], gathered on every rank of it. With a `context`, ids and
@@ -229,7 +242,7 @@ class Llama(nn.Module):
         parallelism over them makes it.
         """
         batch, seq = self._check_ids(ids)
-        x = self.hidden(ids)
+        x = self.hidden(ids, documents=documents)
         logits = self.head(x, batch * seq)
         if labels is None:
             logits = gather_features(logits, self.group, self.config.vocab_size)
@@ -265,14 +278,20 @@ class Llama(nn.Module):
         return losses.sum() / count.clamp(min=1 if self.context is None else 1 / self.context.size).float()
 
     def hidden(
-        self, ids: Tensor, start: int = 0, caches: Sequence[Cache] | None = None, *, whole: bool = False
+        self,
+        ids: Tensor,
+        start: int = 0,
+        caches: Sequence[Cache] | None = None,
+        *,
+        whole: bool = False,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """The last norm's output [T/P, D], this rank's rows of T = B * S tokens. The ids follow the `start`
         tokens that the layers' caches hold. whole: neither a context nor slices cut the sequences."""
         batch, seq = self._check_ids(ids)
         whole = whole or caches is not None
         x = self.embed(ids.reshape(-1) if whole else self.in_rows(ids))
-        return self.run(x, self.part.layers, batch, seq, start, caches, whole=whole)
+        return self.run(x, self.part.layers, batch, seq, start, caches, whole=whole, documents=documents)
 
     def run(
         self,
@@ -285,12 +304,14 @@ class Llama(nn.Module):
         *,
         whole: bool = False,
         share: int | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """The residual stream [T/P, D] through some layers, and through the last norm where they are the last
         ones. seq: tokens of each sequence, which follow `start` earlier ones; this rank's, where there is a
         context. caches: one for each layer, of sequences that come slice by slice, and that slices inside the
         group do not cut. whole: nor does a context. share: this rank's tokens of a sequence, where it comes
-        slice by slice; None: seq."""
+        slice by slice; None: seq. documents: as in `forward`, of the
+        whole sequences."""
         config = self.config
         context = None if whole else self.context
         end = start + seq if context is None else (share or seq) * context.size
@@ -304,6 +325,21 @@ class Llama(nn.Module):
         if context is not None:
             places = context.positions(end)[start : start + seq].to(x.device)
             context = context.of_first(start + seq, share or seq)
+        begin: Tensor | None = None
+        prefixes: dict[int, Tensor] = {}
+        cp = 1 if context is None else context.size
+        total = (share or start + seq) * cp
+        if documents is not None and documents.shape != (batch, total):
+            raise ValueError(
+                f"documents have shape {list(documents.shape)}; they must be {[batch, total]}, of whole "
+                "sequences."
+            )
+        if documents is not None and context is None:
+            begin = document_bounds(documents)[0][:, start:end].int().to(x.device)
+        elif documents is not None and context is not None:
+            # Each made once, as masks are found again by the tensor (`pyruntime.context.mask`).
+            lengths = [start + each for each in accumulate(self._parts(seq) if caches is None else (seq,))]
+            prefixes = {each: documents[:, : each * cp] for each in lengths}
         step = Step(
             batch,
             seq,
@@ -312,6 +348,8 @@ class Llama(nn.Module):
             cos[places],
             sin[places],
             context,
+            begin,
+            prefixes,
         )
         norms = self.norm_weights(layers)
         if caches is None and not whole and len(parts := self._parts(seq)) > 1:

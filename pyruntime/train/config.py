@@ -64,18 +64,28 @@ class Data:
     """Which text is read and how it becomes tokens."""
 
     paths: tuple[str, ...] = ()
-    """Files and folders of text, folders recursively; empty: the running Python's standard library, *.py. Of
-    a .jsonl or .ndjson file the "text" of every line is a document, of others the whole file."""
+    """Files and folders of text, folders recursively, and folders that `python -m pyruntime tokenize` wrote;
+    empty: the running Python's standard library, *.py. Of a .jsonl or .ndjson file every line is a document,
+    of a .parquet or .arrow file every row, of others the whole file."""
+    weights: tuple[float, ...] = ()
+    """Share of the samples of each of paths, any positive numbers; empty: as many as they have."""
+    val_paths: tuple[str, ...] = ()
+    """Files and folders, as paths, each a further set to validate on, which goes by its name."""
     pattern: str = "*"
     """Only files of a folder whose name matches this shell pattern are read."""
+    field: str = "text"
+    """Key of a line's object, or column of a table, in which the text is."""
     tokenizer: str = ""
     """"bytes" (one token a byte, 256 tokens), or the path of a tokenizer.json; empty: that of
-    model.init_from, else bytes."""
+    model.init_from, else that of the tokens in paths, else bytes."""
     cache: str = ""
     """Folder in which the tokens of a text are kept for other runs; empty: pyruntime/tokens in the user's
     cache folder (XDG_CACHE_HOME, ~/.cache)."""
     val_fraction: float = 0.05
-    """Share of the tokens that is held out for validation, above 0 and at most 0.5, in whole documents."""
+    """Share of the tokens that is held out for validation, above 0 and at most 0.5, in whole documents; 0
+    with val_paths alone."""
+    document_masks: bool = True
+    """Whether attention sees a token's own document alone, of those that lie in one sequence."""
 
 
 @dataclasses.dataclass(frozen=True)

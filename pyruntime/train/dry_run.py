@@ -5,8 +5,8 @@ from __future__ import annotations
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.train import validate
 from pyruntime.train.config import RunConfig, micro_batches, tokens_per_step
+from pyruntime.train.data.tokenizer import open_tokenizer
 from pyruntime.train.model import llama_config
-from pyruntime.train.tokenizer import open_tokenizer
 
 
 def check(config: RunConfig, world_size: int) -> LlamaConfig:
@@ -14,7 +14,7 @@ def check(config: RunConfig, world_size: int) -> LlamaConfig:
     validate.check(config, world_size)
     parallel = config.parallel
     tp = parallel.tp or world_size // (parallel.pp * parallel.cp * parallel.dp)
-    vocabulary = open_tokenizer(config.data.tokenizer, config.model.init_from).vocab_size
+    vocabulary = open_tokenizer(config.data.tokenizer, config.model.init_from, config.data.paths).vocab_size
     shape = llama_config(config.model, vocabulary, config.train.seq_len, tp)
     if parallel.pp > 1:
         from pyruntime.train.pipelined import layers_of_stages, resolved

@@ -13,6 +13,7 @@ from pyruntime.outer.methods import METHODS, Method
 from pyruntime.text import short_repr
 from pyruntime.train.checkpoint_folder import AUTO
 from pyruntime.train.config import DataParallel, Pipeline, RunConfig, meets_every_step, replicas, with_steps
+from pyruntime.train.data.order import BLOCK
 from pyruntime.train.errors import ConfigError, refusing
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
@@ -73,7 +74,6 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         ("optimizer.min_lr_fraction", "optimizer.warmup_fraction", "optimizer.decay_fraction"),
     ),
     (lambda x: x == 0 or 1 < x < math.inf, "be 0, or finite and above 1", ("optimizer.spike_factor",)),
-    (lambda x: 0 < x <= 0.5, "be above 0 and at most 0.5", ("data.val_fraction",)),
     (lambda x: 0 < x <= 1, "be above 0 and at most 1", ("data_parallel.compression_density",)),
     (lambda x: 1 <= x <= 8, "be between 1 and 8", ("data_parallel.compression_bits",)),
 )
@@ -89,6 +89,7 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_values(config)
     _check_ranges(config)
     _check_train(config)
+    _check_data(config)
     _check_files(config)
     _check_context(config)
     _check_pipeline(config)
@@ -162,12 +163,39 @@ def _check_train(config: RunConfig) -> None:
     )
 
 
+def _check_data(config: RunConfig) -> None:
+    data = config.data
+    fraction, weights = data.val_fraction, data.weights
+    _require(
+        0 < fraction <= 0.5 or (fraction == 0 and bool(data.val_paths)),
+        f"data.val_fraction must be above 0 and at most 0.5, found {fraction}.",
+    )
+    _require(
+        not weights or len(weights) == len(data.paths),
+        f"data.weights are {len(weights)} and data.paths {len(data.paths)}; give one for each.",
+    )
+    total = sum(weights)
+    _require(
+        all(0 < weight < math.inf for weight in weights) and total < math.inf,
+        f"data.weights must be positive finite numbers, found {list(weights)}.",
+    )
+    _require(
+        not weights or min(weights) * BLOCK >= total / 2,
+        f"data.weights hold {min(weights, default=0):g} of {total:g}, less than one sample of {2 * BLOCK}; "
+        "use a larger weight, or leave that source out.",
+    )
+    _require(bool(data.field), "data.field must be the name of a key or a column, found ''.")
+
+
 def _check_files(config: RunConfig) -> None:
-    for path in config.data.paths:
-        _require(os.path.exists(path), f"data.paths: {path} does not exist.")
+    data = config.data
+    for key, path in [("paths", path) for path in data.paths] + [
+        ("val_paths", path) for path in data.val_paths
+    ]:
+        _require(os.path.exists(path), f"data.{key}: {path} does not exist.")
         _require(
             os.path.isfile(path) or os.path.isdir(path),
-            f"data.paths: {path} is neither a file nor a folder.",
+            f"data.{key}: {path} is neither a file nor a folder.",
         )
     tokenizer = config.data.tokenizer
     _require(

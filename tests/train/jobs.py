@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyruntime import comm
-from pyruntime.train import checkpoint, corpus
+from pyruntime.train import checkpoint
 from pyruntime.train.config import (
     Checkpoint,
     Data,
@@ -22,12 +22,13 @@ from pyruntime.train.config import (
     Train,
     replicas,
 )
+from pyruntime.train.data import corpus
+from pyruntime.train.data.tokenizer import open_tokenizer
 from pyruntime.train.loop import Trainer
 from pyruntime.train.metrics import StepMetrics
 from pyruntime.train.model import llama_config, make_model
 from pyruntime.train.pipelined import resolved
 from pyruntime.train.signals import StopRequest
-from pyruntime.train.tokenizer import ByteTokenizer
 
 
 def job(folder: Path, **train) -> RunConfig:
@@ -61,8 +62,16 @@ def prepare(config: RunConfig) -> Path:
     """Writes the tokens of the job where `trainer` finds them."""
     folder = Path(config.output.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    corpus.build(config.data, ByteTokenizer())
+    opened(config)
     return folder
+
+
+def opened(config: RunConfig) -> corpus.Corpus:
+    """The text of the job as a run sees it."""
+    tokenizer = open_tokenizer(config.data.tokenizer, "", config.data.paths)
+    return corpus.open_corpus(
+        config.data, corpus.build(config.data, tokenizer), tokenizer, config.train.seq_len
+    )
 
 
 _runtimes: dict[tuple, comm.Runtime] = {}
@@ -96,8 +105,7 @@ def trainer_over(ranks: comm.Runtime, config: RunConfig, stop: StopRequest | Non
     """This rank's trainer of a job that was prepared."""
     wanted = llama_config(config.model, 256, config.train.seq_len, ranks.sizes.tp)
     config = resolved(config, wanted)
-    tokens = corpus.build(config.data, ByteTokenizer())
-    text = corpus.open_corpus(tokens, config.data.val_fraction, config.train.seq_len)
+    text = opened(config)
     made = make_model(config, wanted, ranks)
     return Trainer(config, made, text, ranks, Path(config.output.run_dir), stop or StopRequest())
 
