@@ -5,7 +5,7 @@ A step with A micro-batches, on each rank:
     for each micro-batch:   loss = model(ids, labels);  (loss / A).backward()
     reduce                  what is left of the gradients, over data- and context-parallel ranks
     one exchange            every rank's [loss, sum of squares, exposed seconds, memory, stop request]
-    one pass                AdamW with the clipping coefficient as a factor on the gradients
+    one pass                AdamW, or Muon of matrices, with the clipping coefficient as a factor on the gradients
 
 All ranks of a tensor-parallel group see the same batches; data-parallel ranks share the sequences of a step,
 and context-parallel ranks the tokens of a sequence. All decide on the same exchanged numbers, so they stay in
@@ -30,9 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel import Compression, NonFiniteGradient, shard
+from pyruntime.data_parallel import Compression, Muon, NonFiniteGradient, Sharded, shard
+from pyruntime.data_parallel.replicated import check_replicated
 from pyruntime.llama import Llama
 from pyruntime.nn.explain import Report, explain
+from pyruntime.ops.placements import PlacementCheck
 from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.train import checkpoint, checkpoint_folder
@@ -94,6 +96,7 @@ class Trainer:
             max_norm=optimizer.clip_grad_norm,
             nonfinite="skip" if self._skips else "raise",
             rounding=optimizer.rounding,
+            muon=_muon(config, model),
             shared={} if pp is None else shared_weights(config, model, pp),
         )
         self.outer: ShardedOuter | None = None
@@ -102,6 +105,7 @@ class Trainer:
             parts = [axis for axis in (runtime.tp, over, pp) if axis is not None]
             self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts)
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
+        self._types = _types(model, self.sharded, runtime) if train.check_types else None
         self.step = 0
         self.tiers = Report(())
         self._facts = dataclasses.replace(
@@ -190,6 +194,8 @@ class Trainer:
         self.optimizer.lr = lr = learning_rate(step, self._config.train.steps, self._config.optimizer)
         loss = self._forward_and_backward(step)
         square = self.optimizer.squared_norm()
+        if self._types is not None:
+            self._check_replicated()
         norm = figures.add(step, lr, loss, square, self._stop.signum)
         with marked("update"):
             self._update(norm)
@@ -234,15 +240,19 @@ class Trainer:
         whole = training_batch(self._corpus.train, step, train.seed, train.batch_size, train.seq_len)
         dp = self._runtime.sizes.dp, self._runtime.coordinate.dp
         ids, labels = (self._mine(each.chunk(dp[0])[dp[1]]) for each in whole)
+        checking = self._types or contextlib.nullcontext()
         if self._pipelined is not None:
-            return self._pipelined.step(ids, labels, float(self._backward_seed))
+            with checking:
+                return self._pipelined.step(ids, labels, float(self._backward_seed))
         loss = torch.zeros((), device=self._device.device)
         size = train.micro_batch_size
         micro = list(zip(ids.split(size), labels.split(size), strict=True))
         for ids_micro, labels_micro in micro:
             is_last = ids_micro is micro[-1][0]
-            with marked("forward"):
+            with marked("forward"), checking:
                 loss_micro = self.model(ids_micro, labels_micro)
+            if self._types is not None:
+                self._types.expect(loss_micro, "The loss", tp="replicated", cp="partial")
             accumulating = contextlib.nullcontext() if is_last else self.sharded.accumulate()
             with accumulating, marked("backward"):
                 loss_micro.backward(self._backward_seed)
@@ -252,7 +262,21 @@ class Trainer:
     def _mine(self, tokens: torch.Tensor) -> torch.Tensor:
         """This rank's tokens of whole sequences, where it computes."""
         context = self.model.context
-        return self._device.put(tokens if context is None else context.shard(tokens))
+        own = self._device.put(tokens if context is None else context.shard(tokens))
+        if self._types is not None:
+            self._types.mark(own, cp="sharded")
+        return own
+
+    def _check_replicated(self) -> None:
+        """Raises PlacementError where ranks are about to take different steps."""
+        optimizer = self.optimizer
+        numbers = {
+            "optimizer.lr": optimizer.lr,
+            "optimizer.clip_grad_norm": optimizer.max_norm,
+            "the number of the step": self.step,
+        }
+        rows, axes = optimizer.arrived_rows(), self.sharded.axes
+        check_replicated(rows, axes, numbers, self._runtime.world)
 
     def validate(self) -> float:
         """Mean loss over the validation windows, in nats per token; the same on every rank."""
@@ -372,6 +396,27 @@ def within_and_between(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, Devi
         )
     within = mesh[names[1]] if len(names) > 1 else None
     return (within if within is not None and within.size() > 1 else None), mesh["dp_replicate"]
+
+
+def _types(model: Llama, sharded: Sharded, runtime: Runtime) -> PlacementCheck:
+    """Follows tensors over tensor- and context-parallel ranks: gradients of the model's parameters are summed
+    over the latter by `sharded`. What data-parallel ranks have is each one's own by intent."""
+    axes = {"tp": [comm.group_name(runtime.tp)] if runtime.sizes.tp > 1 else [], "cp": []}
+    if runtime.cp is not None:
+        axes["cp"] = [comm.group_name(runtime.cp), comm.companion(runtime.cp, "cp").name]
+    axes = {axis: groups for axis, groups in axes.items() if groups}
+    check = PlacementCheck(axes)
+    trained = [parameter for bucket in sharded.buckets for parameter in bucket.parameters]
+    check.mark_parameters(model, "tp", {"cp": trained})
+    return check
+
+
+def _muon(config: RunConfig, model: Llama) -> Muon | None:
+    """Of the matrices of this rank's layers."""
+    if config.optimizer.name != "muon":
+        return None
+    of_layers = model.layers.parameters()
+    return Muon([p for p in of_layers if p.dim() == 2 and p.requires_grad], config.optimizer.momentum)
 
 
 def _compression(config: RunConfig) -> Compression | None:
