@@ -130,10 +130,10 @@ def job_of(options: Options) -> Job:
     batch = sequences(tokens, options.seq)
     rounding, optimizer = options.rounding, options.optimizer
     if optimizer == "muon" and rounding != "nearest":
-        raise ValueError(f"--rounding {rounding} is AdamW's, which --optimizer muon does not do; leave it out.")
-    return Job(
-        model, cluster, options.gpus, batch, options.seq, rounding=rounding, optimizer=optimizer
-    )
+        raise ValueError(
+            f"--rounding {rounding} is AdamW's, which --optimizer muon does not do; leave it out."
+        )
+    return Job(model, cluster, options.gpus, batch, options.seq, rounding=rounding, optimizer=optimizer)
 
 
 def parse_tokens(text: str) -> int:

@@ -41,7 +41,9 @@ PLACE = 3
 MOST = 2
 """Flights under way at once: an owner multiplies what left two buckets before."""
 
-T, U = TypeVar("T"), TypeVar("U")
+T = TypeVar("T")
+U = TypeVar("U")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -304,7 +306,7 @@ def _landed(one: tuple[Bucket, _UnderWay]) -> tuple[Bucket, _UnderWay]:
     return one
 
 
-def _overlapped(items: Iterable[T], begin: Callable[[T], U], end: Callable[[U], U]) -> Iterator[U]:
+def _overlapped(items: Iterable[T], begin: Callable[[T], U], end: Callable[[U], V]) -> Iterator[V]:
     """Each is ended, in turn, when the one after it has begun."""
     begun: deque[U] = deque()
     for item in items:

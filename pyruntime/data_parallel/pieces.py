@@ -118,8 +118,8 @@ class Gathering:
 
 
 class Scattering:
-    """A flight: of matrices cut as `cuts` say, those of `wholes` that this rank has, on their way to the ranks
-    in pieces of `dtype`; each matrix is one rank's. `pieces` are this rank's, once it is completed.
+    """A flight: of matrices cut as `cuts` say, those of `wholes` that this rank has, on their way to the
+    ranks in pieces of `dtype`; each matrix is one rank's. `pieces` are this rank's, once it is completed.
 
     A rank that does not have a matrix adds zeros, so what comes is what the one that has it sent, but that a
     -0 becomes 0."""

@@ -32,18 +32,17 @@ class PlacementError(RuntimeError):
 @dataclass(frozen=True)
 class Rule:
     """Of an operator: `result` over the axis of its group, None: as its operands have it. sums: it takes the
-    sum of partial operands. like: the result is placed as that argument is. casts: its backward sums the
-    gradients of replicated operands itself."""
+    sum of partial operands. like: the result is placed as that argument is. Its backward sums the gradients
+    of replicated operands itself, or they have none."""
 
     result: Placement | None = None
     sums: bool = False
     like: int | None = None
-    casts: bool = True
 
 
 OPS: Mapping[str, Rule] = {
     "all_gather": Rule("replicated"),
-    "all_gather_stats": Rule("replicated"),
+    "all_gather_stats": Rule("replicated", sums=True),  # all terms
     "all_reduce": Rule("replicated", sums=True),
     "reduce_scatter": Rule("sharded", sums=True),
     "replicate_grad": Rule("sharded"),
@@ -53,17 +52,22 @@ OPS: Mapping[str, Rule] = {
     "replicated_matmul": Rule("replicated"),
     **dict.fromkeys(("begin_column", "end_column", "begin_row", "end_row", "share_weight"), Rule("sharded")),
     # Statistics of the whole vocabulary make of a rank's logits the loss that every rank has.
-    "cross_entropy_loss": Rule(like=2, casts=False),
+    "cross_entropy_loss": Rule(like=2),
 }
 """By name in torch.ops.pyruntime."""
 
 _MOVES = frozenset(
-    "__get__ __getitem__ clone contiguous detach detach_ double expand flatten float requires_grad_ reshape "
-    "squeeze sum to transpose unbind unsqueeze view view_as".split()
+    ("__get__", "__getitem__", "clone", "contiguous", "detach", "detach_", "double", "expand", "flatten")
+    + ("float", "requires_grad_", "reshape", "squeeze", "sum", "to", "transpose", "unbind", "unsqueeze")
+    + ("view", "view_as")
 )
-_TOGETHER = frozenset("cat stack add __add__ __radd__ __iadd__ add_ sub __sub__ __isub__ sub_".split())
-_PRODUCTS = frozenset("mul __mul__ __rmul__ __imul__ mul_".split())
-_QUOTIENTS = frozenset("div __div__ __truediv__ true_divide div_ __itruediv__".split())
+_TOGETHER = frozenset(
+    ("cat", "stack", "add", "__add__", "__radd__", "__iadd__", "add_")
+    + ("sub", "__sub__", "__isub__", "sub_")
+)
+_PRODUCTS = frozenset(("mul", "__mul__", "__rmul__", "__imul__", "mul_"))
+_QUOTIENTS = frozenset(("div", "__div__", "__truediv__", "true_divide", "div_", "__itruediv__"))
+"""What of functions may be done with partial sums: names of torch's, methods and operators."""
 
 
 class PlacementCheck(TorchFunctionMode):
@@ -86,9 +90,11 @@ class PlacementCheck(TorchFunctionMode):
         if name:
             self._names[tensor] = name
 
-    def mark_parameters(self, model: nn.Module, tp: str, summed: Mapping[str, Collection[nn.Parameter]]) -> None:
-        """By their layouts over the axis `tp`. summed: by axis, those whose gradients are summed over it after
-        the backward pass; to the graph they are each rank's own."""
+    def mark_parameters(
+        self, model: nn.Module, tp: str, summed: Mapping[str, Collection[nn.Parameter]]
+    ) -> None:
+        """By their layouts over the axis `tp`. summed: by axis, those whose gradients are summed over it
+        after the backward pass; to the graph they are each rank's own."""
         own = {axis: {id(parameter) for parameter in parameters} for axis, parameters in summed.items()}
         for name, parameter in model.named_parameters():
             layout = getattr(parameter, "tp_layout", None)
@@ -116,7 +122,7 @@ class PlacementCheck(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         operands = list(_tensors([*args, *kwargs.values()]))
         placements = None
-        if any(each in self._found for each in operands):
+        if name != "backward" and any(each in self._found for each in operands):
             groups = {each for each in [*args, *kwargs.values()] if isinstance(each, str)}
             is_ours = str(getattr(func, "_qualified_op_name", "")).startswith("pyruntime::")
             rule = OPS.get(name) if is_ours else None
@@ -126,9 +132,19 @@ class PlacementCheck(TorchFunctionMode):
             }
         result = func(*args, **kwargs)
         if placements is not None:
+            named = self._name_of(name, operands)
             for each in _tensors([result]):
                 self._found[each] = placements
+                if named:
+                    self._names[each] = named
         return result
+
+    def _name_of(self, name: str, operands: Sequence[Tensor]) -> str:
+        """What the function made of parameters alone is called in errors."""
+        names = [self._names[each] for each in operands if each in self._names]
+        if not names or len(names) < len(operands) or not (name in _MOVES or name in _TOGETHER):
+            return ""
+        return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
     def _over(
         self,
@@ -155,7 +171,12 @@ class PlacementCheck(TorchFunctionMode):
         return "partial" if name == "sum" and _sums_rows(args[1:], kwargs) else "sharded"
 
     def _of_partial(
-        self, axis: str, name: str, operands: Sequence[Tensor], found: Sequence[Placement], args: Sequence[Any]
+        self,
+        axis: str,
+        name: str,
+        operands: Sequence[Tensor],
+        found: Sequence[Placement],
+        args: Sequence[Any],
     ) -> Placement:
         """Raises PlacementError unless the function is linear in what is partial."""
         partial, others = found.count("partial"), set(found) - {"partial"}
@@ -181,9 +202,9 @@ class PlacementCheck(TorchFunctionMode):
         for each, placed in zip(operands, found, strict=True):
             if placed == "replicated" and each.requires_grad:
                 raise PlacementError(
-                    f"{name} was given {self._text(each, placed)}, with operands that are each rank's own over "
-                    f"the axis {axis}: its gradient would be partial, and is used as if it were replicated; "
-                    "pass it through replicate_grad, whose backward sums over the ranks."
+                    f"{name} was given {self._text(each, placed)}, with operands that are each rank's own "
+                    f"over the axis {axis}: its gradient would be partial, and is used as if it were "
+                    "replicated; pass it through replicate_grad, whose backward sums over the ranks."
                 )
 
     def _text(self, tensor: Tensor, placed: Placement) -> str:

@@ -291,7 +291,9 @@ class Predictor:
         if job.optimizer != "muon":
             return 0.0
         layers = layers_by_rank(model, mesh)[0]
-        of_layer = [ORTHOGONAL_STEPS * (4.0 * n * n * k + 2.0 * n**3) for n, k in map(sorted, model.layer_shapes)]
+        of_layer = [
+            ORTHOGONAL_STEPS * (4.0 * n * n * k + 2.0 * n**3) for n, k in map(sorted, model.layer_shapes)
+        ]
         work = max(layers * sum(of_layer) / (mesh.tp * mesh.shard), max(of_layer))
         nbytes = 2.0 * layers * model.layer_matrices / mesh.tp
         over_shard = all_gather(nbytes, self.link(mesh, "shard", mesh.shard))

@@ -5,7 +5,7 @@ A step with A micro-batches, on each rank:
     for each micro-batch:   loss = model(ids, labels);  (loss / A).backward()
     reduce                  what is left of the gradients, over data- and context-parallel ranks
     one exchange            every rank's [loss, sum of squares, exposed seconds, memory, stop request]
-    one pass                AdamW, or Muon of matrices, with the clipping coefficient as a factor on the gradients
+    one pass                AdamW, or Muon, with the clipping coefficient as a factor on the gradients
 
 All ranks of a tensor-parallel group see the same batches; data-parallel ranks share the sequences of a step,
 and context-parallel ranks the tokens of a sequence. All decide on the same exchanged numbers, so they stay in
@@ -246,7 +246,8 @@ class Trainer:
                 return self._pipelined.step(ids, labels, float(self._backward_seed))
         loss = torch.zeros((), device=self._device.device)
         size = train.micro_batch_size
-        micro = list(zip(ids.split(size), labels.split(size), strict=True))
+        with checking:
+            micro = list(zip(ids.split(size), labels.split(size), strict=True))
         for ids_micro, labels_micro in micro:
             is_last = ids_micro is micro[-1][0]
             with marked("forward"), checking:

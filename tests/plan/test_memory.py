@@ -83,7 +83,12 @@ def test_muon_keeps_one_moment_of_the_layers_matrices_and_the_matrices_it_owns()
     adamw = job("llama3-8b", "dgx-h100", 8, 8)
     muon = replace(adamw, optimizer="muon")
     matrices = adamw.model.layers * adamw.model.layer_matrices
-    for mesh, shard in ((Mesh(dp=8, zero=0), 1), (Mesh(dp=8, zero=1), 8), (Mesh(tp=8), 1), (Mesh(tp=2, dp=4), 4)):
+    for mesh, shard in (
+        (Mesh(dp=8, zero=0), 1),
+        (Mesh(dp=8, zero=1), 8),
+        (Mesh(tp=8), 1),
+        (Mesh(tp=2, dp=4), 4),
+    ):
         before, after = (worst_memory(each, mesh, PAPER) for each in (adamw, muon))
         held = matrices / mesh.tp / shard
         assert before.optimizer - after.optimizer == pytest.approx(4 * held)
