@@ -71,8 +71,8 @@ _QUOTIENTS = frozenset(("div", "__div__", "__truediv__", "true_divide", "div_", 
 
 
 class PlacementCheck(TorchFunctionMode):
-    """Within it every function of torch is checked before it runs. axes: by name, the groups over which they
-    are. Parameters and what comes from outside are told by `mark`; what requires a gradient and is not told
+    """Within it every function of torch that makes tensors is checked. axes: by name, the groups over which
+    they are. Parameters and what comes from outside are told by `mark`; what requires a gradient and is not told
     is sharded over all axes, as activations of other stages are, and what does not is replicated.
 
     Raises PlacementError where a replicated tensor that requires a gradient meets a sharded one, where a
@@ -119,24 +119,23 @@ class PlacementCheck(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        operands = list(_tensors([*args, *kwargs.values()]))
-        placements = None
-        if name != "backward" and any(each in self._found for each in operands):
-            groups = {each for each in [*args, *kwargs.values()] if isinstance(each, str)}
-            is_ours = str(getattr(func, "_qualified_op_name", "")).startswith("pyruntime::")
-            rule = OPS.get(name) if is_ours else None
-            placements = {
-                axis: self._over(axis, name, rule, bool(groups & named), operands, args, kwargs)
-                for axis, named in self._axes.items()
-            }
         result = func(*args, **kwargs)
-        if placements is not None:
-            named = self._name_of(name, operands)
-            for each in _tensors([result]):
-                self._found[each] = placements
-                if named:
-                    self._names[each] = named
+        results, operands = list(_tensors([result])), list(_tensors([*args, *kwargs.values()]))
+        if not results or not any(each in self._found for each in operands):
+            return result  # a number for the log, backward(): no part of the graph
+        name = getattr(func, "__name__", "")
+        groups = {each for each in [*args, *kwargs.values()] if isinstance(each, str)}
+        is_ours = str(getattr(func, "_qualified_op_name", "")).startswith("pyruntime::")
+        rule = OPS.get(name) if is_ours else None
+        placements = {
+            axis: self._over(axis, name, rule, bool(groups & named), operands, args, kwargs)
+            for axis, named in self._axes.items()
+        }
+        called = self._name_of(name, operands)
+        for each in results:
+            self._found[each] = placements
+            if called:
+                self._names[each] = called
         return result
 
     def _name_of(self, name: str, operands: Sequence[Tensor]) -> str:

@@ -21,7 +21,6 @@ from tools.check_parity import Case
 RIGHT = [
     Case(tp=2, cp=2),
     Case(tp=2, pp=2, schedule="1f1b"),
-    Case(tp=2, dp=2, zero=3),
     Case(cp=2, pp=2, schedule="seq1f1b"),
     Case(dp=4, zero=0),
 ]
