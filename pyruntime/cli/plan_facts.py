@@ -96,6 +96,8 @@ def settings(job: Job, mesh: Mesh, layers: Sequence[int] = ()) -> dict[str, dict
         sections["data_parallel"] = {"method": "co2", "tau": mesh.tau}
     if job.rounding != "nearest":
         sections["optimizer"] = {"rounding": job.rounding}
+    if job.optimizer != "adamw":
+        sections["optimizer"] = {"name": job.optimizer}
     if mesh.pp > 1:
         sections["pipeline"] = {"kind": mesh.kind, "slices": mesh.slices}
         if mesh.kind == "interleaved":
@@ -144,6 +146,7 @@ def planned(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster)
         train.batch_size,
         train.seq_len,
         rounding=config.optimizer.rounding,
+        optimizer=config.optimizer.name,
     )
     tau = _tau(config.data_parallel)
     mesh = Mesh(

@@ -38,6 +38,8 @@ class Facts:
     """Of the parameters: "bf16" or "fp32"."""
     model: dict
     """The model's shape, as in a Hugging Face config.json."""
+    optimizer: str = "adamw"
+    """Who updated the weights."""
     rounding: str = "nearest"
     """Of bf16 weights; "stochastic": there are no fp32 master weights."""
     skipped: int = 0
@@ -62,8 +64,8 @@ class Facts:
         """Of a run that trains a model of that shape, before its first step."""
         of_replicas = "" if meets_every_step(config) else f" of {replicas(config)} replicas"
         method = config.data_parallel.method + of_replicas
-        dtype, rounding = config.train.dtype, config.optimizer.rounding
-        return cls(0, dtype, dataclasses.asdict(shape), rounding, method=method)
+        dtype, optimizer = config.train.dtype, config.optimizer
+        return cls(0, dtype, dataclasses.asdict(shape), optimizer.name, optimizer.rounding, method=method)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -145,6 +147,7 @@ def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
         each.model
         | {
             "train.dtype": each.dtype,
+            "optimizer.name": each.optimizer,
             "optimizer.rounding": each.rounding,
             "data_parallel.method": each.method,
         }

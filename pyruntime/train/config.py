@@ -90,8 +90,11 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """AdamW, its learning rate, and which steps count."""
+    """Who updates the weights, the learning rate, and which steps count."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: matrices of the layers step along their momentum made orthogonal (docs/muon.md), all else as
+    AdamW has it; on the CPU."""
     lr: float = 1e-3
     """Peak learning rate, in parameter units per step."""
     schedule: LearningRateSchedule = "cosine"
@@ -110,6 +113,8 @@ class Optimizer:
     """Decay of the running mean of the gradient per step, 0 to below 1."""
     beta2: float = 0.95
     """Decay of the running mean of the squared gradient per step, 0 to below 1."""
+    momentum: float = 0.95
+    """Decay of Muon's running mean of the gradient per step, 0 to below 1."""
     eps: float = 1e-8
     """Added to the root of the mean squared gradient, in gradient units."""
     weight_decay: float = 0.1
@@ -162,6 +167,9 @@ class Train:
     ledger: bool = False
     """Enter what every rank computes, waits for, reads and sends; the account of the last 20 steps is kept in
     RUN_DIR/ledger, for `python -m pyruntime report RUN_DIR`. Ranks on the CPU only."""
+    check_types: bool = False
+    """Check in every step that nothing which is a rank's own, or its term of a sum, is used as if all ranks
+    had it alike (docs/placements.md); slower."""
     threads: int = 0
     """CPU threads per rank; 0: what torchrun or OMP_NUM_THREADS set, else the cores divided by the ranks."""
 

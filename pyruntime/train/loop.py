@@ -5,7 +5,7 @@ A step with A micro-batches, on each rank:
     for each micro-batch:   loss = model(ids, labels);  (loss / A).backward()
     reduce                  what is left of the gradients, over data- and context-parallel ranks
     one exchange            every rank's [loss, sum of squares, exposed seconds, memory, stop request]
-    one pass                AdamW with the clipping coefficient as a factor on the gradients
+    one pass                AdamW, or Muon, with the clipping coefficient as a factor on the gradients
 
 All ranks of a tensor-parallel group see the same batches; data-parallel ranks share the sequences of a step,
 and context-parallel ranks the tokens of a sequence. All decide on the same exchanged numbers, so they stay in
@@ -30,9 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel import Compression, NonFiniteGradient, shard
+from pyruntime.data_parallel import Compression, Muon, NonFiniteGradient, Sharded, shard
+from pyruntime.data_parallel.replicated import check_replicated
 from pyruntime.llama import Llama
 from pyruntime.nn.explain import Report, explain
+from pyruntime.ops.placements import PlacementCheck
 from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.train import checkpoint, checkpoint_folder
@@ -98,6 +100,7 @@ class Trainer:
             max_norm=optimizer.clip_grad_norm,
             nonfinite="skip" if self._skips else "raise",
             rounding=optimizer.rounding,
+            muon=_muon(config, model),
             shared={} if pp is None else shared_weights(config, model, pp),
         )
         self.outer: ShardedOuter | None = None
@@ -106,6 +109,7 @@ class Trainer:
             parts = [axis for axis in (runtime.tp, over, pp) if axis is not None]
             self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts)
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
+        self._types = _types(model, self.sharded, runtime) if train.check_types else None
         self.step = self._samples = 0
         self.tiers = Report(())
         self._facts = dataclasses.replace(
@@ -213,6 +217,8 @@ class Trainer:
         self.optimizer.lr = lr = learning_rate(step, self._config.train.steps, self._config.optimizer)
         loss = self._forward_and_backward()
         square = self.optimizer.squared_norm()
+        if self._types is not None:
+            self._check_replicated()
         wish = SAVING_FAILED if self._saver.has_failed else self._stop.signum
         norm = figures.add(step, lr, loss, square, wish)
         with marked("update"):
@@ -259,13 +265,17 @@ class Trainer:
         self._samples += train.batch_size
         size = train.micro_batch_size
         micro = [self._mine(each) for each in batch.split(size)]
+        checking = self._types or contextlib.nullcontext()
         if self._pipelined is not None:
-            return self._pipelined.step(micro, float(self._backward_seed))
+            with checking:
+                return self._pipelined.step(micro, float(self._backward_seed))
         loss = torch.zeros((), device=self._device.device)
         for each in micro:
             is_last = each is micro[-1]
-            with marked("forward"):
+            with marked("forward"), checking:
                 loss_micro = self.model(each.ids, each.labels, each.documents)
+            if self._types is not None:
+                self._types.expect(loss_micro, "The loss", tp="replicated", cp="partial")
             accumulating = contextlib.nullcontext() if is_last else self.sharded.accumulate()
             with accumulating, marked("backward"):
                 loss_micro.backward(self._backward_seed)
@@ -279,7 +289,21 @@ class Trainer:
             self._device.put(tokens if context is None else context.shard(tokens))
             for tokens in (batch.ids, batch.labels)
         )
+        if self._types is not None:
+            for tokens in (ids, labels):
+                self._types.mark(tokens, cp="sharded")
         return Batch(ids, labels, batch.documents)
+
+    def _check_replicated(self) -> None:
+        """Raises PlacementError where ranks are about to take different steps."""
+        optimizer = self.optimizer
+        numbers = {
+            "optimizer.lr": optimizer.lr,
+            "optimizer.clip_grad_norm": optimizer.max_norm,
+            "the number of the step": self.step,
+        }
+        rows, axes = optimizer.arrived_rows(), self.sharded.axes
+        check_replicated(rows, axes, numbers, self._runtime.world)
 
     def validate(self) -> dict[str, tuple[float, int]]:
         """Mean loss over the windows of each validation set, in nats per token, and their tokens; the same on
@@ -413,6 +437,27 @@ def within_and_between(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, Devi
         )
     within = mesh[names[1]] if len(names) > 1 else None
     return (within if within is not None and within.size() > 1 else None), mesh["dp_replicate"]
+
+
+def _types(model: Llama, sharded: Sharded, runtime: Runtime) -> PlacementCheck:
+    """Follows tensors over tensor- and context-parallel ranks: gradients of the model's parameters are summed
+    over the latter by `sharded`. What data-parallel ranks have is each one's own by intent."""
+    axes = {"tp": [comm.group_name(runtime.tp)] if runtime.sizes.tp > 1 else [], "cp": []}
+    if runtime.cp is not None:
+        axes["cp"] = [comm.group_name(runtime.cp), comm.companion(runtime.cp, "cp").name]
+    axes = {axis: groups for axis, groups in axes.items() if groups}
+    check = PlacementCheck(axes)
+    trained = [parameter for bucket in sharded.buckets for parameter in bucket.parameters]
+    check.mark_parameters(model, "tp", {"cp": trained})
+    return check
+
+
+def _muon(config: RunConfig, model: Llama) -> Muon | None:
+    """Of the matrices of this rank's layers."""
+    if config.optimizer.name != "muon":
+        return None
+    of_layers = model.layers.parameters()
+    return Muon([p for p in of_layers if p.dim() == 2 and p.requires_grad], config.optimizer.momentum)
 
 
 def _compression(config: RunConfig) -> Compression | None:

@@ -12,7 +12,15 @@ from typing import Any
 from pyruntime.outer.methods import METHODS, Method
 from pyruntime.text import short_repr
 from pyruntime.train.checkpoint_folder import AUTO
-from pyruntime.train.config import DataParallel, Pipeline, RunConfig, meets_every_step, replicas, with_steps
+from pyruntime.train.config import (
+    DataParallel,
+    Optimizer,
+    Pipeline,
+    RunConfig,
+    meets_every_step,
+    replicas,
+    with_steps,
+)
 from pyruntime.train.data.order import BLOCK
 from pyruntime.train.errors import ConfigError, refusing
 
@@ -67,7 +75,11 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "checkpoint.keep_every_h",
         ),
     ),
-    (lambda x: 0 <= x < 1, "be at least 0 and below 1", ("optimizer.beta1", "optimizer.beta2")),
+    (
+        lambda x: 0 <= x < 1,
+        "be at least 0 and below 1",
+        ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum"),
+    ),
     (
         lambda x: 0 <= x <= 1,
         "be between 0 and 1",
@@ -142,6 +154,7 @@ def _check_train(config: RunConfig) -> None:
         f"optimizer.rounding={optimizer.rounding} is done on the CPU alone; use nearest with "
         "train.device=cuda.",
     )
+    _check_muon(config)
     _require(
         optimizer.rounding == "nearest" or train.dtype == "bf16",
         f"optimizer.rounding=stochastic is of bf16 weights, and train.dtype={train.dtype}; leave it out.",
@@ -185,6 +198,25 @@ def _check_data(config: RunConfig) -> None:
         "use a larger weight, or leave that source out.",
     )
     _require(bool(data.field), "data.field must be the name of a key or a column, found ''.")
+
+
+def _check_muon(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    if optimizer.name == "adamw":
+        _require(
+            optimizer.momentum == Optimizer.momentum,
+            f"optimizer.momentum={optimizer.momentum} is Muon's; set optimizer.name=muon, or leave it out.",
+        )
+        return
+    _require(
+        optimizer.rounding == "nearest",
+        f"optimizer.rounding={optimizer.rounding} with optimizer.name=muon, which keeps fp32 master weights; "
+        "leave it out.",
+    )
+    _require(
+        config.train.device != "cuda",
+        "optimizer.name=muon is done on the CPU alone; use adamw with train.device=cuda.",
+    )
 
 
 def _check_files(config: RunConfig) -> None:

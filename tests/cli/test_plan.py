@@ -73,6 +73,15 @@ def test_a_plan_without_master_weights_trains_without_them(capsys, tmp_path):
     assert main(["train", "--config", str(tmp_path / "stochastic.toml"), "--dry-run", "8"]) == 0
 
 
+def test_a_plan_with_muon_is_one_that_the_trainer_takes(tmp_path):
+    file = tmp_path / "muon.toml"
+    assert main([*SMALL, "--optimizer", "muon", "--config", str(file)]) == 0
+    assert tomllib.loads(file.read_text())["optimizer"] == {"name": "muon"}
+    assert main(["train", "--config", str(file), "--dry-run", "8", "--train.device", "cpu"]) == 0
+    both = [*SMALL, "--optimizer", "muon", "--rounding", "stochastic"]
+    assert main(both) == 2
+
+
 def test_settings_are_those_of_the_mesh():
     found = settings(
         job("llama3-8b", "dgx-h100", 16, 64, 8192), Mesh(tp=2, dp=4, pp=2, kind="interleaved", virtual=2)
