@@ -29,7 +29,7 @@ from pyruntime.nn import head_counts
 from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.activations.shared_input import SeenInputs
 from pyruntime.nn.comparing import TOLERANCES, copied, differs, forwards, tensors_of, untouched
-from pyruntime.nn.gather import gather_shard
+from pyruntime.nn.gather import gather_whole
 from pyruntime.nn.head_counts import Mismatch
 from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from pyruntime.nn.parameters import shard_bounds
@@ -424,6 +424,4 @@ def _whole(layer: ParallelLinear, name: str) -> Tensor | None:
     if parameter is None:
         return None
     layout = layer._layouts[name]
-    if layout.dim is None:
-        return parameter
-    return gather_shard(parameter.detach(), layer.group, layout.dim, layout.parts[0].shape[layout.dim])
+    return gather_whole(parameter.detach(), layout.cuts, layout.parts[0].shape)

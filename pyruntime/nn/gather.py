@@ -3,6 +3,8 @@ reverse: this rank's features of what is whole."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -35,6 +37,17 @@ def gather_shard(local: Tensor, group: TensorGroup, dim: int, total: int) -> Ten
     """The whole of a tensor that is `total` along `dim`, cut as parameters are, on every rank. All ranks of
     the group must call this; no gradient."""
     return local if group.size == 1 else _gather(local, group.name, group.size, dim, total)
+
+
+def gather_whole(
+    local: Tensor, cuts: Iterable[tuple[TensorGroup, int | None]], shape: Sequence[int]
+) -> Tensor:
+    """The same of a tensor of `shape` that is cut over several axes, each along its dimension (None: over
+    that axis it is not cut)."""
+    for axis, dim in cuts:
+        if dim is not None:
+            local = gather_shard(local, axis, dim, shape[dim])
+    return local
 
 
 def _gather(local: Tensor, name: str, size: int, dim: int, total: int) -> Tensor:

@@ -43,8 +43,9 @@ def parallelize(
     takes; what stands between must work feature by feature or head by head (activations, attention). See
     plans.py for patterns and styles.
 
-    mesh: the 1-D DeviceMesh, process group or group name to cut over. Every rank calls with the same full
-    model. plan: "auto", which is transformers' plan of the model or one read off its data flow (nn/auto), a
+    mesh: the 1-D DeviceMesh, process group or group name to cut over, or a 2-D mesh (x, y), over whose second
+    dimension the features that others read are cut inside of layers (docs/4d.md). Every rank calls with the
+    same full model. plan: "auto", which is transformers' plan or one read off its data flow (nn/auto), a
     mapping {glob on module names: "column" | "column_gather" | "row" | "row_split" | "embedding"}, or a
     plan's name ("llama"). tier, strict: for every linear, see nn.ColumnParallelLinear.
 
@@ -66,7 +67,8 @@ def parallelize(
     plan = auto_plan(model, group.size) if plan == "auto" else find_plan(plan)
     plan.check(model, group.size)
     styles = match_modules(model, plan.styles)
-    check_same_model(model, group)
+    for axis in group.axes:
+        check_same_model(model, axis)
     replaced = {
         name: _parallel(model.get_submodule(name), name, style, group, tier, strict)
         for name, style in styles.items()
@@ -76,7 +78,7 @@ def parallelize(
     for name, module in replaced.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, module)
-    if group.size > 1:
+    if group.ranks > 1:
         _watch(model, replaced, group, plan.gives_way)
     vars(model)[LEFT_WHOLE] = dict(plan.left_whole)
     save_whole(model, group)
@@ -89,7 +91,7 @@ def _watch(
     """From here on gradients of what is whole are summed where they must be (regions.py), and the first call
     is compared with the whole model's (first_call.py)."""
     holders: dict[nn.Module, None] = {}
-    form = RowForm(group) if gives_way else None
+    form = RowForm(group) if gives_way and group.y is None else None
     for name, module in replaced.items():
         if isinstance(module, ParallelLinear):
             module.region = Region(name, group, gives_way, form)
@@ -163,6 +165,7 @@ def _parallel(
     except ValueError as error:
         raise ValueError(f"{name} cannot be cut as {style!r}: {error}") from error
     new.label = name
+    new.whole_features = group.y is not None
     return new
 
 

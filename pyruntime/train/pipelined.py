@@ -148,7 +148,7 @@ class Pipelined:
         """Of this tensor-parallel rank's part of the residual stream, by slice."""
         group = self._model.group
         rows = (len(torch.arange(batch * seq).tensor_split(group.size)[group.rank]) for seq in self._slices)
-        return [(count, self._model.config.hidden_size) for count in rows]
+        return [(count, self._model.stream_features) for count in rows]
 
     def step(self, ids: Tensor, labels: Tensor, scale: float) -> float:
         """Forward and backward of all micro-batches [m B, S]; the gradients are those of `scale` times the
