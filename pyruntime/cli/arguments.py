@@ -8,7 +8,7 @@ import difflib
 import io
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -68,22 +68,28 @@ def parse(
 
 
 def _tables() -> ConstructorRegistry:
-    """tyro's rule for a field that is a table of a TOML file: one argument, such as {x=2,y=2}."""
+    """tyro's rule for a field that may be a table of a TOML file: one argument, as that has it."""
     registry = ConstructorRegistry()
 
     @registry.primitive_rule
-    def grid(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-        if info.type is not Grid:
+    def number_or_grid(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if Grid not in get_args(info.type):
             return None
         return PrimitiveConstructorSpec(
             nargs=1,
-            metavar="{x=INT,y=INT,z=INT}",
-            instance_from_str=lambda arguments: config_file.grid(arguments[0]),
-            is_instance=lambda value: isinstance(value, Grid),
-            str_from_instance=lambda value: [toml_value(value)],
+            metavar="{None}|INT|{x=INT,y=INT,z=INT}",
+            instance_from_str=lambda arguments: _number_or_grid(arguments[0]),
+            is_instance=lambda value: value is None or isinstance(value, int | Grid),
+            str_from_instance=lambda value: ["None" if value is None else toml_value(value)],
         )
 
     return registry
+
+
+def _number_or_grid(text: str) -> int | Grid | None:
+    if text == "None":
+        return None
+    return config_file.grid(text) if text.startswith("{") else int(text)
 
 
 def check_at_least(options: object, least: int, *names: str) -> None:

@@ -430,7 +430,7 @@ class RowParallelLinear(ParallelLinear):
             x = ops.replicate_grad(x, axis.name)
         if self._alone:
             y = primitives.linear(x, weight, bias)
-        elif hides_y:
+        elif axis is not None and hides_y:
             y = self._scattered(ops.replicated_matmul(x, weight, axis.name, tier=self.tier), bias)
         elif self.sequence_parallel:
             y = ops.matmul_reduce_scatter(x, weight, group, dim=self.dim, bias=bias, tier=self.tier)

@@ -24,7 +24,7 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
 
     Of the pipeline's rank with most layers, and of data parallelism of its first one. Of cp it is the most,
     as keys that nobody sees stay; sums of their gradients are fp32. Where ZeRO cuts nothing, `weights` are
-    whole sums of gradients, which return. Of AxoNN's meshes tp is x, y stands beside it, and z is ZeRO 3.
+    whole sums of gradients, which return. Of AxoNN meshes tp is x, y stands beside it, and z is ZeRO 3.
     Raises ValueError for CO2's meshes, and for AxoNN's with cp or pp.
     """
     if mesh.tau or (mesh.is_axonn and mesh.cp * mesh.pp > 1):

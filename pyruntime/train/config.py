@@ -394,8 +394,8 @@ def with_pieces(config: RunConfig) -> RunConfig:
     ):
         if grid.z > 1 and value not in usual:
             raise ConfigError(
-                f"parallel.{name}={value} with parallel.tp={grid}: weights, gradients and states are cut over "
-                "z, and ranks of dp hold the same; leave it out."
+                f"parallel.{name}={value} with parallel.tp={grid}: weights, gradients and states are cut "
+                "over z, and ranks of dp hold the same; leave it out."
             )
     parallel = dataclasses.replace(parallel, tp=grid.x if grid.y == 1 else Grid(grid.x, grid.y))
     if grid.z > 1:

@@ -108,10 +108,10 @@ def _convert(value, hint):
         if isinstance(value, int | float) and not isinstance(value, bool):
             with contextlib.suppress(OverflowError):
                 return float(value)
-    elif dataclasses.is_dataclass(hint):
-        kinds = typing.get_type_hints(hint)
+    elif hint is Grid:
+        kinds = typing.get_type_hints(Grid)
         if isinstance(value, dict) and value.keys() <= kinds.keys():
-            return hint(**{key: _convert(each, kinds[key]) for key, each in value.items()})
+            return Grid(**{key: _convert(each, kinds[key]) for key, each in value.items()})
     elif type(value) is hint:
         return value
     raise TypeError
@@ -130,8 +130,8 @@ def _describe(hint) -> str:
         return "one of " + ", ".join(repr(arg) for arg in typing.get_args(hint))
     if origin is tuple:
         return f"a list, each item {_describe(typing.get_args(hint)[0])}"
-    if dataclasses.is_dataclass(hint):
-        return f"a table of {', '.join(field.name for field in dataclasses.fields(hint))}"
+    if hint is Grid:
+        return f"a table of {', '.join(field.name for field in dataclasses.fields(Grid))}"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[hint]
 
 

@@ -120,7 +120,7 @@ def test_bytes_over_each_axis_are_those_of_the_formulas(ranks, sizes):
     x, y = sizes
     job = Job(of_llama("", small), find_cluster("dgx-h100"), 4, batch, seq)
     expected = bytes_of_step(job, Mesh(x=x, y=y, micro_batch=batch), element=4)
-    # Of two norms: a number of 4 bytes a row, forward and back, over y; the gradients of their weights over x.
+    # Of two norms: 4 bytes a row, forward and back, over y; the gradients of their weights over x.
     of_norms = {
         "tp": 2 * 2 * (x - 1) / x * 4 * small.hidden_size / y,
         "y": 2 * 2 * 2 * (y - 1) / y * 4 * batch * seq / x,

@@ -88,7 +88,8 @@ def test_two_chained_layers_on_2x2x2_are_those_of_numpy(ranks):
     middle, back = given["x"] @ given["w1"].T + given["b1"], given["dy"] @ given["w2"]
     computed = {
         "out": middle @ given["w2"].T + given["b2"], "dx": back @ given["w1"],
-        "dw1": back.T @ given["x"], "db1": back.sum(0), "dw2": given["dy"].T @ middle, "db2": given["dy"].sum(0),
+        "dw1": back.T @ given["x"], "db1": back.sum(0),
+        "dw2": given["dy"].T @ middle, "db2": given["dy"].sum(0),
     }  # fmt: skip
     for rank, (found, expected, kept) in enumerate(ranks.run(chained_on_2x2x2, 8, given | computed)):
         assert found.keys() == expected.keys()

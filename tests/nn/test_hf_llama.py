@@ -29,6 +29,10 @@ SHAPE = {
 }
 
 
+RAGGED = {"hidden_size": 66, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+"""Features that 4 ranks do not divide."""
+
+
 def llama(**changes) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**(SHAPE | changes)))
@@ -159,8 +163,8 @@ def test_training_equals_that_of_one_rank(ranks, world_size, changes):
 @pytest.mark.parametrize(
     ("sizes", "changes", "plan"),
     [
-        ((2, 2), {"attention_bias": True, "mlp_bias": True, "hidden_size": 58, "head_dim": 8}, "llama"),
-        ((1, 4), {"tie_word_embeddings": True, "hidden_size": 58, "head_dim": 8}, "llama"),
+        ((2, 2), {"attention_bias": True, "mlp_bias": True, **RAGGED}, "llama"),
+        ((1, 4), {"tie_word_embeddings": True, **RAGGED}, "llama"),
         ((2, 2), {}, "auto"),
     ],
     ids=["2x2", "1x4", "auto"],

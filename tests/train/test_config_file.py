@@ -73,7 +73,7 @@ def test_x_alone_is_a_number_and_z_is_zero_3():
 )
 def test_a_grid_that_cannot_be_is_refused(parallel, sentence):
     with pytest.raises(ConfigError) as refused:
-        validate.check(RunConfig(parallel=parallel), world_size=4)
+        validate.check(RunConfig(train=Train(batch_size=16), parallel=parallel), world_size=4)
     assert sentence in str(refused.value)
 
 
