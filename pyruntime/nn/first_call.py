@@ -260,7 +260,7 @@ class _CutRun:
             if isinstance(layer, RowParallelLinear) or not _is_cut(layer):
                 return self._whole_output(layer, x)
             self.calls.append(_Call(layer))
-            return F.linear(x, layer.matrix, layer.bias)
+            return F.linear(x, _own_columns(layer), layer.bias)
 
         return forward
 
@@ -417,6 +417,15 @@ def _place_of(error: Exception, module: nn.Module) -> str:
         place = names.get(id(trace.tb_frame.f_locals.get("self")), place) or place
         trace = trace.tb_next
     return place
+
+
+def _own_columns(layer: ParallelLinear) -> Tensor:
+    """This rank's weight as [out_features, in_features], with all of these where y cuts them."""
+    if layer.group.y is None:
+        return layer.matrix
+    layout = layer._layouts["weight"]
+    weight = gather_whole(layer.weight.detach(), layout.cuts[1:], layout.parts[0].shape)
+    return weight.t() if layer.transposed else weight
 
 
 def _whole(layer: ParallelLinear, name: str) -> Tensor | None:

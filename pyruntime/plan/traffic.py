@@ -29,8 +29,8 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
     """
     if mesh.tau or (mesh.is_axonn and mesh.cp * mesh.pp > 1):
         raise ValueError(
-            f"{mesh.text()} is not counted here; use tp, cp, pp and a dp that meets in every step, or x, y, z "
-            "and dp."
+            f"{mesh.text()} is not counted here; use tp, cp, pp and a dp that meets in every step, or x, y, "
+            "z and dp."
         )
     if mesh.is_axonn:
         return _bytes_of_grid(job, mesh, element)
