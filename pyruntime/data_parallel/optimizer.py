@@ -149,7 +149,7 @@ class ShardedAdamW:
                 'parts of the model share cannot be summed; set max_norm, or nonfinite to "raise" or "skip".'
             )
         self._device = weights[0].bucket.device
-        self._tp_groups = dict.fromkeys(["", *(state.tp_group for state in self._all_states())])
+        self._tp_groups = dict.fromkeys([(), *(state.tp_groups for state in self._all_states())])
         self._arrived: _Arrived = {}
         self._was_plain = False
         """Whether the last step counted, unclipped: the next one is taken ahead."""
@@ -298,21 +298,23 @@ class ShardedAdamW:
         holders = self._shared.get(state.parameter)
         return holders is None or holders.counts
 
-    def _squares(self, counts: Callable[[State], bool]) -> dict[str, Tensor]:
-        """Sums of squares of this rank's rows of the mean gradient, by the group that they are cut over."""
-        rows_of: dict[str, list[Tensor]] = {name: [] for name in self._tp_groups}
+    def _squares(self, counts: Callable[[State], bool]) -> dict[tuple[str, ...], Tensor]:
+        """Sums of squares of this rank's rows of the mean gradient, by the groups that they are cut over."""
+        rows_of: dict[tuple[str, ...], list[Tensor]] = {names: [] for names in self._tp_groups}
         for state, rows in self.arrived_rows():
             if counts(state) and self._is_counted(state):
-                rows_of[state.tp_group].append(rows)
-        sums = {name: sum_of_squares(rows, self._device) for name, rows in rows_of.items()}
-        return {name: square / self._axes.size**2 for name, square in sums.items()}
+                rows_of[state.tp_groups].append(rows)
+        sums = {names: sum_of_squares(rows, self._device) for names, rows in rows_of.items()}
+        return {names: square / self._axes.size**2 for names, square in sums.items()}
 
-    def _of_all_ranks(self, squares: dict[str, Tensor]) -> float:
+    def _of_all_ranks(self, squares: dict[tuple[str, ...], Tensor]) -> float:
         """The square of the norm of the whole model's gradient."""
         total = self._over_shards(torch.stack(list(squares.values())))
         whole = 0.0
-        for name, square in zip(squares, total, strict=True):
-            whole += float(ops.all_gather_stats(square, name).sum() if name else square)
+        for names, square in zip(squares, total, strict=True):
+            for name in names:
+                square = ops.all_gather_stats(square, name).sum()
+            whole += float(square)
         if self._parts is None:
             return whole
         mine = torch.tensor([whole], dtype=torch.float64)
@@ -329,9 +331,10 @@ class ShardedAdamW:
         if not found:
             return []
         sums = self._over_shards(torch.stack([sum_of_squares([rows]) for _, rows in found]))
-        for name in filter(None, self._tp_groups):
-            cut = [index for index, (state, _) in enumerate(found) if state.tp_group == name]
-            sums[cut] = ops.all_gather_stats(sums[cut], name).sum(0)
+        for names in self._tp_groups:
+            cut = [index for index, (state, _) in enumerate(found) if state.tp_groups == names]
+            for name in names:
+                sums[cut] = ops.all_gather_stats(sums[cut], name).sum(0)
         finite = sums.isfinite().tolist()
         return [state.part.key for (state, _), good in zip(found, finite, strict=True) if not good]
 

@@ -62,9 +62,9 @@ class State:
         self.behind: tuple[Tensor, float] | None = None
         """Gradient and learning rate of the last step, where moments and master do not have it yet."""
         layout = getattr(self.parameter, "tp_layout", None)
-        self.tp_group = "" if layout is None or layout.dim is None else layout.group.name
+        self.tp_groups: tuple[str, ...] = () if layout is None else layout.cut_over
         """Over which the parameter is cut; empty: every tensor-parallel rank holds it whole."""
-        self.is_counted_elsewhere = not self.tp_group and layout is not None and layout.group.rank > 0
+        self.is_counted_elsewhere = layout is not None and not layout.is_first
 
 
 Own: TypeAlias = list[tuple[State, Tensor]]

@@ -106,7 +106,7 @@ class Trainer:
         self.outer: ShardedOuter | None = None
         """Of replicas that do not meet in every step."""
         if between is not None:
-            parts = [axis for axis in (runtime.tp, over, pp) if axis is not None]
+            parts = [axis for axis in (runtime.tp, runtime.tp_y, over, pp) if axis is not None]
             self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts)
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
         self._types = _types(model, self.sharded, runtime) if train.check_types else None

@@ -71,7 +71,7 @@ def _run(
     ranks = runtime.world
     is_rank_0, is_first_tp = ranks.rank() == 0, ranks.rank() < runtime.sizes.tp
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from, config.data.paths)
-    shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, runtime.sizes.tp)
+    shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, *runtime.tp_sizes)
     config = on_rank_0(ranks, "Settling the pipeline", lambda: resolved(config, shape))
     saved = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
     start_at = saved[0] if saved else None
@@ -276,7 +276,7 @@ def _whole_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime, folder
     """All stages' weights, from the checkpoint in `folder`, which the last step left."""
     assert folder is not None  # a run that takes no step has been resumed
     options = {"dtype": DTYPES[config.train.dtype], "tier": config.comm.tier, "seed": None}
-    model = Llama(shape, runtime.tp, device=runtime.device, **options)
+    model = Llama(shape, runtime.tp_grid, device=runtime.device, **options)
     checkpoint.load_weights(folder, model, comm.process_group(runtime.tp))
     return model
 
@@ -284,7 +284,7 @@ def _whole_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime, folder
 def _use_tuning(config: RunConfig, runtime: Runtime) -> str:
     """Hands the measured choices of this machine to the ops, the same on all ranks, and says so in a line for
     the log; empty where nothing asks for them or there are none."""
-    tp = runtime.sizes.tp
+    tp = runtime.tp_size
     use({})
     if config.comm.tier != "auto" or config.comm.tuning == "off" or tp == 1:
         return ""
@@ -318,7 +318,7 @@ def _sample(config: RunConfig, model: Llama, tokenizer: Tokenizer) -> str | None
 
 def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: Path, runtime: Runtime) -> str:
     train, parallel = config.train, config.parallel
-    axes = f"tp={runtime.sizes.tp} with sequence parallelism"
+    axes = f"tp={parallel.tp or runtime.tp_size} with sequence parallelism"
     if parallel.dp > 1:
         axes += f", dp={parallel.dp} at zero {parallel.zero}"
     if config.data_parallel.compression != "none":

@@ -14,11 +14,14 @@ from pyruntime.text import short_repr
 from pyruntime.train.checkpoint_folder import AUTO
 from pyruntime.train.config import (
     DataParallel,
+    Grid,
     Optimizer,
     Pipeline,
     RunConfig,
     meets_every_step,
     replicas,
+    tp_axes,
+    with_pieces,
     with_steps,
 )
 from pyruntime.train.data.order import BLOCK
@@ -99,6 +102,7 @@ def check(config: RunConfig, world_size: int) -> None:
     `pyruntime.train.model`.
     """
     _check_values(config)
+    config = with_pieces(config)
     _check_ranges(config)
     _check_train(config)
     _check_data(config)
@@ -122,6 +126,8 @@ def _check_values(config: RunConfig) -> None:
                 words = ", ".join(map(str, choices))
                 _require(value in choices, f"{name} must be one of {words}, found {value}.")
             for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, Grid):
+                    each = max(vars(each).values())
                 if isinstance(each, str):
                     _check_text(name, each)
                 elif isinstance(each, int) and key != "seed":
@@ -142,7 +148,8 @@ def _check_ranges(config: RunConfig) -> None:
         for name in names:
             section, field = name.split(".")
             value = getattr(getattr(config, section), field)
-            _require(value is None or test(value), f"{name} must {words}, found {value}.")
+            of_grid = isinstance(value, Grid)  # with_pieces() has looked at its numbers
+            _require(value is None or of_grid or test(value), f"{name} must {words}, found {value}.")
     check_seed("train.seed", config.train.seed)
     check_seconds("comm.deadline_s", config.comm.deadline_s)
 
@@ -279,7 +286,7 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
             f"{pp * dp * cp}.",
         )
         return
-    needed = tp * pp * dp * cp
+    needed = math.prod(tp_axes(parallel, world_size)) * pp * dp * cp
     axes = " times ".join([f"parallel.tp={tp}", *others])
     _require(
         needed == world_size,
@@ -398,8 +405,7 @@ def _check_compression(config: RunConfig) -> None:
 
 
 def _check_rings(config: RunConfig, world_size: int) -> None:
-    parallel = config.parallel
-    tp = parallel.tp or world_size // (parallel.pp * parallel.dp * parallel.cp)
+    tp, _ = tp_axes(config.parallel, world_size)
     for order in config.comm.rings:
         ranks = [int(rank) if rank.isdecimal() else -1 for rank in order.split("-")]
         _require(
@@ -467,6 +473,8 @@ def why_no_slices(config: RunConfig, tp: int) -> str:
     """What slices inside a tensor-parallel group of so many ranks do not go together with; empty: nothing."""
     if tp == 1:
         return "parallel.tp=1, where no rows travel"
+    if isinstance(config.parallel.tp, Grid):
+        return f"parallel.tp={config.parallel.tp}, whose y cuts features; leave y out"
     if config.parallel.zero == 3 and config.parallel.dp * config.parallel.cp > 1:
         return "parallel.zero=3, which gathers weights for one layer at a time; use 0, 1 or 2"
     if config.pipeline.slices != 1:
@@ -476,7 +484,7 @@ def why_no_slices(config: RunConfig, tp: int) -> str:
 
 def _check_slices(config: RunConfig, world_size: int) -> None:
     parallel = config.parallel
-    tp = parallel.tp or world_size // (parallel.pp * parallel.dp * parallel.cp)
+    tp, _ = tp_axes(parallel, world_size)
     why = why_no_slices(config, tp) if parallel.slices not in ("auto", 1) else ""
     _require(
         not why, f"parallel.slices={parallel.slices} does not go together with {why}; leave one of them out."

@@ -54,7 +54,9 @@ def test_the_trainer_is_asked_what_it_runs():
         Mesh(pp=8, cp=2, kind="seq1f1b", slices=4)
     )
     assert "tp=16 does not divide num_key_value_heads=8" in asked.refusal(Mesh(tp=16))
-    assert asked.refusal(Mesh(x=2, y=2, z=4)) is not None
+    assert asked.refusal(Mesh(x=2, y=2, z=4)) is None
+    assert asked.refusal(Mesh(x=4, y=2, dp=2)) is None
+    assert "tp=16 does not divide" in asked.refusal(Mesh(x=16))
     assert asked.refusal(Mesh(tp=8, dp=2, tau=3)) is None
     gpt = Asked(job("gpt-1.7b", "dgx-h100", 16, 64))
     assert "architecture" in gpt.refusal(Mesh(tp=4, dp=4))
