@@ -111,6 +111,7 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_pipeline(config)
     _check_data_parallel(config)
     _check_ranks(config, world_size)
+    _check_two_axes(config)
     _check_compression(config)
     _check_rings(config, world_size)
     _check_slices(config, world_size)
@@ -224,6 +225,21 @@ def _check_muon(config: RunConfig) -> None:
         config.train.device != "cuda",
         "optimizer.name=muon is done on the CPU alone; use adamw with train.device=cuda.",
     )
+
+
+def _check_two_axes(config: RunConfig) -> None:
+    """What does not know of tensor parallelism over two axes."""
+    tp = config.parallel.tp
+    if not isinstance(tp, Grid):
+        return
+    for name, is_asked in (
+        ("optimizer.name=muon", config.optimizer.name == "muon"),
+        ("train.check_types=true", config.train.check_types),
+    ):
+        _require(
+            not is_asked,
+            f"{name} knows of one axis of tensor parallelism, and parallel.tp={tp}; leave y or it out.",
+        )
 
 
 def _check_files(config: RunConfig) -> None:
