@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from pyruntime.comm import CommError, named_failures
 from pyruntime.comm.exchange import barrier
 from pyruntime.data_parallel import Sharded
+from pyruntime.outer.fragment import Fragment
 from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.overlap import Kind
 from pyruntime.overlap.record import entered
@@ -137,6 +138,8 @@ def load(
     """
     found = read_matching(checkpoint, facts)
     _check_files(checkpoint, group)
+    if outer is not None:
+        _check_fragments(checkpoint, outer)
     doing = f"Loading the checkpoint {checkpoint}"
     try:
         with _plain_failures():
@@ -159,6 +162,23 @@ def load(
         with refusing("checkpoint.resume: "):
             outer.load_state_dict(local)
     return found
+
+
+def _check_fragments(checkpoint: Path, outer: ShardedOuter) -> None:
+    """Raises ConfigError where the model was cut into another number of parts that meet in turn."""
+    try:
+        progress = FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata["outer.progress"]
+        found = (progress.size[0] - 1) // Fragment.NUMBERS
+    except Exception as error:
+        raise ConfigError(
+            f"checkpoint.resume: {checkpoint} is damaged or incomplete: it does not say how far its rounds "
+            "are."
+        ) from error
+    if found != outer.method.fragments:
+        raise ConfigError(
+            f"checkpoint.resume: {checkpoint} was saved with data_parallel.fragments={found}, but the "
+            f"configuration asks for data_parallel.fragments={outer.method.fragments}."
+        )
 
 
 def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -48,6 +48,9 @@ class Facts:
     """Of the gradients that the next step's is compared with, where spikes are looked for."""
     method: str = "every_step"
     """When data-parallel ranks meet, and where that is not in every step, how many replicas."""
+    deal: Sequence[int] = ()
+    """Where replicas come and go: the lowest block of sequences that had never been dealt, then those that had
+    not counted."""
     compression: str = ""
     """How gradients were compressed over which ranks, of which there is what was lost; empty: they were
     not."""
@@ -56,6 +59,8 @@ class Facts:
     def of(cls, config: RunConfig, shape: LlamaConfig) -> Facts:
         """Of a run that trains a model of that shape, before its first step."""
         of_replicas = "" if meets_every_step(config) else f" of {replicas(config)} replicas"
+        if config.data_parallel.members:
+            of_replicas = " of replicas that come and go"
         method = config.data_parallel.method + of_replicas
         dtype, rounding = config.train.dtype, config.optimizer.rounding
         return cls(0, dtype, dataclasses.asdict(shape), rounding, method=method)
@@ -157,6 +162,7 @@ def _read(checkpoint: Path) -> Facts:
         whole = type(facts.step) is int and facts.step >= 1 and isinstance(facts.model, dict)
         whole = whole and type(facts.skipped) is int and 0 <= facts.skipped <= facts.step
         whole = whole and type(facts.in_a_row) is int and 0 <= facts.in_a_row <= facts.skipped
+        whole = whole and all(type(block) is int and block >= 0 for block in facts.deal)
         whole = whole and all(isinstance(norm, float) and math.isfinite(norm) for norm in facts.norms)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         whole = False

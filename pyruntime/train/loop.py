@@ -13,7 +13,8 @@ step without further messages. The stages of a pipeline run the micro-batches as
 (`pipelined.py`); the last one has the losses. When numbers are read: `figures.py`.
 
 Where data_parallel.method lets replicas meet less often, all of this is within one replica, and after every
-step comes `OuterOptimizer.step`. After the last step replicas are one model again.
+step comes `OuterOptimizer.step`. After the last step replicas are one model again. Where replicas come and go
+(data_parallel.members), the run is joined first, and the service says whose sequences a round takes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel import Compression, NonFiniteGradient, shard
+from pyruntime.elastic.member import Member
 from pyruntime.llama import Llama
 from pyruntime.nn.explain import Report, explain
 from pyruntime.outer.sharded import ShardedOuter
@@ -53,6 +55,7 @@ from pyruntime.train.figures import (
 from pyruntime.train.metrics import StepMetrics
 from pyruntime.train.pipelined import Pipelined, shared_weights
 from pyruntime.train.ranks import on_every_rank
+from pyruntime.train.replicas import join, open_member
 from pyruntime.train.signals import Stopped, StopRequest
 from pyruntime.train.validate import outer_method
 
@@ -82,7 +85,8 @@ class Trainer:
         self.model = model
         on_every_rank(runtime.world, "Sharding the model", lambda: _check_trains(model, runtime))
         over, between = runtime.replicas, None
-        if not meets_every_step(config):
+        comes_and_goes = bool(config.data_parallel.members)
+        if not (meets_every_step(config) or comes_and_goes):
             over, between = within_and_between(over)
         self.sharded = shard(model, over, stage=config.parallel.zero, compression=_compression(config))
         pp = runtime.pp
@@ -98,12 +102,18 @@ class Trainer:
         )
         self.outer: ShardedOuter | None = None
         """Of replicas that do not meet in every step."""
-        if between is not None:
+        self.member: Member | None = None
+        """Of a run whose replicas come and go."""
+        if comes_and_goes:
+            self.member = open_member(config, model.config, corpus, runtime)
+        if not meets_every_step(config):
             parts = [axis for axis in (runtime.tp, over, pp) if axis is not None]
-            self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts)
+            self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts, self.member)
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
         self.step = 0
         self.tiers = Report(())
+        self._deal: Sequence[int] = ()
+        """Of the checkpoint that was resumed, where replicas come and go."""
         self._facts = dataclasses.replace(
             Facts.of(config, model.config), compression=_compressed_how(config, runtime)
         )
@@ -129,9 +139,20 @@ class Trainer:
     def resume(self, folder: Path) -> None:
         """Loads weights, optimizer state, what compression lost, and step of the checkpoint in `folder`."""
         found = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world, self.outer)
-        self.step = found.step
+        self.step, self._deal = found.step, found.deal
         self._guard.resume(found.norms, found.skipped, found.in_a_row)
         self._saved_at, self._saved_in = self.step, folder
+
+    def join(self) -> bool:
+        """Where replicas come and go: returns when this one is a member of the run, at its step. False: the
+        others have taken the last one. Raises the errors of `Member`."""
+        if self.member is None:
+            return True
+        assert self.outer is not None
+        if not join(self.member, self.outer, self.sharded, self.step, list(self._deal)):
+            return False
+        self.step = self.member.step
+        return True
 
     def what_is_not_resumed(self, folder: Path) -> str:
         """In words: of the checkpoint in `folder`; empty where all of it is."""
@@ -231,6 +252,8 @@ class Trainer:
     def _forward_and_backward(self, step: int) -> torch.Tensor | float:
         """Of all micro-batches; their mean loss, in a pipeline the last stage's."""
         train = self._config.train
+        if self.member is not None:
+            step = self.member.step_of_data(step)
         whole = training_batch(self._corpus.train, step, train.seed, train.batch_size, train.seq_len)
         dp = self._runtime.sizes.dp, self._runtime.coordinate.dp
         ids, labels = (self._mine(each.chunk(dp[0])[dp[1]]) for each in whole)
@@ -315,6 +338,7 @@ class Trainer:
             skipped=guard.skipped,
             in_a_row=guard.in_a_row,
             norms=tuple(guard.norms),
+            deal=() if self.member is None else tuple(self.member.deal),
         )
         keep = self._config.checkpoint.keep
         with self._stop.saving():
