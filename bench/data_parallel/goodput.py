@@ -32,11 +32,12 @@ LIMIT_S = 3600.0
 """Of one run."""
 
 HOW = """\
-Blocks: a round's sequences of one replica, counted where its displacement was averaged, from the beginning of the
-first round to the end of the last. Goodput: blocks in a second and replica of the disturbed run over those of the
-undisturbed one, where a replica counts from when it has come to the service until it is lost; of all time: where
-the seconds in which it was not there count too. All replicas share this machine's cores: one that is away leaves
-its share to the others, and takes more while it starts. Loss: of validation, after the last step."""
+Blocks: a round's sequences of one replica, counted where its displacement was averaged, from the beginning of
+the first round to the end of the last. Goodput: blocks in a second and replica of the disturbed run over
+those of the undisturbed one, where a replica counts from when it has come to the service until it is lost; of
+all time: where the seconds in which it was not there count too. All replicas share this machine's cores: one
+that is away leaves its share to the others, and takes more while it starts. Loss: of validation, after the
+last step."""
 
 
 class Replicas:
@@ -98,13 +99,28 @@ class Replicas:
         self.running[number] = self._replica(number)
 
     def check(self) -> bool:
-        """Whether all have ended. Ends the program where one failed."""
+        """Whether all have ended. Ends the program where one failed before the run was over: who is started
+        after that finds no service."""
         for number, process in enumerate(self.running):
-            if process.poll():
+            if process.poll() and not self.is_over():
                 log = (self._folder / f"log-{number}").read_text()
                 self.close()
                 sys.exit(f"{log}\nreplica {number} ended with {process.returncode}; see above.")
-        return all(process.poll() == 0 for process in self.running)
+        return all(process.poll() is not None for process in self.running)
+
+    def is_over(self) -> bool:
+        """Whether the last round has been committed."""
+        rounds = sum(event["event"] == "round" for event in self.events())
+        return rounds == self._args.steps // self._args.tau
+
+    def loss(self) -> float:
+        """Of the last validation, of a replica that took the last step: all of them have the same model."""
+        for number in range(self._args.replicas):
+            path = self.run_dir(number) / "metrics.jsonl"
+            for line in path.read_text().splitlines()[-1:] if path.exists() else []:
+                if (loss := json.loads(line).get("val_loss")) is not None:
+                    return loss
+        sys.exit("no replica took the last step.")
 
     def close(self) -> None:
         for process in (*self.running, self._service):
@@ -130,11 +146,10 @@ def run(args: argparse.Namespace, seed: int, every_s: float | None) -> dict[str,
             if next_kill is None:
                 if any(event["event"] == "start" for event in replicas.events()):
                     next_kill = now + every_s
-            elif now >= next_kill and replicas.events()[-1].get("round", 0) < args.steps // args.tau - 1:
+            elif now >= next_kill and not replicas.is_over():
                 replicas.kill(draw.randrange(args.replicas))
                 kills, next_kill = kills + 1, next_kill + every_s
-        lines = (replicas.run_dir(0) / "metrics.jsonl").read_text().splitlines()
-        return figures(replicas.events()) | {"kills": kills, "loss": json.loads(lines[-1])["val_loss"]}
+        return figures(replicas.events()) | {"kills": kills, "loss": replicas.loss()}
     finally:
         replicas.close()
         shutil.rmtree(folder, ignore_errors=True)

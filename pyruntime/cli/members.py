@@ -14,8 +14,8 @@ from pyruntime.train.validate import check_seconds
 
 DESCRIPTION = """Joins replicas that come and go into one run (docs/thin-networks.md): says who is a member of
 a round, when it counts, and whose sequences it takes. Start it once, apart from all replicas, and them with
---data_parallel.members HOST:PORT. It ends with the run. Whoever reaches the port can take part: keep it inside
-a network that you trust."""
+--data_parallel.members HOST:PORT. It ends with the run. Whoever reaches the port can take part: keep it
+inside a network that you trust."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Options:
     host: str = ""
     """Address to listen on; empty: every one of this host."""
     record: str = ""
-    """File that gets a line of JSON for every round, and for every replica that comes or goes; empty: none."""
+    """File that gets a line of JSON for every round, and for every replica that comes or goes; empty:
+    none."""
 
 
 def main(argv: list[str]) -> None:

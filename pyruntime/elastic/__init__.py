@@ -19,21 +19,21 @@ displacement d = z - x in memory of its own, and says that it has arrived. Then,
                    and gives out the next blocks. Before that nobody has taken the outer step.
 
 A member that dies closes its connection to the service; one that is stopped or cut off is found by the
-deadline: it has not arrived, is silent in an exchange, or others make no progress with it. It leaves, and what
-is left of the round is a new attempt over the others, who still have their d: no step of theirs is lost. All
-that took part agree on what became of a round, because one process has decided it; a member that does not hear
-from the service ends. With fewer members than the quorum the round is held open until others have come.
+deadline: it has not arrived, is silent in an exchange, or others make no progress with it. It leaves, and
+what is left of the round is a new attempt over the others, who still have their d: no step of theirs is lost.
+All that took part agree on what became of a round, because one process has decided it; a member that does not
+hear from the service ends. With fewer members than the quorum the round is held open until others have come.
 
 **A replica that comes** is sent to a member, its donor, which copies outer iterate, outer momentum and the
 inner optimizer's moments between two of its steps and sends the copy from a thread, then the sum of every
 round that is committed from then on. Taking those it has what the members have at the beginning of a round,
-bit by bit, and joins where the next round is committed; into a round that lacks its quorum it joins at once. A
-donor that dies is replaced by another one.
+bit by bit, and joins where the next round is committed; into a round that lacks its quorum it joins at once.
+A donor that dies is replaced by another one.
 
 **Data.** Block k stands for the sequences of steps k tau + 1 to (k + 1) tau of a single replica's run: blocks
-cut the order of all sequences into parts that do not overlap. The service deals them out in order; the block of
-a replica that leaves a round before its displacement has counted is dealt again first. So every block below the
-highest one that was dealt has counted once, is in work, or waits to be dealt again.
+cut the order of all sequences into parts that do not overlap. The service deals them out in order; the block
+of a replica that leaves a round before its displacement has counted is dealt again first. So every block
+below the highest one that was dealt has counted once, is in work, or waits to be dealt again.
 
 Torch's process groups are not used between replicas: they cannot lose a member, nor be interrupted.
 """

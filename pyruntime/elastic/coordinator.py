@@ -187,7 +187,9 @@ class Coordinator:
         replica = self.replicas.pop(name, None)
         if replica is None:
             return
-        self._tell_event("left" if self.phase is Phase.OVER else "lost", replica, reason=reason)
+        if replica.state is not State.COMING:
+            event = "left" if self.phase is Phase.OVER else "lost"
+            self._tell_event(event, replica, reason=reason)
         self._order(replica, {"type": "expelled", "reason": f"its replica left: {reason}"})
         was_member = replica.block is not None
         self._free(replica)

@@ -1,12 +1,12 @@
 """The sum of a tensor over the members of a round, over a connection between every two.
 
-Of n members each sums the n-th part: it takes that part of all others and sends them the sum, so that a member
-sends and receives 2 (n - 1) / n of the tensor. All get the same bits: a part is summed by one member, in the
-order of members, in fp32 (fp64 of doubles), and rounded once.
+Of n members each sums the n-th part: it takes that part of all others and sends them the sum, so that a
+member sends and receives 2 (n - 1) / n of the tensor. All get the same bits: a part is summed by one member,
+in the order of members, in fp32 (fp64 of doubles), and rounded once.
 
-What happens elsewhere may end it at any moment: `interrupted` is asked whenever the service has said something,
-and nothing has been written into the tensor itself. Connections are not closed on a failure: others would take
-that for one of this member's, and hide whose it was.
+What happens elsewhere may end it at any moment: `interrupted` is asked whenever the service has said
+something, and nothing has been written into the tensor itself. Connections are not closed on a failure:
+others would take that for one of this member's, and hide whose it was.
 """
 
 from __future__ import annotations

@@ -243,7 +243,8 @@ class Member:
         self._tell({"type": "done", "attempt": attempt})
 
     def _meet_all(self, attempt: int, members: list, peers: dict[int, socket.socket]) -> None:
-        """Into `peers`, a connection to every other member: those before this one are called, those after it call."""
+        """Into `peers`, a connection to every other member: this one calls those before it, and is called by
+        those after it."""
         mine = [name for name, _ in members].index(self._replica)
         header = encode({"type": "exchange", "attempt": attempt, "from": self._replica})
         end = time.monotonic() + self._deadline_s

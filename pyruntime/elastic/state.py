@@ -12,9 +12,9 @@ from pyruntime.outer.optimizer import OuterOptimizer
 
 
 class OuterState:
-    """Outer iterate and outer momentum of `outer`, and what `inner` gives: tensors of the inner optimizer that
-    a replica had better not begin without, such as the moments of AdamW. They are the donor's, of the middle
-    of its round."""
+    """Outer iterate and outer momentum of `outer`, and what `inner` gives: tensors of the inner optimizer
+    that a replica had better not begin without, such as the moments of AdamW. They are the donor's, of the
+    middle of its round."""
 
     def __init__(self, outer: OuterOptimizer, inner: Callable[[], Sequence[Tensor]] = lambda: ()):
         self._outer, self._inner = outer, inner

@@ -1,7 +1,7 @@
 """The state of a replica on its way to one that comes, and the sums of the rounds that follow.
 
-First a message that names round, sizes and what has been dealt, with the bytes of all tensors behind it. Then,
-for every round that is committed, a message and the bytes of the sum.
+First a message that names round, sizes and what has been dealt, with the bytes of all tensors behind it.
+Then, for every round that is committed, a message and the bytes of the sum.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pyruntime import comm, ops
+from pyruntime import ops
 from pyruntime.comm import Group
 from pyruntime.comm.ranges import marked
 from pyruntime.outer.averaging import Averaging, Sums
@@ -73,7 +73,8 @@ class OuterOptimizer:
             default the ranks of `mesh` do.
 
     Raises ValueError for a module without trainable parameters, parameters on a device or not contiguous,
-    fragments without a layer, and a method that does not wait for its average where replicas come and go; CommTimeout and PeerLost, on all ranks, as its methods do.
+    fragments without a layer, and a method that does not wait for its average where replicas come and go;
+    CommTimeout and PeerLost, on all ranks, as its methods do.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class OuterOptimizer:
             fragment.length = MEASURED_STEPS if self.tau is None else method.length(self.tau, number)
         self._averaging: Sums
         if sums is None:
-            self._averaging = Averaging(mesh, [(each.sent.numel(), each.sent.dtype) for each in self._fragments])
+            sizes = [(each.sent.numel(), each.sent.dtype) for each in self._fragments]
+            self._averaging = Averaging(mesh, sizes)
         else:
             refuse_unless_waiting(method)
             self._averaging = sums

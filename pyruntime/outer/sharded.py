@@ -44,8 +44,8 @@ class ShardedWeights:
 class ShardedOuter(OuterOptimizer):
     """An OuterOptimizer of `sharded`, which has its optimizer and is over ranks that share a replica.
 
-    replicas: the ranks that hold what this one holds, each of another replica; None where `sums` takes the sums.
-    parts, sums: as OuterOptimizer's.
+    replicas: the ranks that hold what this one holds, each of another replica; None where `sums` takes the
+    sums. parts, sums: as OuterOptimizer's.
     """
 
     def __init__(

@@ -49,8 +49,8 @@ class Facts:
     method: str = "every_step"
     """When data-parallel ranks meet, and where that is not in every step, how many replicas."""
     deal: Sequence[int] = ()
-    """Where replicas come and go: the lowest block of sequences that had never been dealt, then those that had
-    not counted."""
+    """Where replicas come and go: the lowest block of sequences that had never been dealt, then those that
+    had not counted."""
     compression: str = ""
     """How gradients were compressed over which ranks, of which there is what was lost; empty: they were
     not."""

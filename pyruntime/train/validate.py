@@ -300,7 +300,7 @@ def _check_members(config: RunConfig, method: Method) -> None:
     _require(
         config.parallel.dp_replicate == 1,
         f"data_parallel.members={address} joins replicas that are jobs of their own, and "
-        f"parallel.dp_replicate={config.parallel.dp_replicate} makes some in this one; leave one of them out.",
+        f"parallel.dp_replicate={config.parallel.dp_replicate} makes some in it; leave one of them out.",
     )
     assert isinstance(tau, int)  # a method that waits has no other
     for name, steps in (

@@ -1,5 +1,5 @@
-"""Replicas on quadratics whose coefficients are the data: what a round computes depends on its block alone. They
-run in processes of their own, which may be killed, below a service in the test's process.
+"""Replicas on quadratics whose coefficients are the data: what a round computes depends on its block alone.
+They run in processes of their own, which may be killed, below a service in the test's process.
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ def die_at(moment: str, number: int) -> None:
 
 
 def replica(_group, folder, address, method, of_rounds, deaths, late):
-    """One replica of the run. deaths: {rank: (moment, number)}; late: ranks that come once the first has died.
-    Returns the parameters in the end, and how many rounds it has taken part in; None where the run was over."""
+    """One replica of the run. deaths: {rank: (moment, number)}; late: ranks that come once the first has
+    died. Returns the parameters in the end, and how many rounds it has taken part in; None where the run was
+    over."""
     rank = int(os.environ["RANK"])
     if rank in late:
         end = time.monotonic() + 30

@@ -1,8 +1,8 @@
 """Replicas that come and go, without processes: the real coordinator, ranks that do what `Member` does, and a
 scheduler that delivers messages in any order that connections allow, and kills whom it likes.
 
-The outer iterate is the list of rounds that made it: [(round, blocks that were summed)]. So two ranks that have
-the same list have the same iterate, and what is counted, and how often, can be read in it.
+The outer iterate is the list of rounds that made it: [(round, blocks that were summed)]. So two ranks that
+have the same list have the same iterate, and what is counted, and how often, can be read in it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Processes that are killed at every moment of a round, and others that come: what is left of them computes what
-its definition says of the rounds that counted."""
+"""Processes that are killed at every moment of a round, and others that come: what is left of them computes
+what its definition says of the rounds that counted."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_one_that_is_killed_leaves_and_one_comes_in_its_place(ranks, tmp_path, m
 
 
 def test_donor_and_one_that_comes_are_killed_on_the_way(ranks, tmp_path):
-    """The first dies in its steps, its successor takes the state from one that dies while it sends, and another
-    dies while it takes it."""
+    """The first dies in its steps, its successor takes the state from one that dies while it sends, and
+    another one dies while it takes it."""
     deaths = {0: ("steps", 2), 1: ("gives", 2), 4: ("takes", 1)}
     with replicas.service(tmp_path, 4) as address:
         outcomes = ranks.launch(

@@ -85,7 +85,7 @@ def check_counted_once(folder: Path, of_rounds: int) -> None:
 
 
 def check_came_back(folder: Path) -> None:
-    """One was lost in the midst of the run, and another one entered; its block counted, as the quorum is 2."""
+    """One was lost in the midst of the run, and another one entered: the quorum is 2."""
     kinds = [each["event"] for each in events(folder)]
     lost = kinds.index("lost")
     assert "enter" in kinds[lost:] and "round" in kinds[lost:]
@@ -196,7 +196,7 @@ def test_replicas_inside_a_replica_are_refused():
     config = RunConfig(
         train=Train(steps=40, micro_batch_size=1), data_parallel=chosen, parallel=Parallel(dp=4, dp_replicate=2)
     )
-    with pytest.raises(ConfigError, match=r"parallel\.dp_replicate=2 makes some in this one"):
+    with pytest.raises(ConfigError, match=r"parallel\.dp_replicate=2 makes some in it"):
         validate.check(config, 4)
 
 
