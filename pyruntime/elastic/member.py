@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import select
 import socket
 import threading
 import time
@@ -19,7 +18,7 @@ from pyruntime.elastic.address import split_address
 from pyruntime.elastic.deal import step_of_data
 from pyruntime.elastic.exchange import Interrupted, PeerFailed, meet, sum_over
 from pyruntime.elastic.transfer import Stream, Taken, fetch, fetch_sums, sizes
-from pyruntime.elastic.wire import Messages, encode, read_message
+from pyruntime.elastic.wire import Messages, encode, read_message, readable
 
 HEADER_S = 5.0
 """For the first message of a connection from another replica."""
@@ -294,7 +293,7 @@ class Member:
             self._refuse_expulsion()
             if self._inbox:
                 return self._inbox.popleft()
-            if stream is not None and select.select([stream], [], [], 0.0)[0]:
+            if stream is not None and readable(stream, 0.0):
                 return None
             if self._pending is not None:
                 self._donate()
@@ -307,7 +306,7 @@ class Member:
 
     def _read_control(self, seconds: float) -> None:
         """Takes what the service has said, waiting so long for something."""
-        while select.select([self._control], [], [], seconds)[0]:
+        while readable(self._control, seconds):
             try:
                 data = self._control.recv(1 << 16)
             except OSError as error:

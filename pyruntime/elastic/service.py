@@ -93,7 +93,7 @@ class Service:
             self._record.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        with contextlib.suppress(OSError):
             connection = Connection(self._listener.accept()[0])
             self._connections.append(connection)
             self._selector.register(connection.socket, selectors.EVENT_READ, connection)

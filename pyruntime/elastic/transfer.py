@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pyruntime.elastic.wire import bytes_of, encode, read_into, read_message
+from pyruntime.elastic.wire import bytes_of, encode, read_into, read_message, write
 
 
 class Taken(Protocol):
@@ -58,7 +58,7 @@ class Stream:
                 head, tensors = item
                 self._connection.sendall(encode(head))
                 for tensor in tensors:
-                    self._connection.sendall(bytes_of(tensor))
+                    write(self._connection, bytes_of(tensor))
         self.is_over = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 LONGEST = 1 << 20
 """Bytes of a message."""
+PART = 1 << 20
+"""Bytes that are handed to the system at once."""
 
 
 class Ended(ConnectionError):
@@ -58,6 +61,20 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     flat = tensor.detach().view(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(bytearray())
+
+
+def readable(connection: socket.socket, seconds: float) -> bool:
+    """Whether something can be read within so long. Unlike select.select, for any number of descriptors."""
+    waits = select.poll()
+    waits.register(connection, select.POLLIN)
+    return bool(waits.poll(seconds * 1000))
+
+
+def write(connection: socket.socket, data: memoryview) -> None:
+    """All of it. The connection's timeout bounds the wait for a part to pass, where that of sendall bounds all
+    of it. Raises TimeoutError or OSError."""
+    while data:
+        data = data[connection.send(data[:PART]) :]
 
 
 def read_into(connection: socket.socket, tensor: Tensor) -> None:
