@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ STEP_S = 0.03
 
 @contextlib.contextmanager
 def service(
-    folder: Path, replicas: int, quorum: int = 1, deadline_s: float = 5.0, ends: bool = True
+    folder: Path, replicas: int, quorum: int = 1, deadline_s: float = 2.0, ends: bool = True
 ) -> Iterator[str]:
     """Its address; its record is folder/record. ends: it is to end with the run by itself."""
     made = Service(Coordinator(replicas, quorum, deadline_s), "127.0.0.1", 0, folder / "record")
@@ -80,14 +80,14 @@ def expected(of_rounds: list[list[int]], method: Method) -> np.ndarray:
     return z
 
 
-def die_at(moment: str, number: int) -> None:
-    """This process kills itself at the `number`-th time that it comes to that moment."""
+def die_at(moment: str, number: int, die: Callable[[], None]) -> None:
+    """This process calls `die` when it comes to that moment for the `number`-th time."""
     left = [number]
 
     def count() -> None:
         left[0] -= 1
         if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
     if moment.startswith("tells "):
         tell = Member._tell
@@ -123,34 +123,32 @@ def die_at(moment: str, number: int) -> None:
 
         transfer.read_into = taken
     else:
-        assert moment.startswith("steps")
+        assert moment in ("", "steps")
 
 
-def replica(_group, folder, address, method, of_rounds, deaths, late):
-    """One replica of the run. deaths: {rank: (moment, number)}; late: ranks that come once the first has
-    died. Returns the parameters in the end, and how many rounds it has taken part in; None where the run was
-    over."""
+def replica(_group, folder, address, method, of_rounds, deaths, late, how=signal.SIGKILL):
+    """One replica of the run. deaths: {rank: (moment, number)}, by the signal `how`; late: ranks that come
+    once the first has died. Returns the parameters in the end, and how many rounds it has taken part in; None
+    where the run was over."""
     rank = int(os.environ["RANK"])
     if rank in late:
         end = time.monotonic() + 30
         while not list(folder.glob("died-*")):
             assert time.monotonic() < end
             time.sleep(0.005)
-    if rank in deaths:
-        die_at(*deaths[rank])
-        kill = os.kill
 
-        def noted(*arguments):
-            (folder / f"died-{rank}").touch()
-            kill(*arguments)
+    def die() -> None:
+        (folder / f"died-{rank}").write_text(str(os.getpid()))
+        os.kill(os.getpid(), how)
 
-        os.kill = noted
+    moment, number = deaths.get(rank, ("", 0))
+    die_at(moment, number, die)
     torch.set_num_threads(1)
     module = nn.Module()
     module.x = nn.Parameter(torch.tensor(start()))
     inner = torch.optim.SGD([module.x], LR)
     joined = Member(
-        address, f"replica-{rank}", {"tau": TAU, "rounds": of_rounds}, label=f"r{rank}", deadline_s=5.0
+        address, f"replica-{rank}", {"tau": TAU, "rounds": of_rounds}, label=f"r{rank}", deadline_s=2.0
     )
     outer = OuterOptimizer(module, None, method, sums=joined)
     state = OuterState(outer)
@@ -160,16 +158,18 @@ def replica(_group, folder, address, method, of_rounds, deaths, late):
         return None
     outer.begin_anew()
     first = joined.round
-    moment, number = deaths.get(rank, ("", 0))
     for step in range(joined.step + 1, of_rounds * TAU + 1):
         a, c = (torch.tensor(each) for each in data(joined.step_of_data(step)))
         module.x.grad = a * (module.x.detach() - c)
         inner.step()
         time.sleep(STEP_S)
         if moment == "steps" and step == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         outer.step()
     outer.finish()
     outer.close()
+    if how == signal.SIGSTOP:
+        for path in folder.glob("died-*"):
+            os.kill(int(path.read_text()), signal.SIGCONT)
     return module.x.detach().numpy(), of_rounds - first
 
