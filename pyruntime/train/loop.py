@@ -129,7 +129,7 @@ class Trainer:
         # What decides whether a step counts is read in that step.
         is_late = device.is_cuda and ranks == 1 and not (self._skips or optimizer.spike_factor)
         if self.outer is not None:
-            self._figures = RoundFigures(runtime, device, over, self.outer.stats)
+            self._figures = RoundFigures(runtime, device, over, self.outer.stats, comes_and_goes)
         else:
             self._figures = LateFigures(device) if is_late else ExchangedFigures(runtime, device)
         peak, flops = device.peak_flops(train.dtype), model.config.flops_per_token(train.seq_len)

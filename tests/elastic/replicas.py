@@ -32,7 +32,7 @@ STEP_S = 0.03
 
 @contextlib.contextmanager
 def service(
-    folder: Path, replicas: int, quorum: int = 1, deadline_s: float = 2.0, ends: bool = True
+    folder: Path, replicas: int, quorum: int = 1, deadline_s: float = 3.0, ends: bool = True
 ) -> Iterator[str]:
     """Its address; its record is folder/record. ends: it is to end with the run by itself."""
     made = Service(Coordinator(replicas, quorum, deadline_s), "127.0.0.1", 0, folder / "record")
