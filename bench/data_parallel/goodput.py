@@ -47,7 +47,14 @@ class Replicas:
         self._args, self._seed, self._folder = args, seed, folder
         self.record = folder / "record"
         self._service = self._start(
-            "members", "--replicas", args.replicas, "--port", 0, "--record", self.record, stdout=subprocess.PIPE
+            "members",
+            "--replicas",
+            args.replicas,
+            "--port",
+            0,
+            "--record",
+            self.record,
+            stdout=subprocess.PIPE,
         )
         assert self._service.stdout is not None
         line = self._service.stdout.readline()
@@ -202,7 +209,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> str:
     rows = [
-        [name, f"{one['seconds']:.0f}", f"{one['replica_seconds']:.0f}", str(one["blocks"]), f"{one['loss']:.4f}"]
+        [
+            name,
+            f"{one['seconds']:.0f}",
+            f"{one['replica_seconds']:.0f}",
+            str(one["blocks"]),
+            f"{one['loss']:.4f}",
+        ]
         for name, one in (
             *((f"undisturbed, seed {seed}", each) for seed, each in enumerate(result["undisturbed"])),
             (f"killed {result['kills']} times, seed 0", result["disturbed"]),

@@ -37,6 +37,22 @@ class State(enum.Enum):
     """It has been told that the run is over."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """The state that a rank has at the beginning of a round."""
+
+    step: int
+    """Steps that it has."""
+    weights: int
+    """A checksum."""
+    deal: list[int]
+    """As `Deal.to_list`, of then."""
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> Own:
+        return cls(message["step"], message["weights"], list(message["deal"]))
+
+
 @dataclasses.dataclass
 class Replica:
     name: str
@@ -45,12 +61,8 @@ class Replica:
     places: int
     job: Mapping[str, Any]
     """What has to be the same for all."""
-    step: int
-    """Steps that the state it was started with has."""
-    weights: int
-    """A checksum of that state."""
-    deal: list[int]
-    """As `Deal.to_list`, of that state."""
+    own: dict[int, Own] = dataclasses.field(default_factory=dict)
+    """The state that it has, by place."""
     addresses: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
     """Where its ranks answer other replicas, by place."""
     state: State = State.COMING
@@ -69,6 +81,18 @@ class Replica:
     @property
     def has_said(self) -> bool:
         return len(self.said) == self.places
+
+    @property
+    def step(self) -> int:
+        """Of the state that it has; -1 where its ranks have states of several rounds."""
+        steps = {own.step for own in self.own.values()}
+        return steps.pop() if len(steps) == 1 else -1
+
+    def has_what(self, other: Replica) -> bool:
+        """Whether it has the same state as that one."""
+        return self.step == other.step >= 0 and all(
+            own.weights == other.own[place].weights for place, own in self.own.items()
+        )
 
 
 class Phase(enum.Enum):
@@ -130,26 +154,19 @@ class Coordinator:
 
     def hello(self, name: str, place: int, facts: Mapping[str, Any], now: float) -> None:
         """A rank of a replica has connected."""
-        replica = self.replicas.setdefault(
-            name,
-            Replica(
-                name,
-                facts["label"],
-                facts["places"],
-                facts["job"],
-                facts["step"],
-                facts["weights"],
-                list(facts["deal"]),
-            ),
-        )
-        replica.addresses[place] = tuple(facts["address"])
-        replica.heard = now
+        own = Own.of(facts)
+        made = Replica(name, facts["label"], facts["places"], facts["job"])
+        replica = self.replicas.setdefault(name, made)
+        replica.addresses[place], replica.own[place], replica.heard = tuple(facts["address"]), own, now
         if len(replica.addresses) == replica.places:
-            replica.state = State.NEW
-            self._since = now if self.phase is Phase.GATHERING else self._since
+            self._is_here(replica, now)
             self._tell_event("come", replica)
             self._refuse_another_job(replica, now)
         self._settle(now)
+
+    def _is_here(self, replica: Replica, now: float) -> None:
+        replica.state = State.NEW
+        self._since = now if self.phase is Phase.GATHERING else self._since
 
     def hear(self, name: str, place: int, message: Mapping[str, Any], now: float) -> None:
         """A rank of a replica has said something. Of one that has left, nothing is heard any more."""
@@ -161,7 +178,11 @@ class Coordinator:
         if kind == "ready" and replica.state in (State.FETCHING, State.READY):
             replica.ready[place] = message["round"]
             if len(replica.ready) == replica.places:
-                self._is_now_ready(replica, message["deal"])
+                replica.state = State.READY
+        elif kind == "here" and replica.state is State.COMING:
+            replica.own[place] = Own.of(message)
+            if len(replica.own) == replica.places:
+                self._is_here(replica, now)
         elif kind == "broken" and message["donor"] == replica.donor:
             replica.broken = replica.donor
             self._start_over(replica)
@@ -187,7 +208,7 @@ class Coordinator:
         replica = self.replicas.pop(name, None)
         if replica is None:
             return
-        if replica.state is not State.COMING:
+        if len(replica.addresses) == replica.places:
             event = "left" if self.phase is Phase.OVER else "lost"
             self._tell_event(event, replica, reason=reason)
         self._order(replica, {"type": "expelled", "reason": f"its replica left: {reason}"})
@@ -209,16 +230,15 @@ class Coordinator:
             if late and len(self._whole()) >= self.quorum:
                 self._start(now)
         elif self.phase is Phase.COMPUTING:
-            arrived = [each for each in self.members if self._has_arrived(each)]
-            if late and len(arrived) >= self.quorum:
-                for each in self.members:
-                    if not self._has_arrived(each):
-                        self._expel(each, f"it did not come to the end of round {self.round} in time", now)
+            members = self.members
+            missing = [each for each in members if not self._has_arrived(each)]
+            ready = sum(map(self._is_ready, self.replicas.values()))  # to take the place of one of these
+            if late and len(missing) < len(members) and len(members) - len(missing) + ready >= self.quorum:
+                for each in missing:
+                    self._expel(each, f"it did not come to the end of round {self.round} in time", now)
         elif self.phase is Phase.EXCHANGING:
             silent = [
-                each
-                for each in self.members
-                if not each.has_said and now - each.heard > self._deadline_s
+                each for each in self.members if not each.has_said and now - each.heard > self._deadline_s
             ]
             for each in silent:
                 self._expel(each, f"it was silent in the exchange of round {self.round}", now)
@@ -275,13 +295,18 @@ class Coordinator:
 
     def _start(self, now: float) -> None:
         """The first round: of those whose state is the furthest; the others take theirs from them."""
-        step = max(each.step for each in self._whole())
-        first = next(each for each in self._whole() if each.step == step)
-        self.round, self._deal = step // first.job["tau"], Deal(first.deal[0], first.deal[1:])
+        first = max(self._whole(), key=lambda each: each.step)  # of several the one that came first
+        if first.step < 0:
+            for each in self._whole():
+                self._expel(
+                    each, "its ranks have states of several rounds, and no replica has a whole one", now
+                )
+            return
+        first_block, *again = next(iter(first.own.values())).deal
+        self.round, self._deal = first.step // first.job["tau"], Deal(first_block, again)
         self.phase = Phase.COMPUTING
-        for each in self._whole():
-            if (each.step, each.weights) == (first.step, first.weights):
-                self._enter(each)
+        for each in [each for each in self._whole() if each.has_what(first)]:
+            self._enter(each)
         self._since = now
         self.events.append({"event": "start", "round": self.round, "members": len(self.members)})
         self._find_donors()
@@ -289,8 +314,10 @@ class Coordinator:
     def _gather_anew(self, now: float) -> None:
         """Nobody is left who has the state of the round."""
         self.phase, self._since = Phase.GATHERING, now
-        for each in self._whole():
+        for each in self._whole():  # what they had when they came, they may have no more
             self._start_over(each)
+            each.state, each.own = State.COMING, {}
+            self._order(each, {"type": "again"})
         self.events.append({"event": "waits", "round": self.round, "members": 0})
 
     def _enter_now(self, names: set[str]) -> None:
@@ -299,14 +326,6 @@ class Coordinator:
             if each.name in names and self._is_ready(each):
                 self._enter(each)
                 each.donor = None
-
-    def _is_now_ready(self, replica: Replica, deal: list[int]) -> None:
-        """What it was started with is gone. Those that have the state of one round have the same."""
-        replica.state = State.READY
-        if len(set(replica.ready.values())) == 1:
-            of_round = next(iter(replica.ready.values()))
-            replica.step, replica.weights = of_round * replica.job["tau"], -1 - of_round
-            replica.deal = list(deal)
 
     def _is_ready(self, replica: Replica) -> bool:
         return replica.state is State.READY and set(replica.ready.values()) == {self.round}

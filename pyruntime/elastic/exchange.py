@@ -102,9 +102,7 @@ class _Flow:
                     if time.monotonic() - moved[peer] > self._deadline_s:
                         raise PeerFailed(peer, f"nothing passed for {self._deadline_s:g} s")
 
-    def _move(
-        self, peer: int, events: int, out: dict[int, memoryview], come: dict[int, memoryview]
-    ) -> None:
+    def _move(self, peer: int, events: int, out: dict[int, memoryview], come: dict[int, memoryview]) -> None:
         """What can pass at once."""
         connection = self._peers[peer]
         try:
@@ -133,9 +131,7 @@ def _watch(
 ) -> None:
     known = selector.get_map()
     for peer, connection in peers.items():
-        wanted = (selectors.EVENT_WRITE if peer in out else 0) | (
-            selectors.EVENT_READ if peer in come else 0
-        )
+        wanted = (selectors.EVENT_WRITE if peer in out else 0) | (selectors.EVENT_READ if peer in come else 0)
         key = known.get(connection)
         if key is None and wanted:
             selector.register(connection, wanted, peer)
@@ -145,9 +141,7 @@ def _watch(
             selector.modify(connection, wanted, peer)
 
 
-def meet(
-    address: Sequence, header: bytes, deadline_s: float
-) -> socket.socket:
+def meet(address: Sequence, header: bytes, deadline_s: float) -> socket.socket:
     """A connection to another replica, whose first message is `header`. Raises OSError."""
     connection = socket.create_connection((address[0], int(address[1])), deadline_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -100,7 +100,7 @@ class Member:
 
     def wait(self, tensor: Tensor) -> None:
         """`tensor` holds the sums, of `size` replicas, and the next round begins."""
-        if self._pending is not tensor:
+        if not self.is_busy:
             return
         began = time.perf_counter()
         self._tell({"type": "arrived", "round": self.round})
@@ -144,12 +144,12 @@ class Member:
 
     # How a replica comes.
 
-    def join(self, taken: Taken, sums: Tensor, step: int, weights: int, deal: list[int]) -> bool:
+    def join(self, taken: Taken, sums: Tensor, step: int, deal: list[int]) -> bool:
         """Returns when this replica is a member, at the beginning of `round`; `taken` has the state of then.
         False: the run is over.
 
-        sums: a tensor like those that will be summed. step, weights, deal: of the state that is there, which
-        is a round's beginning: its steps, a checksum of it, and what had been dealt.
+        sums: a tensor like those that will be summed. step, deal: of the state that is there, which is a
+        round's beginning: its steps, and what had been dealt.
         """
         self._taken, self._sums = taken, torch.empty_like(sums)
         self.round, self.deal = step // self._job["tau"], deal
@@ -162,13 +162,15 @@ class Member:
                 "places": self._places,
                 "address": self._door.address,
                 "job": self._job,
-                "step": step,
-                "weights": weights,
-                "deal": deal,
+                **self._own(taken),
             }
         )
         with contextlib.ExitStack() as connections:
             return self._come(taken, sums, connections)
+
+    def _own(self, taken: Taken) -> dict[str, Any]:
+        """The state that is there."""
+        return {"step": self.step, "weights": taken.checksum(), "deal": self.deal}
 
     def _come(self, taken: Taken, sums: Tensor, connections: contextlib.ExitStack) -> bool:
         donor, stream = "", None
@@ -178,6 +180,10 @@ class Member:
             kind = None if message is None else message["type"]
             if kind == "over":
                 return False
+            if kind == "again":
+                connections.close()
+                entered, stream = None, None
+                self._tell({"type": "here", **self._own(taken)})
             if kind == "go" and entered is not None:
                 self.block, self.deal = entered["block"], entered["deal"]
                 return True
@@ -188,12 +194,12 @@ class Member:
                     header = encode({"type": "state"})
                     stream = connections.enter_context(meet(message["address"], header, self._deadline_s))
                     head = fetch(stream, taken)
-                    self.round = head["round"]
-                    self._tell({"type": "ready", "round": self.round, "deal": head["deal"]})
+                    self.round, self.deal = head["round"], head["deal"]
+                    self._tell({"type": "ready", "round": self.round})
                 elif message is None and stream is not None:
                     head = fetch_sums(stream, taken, sums)
-                    self.round = head["round"] + 1
-                    self._tell({"type": "ready", "round": self.round, "deal": head["deal"]})
+                    self.round, self.deal = head["round"] + 1, head["deal"]
+                    self._tell({"type": "ready", "round": self.round})
             except (OSError, ValueError):
                 stream = None
                 self._tell({"type": "broken", "donor": donor})

@@ -29,6 +29,9 @@ class Taken(Protocol):
     def advance(self, sums: Tensor, count: int) -> None:
         """The round has ended: these are the sums of `count` displacements."""
 
+    def checksum(self) -> int:
+        """Of what all replicas have in common."""
+
 
 class Stream:
     """Sends `snapshot` on `connection` from a thread, and after it the rounds that `add` names. Drops all of

@@ -71,8 +71,8 @@ def readable(connection: socket.socket, seconds: float) -> bool:
 
 
 def write(connection: socket.socket, data: memoryview) -> None:
-    """All of it. The connection's timeout bounds the wait for a part to pass, where that of sendall bounds all
-    of it. Raises TimeoutError or OSError."""
+    """All of it. The connection's timeout bounds the wait for a part to pass; of sendall it bounds the whole.
+    Raises TimeoutError or OSError."""
     while data:
         data = data[connection.send(data[:PART]) :]
 
@@ -85,4 +85,3 @@ def read_into(connection: socket.socket, tensor: Tensor) -> None:
         if not count:
             raise Ended("the connection was closed")
         left = left[count:]
-

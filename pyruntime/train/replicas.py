@@ -74,7 +74,7 @@ def join(member: Member, outer: ShardedOuter, sharded: Sharded, step: int, deal:
     state, tau = OuterState(outer, moments), outer.tau
     assert tau is not None
     (sent,) = outer.travelling()
-    if not member.join(state, sent, step // tau * tau, state.checksum(), deal or [0]):
+    if not member.join(state, sent, step // tau * tau, deal or [0]):
         return False
     outer.begin_anew()
     optimizer.resume(member.step)

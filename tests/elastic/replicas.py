@@ -153,7 +153,7 @@ def replica(_group, folder, address, method, of_rounds, deaths, late, how=signal
     outer = OuterOptimizer(module, None, method, sums=joined)
     state = OuterState(outer)
     (sent,) = outer.travelling()
-    if not joined.join(state, sent, 0, state.checksum(), [0]):
+    if not joined.join(state, sent, 0, [0]):
         joined.close()
         return None
     outer.begin_anew()
@@ -172,4 +172,3 @@ def replica(_group, folder, address, method, of_rounds, deaths, late, how=signal
         for path in folder.glob("died-*"):
             os.kill(int(path.read_text()), signal.SIGCONT)
     return module.x.detach().numpy(), of_rounds - first
-

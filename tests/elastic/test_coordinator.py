@@ -36,7 +36,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("victim", ["first", "last"])
 def test_one_that_is_gone_at_any_moment_leaves_the_round_and_one_comes_in_its_place(shape, victim, how):
-    for seed in range(3):
+    for seed in range(2):
         for moment in range(0, moves_of(seed, **shape), 1 if how == "killed" else 3):
             one = World(seed, **shape)
             while one.moves < moment and one.move():
@@ -51,7 +51,7 @@ def test_one_that_is_gone_at_any_moment_leaves_the_round_and_one_comes_in_its_pl
             one.check()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_several_die_and_return_at_moments_of_their_own(seed, shape):
     """Donors and replicas that come too, one after the other and at once, with nobody left at times."""
@@ -99,7 +99,7 @@ def test_no_step_of_the_others_is_lost():
 
 def test_the_slow_one_is_left_behind_only_past_the_deadline():
     one = World(3, replicas=3, quorum=2, rounds=2)
-    while not all(rank.is_member for rank in one.ranks):
+    while not one.of("replica-3")[0].is_member:
         one.move()
     one.stop("replica-3")
     while one.move():
@@ -122,9 +122,7 @@ def test_a_replica_of_another_job_is_put_out_in_a_sentence_that_names_the_key():
     name = one.start()
     one.of(name)[0].outbox[0]["job"] = {"tau": 2, "rounds": 3}
     one.run()
-    assert one.of(name)[0].expelled == (
-        "it was started with rounds=3, and those that are here with rounds=2"
-    )
+    assert one.of(name)[0].expelled == ("it was started with rounds=3, and those that are here with rounds=2")
 
 
 def test_replicas_from_checkpoints_go_on_from_the_furthest():
@@ -134,7 +132,7 @@ def test_replicas_from_checkpoints_go_on_from_the_furthest():
     for name, rounds, deal in (("replica-2", 2, [9, 5, 7, 8]), ("replica-3", 1, [6, 3, 4, 5])):
         (rank,) = one.of(name)
         rank.iterate, rank.deal = history[:rounds], deal
-        rank.outbox[0] |= {"step": 2 * rounds, "weights": rounds, "deal": deal}
+        rank.outbox[0] |= rank.own()
     one.run()
     assert one.check() == [0, 1, 2, 3, 4, 6, 5, 7, 8]
 

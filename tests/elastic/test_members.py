@@ -37,9 +37,7 @@ def check(tmp_path, outcomes, method, survivors) -> list[list[int]]:
 @pytest.mark.parametrize("method", [diloco(TAU), local_sgd(TAU), slowmo(TAU)], ids=lambda each: each.name)
 def test_undisturbed_replicas_are_the_method_by_its_definition(ranks, tmp_path, method):
     with replicas.service(tmp_path, 3) as address:
-        outcomes = ranks.launch(
-            replicas.replica, 3, tmp_path, address, method, ROUNDS, {}, (), init=False
-        )
+        outcomes = ranks.launch(replicas.replica, 3, tmp_path, address, method, ROUNDS, {}, (), init=False)
     of_rounds = check(tmp_path, outcomes, method, [0, 1, 2])
     assert of_rounds == [[3 * number, 3 * number + 1, 3 * number + 2] for number in range(ROUNDS)]
 
@@ -103,7 +101,7 @@ def test_a_service_that_ends_ends_the_replicas_in_a_sentence(tmp_path):
     outer = OuterOptimizer(module, None, local_sgd(1), sums=mine)
     state = OuterState(outer)
     with pytest.raises(PeerLost, match=rf"at {address} is lost: "):
-        mine.join(state, *outer.travelling(), 0, state.checksum(), [0])
+        mine.join(state, *outer.travelling(), 0, [0])
     outer.close()
 
 
@@ -120,7 +118,16 @@ def test_one_that_is_stopped_is_left_behind_by_the_deadline_and_told(ranks, tmp_
     deaths = {1: (moment, number)}
     with replicas.service(tmp_path, 3) as address:
         outcomes = ranks.launch(
-            replicas.replica, 3, tmp_path, address, diloco(TAU), ROUNDS, deaths, (), signal.SIGSTOP, init=False
+            replicas.replica,
+            3,
+            tmp_path,
+            address,
+            diloco(TAU),
+            ROUNDS,
+            deaths,
+            (),
+            signal.SIGSTOP,
+            init=False,
         )
     of_rounds = check(tmp_path, outcomes, diloco(TAU), [0, 2])
     assert [len(blocks) for blocks in of_rounds][-1] == 2

@@ -23,8 +23,24 @@ from tests.cli.test_processes import ROOT, finish, start, wait_for_steps
 from tests.train import jobs
 
 TAU = 4
-SETTINGS = ["--data_parallel.method", "diloco", "--data_parallel.tau", str(TAU), "--output.sample_tokens", "0"]
-SIZES = ["--config", "tiny", "--train.val_every", "0", "--train.val_sequences", "8", "--comm.deadline_s", "30"]
+SETTINGS = [
+    "--data_parallel.method",
+    "diloco",
+    "--data_parallel.tau",
+    str(TAU),
+    "--output.sample_tokens",
+    "0",
+]
+SIZES = [
+    "--config",
+    "tiny",
+    "--train.val_every",
+    "0",
+    "--train.val_sequences",
+    "8",
+    "--comm.deadline_s",
+    "30",
+]
 
 
 @pytest.fixture
@@ -165,9 +181,10 @@ def test_a_replica_of_other_settings_is_refused_in_a_sentence(tmp_path, service)
 
 
 def test_the_goodput_benchmark_kills_and_counts(tmp_path):
-    command = [sys.executable, "-m", "bench.data_parallel.goodput", "--replicas", "2", "--steps", "800"]
-    command += ["--tau", "20", "--every", "5", "--seeds", "1", "--config", "tiny", "--json", tmp_path / "found"]
-    done = subprocess.run(map(str, command), cwd=ROOT, capture_output=True, text=True, timeout=200)
+    options = {"replicas": 2, "steps": 800, "tau": 20, "every": 5, "seeds": 1, "json": tmp_path / "found"}
+    command = [sys.executable, "-m", "bench.data_parallel.goodput"]
+    command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = json.loads((tmp_path / "found").read_text())["results"]
     assert found["kills"] >= 1 and found["rounds"] == 40
@@ -181,7 +198,10 @@ def test_the_goodput_benchmark_kills_and_counts(tmp_path):
         ({"method": "co2"}, r"data_parallel\.members: .* co2 uses it late or in fragments; use local_sgd"),
         ({"method": "streaming_diloco"}, "streaming_diloco uses it late"),
         ({"tau": 7}, r"train\.steps=40 ends in the midst of a round of data_parallel\.tau=7 steps.* use 42"),
-        ({"method": "every_step", "tau": "auto"}, r"data_parallel\.members=h:1 without a data_parallel.method"),
+        (
+            {"method": "every_step", "tau": "auto"},
+            r"data_parallel\.members=h:1 without a data_parallel.method",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(settings, sentence):
@@ -194,7 +214,9 @@ def test_what_does_not_go_together_is_refused(settings, sentence):
 def test_replicas_inside_a_replica_are_refused():
     chosen = DataParallel(method="diloco", tau=4, members="h:1")
     config = RunConfig(
-        train=Train(steps=40, micro_batch_size=1), data_parallel=chosen, parallel=Parallel(dp=4, dp_replicate=2)
+        train=Train(steps=40, micro_batch_size=1),
+        data_parallel=chosen,
+        parallel=Parallel(dp=4, dp_replicate=2),
     )
     with pytest.raises(ConfigError, match=r"parallel\.dp_replicate=2 makes some in it"):
         validate.check(config, 4)
