@@ -5,12 +5,15 @@ members`.
         [--config tiny] [--method diloco] [--json FILE]
 
 --seeds runs that nobody disturbs, each with another seed, then one with the first seed in which every --every
-seconds kill -9 ends a random replica. It is started again at once, as its launcher would.
+seconds kill -9 ends a random replica, of all of them: later where one is still on its way back. It is started
+again at once, as its launcher would.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import ctypes
 import json
 import os
 import random
@@ -30,6 +33,7 @@ from bench.common.tables import table
 
 LIMIT_S = 3600.0
 """Of one run."""
+PR_SET_PDEATHSIG = 1
 
 HOW = """\
 Blocks: a round's sequences of one replica, counted where its displacement was averaged, from the beginning of
@@ -70,6 +74,7 @@ class Replicas:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             text=True,
             start_new_session=True,
+            preexec_fn=_end_with_us,
             **options,
         )
 
@@ -115,6 +120,10 @@ class Replicas:
                 sys.exit(f"{log}\nreplica {number} ended with {process.returncode}; see above.")
         return all(process.poll() is not None for process in self.running)
 
+    def are_all_there(self) -> bool:
+        counts = collections.Counter(event["event"] for event in self.events())
+        return counts["come"] - counts["lost"] == self._args.replicas
+
     def is_over(self) -> bool:
         """Whether the last round has been committed."""
         rounds = sum(event["event"] == "round" for event in self.events())
@@ -136,6 +145,11 @@ class Replicas:
             process.wait()
 
 
+def _end_with_us() -> None:
+    """Nothing is left behind where this program is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def run(args: argparse.Namespace, seed: int, every_s: float | None) -> dict[str, Any]:
     """One run, from its first round to its last; kills every so many seconds."""
     folder = Path(tempfile.mkdtemp(prefix="goodput-"))
@@ -153,7 +167,7 @@ def run(args: argparse.Namespace, seed: int, every_s: float | None) -> dict[str,
             if next_kill is None:
                 if any(event["event"] == "start" for event in replicas.events()):
                     next_kill = now + every_s
-            elif now >= next_kill and not replicas.is_over():
+            elif now >= next_kill and replicas.are_all_there() and not replicas.is_over():
                 replicas.kill(draw.randrange(args.replicas))
                 kills, next_kill = kills + 1, next_kill + every_s
         return figures(replicas.events()) | {"kills": kills, "loss": replicas.loss()}

@@ -289,7 +289,9 @@ class World:
         done = [rank for rank in self.ranks if rank.is_finished and rank.is_alive and rank.is_member]
         assert done, "somebody ends the run"
         starts = sum(event["event"] == "start" for event in self.coordinator.events)
-        for rank in self.ranks:  # a prefix, also of those that died, unless what they had is lost with them all
+        for (
+            rank
+        ) in self.ranks:  # a prefix, also of those that died, unless what they had is lost with them all
             if rank.is_alive or starts == 1:
                 assert rank.iterate == done[0].iterate[: rank.round]
         assert [number for number, _ in done[0].iterate] == list(range(self.rounds))

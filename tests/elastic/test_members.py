@@ -105,6 +105,21 @@ def test_a_service_that_ends_ends_the_replicas_in_a_sentence(tmp_path):
     outer.close()
 
 
+def test_a_replica_of_other_settings_is_put_out_in_a_sentence_that_names_the_key(tmp_path):
+    module = torch.nn.Linear(2, 2)
+    with replicas.service(tmp_path, 2, ends=False) as address:
+        jobs = [{"tau": 1, "rounds": 1, "train.seq_len": length} for length in (32, 64)]
+        mine, other = (Member(address, f"of {job['train.seq_len']}", job, deadline_s=5.0) for job in jobs)
+        mine._tell({"type": "hello", "label": "mine", "replica": "mine", "place": 0, "places": 1, "step": 0,
+                    "address": ["", 0], "job": jobs[0], "weights": 0, "deal": [0]})  # fmt: skip
+        outer = OuterOptimizer(module, None, local_sgd(1), sums=other)
+        sentence = "it was started with train.seq_len=64, and those that are here with train.seq_len=32"
+        with pytest.raises(Expelled, match=sentence):
+            other.join(OuterState(outer), *outer.travelling(), 0, [0])
+        outer.close()
+        mine.close()
+
+
 def test_methods_whose_average_is_late_are_refused(tmp_path):
     with replicas.service(tmp_path, 1, ends=False) as address:
         mine = Member(address, "mine", {"tau": 4, "rounds": 1})

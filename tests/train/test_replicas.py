@@ -73,16 +73,17 @@ def replica(address, run_dir, steps, cwd, ranks=0, launcher_options=(), more=())
 
 
 def events(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "record").read_text().splitlines()]
+    text = (folder / "record").read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def rounds(folder: Path) -> list[dict]:
     return [each for each in events(folder) if each["event"] == "round"]
 
 
-def wait_for_round(folder: Path, number: int, process) -> None:
+def wait_for_rounds(folder: Path, count: int, process) -> None:
     end = time.monotonic() + 100
-    while not any(each["round"] >= number for each in rounds(folder)):
+    while len(rounds(folder)) < count:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -149,45 +150,30 @@ def test_torchrun_starts_a_replica_of_two_ranks_anew(tmp_path, service):
 
 
 def test_a_run_goes_on_from_the_checkpoints_of_its_replicas(tmp_path, service):
-    """All of it is ended; what its replicas saved, and what had been dealt, is taken up."""
-    address, more = service(2), ["--checkpoint.every_steps", "8", "--checkpoint.resume", "auto"]
-    folders = [tmp_path / "a", tmp_path / "b"]
-    processes = [replica(address, folder, 4000, tmp_path, more=more) for folder in folders]
-    wait_for_round(tmp_path, 4, processes[0])
-    for process in (*processes, *service.processes):
+    """All of it is ended, service and replica; what that saved, and what had been dealt, is taken up."""
+    more, run_dir = ["--checkpoint.every_steps", "8", "--checkpoint.resume", "auto"], tmp_path / "a"
+    for _ in range(2):
+        process = replica(service(1), run_dir, 4000, tmp_path, more=more)
+        before = len(rounds(tmp_path))
+        wait_for_rounds(tmp_path, before + 5, process)
         os.killpg(process.pid, signal.SIGKILL)
+        service.processes[-1].kill()
         process.communicate()
-    (tmp_path / "record").rename(tmp_path / "before")
-    address = service(2)
-    processes = [replica(address, folder, 4000, tmp_path, more=more) for folder in folders]
-    wait_for_round(tmp_path, 4, processes[0])
-    for process in processes:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    first = rounds(tmp_path)[0]
-    assert first["round"] >= 2 and first["round"] * TAU % 8 == 0
-    assert sorted(first["blocks"].values()) == [2 * first["round"], 2 * first["round"] + 1]
-
-
-def test_a_replica_of_other_settings_is_refused_in_a_sentence(tmp_path, service):
-    address = service(1)
-    process = replica(address, tmp_path / "a", 4000, tmp_path)
-    wait_for_steps(process, tmp_path / "a", 1)
-    other = replica(address, tmp_path / "b", 4000, tmp_path, more=["--train.seq_len", "64"])
-    code, _, err = finish(other)
-    assert code == 1 and "it was started with train.seq_len=64, and those that are here with " in err, err
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    again = rounds(tmp_path)[before:]
+    assert again[0]["round"] >= 2 and again[0]["round"] * TAU % 8 == 0
+    assert [list(each["blocks"].values()) for each in again] == [[each["round"]] for each in again]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
 
 
 def test_the_goodput_benchmark_kills_and_counts(tmp_path):
-    options = {"replicas": 2, "steps": 800, "tau": 20, "every": 5, "seeds": 1, "json": tmp_path / "found"}
+    options = {"replicas": 2, "steps": 150, "tau": 10, "every": 0.5, "seeds": 1, "json": tmp_path / "found"}
     command = [sys.executable, "-m", "bench.data_parallel.goodput"]
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = json.loads((tmp_path / "found").read_text())["results"]
-    assert found["kills"] >= 1 and found["rounds"] == 40
+    assert found["kills"] >= 1 and found["rounds"] == 15
     assert 0 < found["goodput"] <= 1.5 and 0 < found["goodput_all_time"] <= found["goodput"]
 
 
