@@ -244,9 +244,9 @@ class World:
         self.coordinator.orders = []
 
     def pass_time(self, seconds: float) -> None:
-        """Those at work in an exchange say that they are."""
+        """So long, or until somebody has something to do. Those at work in an exchange say that they are."""
         end = self.now + seconds
-        while self.now < end:
+        while self.now < end and not self.possible():
             self.now += 1.0
             for rank in self.ranks:
                 if rank.is_alive and not rank.is_stopped and rank.attempt is not None:

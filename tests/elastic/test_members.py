@@ -34,7 +34,7 @@ def check(tmp_path, outcomes, method, survivors) -> list[list[int]]:
     return of_rounds
 
 
-@pytest.mark.parametrize("method", [diloco(TAU), local_sgd(TAU), slowmo(TAU)], ids=lambda each: each.name)
+@pytest.mark.parametrize("method", [diloco(TAU), slowmo(TAU)], ids=lambda each: each.name)
 def test_undisturbed_replicas_are_the_method_by_its_definition(ranks, tmp_path, method):
     with replicas.service(tmp_path, 3) as address:
         outcomes = ranks.launch(replicas.replica, 3, tmp_path, address, method, ROUNDS, {}, (), init=False)
