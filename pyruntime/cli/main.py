@@ -25,6 +25,7 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
   train      train a Llama on text; torchrun --nproc-per-node N -m pyruntime train for N ranks
   tokenize   make text into a folder of tokens, in parallel, for runs to read
   generate   continue a prompt with a trained checkpoint
+  convert    turn a checkpoint into a Hugging Face model, or one of those into a checkpoint
   report     write one HTML page about a run: what was hidden behind what, and a timeline
   doctor     show what was built, what hardware there is, and which tier each operation takes
   mesh       show which ranks of a training talk to each other, over what, and how much
@@ -40,6 +41,7 @@ COMMANDS = (
     "train",
     "tokenize",
     "generate",
+    "convert",
     "report",
     "doctor",
     "mesh",

@@ -13,6 +13,10 @@ the loss reads where they are; they are gathered only for a caller who asks for 
 
 With context parallelism S is this rank's share of the sequence, and everything but attention, the angles of
 the positions and the number of labels is as without.
+
+A group of two axes, x and y, is AxoNN's grid (docs/4d.md): P above is the size of x, and the stream is
+[T/X, D/Y]. Heads, feed-forward columns and vocabulary are cut over x alone; what column linears compute of
+their features is summed over y.
 """
 
 from __future__ import annotations
@@ -44,9 +48,10 @@ from pyruntime.nn import (
     vocab_parallel_cross_entropy,
 )
 from pyruntime.nn.gather import gather_features
+from pyruntime.nn.grid import add_rms_norm, rms_norm
 from pyruntime.nn.module import ParallelModule
-from pyruntime.nn.parameters import Group, TensorGroup
-from pyruntime.ops.layers import add_rms_norm, apply_rope_qkv, rms_norm, swiglu
+from pyruntime.nn.parameters import Group, TensorGroup, shard_bounds
+from pyruntime.ops.layers import apply_rope_qkv, swiglu
 
 IGNORE_INDEX = -100  # labels of this value are left out of the loss, as in torch.nn.functional.cross_entropy
 
@@ -101,6 +106,7 @@ class Block(nn.Module):
         column = {**options, "keep_gathered": keep_gathered}
         place = {name: options[name] for name in ("group", "dtype", "device")}
         self.eps = config.rms_norm_eps
+        self.hidden, self.y = hidden, options["group"].y
         self.attention_norm = RMSNorm(hidden, self.eps, **place)
         self.qkv = MergedColumnParallelLinear(hidden, {"q": q, "k": kv, "v": kv}, attention, **column)
         self.out = RowParallelLinear(q, hidden, attention, **options)
@@ -141,16 +147,17 @@ class Block(nn.Module):
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
             attended = step.context.attention(q, k, v, step.documents_of(k.shape[1]))
         attended = attended.reshape(rows, -1)
-        normed, x = add_rms_norm(self.out(attended), x, mlp_norm, self.eps)
+        normed, x = add_rms_norm(self.out(attended), x, mlp_norm, self.eps, self.hidden, self.y)
         mlp = self.down(swiglu(self.gate_up(normed, rows)))
         if next_norm is None:
             x = x + mlp
             return x, x
-        return add_rms_norm(mlp, x, next_norm, self.eps)
+        return add_rms_norm(mlp, x, next_norm, self.eps, self.hidden, self.y)
 
 
 class Llama(nn.Module):
-    """The Llama described by `config`, cut over `group` (None: this process alone).
+    """The Llama described by `config`, cut over `group` (None: this process alone), which may be a mesh of
+    two dimensions (x, y).
 
     dtype: of parameters and activations. Statistics of norms, softmax and loss are fp32 for every dtype.
     device: "meta" builds shapes only; `materialize` then gives them memory.
@@ -169,8 +176,8 @@ class Llama(nn.Module):
     part: what this rank holds of the model, in a pipeline; None: all of it. Where embedding and head are
         tied, a part with one of the two holds the weight, as `embed.weight`.
 
-    Raises ValueError where the group does not divide the heads or the feed-forward columns, and for slices
-    that nothing travels between or that cannot be.
+    Raises ValueError where the group does not divide the heads or the feed-forward columns, or leaves a rank
+    without features, and for slices that nothing travels between or that cannot be.
     """
 
     def __init__(
@@ -194,6 +201,8 @@ class Llama(nn.Module):
         self.part = Part(tuple(range(config.num_hidden_layers)), True, True) if part is None else part
         self.group = TensorGroup.of(group)
         config.check_tp(self.group.size)
+        if slices > 1 and self.group.y is not None:
+            raise ValueError(f"slices={slices} of a model whose features are cut over y; leave it at 1.")
         self.slices = sliced.check(slices, self.group.size, context, keep_gathered)
         dtype = dtype or torch.get_default_dtype()
         # Built on meta, as the modules' own initialisation would draw every full tensor.
@@ -357,7 +366,7 @@ class Llama(nn.Module):
                 raise ValueError(f"slices={self.slices} under torch.compile; build the model with slices=1.")
             blocks = [self.layer(number) for number in layers]
             return sliced.run(blocks, x, norms, step, parts, config.rms_norm_eps, self.recompute)
-        normed = rms_norm(x, norms[0], config.rms_norm_eps)
+        normed = rms_norm(x, norms[0], config.rms_norm_eps, config.hidden_size, self.group.y)
         for index, number in enumerate(layers):
             cache = None if caches is None else caches[index]
             following = norms[2 * index + 2] if 2 * index + 2 < len(norms) else None
@@ -414,6 +423,15 @@ class Llama(nn.Module):
             yield from shards_of_model("norm", self.norm)
             if not self.config.tie_word_embeddings:
                 yield from shards_of_model("head", self.head)
+
+    @property
+    def stream_features(self) -> int:
+        """Of the residual stream on this rank."""
+        hidden, y = self.config.hidden_size, self.group.y
+        if y is None:
+            return hidden
+        start, stop = shard_bounds(hidden, y.size, y.rank, "hidden_size")
+        return stop - start
 
     @property
     def has_embedding(self) -> bool:

@@ -33,9 +33,9 @@ class LlamaStage(nn.Module):
             self.norm, self.head = model.norm, model.head
 
     def forward(self, x: Tensor, carry: Carry | None = None, documents: Tensor | None = None) -> Tensor:
-        """Tokens [B, S] in the first stage, else the residual stream [T/P, D] of this tensor-parallel rank,
-        -> the stream, or the logits [T, V/P] in the last stage. carry: of the slices before this one.
-        documents: of the whole sequences, as `Llama.forward` takes them."""
+        """Tokens [B, S] in the first stage, else the residual stream [T/P, D] (of two axes [T/X, D/Y]) of
+        this tensor-parallel rank -> the stream, or the logits [T, V/P] in the last stage. carry: of the
+        slices before this one. documents: of the whole sequences, as `Llama.forward` takes them."""
         (model,) = self._model
         seq = self._seqs[0 if carry is None else carry.part]
         if self.is_first:

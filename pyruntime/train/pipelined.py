@@ -150,7 +150,7 @@ class Pipelined:
         """Of this tensor-parallel rank's part of the residual stream, by slice."""
         group = self._model.group
         rows = (len(torch.arange(batch * seq).tensor_split(group.size)[group.rank]) for seq in self._slices)
-        return [(count, self._model.config.hidden_size) for count in rows]
+        return [(count, self._model.stream_features) for count in rows]
 
     def step(self, micro_batches: Sequence[Batch], scale: float) -> float:
         """Forward and backward of all micro-batches; the gradients are those of `scale` times the losses.

@@ -12,7 +12,18 @@ from typing import Any
 from pyruntime.outer.methods import METHODS, Method
 from pyruntime.text import short_repr
 from pyruntime.train.checkpoint_folder import AUTO
-from pyruntime.train.config import DataParallel, Pipeline, RunConfig, meets_every_step, replicas, with_steps
+from pyruntime.train.config import (
+    DataParallel,
+    Grid,
+    Optimizer,
+    Pipeline,
+    RunConfig,
+    meets_every_step,
+    replicas,
+    tp_axes,
+    with_pieces,
+    with_steps,
+)
 from pyruntime.train.data.order import BLOCK
 from pyruntime.train.errors import ConfigError, refusing
 
@@ -59,9 +70,19 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
     (
         lambda x: 0 <= x < math.inf,
         "be a finite number of at least 0",
-        ("optimizer.weight_decay", "optimizer.clip_grad_norm", "train.z_loss", "output.temperature"),
+        (
+            "optimizer.weight_decay",
+            "optimizer.clip_grad_norm",
+            "train.z_loss",
+            "output.temperature",
+            "checkpoint.keep_every_h",
+        ),
     ),
-    (lambda x: 0 <= x < 1, "be at least 0 and below 1", ("optimizer.beta1", "optimizer.beta2")),
+    (
+        lambda x: 0 <= x < 1,
+        "be at least 0 and below 1",
+        ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum"),
+    ),
     (
         lambda x: 0 <= x <= 1,
         "be between 0 and 1",
@@ -81,6 +102,7 @@ def check(config: RunConfig, world_size: int) -> None:
     `pyruntime.train.model`.
     """
     _check_values(config)
+    config = with_pieces(config)
     _check_ranges(config)
     _check_train(config)
     _check_data(config)
@@ -104,6 +126,8 @@ def _check_values(config: RunConfig) -> None:
                 words = ", ".join(map(str, choices))
                 _require(value in choices, f"{name} must be one of {words}, found {value}.")
             for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, Grid):
+                    each = max(vars(each).values())
                 if isinstance(each, str):
                     _check_text(name, each)
                 elif isinstance(each, int) and key != "seed":
@@ -124,7 +148,8 @@ def _check_ranges(config: RunConfig) -> None:
         for name in names:
             section, field = name.split(".")
             value = getattr(getattr(config, section), field)
-            _require(value is None or test(value), f"{name} must {words}, found {value}.")
+            of_grid = isinstance(value, Grid)  # with_pieces() has looked at its numbers
+            _require(value is None or of_grid or test(value), f"{name} must {words}, found {value}.")
     check_seed("train.seed", config.train.seed)
     check_seconds("comm.deadline_s", config.comm.deadline_s)
 
@@ -136,6 +161,7 @@ def _check_train(config: RunConfig) -> None:
         f"optimizer.rounding={optimizer.rounding} is done on the CPU alone; use nearest with "
         "train.device=cuda.",
     )
+    _check_muon(config)
     _require(
         optimizer.rounding == "nearest" or train.dtype == "bf16",
         f"optimizer.rounding=stochastic is of bf16 weights, and train.dtype={train.dtype}; leave it out.",
@@ -179,6 +205,25 @@ def _check_data(config: RunConfig) -> None:
         "use a larger weight, or leave that source out.",
     )
     _require(bool(data.field), "data.field must be the name of a key or a column, found ''.")
+
+
+def _check_muon(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    if optimizer.name == "adamw":
+        _require(
+            optimizer.momentum == Optimizer.momentum,
+            f"optimizer.momentum={optimizer.momentum} is Muon's; set optimizer.name=muon, or leave it out.",
+        )
+        return
+    _require(
+        optimizer.rounding == "nearest",
+        f"optimizer.rounding={optimizer.rounding} with optimizer.name=muon, which keeps fp32 master weights; "
+        "leave it out.",
+    )
+    _require(
+        config.train.device != "cuda",
+        "optimizer.name=muon is done on the CPU alone; use adamw with train.device=cuda.",
+    )
 
 
 def _check_files(config: RunConfig) -> None:
@@ -241,7 +286,7 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
             f"{pp * dp * cp}.",
         )
         return
-    needed = tp * pp * dp * cp
+    needed = math.prod(tp_axes(parallel, world_size)) * pp * dp * cp
     axes = " times ".join([f"parallel.tp={tp}", *others])
     _require(
         needed == world_size,
@@ -360,8 +405,7 @@ def _check_compression(config: RunConfig) -> None:
 
 
 def _check_rings(config: RunConfig, world_size: int) -> None:
-    parallel = config.parallel
-    tp = parallel.tp or world_size // (parallel.pp * parallel.dp * parallel.cp)
+    tp, _ = tp_axes(config.parallel, world_size)
     for order in config.comm.rings:
         ranks = [int(rank) if rank.isdecimal() else -1 for rank in order.split("-")]
         _require(
@@ -429,6 +473,8 @@ def why_no_slices(config: RunConfig, tp: int) -> str:
     """What slices inside a tensor-parallel group of so many ranks do not go together with; empty: nothing."""
     if tp == 1:
         return "parallel.tp=1, where no rows travel"
+    if isinstance(config.parallel.tp, Grid):
+        return f"parallel.tp={config.parallel.tp}, whose y cuts features; leave y out"
     if config.parallel.zero == 3 and config.parallel.dp * config.parallel.cp > 1:
         return "parallel.zero=3, which gathers weights for one layer at a time; use 0, 1 or 2"
     if config.pipeline.slices != 1:
@@ -438,7 +484,7 @@ def why_no_slices(config: RunConfig, tp: int) -> str:
 
 def _check_slices(config: RunConfig, world_size: int) -> None:
     parallel = config.parallel
-    tp = parallel.tp or world_size // (parallel.pp * parallel.dp * parallel.cp)
+    tp, _ = tp_axes(parallel, world_size)
     why = why_no_slices(config, tp) if parallel.slices not in ("auto", 1) else ""
     _require(
         not why, f"parallel.slices={parallel.slices} does not go together with {why}; leave one of them out."

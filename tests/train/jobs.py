@@ -21,6 +21,7 @@ from pyruntime.train.config import (
     RunConfig,
     Train,
     replicas,
+    tp_axes,
 )
 from pyruntime.train.data import corpus
 from pyruntime.train.data.tokenizer import open_tokenizer
@@ -85,7 +86,10 @@ def runtime(group, config: RunConfig) -> comm.Runtime:
     sizes = {"dp_replicate": replicate, "dp_shard": dp // replicate} if replicate > 1 else {"dp": dp}
     sizes = {"pp": parallel.pp, **sizes, "cp": parallel.cp}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
-    sizes["tp"] = world // (parallel.pp * dp * parallel.cp)
+    y = tp_axes(parallel, world)[1]
+    sizes["tp"] = world // (parallel.pp * dp * parallel.cp * y)
+    if y > 1:
+        sizes["tp_y"] = y
     key = (comm.group_name(group), *sizes.items())
     if key not in _runtimes:
         if len(sizes) == 1:
@@ -103,7 +107,7 @@ def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Traine
 
 def trainer_over(ranks: comm.Runtime, config: RunConfig, stop: StopRequest | None = None) -> Trainer:
     """This rank's trainer of a job that was prepared."""
-    wanted = llama_config(config.model, 256, config.train.seq_len, ranks.sizes.tp)
+    wanted = llama_config(config.model, 256, config.train.seq_len, *ranks.tp_sizes)
     config = resolved(config, wanted)
     text = opened(config)
     made = make_model(config, wanted, ranks)
