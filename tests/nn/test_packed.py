@@ -1,4 +1,4 @@
-"""Linears that hold several (q, k and v; gate and up): where their parts are seen, cut by parts, state dicts."""
+"""Linears that hold several (q, k and v; gate and up): where parts are seen, cut by parts, state dicts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
