@@ -84,8 +84,14 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"n_group": 1, "topk_group": 1},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [3, 3, 2]}}},
     "glm5_next_text": {
-        **{"linear_num_heads": 4, "linear_head_dim": 16, "index_n_heads": 4, "index_topk": 4, "index_kpool": 2},
-        **{"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 0, "qk_head_dim": 16},
+        **{"linear_num_heads": 4, "linear_head_dim": 16, "index_n_heads": 4, "index_topk": 4},
+        **{
+            "index_kpool": 2,
+            "num_key_value_heads": 4,
+            "qk_rope_head_dim": 0,
+            "head_dim": 0,
+            "qk_head_dim": 16,
+        },
         **{"hc_sinkhorn_iters": 2, "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "full"]},
     },
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},

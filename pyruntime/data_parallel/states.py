@@ -26,7 +26,7 @@ def weights_state(weights: Sequence[BucketWeights], axes: Axes) -> dict[str, Ten
 def as_dtensor(rows: Tensor, parameter: Tensor, part: Part, axes: Axes) -> Tensor:
     """This rank's rows of a part as what they are of the whole tensor."""
     layout = getattr(parameter, "tp_layout", None)
-    if layout is not None and (layout.group.size > 1 or (axes.size == 1 and layout.group.name)):
+    if layout is not None and (layout.group.ranks > 1 or (axes.size == 1 and layout.group.name)):
         whole = next(each for each in layout.parts if f".{part.key}".endswith(f".{each.key}"))
         if axes.shard.size == 1:
             return layout.to_dtensor(whole, rows)
@@ -46,11 +46,11 @@ _meshes: dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh] = {}
 
 
 def _tp_and_shard(tp: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
-    """The mesh (tp, shard) that holds this rank: rows are cut over tp first. Collective when first asked
-    for."""
+    """The mesh (tp, shard) that holds this rank, of tp's one dimension or two: rows are cut over tp first.
+    Collective when first asked for."""
     if (tp, shard) not in _meshes:
         root = shard._get_root_mesh()
-        last = (tp.mesh_dim_names[0], shard.mesh_dim_names[0])
+        last = (*tp.mesh_dim_names, shard.mesh_dim_names[0])
         names = (*(name for name in root.mesh_dim_names if name not in last), *last)
         order = [root.mesh_dim_names.index(name) for name in names]
         turned = DeviceMesh(root.device_type, root.mesh.permute(order), mesh_dim_names=names)

@@ -121,6 +121,7 @@ def _line(name: str, layer: ParallelLinear | VocabParallelEmbedding, use: OpUse)
         if layer.last_rows:
             tier, reason = tier_of(layer, use)
             refused = strict_refusal(asked, tier)
+    group = use.group or layer.group
     return LayerReport(
         name=name or layer.label,
         when=use.when,
@@ -129,9 +130,9 @@ def _line(name: str, layer: ParallelLinear | VocabParallelEmbedding, use: OpUse)
         n=use.n,
         k=use.k,
         dtype=str(layer.weight.dtype).removeprefix("torch."),
-        group_size=layer.group.size,
+        group_size=group.size,
         # The kind alone: what was measured of the link stands in `pyruntime.comm.transport_of`.
-        transport="-" if layer.group.size == 1 else transport_of(layer.group.name).split(",")[0],
+        transport="-" if group.size == 1 else transport_of(group.name).split(",")[0],
         asked=asked,
         tier=tier,
         reason=reason,

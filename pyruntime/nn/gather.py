@@ -3,6 +3,8 @@ reverse: this rank's features of what is whole."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -44,6 +46,20 @@ def gather_shard(
         return local
     whole = _gather(local, group.name, group.size, dim, total)
     return in_order(whole, dim, group.size, packed) if packed else whole
+
+
+def gather_whole(
+    local: Tensor,
+    cuts: Iterable[tuple[TensorGroup, int | None]],
+    shape: Sequence[int],
+    packed: tuple[int, ...] = (),
+) -> Tensor:
+    """The same of a tensor of `shape` that is cut over several axes, each along its dimension (None: over
+    that axis it is not cut). packed: of one axis alone."""
+    for axis, dim in cuts:
+        if dim is not None:
+            local = gather_shard(local, axis, dim, shape[dim], packed)
+    return local
 
 
 def _gather(local: Tensor, name: str, size: int, dim: int, total: int) -> Tensor:

@@ -12,7 +12,18 @@ of x:
 
 A column layer followed by a row layer is a whole MLP or attention block with one communication at each end.
 Features are cut as DTensor cuts them (parameters.py), rows as torch.tensor_split cuts them; P need divide
-neither."""
+neither.
+
+A group of two axes, x and y, cuts the residual stream's features over y, and W both ways (AxoNN, arXiv
+2305.13525, algorithm 1). With X x Y ranks, of which rank (r, s) holds features s of its x:
+
+    column, W_rs [N/X, K/Y]    y_r [M, N/X]     = sum over s of gather_x(x_s) @ W_rs^T
+    row, W_sr [N/Y, K/X]       y_s [M/X, N/Y]   = scatter_x(sum over r of x_r @ W_sr^T)
+
+A column layer's result and a row layer's input are the same for every s. So a row layer's dX is summed over
+y, and that of a column layer over x, as without y. A GEMM hides one of its two exchanges, the longer: what
+travels over x, by the primitives above, or the sum over y, by matmul_all_reduce (column) and
+replicated_matmul (row)."""
 
 from __future__ import annotations
 
@@ -90,6 +101,7 @@ class ParallelLinear(ParallelModule):
         self.tier = check_tier(tier)
         self.strict = strict
         self.region: Region | None = None  # set by parallelize()
+        self.whole_features = False  # set by parallelize(): over y, what comes and goes is whole
         self.on_rows = sequence_parallel  # in the last call
         self._accepted_rows: set[int] = set()
         self._alone = not self.group.name  # group=None: there is no process group to name
@@ -100,11 +112,13 @@ class ParallelLinear(ParallelModule):
                 f"The parts {list(self.packed)} have {sum(self.packed)} features together, and the linear "
                 f"has out_features={list(parts.values())}; name all of its parts, in its order."
             )
+        weight_cut = 1 - weight_cut if transposed else weight_cut
         weights = [Part(f"{prefix}weight", self._shape(size), self.packed) for prefix, size in parts.items()]
-        self.add_parameter("weight", 1 - weight_cut if transposed else weight_cut, weights, dtype, device)
+        self.add_parameter("weight", weight_cut, weights, dtype, device, dim_y=1 - weight_cut)
         if bias:
             biases = [Part(f"{prefix}bias", (size,), self.packed) for prefix, size in parts.items()]
-            self.add_parameter("bias", bias_cut, biases, dtype, device)
+            bias_cut_y = 0 if bias_cut is None else None
+            self.add_parameter("bias", bias_cut, biases, dtype, device, dim_y=bias_cut_y)
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -148,6 +162,12 @@ class ParallelLinear(ParallelModule):
         dtype = torch.get_autocast_dtype(device)
         return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
+    def _hides_y(self, wide: int, stream: int) -> bool:
+        """Whether the GEMM runs beside the sum over y, of `wide` features cut over x, and not beside what
+        travels over x, of `stream` features cut over y: each is 2 (P - 1) / P of its rows."""
+        y = self.group.y
+        return y is not None and (y.size - 1) * wide > (self.group.size - 1) * stream
+
     def op_uses(self) -> list[OpUse]:
         """The primitives that one forward and one backward of this layer run."""
         # Abstract: nn.Module and abc.ABC do not mix; column and row linears answer.
@@ -188,10 +208,13 @@ class _ColumnLinear(ParallelLinear):
         self.shared_input: SharedInput | None = None  # set by the first call
 
     def compute(self, x: Tensor, rows: int | None = None) -> Tensor:
-        if x.size(-1) != self.in_features:
+        width = self.in_features if self.whole_features else self.matrix.size(1)
+        if x.size(-1) != width:
+            of = "" if width == self.in_features else f"{width} of "
             raise ValueError(
-                f"{self.label or type(self).__name__} takes in_features={self.in_features}, but its input is "
-                f"{list(x.shape)}; a column-parallel linear needs every feature of x (only rows may be cut)."
+                f"{self.label or type(self).__name__} takes {of}in_features={self.in_features}, but its "
+                f"input is {list(x.shape)}; a column-parallel linear needs every feature of x (only rows may "
+                "be cut), or this rank's over y where its group has that axis."
             )
         on_rows = self.sequence_parallel or isinstance(x, RowShard)
         y = None if self.shared_input is None else self.shared_input.output(self, x)
@@ -208,6 +231,26 @@ class _ColumnLinear(ParallelLinear):
         self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], rows: int | None = None
     ) -> list[Tensor]:
         """x @ W_i^T + b_i, of this linear and of others that read x with it."""
+        y = self.group.y
+        if y is None:
+            return self._multiply(x, weights, biases, rows)
+        if self.whole_features:
+            x = split_features(x, y, self.in_features)
+        if not self._hides_y(sum(self._parts.values()), self.in_features):
+            parts = self._multiply(x, weights, [None] * len(weights), rows)
+            sums = (ops.all_reduce(part, y.name) for part in parts)
+            return [each if b is None else each + b for each, b in zip(sums, biases, strict=True)]
+        if self.group.size > 1 and self.sequence_parallel:
+            x = ops.all_gather(x, self.group.name, dim=self.dim, rows=rows)
+        elif self.group.size > 1:
+            x = ops.replicate_grad(x, self.group.name)
+        pairs = zip(weights, biases, strict=True)
+        return [ops.matmul_all_reduce(x, w, y.name, bias=b, tier=self.tier) for w, b in pairs]
+
+    def _multiply(
+        self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], rows: int | None
+    ) -> list[Tensor]:
+        """The same over this rank's features of x."""
         group, on_rows, dim = self.group.name, isinstance(x, RowShard), self.dim
         if not (on_rows or self.sequence_parallel):
             return ops.replicated_matmul(x, weights, group, bias=biases, tier=self.tier)
@@ -231,6 +274,12 @@ class _ColumnLinear(ParallelLinear):
         n, k = self.matrix.shape
         if self.shared_input is not None and self.shared_input.layers:
             n = sum(layer.matrix.shape[0] for layer in self.shared_input.layers)
+        y = self.group.y
+        if self._hides_y(sum(self._parts.values()), self.in_features):
+            return [
+                OpUse("forward", "matmul_all_reduce", n, k, group=y),
+                OpUse("backward", "matmul_all_reduce_backward", n, k, travels=False, group=y),
+            ]
         op = "all_gather_matmul" if self.on_rows else "replicated_matmul"
         return [OpUse("forward", op, n, k, travels=self.on_rows), OpUse("backward", f"{op}_backward", n, k)]
 
@@ -385,19 +434,26 @@ class RowParallelLinear(ParallelLinear):
         if self.region is not None and not self.split_input:
             x = self.region.end(x)
         x, weight, bias = self._operands(x)
-        group = self.group.name
+        group, axis = self.group.name, self.group.y
         form = self.region.form if self.region is not None and x.dim() > 1 else None
         form = form if form is not None and form.gives_rows else None
+        hides_y = self._hides_y(self.in_features, self.out_features)
+        if axis is not None and not hides_y:
+            x = ops.replicate_grad(x, axis.name)
         if self._alone:
             y = primitives.linear(x, weight, bias)
+        elif axis is not None and hides_y:
+            y = self._scattered(ops.replicated_matmul(x, weight, axis.name, tier=self.tier), bias)
         elif self.sequence_parallel:
             y = ops.matmul_reduce_scatter(x, weight, group, dim=self.dim, bias=bias, tier=self.tier)
         elif form is not None:
             y = ops.matmul_reduce_scatter(x.flatten(0, -2), weight, group, bias=bias, tier=self.tier)
-            y = form.shard(y, (*x.shape[:-1], self.out_features))
+            y = form.shard(y, (*x.shape[:-1], weight.size(0)))
         else:
             y = ops.matmul_all_reduce(x, weight, group, bias=bias, tier=self.tier)
         self._note(x.numel() // x.size(-1), self.sequence_parallel or form is not None)
+        if axis is not None and self.whole_features:
+            y = gather_features(y, axis, self.out_features)
         if self.region is None:
             return y
         if self.split_input:
@@ -405,8 +461,24 @@ class RowParallelLinear(ParallelLinear):
             return y
         return self.region.whole(y)
 
+    def _scattered(self, part: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum over x of its ranks' parts [.., M, .., N/Y], of which each takes its rows or all, and b."""
+        group, several = self.group.name, self.group.size > 1
+        if several and self.sequence_parallel:
+            part = ops.reduce_scatter(part, group, dim=self.dim)
+            bias = bias if bias is None else ops.replicate_grad(bias, group)
+        elif several:
+            part = ops.all_reduce(part, group)
+        return part if bias is None else part + bias
+
     def op_uses(self) -> list[OpUse]:
         n, k = self.matrix.shape
+        y = self.group.y
+        if self._hides_y(self.in_features, self.out_features):
+            return [
+                OpUse("forward", "replicated_matmul", n, k, travels=False, group=y),
+                OpUse("backward", "replicated_matmul_backward", n, k, group=y),
+            ]
         op = "matmul_reduce_scatter" if self.on_rows else "matmul_all_reduce"
         return [
             OpUse("forward", op, n, k),

@@ -46,8 +46,9 @@ def parallelize(
     takes; what stands between must work feature by feature or head by head (activations, attention). See
     plans.py for patterns and styles.
 
-    mesh: the 1-D DeviceMesh, process group or group name to cut over. Every rank calls with the same full
-    model. plan: "auto", which is transformers' plan of the model or one read off its data flow (nn/auto), a
+    mesh: the 1-D DeviceMesh, process group or group name to cut over, or a 2-D mesh (x, y), over whose second
+    dimension the features that others read are cut inside of layers (docs/4d.md). Every rank calls with the
+    same full model. plan: "auto", which is transformers' plan or one read off its data flow (nn/auto), a
     mapping {glob on module names: "column" | "column_gather" | "row" | "row_split" | "embedding"}, or a
     plan's name ("llama"). tier, strict: for every linear, see nn.ColumnParallelLinear.
 
@@ -69,7 +70,13 @@ def parallelize(
     plan = auto_plan(model, group.size) if plan == "auto" else find_plan(plan)
     plan.check(model, group.size)
     styles = match_modules(model, plan.styles)
-    check_same_model(model, group)
+    if plan.packed and group.y is not None:
+        raise ValueError(
+            f"{', '.join(plan.packed)} hold several linears, which are cut by their parts over one axis "
+            "alone; use a mesh of one dimension."
+        )
+    for axis in group.axes:
+        check_same_model(model, axis)
     options = {"sequence_parallel": False, "tier": tier, "strict": strict}
     replaced = {
         name: _parallel(
@@ -82,7 +89,7 @@ def parallelize(
     for name, module in replaced.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, module)
-    if group.size > 1:
+    if group.ranks > 1:
         _watch(model, replaced, group, plan.gives_way)
         if plan.gives_way:
             read_own_logits(model)
@@ -98,7 +105,7 @@ def _watch(
     """From here on gradients of what is whole are summed where they must be (regions.py), and the first call
     is compared with the whole model's (first_call.py)."""
     holders: dict[nn.Module, None] = {}
-    form = RowForm(group) if gives_way else None
+    form = RowForm(group) if gives_way and group.y is None else None
     for name, module in replaced.items():
         if isinstance(module, ParallelLinear):
             module.region = Region(name, group, gives_way, form)
@@ -176,6 +183,7 @@ def _parallel(
     except ValueError as error:
         raise ValueError(f"{name} cannot be cut as {style!r}: {error}") from error
     new.label = name
+    new.whole_features = group.y is not None
     return new
 
 
