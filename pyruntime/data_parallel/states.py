@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.buckets import Part
 from pyruntime.data_parallel.weights import BucketWeights
-from pyruntime.nn.parameters import dtensor
+from pyruntime.nn.packed.dtensor import PackedDTensor, dtensor
 
 
 def weights_state(weights: Sequence[BucketWeights], axes: Axes) -> dict[str, Tensor]:
@@ -27,12 +27,14 @@ def as_dtensor(rows: Tensor, parameter: Tensor, part: Part, axes: Axes) -> Tenso
     """This rank's rows of a part as what they are of the whole tensor."""
     layout = getattr(parameter, "tp_layout", None)
     if layout is not None and (layout.group.size > 1 or (axes.size == 1 and layout.group.name)):
-        whole = next(each.shape for each in layout.parts if f".{part.key}".endswith(f".{each.key}"))
-        tp_mesh = layout.group.mesh(parameter.device.type)
+        whole = next(each for each in layout.parts if f".{part.key}".endswith(f".{each.key}"))
         if axes.shard.size == 1:
-            return dtensor(rows, tp_mesh, layout.placements, whole)
-        mesh = _tp_and_shard(tp_mesh, axes.shard.mesh)
-        return dtensor(rows, mesh, [*layout.placements, Shard(0)], whole)
+            return layout.to_dtensor(whole, rows)
+        mesh = _tp_and_shard(layout.group.mesh(parameter.device.type), axes.shard.mesh)
+        placements = [*layout.placements, Shard(0)]
+        if whole.packed:
+            return PackedDTensor.of(rows, layout, whole, mesh, placements, axes.shard.mesh)
+        return dtensor(rows, mesh, placements, whole.shape)
     shape = (part.rows, *parameter.shape[1:]) if parameter.dim() else ()
     if axes.shard.size == 1:
         mesh = axes.replicate.mesh

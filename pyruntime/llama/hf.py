@@ -44,7 +44,7 @@ def load_hf(
     a Llama, is damaged, or whose tensors do not fit its config.json.
     """
     hf = read_config(directory)
-    model = Llama(LlamaConfig.from_hf(hf), group, dtype=dtype or _saved_dtype(hf), seed=None, **options)
+    model = Llama(LlamaConfig.from_hf(hf), group, dtype=dtype or saved_dtype(hf), seed=None, **options)
     load_weights(model, directory)
     return model
 
@@ -268,7 +268,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _saved_dtype(hf: Mapping[str, Any]) -> torch.dtype:
+def saved_dtype(hf: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that a parsed config.json names. Raises ValueError for another than fp32, bf16 and fp16."""
     name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     if not isinstance(name, str) or name not in _DTYPES:
         raise ValueError(

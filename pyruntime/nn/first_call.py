@@ -426,4 +426,5 @@ def _whole(layer: ParallelLinear, name: str) -> Tensor | None:
     layout = layer._layouts[name]
     if layout.dim is None:
         return parameter
-    return gather_shard(parameter.detach(), layer.group, layout.dim, layout.parts[0].shape[layout.dim])
+    part = layout.parts[0]
+    return gather_shard(parameter.detach(), layer.group, layout.dim, part.shape[layout.dim], part.packed)

@@ -17,7 +17,7 @@ neither."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from pyruntime import ops
+from pyruntime.nn.activations.causal_loss import leave_own
 from pyruntime.nn.activations.row_shard import RowShard, to_rows
 from pyruntime.nn.activations.shared_input import SharedInput
 from pyruntime.nn.gather import gather_features, split_features
@@ -54,7 +55,8 @@ class ParallelLinear(ParallelModule):
     Options: sequence_parallel (True); dim (0): along which rows are cut, under sequence_parallel; tier:
     "auto" (tuned, else chunked), "unfused", "chunked" or "fused"; strict (False): raise where a slower one
     would run; transposed (False): weights are kept as [in_features, out_features], as transformers' Conv1D
-    has them; dtype; device.
+    has them; packed (()): sizes of what the out_features of a column linear are one after the other (q, k and
+    v), each of which is cut by itself, so that a rank's are [part0_r | part1_r | ..]; dtype; device.
 
     Initialised as nn.Linear initialises the full weights, of which each rank keeps its shard: the model is
     the same for every tp, provided that all ranks are seeded alike."""
@@ -75,11 +77,13 @@ class ParallelLinear(ParallelModule):
         tier: str = "auto",
         strict: bool = False,
         transposed: bool = False,
+        packed: Sequence[int] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
         super().__init__(group)
         self.in_features = in_features
+        self.packed = tuple(packed) if self.group.size > 1 else ()
         self.transposed = transposed
         self.sequence_parallel = sequence_parallel
         self.dim = dim
@@ -91,10 +95,15 @@ class ParallelLinear(ParallelModule):
         self._alone = not self.group.name  # group=None: there is no process group to name
         self._parts = dict(parts)
         weight_cut, bias_cut = cut
-        weights = [Part(f"{prefix}weight", self._shape(size)) for prefix, size in parts.items()]
+        if self.packed and [sum(self.packed)] != list(parts.values()):
+            raise ValueError(
+                f"The parts {list(self.packed)} have {sum(self.packed)} features together, and the linear has "
+                f"out_features={list(parts.values())}; name all of its parts, in its order."
+            )
+        weights = [Part(f"{prefix}weight", self._shape(size), self.packed) for prefix, size in parts.items()]
         self.add_parameter("weight", 1 - weight_cut if transposed else weight_cut, weights, dtype, device)
         if bias:
-            biases = [Part(f"{prefix}bias", (size,)) for prefix, size in parts.items()]
+            biases = [Part(f"{prefix}bias", (size,), self.packed) for prefix, size in parts.items()]
             self.add_parameter("bias", bias_cut, biases, dtype, device)
         else:
             self.register_parameter("bias", None)
@@ -250,6 +259,7 @@ class ColumnParallelLinear(_ColumnLinear):
         super().__init__(in_features, {"": out_features}, bias, group=group, **options)
         self.out_features = out_features
         self.gather_output = gather_output
+        self.leaves_own = False  # whether what is gathered holds what is not; set by parallelize()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: Group | TensorGroup | None, **options) -> Self:
@@ -268,9 +278,11 @@ class ColumnParallelLinear(_ColumnLinear):
             mark_whole(x)
         y = super().compute(x, rows)
         if self.gather_output:
-            y = gather_features(y, self.group, self.out_features)
+            own, y = y, gather_features(y, self.group, self.out_features, self.packed)
             if self.region is not None:
                 mark_whole(y)
+            if self.leaves_own and y is not own and not is_compiling():
+                leave_own(y, self, own)
             return y
         return y if self.region is None else self.region.begin(y)
 

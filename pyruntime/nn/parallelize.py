@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyruntime.nn import lora
+from pyruntime.nn.activations.causal_loss import read_own_logits
+from pyruntime.nn.activations.fused_norms import fuse_norms
 from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.auto import auto_plan
 from pyruntime.nn.embedding import VocabParallelEmbedding
@@ -67,8 +70,11 @@ def parallelize(
     plan.check(model, group.size)
     styles = match_modules(model, plan.styles)
     check_same_model(model, group)
+    options = {"sequence_parallel": False, "tier": tier, "strict": strict}
     replaced = {
-        name: _parallel(model.get_submodule(name), name, style, group, tier, strict)
+        name: _parallel(
+            model.get_submodule(name), name, style, group, plan.packed.get(lora.wrapper_of(name), ()), options
+        )
         for name, style in styles.items()
     }
     replaced = _under_all_names(model, replaced)
@@ -78,6 +84,9 @@ def parallelize(
         setattr(model.get_submodule(parent), leaf, module)
     if group.size > 1:
         _watch(model, replaced, group, plan.gives_way)
+        if plan.gives_way:
+            read_own_logits(model)
+            fuse_norms(model)
     vars(model)[LEFT_WHOLE] = dict(plan.left_whole)
     save_whole(model, group)
     return model
@@ -148,18 +157,22 @@ def _check_kind(name: str, module: nn.Module, pattern: str, style: str) -> None:
 
 
 def _parallel(
-    module: nn.Module, name: str, style: str, group: TensorGroup, tier: str, strict: bool
+    module: nn.Module,
+    name: str,
+    style: str,
+    group: TensorGroup,
+    packed: tuple[int, ...],
+    options: dict[str, Any],
 ) -> ParallelModule:
     new: ParallelModule
-    options = {"sequence_parallel": False, "tier": tier, "strict": strict}
     try:
         if style == "embedding":
             new = VocabParallelEmbedding.from_embedding(module, group, sequence_parallel=False)
         elif style.startswith("row"):
             new = RowParallelLinear.from_linear(module, group, split_input=style == "row_split", **options)
         else:
-            gathers = style == "column_gather"
-            new = ColumnParallelLinear.from_linear(module, group, gather_output=gathers, **options)
+            options = {**options, "gather_output": style == "column_gather", "packed": packed}
+            new = ColumnParallelLinear.from_linear(module, group, **options)
     except ValueError as error:
         raise ValueError(f"{name} cannot be cut as {style!r}: {error}") from error
     new.label = name

@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pyruntime import comm
 from pyruntime.comm import Group
+from pyruntime.nn.packed.dtensor import PackedDTensor, dtensor
+from pyruntime.nn.packed.order import ranges_of
 
 
 class TensorGroup:
@@ -109,10 +111,14 @@ def shard_bounds(size: int, world_size: int, rank: int, what: str = "a dimension
 
 @dataclass(frozen=True)
 class Part:
-    """One full tensor of a state dict: its key inside the module, and its full shape."""
+    """One full tensor of a state dict: its key inside the module, and its full shape.
+
+    packed: sizes of what it holds one after the other along the dimension that is cut (q, k and v in one
+    linear), each of which is cut by itself; () where it is cut as one."""
 
     key: str
     shape: tuple[int, ...]
+    packed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,11 +145,18 @@ class Layout:
             part.shape[self.dim], self.group.size, self.group.rank, f"dimension {self.dim} of {part.key}"
         )
 
+    def ranges(self, part: Part) -> list[tuple[int, int]]:
+        """What of `part` along `dim` this rank holds, one after the other: one range, or one of each that is
+        packed in it."""
+        if not part.packed:
+            return [self.bounds(part)]
+        return ranges_of(part.packed, self.group.size, self.group.rank, part.key)
+
     def local_shape_of(self, part: Part) -> tuple[int, ...]:
         if self.dim is None:
             return part.shape
-        start, stop = self.bounds(part)
-        return (*part.shape[: self.dim], stop - start, *part.shape[self.dim + 1 :])
+        held = sum(stop - start for start, stop in self.ranges(part))
+        return (*part.shape[: self.dim], held, *part.shape[self.dim + 1 :])
 
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the local parameter: all parts together."""
@@ -164,8 +177,14 @@ class Layout:
         shards = dict(zip(self.parts, self.split(local), strict=True))
         if not self.group.name:
             return {part.key: shard for part, shard in shards.items()}
-        mesh = self.group.mesh(local.device.type)
-        return {p.key: dtensor(shard, mesh, self.placements, p.shape) for p, shard in shards.items()}
+        return {part.key: self.to_dtensor(part, shard) for part, shard in shards.items()}
+
+    def to_dtensor(self, part: Part, shard: Tensor) -> DTensor:
+        """The DTensor of one part over the storage of this rank's shard."""
+        mesh = self.group.mesh(shard.device.type)
+        if part.packed:
+            return PackedDTensor.of(shard, self, part, mesh, self.placements)
+        return dtensor(shard, mesh, self.placements, part.shape)
 
     def local_part(self, part: Part, value: Tensor) -> Tensor:
         """This rank's shard of `part` out of a DTensor (any placement, any mesh that holds this rank), a full
@@ -176,6 +195,8 @@ class Layout:
         """
         local_shape = self.local_shape_of(part)
         if isinstance(value, DTensor):
+            if isinstance(value, PackedDTensor) or part.packed:
+                return self._packed_part(part, value)
             mesh = self.group.mesh(value.device_mesh.device_type) if self.group.name else None
             if tuple(value.shape) == part.shape and value.device_mesh == mesh:
                 return value.redistribute(mesh, self.placements).to_local()
@@ -183,8 +204,8 @@ class Layout:
         if tuple(value.shape) == part.shape:
             if self.dim is None:
                 return value
-            start, stop = self.bounds(part)
-            return value.narrow(self.dim, start, stop - start)
+            held = [value.narrow(self.dim, start, stop - start) for start, stop in self.ranges(part)]
+            return held[0] if len(held) == 1 else torch.cat(held, self.dim)
         if tuple(value.shape) == local_shape:
             return value
         raise ValueError(
@@ -193,21 +214,15 @@ class Layout:
             "pass a DTensor, the full tensor or this rank's shard."
         )
 
+    def _packed_part(self, part: Part, value: DTensor) -> Tensor:
+        """Of a DTensor, where it or the part is packed."""
+        if isinstance(value, PackedDTensor) and value.shard_mesh is None:
+            theirs = value.tp_layout
+            if (value.part, theirs.dim, theirs.group.name) == (part, self.dim, self.group.name):
+                return value.to_local()
+        return self.local_part(part, value.full_tensor())
+
     def gather_parts(self, source: Mapping[str, Tensor]) -> Tensor:
         """The local tensor, made of `source[part.key]` for every part."""
         shards = [self.local_part(part, source[part.key]) for part in self.parts]
         return shards[0] if len(shards) == 1 else torch.cat(shards, dim=self.dim or 0)
-
-
-def dtensor(
-    shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
-) -> DTensor:
-    """A DTensor of `shape` over the storage of this rank's `shard`; no communication."""
-    return DTensor.from_local(
-        shard,
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )

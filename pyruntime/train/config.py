@@ -285,12 +285,15 @@ class Checkpoint:
     """What is kept on disk, below the run folder."""
 
     resume: str = ""
-    """Run folder, or one of its checkpoints/step-N folders, to go on with; auto: output.run_dir if it holds a
-    checkpoint, else start there, as a job needs that its launcher restarts; empty: start anew."""
+    """Run folder, or one of its checkpoints/step-N folders, to go on with; auto: the newest of output.run_dir
+    that is whole, or start there, as a job needs that its launcher restarts; empty: start anew."""
     every_steps: int = 0
     """Steps between two resumable checkpoints; 0: only at the end."""
-    keep: int = 1
-    """Number of resumable checkpoints that are kept, newest first; at least 1."""
+    keep: int = 2
+    """Number of resumable checkpoints that are kept, newest first; at least 1. With 2 there is one to go on
+    with where the newest is damaged."""
+    keep_every_h: float = 0.0
+    """Hours between those that are kept besides, for good; 0: none is."""
     save_on_stop: bool = True
     """Whether Ctrl-C or SIGTERM leaves a resumable checkpoint."""
 

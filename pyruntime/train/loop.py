@@ -55,11 +55,14 @@ from pyruntime.train.figures import (
 from pyruntime.train.metrics import StepMetrics
 from pyruntime.train.pipelined import Pipelined, shared_weights
 from pyruntime.train.ranks import on_every_rank
+from pyruntime.train.saving.saver import Saver
 from pyruntime.train.signals import Stopped, StopRequest
 from pyruntime.train.validate import outer_method
 
 MOST_NAMES = 3
 """Of parameters, in the sentence about a gradient that is not finite."""
+SAVING_FAILED = 1000
+"""In the place of a signal, above all of them: ranks tell each other, and end after the same step."""
 
 
 class Trainer:
@@ -111,9 +114,8 @@ class Trainer:
         self._facts = dataclasses.replace(
             Facts.of(config, model.config), compression=_compressed_how(config, runtime)
         )
-        self.saved: Path | None = None
-        """The checkpoint of the last step, where one has been taken."""
-        self._saved_at, self._saved_in = 0, run_dir
+        self._saver = Saver(run_dir, self.sharded, runtime.world, config.checkpoint, self.outer)
+        self._resumed: tuple[Path, int] | None = None
         self._validation = validation_batches(
             corpus.val, train.val_sequences, train.micro_batch_size, train.seq_len
         )
@@ -135,7 +137,12 @@ class Trainer:
         found = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world, self.outer)
         self.step = found.step
         self._guard.resume(found.norms, found.skipped, found.in_a_row)
-        self._saved_at, self._saved_in = self.step, folder
+        self._resumed = folder, self.step
+
+    @property
+    def saved(self) -> Path | None:
+        """The newest checkpoint of this run that is there; None where it has saved none."""
+        return self._saver.newest
 
     def what_is_not_resumed(self, folder: Path) -> str:
         """In words: of the checkpoint in `folder`; empty where all of it is."""
@@ -159,7 +166,7 @@ class Trainer:
         """
         train, every_steps = self._config.train, self._config.checkpoint.every_steps
         comm.keep_freed_memory()
-        with self._stop.deferred(self._lost_sentence):
+        with self._stop.deferred(self._lost_sentence), self._saver:
             self._figures.forget_exposed()
             while self.step < train.steps:
                 number = self.step + 1
@@ -178,10 +185,14 @@ class Trainer:
                     if figures.step == self.step and self._is_due(train.val_every) and not signum:
                         metrics = self._with_validation(metrics)
                     yield metrics
+                if signum == SAVING_FAILED:
+                    self._saver.finish()
                 if self._is_due(every_steps) or (signum and self._config.checkpoint.save_on_stop):
                     with contextlib.nullcontext() if ledger is None else ledger.saving(self.step):
-                        self._save()
+                        self._save(and_wait=bool(signum) or self.step == train.steps)
                 if signum:
+                    with self._stop.saving():
+                        self._saver.finish()
                     raise Stopped(signum, self._stop_sentence())
             if signum := int(exchange([self._stop.signum], self._runtime).max()):  # since the last exchange
                 raise Stopped(signum, self._stop_sentence())
@@ -196,7 +207,8 @@ class Trainer:
         square = self.optimizer.squared_norm()
         if self._types is not None:
             self._check_replicated()
-        norm = figures.add(step, lr, loss, square, self._stop.signum)
+        wish = SAVING_FAILED if self._saver.has_failed else self._stop.signum
+        norm = figures.add(step, lr, loss, square, wish)
         with marked("update"):
             self._update(norm)
             if self.outer is not None:
@@ -332,7 +344,8 @@ class Trainer:
             metrics, val_loss=loss, val_loss_per_byte=loss / self._corpus.val_bytes_per_token
         )
 
-    def _save(self) -> None:
+    def _save(self, and_wait: bool) -> None:
+        """and_wait: until it is there; else it is written while the run goes on."""
         guard = self._guard
         facts = dataclasses.replace(
             self._facts,
@@ -341,12 +354,10 @@ class Trainer:
             in_a_row=guard.in_a_row,
             norms=tuple(guard.norms),
         )
-        keep = self._config.checkpoint.keep
         with self._stop.saving():
-            self.saved = checkpoint.save(
-                self._run_dir, facts, self.sharded, self._runtime.world, keep, self.outer
-            )
-        self._saved_at, self._saved_in = self.step, self._run_dir
+            self._saver.begin(facts)
+            if and_wait:
+                self._saver.finish()
         self._figures.forget_exposed()
 
     def _stop_sentence(self) -> str:
@@ -365,9 +376,11 @@ class Trainer:
 
     def what_is_saved(self) -> str:
         """In words, for a run that ends here."""
-        if not self._saved_at:
+        saved = self.saved
+        found = (self._run_dir, checkpoint_folder.step_of(saved)) if saved else self._resumed
+        if found is None:
             return f"nothing was saved but the metrics in {self._run_dir}"
-        return f"go on with --checkpoint.resume {self._saved_in} (it holds step {self._saved_at})"
+        return f"go on with --checkpoint.resume {found[0]} (it holds step {found[1]})"
 
 
 def _check_trains(model: Llama, runtime: Runtime) -> None:

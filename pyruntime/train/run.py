@@ -4,6 +4,7 @@ RUN_DIR/config.toml      the configuration as it was
 RUN_DIR/metrics.jsonl    one object a step
 RUN_DIR/checkpoints/     resumable checkpoints
 RUN_DIR/model/           the weights in Hugging Face's format, with the tokenizer
+RUN_DIR/lock             the process that writes all this, while it lives
 RUN_DIR/ledger/          what every rank waited for, and behind what bytes were hidden (train.ledger)
 RUN_DIR/loss.png, scorecard.json, scorecard.txt, sample.txt
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -31,9 +33,10 @@ from pyruntime.train import checkpoint, checkpoint_folder, config_file, corpus, 
 from pyruntime.train.config import RunConfig, meets_every_step, replicas, tokens_per_step, with_steps
 from pyruntime.train.corpus import Corpus
 from pyruntime.train.device import Device
-from pyruntime.train.disk import writing
+from pyruntime.train.disk import in_use, writing
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.loop import Trainer
+from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile, StepMetrics
 from pyruntime.train.model import DTYPES, llama_config, make_model
 from pyruntime.train.pipelined import resolved
@@ -54,6 +57,14 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
     `name` is the configuration's, for the folder. Raises ConfigError, `Stopped`, TrainingError, or the
     communication errors of `pyruntime`.
     """
+    with contextlib.ExitStack() as held:
+        return _run(config, name, runtime, stop, held)
+
+
+def _run(
+    config: RunConfig, name: str, runtime: Runtime, stop: StopRequest, held: contextlib.ExitStack
+) -> Path:
+    """held: what is the run's own, for as long as it lasts."""
     check_ledger(config, runtime)
     config = with_steps(config)
     ranks = runtime.world
@@ -61,8 +72,9 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from)
     shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, runtime.sizes.tp)
     config = on_rank_0(ranks, "Settling the pipeline", lambda: resolved(config, shape))
-    start_at, steps_done = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoint(config, shape))
-    run_dir = on_rank_0(ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at))
+    saved = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
+    start_at = saved[0] if saved else None
+    run_dir = on_rank_0(ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held))
     on_every_rank(ranks, "Opening the run folder", lambda: _check_seen(run_dir, ranks.rank()))
     progress = Progress(
         config.train.steps,
@@ -70,8 +82,6 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
         config.output.log_every,
         on_closed=lambda: stop.note(signal.SIGPIPE),
     )
-    if is_rank_0 and start_at and checkpoint_folder.is_unchecked(start_at):
-        progress.say(f"{start_at} was saved before there were checksums; it is not checked")
     text = corpus.open_everywhere(config, tokenizer, ranks, progress.say)
     model = on_every_rank(ranks, "Making the model", lambda: make_model(config, shape, runtime))
     tuned = _use_tuning(config, runtime)
@@ -82,14 +92,14 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
 
     trainer = Trainer(config, model, text, runtime, run_dir, stop)
     if start_at:
-        trainer.resume(start_at)
+        start_at = _resume(trainer, saved, progress.say if is_rank_0 else None)
         if is_rank_0 and (left := trainer.what_is_not_resumed(start_at)):
             progress.say(left)
     history: list[StepMetrics] = []
     said = ""
     bytes_before = _bytes_read()
     with (
-        _metrics_file(run_dir, steps_done, trainer) if is_rank_0 else contextlib.nullcontext() as file,
+        _metrics_file(run_dir, trainer) if is_rank_0 else contextlib.nullcontext() as file,
         _step_ledger(config, runtime, run_dir) as entered,
     ):
         for step in trainer.fit(entered):
@@ -166,9 +176,9 @@ def _step_ledger(config: RunConfig, runtime: Runtime, run_dir: Path) -> Iterator
             raise
 
 
-def _metrics_file(run_dir: Path, steps_done: int, trainer: Trainer) -> MetricsFile:
+def _metrics_file(run_dir: Path, trainer: Trainer) -> MetricsFile:
     with _told_to_all(), writing(run_dir / metrics.FILE_NAME, trainer.what_is_saved()):
-        return MetricsFile(run_dir, resume_at=steps_done)
+        return MetricsFile(run_dir, resume_at=trainer.step)
 
 
 @contextlib.contextmanager
@@ -185,22 +195,36 @@ def _bytes_read() -> int:
     return sum(figures.bytes_read for figures in comm.traffic().values())
 
 
-def _checkpoint(config: RunConfig, shape: LlamaConfig) -> tuple[Path | None, int]:
-    """The checkpoint to go on with, if any, and its step."""
+def _checkpoints(config: RunConfig, shape: LlamaConfig) -> list[Path]:
+    """Those to go on with, if any, the first that is whole."""
     resume = config.checkpoint.resume
-    if resume == checkpoint_folder.AUTO:
-        folder = checkpoint_folder.newest(Path(config.output.run_dir))
-    else:
-        folder = checkpoint_folder.find(Path(resume)) if resume else None
-    if folder is None:
-        return None, 0
     facts = checkpoint_folder.Facts.of(config, shape)
-    return folder, checkpoint_folder.read_matching(folder, facts).step
+    if resume == checkpoint_folder.AUTO:
+        return checkpoint_folder.to_go_on_with(Path(config.output.run_dir), facts)
+    if not resume:
+        return []
+    folder = checkpoint_folder.find(Path(resume))
+    checkpoint_folder.read_matching(folder, facts)
+    return [folder]
 
 
-def _make_run_dir(config: RunConfig, name: str, start_at: Path | None) -> Path:
+def _resume(trainer: Trainer, saved: Sequence[Path], say: Callable[[str], None] | None) -> Path:
+    """Goes on with the first of `saved` that is whole, and returns it. Raises DamagedError where none is."""
+    for folder, older in itertools.zip_longest(saved, saved[1:]):
+        try:
+            trainer.resume(folder)
+            return folder
+        except DamagedError as error:
+            if older is None:
+                raise
+            if say:
+                say(f"{error} The run goes on with {older}.")
+    raise ValueError("There is no checkpoint to go on with.")
+
+
+def _make_run_dir(config: RunConfig, name: str, start_at: Path | None, held: contextlib.ExitStack) -> Path:
     """Rank 0 makes the run folder: the one asked for, that of the checkpoint, or the first free
-    runs/<name>-<n>."""
+    runs/<name>-<n>. No other run may use it before `held` is closed."""
     try:
         if config.output.run_dir:
             run_dir = Path(config.output.run_dir)
@@ -216,6 +240,7 @@ def _make_run_dir(config: RunConfig, name: str, start_at: Path | None) -> Path:
             run_dir = start_at.parent.parent
         else:
             run_dir = _first_free(Path("runs"), name)
+        in_use(run_dir, held, "output.run_dir")
         if (run_dir / metrics.FILE_NAME).exists():
             metrics.read(run_dir / metrics.FILE_NAME)  # the run goes on with it: all ranks hear of damage
         if config.train.ledger:

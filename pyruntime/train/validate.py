@@ -66,7 +66,13 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
     (
         lambda x: 0 <= x < math.inf,
         "be a finite number of at least 0",
-        ("optimizer.weight_decay", "optimizer.clip_grad_norm", "train.z_loss", "output.temperature"),
+        (
+            "optimizer.weight_decay",
+            "optimizer.clip_grad_norm",
+            "train.z_loss",
+            "output.temperature",
+            "checkpoint.keep_every_h",
+        ),
     ),
     (
         lambda x: 0 <= x < 1,
