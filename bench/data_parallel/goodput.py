@@ -169,7 +169,7 @@ def run(args: argparse.Namespace, seed: int, every_s: float | None) -> dict[str,
                     next_kill = now + every_s
             elif now >= next_kill and replicas.are_all_there() and not replicas.is_over():
                 replicas.kill(draw.randrange(args.replicas))
-                kills, next_kill = kills + 1, next_kill + every_s
+                kills, next_kill = kills + 1, now + every_s
         return figures(replicas.events()) | {"kills": kills, "loss": replicas.loss()}
     finally:
         replicas.close()

@@ -8,8 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from pyruntime.cli import main
 from pyruntime.train import validate
 from pyruntime.train.config import DataParallel, Parallel, RunConfig, Train
 from pyruntime.train.errors import ConfigError
-from tests.cli.test_processes import ROOT, finish, start, wait_for_steps
+from tests.cli.test_processes import finish, start, wait_for_steps
 from tests.train import jobs
 
 TAU = 4
@@ -164,17 +162,6 @@ def test_a_run_goes_on_from_the_checkpoints_of_its_replicas(tmp_path, service):
     assert [list(each["blocks"].values()) for each in again] == [[each["round"]] for each in again]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-
-
-def test_the_goodput_benchmark_kills_and_counts(tmp_path):
-    options = {"replicas": 2, "steps": 150, "tau": 10, "every": 0.5, "seeds": 1, "json": tmp_path / "found"}
-    command = [sys.executable, "-m", "bench.data_parallel.goodput"]
-    command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = json.loads((tmp_path / "found").read_text())["results"]
-    assert found["kills"] >= 1 and found["rounds"] == 15
-    assert 0 < found["goodput"] <= 1.5 and 0 < found["goodput_all_time"] <= found["goodput"]
 
 
 @pytest.mark.parametrize(
