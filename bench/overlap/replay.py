@@ -4,7 +4,8 @@
 
 Two resources, the thread of a device that computes and one link; nothing contends, small GEMMs lose nothing.
 What is computed and sent in which order comes from a dry run of the model's code (dry_run.py), for 8192
-tokens in bf16; what others do, and no overlap, are closed forms. Exposed: the device waits for rows.
+tokens in bf16; what others do, and no overlap, are closed forms. Exposed: the device waits for rows. A last
+table has the shape of bench.overlap.rates on two hosts: what no machine can better in this order.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ class Case:
     bandwidth: float
     """Bytes/s through a rank."""
     between_hosts: bool = False
+    seq: int = SEQ
+    chunk_bytes: int = 0
+    """Between hosts; 0: as LATENCY decides."""
 
+
+RATES = Case("dim1024", 2, float("inf"), True, seq=512, chunk_bytes=64 * 1024 * 2)
+"""Tensor parallelism in bench.overlap.rates, on a link that each ratio chooses."""
+RATIOS = (0.3, 0.7, 1.0, 3.0)
 
 CASES = {
     "8B tp 8 NVLink": Case("llama3-8b", 8, 380e9),
@@ -78,6 +86,8 @@ class Clock:
         peers = self.case.ranks - 1
         if not self.case.between_hosts:
             return peers
+        if self.case.chunk_bytes:
+            return peers * max(1, round(nbytes / self.case.ranks / self.case.chunk_bytes))
         return peers * max(1, round((nbytes / self.case.ranks / self.case.bandwidth / LATENCY) ** 0.5))
 
     def send(self, flight: int, nbytes: float) -> None:
@@ -175,7 +185,9 @@ def replay(case: Case, slices: int, fills: bool, layers: int = 8) -> Layer:
     """One layer of `layers`, by the difference to half as many: ends are not a layer's."""
     found = []
     for count in (layers // 2, layers):
-        calls = calls_of(preset(case.model), count, case.ranks, SEQ, slices, keep_gathered=case.between_hosts)
+        calls = calls_of(
+            preset(case.model), count, case.ranks, case.seq, slices, keep_gathered=case.between_hosts
+        )
         clock = Clock(case, fills)
         for call in calls:
             clock.do_forward(call)
@@ -190,6 +202,19 @@ def replay(case: Case, slices: int, fills: bool, layers: int = 8) -> Layer:
         found.append((forward - exposed, clock.now - clock.exposed, exposed, clock.exposed))
     half = layers - layers // 2
     return Layer(*((more - less) / half for less, more in zip(*found, strict=True)))
+
+
+def least(case: Case, ratio: float, slices: int, fills: bool) -> float:
+    """Seconds of a layer, forward and backward, over the longer of computing and transfers, on a link where
+    transfers take `ratio` times as long as computing: between hosts, where no rows are gathered twice."""
+    free = replay(replace(case, bandwidth=float("inf")), 1, False)
+    computed = free.forward + free.backward
+    calls = calls_of(preset(case.model), 1, case.ranks, case.seq, 1, keep_gathered=True)
+    there = sum(call.bytes for call in calls if call.name in ("begin_column", "begin_row"))
+    bandwidth = 2 * there * (1 - 1 / case.ranks) / (ratio * computed)
+    found = replay(replace(case, bandwidth=bandwidth), slices, fills)
+    taken = found.forward + found.backward + found.exposed_forward + found.exposed_backward
+    return taken / max(computed, ratio * computed)
 
 
 # --- what others do: closed forms of one layer
@@ -344,6 +369,14 @@ def main() -> None:
             name = "weights return as units are reduced" if early else "weights return behind the norm"
             rows.append([f"{name}, {count} micro-batches", *(f"{share:.1%}" for share in shares)])
     print(table(["", *list(CASES)[:2]], rows))
+    print("\nTwo hosts, dim1024, 512 tokens: the least R of the order, at T_c / T_g\n")
+    rows = [
+        [f"{count} slice{'s' * (count > 1)}{', weight gradients as filler' * fills}"]
+        + [f"{least(RATES, ratio, count, fills):.2f}" for ratio in RATIOS]
+        for count in (1, 2, 4)
+        for fills in (False, True)
+    ]
+    print(table(["", *map(str, RATIOS)], rows))
 
 
 if __name__ == "__main__":

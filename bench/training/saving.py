@@ -22,11 +22,11 @@ from pyruntime.cli.train import read
 from pyruntime.comm.exchange import barrier
 from pyruntime.train import corpus
 from pyruntime.train.config import Checkpoint
+from pyruntime.train.data.tokenizer import ByteTokenizer
 from pyruntime.train.loop import Trainer
 from pyruntime.train.model import llama_config, make_model
 from pyruntime.train.ranks import on_rank_0
 from pyruntime.train.signals import StopRequest
-from pyruntime.train.tokenizer import ByteTokenizer
 
 HOW = """\
 Milliseconds of blocks of {every} steps on rank 0, which meets the others in every step: medians over {rounds}

@@ -23,6 +23,7 @@ from pyruntime.train.signals import Stopped, StopRequest
 USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
 
   train      train a Llama on text; torchrun --nproc-per-node N -m pyruntime train for N ranks
+  tokenize   make text into a folder of tokens, in parallel, for runs to read
   generate   continue a prompt with a trained checkpoint
   convert    turn a checkpoint into a Hugging Face model, or one of those into a checkpoint
   report     write one HTML page about a run: what was hidden behind what, and a timeline
@@ -38,6 +39,7 @@ the command `pyruntime` is the same."""
 
 COMMANDS = (
     "train",
+    "tokenize",
     "generate",
     "convert",
     "report",

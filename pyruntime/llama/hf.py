@@ -84,7 +84,7 @@ def save_hf(
     """
     directory = Path(directory)
     dtype = dtype or model.embed.weight.dtype
-    writer = _Writer(directory, dtype) if model.group.rank == 0 else None
+    writer = _Writer(directory, dtype) if model.group.is_first else None
     for name, content in plan_files(list(model.shards()), dtype, max_file_bytes).items():
         tensors = {}
         for shard in content:
@@ -241,8 +241,9 @@ def _read(shard: Shard, file: Any, path: Path) -> None:
             f"{shard.name} in {path} has shape {list(shape)}, but {CONFIG} makes it {list(shard.shape)}."
         )
     index = [slice(None)] * len(shape)
-    if shard.dim is not None:
-        index[shard.dim] = slice(shard.start, shard.start + shard.local.shape[shard.dim])
+    for dim, start in ((shard.dim, shard.start), (shard.dim_y, shard.start_y)):
+        if dim is not None:
+            index[dim] = slice(start, start + shard.local.shape[dim])
     shard.local.copy_(stored[tuple(index)])
 
 

@@ -38,12 +38,17 @@ class Facts:
     """Of the parameters: "bf16" or "fp32"."""
     model: dict
     """The model's shape, as in a Hugging Face config.json."""
+    optimizer: str = "adamw"
+    """Who updated the weights."""
     rounding: str = "nearest"
     """Of bf16 weights; "stochastic": there are no fp32 master weights."""
     skipped: int = 0
     """Of the steps, those that updated nothing."""
     in_a_row: int = 0
     """Of these, those since the last step that counted."""
+    samples: int | None = None
+    """Sequences that steps have taken of the data, whose next one is the next; None, of older checkpoints:
+    train.batch_size for each step."""
     norms: Sequence[float] = ()
     """Of the gradients that the next step's is compared with, where spikes are looked for."""
     method: str = "every_step"
@@ -59,8 +64,8 @@ class Facts:
         """Of a run that trains a model of that shape, before its first step."""
         of_replicas = "" if meets_every_step(config) else f" of {replicas(config)} replicas"
         method = config.data_parallel.method + of_replicas
-        dtype, rounding = config.train.dtype, config.optimizer.rounding
-        return cls(0, dtype, dataclasses.asdict(shape), rounding, method=method)
+        dtype, optimizer = config.train.dtype, config.optimizer
+        return cls(0, dtype, dataclasses.asdict(shape), optimizer.name, optimizer.rounding, method=method)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -142,6 +147,7 @@ def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
         each.model
         | {
             "train.dtype": each.dtype,
+            "optimizer.name": each.optimizer,
             "optimizer.rounding": each.rounding,
             "data_parallel.method": each.method,
         }
@@ -200,6 +206,7 @@ def read(checkpoint: Path) -> Facts:
         whole = whole and type(facts.step) is int and facts.step >= 0 and isinstance(facts.model, dict)
         whole = whole and type(facts.skipped) is int and 0 <= facts.skipped <= facts.step
         whole = whole and type(facts.in_a_row) is int and 0 <= facts.in_a_row <= facts.skipped
+        whole = whole and (facts.samples is None or (type(facts.samples) is int and facts.samples >= 0))
         whole = whole and all(isinstance(norm, float) and math.isfinite(norm) for norm in facts.norms)
         whole = whole and isinstance(facts.dtype, str) and isinstance(facts.compression, str)
         whole = whole and isinstance(facts.saved_at, float)

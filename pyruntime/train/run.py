@@ -29,9 +29,11 @@ from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger, forget
 from pyruntime.overlap.record import ledger
 from pyruntime.overlap.steps import StepLedger
-from pyruntime.train import checkpoint, checkpoint_folder, config_file, corpus, metrics, report
+from pyruntime.train import checkpoint, checkpoint_folder, config_file, metrics, report
 from pyruntime.train.config import RunConfig, meets_every_step, replicas, tokens_per_step, with_steps
-from pyruntime.train.corpus import Corpus
+from pyruntime.train.data import corpus
+from pyruntime.train.data.corpus import Corpus
+from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
 from pyruntime.train.device import Device
 from pyruntime.train.disk import in_use, writing
 from pyruntime.train.errors import ConfigError, TrainingError
@@ -43,7 +45,6 @@ from pyruntime.train.pipelined import resolved
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_every_rank, on_rank_0
 from pyruntime.train.signals import Stopped, StopRequest
-from pyruntime.train.tokenizer import Tokenizer, open_tokenizer
 from pyruntime.tuning.apply import device_name, find, library, use
 from pyruntime.tuning.cache import default_path
 
@@ -69,8 +70,8 @@ def _run(
     config = with_steps(config)
     ranks = runtime.world
     is_rank_0, is_first_tp = ranks.rank() == 0, ranks.rank() < runtime.sizes.tp
-    tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from)
-    shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, runtime.sizes.tp)
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from, config.data.paths)
+    shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, *runtime.tp_sizes)
     config = on_rank_0(ranks, "Settling the pipeline", lambda: resolved(config, shape))
     saved = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
     start_at = saved[0] if saved else None
@@ -275,7 +276,7 @@ def _whole_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime, folder
     """All stages' weights, from the checkpoint in `folder`, which the last step left."""
     assert folder is not None  # a run that takes no step has been resumed
     options = {"dtype": DTYPES[config.train.dtype], "tier": config.comm.tier, "seed": None}
-    model = Llama(shape, runtime.tp, device=runtime.device, **options)
+    model = Llama(shape, runtime.tp_grid, device=runtime.device, **options)
     checkpoint.load_weights(folder, model, comm.process_group(runtime.tp))
     return model
 
@@ -283,7 +284,7 @@ def _whole_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime, folder
 def _use_tuning(config: RunConfig, runtime: Runtime) -> str:
     """Hands the measured choices of this machine to the ops, the same on all ranks, and says so in a line for
     the log; empty where nothing asks for them or there are none."""
-    tp = runtime.sizes.tp
+    tp = runtime.tp_size
     use({})
     if config.comm.tier != "auto" or config.comm.tuning == "off" or tp == 1:
         return ""
@@ -316,8 +317,8 @@ def _sample(config: RunConfig, model: Llama, tokenizer: Tokenizer) -> str | None
 
 
 def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: Path, runtime: Runtime) -> str:
-    files, train, parallel = data.text.files, config.train, config.parallel
-    axes = f"tp={runtime.sizes.tp} with sequence parallelism"
+    train, parallel = config.train, config.parallel
+    axes = f"tp={parallel.tp or runtime.tp_size} with sequence parallelism"
     if parallel.dp > 1:
         axes += f", dp={parallel.dp} at zero {parallel.zero}"
     if config.data_parallel.compression != "none":
@@ -330,15 +331,12 @@ def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: P
         axes += f", pp={parallel.pp} ({config.pipeline.kind})"
     if parallel.cp > 1:
         axes += f", cp={parallel.cp} ({config.context.layout}, {config.context.variant})"
-    lines = f" of {data.documents:,} documents" if data.documents != files else ""
-    skipped = f" ({data.text.skipped} without text left out)" if data.text.skipped else ""
     return "\n".join(
         [
             f"model  {shape.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, {axes}, "
             f"{torch.get_num_threads()} thread(s) a rank",
             f"device {Device(runtime.device, runtime.why_device).describe()}",
-            f"text   {files} files{lines}{skipped}, {len(data.train):,} tokens to learn from, "
-            f"{len(data.val):,} held out",
+            f"text   {data}",
             f"steps  {train.steps} of {tokens_per_step(config):,} tokens, in micro-batches of "
             f"{train.micro_batch_size} x {train.seq_len}",
             f"run    {run_dir}",

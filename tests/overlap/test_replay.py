@@ -5,7 +5,18 @@ from dataclasses import replace
 import pytest
 
 from bench.overlap.dry_run import calls_of
-from bench.overlap.replay import CASES, GEMM, OTHERS, Clock, data_parallel, linears, other, replay
+from bench.overlap.replay import (
+    CASES,
+    GEMM,
+    OTHERS,
+    RATES,
+    Clock,
+    data_parallel,
+    least,
+    linears,
+    other,
+    replay,
+)
 from pyruntime.llama import LlamaConfig
 from pyruntime.llama.slices import order
 
@@ -79,6 +90,12 @@ def test_weight_gradients_fill_waits_and_nothing_is_computed_twice():
 def test_slices_hide_what_the_target_allows():
     for name in ("8B tp 8 NVLink", "70B tp 8 NVLink"):
         assert replay(CASES[name], 4, False).share <= 0.015
+
+
+def test_the_least_of_an_order_is_one_where_transfers_vanish_or_rule():
+    assert least(RATES, 1e-6, 1, False) == pytest.approx(1, abs=1e-4)
+    assert least(RATES, 50, 1, False) == pytest.approx(1, abs=0.03)  # the link is busy all the time
+    assert least(RATES, 1, 1, False) > least(RATES, 1, 1, True) > least(RATES, 1, 4, True) >= 1
 
 
 def test_the_calls_are_those_of_the_code():

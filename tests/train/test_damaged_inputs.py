@@ -9,14 +9,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from pyruntime.train import checkpoint_folder, config_file, corpus, manifest, metrics, report, validate
+from pyruntime.train import checkpoint_folder, config_file, manifest, metrics, report, validate
 from pyruntime.train.checkpoint_folder import Facts
 from pyruntime.train.config import Data, RunConfig
+from pyruntime.train.data.tokenizer import JsonTokenizer
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.metrics import MetricsFile, StepMetrics
 from pyruntime.train.model import llama_config
-from pyruntime.train.tokenizer import ByteTokenizer, JsonTokenizer
 from tests.mutations import BOUNDED, contents, documents, is_one_sentence
+from tests.train.data.texts import halves, open_text
 
 CONFIG = RunConfig()
 CONFIG_VALUES = tomllib.loads(config_file.to_toml(CONFIG)) | {
@@ -194,14 +195,14 @@ def use_tokenizer(path: Path) -> None:
         tokenizer = JsonTokenizer(path)
         text = path.with_name("text.txt")
         text.write_bytes(b"abba ab\xff " * 9)
-        built = corpus.build(Data(paths=(str(text),), cache=str(path.with_name("tokens"))), tokenizer)
-        tokens = corpus.open_corpus(built, 0.5, 1)
+        data = Data(paths=(str(text),), cache=str(path.with_name("tokens")), val_fraction=0.5)
+        tokens = open_text(data, tokenizer, seq_len=1)
     except ConfigError as error:
         assert is_one_sentence(error)
         return
-    for part in (tokens.train, tokens.val):
+    for part in halves(tokens):
         assert part.max() < tokenizer.vocab_size
-    tokenizer.decode(tokens.train.tolist())
+    tokenizer.decode(halves(tokens)[0].tolist())
 
 
 @given(documents(small_tokenizer()))
@@ -226,9 +227,9 @@ def test_changed_bytes_of_text(folder, content):
     path = folder / "text.jsonl"
     path.write_bytes(content)
     try:
-        built = corpus.build(Data(paths=(str(path),), cache=str(folder / "tokens")), ByteTokenizer())
-        text = corpus.open_corpus(built, 0.5, 1)
+        data = Data(paths=(str(path),), cache=str(folder / "tokens"), val_fraction=0.5)
+        text = open_text(data, seq_len=1)
     except ConfigError as error:
         assert is_one_sentence(error)
         return
-    assert text.documents <= content.count(b"\n") + 1
+    assert text.sources[0].text.facts.documents <= content.count(b"\n") + 1

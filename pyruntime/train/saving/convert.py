@@ -16,12 +16,12 @@ from pyruntime.llama.hf import read_config, saved_dtype
 from pyruntime.train import checkpoint, checkpoint_folder, config_file, manifest
 from pyruntime.train.checkpoint_folder import Facts
 from pyruntime.train.config import Checkpoint, Dtype, Model, RunConfig, Train
+from pyruntime.train.data.tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, open_tokenizer
 from pyruntime.train.disk import cannot_write, cause_of
 from pyruntime.train.errors import ConfigError, TrainingError, refusing
 from pyruntime.train.model import DTYPES
 from pyruntime.train.ranks import on_rank_0
 from pyruntime.train.saving.saver import Saver
-from pyruntime.train.tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, open_tokenizer
 
 
 def to_hf(
