@@ -20,8 +20,8 @@ from bench.common.measuring import Report, at_least_one, parser_of, started
 from bench.common.tables import table
 from pyruntime.cli.train import read
 from pyruntime.comm.exchange import barrier
-from pyruntime.train import corpus
 from pyruntime.train.config import Checkpoint
+from pyruntime.train.data import corpus
 from pyruntime.train.data.tokenizer import ByteTokenizer
 from pyruntime.train.loop import Trainer
 from pyruntime.train.model import llama_config, make_model
@@ -32,16 +32,13 @@ HOW = """\
 Milliseconds of blocks of {every} steps on rank 0, which meets the others in every step: medians over {rounds}
 rounds of one block with a checkpoint and one without, in shuffled order. The block with one has its copy, and
 the wait for the disk where {every} steps are not enough for it. Pays: the median of the ratios within a
-round; cpu: the same of the rank's processor time, less noisy where other work runs. All cores are busy with the
-steps: hashing and writing take their time from them."""
+round; cpu: the same of the rank's processor time, less noisy where other work runs. All cores are busy with
+the steps: hashing and writing take their time from them."""
 
 
 def trainer(config: Any, runtime: Any, folder: Path) -> Trainer:
     wanted = llama_config(config.model, ByteTokenizer.vocab_size, config.train.seq_len, runtime.sizes.tp)
-    tokens = on_rank_0(
-        runtime.world, "Building the corpus", lambda: corpus.build(config.data, ByteTokenizer())
-    )
-    text = corpus.open_corpus(tokens, config.data.val_fraction, config.train.seq_len)
+    text = corpus.open_everywhere(config, ByteTokenizer(), runtime.world, lambda line: None)
     return Trainer(config, make_model(config, wanted, runtime), text, runtime, folder, StopRequest())
 
 
