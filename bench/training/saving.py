@@ -32,12 +32,13 @@ HOW = """\
 Milliseconds of blocks of {every} steps on rank 0, which meets the others in every step: medians over {rounds}
 rounds of one block with a checkpoint and one without, in shuffled order. The block with one has its copy, and
 the wait for the disk where {every} steps are not enough for it. Pays: the median of the ratios within a
-round. All cores are busy with the steps: hashing and writing take their time from them."""
+round; cpu: the same of the rank's processor time, less noisy where other work runs. All cores are busy with
+the steps: hashing and writing take their time from them."""
 
 
 def trainer(config: Any, runtime: Any, folder: Path) -> Trainer:
     wanted = llama_config(config.model, ByteTokenizer.vocab_size, config.train.seq_len, runtime.sizes.tp)
-    text = corpus.open_everywhere(config, ByteTokenizer(), runtime.world, lambda _: None)
+    text = corpus.open_everywhere(config, ByteTokenizer(), runtime.world, lambda line: None)
     return Trainer(config, make_model(config, wanted, runtime), text, runtime, folder, StopRequest())
 
 
@@ -45,9 +46,9 @@ def measure(config: Any, runtime: Any, folder: Path, every: int, rounds: int) ->
     made, dice = trainer(config, runtime, folder), random.Random(0)
     steps = made.fit()
 
-    def block(saves: bool) -> float:
+    def block(saves: bool) -> tuple[float, float]:
         barrier(runtime.world, "Measuring")
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         if saves:
             made._save(and_wait=False)
             copied.append(time.perf_counter() - begin)
@@ -57,7 +58,7 @@ def measure(config: Any, runtime: Any, folder: Path, every: int, rounds: int) ->
             at_end = time.perf_counter()
             made._saver.finish()
             waited.append(time.perf_counter() - at_end)
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, time.process_time() - cpu
 
     copied: list[float] = []
     waited: list[float] = []
@@ -65,7 +66,7 @@ def measure(config: Any, runtime: Any, folder: Path, every: int, rounds: int) ->
     block(False)
     copied.clear()
     waited.clear()
-    found: dict[bool, list[float]] = {True: [], False: []}
+    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for _ in range(rounds):
         for saves in dice.sample((True, False), 2):
             found[saves].append(block(saves))
@@ -73,16 +74,23 @@ def measure(config: Any, runtime: Any, folder: Path, every: int, rounds: int) ->
     steps.close()
     made.close()
     saved = sum(path.stat().st_size for path in files) / len({path.parent for path in files})
-    ratios = [on / off for on, off in zip(found[True], found[False], strict=True)]
+    ratios = [
+        [on / off for on, off in zip(one, other, strict=True)]
+        for one, other in zip(found[True], found[False], strict=True)
+    ]
+    pays, pays_cpu = (statistics.median(column) - 1.0 for column in zip(*ratios, strict=True))
     return {
         "parameters": sum(parameter.numel() for parameter in made.model.parameters()),
         "every": every,
         "checkpoint_bytes": saved,
-        "with_s": found[True],
-        "without_s": found[False],
+        "with_s": [seconds for seconds, _ in found[True]],
+        "without_s": [seconds for seconds, _ in found[False]],
+        "with_cpu_s": [seconds for _, seconds in found[True]],
+        "without_cpu_s": [seconds for _, seconds in found[False]],
         "copied_s": copied,
         "waited_s": waited,
-        "pays": statistics.median(ratios) - 1.0,
+        "pays": pays,
+        "pays_cpu": pays_cpu,
     }
 
 
@@ -97,8 +105,9 @@ def show(found: dict[str, Any]) -> str:
         median("copied_s"),
         median("waited_s"),
         f"{100 * found['pays']:+.1f} %",
+        f"{100 * found['pays_cpu']:+.1f} %",
     ]
-    return table(["checkpoint", "without ms", "with ms", "copy ms", "wait ms", "pays"], [row])
+    return table(["checkpoint", "without ms", "with ms", "copy ms", "wait ms", "pays", "cpu"], [row])
 
 
 if __name__ == "__main__":
