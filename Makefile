@@ -32,7 +32,7 @@ train: $(BUILT)  ## train the main model: 2 ranks, tensor parallel
 	$(TORCHRUN) --nproc-per-node 2 -m pyruntime train --config main
 
 .PHONY: test
-test: lint  ## lint, then all tests but those of the six targets below
+test: lint  ## lint, then all tests but those of the seven targets below
 	$(RUN) -m pytest
 
 .PHONY: smoke
@@ -66,6 +66,10 @@ test-architectures: $(BUILT)  ## plan "auto" on every architecture that transfor
 .PHONY: test-parity
 test-parity: $(BUILT)  ## train on every mesh of at most 8 ranks and compare with one; writes docs/parity.md
 	$(RUN) tools/check_parity.py --write docs/parity.md
+
+.PHONY: test-kill
+test-kill: $(BUILT)  ## kill -9 a run at fifty random moments and compare it with one never interrupted: minutes
+	$(RUN) -m pytest -m kill -s -o faulthandler_timeout=0 tests/train/test_kill.py
 
 .PHONY: test-install
 test-install: $(BUILT)  ## install from the source distribution, which compiles all of it: many minutes

@@ -19,6 +19,7 @@
 #include "cpu/symmetric_memory.h"
 #include "ops/gemm.h"
 #include "ops/line_exchange.h"
+#include "ops/newton_schulz.h"
 #include "ops/operators.h"
 #include "ops/tier.h"
 #include "ops/weight_gradient.h"
@@ -397,6 +398,10 @@ void bind_data_parallel(py::module_& m) {
            }),
            py::arg("out"), py::arg("dy"), py::arg("x"), py::arg("accumulate"))
       .def("finish", &WeightProduct::finish, NoGil());
+  py::class_<NewtonSchulz, std::shared_ptr<NewtonSchulz>>(
+      m, "NewtonSchulz", "A matrix made orthogonal, in pieces under the waits of this thread.")
+      .def(py::init(&NewtonSchulz::make), py::arg("matrix"))
+      .def("finish", &NewtonSchulz::finish, NoGil());
   // Asked in backward(), without the GIL.
   m.def("set_hooks_check", [](const py::object& check) {
     // Never destroyed: the interpreter may be gone by then.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import math
 import re
@@ -22,7 +23,11 @@ def short_repr(value: object) -> str:
 
 
 def toml_value(value: object) -> str:
-    """A string, number, bool, or list or tuple of them, as a TOML file has it."""
+    """A string, number, bool, or list, tuple, dict or dataclass of them, as a TOML file has it."""
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_value(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, float) and not math.isfinite(value):

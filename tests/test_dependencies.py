@@ -41,4 +41,4 @@ def test_extras_that_texts_name_exist():
         for name in names
         if name
     }
-    assert named == {"cuda", "docs", "nvtx", "tiles"} <= PROJECT["optional-dependencies"].keys()
+    assert named == {"cuda", "datasets", "docs", "nvtx", "tiles"} <= PROJECT["optional-dependencies"].keys()

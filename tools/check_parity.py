@@ -5,7 +5,8 @@
     python tools/check_parity.py --write docs/parity.md
 
 tp, cp, pp and dp are 1, 2 or 4, ZeRO is 0 to 3, and a pipeline runs each of SCHEDULES; tensor parallelism is
-sequence parallel. Of STEPS steps, of a model whose sizes are ragged, every loss and gradient norm and the
+sequence parallel. 4D tensor parallelism has every tp, y and z of 2, 4 and 8 ranks, and stands beside other
+axes (BESIDE). Of STEPS steps, of a model whose sizes are ragged, every loss and gradient norm and the
 validation loss after them must be those of one rank to TOLERANCE, and bitwise the same on the first and the
 last rank. Weights that a larger model would cut and send by themselves are cut and sent so here.
 
@@ -41,7 +42,7 @@ import torch  # noqa: E402
 from pyruntime.comm import Runtime  # noqa: E402
 from pyruntime.data_parallel import gradients, shard  # noqa: E402
 from pyruntime.train import dry_run, loop  # noqa: E402
-from pyruntime.train.config import Model, Optimizer, RunConfig  # noqa: E402
+from pyruntime.train.config import Grid, Model, Optimizer, RunConfig, tp_axes, with_pieces  # noqa: E402
 from pyruntime.train.errors import ConfigError  # noqa: E402
 from tests.ranks import RankError, Ranks  # noqa: E402
 from tests.train import jobs  # noqa: E402
@@ -86,19 +87,53 @@ class Case:
     zero: int = 0
     schedule: str = ""
     """Of SCHEDULES, where there is a pipeline."""
+    y: int = 1
+    """With z the further axes of 4D tensor parallelism, of which tp is x. Where z > 1, zero is not read."""
+    z: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp * self.y * self.z
+
+    @property
+    def is_grid(self) -> bool:
+        return self.y * self.z > 1
 
     @property
     def mesh(self) -> str:
         """Its axes in words."""
-        sizes = [f"{name}{size}" for name in ("tp", "cp", "pp", "dp") if (size := getattr(self, name)) > 1]
+        names = ("tp", "y", "z", "cp", "pp", "dp")
+        sizes = [f"{name}{size}" for name in names if (size := getattr(self, name)) > 1]
         return " ".join(sizes) or "1 rank"
 
     def __str__(self) -> str:
-        return " ".join(filter(None, [self.mesh, f"zero{self.zero}", self.schedule]))
+        zero = "" if self.z > 1 else f"zero{self.zero}"
+        return " ".join(filter(None, ["4d" if self.is_grid else "", self.mesh, zero, self.schedule]))
+
+
+BESIDE = (
+    Case(y=2, cp=2),
+    Case(y=2, cp=2, z=2),
+    Case(tp=2, y=2, cp=2),
+    Case(y=2, dp=2, zero=0),
+    Case(y=2, dp=2, zero=2),
+    Case(y=2, dp=2, zero=3),
+    Case(tp=2, y=2, dp=2, zero=1),
+    Case(y=2, z=2, dp=2),
+    Case(z=2, dp=2),
+    *(Case(y=2, pp=2, schedule=schedule) for schedule in SCHEDULES),
+    Case(y=2, z=2, pp=2, schedule="1f1b"),
+    Case(tp=2, y=2, pp=2, schedule="zb-h1"),
+)
+"""4D tensor parallelism with other axes."""
+
+
+def grids() -> Iterator[Case]:
+    """Every tp, y and z of 2, 4 and 8 ranks, where x divides the heads."""
+    for x, y, z in product((*SIZES, LARGEST), repeat=3):
+        case = Case(tp=x, y=y, z=z)
+        if case.is_grid and case.ranks <= LARGEST and x < LARGEST:
+            yield case
 
 
 def all_cases() -> Iterator[Case]:
@@ -106,6 +141,8 @@ def all_cases() -> Iterator[Case]:
         if tp * cp * pp * dp <= LARGEST:
             for zero, schedule in product(range(4), SCHEDULES if pp > 1 else [""]):
                 yield Case(tp, cp, pp, dp, zero, schedule)
+    yield from grids()
+    yield from BESIDE
 
 
 def job(folder: Path) -> RunConfig:
@@ -120,13 +157,15 @@ def job(folder: Path) -> RunConfig:
 
 def config_of(case: Case, config: RunConfig) -> RunConfig:
     """The same training on the mesh of `case`."""
-    micro_batches = 2 if case.pp == 1 else min(4, BATCH // case.dp)
+    samples = case.dp * case.z
+    micro_batches = min(2 if case.pp == 1 else 4, BATCH // samples)
     if case.tp * case.cp == LARGEST:
         micro_batches = BATCH  # of one sequence, of whose tokens tensor-parallel ranks have unequally many
-    size = BATCH // (case.dp * micro_batches)
+    size = BATCH // (samples * micro_batches)
     config = jobs.changed(config, "train", micro_batch_size=size)
-    sizes = {"tp": case.tp, "cp": case.cp, "pp": case.pp, "dp": case.dp}
-    config = jobs.changed(config, "parallel", zero=case.zero, **sizes)
+    tp = Grid(case.tp, case.y, case.z) if case.is_grid else case.tp
+    sizes = {"tp": tp, "cp": case.cp, "pp": case.pp, "dp": case.dp}
+    config = with_pieces(jobs.changed(config, "parallel", zero=1 if case.z > 1 else case.zero, **sizes))
     config = jobs.changed(config, "context", layout="striped" if SEQ % (2 * case.cp) else "zigzag")
     if case.pp == 1:
         return config
@@ -198,10 +237,14 @@ def run_cases(_: object, wanted: Sequence[Case], config: RunConfig) -> tuple[lis
     torch.set_num_threads(1)
     found: list[Figures] = []
     for case in wanted:
-        sizes = {"tp": case.tp, "cp": case.cp, "pp": case.pp, "dp": case.dp}
+        wanted_config = config_of(case, config)
+        parallel = wanted_config.parallel
+        tp, tp_y = tp_axes(parallel, case.ranks)
+        sizes = {"cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp}
+        sizes |= {"tp": tp, "tp_y": tp_y, "dp_replicate": parallel.dp_replicate}
         try:
             with Runtime.start(**sizes, deadline_s=DEADLINE_S) as runtime:
-                found.append(steps_of(runtime, config_of(case, config)))
+                found.append(steps_of(runtime, wanted_config))
         except Exception as error:  # said of the combination; the next ones run on other processes
             return found, first_line(error)
     return found, ""
@@ -283,8 +326,9 @@ def page(results: Sequence[Result], seconds: float) -> str:
         "sequence parallel throughout. Some of the combinations run in `make test` "
         "(`tests/train/test_parity.py`), with planted mistakes that must be found."
     )
-    alone = [each for each in results if each.case.pp == 1]
-    piped = [each for each in results if each.case.pp > 1]
+    grid = [each for each in results if each.case.is_grid]
+    alone = [each for each in results if each.case.pp == 1 and not each.case.is_grid]
+    piped = [each for each in results if each.case.pp > 1 and not each.case.is_grid]
     lines = [
         "# Training on every mesh is training on one",
         *("", *textwrap.wrap(made, 118), "", *textwrap.wrap(how, 118)),
@@ -294,6 +338,12 @@ def page(results: Sequence[Result], seconds: float) -> str:
             "## With a pipeline: the largest of zero 0 to 3",
             "",
             *_table(piped, lambda case: case.schedule),
+        ),
+        *(
+            "",
+            "## 4D tensor parallelism (x is tp)",
+            "",
+            *_table(grid, lambda case: case.schedule or ("zero 3" if case.z > 1 else f"zero {case.zero}")),
         ),
     ]
     said = collections.defaultdict(list)

@@ -25,13 +25,14 @@ from bench.common.tables import table
 from pyruntime.comm import Runtime
 from pyruntime.data_parallel.compression.compressor import Compressor
 from pyruntime.data_parallel.compression.units import Unit
-from pyruntime.train import config_file, corpus
+from pyruntime.train import config_file
 from pyruntime.train.config import DataParallel, RunConfig
+from pyruntime.train.data import corpus
+from pyruntime.train.data.tokenizer import open_tokenizer
 from pyruntime.train.loop import Trainer
 from pyruntime.train.model import llama_config, make_model
 from pyruntime.train.ranks import on_rank_0
 from pyruntime.train.signals import StopRequest
-from pyruntime.train.tokenizer import open_tokenizer
 
 HOW = """\
 {preset}, {steps} steps over {ranks} ranks at zero 0, where nothing but gradients travels in the class dp.

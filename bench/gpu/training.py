@@ -90,8 +90,8 @@ class Step:
         device_adamw_(
             [state.rows for state in states],
             gradients,
-            [state.exp_avg for state in states],
-            [state.exp_avg_sq for state in states],
+            [state.moments["exp_avg"] for state in states],
+            [state.moments["exp_avg_sq"] for state in states],
             [state.master for state in states],
             beta1=SETTINGS.beta1,
             beta2=SETTINGS.beta2,

@@ -28,13 +28,13 @@ from bench.common.tables import table
 from pyruntime.comm import Runtime
 from pyruntime.overlap import Account
 from pyruntime.overlap.steps import StepLedger
-from pyruntime.train import corpus
 from pyruntime.train.config import Data, Model, Output, Parallel, RunConfig, Train
+from pyruntime.train.data import corpus
+from pyruntime.train.data.tokenizer import ByteTokenizer
 from pyruntime.train.loop import Trainer
 from pyruntime.train.model import llama_config, make_model
 from pyruntime.train.pipelined import resolved
 from pyruntime.train.signals import StopRequest
-from pyruntime.train.tokenizer import ByteTokenizer
 
 MESHES = ("tp-dp", "cp-dp", "tp-pp")
 MICRO_BATCHES = 2
@@ -101,8 +101,9 @@ def accounts(config: RunConfig) -> Account:
     with Runtime.start(tp=parallel.tp, dp=parallel.dp, cp=parallel.cp, pp=parallel.pp) as runtime:
         wanted = llama_config(config.model, 256, config.train.seq_len, runtime.sizes.tp)
         config = resolved(config, wanted)
-        tokens = corpus.build(config.data, ByteTokenizer())
-        text = corpus.open_corpus(tokens, config.data.val_fraction, config.train.seq_len)
+        tokenizer = ByteTokenizer()
+        tokens = corpus.build(config.data, tokenizer)
+        text = corpus.open_corpus(config.data, tokens, tokenizer, config.train.seq_len)
         trainer = Trainer(config, make_model(config, wanted, runtime), text, runtime, folder, StopRequest())
         with pyruntime.ledger() as ledger:
             entered = StepLedger(ledger)

@@ -78,6 +78,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--most", type=int, default=1000, help="meshes of a number of ranks; default all")
     parser.add_argument("--only", nargs="+", metavar="MESH", help='such as "dp2 zero1 mb1"')
+    parser.add_argument("--grids", action="store_true", help="meshes of x, y and z alone (docs/4d.md)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a run; default 5")
     parser.add_argument("--netlab", default="", help="options of bench/netlab, in place of torchrun")
     return parser.parse_args()
@@ -94,7 +95,7 @@ def main() -> None:
         single = job_of(args.shape, cluster, 1, max(1, args.batch // ranks), args.seq)
         report = Report(args, HOW.format(steps=args.steps))
         took, measured = [], []
-        all_meshes = runnable(job, 1, args.most)
+        all_meshes = runnable(job, 1, args.most, grids=args.grids)
         meshes = [mesh for mesh in all_meshes if not args.only or mesh.text() in args.only]
         if not meshes:
             known = ", ".join(mesh.text() for mesh in all_meshes)

@@ -50,14 +50,20 @@ def job_of(shape: str, cluster: Cluster, ranks: int, batch: int, seq: int) -> Jo
     return Job(SHAPES[shape], cluster, ranks, batch, seq)
 
 
-def runnable(job: Job, micro_batch: int, most: int, *, recompute: bool = False, seed: int = 0) -> list[Mesh]:
+def runnable(
+    job: Job, micro_batch: int, most: int, *, recompute: bool = False, grids: bool = False, seed: int = 0
+) -> list[Mesh]:
     """Meshes of `job` that the trainer runs with that micro-batch; at most so many of them, drawn by seed
-    but in order. recompute: those with activation checkpointing, in place of those without."""
+    but in order. recompute: those with activation checkpointing, in place of those without. grids: those of
+    4D tensor parallelism alone, plain tensor parallelism among them."""
     asked = Asked(job)
     found = [
         mesh
-        for mesh in meshes(job, Choice(axonn=False, co2=False))
-        if mesh.micro_batch == micro_batch and mesh.recompute == recompute and asked.refusal(mesh) is None
+        for mesh in meshes(job, Choice(axonn=grids, co2=False))
+        if mesh.micro_batch == micro_batch
+        and mesh.recompute == recompute
+        and (not grids or job.gpus in (mesh.tp, mesh.x * mesh.y * mesh.z))
+        and asked.refusal(mesh) is None
     ]
     if len(found) <= most:
         return found

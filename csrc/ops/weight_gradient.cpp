@@ -16,7 +16,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/deadline.h"
 #include "core/ledger.h"
 #include "ops/gemm.h"
 
@@ -94,19 +93,6 @@ at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& dy, const
 
 namespace {
 
-// Half a millisecond of a core that makes 100 GFLOP/s.
-constexpr int64_t kPieceFlops = 50'000'000;
-constexpr int64_t kPiecesOfLarge = 50;  // of a GEMM of which those would be too thin
-constexpr int64_t kRowsMultiple = 16;
-
-// Rows of dW [n, k] in each piece of a product over `rows`. A fixed rule: it decides bits.
-int64_t rows_of_piece(int64_t rows, int64_t n, int64_t k) {
-  const int64_t flops_per_row = 2 * rows * k;
-  if (flops_per_row == 0) return n;
-  const int64_t most = std::max(kPieceFlops, n * flops_per_row / kPiecesOfLarge);
-  return std::max(kRowsMultiple, most / flops_per_row / kRowsMultiple * kRowsMultiple);
-}
-
 // The piece that begins with row `first` of `out`, a sum over `depth` rows; returns its end.
 int64_t write_piece(const at::Tensor& out, const WeightGradientGemm& gemm, int64_t depth, bool accumulate,
                     int64_t first) {
@@ -129,52 +115,9 @@ void write_in_pieces(const at::Tensor& out, const at::Tensor& dy, const at::Tens
 
 // --- products that wait for somebody's wait
 
-namespace {
-
-// Of a thread that computes: what it may multiply instead of waiting.
-class Queue : public Filler {
- public:
-  Queue() { set_filler(this); }
-  ~Queue() override { set_filler(nullptr); }
-  Queue(const Queue&) = delete;
-  Queue& operator=(const Queue&) = delete;
-
-  static Queue& of_this_thread() {
-    static thread_local Queue queue;
-    return queue;
-  }
-
-  void add(const std::shared_ptr<WeightProduct>& product) {
-    std::erase_if(products_, [](const auto& weak) { return weak.expired(); });
-    products_.push_back(product);
-  }
-
-  bool work() override {
-    return std::ranges::any_of(products_, [](const auto& weak) {
-      const std::shared_ptr<WeightProduct> product = weak.lock();
-      return product && product->multiply();
-    });
-  }
-
-  // The oldest that writes where `product` does: itself, or one before it.
-  std::shared_ptr<WeightProduct> before(const WeightProduct& product) const {
-    for (const std::weak_ptr<WeightProduct>& weak : products_) {
-      const std::shared_ptr<WeightProduct> other = weak.lock();
-      if (!other || !other->has_operands()) continue;
-      if (other->out().data_ptr() == product.out().data_ptr()) return other;
-    }
-    return nullptr;
-  }
-
- private:
-  std::vector<std::weak_ptr<WeightProduct>> products_;  // oldest first
-};
-
-}  // namespace
-
 std::shared_ptr<WeightProduct> WeightProduct::make(const at::Tensor& out, bool accumulate, const char* name) {
   std::shared_ptr<WeightProduct> product(new WeightProduct(out, accumulate, name));
-  Queue::of_this_thread().add(product);
+  WaitQueue::of_this_thread().add(product);
   return product;
 }
 
@@ -209,11 +152,16 @@ bool WeightProduct::multiply() {
   return true;
 }
 
+// Products that write to the same memory go oldest first.
 void WeightProduct::finish() {
-  while (has_operands()) {
-    const std::shared_ptr<WeightProduct> oldest = Queue::of_this_thread().before(*this);
-    if (!(oldest ? oldest->multiply() : multiply())) break;
+  const std::vector<std::shared_ptr<Piecework>> queued = WaitQueue::of_this_thread().products();
+  for (const std::shared_ptr<Piecework>& each : queued) {
+    if (each.get() == this) break;
+    auto* before = dynamic_cast<WeightProduct*>(each.get());
+    if (before == nullptr || before->out().data_ptr() != out_.data_ptr()) continue;
+    while (before->multiply()) continue;
   }
+  while (multiply()) continue;
 }
 
 // --- gradients that come later

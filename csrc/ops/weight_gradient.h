@@ -3,10 +3,9 @@
 // Autograd gets it as a tensor, unless the weight has a sink: then dY and X are handed over as they are, so
 // that data parallelism can write each chunk of rows where it leaves from, and autograd is given nothing.
 //
-// Between hosts it may come later. No op waits for it, so the product is queued, and wherever this rank would
-// wait from then on it multiplies a piece of the oldest one instead (Filler in core/deadline.h). A piece is
-// some rows of dW over all rows of dY and X, always the same ones, so when it ran changes no bit. What is
-// left when a product's owner wants it is multiplied then.
+// Between hosts it may come later. No op waits for it, so the product is queued for the waits of this thread
+// (ops/wait_queue.h): a piece is some rows of dW over all rows of dY and X. What is left when a product's
+// owner wants it is multiplied then.
 //
 // Without a sink the owner is the backward pass: finished gradients are accumulated by autograd itself, hooks
 // and all, when the next product comes or the pass ends; nobody sees a part of one. A pass that fails takes
@@ -23,6 +22,7 @@
 #include <utility>
 
 #include "ops/gemm.h"
+#include "ops/wait_queue.h"
 
 namespace pyruntime {
 
@@ -46,15 +46,14 @@ void write_in_pieces(const at::Tensor& out, const at::Tensor& dy, const at::Tens
 // out = dY^T X, or out += dY^T X, summed over all operands that it is given: in pieces, in the waits of the
 // thread that made it, oldest first, until it is destroyed. Used by that thread alone. Products that write to
 // the same memory are multiplied in the order in which they were made.
-class WeightProduct {
+class WeightProduct : public Piecework {
  public:
   // out [N, K], contiguous. `name`: of what computes it, for the ledger; a literal.
   static std::shared_ptr<WeightProduct> make(const at::Tensor& out, bool accumulate, const char* name);
 
   // dy [rows, N], x [rows, K], which nobody writes into any more.
   void add(const at::Tensor& dy, const at::Tensor& x);
-  // A piece; false where there is none now.
-  bool multiply();
+  bool multiply() override;
   // What is left of it; `out` is written when it returns.
   void finish();
 

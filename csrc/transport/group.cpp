@@ -179,8 +179,8 @@ void Group::forget_destroyed() {
 
 std::string Group::companion(const std::string& of, TrafficClass traffic_class,
                              std::optional<std::pair<int, int>> edge, int within) {
-  TORCH_CHECK_VALUE(within >= -1 && within <= 2, "A companion was asked for at place ", within,
-                    " within its class; use -1 to 2.");
+  TORCH_CHECK_VALUE(within >= -1 && within <= 3, "A companion was asked for at place ", within,
+                    " within its class; use -1 to 3.");
   const GroupKey key{of, traffic_class, edge, within};
   const std::string name = key.name();
   {

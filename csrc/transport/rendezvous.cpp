@@ -58,10 +58,13 @@ std::string Rendezvous::key_of(const std::string& topic, int rank) const {
 
 Peer Rendezvous::peer_of(int rank) {
   Peer peer{-1, "rank " + std::to_string(context_.told(rank))};
-  const auto known = job_ranks_.find(rank);
-  if (known != job_ranks_.end()) {
-    peer.rank = known->second;
-    return peer;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = job_ranks_.find(rank);
+    if (known != job_ranks_.end()) {
+      peer.rank = known->second;
+      return peer;
+    }
   }
   auto found = std::make_shared<std::string>();
   const auto asked = FailureBoard::instance().ask(
@@ -70,7 +73,9 @@ Peer Rendezvous::peer_of(int rank) {
       },
       context_.deadline_seconds);
   if (asked == FailureBoard::Asked::kAnswered && !found->empty()) {
-    peer.rank = job_ranks_[rank] = std::stoi(*found);
+    peer.rank = std::stoi(*found);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    job_ranks_[rank] = peer.rank;
   }
   return peer;
 }

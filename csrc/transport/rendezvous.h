@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -30,7 +31,7 @@ class Rendezvous {
 
   // What this rank says about `topic` to others of the group, and what `peer` has said. hear() raises, on all
   // ranks, PeerLost where the peer has ended and CommTimeout where it does not come within `seconds`, or with
-  // `while_it_lives` where it has shown no sign of life for so long. `doing` begins the sentence.
+  // `while_it_lives` where it has shown no sign of life for so long. `doing` begins the sentence. Any thread.
   void tell(const std::string& topic, const std::string& value);
   std::string hear(int peer, const std::string& topic, const std::string& doing, double seconds,
                    bool while_it_lives);
@@ -59,7 +60,8 @@ class Rendezvous {
 
   const GroupContext& context_;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
-  std::map<int, int> job_ranks_;  // of this group's ranks, where they are known
+  std::mutex mutex_;
+  std::map<int, int> job_ranks_;  // of this group's ranks, where they are known; under mutex_
 };
 
 }  // namespace pyruntime

@@ -1,4 +1,4 @@
-"""`python -m pyruntime train | generate | doctor | mesh | schedule | profile | plan | tune`."""
+"""`python -m pyruntime train | generate | convert | doctor | mesh | schedule | profile | plan | tune`."""
 
 from pyruntime.cli.main import main
 

@@ -8,11 +8,15 @@ import difflib
 import io
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from pyruntime.cli.environment import started_rank
+from pyruntime.text import toml_value
+from pyruntime.train import config_file
+from pyruntime.train.config import Grid
 from pyruntime.train.errors import ConfigError
 
 Options = TypeVar("Options")
@@ -44,7 +48,7 @@ def parse(
     out, err = io.StringIO(), io.StringIO()
     start: dict[str, Any] = {} if default is None else {"default": default}
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _tables():
             return tyro.cli(
                 cls,
                 args=argv,
@@ -61,6 +65,31 @@ def parse(
             raise HelpShown from None
         finding = first_finding(err.getvalue()) or "the command line cannot be read"
         raise ConfigError(f"{finding}; see {program} --help.") from None
+
+
+def _tables() -> ConstructorRegistry:
+    """tyro's rule for a field that may be a table of a TOML file: one argument, as that has it."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def number_or_grid(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if Grid not in get_args(info.type):
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{None}|INT|{x=INT,y=INT,z=INT}",
+            instance_from_str=lambda arguments: _number_or_grid(arguments[0]),
+            is_instance=lambda value: value is None or isinstance(value, int | Grid),
+            str_from_instance=lambda value: ["None" if value is None else toml_value(value)],
+        )
+
+    return registry
+
+
+def _number_or_grid(text: str) -> int | Grid | None:
+    if text == "None":
+        return None
+    return config_file.grid(text) if text.startswith("{") else int(text)
 
 
 def check_at_least(options: object, least: int, *names: str) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from pyruntime.cli.arguments import check_at_least, parse
 from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import validate
+from pyruntime.train.data.tokenizer import Tokenizer, load_beside
 from pyruntime.train.errors import ConfigError, refusing
-from pyruntime.train.tokenizer import Tokenizer, load_beside
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,9 @@ from pyruntime.train.signals import Stopped, StopRequest
 USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
 
   train      train a Llama on text; torchrun --nproc-per-node N -m pyruntime train for N ranks
+  tokenize   make text into a folder of tokens, in parallel, for runs to read
   generate   continue a prompt with a trained checkpoint
+  convert    turn a checkpoint into a Hugging Face model, or one of those into a checkpoint
   report     write one HTML page about a run: what was hidden behind what, and a timeline
   doctor     show what was built, what hardware there is, and which tier each operation takes
   mesh       show which ranks of a training talk to each other, over what, and how much
@@ -37,8 +39,19 @@ python -m pyruntime COMMAND --help documents every option, --version tells the v
 the command `pyruntime` is the same."""
 
 COMMANDS = (
-    "train", "generate", "report", "doctor", "mesh", "schedule", "profile", "plan", "tune", "members",
-)  # fmt: skip
+    "train",
+    "tokenize",
+    "generate",
+    "convert",
+    "report",
+    "doctor",
+    "mesh",
+    "schedule",
+    "profile",
+    "plan",
+    "tune",
+    "members",
+)
 LAUNCHER_ENDS_US_S = 5.0
 """A rank that has nothing to print waits at most this long for the launcher to end it, so that rank 0's
 sentence comes first."""

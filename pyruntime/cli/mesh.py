@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,8 +15,8 @@ from pyruntime.plan.cluster import Cluster, Inside
 from pyruntime.plan.traffic import bytes_of_step
 from pyruntime.text import columns
 from pyruntime.train import dry_run
-from pyruntime.train.config import RunConfig, meets_every_step, micro_batches
-from pyruntime.train.errors import ConfigError
+from pyruntime.train.config import RunConfig, meets_every_step, micro_batches, replicas, tp_axes
+from pyruntime.train.errors import ConfigError, refusing
 
 DESCRIPTION = """Shows who talks to whom over what in a training: the groups of ranks of every axis, the
 transport between them, and the bytes that a rank receives in a step, by the planner's formulas. Takes the
@@ -33,7 +34,8 @@ def main(argv: list[str]) -> None:
     if ranks is None:
         parallel = config.parallel
         others = parallel.pp * parallel.dp * parallel.cp
-        ranks = others * parallel.tp if parallel.tp is not None else max(others, started_ranks())
+        asked = parallel.tp is not None
+        ranks = others * math.prod(tp_axes(parallel, 1)) if asked else max(others, started_ranks())
     print(report(config, ranks, min(per_host or ranks, ranks)))
 
 
@@ -73,21 +75,28 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
         core_bandwidth=0.0 if on_device else 1.0,
     )
     job, mesh = planned(config, shape, ranks, cluster)
-    found = bytes_of_step(job, mesh, BYTES[config.train.dtype])
-    grid = torch.arange(ranks).view(mesh.pp, mesh.dp, mesh.cp, mesh.tp)
-    data = grid.permute(0, 3, 1, 2).reshape(mesh.pp, mesh.tp, mesh.replicate, -1)
+    with refusing():
+        found = bytes_of_step(job, mesh, BYTES[config.train.dtype])
+    parallel = config.parallel
+    tp, y = tp_axes(parallel, ranks)
+    replicate = replicas(config)
+    grid = torch.arange(ranks).view(parallel.pp, parallel.dp, parallel.cp, tp, y)
+    data = grid.permute(0, 3, 4, 1, 2).reshape(parallel.pp, tp * y, replicate, -1)
     stages = f", {config.pipeline.kind}" if mesh.pp > 1 else ""
     heading = (
-        f"{ranks} rank(s) on {ranks // per_host} host(s): tp={mesh.tp} (sequence parallel), cp={mesh.cp}, "
-        f"pp={mesh.pp}{stages}, dp={mesh.dp}, zero={mesh.zero}; {micro_batches(config)} micro-batch(es)"
+        f"{ranks} rank(s) on {ranks // per_host} host(s): tp={tp if y == 1 else parallel.tp} (sequence "
+        f"parallel), cp={mesh.cp}, pp={mesh.pp}{stages}, dp={parallel.dp}, zero={parallel.zero}; "
+        f"{micro_batches(config)} micro-batch(es)"
     )
     both = " x cp" if mesh.cp > 1 else ""
-    returning = "new weights" if mesh.zero else "their sums"
-    gathered = f"; {returning}, gathered" if mesh.zero < 3 else "; weights, gathered for every pass"
+    returning = "new weights" if parallel.zero else "their sums"
+    gathered = f"; {returning}, gathered" if parallel.zero < 3 else "; weights, gathered for every pass"
+    rows_of = {"cp": grid.movedim(2, -1), "pp": grid.movedim(0, -1), "tp": grid.movedim(3, -1)}
     axes: list[tuple[str, torch.Tensor, str, float]] = [
-        ("tp", grid.reshape(-1, mesh.tp), "rows of activations and their gradients", found["tp"]),
-        ("cp", grid.transpose(2, 3).reshape(-1, mesh.cp), "keys, values, sums of gradients", found["cp"]),
-        ("pp", grid.permute(1, 2, 3, 0).reshape(-1, mesh.pp), "the stream between stages", found["pp"]),
+        ("tp", rows_of["tp"].reshape(-1, tp), "rows of activations and their gradients", found["tp"]),
+        ("tp y", grid.reshape(-1, y), "sums over features of the stream", found.get("y", 0.0)),
+        ("cp", rows_of["cp"].reshape(-1, mesh.cp), "keys, values, sums of gradients", found["cp"]),
+        ("pp", rows_of["pp"].reshape(-1, mesh.pp), "the stream between stages", found["pp"]),
         (
             f"dp{both}",
             data.reshape(-1, data.shape[-1]),
@@ -96,7 +105,7 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
         ),
         (
             "replicas",
-            data.transpose(2, 3).reshape(-1, mesh.replicate),
+            data.transpose(2, 3).reshape(-1, replicate),
             "sums of gradients",
             found["replicas"],
         ),

@@ -51,6 +51,8 @@ class Options:
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Of bf16 weights: nearest to an fp32 master weight, or at random without one, 4 bytes a parameter
     less."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Of the layers' matrices: AdamW, or Muon, with one moment and the operations that make it orthogonal."""
     top: int = 10
     """Meshes that are shown."""
     variants: bool = False
@@ -126,7 +128,12 @@ def job_of(options: Options) -> Job:
     tokens = parse_tokens(options.tokens_per_step)
     model, cluster = find_model(options.model), find_cluster(options.cluster)
     batch = sequences(tokens, options.seq)
-    return Job(model, cluster, options.gpus, batch, options.seq, rounding=options.rounding)
+    rounding, optimizer = options.rounding, options.optimizer
+    if optimizer == "muon" and rounding != "nearest":
+        raise ValueError(
+            f"--rounding {rounding} is AdamW's, which --optimizer muon does not do; leave it out."
+        )
+    return Job(model, cluster, options.gpus, batch, options.seq, rounding=rounding, optimizer=optimizer)
 
 
 def parse_tokens(text: str) -> int:

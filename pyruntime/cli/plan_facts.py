@@ -76,11 +76,10 @@ def find_model(name: str) -> ModelShape:
 def settings(job: Job, mesh: Mesh, layers: Sequence[int] = ()) -> dict[str, dict[str, Any]]:
     """Sections and keys of a configuration that trains `job` on `mesh`, as in a TOML file. layers: of each
     stage; empty: as the trainer cuts them."""
-    parallel: dict[str, Any] = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "dp": mesh.dp}
+    tp = {"x": mesh.x, "y": mesh.y, "z": mesh.z} if mesh.is_axonn else mesh.tp
+    parallel: dict[str, Any] = {"tp": tp, "pp": mesh.pp, "cp": mesh.cp, "dp": mesh.dp}
     if mesh.dp * mesh.cp > 1 and not mesh.tau and not mesh.is_axonn:
         parallel |= {"zero": mesh.zero, "dp_replicate": mesh.replicate}
-    if mesh.is_axonn:
-        parallel |= {"x": mesh.x, "y": mesh.y, "z": mesh.z}
     train: dict[str, Any] = {
         "batch_size": job.batch,
         "micro_batch_size": mesh.micro_batch,
@@ -96,6 +95,8 @@ def settings(job: Job, mesh: Mesh, layers: Sequence[int] = ()) -> dict[str, dict
         sections["data_parallel"] = {"method": "co2", "tau": mesh.tau}
     if job.rounding != "nearest":
         sections["optimizer"] = {"rounding": job.rounding}
+    if job.optimizer != "adamw":
+        sections["optimizer"] = {"name": job.optimizer}
     if mesh.pp > 1:
         sections["pipeline"] = {"kind": mesh.kind, "slices": mesh.slices}
         if mesh.kind == "interleaved":
@@ -134,8 +135,9 @@ def toml(job: Job, mesh: Mesh, head: str = "", layers: Sequence[int] = ()) -> st
 
 def planned(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster) -> tuple[Job, Mesh]:
     """What a configuration that runs on `ranks` ranks is to the planner; `settings` is the way back."""
-    from pyruntime.train.config import replicas
+    from pyruntime.train.config import replicas, tp_axes, with_pieces
 
+    config = with_pieces(config)
     train, parallel, pipeline = config.train, config.parallel, config.pipeline
     job = Job(
         of_llama("the run", shape),
@@ -144,10 +146,25 @@ def planned(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster)
         train.batch_size,
         train.seq_len,
         rounding=config.optimizer.rounding,
+        optimizer=config.optimizer.name,
     )
     tau = _tau(config.data_parallel)
+    tp, y = tp_axes(parallel, ranks)
+    if y > 1:
+        replicated = parallel.dp_replicate if parallel.zero == 3 else parallel.dp
+        return job, Mesh(
+            x=tp,
+            y=y,
+            z=parallel.dp // replicated,
+            dp=replicated,
+            pp=parallel.pp,
+            cp=parallel.cp,
+            zero=0,
+            micro_batch=train.micro_batch_size,
+            recompute=train.activation_checkpointing,
+        )
     mesh = Mesh(
-        tp=parallel.tp or ranks // (parallel.pp * parallel.cp * parallel.dp),
+        tp=tp,
         pp=parallel.pp,
         cp=parallel.cp,
         dp=parallel.dp,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,7 @@ from pyruntime.plan.measured import PROCESS_BYTES
 from pyruntime.plan.memory import memory_of_rank
 from pyruntime.plan.step import Predictor
 from pyruntime.train import config_file, metrics
+from pyruntime.train.config import tp_axes, with_pieces
 from pyruntime.train.errors import ConfigError, refusing
 
 DESCRIPTION = """Writes RUN_DIR/report.html: curves, and of a run with --train.ledger true where a step's time
@@ -62,13 +64,13 @@ def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: 
     """The planner's memory of the fullest rank and seconds of a step, beside what the run measured."""
     if not (run_dir / "model" / "config.json").is_file():
         return Plan(words="The planner's estimate needs the model that a run leaves at its end.")
-    config = config_file.load(run_dir / "config.toml")
+    config = with_pieces(config_file.load(run_dir / "config.toml"))
     if config.train.dtype != "bf16":
         return Plan(words="The planner's estimates are of bf16.")
     if not ledgers and config.parallel.tp is None:
         return Plan(words="How many ranks this run had is in its ledger only (--train.ledger true).")
     sizes = config.parallel
-    ranks = len(ledgers) or sizes.pp * sizes.dp * sizes.cp * (sizes.tp or 1)
+    ranks = len(ledgers) or sizes.pp * sizes.dp * sizes.cp * math.prod(tp_axes(sizes, 1))
     shape = LlamaConfig.from_hf(read_config(run_dir / "model"))
     job, mesh = planned(config, shape, ranks, find_cluster(cluster or "dgx-h100"))
     process = None if cluster else PROCESS_BYTES

@@ -10,7 +10,7 @@ from pathlib import Path
 from pyruntime.cli.arguments import flag_name, parse, take_option
 from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import checkpoint_folder, config_file, validate
-from pyruntime.train.config import Model, RunConfig, replicas, ring_orders
+from pyruntime.train.config import Model, RunConfig, replicas, ring_orders, tp_axes, with_pieces
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.signals import StopRequest
 
@@ -67,7 +67,7 @@ def read(
         default = dataclasses.replace(default, model=Model())
     description = description.format(presets=", ".join(config_file.preset_names()))
     config = parse(RunConfig, flags, command, description, default=default, others=("config", *others))
-    return config, path.stem
+    return with_pieces(config), path.stem
 
 
 def _of_run(folder: Path) -> tuple[Path, RunConfig]:
@@ -86,9 +86,11 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
 
     torch.set_num_threads(threads(config.train.threads, world_size))
     parallel = config.parallel
+    tp, tp_y = tp_axes(parallel, world_size)
     device = device_of("train.device", config.train.device)
     with Runtime.start(
-        tp=parallel.tp,
+        tp=tp,
+        tp_y=tp_y,
         dp=parallel.dp,
         dp_replicate=replicas(config),
         cp=parallel.cp,

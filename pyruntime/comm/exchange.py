@@ -37,14 +37,15 @@ class Exchange:
         """`value` is there for all ranks of the group."""
         _C.tell(self._name, self._topic, value)
 
-    def hear(self, rank: int) -> bytes:
-        """What `rank` of the group has told."""
+    def hear(self, rank: int, beside: bool = False) -> bytes:
+        """What `rank` of the group has told. beside: this thread is not the one that computes."""
         seconds, begin = deadline(self._group), time.monotonic()
         try:
             return _C.hear(self._name, rank, self._topic, self._doing, seconds, True)
         finally:
             # In a ledger these are what saving and loading wait for: starting has none yet.
-            _C.ledger_enter(_WAIT, "checkpoint", "exchange", rank, 0, begin, time.monotonic())
+            if not beside:
+                _C.ledger_enter(_WAIT, "checkpoint", "exchange", rank, 0, begin, time.monotonic())
 
 
 def barrier(group: Group, doing: str, value: bytes = b"") -> bytes:

@@ -25,7 +25,7 @@ from pyruntime.comm.launcher import check_launcher
 from pyruntime.comm.rendezvous import open_store
 
 DEFAULT_DEADLINE_S = 120.0
-AXES = (("pp",), ("dp", "dp_replicate", "dp_shard"), ("cp",), ("tp",))
+AXES = (("pp",), ("dp", "dp_replicate", "dp_shard"), ("cp",), ("tp", "tp_y"))
 """Names of a mesh's dimensions, by the axis that they are of, as `Axes` has them."""
 
 
@@ -37,6 +37,7 @@ class Axes(NamedTuple):
     """Replicas included."""
     cp: int
     tp: int
+    """Both axes of tensor parallelism, where there are two."""
 
 
 class Runtime:
@@ -71,6 +72,7 @@ class Runtime:
         cls,
         *,
         tp: int | None = None,
+        tp_y: int = 1,
         dp: int = 1,
         dp_replicate: int = 1,
         cp: int = 1,
@@ -83,6 +85,8 @@ class Runtime:
 
         tp: ranks in a tensor-parallel group, neighbours by rank; by default those that were started, divided
             by the others.
+        tp_y: ranks over which tensor parallelism cuts the residual stream's features (docs/4d.md); these are
+            then the neighbours, and the ranks of tp lie `tp_y` apart.
         dp: ranks in a data-parallel group.
         dp_replicate: how many groups of them hold everything once.
         cp: ranks in a context-parallel group.
@@ -91,8 +95,8 @@ class Runtime:
             host has one, else the CPU. On GPUs the process groups talk through NCCL for tensors there and
             through Gloo for those on the CPU; through Gloo alone where ranks share a GPU.
 
-        The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp), with cp before tp and pp before all where
-        they are above 1.
+        The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp), with cp before tp, tp_y behind it and pp
+        before all where they are above 1.
         May be called again once the Runtime is closed, on all ranks. Raises ValueError when the axes do not
         make up the world size, there is no such device, or a launcher has started several tasks without
         torchrun's variables; CommTimeout when the other ranks do not come, PeerLost when one has ended.
@@ -105,12 +109,14 @@ class Runtime:
         check_launcher(os.environ)
         check_deadline(deadline_s)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        tp = max(1, world_size // (dp * cp * pp)) if tp is None else tp
-        if tp * dp * cp * pp != world_size or dp % dp_replicate:
+        others = tp_y * dp * cp * pp
+        tp = max(1, world_size // others) if tp is None else tp
+        if tp * others != world_size or dp % dp_replicate:
+            second, times = (f", tp_y={tp_y}", " * tp_y") if tp_y > 1 else ("", "")
             raise ValueError(
-                f"tp={tp}, dp={dp}, dp_replicate={dp_replicate}, cp={cp}, pp={pp} were asked for and "
-                f"{world_size} rank(s) were started; start tp * dp * cp * pp of them (torchrun "
-                f"--nproc-per-node {tp * dp * cp * pp}) or leave tp out, and let dp_replicate divide dp."
+                f"tp={tp}{second}, dp={dp}, dp_replicate={dp_replicate}, cp={cp}, pp={pp} were asked for and "
+                f"{world_size} rank(s) were started; start tp{times} * dp * cp * pp of them (torchrun "
+                f"--nproc-per-node {tp * others}) or leave tp out, and let dp_replicate divide dp."
             )
         placement = place(device, Host.here())
         if placement.device.type == "cuda":
@@ -118,7 +124,7 @@ class Runtime:
         data = (
             {"dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate} if dp_replicate > 1 else {"dp": dp}
         )
-        asked = {"pp": pp, **data, "cp": cp, "tp": tp}
+        asked = {"pp": pp, **data, "cp": cp, "tp": tp, "tp_y": tp_y}
         axes = {name: size for name, size in asked.items() if size > 1 or name in ("dp_shard", "tp")}
         with _named_failures(world_size, deadline_s):
             _init_process_groups(placement.backend, deadline_s)
@@ -140,7 +146,7 @@ class Runtime:
         if len(order) < len(names):
             raise ValueError(
                 f"The mesh has axes {tuple(names)}; name each of them pp, dp (or dp_replicate and dp_shard), "
-                "cp or tp."
+                "cp, tp or tp_y."
             )
         ranks = torch.arange(mesh.size()).view(mesh.mesh.shape) if mesh.ndim == 1 else mesh.mesh
         sizes = [math.prod(mesh.size(names.index(name)) for name in of_axis) for of_axis in known]
@@ -163,8 +169,18 @@ class Runtime:
 
     @property
     def tp(self) -> DeviceMesh:
-        """The tensor-parallel axis."""
+        """The tensor-parallel axis; of two the first, x."""
         return self.mesh["tp"]
+
+    @property
+    def tp_y(self) -> DeviceMesh | None:
+        """The second axis of tensor parallelism; None where there is none."""
+        return self.mesh["tp_y"] if "tp_y" in (self.mesh.mesh_dim_names or ()) else None
+
+    @property
+    def tp_grid(self) -> DeviceMesh:
+        """What models and layers are cut over: the axis (tp), or both axes (tp, tp_y)."""
+        return self.tp if self.tp_y is None else self.mesh["tp", "tp_y"]
 
     @property
     def dp(self) -> DeviceMesh | None:
@@ -207,8 +223,13 @@ class Runtime:
 
     @property
     def tp_size(self) -> int:
-        """Ranks in the tensor-parallel group."""
+        """Ranks in the tensor-parallel group, of two axes the first."""
         return self.tp.size()
+
+    @property
+    def tp_sizes(self) -> tuple[int, int]:
+        """Ranks of both axes of tensor parallelism; the second is 1 where there is one axis."""
+        return self.tp_size, self.sizes.tp // self.tp_size
 
     def stats(self) -> _C.CommStats:
         """Cumulative communication figures of the tensor-parallel group on this rank."""

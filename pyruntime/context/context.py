@@ -52,9 +52,11 @@ class Context:
         """This rank's part [B, S / size, ...] of [B, S, ...]."""
         return take_shard(tokens, self.layout, self.size, self.rank)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention over the whole sequence; see `ring_attention`."""
-        return ring_attention(q, k, v, self.group, layout=self.layout, variant=self.variant)
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """Causal attention over the whole sequence, in each document; see `ring_attention`."""
+        return ring_attention(
+            q, k, v, self.group, layout=self.layout, variant=self.variant, document_ids=document_ids
+        )
 
     def of_first(self, tokens: int, share: int) -> Context:
         """How the beginning of a sequence is cut over the ranks: the first `tokens` of each one's `share`.

@@ -2,7 +2,8 @@
 sharded."""
 
 from pyruntime.data_parallel.compression import Compression
+from pyruntime.data_parallel.muon import Muon
 from pyruntime.data_parallel.optimizer import NonFiniteGradient, ShardedAdamW, StepReport
 from pyruntime.data_parallel.shard import Sharded, shard
 
-__all__ = ["Compression", "NonFiniteGradient", "Sharded", "ShardedAdamW", "StepReport", "shard"]
+__all__ = ["Compression", "Muon", "NonFiniteGradient", "Sharded", "ShardedAdamW", "StepReport", "shard"]

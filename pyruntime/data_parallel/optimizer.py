@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from pyruntime import ops
 from pyruntime.comm import Group
 from pyruntime.data_parallel.axes import Axes
-from pyruntime.data_parallel.buckets import Bucket
+from pyruntime.data_parallel.buckets import Bucket, Part
+from pyruntime.data_parallel.muon import Matrix, Muon, MuonUpdate
 from pyruntime.data_parallel.states import as_dtensor
 from pyruntime.data_parallel.update import Decay, Own, Rounding, State, Update
 from pyruntime.data_parallel.weights import BucketWeights, Gatherer
@@ -96,13 +97,15 @@ class ShardedAdamW:
         rounding: of bf16 weights: "nearest", from fp32 master weights; or "stochastic", without these (4
             bytes a parameter less), on the CPU: up or down at random so that the mean is exact, the same way
             at every stage and number of data-parallel ranks.
+        muon: the matrices that Muon updates in place of AdamW, on the CPU, with the same lr, weight_decay and
+            max_norm; the norm is then always asked for.
         parts: the ranks, this one among them, whose models are the parts of one (the stages of a pipeline):
             the norm is that of all of them.
         shared: parameters that another part has too (tied embeddings): their gradients are summed over
             their holders, and the norm counts them once.
 
-    Raises ValueError for another `nonfinite` or `rounding`, and for shared parameters where buckets are
-    updated during the backward pass.
+    Raises ValueError for another `nonfinite` or `rounding`, for shared parameters where buckets are updated
+    during the backward pass, and for what Muon cannot update.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class ShardedAdamW:
         max_norm: float = 0.0,
         nonfinite: NonFinite = "raise",
         rounding: Rounding = "nearest",
+        muon: Muon | None = None,
         parts: Group | None = None,
         shared: Shared | None = None,
     ):
@@ -137,26 +141,55 @@ class ShardedAdamW:
                 )
         self._update = Update(betas, eps, rounding, 1.0 / axes.size)
         self._parts, self._shared = parts, dict(shared or {})
+        self._states = self._made_states(weights, weight_decay, rounding, muon)
+        self._muon = MuonUpdate(self._states, axes, 0.0 if muon is None else muon.momentum)
         if self._shared and self.at_once:
             raise ValueError(
                 "Buckets are updated during the backward pass, where the gradients of parameters that other "
                 'parts of the model share cannot be summed; set max_norm, or nonfinite to "raise" or "skip".'
             )
-        self._states = {
-            id(each.bucket): [
-                State(each.bucket, part, rows, axes, weight_decay, with_master=rounding == "nearest")
-                for part, rows in zip(each.bucket.parts, each.rows, strict=True)
-            ]
-            for each in weights
-        }
         self._device = weights[0].bucket.device
-        self._tp_groups = dict.fromkeys(["", *(state.tp_group for state in self._all_states())])
+        self._tp_groups = dict.fromkeys([(), *(state.tp_groups for state in self._all_states())])
         self._arrived: _Arrived = {}
         self._was_plain = False
         """Whether the last step counted, unclipped: the next one is taken ahead."""
         self._ahead_lr: float | None = None
         """Of the buckets of this step that were; None: there are none."""
+        self._buckets = [each.bucket for each in weights]
         self._held_back = {id(each.bucket) for each in weights if self._has_shared(each.bucket)}
+
+    def _made_states(
+        self, weights: Sequence[BucketWeights], decay: Decay, rounding: Rounding, muon: Muon | None
+    ) -> dict[int, list[State]]:
+        """By bucket."""
+        matrices = {id(parameter) for parameter in ([] if muon is None else muon.matrices)}
+        known = {id(parameter) for each in weights for parameter in each.bucket.parameters}
+        if not matrices <= known:
+            raise ValueError(
+                f"{len(matrices - known)} of the matrices for Muon are no trainable parameters of the model."
+            )
+        made: dict[int, list[State]] = {}
+        for each in weights:
+            made[id(each.bucket)] = states = []
+            for part, rows in zip(each.bucket.parts, each.rows, strict=True):
+                parameter, options = each.bucket.parameters[part.owner], {}
+                if id(parameter) in matrices:
+                    self._check_matrix(parameter, part, rounding)
+                    options["moments"] = ("momentum",)
+                state = State(each.bucket, part, rows, self._axes, decay, rounding == "nearest", **options)
+                if options:
+                    state.matrix = Matrix.of(state, self._axes.shard.size)
+                states.append(state)
+        return made
+
+    def _check_matrix(self, parameter: nn.Parameter, part: Part, rounding: Rounding) -> None:
+        found = f"{part.key} is {list(parameter.shape)} {parameter.dtype} on {parameter.device}"
+        if parameter.dim() != 2 or parameter.device.type != "cpu":
+            raise ValueError(f"{found}, and Muon is of matrices on the CPU; leave it to AdamW.")
+        if rounding != "nearest":
+            raise ValueError(f'rounding="{rounding}" is AdamW\'s, and {part.key} Muon\'s; use "nearest".')
+        if parameter in self._shared:
+            raise ValueError(f"{part.key} is shared with another part of the model; leave it to AdamW.")
 
     def _has_shared(self, bucket: Bucket) -> bool:
         """Whether gradients of other parts of the model are still to be added to the bucket's."""
@@ -165,7 +198,7 @@ class ShardedAdamW:
     @property
     def at_once(self) -> bool:
         """Whether a bucket is updated as soon as it is reduced."""
-        return self.max_norm == 0 and self._nonfinite == "ignore"
+        return self.max_norm == 0 and self._nonfinite == "ignore" and not self._muon
 
     def take(self, bucket: Bucket, rows: Sequence[Tensor | None], marks: Tensor | None = None) -> None:
         """A bucket's gradient has come, summed over all ranks: this rank's rows of each part. Those are None
@@ -177,6 +210,10 @@ class ShardedAdamW:
             self._update.update(_with_gradients({0: (own, marks)})[0], self.lr, 1.0 / self._axes.size)
             if bucket.device.type == "cpu":
                 self._gatherer.ahead(bucket, [state.rows for state in states])
+        elif self._muon.has(bucket) and self._was_plain:
+            own = _with_gradients({0: (own, marks)})[0]
+            self._arrived[id(bucket)] = own, None
+            self._muon.begin(id(bucket), own, 1.0 / self._axes.size)
         elif self._goes_ahead(bucket):
             own = _with_gradients({0: (own, marks)})[0]
             self._arrived[id(bucket)] = own, None
@@ -194,6 +231,7 @@ class ShardedAdamW:
             and self._axes.shard.size > 1
             and bucket.device.type == "cpu"
             and id(bucket) not in self._held_back
+            and not self._muon.has(bucket)
         )
 
     @torch.no_grad()
@@ -240,6 +278,7 @@ class ShardedAdamW:
     def _finish(self) -> None:
         """All gradients have arrived when it returns."""
         self._finish_gradients()
+        self._muon.bring()
         if not self._shared:
             return
         for state, rows in self.arrived_rows():
@@ -259,21 +298,23 @@ class ShardedAdamW:
         holders = self._shared.get(state.parameter)
         return holders is None or holders.counts
 
-    def _squares(self, counts: Callable[[State], bool]) -> dict[str, Tensor]:
-        """Sums of squares of this rank's rows of the mean gradient, by the group that they are cut over."""
-        rows_of: dict[str, list[Tensor]] = {name: [] for name in self._tp_groups}
+    def _squares(self, counts: Callable[[State], bool]) -> dict[tuple[str, ...], Tensor]:
+        """Sums of squares of this rank's rows of the mean gradient, by the groups that they are cut over."""
+        rows_of: dict[tuple[str, ...], list[Tensor]] = {names: [] for names in self._tp_groups}
         for state, rows in self.arrived_rows():
             if counts(state) and self._is_counted(state):
-                rows_of[state.tp_group].append(rows)
-        sums = {name: sum_of_squares(rows, self._device) for name, rows in rows_of.items()}
-        return {name: square / self._axes.size**2 for name, square in sums.items()}
+                rows_of[state.tp_groups].append(rows)
+        sums = {names: sum_of_squares(rows, self._device) for names, rows in rows_of.items()}
+        return {names: square / self._axes.size**2 for names, square in sums.items()}
 
-    def _of_all_ranks(self, squares: dict[str, Tensor]) -> float:
+    def _of_all_ranks(self, squares: dict[tuple[str, ...], Tensor]) -> float:
         """The square of the norm of the whole model's gradient."""
         total = self._over_shards(torch.stack(list(squares.values())))
         whole = 0.0
-        for name, square in zip(squares, total, strict=True):
-            whole += float(ops.all_gather_stats(square, name).sum() if name else square)
+        for names, square in zip(squares, total, strict=True):
+            for name in names:
+                square = ops.all_gather_stats(square, name).sum()
+            whole += float(square)
         if self._parts is None:
             return whole
         mine = torch.tensor([whole], dtype=torch.float64)
@@ -290,9 +331,10 @@ class ShardedAdamW:
         if not found:
             return []
         sums = self._over_shards(torch.stack([sum_of_squares([rows]) for _, rows in found]))
-        for name in filter(None, self._tp_groups):
-            cut = [index for index, (state, _) in enumerate(found) if state.tp_group == name]
-            sums[cut] = ops.all_gather_stats(sums[cut], name).sum(0)
+        for names in self._tp_groups:
+            cut = [index for index, (state, _) in enumerate(found) if state.tp_groups == names]
+            for name in names:
+                sums[cut] = ops.all_gather_stats(sums[cut], name).sum(0)
         finite = sums.isfinite().tolist()
         return [state.part.key for (state, _), good in zip(found, finite, strict=True) if not good]
 
@@ -300,11 +342,19 @@ class ShardedAdamW:
         """scale: that clips the mean gradient."""
         gradients = _with_gradients(arrived)
         arrived.clear()
-        if self._axes.shard.size == 1:  # nothing is sent: one pass over everything
-            together = [each for own in gradients.values() for each in own]
-            self._update.update(together, self.lr, scale / self._axes.size)
-            return
+        if self._muon:
+            scale = float(scale)
+            if math.isnan(scale):
+                self._take_back()
+                return
+            self._muon.settle(gradients, scale / self._axes.size)
         self._was_plain = _is_plain(scale)
+        if self._axes.shard.size == 1:  # no weights are sent: one pass over everything
+            together = [each for own in gradients.values() for each in own if each[0].matrix is None]
+            self._update.update(together, self.lr, scale / self._axes.size)
+            for _, directions in self._muon.directions(self._buckets):
+                self._muon.update(directions, self.lr)
+            return
         if self._ahead_lr is not None and not (self._was_plain and self._ahead_lr == self.lr):
             self._forget_ahead()
         self._ahead_lr = None
@@ -313,6 +363,7 @@ class ShardedAdamW:
     def _take_back(self) -> None:
         """The step does not count: weights are as before it, on all ranks."""
         self._was_plain = False
+        self._muon.forget()
         if self._ahead_lr is not None:
             self._ahead_lr = None
             self._forget_ahead()
@@ -326,8 +377,9 @@ class ShardedAdamW:
         """Buckets are updated, or what was computed ahead is kept; their rows leave where they have not."""
         if self._axes.shard.size == 1:
             return
-        for bucket in self._gatherer.update_order():
-            own = gradients.pop(id(bucket), [])
+        for bucket, directions in self._muon.directions(self._gatherer.update_order()):
+            self._muon.update(directions, self.lr)
+            own = [each for each in gradients.pop(id(bucket), []) if each[0].matrix is None]
             if own and own[0][0].ahead is not None:
                 self._update.keep(own, self.lr)
             else:
@@ -337,13 +389,13 @@ class ShardedAdamW:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Moments, fp32 master weights and step counts, as DTensors over this rank's state: what is loaded
-        into them is loaded into the state. Keys: exp_avg.NAME, exp_avg_sq.NAME, master.NAME, steps.NAME. Of
-        the steps until now: after further ones, ask again."""
+        into them is loaded into the state. Keys: exp_avg.NAME, exp_avg_sq.NAME (of Muon's in their place
+        momentum.NAME), master.NAME, steps.NAME. Of the steps until now: after further ones, ask again."""
         self._update.catch_up(self._all_states())
         result: dict[str, Tensor] = {}
         for state in self._all_states():
             key = state.part.key
-            tensors = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq, "master": state.master}
+            tensors = {**state.moments, "master": state.master}
             for kind, tensor in tensors.items():
                 if kind != "master" or state.has_master:
                     result[f"{kind}.{key}"] = as_dtensor(tensor, state.parameter, state.part, self._axes)

@@ -109,16 +109,17 @@ def _check_ranks(named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) ->
     ours = set(mesh.mesh.flatten().tolist())
     for name, parameter in named:
         layout = getattr(parameter, "tp_layout", None)
-        if layout is None or layout.group.size == 1:
-            continue
-        shared = ours.intersection(dist.get_process_group_ranks(layout.group.process_group))
-        if len(shared) > 1:
-            raise ValueError(
-                f"shard() was asked to make ranks {sorted(shared)} train one model on different data, "
-                f"but {name} is cut over them (tensor-parallel group {layout.group}), so that they hold "
-                "different shards. Pass the mesh of ranks that hold the same shards: runtime.dp of "
-                "Runtime.start(dp=2), say."
-            )
+        for group in () if layout is None else layout.group.axes:
+            if group.size == 1:
+                continue
+            shared = ours.intersection(dist.get_process_group_ranks(group.process_group))
+            if len(shared) > 1:
+                raise ValueError(
+                    f"shard() was asked to make ranks {sorted(shared)} train one model on different data, "
+                    f"but {name} is cut over them (tensor-parallel group {group}), so that they hold "
+                    "different shards. Pass the mesh of ranks that hold the same shards: runtime.dp of "
+                    "Runtime.start(dp=2), say."
+                )
 
 
 class Sharded:

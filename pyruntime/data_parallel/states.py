@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.buckets import Part
 from pyruntime.data_parallel.weights import BucketWeights
-from pyruntime.nn.parameters import dtensor
+from pyruntime.nn.packed.dtensor import PackedDTensor, dtensor
 
 
 def weights_state(weights: Sequence[BucketWeights], axes: Axes) -> dict[str, Tensor]:
@@ -26,13 +26,15 @@ def weights_state(weights: Sequence[BucketWeights], axes: Axes) -> dict[str, Ten
 def as_dtensor(rows: Tensor, parameter: Tensor, part: Part, axes: Axes) -> Tensor:
     """This rank's rows of a part as what they are of the whole tensor."""
     layout = getattr(parameter, "tp_layout", None)
-    if layout is not None and (layout.group.size > 1 or (axes.size == 1 and layout.group.name)):
-        whole = next(each.shape for each in layout.parts if f".{part.key}".endswith(f".{each.key}"))
-        tp_mesh = layout.group.mesh(parameter.device.type)
+    if layout is not None and (layout.group.ranks > 1 or (axes.size == 1 and layout.group.name)):
+        whole = next(each for each in layout.parts if f".{part.key}".endswith(f".{each.key}"))
         if axes.shard.size == 1:
-            return dtensor(rows, tp_mesh, layout.placements, whole)
-        mesh = _tp_and_shard(tp_mesh, axes.shard.mesh)
-        return dtensor(rows, mesh, [*layout.placements, Shard(0)], whole)
+            return layout.to_dtensor(whole, rows)
+        mesh = _tp_and_shard(layout.group.mesh(parameter.device.type), axes.shard.mesh)
+        placements = [*layout.placements, Shard(0)]
+        if whole.packed:
+            return PackedDTensor.of(rows, layout, whole, mesh, placements, axes.shard.mesh)
+        return dtensor(rows, mesh, placements, whole.shape)
     shape = (part.rows, *parameter.shape[1:]) if parameter.dim() else ()
     if axes.shard.size == 1:
         mesh = axes.replicate.mesh
@@ -44,11 +46,11 @@ _meshes: dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh] = {}
 
 
 def _tp_and_shard(tp: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
-    """The mesh (tp, shard) that holds this rank: rows are cut over tp first. Collective when first asked
-    for."""
+    """The mesh (tp, shard) that holds this rank, of tp's one dimension or two: rows are cut over tp first.
+    Collective when first asked for."""
     if (tp, shard) not in _meshes:
         root = shard._get_root_mesh()
-        last = (tp.mesh_dim_names[0], shard.mesh_dim_names[0])
+        last = (*tp.mesh_dim_names, shard.mesh_dim_names[0])
         names = (*(name for name in root.mesh_dim_names if name not in last), *last)
         order = [root.mesh_dim_names.index(name) for name in names]
         turned = DeviceMesh(root.device_type, root.mesh.permute(order), mesh_dim_names=names)

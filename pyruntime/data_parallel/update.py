@@ -12,7 +12,7 @@ A state that follows later keeps the gradient of its last step: as many bytes as
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,17 +23,30 @@ from pyruntime.data_parallel.buckets import Bucket, Part
 from pyruntime.ops.attention import statistics_dtype
 from pyruntime.ops.layers import adamw_, adamw_ahead_, random_rounding
 
+if TYPE_CHECKING:
+    from pyruntime.data_parallel.muon import Matrix
+
 Rounding = Literal["nearest", "stochastic"]
 Decay: TypeAlias = float | dict[str, float]
 
 
 class State:
-    """One part's rows on this rank: what they are updated with."""
+    """One part's rows on this rank: what they are updated with. moments: the names of its running means."""
 
-    def __init__(self, bucket: Bucket, part: Part, rows: Tensor, axes: Axes, decay: Decay, with_master: bool):
+    def __init__(
+        self,
+        bucket: Bucket,
+        part: Part,
+        rows: Tensor,
+        axes: Axes,
+        decay: Decay,
+        with_master: bool,
+        moments: Sequence[str] = ("exp_avg", "exp_avg_sq"),
+    ):
         self.parameter, self.part, self.rows = bucket.parameters[part.owner], part, rows
-        self.exp_avg = torch.zeros_like(rows, dtype=statistics_dtype(rows))
-        self.exp_avg_sq = torch.zeros_like(rows, dtype=statistics_dtype(rows))
+        self.moments = {name: torch.zeros_like(rows, dtype=statistics_dtype(rows)) for name in moments}
+        self.matrix: Matrix | None = None
+        """Of which Muon updates these rows, in place of AdamW."""
         self.first = axes.shard.rank * part.lines * bucket.width
         """Index of the first element in the whole part."""
         self.has_master = with_master and rows.dtype != statistics_dtype(rows)
@@ -49,9 +62,9 @@ class State:
         self.behind: tuple[Tensor, float] | None = None
         """Gradient and learning rate of the last step, where moments and master do not have it yet."""
         layout = getattr(self.parameter, "tp_layout", None)
-        self.tp_group = "" if layout is None or layout.dim is None else layout.group.name
+        self.tp_groups: tuple[str, ...] = () if layout is None else layout.cut_over
         """Over which the parameter is cut; empty: every tensor-parallel rank holds it whole."""
-        self.is_counted_elsewhere = not self.tp_group and layout is not None and layout.group.rank > 0
+        self.is_counted_elsewhere = layout is not None and not layout.is_first
 
 
 Own: TypeAlias = list[tuple[State, Tensor]]
@@ -163,7 +176,8 @@ class Update:
 
 
 def _moments(states: Sequence[State]) -> tuple[list[Tensor], list[Tensor]]:
-    return [state.exp_avg for state in states], [state.exp_avg_sq for state in states]
+    exp_avg, exp_avg_sq = ([state.moments[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+    return exp_avg, exp_avg_sq
 
 
 def _alike(gradients: Own) -> Iterable[tuple[int, Own]]:

@@ -118,8 +118,10 @@ def next_logits(model: Llama, ids: Tensor, cache: KVCache | None = None) -> Tens
     hidden = model.hidden(ids, start, caches, whole=True)  # every rank of a context generates for itself
     if model.group.size > 1:
         hidden = ops.all_gather(hidden, model.group.name, dim=0, rows=batch * seq)
-    last = hidden.view(batch, seq, -1)[:, -1]
-    return gather_features(F.linear(last, model.head.weight), model.group, model.config.vocab_size).float()
+    logits = F.linear(hidden.view(batch, seq, -1)[:, -1], model.head.weight)
+    if model.group.y is not None:
+        logits = ops.all_reduce(logits, model.group.y.name)
+    return gather_features(logits, model.group, model.config.vocab_size).float()
 
 
 def sample(

@@ -44,7 +44,7 @@ def load_hf(
     a Llama, is damaged, or whose tensors do not fit its config.json.
     """
     hf = read_config(directory)
-    model = Llama(LlamaConfig.from_hf(hf), group, dtype=dtype or _saved_dtype(hf), seed=None, **options)
+    model = Llama(LlamaConfig.from_hf(hf), group, dtype=dtype or saved_dtype(hf), seed=None, **options)
     load_weights(model, directory)
     return model
 
@@ -84,7 +84,7 @@ def save_hf(
     """
     directory = Path(directory)
     dtype = dtype or model.embed.weight.dtype
-    writer = _Writer(directory, dtype) if model.group.rank == 0 else None
+    writer = _Writer(directory, dtype) if model.group.is_first else None
     for name, content in plan_files(list(model.shards()), dtype, max_file_bytes).items():
         tensors = {}
         for shard in content:
@@ -241,8 +241,9 @@ def _read(shard: Shard, file: Any, path: Path) -> None:
             f"{shard.name} in {path} has shape {list(shape)}, but {CONFIG} makes it {list(shard.shape)}."
         )
     index = [slice(None)] * len(shape)
-    if shard.dim is not None:
-        index[shard.dim] = slice(shard.start, shard.start + shard.local.shape[shard.dim])
+    for dim, start in ((shard.dim, shard.start), (shard.dim_y, shard.start_y)):
+        if dim is not None:
+            index[dim] = slice(start, start + shard.local.shape[dim])
     shard.local.copy_(stored[tuple(index)])
 
 
@@ -268,7 +269,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _saved_dtype(hf: Mapping[str, Any]) -> torch.dtype:
+def saved_dtype(hf: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that a parsed config.json names. Raises ValueError for another than fp32, bf16 and fp16."""
     name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     if not isinstance(name, str) or name not in _DTYPES:
         raise ValueError(

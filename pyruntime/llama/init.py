@@ -51,7 +51,10 @@ def _fill_normal(shard: Shard, std: float, seed: int) -> None:
         # Drawn on the CPU for every device, so that a GPU run starts from the same weights.
         values = torch.empty(shape).normal_(0.0, std, generator=_generator(seed, shard.name, tile))
         low, high = max(first, start), min(last, end)
-        local.narrow(dim, low - start, high - low).copy_(values.narrow(dim, low - first, high - low))
+        values = values.narrow(dim, low - first, high - low)
+        if shard.dim_y is not None:
+            values = values.narrow(shard.dim_y, shard.start_y, local.shape[shard.dim_y])
+        local.narrow(dim, low - start, high - low).copy_(values)
 
 
 def _generator(seed: int, name: str, tile: int) -> torch.Generator:

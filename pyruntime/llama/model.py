@@ -13,12 +13,17 @@ the loss reads where they are; they are gathered only for a caller who asks for 
 
 With context parallelism S is this rank's share of the sequence, and everything but attention, the angles of
 the positions and the number of labels is as without.
+
+A group of two axes, x and y, is AxoNN's grid (docs/4d.md): P above is the size of x, and the stream is
+[T/X, D/Y]. Heads, feed-forward columns and vocabulary are cut over x alone; what column linears compute of
+their features is summed over y.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -27,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pyruntime import ops
 from pyruntime.context import Context
+from pyruntime.context.layouts import document_bounds
 from pyruntime.llama import slices as sliced
 from pyruntime.llama.attention import causal_attention
 from pyruntime.llama.config import LlamaConfig
@@ -42,9 +48,10 @@ from pyruntime.nn import (
     vocab_parallel_cross_entropy,
 )
 from pyruntime.nn.gather import gather_features
+from pyruntime.nn.grid import add_rms_norm, rms_norm
 from pyruntime.nn.module import ParallelModule
-from pyruntime.nn.parameters import Group, TensorGroup
-from pyruntime.ops.layers import add_rms_norm, apply_rope_qkv, rms_norm, swiglu
+from pyruntime.nn.parameters import Group, TensorGroup, shard_bounds
+from pyruntime.ops.layers import apply_rope_qkv, swiglu
 
 IGNORE_INDEX = -100  # labels of this value are left out of the loss, as in torch.nn.functional.cross_entropy
 
@@ -60,6 +67,14 @@ class Step:
     cos: Tensor  # [seq, head_dim]
     sin: Tensor
     context: Context | None  # of the ranks that share the sequence
+    # Of documents that are told apart, without a context: the first key that each query sees, [B, seq] int32.
+    begin: Tensor | None = None
+    # With one: the documents of whole sequences, by how many tokens of a rank they begin.
+    documents: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
+
+    def documents_of(self, share: int) -> Tensor | None:
+        """Those of the tokens that are the first `share` of every context rank."""
+        return self.documents.get(share)
 
 
 class Cache(Protocol):
@@ -91,6 +106,7 @@ class Block(nn.Module):
         column = {**options, "keep_gathered": keep_gathered}
         place = {name: options[name] for name in ("group", "dtype", "device")}
         self.eps = config.rms_norm_eps
+        self.hidden, self.y = hidden, options["group"].y
         self.attention_norm = RMSNorm(hidden, self.eps, **place)
         self.qkv = MergedColumnParallelLinear(hidden, {"q": q, "k": kv, "v": kv}, attention, **column)
         self.out = RowParallelLinear(q, hidden, attention, **options)
@@ -126,20 +142,22 @@ class Block(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         if step.context is None:
-            attended = causal_attention(q, k, v).transpose(1, 2)
+            attended = causal_attention(q, k, v, step.begin).transpose(1, 2)
         else:
-            attended = step.context.attention(*(x.transpose(1, 2) for x in (q, k, v)))
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+            attended = step.context.attention(q, k, v, step.documents_of(k.shape[1]))
         attended = attended.reshape(rows, -1)
-        normed, x = add_rms_norm(self.out(attended), x, mlp_norm, self.eps)
+        normed, x = add_rms_norm(self.out(attended), x, mlp_norm, self.eps, self.hidden, self.y)
         mlp = self.down(swiglu(self.gate_up(normed, rows)))
         if next_norm is None:
             x = x + mlp
             return x, x
-        return add_rms_norm(mlp, x, next_norm, self.eps)
+        return add_rms_norm(mlp, x, next_norm, self.eps, self.hidden, self.y)
 
 
 class Llama(nn.Module):
-    """The Llama described by `config`, cut over `group` (None: this process alone).
+    """The Llama described by `config`, cut over `group` (None: this process alone), which may be a mesh of
+    two dimensions (x, y).
 
     dtype: of parameters and activations. Statistics of norms, softmax and loss are fp32 for every dtype.
     device: "meta" builds shapes only; `materialize` then gives them memory.
@@ -158,8 +176,8 @@ class Llama(nn.Module):
     part: what this rank holds of the model, in a pipeline; None: all of it. Where embedding and head are
         tied, a part with one of the two holds the weight, as `embed.weight`.
 
-    Raises ValueError where the group does not divide the heads or the feed-forward columns, and for slices
-    that nothing travels between or that cannot be.
+    Raises ValueError where the group does not divide the heads or the feed-forward columns, or leaves a rank
+    without features, and for slices that nothing travels between or that cannot be.
     """
 
     def __init__(
@@ -183,6 +201,8 @@ class Llama(nn.Module):
         self.part = Part(tuple(range(config.num_hidden_layers)), True, True) if part is None else part
         self.group = TensorGroup.of(group)
         config.check_tp(self.group.size)
+        if slices > 1 and self.group.y is not None:
+            raise ValueError(f"slices={slices} of a model whose features are cut over y; leave it at 1.")
         self.slices = sliced.check(slices, self.group.size, context, keep_gathered)
         dtype = dtype or torch.get_default_dtype()
         # Built on meta, as the modules' own initialisation would draw every full tensor.
@@ -215,12 +235,14 @@ class Llama(nn.Module):
                 init_shard(self.config, shard, seed)
         return self
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Mean cross-entropy in nats, or logits.
 
         ids: tokens [B, S], int64, the same on every rank.
         labels: [B, S] int64, `labels[b, s]` being the token to predict at position s (the one that follows
             `ids[b, s]`: the caller has shifted already). -100 is left out of the mean.
+        documents: integers [B, S], of whole sequences whatever the context: tokens see those of their own
+            document alone, a document being a run of one number. None: all before them.
 
         Returns the fp32 scalar loss, bitwise the same on every rank of `group` (0 where every label is left
         out); without labels the logits [B, S, V], gathered on every rank of it. With a `context`, ids and
@@ -229,7 +251,7 @@ class Llama(nn.Module):
         parallelism over them makes it.
         """
         batch, seq = self._check_ids(ids)
-        x = self.hidden(ids)
+        x = self.hidden(ids, documents=documents)
         logits = self.head(x, batch * seq)
         if labels is None:
             logits = gather_features(logits, self.group, self.config.vocab_size)
@@ -265,14 +287,20 @@ class Llama(nn.Module):
         return losses.sum() / count.clamp(min=1 if self.context is None else 1 / self.context.size).float()
 
     def hidden(
-        self, ids: Tensor, start: int = 0, caches: Sequence[Cache] | None = None, *, whole: bool = False
+        self,
+        ids: Tensor,
+        start: int = 0,
+        caches: Sequence[Cache] | None = None,
+        *,
+        whole: bool = False,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """The last norm's output [T/P, D], this rank's rows of T = B * S tokens. The ids follow the `start`
         tokens that the layers' caches hold. whole: neither a context nor slices cut the sequences."""
         batch, seq = self._check_ids(ids)
         whole = whole or caches is not None
         x = self.embed(ids.reshape(-1) if whole else self.in_rows(ids))
-        return self.run(x, self.part.layers, batch, seq, start, caches, whole=whole)
+        return self.run(x, self.part.layers, batch, seq, start, caches, whole=whole, documents=documents)
 
     def run(
         self,
@@ -285,12 +313,14 @@ class Llama(nn.Module):
         *,
         whole: bool = False,
         share: int | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """The residual stream [T/P, D] through some layers, and through the last norm where they are the last
         ones. seq: tokens of each sequence, which follow `start` earlier ones; this rank's, where there is a
         context. caches: one for each layer, of sequences that come slice by slice, and that slices inside the
         group do not cut. whole: nor does a context. share: this rank's tokens of a sequence, where it comes
-        slice by slice; None: seq."""
+        slice by slice; None: seq. documents: as in `forward`, of the
+        whole sequences."""
         config = self.config
         context = None if whole else self.context
         end = start + seq if context is None else (share or seq) * context.size
@@ -304,6 +334,21 @@ class Llama(nn.Module):
         if context is not None:
             places = context.positions(end)[start : start + seq].to(x.device)
             context = context.of_first(start + seq, share or seq)
+        begin: Tensor | None = None
+        prefixes: dict[int, Tensor] = {}
+        cp = 1 if context is None else context.size
+        total = (share or start + seq) * cp
+        if documents is not None and documents.shape != (batch, total):
+            raise ValueError(
+                f"documents have shape {list(documents.shape)}; they must be {[batch, total]}, of whole "
+                "sequences."
+            )
+        if documents is not None and context is None:
+            begin = document_bounds(documents)[0][:, start:end].int().to(x.device)
+        elif documents is not None and context is not None:
+            # Each made once, as masks are found again by the tensor (`pyruntime.context.mask`).
+            lengths = [start + each for each in accumulate(self._parts(seq) if caches is None else (seq,))]
+            prefixes = {each: documents[:, : each * cp] for each in lengths}
         step = Step(
             batch,
             seq,
@@ -312,6 +357,8 @@ class Llama(nn.Module):
             cos[places],
             sin[places],
             context,
+            begin,
+            prefixes,
         )
         norms = self.norm_weights(layers)
         if caches is None and not whole and len(parts := self._parts(seq)) > 1:
@@ -319,7 +366,7 @@ class Llama(nn.Module):
                 raise ValueError(f"slices={self.slices} under torch.compile; build the model with slices=1.")
             blocks = [self.layer(number) for number in layers]
             return sliced.run(blocks, x, norms, step, parts, config.rms_norm_eps, self.recompute)
-        normed = rms_norm(x, norms[0], config.rms_norm_eps)
+        normed = rms_norm(x, norms[0], config.rms_norm_eps, config.hidden_size, self.group.y)
         for index, number in enumerate(layers):
             cache = None if caches is None else caches[index]
             following = norms[2 * index + 2] if 2 * index + 2 < len(norms) else None
@@ -376,6 +423,15 @@ class Llama(nn.Module):
             yield from shards_of_model("norm", self.norm)
             if not self.config.tie_word_embeddings:
                 yield from shards_of_model("head", self.head)
+
+    @property
+    def stream_features(self) -> int:
+        """Of the residual stream on this rank."""
+        hidden, y = self.config.hidden_size, self.group.y
+        if y is None:
+            return hidden
+        start, stop = shard_bounds(hidden, y.size, y.rank, "hidden_size")
+        return stop - start
 
     @property
     def has_embedding(self) -> bool:

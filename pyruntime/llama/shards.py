@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from pyruntime.nn.gather import gather_shard
+from pyruntime.nn.gather import gather_whole
 from pyruntime.nn.parameters import TensorGroup
 
 _MODEL = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -26,7 +26,8 @@ class Shard:
     """This rank's part of one tensor of a Hugging Face Llama checkpoint.
 
     `name` and full `shape` are the checkpoint's; `local` is a view of the parameter that holds indices
-    `[start, start + local.shape[dim])` of dimension `dim`, or the whole tensor where `dim` is None.
+    `[start, start + local.shape[dim])` of dimension `dim`, or the whole tensor where `dim` is None. `dim_y`
+    and `start_y` are the same of another dimension, where the group has two axes.
     """
 
     name: str
@@ -34,6 +35,8 @@ class Shard:
     dim: int | None
     start: int
     local: Tensor
+    dim_y: int | None = None
+    start_y: int = 0
 
 
 def shards_of_model(name: str, module: nn.Module) -> Iterator[Shard]:
@@ -49,9 +52,8 @@ def shards_of_layer(number: int, layer: nn.Module) -> Iterator[Shard]:
 
 def gather_full(shard: Shard, group: TensorGroup) -> Tensor:
     """The full tensor that `shard` is a part of, on every rank. All ranks of the group must call this."""
-    if shard.dim is None:
-        return shard.local
-    return gather_shard(shard.local, group, shard.dim, shard.shape[shard.dim])
+    cuts = zip(group.axes, (shard.dim, shard.dim_y), strict=False)
+    return gather_whole(shard.local, cuts, shard.shape)
 
 
 def _shards_of(module: nn.Module, names: dict[str, str], prefix: str = "") -> Iterator[Shard]:
@@ -60,5 +62,6 @@ def _shards_of(module: nn.Module, names: dict[str, str], prefix: str = "") -> It
         for part, local in zip(layout.parts, layout.split(parameter.detach()), strict=True):
             # "q.weight" of a merged linear, "weight" of a plain one
             which, _, kind = part.key.rpartition(".")
-            start = 0 if layout.dim is None else layout.bounds(part)[0]
-            yield Shard(f"{prefix}{names[which]}.{kind}", tuple(part.shape), layout.dim, start, local)
+            starts = {dim: start for dim, start, _ in layout.places(part)}
+            dims = [(dim, starts.get(dim, 0)) for dim in (layout.dim, layout.dim_y)]
+            yield Shard(f"{prefix}{names[which]}.{kind}", tuple(part.shape), *dims[0], local, *dims[1])

@@ -149,10 +149,12 @@ class _Layer:
         if part > 0:
             k, v = torch.cat(self._keys, 2), torch.cat(self._values, 2)
         if context is None:
-            attended = causal_attention(q, k, v).transpose(1, 2)
+            begin = None if step.begin is None else step.begin[:, start : start + seq]
+            attended = causal_attention(q, k, v, begin).transpose(1, 2)
         else:
             context = context.of_first(k.shape[2], step.seq)
-            attended = context.attention(*(x.transpose(1, 2) for x in (q, k, v)))
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+            attended = context.attention(q, k, v, step.documents_of(k.shape[1]))
         return attended.reshape(step.batch * seq, -1)
 
 

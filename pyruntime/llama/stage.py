@@ -32,16 +32,18 @@ class LlamaStage(nn.Module):
         if self.is_last:
             self.norm, self.head = model.norm, model.head
 
-    def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
-        """Tokens [B, S] in the first stage, else the residual stream [T/P, D] of this tensor-parallel rank,
-        -> the stream, or the logits [T, V/P] in the last stage. carry: of the slices before this one."""
+    def forward(self, x: Tensor, carry: Carry | None = None, documents: Tensor | None = None) -> Tensor:
+        """Tokens [B, S] in the first stage, else the residual stream [T/P, D] (of two axes [T/X, D/Y]) of
+        this tensor-parallel rank -> the stream, or the logits [T, V/P] in the last stage. carry: of the
+        slices before this one. documents: of the whole sequences, as `Llama.forward` takes them."""
         (model,) = self._model
         seq = self._seqs[0 if carry is None else carry.part]
         if self.is_first:
             x = model.embed(x.reshape(-1) if carry is not None else model.in_rows(x))
         caches = None if carry is None else carry.of_layers(len(self._numbers))
         start = 0 if carry is None else carry.length
-        x = model.run(x, self._numbers, self.batch, seq, start, caches, share=sum(self._seqs))
+        share = sum(self._seqs)
+        x = model.run(x, self._numbers, self.batch, seq, start, caches, share=share, documents=documents)
         return model.head(x, self.batch * seq) if self.is_last else x
 
     def loss(self, logits: Tensor, labels: Tensor, count: Tensor | None = None) -> Tensor:

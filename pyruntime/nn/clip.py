@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -16,31 +17,36 @@ from pyruntime.ops.layers import sum_of_squares
 def grad_norm(parameters: Tensor | Iterable[nn.Parameter], group: Group | TensorGroup | None) -> Tensor:
     """The Euclidean norm of the full gradient, an fp64 scalar, bitwise the same on every rank of `group`.
 
-    Parameters with `tp_dim` set are shards, and every rank's square counts; the others are replicated, and
-    rank 0's square counts once. One gather of two numbers. Parameters without a gradient count as zero. Every
-    rank must call it."""
+    Parameters that are cut over the group are shards, and every rank's square counts; the others are
+    replicated, and rank 0's square counts once; so over each axis of a group of two. One gather of a few
+    numbers for each. Parameters without a gradient count as zero. Every rank must call it."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     group = TensorGroup.of(group)
-    cut, whole = [], []
+    axes = [axis for axis in group.axes if axis.size > 1]
+    kinds = list(product((True, False), repeat=len(axes)))  # over which axes a gradient is cut
+    gradients: dict[tuple[bool, ...], list[Tensor]] = {kind: [] for kind in kinds}
     for p in parameters:
-        if p.grad is None:
-            continue
-        if getattr(p, "tp_dim", None) is None:
-            whole.append(p.grad)
-        elif p.tp_group_name == group.name:
-            cut.append(p.grad)
-        else:
-            raise ValueError(
-                f"A parameter of shape {list(p.shape)} is cut over group {p.tp_group_name!r}, but its "
-                f"gradient's norm was asked over {group.name!r}; pass the group that the layers were built "
-                "with."
-            )
-    if group.size == 1:
-        return sum_of_squares(cut + whole).sqrt()
+        if p.grad is not None:
+            gradients[tuple(axis.name in _cut_over(p, group) for axis in axes)].append(p.grad)
     device = parameters[0].device if parameters else torch.device("cpu")
-    squares = torch.stack([sum_of_squares(cut, device), sum_of_squares(whole, device)])
-    gathered = ops.all_gather_stats(squares, group.name)  # [P, 2]
-    return (gathered[:, 0].sum() + gathered[0, 1]).sqrt()
+    squares = torch.stack([sum_of_squares(of_kind, device) for of_kind in gradients.values()])
+    for place, axis in enumerate(axes):
+        every = ops.all_gather_stats(squares, axis.name)  # [P, kinds]
+        is_cut = torch.tensor([kind[place] for kind in kinds], device=device)
+        squares = torch.where(is_cut, every.sum(0), every[0])
+    return squares.sum().sqrt()
+
+
+def _cut_over(parameter: Tensor, group: TensorGroup) -> tuple[str, ...]:
+    """Names of the axes of `group` that it is cut over."""
+    if getattr(parameter, "tp_dim", None) is not None and parameter.tp_group_name != group.name:
+        raise ValueError(
+            f"A parameter of shape {list(parameter.shape)} is cut over group {parameter.tp_group_name!r}, "
+            f"but its gradient's norm was asked over {group.name!r}; pass the group that the layers were "
+            "built with."
+        )
+    layout = getattr(parameter, "tp_layout", None)
+    return () if layout is None else layout.cut_over
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 
 from pyruntime import ops
 from pyruntime.nn.activations.row_form import RowForm
+from pyruntime.nn.gather import gather_features
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
 from pyruntime.nn.regions import mark_whole
@@ -23,7 +24,8 @@ class VocabParallelEmbedding(ParallelModule):
     Every rank looks up the ids it holds and writes zeros for the others; the sum over ranks is the embedding.
     Input: ids, int64, the same on every rank, [T] or [B, S]. Result: this rank's tokens [..., rows_r, ...,
     D], cut along `dim` of ids as torch.tensor_split cuts them (sequence_parallel: reduce-scatter), or all of
-    them (all-reduce). State dict: "weight", DTensor with Shard(0).
+    them (all-reduce). State dict: "weight", DTensor with Shard(0). With a group of two axes rank (r, s) holds
+    [V/X, D/Y], and the result has this rank's features of D, cut over y.
 
     padding_idx: as in nn.Embedding, its row gets no gradient.
     Raises ValueError where the group leaves a rank without rows; IndexError for an id outside [0, V) on CPU.
@@ -47,9 +49,11 @@ class VocabParallelEmbedding(ParallelModule):
         self.sequence_parallel = sequence_parallel
         self.dim = dim
         self.form: RowForm | None = None  # set by parallelize()
+        self.whole_features = False  # set by parallelize(): the result is not cut over y
         self.on_rows = sequence_parallel  # in the last call
         self.padding_idx = padding_idx
-        self.add_parameter("weight", 0, [Part("weight", (num_embeddings, embedding_dim))], dtype, device)
+        table = [Part("weight", (num_embeddings, embedding_dim))]
+        self.add_parameter("weight", 0, table, dtype, device, dim_y=1)
         layout = self._layouts["weight"]
         self.vocab_start, self.vocab_end = layout.bounds(layout.parts[0])
         self._local_padding_idx = None
@@ -87,6 +91,14 @@ class VocabParallelEmbedding(ParallelModule):
             self.__dict__["last_rows"] = ids.numel()
             if ids.device.type == "cpu":  # on other devices reading them would wait for the device
                 _check_ids(ids, self.num_embeddings, self.label or type(self).__name__)
+        y = self._of_features(ids)
+        if self.whole_features and self.group.y is not None:
+            y = gather_features(y, self.group.y, self.embedding_dim)
+            mark_whole(y)
+        return y
+
+    def _of_features(self, ids: Tensor) -> Tensor:
+        """The result, of this rank's features where they are cut."""
         if self.group.size == 1:
             return F.embedding(ids, self.weight, self._local_padding_idx)
         local = ids - self.vocab_start

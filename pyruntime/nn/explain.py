@@ -49,8 +49,9 @@ class Report:
     """What `explain` found; str() is a table, with reasons that several lines share below it.
 
     gave_way: {layer: why it gives or takes whole activations though its plan had it cut}, as the first call
-    found. left_whole: {module or parameter: why plan "auto" has not cut it}. shared: layers that read one
-    input and run as one op where gradients are on. form: whether norms and residuals are on a rank's rows, or
+    found. left_whole: {module or parameter: why plan "auto" has not cut it}. packed: {layer: the parts of its
+    features, each cut by itself}. shared: layers that read one input and run as one op where gradients are
+    on. form: whether norms and residuals are on a rank's rows, or
     why not; "" before the first call, and under plans other than "auto"."""
 
     rows: tuple[LayerReport, ...]
@@ -58,6 +59,7 @@ class Report:
     left_whole: Mapping[str, str] = field(default_factory=dict)
     shared: tuple[tuple[str, ...], ...] = ()
     form: str = ""
+    packed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if not self.rows:
@@ -66,12 +68,14 @@ class Report:
         rows = (replace(row, reason=reason) for row, reason in zip(self.rows, reasons, strict=True))
         lines = [[str(cell) for cell in astuple(row)] for row in rows]
         table = columns(_HEAD, lines, left=range(len(_HEAD)))
+        parts = {name: f"{' + '.join(map(str, sizes))} features" for name, sizes in self.packed.items()}
+        packed = _by_reason("cut by its parts", parts)
         gave_way = _by_reason("reads or gives whole activations", self.gave_way)
         kinds = dict.fromkeys(", ".join(map(block_name, names)) for names in self.shared)
         shared = [f"one op for what reads one input: {names}" for names in kinds]
         form = [f"activations: {self.form}"] if self.form else []
         left = _by_reason("left whole", self.left_whole)
-        return "\n".join([table, *notes, *shared, *form, *gave_way, *left])
+        return "\n".join([table, *notes, *shared, *form, *packed, *gave_way, *left])
 
 
 def _by_reason(what: str, reasons: Mapping[str, str]) -> list[str]:
@@ -105,6 +109,7 @@ def explain(model: nn.Module) -> Report:
         },
         tuple(tuple(layer.label for layer in each.layers) for each in inputs if each and each.layers),
         "; ".join(form.said for form in forms if form.said),
+        {name: layer.packed for name, layer in layers.items() if getattr(layer, "packed", ())},
     )
 
 
@@ -116,6 +121,7 @@ def _line(name: str, layer: ParallelLinear | VocabParallelEmbedding, use: OpUse)
         if layer.last_rows:
             tier, reason = tier_of(layer, use)
             refused = strict_refusal(asked, tier)
+    group = use.group or layer.group
     return LayerReport(
         name=name or layer.label,
         when=use.when,
@@ -124,9 +130,9 @@ def _line(name: str, layer: ParallelLinear | VocabParallelEmbedding, use: OpUse)
         n=use.n,
         k=use.k,
         dtype=str(layer.weight.dtype).removeprefix("torch."),
-        group_size=layer.group.size,
+        group_size=group.size,
         # The kind alone: what was measured of the link stands in `pyruntime.comm.transport_of`.
-        transport="-" if layer.group.size == 1 else transport_of(layer.group.name).split(",")[0],
+        transport="-" if group.size == 1 else transport_of(group.name).split(",")[0],
         asked=asked,
         tier=tier,
         reason=reason,

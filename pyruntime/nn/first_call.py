@@ -29,7 +29,7 @@ from pyruntime.nn import head_counts
 from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.activations.shared_input import SeenInputs
 from pyruntime.nn.comparing import TOLERANCES, copied, differs, forwards, tensors_of, untouched
-from pyruntime.nn.gather import gather_shard
+from pyruntime.nn.gather import gather_whole
 from pyruntime.nn.head_counts import Mismatch
 from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from pyruntime.nn.parameters import shard_bounds
@@ -260,7 +260,7 @@ class _CutRun:
             if isinstance(layer, RowParallelLinear) or not _is_cut(layer):
                 return self._whole_output(layer, x)
             self.calls.append(_Call(layer))
-            return F.linear(x, layer.matrix, layer.bias)
+            return F.linear(x, _own_columns(layer), layer.bias)
 
         return forward
 
@@ -419,11 +419,19 @@ def _place_of(error: Exception, module: nn.Module) -> str:
     return place
 
 
+def _own_columns(layer: ParallelLinear) -> Tensor:
+    """This rank's weight as [out_features, in_features], with all of these where y cuts them."""
+    if layer.group.y is None:
+        return layer.matrix
+    layout = layer._layouts["weight"]
+    weight = gather_whole(layer.weight.detach(), layout.cuts[1:], layout.parts[0].shape)
+    return weight.t() if layer.transposed else weight
+
+
 def _whole(layer: ParallelLinear, name: str) -> Tensor | None:
     parameter = getattr(layer, name)
     if parameter is None:
         return None
     layout = layer._layouts[name]
-    if layout.dim is None:
-        return parameter
-    return gather_shard(parameter.detach(), layer.group, layout.dim, layout.parts[0].shape[layout.dim])
+    part = layout.parts[0]
+    return gather_whole(parameter.detach(), layout.cuts, part.shape, part.packed)

@@ -3,22 +3,28 @@ reverse: this rank's features of what is whole."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from pyruntime import ops
+from pyruntime.nn.packed.order import in_order, ranges_of
 from pyruntime.nn.parameters import TensorGroup, shard_bounds
 
 
-def gather_features(y_shard: Tensor, group: TensorGroup, features: int) -> Tensor:
-    """y_shard [..., N_r], rank r's features of the same rows -> y [..., N], the same on every rank.
+def gather_features(
+    y_shard: Tensor, group: TensorGroup, features: int, packed: tuple[int, ...] = ()
+) -> Tensor:
+    """y_shard [..., N_r], rank r's features of the same rows -> y [..., N], the same on every rank. packed:
+    sizes of the parts of N that are cut by themselves.
 
     Whatever reads y is replicated, so its gradient is already whole on every rank and the backward keeps this
     rank's features of it without communication (the backward of all_gather would sum P copies)."""
     if group.size == 1:
         return y_shard
-    return _GatherFeatures.apply(y_shard, group.name, group.size, group.rank, features)
+    return _GatherFeatures.apply(y_shard, group.name, group.size, group.rank, features, packed)
 
 
 def split_features(x: Tensor, group: TensorGroup, features: int) -> Tensor:
@@ -31,10 +37,29 @@ def split_features(x: Tensor, group: TensorGroup, features: int) -> Tensor:
 
 
 @torch.no_grad()
-def gather_shard(local: Tensor, group: TensorGroup, dim: int, total: int) -> Tensor:
+def gather_shard(
+    local: Tensor, group: TensorGroup, dim: int, total: int, packed: tuple[int, ...] = ()
+) -> Tensor:
     """The whole of a tensor that is `total` along `dim`, cut as parameters are, on every rank. All ranks of
     the group must call this; no gradient."""
-    return local if group.size == 1 else _gather(local, group.name, group.size, dim, total)
+    if group.size == 1:
+        return local
+    whole = _gather(local, group.name, group.size, dim, total)
+    return in_order(whole, dim, group.size, packed) if packed else whole
+
+
+def gather_whole(
+    local: Tensor,
+    cuts: Iterable[tuple[TensorGroup, int | None]],
+    shape: Sequence[int],
+    packed: tuple[int, ...] = (),
+) -> Tensor:
+    """The same of a tensor of `shape` that is cut over several axes, each along its dimension (None: over
+    that axis it is not cut). packed: of one axis alone."""
+    for axis, dim in cuts:
+        if dim is not None:
+            local = gather_shard(local, axis, dim, shape[dim], packed)
+    return local
 
 
 def _gather(local: Tensor, name: str, size: int, dim: int, total: int) -> Tensor:
@@ -49,14 +74,20 @@ def _gather(local: Tensor, name: str, size: int, dim: int, total: int) -> Tensor
 
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_shard: Tensor, name: str, size: int, rank: int, features: int) -> Tensor:
-        ctx.bounds = shard_bounds(features, size, rank)
-        return _gather(y_shard, name, size, y_shard.dim() - 1, features)
+    def forward(
+        ctx, y_shard: Tensor, name: str, size: int, rank: int, features: int, packed: tuple[int, ...]
+    ) -> Tensor:
+        ctx.ranges = (
+            ranges_of(packed, size, rank, "features") if packed else [shard_bounds(features, size, rank)]
+        )
+        y = _gather(y_shard, name, size, y_shard.dim() - 1, features)
+        return in_order(y, -1, size, packed) if packed else y
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        start, stop = ctx.bounds
-        return grad[..., start:stop].contiguous(), None, None, None, None
+        own = [grad[..., start:stop] for start, stop in ctx.ranges]
+        dy = torch.cat(own, -1) if len(own) > 1 else own[0].contiguous()
+        return dy, None, None, None, None, None
 
 
 class _SplitFeatures(torch.autograd.Function):

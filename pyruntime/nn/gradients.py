@@ -22,7 +22,8 @@ class ShardGradient(Tensor):
     shards together, the same bits on every rank. Every rank must ask for them. p.grad * 2, and whatever else
     is computed of it, is plain."""
 
-    tp_group_name: str
+    groups: tuple[str, ...]
+    """Over which it is cut."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -33,8 +34,8 @@ class ShardGradient(Tensor):
 
 
 def watch_gradient(parameter: nn.Parameter) -> None:
-    """The gradients that autograd accumulates into `parameter` are ShardGradients of
-    `parameter.tp_group_name` from now on."""
+    """The gradients that autograd accumulates into `parameter` are ShardGradients of the groups of
+    `parameter.tp_layout` from now on."""
     if _wrap in (parameter._post_accumulate_grad_hooks or {}).values():
         return
     trains = parameter.requires_grad
@@ -58,7 +59,7 @@ def _wrap(parameter: Tensor) -> None:
     ):  # None: a sink has taken it, or it comes later
         return
     parameter.grad = gradient.as_subclass(ShardGradient)
-    parameter.grad.tp_group_name = parameter.tp_group_name
+    parameter.grad.groups = parameter.tp_layout.cut_over
 
 
 # -- what is computed of the shards of all ranks; `func` is torch's own, for this rank's
@@ -85,10 +86,11 @@ def _norm(func: Callable, gradient: Tensor, *given: Any, **options: Any) -> Tens
 def _of_all_ranks(norms: list[Tensor], gradients: Sequence[Tensor], order: float) -> list[Tensor]:
     """`norms` of this rank's shards, made those of all ranks' shards where the gradient is one. One gather
     for each group."""
-    for group, places in _places(gradients).items():
-        mine = torch.stack([norms[i].double().reshape(()) for i in places])
-        every = ops.all_gather_stats(mine, group)  # [P, len(places)]
-        for i, norm in zip(places, _combined(every, order), strict=True):
+    for groups, places in _places(gradients).items():
+        whole = torch.stack([norms[i].double().reshape(()) for i in places])
+        for group in groups:
+            whole = _combined(ops.all_gather_stats(whole, group), order)  # of [P, len(places)]
+        for i, norm in zip(places, whole, strict=True):
             norms[i] = norm.to(norms[i].dtype).reshape(norms[i].shape)
     return norms
 
@@ -105,16 +107,16 @@ def _combined(norms: Tensor, order: float) -> Tensor:
 def _unscale(func: Callable, gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """torch._amp_foreach_non_finite_check_and_unscale_: what one rank found, all have found."""
     func(gradients, found_inf, inverse_scale)
-    for group in _places(gradients):
+    for group in dict.fromkeys(group for groups in _places(gradients) for group in groups):
         found_inf.copy_(ops.all_gather_stats(found_inf.double(), group).amax(0))
 
 
-def _places(gradients: Sequence[Tensor]) -> dict[str, list[int]]:
-    """By group, where the gradients that are cut over it stand."""
-    places: dict[str, list[int]] = {}
+def _places(gradients: Sequence[Tensor]) -> dict[tuple[str, ...], list[int]]:
+    """By the groups that they are cut over, where the gradients stand."""
+    places: dict[tuple[str, ...], list[int]] = {}
     for i, gradient in enumerate(gradients):
         if isinstance(gradient, ShardGradient):
-            places.setdefault(gradient.tp_group_name, []).append(i)
+            places.setdefault(gradient.groups, []).append(i)
     return places
 
 

@@ -1,23 +1,53 @@
 """Counts of heads and widths that a module keeps as attributes, and reads where its activations are cut.
 
 Attention that views its projections as `[B, -1, self.num_heads, head_dim]` is right on a rank's heads only
-when `num_heads` is theirs. Which attributes those are is guessed by their names, and the guess is kept only
-where the numbers of the first call agree (first_call.py)."""
+when `num_heads` is theirs. Which attributes those are is guessed by their names, or by their value where it
+is the size of a part of a packed linear, and the guess is kept only where the numbers of the first call agree
+(first_call.py). A module that asks its configuration is given one that answers with the rank's own counts."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
+
+from pyruntime.nn import lora
 
 _COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 _WIDTHS = ("embed_dim", "all_head_size", "inner_dim", "hidden_size", "dim", "d_model")
 # Where one head of keys is whole on every rank: how many heads of queries read it.
 _READERS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_groups", "n_rep")
-_TRIALS = (_COUNTS, (*_COUNTS, *_WIDTHS), _READERS)
 _KEPT = "_pyruntime_whole_counts"  # on the module: {attribute: its value before}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    """names: of attributes that are counts. and_more: also those of the configuration that have such a name,
+    and attributes that are as large as a part of a packed linear."""
+
+    names: tuple[str, ...]
+    and_more: bool = False
+
+
+_TRIALS = (_Trial(_COUNTS), _Trial((*_COUNTS, *_WIDTHS)), _Trial(_READERS), _Trial(_COUNTS, and_more=True))
+
+
+class LocalConfig:
+    """A configuration of which some counts are a rank's own; everything else is asked of it."""
+
+    def __init__(self, config: Any, counts: dict[str, int]) -> None:
+        vars(self).update(_config=config, **counts)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_config":  # of copies and pickles that are not filled yet
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +84,7 @@ def settled(
             if not gave_way:
                 _put_back(changed)
                 return mismatch
-            count_whole = [m for m in changed if any(child in gave_way for child in m.children())]
+            count_whole = [m for m in changed if any(layer in gave_way for layer in _layers_of(m))]
             _put_back(count_whole)
             changed = [module for module in changed if module not in count_whole]
             after = compare()
@@ -71,17 +101,17 @@ def _mended(
 ) -> Mismatch | None:
     """What is left to mend, further on, once counts around the mismatch are a rank's own; `mismatch` itself
     where none are."""
-    for names in _TRIALS:
+    for trial in _TRIALS:
         found = {
-            module: counts
+            module: local
             for module in _around(root, mismatch)
-            if _KEPT not in vars(module) and (counts := _divisible(module, names, tp))
+            if _KEPT not in vars(module) and (local := _divided(module, trial, tp))
         }
         if not found:
             continue
-        for module, counts in found.items():
-            vars(module)[_KEPT] = counts
-            vars(module).update({name: count // tp for name, count in counts.items()})
+        for module, local in found.items():
+            vars(module)[_KEPT] = {name: vars(module)[name] for name in local}
+            vars(module).update(local)
         after = compare()
         if after is None or after.position > mismatch.position:
             changed += found
@@ -114,13 +144,44 @@ def _around(root: nn.Module, mismatch: Mismatch) -> list[nn.Module]:
     classes = {
         type(module)
         for module in root.modules()
-        if any(child in mismatch.layers for child in module.children())
+        if any(layer in mismatch.layers for layer in _layers_of(module))
     }
     return [module for module in root.modules() if type(module) in classes]
 
 
-def _divisible(module: nn.Module, names: tuple[str, ...], tp: int) -> dict[str, int]:
-    """The counts of these names, where tp divides all of them; else none."""
+def _layers_of(module: nn.Module) -> Iterator[nn.Module]:
+    """What it holds itself, linears within adapters too."""
+    if lora.is_wrapper(module):
+        return
+    for child in module.children():
+        yield from child.modules() if lora.is_wrapper(child) else (child,)
+
+
+def _divided(module: nn.Module, trial: _Trial, tp: int) -> dict[str, Any]:
+    """What the attributes of a trial are on a rank, where tp divides all of them; else nothing."""
     values = vars(module)
-    counts = {name: values[name] for name in names if type(values.get(name)) is int}
-    return counts if all(count % tp == 0 for count in counts.values()) else {}
+    counts = {name: values[name] for name in trial.names if type(values.get(name)) is int}
+    of_config: dict[str, int] = {}
+    if trial.and_more:
+        sizes = {size for layer in _layers_of(module) for size in getattr(layer, "packed", ())}
+        counts |= {name: n for name, n in values.items() if type(n) is int and n in sizes}
+        of_config = _counts_of(values.get("config"), trial.names)
+    if any(count % tp for count in (*counts.values(), *of_config.values())):
+        return {}
+    local: dict[str, Any] = {name: count // tp for name, count in counts.items()}
+    if of_config:
+        own = {name: count // tp for name, count in of_config.items()}
+        local["config"] = LocalConfig(values["config"], own)
+    return local
+
+
+def _counts_of(config: Any, names: Iterable[str]) -> dict[str, int]:
+    found = {}
+    for name in names:
+        try:
+            count = getattr(config, name, None)
+        except Exception:  # some configurations refuse to tell what varies from layer to layer
+            continue
+        if type(count) is int:
+            found[name] = count
+    return found

@@ -12,12 +12,23 @@ of x:
 
 A column layer followed by a row layer is a whole MLP or attention block with one communication at each end.
 Features are cut as DTensor cuts them (parameters.py), rows as torch.tensor_split cuts them; P need divide
-neither."""
+neither.
+
+A group of two axes, x and y, cuts the residual stream's features over y, and W both ways (AxoNN, arXiv
+2305.13525, algorithm 1). With X x Y ranks, of which rank (r, s) holds features s of its x:
+
+    column, W_rs [N/X, K/Y]    y_r [M, N/X]     = sum over s of gather_x(x_s) @ W_rs^T
+    row, W_sr [N/Y, K/X]       y_s [M/X, N/Y]   = scatter_x(sum over r of x_r @ W_sr^T)
+
+A column layer's result and a row layer's input are the same for every s. So a row layer's dX is summed over
+y, and that of a column layer over x, as without y. A GEMM hides one of its two exchanges, the longer: what
+travels over x, by the primitives above, or the sum over y, by matmul_all_reduce (column) and
+replicated_matmul (row)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
@@ -25,6 +36,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from pyruntime import ops
+from pyruntime.nn.activations.causal_loss import leave_own
 from pyruntime.nn.activations.row_shard import RowShard, to_rows
 from pyruntime.nn.activations.shared_input import SharedInput
 from pyruntime.nn.gather import gather_features, split_features
@@ -54,7 +66,8 @@ class ParallelLinear(ParallelModule):
     Options: sequence_parallel (True); dim (0): along which rows are cut, under sequence_parallel; tier:
     "auto" (tuned, else chunked), "unfused", "chunked" or "fused"; strict (False): raise where a slower one
     would run; transposed (False): weights are kept as [in_features, out_features], as transformers' Conv1D
-    has them; dtype; device.
+    has them; packed (()): sizes of what the out_features of a column linear are one after the other (q, k and
+    v), each of which is cut by itself, so that a rank's are [part0_r | part1_r | ..]; dtype; device.
 
     Initialised as nn.Linear initialises the full weights, of which each rank keeps its shard: the model is
     the same for every tp, provided that all ranks are seeded alike."""
@@ -75,27 +88,37 @@ class ParallelLinear(ParallelModule):
         tier: str = "auto",
         strict: bool = False,
         transposed: bool = False,
+        packed: Sequence[int] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
         super().__init__(group)
         self.in_features = in_features
+        self.packed = tuple(packed) if self.group.size > 1 else ()
         self.transposed = transposed
         self.sequence_parallel = sequence_parallel
         self.dim = dim
         self.tier = check_tier(tier)
         self.strict = strict
         self.region: Region | None = None  # set by parallelize()
+        self.whole_features = False  # set by parallelize(): over y, what comes and goes is whole
         self.on_rows = sequence_parallel  # in the last call
         self._accepted_rows: set[int] = set()
         self._alone = not self.group.name  # group=None: there is no process group to name
         self._parts = dict(parts)
         weight_cut, bias_cut = cut
-        weights = [Part(f"{prefix}weight", self._shape(size)) for prefix, size in parts.items()]
-        self.add_parameter("weight", 1 - weight_cut if transposed else weight_cut, weights, dtype, device)
+        if self.packed and [sum(self.packed)] != list(parts.values()):
+            raise ValueError(
+                f"The parts {list(self.packed)} have {sum(self.packed)} features together, and the linear has "
+                f"out_features={list(parts.values())}; name all of its parts, in its order."
+            )
+        weight_cut = 1 - weight_cut if transposed else weight_cut
+        weights = [Part(f"{prefix}weight", self._shape(size), self.packed) for prefix, size in parts.items()]
+        self.add_parameter("weight", weight_cut, weights, dtype, device, dim_y=1 - weight_cut)
         if bias:
-            biases = [Part(f"{prefix}bias", (size,)) for prefix, size in parts.items()]
-            self.add_parameter("bias", bias_cut, biases, dtype, device)
+            biases = [Part(f"{prefix}bias", (size,), self.packed) for prefix, size in parts.items()]
+            bias_cut_y = 0 if bias_cut is None else None
+            self.add_parameter("bias", bias_cut, biases, dtype, device, dim_y=bias_cut_y)
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -139,6 +162,12 @@ class ParallelLinear(ParallelModule):
         dtype = torch.get_autocast_dtype(device)
         return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
+    def _hides_y(self, wide: int, stream: int) -> bool:
+        """Whether the GEMM runs beside the sum over y, of `wide` features cut over x, and not beside what
+        travels over x, of `stream` features cut over y: each is 2 (P - 1) / P of its rows."""
+        y = self.group.y
+        return y is not None and (y.size - 1) * wide > (self.group.size - 1) * stream
+
     def op_uses(self) -> list[OpUse]:
         """The primitives that one forward and one backward of this layer run."""
         # Abstract: nn.Module and abc.ABC do not mix; column and row linears answer.
@@ -179,10 +208,13 @@ class _ColumnLinear(ParallelLinear):
         self.shared_input: SharedInput | None = None  # set by the first call
 
     def compute(self, x: Tensor, rows: int | None = None) -> Tensor:
-        if x.size(-1) != self.in_features:
+        width = self.in_features if self.whole_features else self.matrix.size(1)
+        if x.size(-1) != width:
+            of = "" if width == self.in_features else f"{width} of "
             raise ValueError(
-                f"{self.label or type(self).__name__} takes in_features={self.in_features}, but its input is "
-                f"{list(x.shape)}; a column-parallel linear needs every feature of x (only rows may be cut)."
+                f"{self.label or type(self).__name__} takes {of}in_features={self.in_features}, but its "
+                f"input is {list(x.shape)}; a column-parallel linear needs every feature of x (only rows may "
+                "be cut), or this rank's over y where its group has that axis."
             )
         on_rows = self.sequence_parallel or isinstance(x, RowShard)
         y = None if self.shared_input is None else self.shared_input.output(self, x)
@@ -199,6 +231,26 @@ class _ColumnLinear(ParallelLinear):
         self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], rows: int | None = None
     ) -> list[Tensor]:
         """x @ W_i^T + b_i, of this linear and of others that read x with it."""
+        y = self.group.y
+        if y is None:
+            return self._multiply(x, weights, biases, rows)
+        if self.whole_features:
+            x = split_features(x, y, self.in_features)
+        if not self._hides_y(sum(self._parts.values()), self.in_features):
+            parts = self._multiply(x, weights, [None] * len(weights), rows)
+            sums = (ops.all_reduce(part, y.name) for part in parts)
+            return [each if b is None else each + b for each, b in zip(sums, biases, strict=True)]
+        if self.group.size > 1 and self.sequence_parallel:
+            x = ops.all_gather(x, self.group.name, dim=self.dim, rows=rows)
+        elif self.group.size > 1:
+            x = ops.replicate_grad(x, self.group.name)
+        pairs = zip(weights, biases, strict=True)
+        return [ops.matmul_all_reduce(x, w, y.name, bias=b, tier=self.tier) for w, b in pairs]
+
+    def _multiply(
+        self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], rows: int | None
+    ) -> list[Tensor]:
+        """The same over this rank's features of x."""
         group, on_rows, dim = self.group.name, isinstance(x, RowShard), self.dim
         if not (on_rows or self.sequence_parallel):
             return ops.replicated_matmul(x, weights, group, bias=biases, tier=self.tier)
@@ -222,6 +274,12 @@ class _ColumnLinear(ParallelLinear):
         n, k = self.matrix.shape
         if self.shared_input is not None and self.shared_input.layers:
             n = sum(layer.matrix.shape[0] for layer in self.shared_input.layers)
+        y = self.group.y
+        if self._hides_y(sum(self._parts.values()), self.in_features):
+            return [
+                OpUse("forward", "matmul_all_reduce", n, k, group=y),
+                OpUse("backward", "matmul_all_reduce_backward", n, k, travels=False, group=y),
+            ]
         op = "all_gather_matmul" if self.on_rows else "replicated_matmul"
         return [OpUse("forward", op, n, k, travels=self.on_rows), OpUse("backward", f"{op}_backward", n, k)]
 
@@ -250,6 +308,7 @@ class ColumnParallelLinear(_ColumnLinear):
         super().__init__(in_features, {"": out_features}, bias, group=group, **options)
         self.out_features = out_features
         self.gather_output = gather_output
+        self.leaves_own = False  # whether what is gathered holds what is not; set by parallelize()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: Group | TensorGroup | None, **options) -> Self:
@@ -268,9 +327,11 @@ class ColumnParallelLinear(_ColumnLinear):
             mark_whole(x)
         y = super().compute(x, rows)
         if self.gather_output:
-            y = gather_features(y, self.group, self.out_features)
+            own, y = y, gather_features(y, self.group, self.out_features, self.packed)
             if self.region is not None:
                 mark_whole(y)
+            if self.leaves_own and y is not own and not is_compiling():
+                leave_own(y, self, own)
             return y
         return y if self.region is None else self.region.begin(y)
 
@@ -373,19 +434,26 @@ class RowParallelLinear(ParallelLinear):
         if self.region is not None and not self.split_input:
             x = self.region.end(x)
         x, weight, bias = self._operands(x)
-        group = self.group.name
+        group, axis = self.group.name, self.group.y
         form = self.region.form if self.region is not None and x.dim() > 1 else None
         form = form if form is not None and form.gives_rows else None
+        hides_y = self._hides_y(self.in_features, self.out_features)
+        if axis is not None and not hides_y:
+            x = ops.replicate_grad(x, axis.name)
         if self._alone:
             y = primitives.linear(x, weight, bias)
+        elif axis is not None and hides_y:
+            y = self._scattered(ops.replicated_matmul(x, weight, axis.name, tier=self.tier), bias)
         elif self.sequence_parallel:
             y = ops.matmul_reduce_scatter(x, weight, group, dim=self.dim, bias=bias, tier=self.tier)
         elif form is not None:
             y = ops.matmul_reduce_scatter(x.flatten(0, -2), weight, group, bias=bias, tier=self.tier)
-            y = form.shard(y, (*x.shape[:-1], self.out_features))
+            y = form.shard(y, (*x.shape[:-1], weight.size(0)))
         else:
             y = ops.matmul_all_reduce(x, weight, group, bias=bias, tier=self.tier)
         self._note(x.numel() // x.size(-1), self.sequence_parallel or form is not None)
+        if axis is not None and self.whole_features:
+            y = gather_features(y, axis, self.out_features)
         if self.region is None:
             return y
         if self.split_input:
@@ -393,8 +461,24 @@ class RowParallelLinear(ParallelLinear):
             return y
         return self.region.whole(y)
 
+    def _scattered(self, part: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum over x of its ranks' parts [.., M, .., N/Y], of which each takes its rows or all, and b."""
+        group, several = self.group.name, self.group.size > 1
+        if several and self.sequence_parallel:
+            part = ops.reduce_scatter(part, group, dim=self.dim)
+            bias = bias if bias is None else ops.replicate_grad(bias, group)
+        elif several:
+            part = ops.all_reduce(part, group)
+        return part if bias is None else part + bias
+
     def op_uses(self) -> list[OpUse]:
         n, k = self.matrix.shape
+        y = self.group.y
+        if self._hides_y(self.in_features, self.out_features):
+            return [
+                OpUse("forward", "replicated_matmul", n, k, travels=False, group=y),
+                OpUse("backward", "replicated_matmul_backward", n, k, group=y),
+            ]
         op = "matmul_reduce_scatter" if self.on_rows else "matmul_all_reduce"
         return [
             OpUse("forward", op, n, k),

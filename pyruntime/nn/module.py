@@ -52,9 +52,12 @@ class ParallelModule(nn.Module):
         parts: Sequence[Part],
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        *,
+        dim_y: int | None = None,
     ) -> nn.Parameter:
-        """Registers this rank's (uninitialised) shard of `parts`, cut along `dim` (None: not cut)."""
-        layout = Layout(self.group, dim, tuple(parts))
+        """Registers this rank's (uninitialised) shard of `parts`, cut along `dim` (None: not cut), and along
+        `dim_y` over the second axis of a group that has one."""
+        layout = Layout(self.group, dim, tuple(parts), None if self.group.y is None else dim_y)
         parameter = nn.Parameter(torch.empty(layout.local_shape(), dtype=dtype, device=device))
         self.register_parameter(name, parameter)
         self._layouts[name] = layout
@@ -161,7 +164,7 @@ def _mark(parameter: nn.Parameter, layout: Layout) -> None:
     parameter.tp_layout = layout
     parameter.tp_dim = layout.dim
     parameter.tp_group_name = layout.group.name
-    if layout.dim is not None and layout.group.size > 1:
+    if layout.cut_over:
         watch_gradient(parameter)
 
 

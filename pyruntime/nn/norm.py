@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from pyruntime import ops
+from pyruntime.nn.grid.rms_norm import rms_norm
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
-from pyruntime.ops.layers import rms_norm
 
 
 class RMSNorm(ParallelModule):
@@ -17,7 +17,8 @@ class RMSNorm(ParallelModule):
     Rows are independent, so a rank normalises its own rows without communication. The weight [dim] is the
     same on every rank of `group`, and its gradient, to which every rank's rows contribute, is summed over the
     group in the backward. group=None: the input is not cut (or the norm is replicated), and nothing is
-    summed. State dict: "weight", a replicated DTensor, or a plain tensor without a group."""
+    summed. With a group of two axes the features are cut over y (grid/rms_norm.py): input [..., D/Y], weight
+    [D/Y]. State dict: "weight", a DTensor, or a plain tensor without a group."""
 
     def __init__(
         self,
@@ -31,7 +32,7 @@ class RMSNorm(ParallelModule):
         super().__init__(group)
         self.dim = dim
         self.eps = eps
-        self.add_parameter("weight", None, [Part("weight", (dim,))], dtype, device)
+        self.add_parameter("weight", None, [Part("weight", (dim,))], dtype, device, dim_y=0)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -40,7 +41,7 @@ class RMSNorm(ParallelModule):
 
     def compute(self, x: Tensor) -> Tensor:
         weight = self.weight if self.group.size == 1 else ops.replicate_grad(self.weight, self.group.name)
-        return rms_norm(x, weight, self.eps)
+        return rms_norm(x, weight, self.eps, self.dim, self.group.y)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, group=({self.group})"

@@ -54,7 +54,7 @@ def _shards(optimizer: Optimizer) -> Iterator[tuple[Tensor, Layout]]:
 
 def _refuse_mixing(optimizer: Optimizer) -> None:
     for parameter, layout in _shards(optimizer):
-        if layout.dim is not None and layout.group.size > 1:
+        if layout.cut_over:
             raise ValueError(
                 f"{type(optimizer).__name__} computes the update of an element from others of the same "
                 f"weight, but {layout.parts[0].key} {list(layout.parts[0].shape)} is cut over group "
@@ -100,7 +100,7 @@ def _whole(layout: Layout, name: str, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if tuple(value.shape) != layout.local_shape():
-        if layout.dim is None or layout.group.size == 1 or value.numel() == 1:
+        if not layout.cut_over or value.numel() == 1:
             return value  # the same on every rank
         raise ValueError(
             f"The optimizer's state {name!r} of {layout.parts[0].key} has shape {list(value.shape)}, and "

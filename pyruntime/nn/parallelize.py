@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyruntime.nn import lora
+from pyruntime.nn.activations.causal_loss import read_own_logits
+from pyruntime.nn.activations.fused_norms import fuse_norms
 from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.auto import auto_plan
 from pyruntime.nn.embedding import VocabParallelEmbedding
@@ -43,8 +46,9 @@ def parallelize(
     takes; what stands between must work feature by feature or head by head (activations, attention). See
     plans.py for patterns and styles.
 
-    mesh: the 1-D DeviceMesh, process group or group name to cut over. Every rank calls with the same full
-    model. plan: "auto", which is transformers' plan of the model or one read off its data flow (nn/auto), a
+    mesh: the 1-D DeviceMesh, process group or group name to cut over, or a 2-D mesh (x, y), over whose second
+    dimension the features that others read are cut inside of layers (docs/4d.md). Every rank calls with the
+    same full model. plan: "auto", which is transformers' plan or one read off its data flow (nn/auto), a
     mapping {glob on module names: "column" | "column_gather" | "row" | "row_split" | "embedding"}, or a
     plan's name ("llama"). tier, strict: for every linear, see nn.ColumnParallelLinear.
 
@@ -66,9 +70,18 @@ def parallelize(
     plan = auto_plan(model, group.size) if plan == "auto" else find_plan(plan)
     plan.check(model, group.size)
     styles = match_modules(model, plan.styles)
-    check_same_model(model, group)
+    if plan.packed and group.y is not None:
+        raise ValueError(
+            f"{', '.join(plan.packed)} hold several linears, which are cut by their parts over one axis "
+            "alone; use a mesh of one dimension."
+        )
+    for axis in group.axes:
+        check_same_model(model, axis)
+    options = {"sequence_parallel": False, "tier": tier, "strict": strict}
     replaced = {
-        name: _parallel(model.get_submodule(name), name, style, group, tier, strict)
+        name: _parallel(
+            model.get_submodule(name), name, style, group, plan.packed.get(lora.wrapper_of(name), ()), options
+        )
         for name, style in styles.items()
     }
     replaced = _under_all_names(model, replaced)
@@ -76,8 +89,11 @@ def parallelize(
     for name, module in replaced.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, module)
-    if group.size > 1:
+    if group.ranks > 1:
         _watch(model, replaced, group, plan.gives_way)
+        if plan.gives_way:
+            read_own_logits(model)
+            fuse_norms(model)
     vars(model)[LEFT_WHOLE] = dict(plan.left_whole)
     save_whole(model, group)
     return model
@@ -89,7 +105,7 @@ def _watch(
     """From here on gradients of what is whole are summed where they must be (regions.py), and the first call
     is compared with the whole model's (first_call.py)."""
     holders: dict[nn.Module, None] = {}
-    form = RowForm(group) if gives_way else None
+    form = RowForm(group) if gives_way and group.y is None else None
     for name, module in replaced.items():
         if isinstance(module, ParallelLinear):
             module.region = Region(name, group, gives_way, form)
@@ -148,21 +164,26 @@ def _check_kind(name: str, module: nn.Module, pattern: str, style: str) -> None:
 
 
 def _parallel(
-    module: nn.Module, name: str, style: str, group: TensorGroup, tier: str, strict: bool
+    module: nn.Module,
+    name: str,
+    style: str,
+    group: TensorGroup,
+    packed: tuple[int, ...],
+    options: dict[str, Any],
 ) -> ParallelModule:
     new: ParallelModule
-    options = {"sequence_parallel": False, "tier": tier, "strict": strict}
     try:
         if style == "embedding":
             new = VocabParallelEmbedding.from_embedding(module, group, sequence_parallel=False)
         elif style.startswith("row"):
             new = RowParallelLinear.from_linear(module, group, split_input=style == "row_split", **options)
         else:
-            gathers = style == "column_gather"
-            new = ColumnParallelLinear.from_linear(module, group, gather_output=gathers, **options)
+            options = {**options, "gather_output": style == "column_gather", "packed": packed}
+            new = ColumnParallelLinear.from_linear(module, group, **options)
     except ValueError as error:
         raise ValueError(f"{name} cannot be cut as {style!r}: {error}") from error
     new.label = name
+    new.whole_features = group.y is not None
     return new
 
 

@@ -8,6 +8,8 @@ itself:
     p.tp_dim          the dimension that is cut, or None where every rank holds the whole tensor
     p.tp_group_name   the name of the group it is cut over
 
+A group may have a second axis, y, over which another dimension is cut (grid/): `Layout.dim_y` says which.
+
 Only state dicts speak DTensor, the model's and those of torch's optimizers (optimizer_states.py).
 **Parameters are cut as DTensor's `Shard` cuts (`torch.chunk`: every rank ceil(n / P), the last ones less)**,
 because `full_tensor()` and `torch.distributed.checkpoint` know no other cut. Rows of activations are cut as
@@ -16,7 +18,8 @@ both."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,31 +30,64 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pyruntime import comm
 from pyruntime.comm import Group
+from pyruntime.nn.packed.dtensor import PackedDTensor, dtensor
+from pyruntime.nn.packed.order import ranges_of
 
 
 class TensorGroup:
     """The ranks that share a layer: name, rank and size, looked up once when a layer is built.
 
-    `mesh(device_type)` is the 1-D DeviceMesh that state dicts are stated in: the one the caller gave, else
-    one made from the process group when it is first needed. Copying a model shares the group; a pickle
-    carries only its name, and is refused by any other rank."""
+    `mesh(device_type)` is the DeviceMesh that state dicts are stated in: the one the caller gave, else one
+    made from the process group when it is first needed. Copying a model shares the group; a pickle carries
+    only its name, and is refused by any other rank.
 
-    __slots__ = ("_meshes", "name", "rank", "size")
+    `y` is the group of a second axis, where there is one: made of a mesh of two dimensions (x, y), and then
+    name, rank and size are those of x, and `mesh` has both."""
 
-    def __init__(self, name: str, rank: int, size: int, mesh: DeviceMesh | None = None):
-        self.name, self.rank, self.size = name, rank, size
+    __slots__ = ("_meshes", "name", "rank", "size", "y")
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        mesh: DeviceMesh | None = None,
+        y: TensorGroup | None = None,
+    ):
+        self.name, self.rank, self.size, self.y = name, rank, size, y
         self._meshes = {} if mesh is None else {mesh.device_type: mesh}
 
     @classmethod
     def of(cls, group: Group | TensorGroup | None) -> TensorGroup:
         """The TensorGroup of any way to name a group; None stands for this rank alone, without
-        torch.distributed."""
+        torch.distributed. A mesh of two dimensions is (x, y)."""
         if isinstance(group, TensorGroup):
             return group
         if group is None:
             return cls("", 0, 1)
         mesh = group if isinstance(group, DeviceMesh) else None
+        if mesh is not None and mesh.ndim == 2:
+            x, y = (cls.of(mesh.get_group(axis)) for axis in (0, 1))
+            if y.size > 1:
+                return cls(x.name, x.rank, x.size, mesh, y)
+            mesh = mesh[mesh.mesh_dim_names[0]]
+            return cls(x.name, x.rank, x.size, mesh)
         return cls(comm.group_name(group), comm.group_rank(group), comm.group_size(group), mesh)
+
+    @property
+    def axes(self) -> tuple[TensorGroup, ...]:
+        """This group, and y where there is one."""
+        return (self,) if self.y is None else (self, self.y)
+
+    @property
+    def ranks(self) -> int:
+        """Of all axes together."""
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of every axis."""
+        return all(axis.rank == 0 for axis in self.axes)
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -59,6 +95,11 @@ class TensorGroup:
 
     def mesh(self, device_type: str) -> DeviceMesh:
         if device_type not in self._meshes:
+            if self.y is not None:
+                raise ValueError(
+                    f"Tensors on {device_type} were asked for of a mesh (x, y) on {', '.join(self._meshes)}; "
+                    "make the mesh for that device."
+                )
             self._meshes[device_type] = DeviceMesh.from_group(self.process_group, device_type)
         return self._meshes[device_type]
 
@@ -66,10 +107,15 @@ class TensorGroup:
         return self
 
     def __reduce__(self):
+        if self.y is not None:
+            raise ValueError(
+                "A model over two axes is not pickled; save state_dict() by torch.distributed.checkpoint."
+            )
         return _unpickled, (self.name, self.rank, self.size)
 
     def __repr__(self) -> str:
-        return f"{self.name!r}, rank {self.rank} of {self.size}"
+        second = "" if self.y is None else f"; y {self.y}"
+        return f"{self.name!r}, rank {self.rank} of {self.size}{second}"
 
 
 def _unpickled(name: str, rank: int, size: int) -> TensorGroup:
@@ -109,10 +155,14 @@ def shard_bounds(size: int, world_size: int, rank: int, what: str = "a dimension
 
 @dataclass(frozen=True)
 class Part:
-    """One full tensor of a state dict: its key inside the module, and its full shape."""
+    """One full tensor of a state dict: its key inside the module, and its full shape.
+
+    packed: sizes of what it holds one after the other along the dimension that is cut (q, k and v in one
+    linear), each of which is cut by itself; () where it is cut as one."""
 
     key: str
     shape: tuple[int, ...]
+    packed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,29 +171,66 @@ class Layout:
 
     With several parts (q, k, v in one weight) each is cut along `dim` by itself, and the local parameter is
     the concatenation along `dim` of this rank's shard of each: [part0_r | part1_r | ...]. dim=None: every
-    rank holds it whole."""
+    rank of the group holds it whole. dim_y: the dimension, another one, that is cut over the group's second
+    axis; None: every rank of that holds the same."""
 
     group: TensorGroup
     dim: int | None
     parts: tuple[Part, ...]
+    dim_y: int | None = None
+
+    @property
+    def cuts(self) -> list[tuple[TensorGroup, int | None]]:
+        """Each axis, and the dimension that is cut over it."""
+        return list(zip(self.group.axes, (self.dim, self.dim_y), strict=False))
+
+    @property
+    def cut_over(self) -> tuple[str, ...]:
+        """Names of the groups over whose several ranks it is cut."""
+        return tuple(axis.name for axis, dim in self.cuts if dim is not None and axis.size > 1)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no rank before this one holds the same shard."""
+        return all(axis.rank == 0 for axis, dim in self.cuts if dim is None)
 
     @property
     def placements(self) -> list[Placement]:
-        """Of the DTensors, over the group."""
-        return [Replicate() if self.dim is None else Shard(self.dim)]
+        """Of the DTensors, over the axes of the group."""
+        return [Replicate() if dim is None else Shard(dim) for _, dim in self.cuts]
 
     def bounds(self, part: Part) -> tuple[int, int]:
         """[start, stop) of `part` along `dim` that this rank holds."""
         assert self.dim is not None
-        return shard_bounds(
-            part.shape[self.dim], self.group.size, self.group.rank, f"dimension {self.dim} of {part.key}"
-        )
+        return self._bounds(part, self.group, self.dim)
+
+    def places(self, part: Part) -> list[tuple[int, int, int]]:
+        """[start, stop) that this rank holds of each dimension of `part` that is cut as one, as (dimension,
+        start, stop); what is packed along one has `ranges`."""
+        packed = self.dim if part.packed else None
+        return [
+            (dim, *self._bounds(part, axis, dim))
+            for axis, dim in self.cuts
+            if dim is not None and dim != packed
+        ]
+
+    def _bounds(self, part: Part, axis: TensorGroup, dim: int) -> tuple[int, int]:
+        return shard_bounds(part.shape[dim], axis.size, axis.rank, f"dimension {dim} of {part.key}")
+
+    def ranges(self, part: Part) -> list[tuple[int, int]]:
+        """What of `part` along `dim` this rank holds, one after the other: one range, or one of each that is
+        packed in it."""
+        if not part.packed:
+            return [self.bounds(part)]
+        return ranges_of(part.packed, self.group.size, self.group.rank, part.key)
 
     def local_shape_of(self, part: Part) -> tuple[int, ...]:
-        if self.dim is None:
-            return part.shape
-        start, stop = self.bounds(part)
-        return (*part.shape[: self.dim], stop - start, *part.shape[self.dim + 1 :])
+        shape = list(part.shape)
+        for dim, start, stop in self.places(part):
+            shape[dim] = stop - start
+        if part.packed and self.dim is not None:
+            shape[self.dim] = sum(stop - start for start, stop in self.ranges(part))
+        return tuple(shape)
 
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the local parameter: all parts together."""
@@ -164,8 +251,14 @@ class Layout:
         shards = dict(zip(self.parts, self.split(local), strict=True))
         if not self.group.name:
             return {part.key: shard for part, shard in shards.items()}
-        mesh = self.group.mesh(local.device.type)
-        return {p.key: dtensor(shard, mesh, self.placements, p.shape) for p, shard in shards.items()}
+        return {part.key: self.to_dtensor(part, shard) for part, shard in shards.items()}
+
+    def to_dtensor(self, part: Part, shard: Tensor) -> DTensor:
+        """The DTensor of one part over the storage of this rank's shard."""
+        mesh = self.group.mesh(shard.device.type)
+        if part.packed:
+            return PackedDTensor.of(shard, self, part, mesh, self.placements)
+        return dtensor(shard, mesh, self.placements, part.shape)
 
     def local_part(self, part: Part, value: Tensor) -> Tensor:
         """This rank's shard of `part` out of a DTensor (any placement, any mesh that holds this rank), a full
@@ -176,15 +269,19 @@ class Layout:
         """
         local_shape = self.local_shape_of(part)
         if isinstance(value, DTensor):
+            if isinstance(value, PackedDTensor) or part.packed:
+                return self._packed_part(part, value)
             mesh = self.group.mesh(value.device_mesh.device_type) if self.group.name else None
             if tuple(value.shape) == part.shape and value.device_mesh == mesh:
                 return value.redistribute(mesh, self.placements).to_local()
             value = value.full_tensor()
         if tuple(value.shape) == part.shape:
-            if self.dim is None:
+            for dim, start, stop in self.places(part):
+                value = value.narrow(dim, start, stop - start)
+            if not part.packed or self.dim is None:
                 return value
-            start, stop = self.bounds(part)
-            return value.narrow(self.dim, start, stop - start)
+            held = [value.narrow(self.dim, start, stop - start) for start, stop in self.ranges(part)]
+            return torch.cat(held, self.dim)
         if tuple(value.shape) == local_shape:
             return value
         raise ValueError(
@@ -193,21 +290,15 @@ class Layout:
             "pass a DTensor, the full tensor or this rank's shard."
         )
 
+    def _packed_part(self, part: Part, value: DTensor) -> Tensor:
+        """Of a DTensor, where it or the part is packed."""
+        if isinstance(value, PackedDTensor) and value.shard_mesh is None:
+            theirs = value.tp_layout
+            if (value.part, theirs.dim, theirs.group.name) == (part, self.dim, self.group.name):
+                return value.to_local()
+        return self.local_part(part, value.full_tensor())
+
     def gather_parts(self, source: Mapping[str, Tensor]) -> Tensor:
         """The local tensor, made of `source[part.key]` for every part."""
         shards = [self.local_part(part, source[part.key]) for part in self.parts]
         return shards[0] if len(shards) == 1 else torch.cat(shards, dim=self.dim or 0)
-
-
-def dtensor(
-    shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
-) -> DTensor:
-    """A DTensor of `shape` over the storage of this rank's `shard`; no communication."""
-    return DTensor.from_local(
-        shard,
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )

@@ -35,6 +35,7 @@ class Plan:
     gives_way: what the first call finds cannot stay cut between column and row is made "column_gather" and
         "row_split" there, which is right for any model, instead of being refused.
     left_whole: {module or parameter: why it is not cut}, for explain().
+    packed: {column linear: sizes of the parts of its features, each of which is cut by itself}.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Plan:
     check: Callable[[nn.Module, int], None] = _no_check
     gives_way: bool = False
     left_whole: Mapping[str, str] = field(default_factory=dict)
+    packed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def check_heads(model: nn.Module, tp: int) -> None:

@@ -21,9 +21,9 @@ class SavePretrained:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         model, given = self.model, options.pop("state_dict", None)
-        state = _whole(model.state_dict() if given is None else given, keep=self.group.rank == 0)
+        state = _whole(model.state_dict() if given is None else given, keep=self.group.is_first)
         result, error = None, None
-        if self.group.rank == 0:
+        if self.group.is_first:
             try:
                 result = type(model).save_pretrained(model, *args, state_dict=state, **options)
             except Exception as raised:
@@ -61,8 +61,9 @@ def _whole(state: dict[str, Any], *, keep: bool) -> dict[str, Any]:
 def raise_everywhere(error: Exception | None, group: TensorGroup, device: torch.device, what: str) -> None:
     """Raises on every rank where rank 0 has an error: there that one, elsewhere a RuntimeError."""
     failed = torch.tensor([0.0 if error is None else 1.0], device=device)
-    if group.size > 1:
-        failed = ops.all_reduce(failed, group.name)
+    for axis in group.axes:
+        if axis.size > 1:
+            failed = ops.all_reduce(failed, axis.name)
     if error is not None:
         raise error
     if failed.item():

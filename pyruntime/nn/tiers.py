@@ -9,6 +9,7 @@ from pyruntime import ops
 
 if TYPE_CHECKING:
     from pyruntime.nn.module import ParallelModule
+    from pyruntime.nn.parameters import TensorGroup
 
 TIERS = ("auto", "unfused", "chunked", "fused")
 
@@ -22,6 +23,7 @@ class OpUse:
     n: int
     k: int
     travels: bool = True  # False: this pass needs nothing from the other ranks
+    group: TensorGroup | None = None  # whose ranks; None: the layer's, of two axes the first
 
 
 def check_tier(tier: str) -> str:
@@ -38,7 +40,8 @@ def tier_of(layer: ParallelModule, use: OpUse) -> tuple[str, str]:
     """
     if not use.travels:
         return "local", "the operand is whole on every rank, so nothing travels"
-    if not layer.group.name:
+    group = use.group or layer.group
+    if not group.name:
         return "local", "the layer has no group, so nothing travels"
     weight = layer.weight
     return ops.tier_of(
@@ -47,7 +50,7 @@ def tier_of(layer: ParallelModule, use: OpUse) -> tuple[str, str]:
         use.n,
         use.k,
         weight.dtype,
-        layer.group.name,
+        group.name,
         layer.tier,
         str(weight.device),
     )

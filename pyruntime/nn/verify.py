@@ -136,9 +136,10 @@ def _raise_everywhere(message: str, model: nn.Module) -> None:
     """Every rank raises where one has something to say."""
     groups = [m.group for m in model.modules() if isinstance(getattr(m, "group", None), TensorGroup)]
     failed = [0] if message else []
-    if groups and groups[0].size > 1:
-        flag = torch.tensor([float(bool(message))], device=next(model.parameters()).device)
-        failed = ops.all_gather_stats(flag, groups[0].name).flatten().nonzero().flatten().tolist()
+    for axis in groups[0].axes if groups else ():
+        if axis.size > 1:
+            flag = torch.tensor([float(bool(failed))], device=next(model.parameters()).device)
+            failed = ops.all_gather_stats(flag, axis.name).flatten().nonzero().flatten().tolist()
     if failed:
         what = message or f"rank {failed[0]} has found a difference, which its own message names"
         raise VerificationError(f"The parallel model is not the reference: {what}.")

@@ -20,7 +20,7 @@ def refuse_wrapper(wrapper: nn.Module, _name: str, module: nn.Module) -> None:
         return
     for name, parameter in module.named_parameters():
         layout = getattr(parameter, "tp_layout", None)
-        if layout is not None and layout.group.size > 1:
+        if layout is not None and layout.group.ranks > 1:
             raise ValueError(
                 f"{type(wrapper).__name__} was asked to wrap a tensor-parallel model ({name} is cut over "
                 f"group {layout.group}), which it would take for whole: over those ranks it makes all shards "

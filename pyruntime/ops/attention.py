@@ -98,47 +98,51 @@ def attention_block_backward_(
     )
 
 
-def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+def prefix_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, *, begin: Tensor | None = None
+) -> Tensor:
     """softmax(scale q k^T + causal mask) v for queries at the end of the keys: query i sees the keys 0 ..
     Sk - Sq + i.
 
     q [B, H, Sq, D], k and v [B, Hkv, Sk, D] with Sk >= Sq, otherwise as in `causal_attention`
-    -> [B, Sq, H, D], of q's dtype. Differentiable.
+    -> [B, Sq, H, D], of q's dtype. Differentiable. begin: [B, Sq] int32, the first key that each query sees,
+    at most its own; all begin at the first key by default.
     """
-    return _PrefixAttention.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+    if begin is None:
+        begin = torch.zeros(1, q.shape[2], dtype=torch.int32, device=q.device).expand(len(q), -1)
+    return _PrefixAttention.apply(q, k, v, begin, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 class _PrefixAttention(torch.autograd.Function):
     """One block of `attention_block_`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale):
+    def forward(ctx, q, k, v, begin, scale):
         out, lse = nothing_seen(q.transpose(1, 2))
-        begin, end = _seen_at_the_end(q, k)
+        end = _end_of_seen(q, k)
         attention_block_(q, k, v, begin, end, out.transpose(1, 2), lse, scale)
         result = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.save_for_backward(q, k, v, begin, result, lse)
         ctx.scale = scale
         return result
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, begin, out, lse = ctx.saved_tensors
         delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(1, 2).contiguous()
         sums = [torch.zeros(x.transpose(1, 2).shape, dtype=lse.dtype, device=x.device) for x in (q, k, v)]
         dq, dk, dv = (x.transpose(1, 2) for x in sums)
-        begin, end = _seen_at_the_end(q, k)
+        end = _end_of_seen(q, k)
         attention_block_backward_(
             grad_out.transpose(1, 2), q, k, v, begin, end, delta, lse, dq, dk, dv, ctx.scale
         )
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-def _seen_at_the_end(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _end_of_seen(q: Tensor, k: Tensor) -> Tensor:
     queries, keys = q.shape[2], k.shape[2]
     end = torch.arange(keys - queries + 1, keys + 1, dtype=torch.int32, device=q.device)
-    begin = torch.zeros_like(end)
-    return begin.expand(len(q), -1), end.expand(len(q), -1)
+    return end.expand(len(q), -1)
 
 
 # ---- fake kernels ----

@@ -22,10 +22,12 @@ CAPACITY = 1 << 18
 """Entries, of 80 bytes each: some 50 steps of a model of 32 layers."""
 
 
-def entered(kind: Kind, axis: str, name: str, begin: float, size: int = 0, peer: int = -1) -> None:
-    """Enters what Python code has done from `begin`, seconds of time.monotonic, until now, where a ledger is
-    on. Raises ValueError for an `axis` that is none of AXES."""
-    _C.ledger_enter(int(kind), axis, name, peer, size, begin, time.monotonic())
+def entered(
+    kind: Kind, axis: str, name: str, begin: float, size: int = 0, peer: int = -1, end: float | None = None
+) -> None:
+    """Enters what Python code has done from `begin` to `end` (None: now), seconds of time.monotonic, where a
+    ledger is on. Raises ValueError for an `axis` that is none of AXES."""
+    _C.ledger_enter(int(kind), axis, name, peer, size, begin, time.monotonic() if end is None else end)
 
 
 def _plain(name: str) -> str:

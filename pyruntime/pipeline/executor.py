@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Loss = Callable[[Tensor, int, int], Tensor]
 """(output of the last stage, micro-batch, slice) -> scalar, of which the backward pass is taken."""
+Options = Sequence[Mapping[str, Any]]
+"""Keyword arguments of a stage, by micro-batch."""
 Shapes = Sequence[Sequence[int]]
 """Of what travels, by slice."""
 
@@ -106,28 +108,36 @@ class Pipeline:
         """Gives the weights' gradients back to autograd."""
         self._weights.close()
 
-    def step(self, inputs: Sequence[Sequence[Any]] | None, loss: Loss | None) -> list[list[Tensor]]:
+    def step(
+        self,
+        inputs: Sequence[Sequence[Any]] | None,
+        loss: Loss | None,
+        options: Options = (),
+    ) -> list[list[Tensor]]:
         """Forward and backward of all micro-batches; gradients are added to `.grad`, or taken.
 
         inputs: by micro-batch and slice, on the rank of the first stage. loss: on the rank of the last one.
+        options: on every rank, what all stages are called with besides, by micro-batch; empty: nothing.
         Returns the losses by micro-batch and slice there, detached, and nothing elsewhere.
 
         Raises CommTimeout or PeerLost where another stage does not come.
         """
         with self._taker.passes():
-            return self._run(self._actions, self.schedule.micro_batches, self._shapes, inputs, loss)
+            run = _Run(self._shapes, options)
+            return self._run(self._actions, self.schedule.micro_batches, run, inputs, loss)
 
     def evaluate(
         self,
         inputs: Sequence[Sequence[Any]] | None,
         loss: Loss | None,
         shapes: Shapes | None = None,
+        options: Options = (),
     ) -> list[list[Tensor]]:
         """Forward passes alone, of as many micro-batches as `inputs` has (on every rank alike), in their
         order. shapes: as the pipeline was given them, where these are smaller. Otherwise as `step`."""
         micro_batches = 1 if inputs is None else len(inputs)
         actions = self._forwards(micro_batches)
-        return self._run(actions, micro_batches, shapes or self._shapes, inputs, loss)
+        return self._run(actions, micro_batches, _Run(shapes or self._shapes, options), inputs, loss)
 
     def _forwards(self, micro_batches: int) -> Sequence[Action]:
         """This rank's actions of forward passes alone."""
@@ -139,13 +149,12 @@ class Pipeline:
         return with_transfers(computes, self.schedule.placement)[self._rank]
 
     def _run(
-        self, actions: Sequence[Action], micro_batches: int, shapes: Shapes, inputs: Any, loss: Loss | None
+        self, actions: Sequence[Action], micro_batches: int, run: _Run, inputs: Any, loss: Loss | None
     ) -> list[list[Tensor]]:
         if self._is_broken:
             raise RuntimeError("An earlier step of this pipeline ended in an error; make the pipeline anew.")
         self._is_broken = True  # unless all goes well: messages of a step that ends early stay on their way
-        run = _Run(shapes)
-        self._expect(actions, shapes)
+        self._expect(actions, run.shapes)
         losses: list[list[Tensor]] = [[] for _ in range(micro_batches)]
         for action in actions:
             what = f"pp {action.kind.value} of stage {action.stage}, micro-batch"
@@ -189,7 +198,7 @@ class Pipeline:
         stage, micro_batch, part = key = (action.stage, action.micro_batch, action.slice)
         x = inputs[micro_batch][part] if stage == 0 else run.inputs.pop(key).requires_grad_()
         carries = [run.carry(stage, micro_batch).begin(part)] if self.schedule.slices > 1 else []
-        y = self._stages[stage](x, *carries)
+        y = self._stages[stage](x, *carries, **(run.options[micro_batch] if run.options else {}))
         if stage + 1 == self.schedule.stages:
             assert loss is not None
             y = loss(y, micro_batch, part)
@@ -232,8 +241,8 @@ def _last_of_stages(actions: Sequence[Action], *kinds: Kind) -> frozenset[Action
 class _Run:
     """What a step holds between its actions, by (stage, micro-batch, slice)."""
 
-    def __init__(self, shapes: Shapes) -> None:
-        self.shapes = shapes
+    def __init__(self, shapes: Shapes, options: Options) -> None:
+        self.shapes, self.options = shapes, options
         self.inputs: dict[tuple, Tensor] = {}
         self.gradients: dict[tuple, Tensor] = {}
         self.outgoing: dict[Action, Tensor] = {}

@@ -64,6 +64,8 @@ PAPER = Rules()
 """Mixed precision as Megatron-LM has it: fp32 main gradients, 18 bytes a parameter."""
 MASTER = 4
 """Bytes of an fp32 master weight."""
+MOMENT = 4
+"""Bytes of an fp32 running mean; of a parameter AdamW keeps two, Muon one."""
 SLOTS = 4
 """Flights of a group that may be under way, and messages of a channel between stages."""
 BUCKET_BYTES = 4 << 20
@@ -176,6 +178,11 @@ def memory_of_rank(
     matrices, vectors = parameters_of_rank(model, 1, layers, rank == 0, rank == last)
     parameters = matrices / cut + vectors
     weights, gradients, optimizer = states(parameters, mesh, micro_batches, rules)
+    muon = 0.0
+    if job.optimizer == "muon":
+        held = layers * model.layer_matrices / cut / mesh.shard
+        optimizer -= MOMENT * held
+        muon = _muon(model, held, mesh, rules)
     tokens = mesh.micro_batch * job.seq / mesh.cp
     one = _one_layer(model, tokens, mesh, rules)
     held = in_flight(mesh, rank, micro_batches)
@@ -199,7 +206,7 @@ def memory_of_rank(
         optimizer,
         activations,
         logits,
-        _workspaces(job, mesh, tokens, rules),
+        _workspaces(job, mesh, tokens, rules) + muon,
         rules.heap * activations + rules.largest_gradients * rules.weight * model.largest / cut,
         job.cluster.process_bytes if process is None else process,
     )
@@ -210,6 +217,19 @@ def worst_memory(job: Job, mesh: Mesh, rules: Rules = PAPER) -> Memory:
     the logits."""
     ranks = {0, mesh.pp // 2, mesh.pp - 1}
     return max((memory_of_rank(job, mesh, rank, rules) for rank in ranks), key=lambda each: each.total)
+
+
+def _muon(model: ModelShape, held: float, mesh: Mesh, rules: Rules) -> float:
+    """Bytes of matrices that Muon makes orthogonal, of which a rank owns as many parameters as it holds
+    momentum of (docs/muon.md): what it owns, and of one matrix its fp32 copy, the next iterate and two
+    products; slots that they travel in."""
+    n, k = max(map(sorted, model.layer_shapes), key=lambda sides: sides[0] * sides[1])
+    bytes_ = rules.weight * (held + n * k + 2 * n * n) + 4 * n * k
+    if rules.workspaces:
+        bucket = rules.weight * max(model.hidden * model.up, model.hidden * model.qkv) / mesh.tp
+        for ranks in (mesh.shard, mesh.tp):
+            bytes_ += SLOTS * bucket * ranks if ranks > 1 else 0
+    return bytes_
 
 
 def _one_layer(model: ModelShape, tokens: float, mesh: Mesh, rules: Rules) -> float:

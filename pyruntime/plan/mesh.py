@@ -25,6 +25,8 @@ class Job:
     """Attention computes the half that causality leaves; False: all of it, as before flash attention."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Of bf16 weights: nearest to an fp32 master weight, or at random, without one."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Of the layers' matrices; all else is AdamW's."""
 
     @property
     def tokens(self) -> int:

@@ -48,6 +48,13 @@ class ModelShape:
         return self.ffn * (2 if self.gated else 1)
 
     @cached_property
+    def layer_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Of the matrices of one layer, each by itself."""
+        key_value = self.kv_heads * self.head_dim
+        heads = [self.attention_width, key_value, key_value, self.attention_width]
+        return tuple((width, self.hidden) for width in [*heads, *[self.ffn] * (3 if self.gated else 2)])
+
+    @cached_property
     def layer_matrices(self) -> int:
         """Weights of one layer that tensor parallelism cuts."""
         return self.hidden * (self.qkv + self.attention_width + self.up + self.ffn)

@@ -26,6 +26,8 @@ BUCKETS_OF_A_LAYER = 4
 OPTIMIZER_BYTES = {"nearest": 28, "stochastic": 22}
 """Read and written for a parameter, by the rounding of its weight: moments both ways, gradient; fp32 master
 both ways and weight, or the weight both ways."""
+ORTHOGONAL_STEPS = 5
+"""Of Newton-Schulz, of 4 n^2 k + 2 n^3 operations for a matrix of sides n and k."""
 SUM_BYTES = 10
 """Read and written to add a gradient of a parameter, of a micro-batch or of a slice of it, to the fp32 sum of
 those before."""
@@ -279,8 +281,24 @@ class Predictor:
             z=times * ring if mesh.is_axonn else 0.0,
             dp=self._averaging(mesh, times * (compute + recompute + tp + ring) + idle) if mesh.tau else dp,
             bubble=idle,
-            optimizer=optimizer,
+            optimizer=optimizer + self._muon(mesh),
         )
+
+    def _muon(self, mesh: Mesh) -> float:
+        """Seconds in which Muon's matrices are made orthogonal and travel there and back, as if nothing hid
+        them (docs/muon.md)."""
+        job, model = self.job, self.job.model
+        if job.optimizer != "muon":
+            return 0.0
+        layers = layers_by_rank(model, mesh)[0]
+        of_layer = [
+            ORTHOGONAL_STEPS * (4.0 * n * n * k + 2.0 * n**3) for n, k in map(sorted, model.layer_shapes)
+        ]
+        work = max(layers * sum(of_layer) / (mesh.tp * mesh.shard), max(of_layer))
+        nbytes = 2.0 * layers * model.layer_matrices / mesh.tp
+        over_shard = all_gather(nbytes, self.link(mesh, "shard", mesh.shard))
+        over_tp = all_gather(nbytes * mesh.tp / mesh.shard, self.link(mesh, "tp", mesh.tp))
+        return work / job.cluster.flops + 2 * (over_shard + over_tp)
 
     def _averaging(self, mesh: Mesh, step: float) -> float:
         """Exposed seconds of CO2's averages."""

@@ -24,12 +24,16 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
 
     Of the pipeline's rank with most layers, and of data parallelism of its first one. Of cp it is the most,
     as keys that nobody sees stay; sums of their gradients are fp32. Where ZeRO cuts nothing, `weights` are
-    whole sums of gradients, which return. Raises ValueError for AxoNN's and CO2's meshes.
+    whole sums of gradients, which return. Of AxoNN meshes tp is x, y stands beside it, and z is ZeRO 3.
+    Raises ValueError for CO2's meshes, and for AxoNN's with cp or pp.
     """
-    if mesh.is_axonn or mesh.tau:
+    if mesh.tau or (mesh.is_axonn and mesh.cp * mesh.pp > 1):
         raise ValueError(
-            f"{mesh.text()} is not counted here; use tp, cp, pp and a dp that meets in every step."
+            f"{mesh.text()} is not counted here; use tp, cp, pp and a dp that meets in every step, or x, y, "
+            "z and dp."
         )
+    if mesh.is_axonn:
+        return _bytes_of_grid(job, mesh, element)
     predictor = Predictor(job, sums_whole=True)
     model, scale = job.model, element / 2
     micro_batches, layers = mesh.micro_batches(job.batch), max(layers_by_rank(model, mesh))
@@ -57,3 +61,32 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
         "weights": scale * weights,
         "replicas": scale * all_reduce(travelling / shard.size, replicas),
     }
+
+
+def _bytes_of_grid(job: Job, mesh: Mesh, element: int) -> dict[str, float]:
+    """The same of x, y and z, as docs/4d.md has them: activations over x and y, and over z and dp what the
+    same blocks cause as ZeRO's weights."""
+    as_zero = Mesh(
+        tp=mesh.x * mesh.y,
+        dp=mesh.dp * mesh.z,
+        replicate=mesh.dp if mesh.z > 1 else 1,
+        zero=3 if mesh.z > 1 else 1,
+        micro_batch=mesh.micro_batch,
+        recompute=mesh.recompute,
+    )
+    tokens, passes = mesh.micro_batch * job.seq, 2 if mesh.recompute else 1
+    over_x, over_y = _bytes_over(mesh.x), _bytes_over(mesh.y)
+    crosses = Predictor(job).link(mesh, "x", mesh.x).crosses
+    of_x = of_y = 0.0
+    for linear in linears(job.model):
+        # Rows of the stream are gathered and scattered over x; what is as wide as the other side is over y.
+        rows = all_gather(tokens * linear.travels / mesh.y, over_x)
+        sums = all_reduce(tokens * linear.deciding / mesh.x, over_y)
+        # Where the GEMM hides the longer sum over y instead, what was gathered is kept (nn/linear.py).
+        hides_y = (mesh.y - 1) * linear.deciding > (mesh.x - 1) * linear.travels
+        again = linear.column and not crosses and not hides_y
+        of_x += rows * (passes + (2 if again else 1))
+        of_y += sums * (passes if linear.column else 1)
+    layers = mesh.micro_batches(job.batch) * job.model.layers * element
+    found = bytes_of_step(job, as_zero, element)
+    return {**found, "tp": layers * of_x, "y": layers * of_y}

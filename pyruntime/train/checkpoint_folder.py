@@ -8,18 +8,18 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyruntime.train import manifest
-from pyruntime.train.config import RunConfig, meets_every_step, replicas
+from pyruntime.train.config import Checkpoint, RunConfig, meets_every_step, replicas
 from pyruntime.train.errors import ConfigError
 
 if TYPE_CHECKING:
     from pyruntime.llama.config import LlamaConfig
 
 FOLDER, FACTS_FILE = "checkpoints", "run.json"
-FORMAT = 2
-"""Of new checkpoints, in FACTS_FILE. Those of the first had no checksums and did not name their format."""
+FORMAT, OLD_FORMATS = 3, (1, 2)
+"""Of new checkpoints, in FACTS_FILE. Old ones hold pickles; those of the first do not name their format."""
 PARTIAL = ".partial"
 """How the name of a folder ends that is being written."""
 STEP_NAME = re.compile(r"step-[0-9]+")
@@ -38,12 +38,17 @@ class Facts:
     """Of the parameters: "bf16" or "fp32"."""
     model: dict
     """The model's shape, as in a Hugging Face config.json."""
+    optimizer: str = "adamw"
+    """Who updated the weights."""
     rounding: str = "nearest"
     """Of bf16 weights; "stochastic": there are no fp32 master weights."""
     skipped: int = 0
     """Of the steps, those that updated nothing."""
     in_a_row: int = 0
     """Of these, those since the last step that counted."""
+    samples: int | None = None
+    """Sequences that steps have taken of the data, whose next one is the next; None, of older checkpoints:
+    train.batch_size for each step."""
     norms: Sequence[float] = ()
     """Of the gradients that the next step's is compared with, where spikes are looked for."""
     method: str = "every_step"
@@ -54,6 +59,8 @@ class Facts:
     compression: str = ""
     """How gradients were compressed over which ranks, of which there is what was lost; empty: they were
     not."""
+    saved_at: float = 0.0
+    """When, in seconds since 1970."""
 
     @classmethod
     def of(cls, config: RunConfig, shape: LlamaConfig) -> Facts:
@@ -62,8 +69,8 @@ class Facts:
         if config.data_parallel.members:
             of_replicas = " of replicas that come and go"
         method = config.data_parallel.method + of_replicas
-        dtype, rounding = config.train.dtype, config.optimizer.rounding
-        return cls(0, dtype, dataclasses.asdict(shape), rounding, method=method)
+        dtype, optimizer = config.train.dtype, config.optimizer
+        return cls(0, dtype, dataclasses.asdict(shape), optimizer.name, optimizer.rounding, method=method)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -72,22 +79,56 @@ def complete(folder: Path) -> list[Path]:
     return sorted((path for path in found if STEP_NAME.fullmatch(path.name)), key=step_of)
 
 
+def name_of(step: int) -> str:
+    """The name of its folder."""
+    return f"step-{step:06d}"
+
+
 def step_of(checkpoint: Path) -> int:
     """The step that a checkpoint of `complete` is named after."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def left_over(folder: Path, saved: int, keep: int) -> list[Path]:
+def left_over(folder: Path, saved: int, keep: Checkpoint) -> list[Path]:
     """What is to be removed of `folder` once step `saved` was: checkpoints past it, which are of a branch of
-    the run that was left, and all but the newest `keep` of the others."""
+    the run that was left, and of the others all but the newest `keep.keep` and those that
+    `keep.keep_every_h` keeps: the oldest, and each that is so many hours younger than the last one kept."""
     found = complete(folder)
     past = [path for path in found if step_of(path) > saved]
-    return past + found[: max(len(found) - len(past) - keep, 0)]
+    older = found[: max(len(found) - len(past) - keep.keep, 0)]
+    last = -math.inf
+    for path in [*older] if keep.keep_every_h else []:
+        if (at := _saved_at(path)) >= last + 3600 * keep.keep_every_h:
+            last = at
+            older.remove(path)
+    return past + older
+
+
+def _saved_at(checkpoint: Path) -> float:
+    """Never, for one that does not say."""
+    content = _content(checkpoint)
+    found = content.get("saved_at") if isinstance(content, dict) else None
+    return found if isinstance(found, float) else -math.inf
 
 
 def newest(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of that run; None where it has none."""
     return next(reversed(complete(run_dir / FOLDER)), None)
+
+
+def to_go_on_with(run_dir: Path, wanted: Facts) -> list[Path]:
+    """The checkpoints of that run, newest first, but for those that do not even say what they are. Raises
+    DamagedError where there are such alone, and ConfigError where one is of another model or dtype."""
+    found, damaged = [], None
+    for path in reversed(complete(run_dir / FOLDER)):
+        try:
+            read_matching(path, wanted)
+            found.append(path)
+        except manifest.DamagedError as error:
+            damaged = damaged or error
+    if damaged and not found:
+        raise damaged
+    return found
 
 
 def find(path: Path) -> Path:
@@ -104,13 +145,14 @@ def find(path: Path) -> Path:
 
 
 def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
-    """What `checkpoint` says of itself. Raises ConfigError where that is damaged or not of the wanted model
-    and dtype (the wanted step is not looked at)."""
-    facts = _read(checkpoint)
+    """What `checkpoint` says of itself. Raises DamagedError where that is damaged, ConfigError where it is
+    not of the wanted model and dtype (the wanted step is not looked at)."""
+    facts = read(checkpoint)
     found, asked = (
         each.model
         | {
             "train.dtype": each.dtype,
+            "optimizer.name": each.optimizer,
             "optimizer.rounding": each.rounding,
             "data_parallel.method": each.method,
         }
@@ -128,7 +170,7 @@ def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
 def why_residuals_are_left(checkpoint: Path, wanted: Facts) -> str:
     """In words, where what compression lost is not taken up from `checkpoint`; empty where it is, or there is
     none and none is wanted."""
-    found = _read(checkpoint).compression
+    found = read(checkpoint).compression
     if found == wanted.compression:
         return ""
     return (
@@ -142,29 +184,39 @@ def to_json(facts: Facts) -> str:
     return json.dumps(dataclasses.asdict(facts) | {"format": FORMAT}, indent=2) + "\n"
 
 
-def is_unchecked(checkpoint: Path) -> bool:
-    """Whether it was saved before there were checksums: it has no manifest, and does not say that it had."""
-    if (checkpoint / manifest.MANIFEST).exists():
-        return False
+def _content(checkpoint: Path) -> Any:
+    """Of FACTS_FILE; None where it cannot be read."""
     try:
-        content = json.loads((checkpoint / FACTS_FILE).read_text(encoding="utf-8"))
+        return json.loads((checkpoint / FACTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and "format" not in content
+        return None
 
 
-def _read(checkpoint: Path) -> Facts:
-    if not is_unchecked(checkpoint):
+def read(checkpoint: Path) -> Facts:
+    """What `checkpoint` says of itself. Raises DamagedError where that is damaged, ConfigError for one of an
+    older format."""
+    if (checkpoint / manifest.MANIFEST).exists():
         manifest.check(checkpoint, FACTS_FILE, manifest.read(checkpoint))
+    content = _content(checkpoint)
+    if isinstance(content, dict) and content.get("format", 1) in OLD_FORMATS:
+        raise ConfigError(
+            f"checkpoint.resume: {checkpoint} was saved by an older version, in pickles, which are not "
+            "loaded; go on with that version, or begin a run with --model.init_from and the model folder of "
+            "this one."
+        )
+    manifest.read(checkpoint)
     try:
-        content = json.loads((checkpoint / FACTS_FILE).read_text(encoding="utf-8"))
         facts = Facts(**{name: value for name, value in content.items() if name != "format"})
-        whole = type(facts.step) is int and facts.step >= 1 and isinstance(facts.model, dict)
+        whole = content["format"] == FORMAT
+        whole = whole and type(facts.step) is int and facts.step >= 0 and isinstance(facts.model, dict)
         whole = whole and type(facts.skipped) is int and 0 <= facts.skipped <= facts.step
         whole = whole and type(facts.in_a_row) is int and 0 <= facts.in_a_row <= facts.skipped
+        whole = whole and (facts.samples is None or (type(facts.samples) is int and facts.samples >= 0))
         whole = whole and all(type(block) is int and block >= 0 for block in facts.deal)
         whole = whole and all(isinstance(norm, float) and math.isfinite(norm) for norm in facts.norms)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        whole = whole and isinstance(facts.dtype, str) and isinstance(facts.compression, str)
+        whole = whole and isinstance(facts.saved_at, float)
+    except (ValueError, TypeError, AttributeError, KeyError):
         whole = False
     if not whole:
         raise manifest.refusal(checkpoint, FACTS_FILE, "it does not say what was saved")

@@ -12,6 +12,8 @@ import dataclasses
 import math
 from typing import Literal
 
+from pyruntime.train.errors import ConfigError
+
 Tier = Literal["auto", "unfused", "chunked", "fused"]
 Dtype = Literal["bf16", "fp32"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -64,24 +66,37 @@ class Data:
     """Which text is read and how it becomes tokens."""
 
     paths: tuple[str, ...] = ()
-    """Files and folders of text, folders recursively; empty: the running Python's standard library, *.py. Of
-    a .jsonl or .ndjson file the "text" of every line is a document, of others the whole file."""
+    """Files and folders of text, folders recursively, and folders that `python -m pyruntime tokenize` wrote;
+    empty: the running Python's standard library, *.py. Of a .jsonl or .ndjson file every line is a document,
+    of a .parquet or .arrow file every row, of others the whole file."""
+    weights: tuple[float, ...] = ()
+    """Share of the samples of each of paths, any positive numbers; empty: as many as they have."""
+    val_paths: tuple[str, ...] = ()
+    """Files and folders, as paths, each a further set to validate on, which goes by its name."""
     pattern: str = "*"
     """Only files of a folder whose name matches this shell pattern are read."""
+    field: str = "text"
+    """Key of a line's object, or column of a table, in which the text is."""
     tokenizer: str = ""
     """"bytes" (one token a byte, 256 tokens), or the path of a tokenizer.json; empty: that of
-    model.init_from, else bytes."""
+    model.init_from, else that of the tokens in paths, else bytes."""
     cache: str = ""
     """Folder in which the tokens of a text are kept for other runs; empty: pyruntime/tokens in the user's
     cache folder (XDG_CACHE_HOME, ~/.cache)."""
     val_fraction: float = 0.05
-    """Share of the tokens that is held out for validation, above 0 and at most 0.5, in whole documents."""
+    """Share of the tokens that is held out for validation, above 0 and at most 0.5, in whole documents; 0
+    with val_paths alone."""
+    document_masks: bool = True
+    """Whether attention sees a token's own document alone, of those that lie in one sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """AdamW, its learning rate, and which steps count."""
+    """Who updates the weights, the learning rate, and which steps count."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: matrices of the layers step along their momentum made orthogonal (docs/muon.md), all else as
+    AdamW has it; on the CPU."""
     lr: float = 1e-3
     """Peak learning rate, in parameter units per step."""
     schedule: LearningRateSchedule = "cosine"
@@ -100,6 +115,8 @@ class Optimizer:
     """Decay of the running mean of the gradient per step, 0 to below 1."""
     beta2: float = 0.95
     """Decay of the running mean of the squared gradient per step, 0 to below 1."""
+    momentum: float = 0.95
+    """Decay of Muon's running mean of the gradient per step, 0 to below 1."""
     eps: float = 1e-8
     """Added to the root of the mean squared gradient, in gradient units."""
     weight_decay: float = 0.1
@@ -152,17 +169,36 @@ class Train:
     ledger: bool = False
     """Enter what every rank computes, waits for, reads and sends; the account of the last 20 steps is kept in
     RUN_DIR/ledger, for `python -m pyruntime report RUN_DIR`. Ranks on the CPU only."""
+    check_types: bool = False
+    """Check in every step that nothing which is a rank's own, or its term of a sum, is used as if all ranks
+    had it alike (docs/placements.md); slower."""
     threads: int = 0
     """CPU threads per rank; 0: what torchrun or OMP_NUM_THREADS set, else the cores divided by the ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Axes of 4D tensor parallelism (docs/4d.md), as {x = 2, y = 2, z = 2}."""
+
+    x: int = 1
+    """Ranks over which heads, feed-forward columns and the vocabulary are cut: what a plain number is."""
+    y: int = 1
+    """Ranks over which the residual stream's features are cut."""
+    z: int = 1
+    """Ranks over which sequences are dealt out, and weights cut into pieces as by ZeRO 3."""
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{axis} = {size}" for axis, size in vars(self).items() if size != 1)
+        return f"{{{sizes or 'x = 1'}}}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
     """How the model is spread over the ranks."""
 
-    tp: int | None = None
-    """Tensor-parallel ranks, with sequence parallelism; None: those that torchrun started, divided by the
-    others."""
+    tp: int | Grid | None = None
+    """Tensor-parallel ranks, with sequence parallelism, or {x = 2, y = 2, z = 2}, those of each axis of 4D
+    tensor parallelism (docs/4d.md); None: those that torchrun started, divided by the others."""
     pp: int = 1
     """Pipeline stages' ranks, which share the layers; the [pipeline] section says how they take turns."""
     cp: int = 1
@@ -171,7 +207,7 @@ class Parallel:
     """Data-parallel ranks, which share the sequences of a step; pp * dp * cp * tp ranks are started."""
     zero: Literal[0, 1, 2, 3] = 1
     """What is cut over the data- and context-parallel ranks: 0 nothing, 1 and 2 optimizer states and
-    gradients, 3 the weights too."""
+    gradients, 3 the weights too. With z in tp all of it is cut over z (3), and ranks of dp hold the same."""
     slices: Literal["auto", 1, 2, 3, 4] = 1
     """Causal slices of every sequence inside a tensor-parallel group: one computes while the rows of another
     travel. auto is 2 where tensor-parallel ranks are on several hosts, sequences are not cut over ranks and
@@ -281,12 +317,15 @@ class Checkpoint:
     """What is kept on disk, below the run folder."""
 
     resume: str = ""
-    """Run folder, or one of its checkpoints/step-N folders, to go on with; auto: output.run_dir if it holds a
-    checkpoint, else start there, as a job needs that its launcher restarts; empty: start anew."""
+    """Run folder, or one of its checkpoints/step-N folders, to go on with; auto: the newest of output.run_dir
+    that is whole, or start there, as a job needs that its launcher restarts; empty: start anew."""
     every_steps: int = 0
     """Steps between two resumable checkpoints; 0: only at the end."""
-    keep: int = 1
-    """Number of resumable checkpoints that are kept, newest first; at least 1."""
+    keep: int = 2
+    """Number of resumable checkpoints that are kept, newest first; at least 1. With 2 there is one to go on
+    with where the newest is damaged."""
+    keep_every_h: float = 0.0
+    """Hours between those that are kept besides, for good; 0: none is."""
     save_on_stop: bool = True
     """Whether Ctrl-C or SIGTERM leaves a resumable checkpoint."""
 
@@ -348,6 +387,46 @@ def replicas(config: RunConfig) -> int:
 def micro_batches(config: RunConfig) -> int:
     """Forward and backward passes of a rank per optimizer step."""
     return config.train.batch_size // (config.train.micro_batch_size * config.parallel.dp)
+
+
+def tp_axes(parallel: Parallel, world_size: int) -> tuple[int, int]:
+    """Ranks of the axes x and y of tensor parallelism, of so many that were started."""
+    if isinstance(parallel.tp, Grid):
+        return parallel.tp.x, parallel.tp.y
+    return parallel.tp or max(1, world_size // (parallel.pp * parallel.cp * parallel.dp)), 1
+
+
+def with_pieces(config: RunConfig) -> RunConfig:
+    """The same configuration with the axis z of parallel.tp written as what it is: ZeRO 3 over groups of z
+    data-parallel ranks, of which there are parallel.dp. And {x = n} as the number n.
+
+    Raises ConfigError where an axis has no ranks, or something else cuts weights or makes replicas.
+    """
+    parallel = config.parallel
+    grid = parallel.tp
+    if not isinstance(grid, Grid):
+        return config
+    if min(grid.x, grid.y, grid.z) < 1:
+        raise ConfigError(f"parallel.tp={grid} must have at least 1 rank on each axis.")
+    if grid.z > 1 and not meets_every_step(config):
+        raise ConfigError(
+            f"parallel.tp={grid}, whose ranks of z exchange gradients in every step, with "
+            f"data_parallel.method={config.data_parallel.method}; leave z or the method out."
+        )
+    for name, value, usual in (
+        ("zero", parallel.zero, (1, 3)),
+        ("dp_replicate", parallel.dp_replicate, (1,)),
+    ):
+        if grid.z > 1 and value not in usual:
+            raise ConfigError(
+                f"parallel.{name}={value} with parallel.tp={grid}: weights, gradients and states are cut "
+                "over z, and ranks of dp hold the same; leave it out."
+            )
+    parallel = dataclasses.replace(parallel, tp=grid.x if grid.y == 1 else Grid(grid.x, grid.y))
+    if grid.z > 1:
+        dp = parallel.dp
+        parallel = dataclasses.replace(parallel, dp=dp * grid.z, dp_replicate=dp, zero=3)
+    return dataclasses.replace(config, parallel=parallel)
 
 
 def tokens_per_step(config: RunConfig) -> int:

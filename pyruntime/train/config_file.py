@@ -7,6 +7,7 @@ default.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import os
 import tomllib
@@ -15,7 +16,7 @@ import typing
 from pathlib import Path
 
 from pyruntime.text import short_repr, toml_value
-from pyruntime.train.config import RunConfig
+from pyruntime.train.config import Grid, RunConfig
 from pyruntime.train.errors import ConfigError
 
 PRESET_DIR = Path(__file__).parent / "presets"
@@ -49,6 +50,14 @@ def load(path: Path) -> RunConfig:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
     return from_dict(values, source=str(path))
+
+
+def grid(text: str) -> Grid:
+    """The axes of {x=2,y=2}, as a file has them. Raises ValueError."""
+    try:
+        return _convert(tomllib.loads(f"tp = {text}")["tp"], Grid)
+    except (ValueError, TypeError):
+        raise ValueError(f"{short_repr(text)} is not {_describe(Grid)}, such as {{x=2,y=2}}") from None
 
 
 def from_dict(values: dict, source: str) -> RunConfig:
@@ -99,6 +108,10 @@ def _convert(value, hint):
         if isinstance(value, int | float) and not isinstance(value, bool):
             with contextlib.suppress(OverflowError):
                 return float(value)
+    elif hint is Grid:
+        kinds = typing.get_type_hints(Grid)
+        if isinstance(value, dict) and value.keys() <= kinds.keys():
+            return Grid(**{key: _convert(each, kinds[key]) for key, each in value.items()})
     elif type(value) is hint:
         return value
     raise TypeError
@@ -117,6 +130,8 @@ def _describe(hint) -> str:
         return "one of " + ", ".join(repr(arg) for arg in typing.get_args(hint))
     if origin is tuple:
         return f"a list, each item {_describe(typing.get_args(hint)[0])}"
+    if hint is Grid:
+        return f"a table of {', '.join(field.name for field in dataclasses.fields(Grid))}"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[hint]
 
 

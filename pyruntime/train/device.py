@@ -95,6 +95,11 @@ def check_device(config: RunConfig, device: Device) -> None:
             f"optimizer.rounding={config.optimizer.rounding} is done on the CPU alone, and train.device is "
             f"{device.device}; use nearest, or train.device=cpu."
         )
+    if config.optimizer.name != "adamw":
+        raise ConfigError(
+            f"optimizer.name={config.optimizer.name} is done on the CPU alone, and train.device is "
+            f"{device.device}; use adamw, or train.device=cpu."
+        )
     if not meets_every_step(config):
         raise ConfigError(
             f"data_parallel.method={config.data_parallel.method} is of ranks on the CPU, and train.device is "

@@ -1,17 +1,25 @@
-"""Files that are there whole after a crash, and what is said when they cannot be written."""
+"""Files that are there whole after a crash, folders of one program at a time, and what is said when they
+cannot be written."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import logging
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from pyruntime.train.errors import ConfigError, TrainingError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+LOCK = "lock"
+"""In a folder that one program uses at a time: who. It stays there; what counts is the kernel's lock on it,
+which ends with the process however that ends."""
 
 
 def publish_folder(partial: Path, final: Path) -> None:
@@ -40,6 +48,31 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def in_use(folder: Path, held: contextlib.ExitStack, key: str) -> None:
+    """The folder is this process' until `held` is closed; where its file system has no locks (Lustre without
+    flock), a warning says that nothing sees to it. Raises ConfigError, which begins with `key`, where another
+    process has it, and OSError."""
+    path = folder / LOCK
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    held.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            logging.getLogger("pyruntime").warning(
+                f"{key}: {path} cannot be locked ({error.strerror}); let no other run use {folder}."
+            )
+            return
+        if error.errno != errno.EWOULDBLOCK:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        who = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+        raise ConfigError(
+            f"{key}: {folder} is in use by {who}; wait until it has ended, or name another folder."
+        ) from error
+
+
 @contextlib.contextmanager
 def writing(path: Path, so: str = "") -> Iterator[None]:
     """Raises TrainingError, a sentence that ends with `so`, where the disk that `path` is on refuses what is
@@ -49,11 +82,11 @@ def writing(path: Path, so: str = "") -> Iterator[None]:
     except Exception as error:
         if not _is_of_disk(error):
             raise
-        raise TrainingError(cannot_write(path, error, so)) from error
+        raise TrainingError(cannot_write(path, cause_of(error), so)) from error
 
 
-def cannot_write(path: Path, error: BaseException, so: str = "") -> str:
-    return f"{path} cannot be written: {_cause(error)} ({free_space(path)}){so and '; ' + so}."
+def cannot_write(path: Path, cause: str, so: str = "") -> str:
+    return f"{path} cannot be written: {cause} ({free_space(path)}){so and '; ' + so}."
 
 
 def free_space(path: Path) -> str:
@@ -63,7 +96,7 @@ def free_space(path: Path) -> str:
 
 
 def _is_of_disk(error: BaseException | None) -> bool:
-    # safetensors and torch's writer raise types of their own.
+    # safetensors raises a type of its own.
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL:
             return True
@@ -73,12 +106,11 @@ def _is_of_disk(error: BaseException | None) -> bool:
     return False
 
 
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
+    """Why something could not be written, in words that follow a colon."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, ConfigError):  # another rank's failure, in a sentence
         return str(error).rstrip(".")
     text = (str(error).strip().splitlines() or [""])[0]
-    if "inline_container" in text:  # of torch's writer, where the file is shorter than it should be
-        return "the disk took only a part of what was written"
     return f"{type(error).__name__}: {text}".rstrip(": .")

@@ -5,7 +5,7 @@ A step with A micro-batches, on each rank:
     for each micro-batch:   loss = model(ids, labels);  (loss / A).backward()
     reduce                  what is left of the gradients, over data- and context-parallel ranks
     one exchange            every rank's [loss, sum of squares, exposed seconds, memory, stop request]
-    one pass                AdamW with the clipping coefficient as a factor on the gradients
+    one pass                AdamW, or Muon, with the clipping coefficient as a factor on the gradients
 
 All ranks of a tensor-parallel group see the same batches; data-parallel ranks share the sequences of a step,
 and context-parallel ranks the tokens of a sequence. All decide on the same exchanged numbers, so they stay in
@@ -31,16 +31,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel import Compression, NonFiniteGradient, shard
+from pyruntime.data_parallel import Compression, Muon, NonFiniteGradient, Sharded, shard
+from pyruntime.data_parallel.replicated import check_replicated
 from pyruntime.elastic.member import Member
 from pyruntime.llama import Llama
 from pyruntime.nn.explain import Report, explain
+from pyruntime.ops.placements import PlacementCheck
 from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.train import checkpoint, checkpoint_folder
 from pyruntime.train.checkpoint_folder import Facts
 from pyruntime.train.config import RunConfig, learning_rate, meets_every_step, micro_batches, tokens_per_step
-from pyruntime.train.corpus import Corpus, training_batch, validation_batches
+from pyruntime.train.data.batches import Batch, Batches, validation_batches
+from pyruntime.train.data.corpus import Corpus
 from pyruntime.train.device import Device
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.figures import (
@@ -56,11 +59,14 @@ from pyruntime.train.metrics import StepMetrics
 from pyruntime.train.pipelined import Pipelined, shared_weights
 from pyruntime.train.ranks import on_every_rank
 from pyruntime.train.replicas import join, open_member
+from pyruntime.train.saving.saver import Saver
 from pyruntime.train.signals import Stopped, StopRequest
 from pyruntime.train.validate import outer_method
 
 MOST_NAMES = 3
 """Of parameters, in the sentence about a gradient that is not finite."""
+SAVING_FAILED = 1000
+"""In the place of a signal, above all of them: ranks tell each other, and end after the same step."""
 
 
 class Trainer:
@@ -98,6 +104,7 @@ class Trainer:
             max_norm=optimizer.clip_grad_norm,
             nonfinite="skip" if self._skips else "raise",
             rounding=optimizer.rounding,
+            muon=_muon(config, model),
             shared={} if pp is None else shared_weights(config, model, pp),
         )
         self.outer: ShardedOuter | None = None
@@ -107,22 +114,31 @@ class Trainer:
         if comes_and_goes:
             self.member = open_member(config, model.config, corpus, runtime)
         if not meets_every_step(config):
-            parts = [axis for axis in (runtime.tp, over, pp) if axis is not None]
+            parts = [axis for axis in (runtime.tp, runtime.tp_y, over, pp) if axis is not None]
             self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts, self.member)
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
-        self.step = 0
+        self._types = _types(model, self.sharded, runtime) if train.check_types else None
+        self.step = self._samples = 0
         self.tiers = Report(())
         self._deal: Sequence[int] = ()
         """Of the checkpoint that was resumed, where replicas come and go."""
         self._facts = dataclasses.replace(
             Facts.of(config, model.config), compression=_compressed_how(config, runtime)
         )
-        self.saved: Path | None = None
-        """The checkpoint of the last step, where one has been taken."""
-        self._saved_at, self._saved_in = 0, run_dir
-        self._validation = validation_batches(
-            corpus.val, train.val_sequences, train.micro_batch_size, train.seq_len
-        )
+        self._saver = Saver(run_dir, self.sharded, runtime.world, config.checkpoint, self.outer)
+        self._resumed: tuple[Path, int] | None = None
+        masks, dp = config.data.document_masks, runtime.sizes.dp
+        self._validation = [
+            (number, batch)
+            for number, each in enumerate(corpus.sets)
+            for batch in validation_batches(
+                each, train.val_sequences, train.micro_batch_size, train.seq_len, masks
+            )
+        ]
+        self._batches = Batches(
+            corpus, train.seed, train.batch_size, train.seq_len, model.config.vocab_size,
+            share=runtime.coordinate.dp, shares=dp, masks=masks,
+        )  # fmt: skip
         self._backward_seed = torch.tensor(1.0 / micro_batches(config), device=device.device)
         ranks = runtime.world.size()
         self._figures: ExchangedFigures | LateFigures | RoundFigures
@@ -140,8 +156,15 @@ class Trainer:
         """Loads weights, optimizer state, what compression lost, and step of the checkpoint in `folder`."""
         found = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world, self.outer)
         self.step, self._deal = found.step, found.deal
+        at_this_size = found.step * self._config.train.batch_size
+        self._samples = at_this_size if found.samples is None else found.samples
         self._guard.resume(found.norms, found.skipped, found.in_a_row)
-        self._saved_at, self._saved_in = self.step, folder
+        self._resumed = folder, self.step
+
+    @property
+    def saved(self) -> Path | None:
+        """The newest checkpoint of this run that is there; None where it has saved none."""
+        return self._saver.newest
 
     def join(self) -> bool:
         """Where replicas come and go: returns when this one is a member of the run, at its step. False: the
@@ -176,7 +199,7 @@ class Trainer:
         """
         train, every_steps = self._config.train, self._config.checkpoint.every_steps
         comm.keep_freed_memory()
-        with self._stop.deferred(self._lost_sentence):
+        with self._stop.deferred(self._lost_sentence), self._saver:
             self._figures.forget_exposed()
             while self.step < train.steps:
                 number = self.step + 1
@@ -195,10 +218,14 @@ class Trainer:
                     if figures.step == self.step and self._is_due(train.val_every) and not signum:
                         metrics = self._with_validation(metrics)
                     yield metrics
+                if signum == SAVING_FAILED:
+                    self._saver.finish()
                 if self._is_due(every_steps) or (signum and self._config.checkpoint.save_on_stop):
                     with contextlib.nullcontext() if ledger is None else ledger.saving(self.step):
-                        self._save()
+                        self._save(and_wait=bool(signum) or self.step == train.steps)
                 if signum:
+                    with self._stop.saving():
+                        self._saver.finish()
                     raise Stopped(signum, self._stop_sentence())
             if signum := int(exchange([self._stop.signum], self._runtime).max()):  # since the last exchange
                 raise Stopped(signum, self._stop_sentence())
@@ -211,7 +238,10 @@ class Trainer:
         self.optimizer.lr = lr = learning_rate(step, self._config.train.steps, self._config.optimizer)
         loss = self._forward_and_backward(step)
         square = self.optimizer.squared_norm()
-        norm = figures.add(step, lr, loss, square, self._stop.signum)
+        if self._types is not None:
+            self._check_replicated()
+        wish = SAVING_FAILED if self._saver.has_failed else self._stop.signum
+        norm = figures.add(step, lr, loss, square, wish)
         with marked("update"):
             self._update(norm)
             if self.outer is not None:
@@ -253,47 +283,76 @@ class Trainer:
         """Of all micro-batches; their mean loss, in a pipeline the last stage's."""
         train = self._config.train
         if self.member is not None:
-            step = self.member.step_of_data(step)
-        whole = training_batch(self._corpus.train, step, train.seed, train.batch_size, train.seq_len)
-        dp = self._runtime.sizes.dp, self._runtime.coordinate.dp
-        ids, labels = (self._mine(each.chunk(dp[0])[dp[1]]) for each in whole)
-        if self._pipelined is not None:
-            return self._pipelined.step(ids, labels, float(self._backward_seed))
-        loss = torch.zeros((), device=self._device.device)
+            self._samples = (self.member.step_of_data(step) - 1) * train.batch_size
+        batch = self._batches.take(self._samples)
+        self._samples += train.batch_size
         size = train.micro_batch_size
-        micro = list(zip(ids.split(size), labels.split(size), strict=True))
-        for ids_micro, labels_micro in micro:
-            is_last = ids_micro is micro[-1][0]
-            with marked("forward"):
-                loss_micro = self.model(ids_micro, labels_micro)
+        micro = [self._mine(each) for each in batch.split(size)]
+        checking = self._types or contextlib.nullcontext()
+        if self._pipelined is not None:
+            with checking:
+                return self._pipelined.step(micro, float(self._backward_seed))
+        loss = torch.zeros((), device=self._device.device)
+        for each in micro:
+            is_last = each is micro[-1]
+            with marked("forward"), checking:
+                loss_micro = self.model(each.ids, each.labels, each.documents)
+            if self._types is not None:
+                self._types.expect(loss_micro, "The loss", tp="replicated", cp="partial")
             accumulating = contextlib.nullcontext() if is_last else self.sharded.accumulate()
             with accumulating, marked("backward"):
                 loss_micro.backward(self._backward_seed)
             loss += loss_micro.detach() * self._backward_seed
         return loss
 
-    def _mine(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of whole sequences, where it computes."""
+    def _mine(self, batch: Batch) -> Batch:
+        """This rank's tokens of whole sequences, where it computes; the documents of all."""
         context = self.model.context
-        return self._device.put(tokens if context is None else context.shard(tokens))
+        ids, labels = (
+            self._device.put(tokens if context is None else context.shard(tokens))
+            for tokens in (batch.ids, batch.labels)
+        )
+        if self._types is not None:
+            for tokens in (ids, labels):
+                self._types.mark(tokens, cp="sharded")
+        return Batch(ids, labels, batch.documents)
 
-    def validate(self) -> float:
-        """Mean loss over the validation windows, in nats per token; the same on every rank."""
-        total, dp = 0.0, self._runtime.sizes.dp
+    def _check_replicated(self) -> None:
+        """Raises PlacementError where ranks are about to take different steps."""
+        optimizer = self.optimizer
+        numbers = {
+            "optimizer.lr": optimizer.lr,
+            "optimizer.clip_grad_norm": optimizer.max_norm,
+            "the number of the step": self.step,
+        }
+        rows, axes = optimizer.arrived_rows(), self.sharded.axes
+        check_replicated(rows, axes, numbers, self._runtime.world)
+
+    def validate(self) -> dict[str, tuple[float, int]]:
+        """Mean loss over the windows of each validation set, in nats per token, and their tokens; the same on
+        every rank."""
+        sets, dp = self._corpus.sets, self._runtime.sizes.dp
+        totals, counts = [0.0] * len(sets), [0] * len(sets)
+        for number, batch in self._validation:
+            counts[number] += batch.ids.numel()
         self.model.eval()
         with torch.no_grad():
             # As many forward passes on every rank: weights may be gathered under them.
             for first in range(0, len(self._validation), dp):
                 index = first + self._runtime.coordinate.dp
-                ids, labels = map(self._mine, self._validation[min(index, len(self._validation) - 1)])
+                number, whole = self._validation[min(index, len(self._validation) - 1)]
+                batch = self._mine(whole)
                 if self._pipelined is not None:
-                    loss = self._pipelined.evaluate(ids, labels)
+                    loss = self._pipelined.evaluate(batch)
                 else:
-                    loss = float(self.model(ids, labels))
-                total += loss * ids.numel() if index < len(self._validation) else 0.0
+                    loss = float(self.model(batch.ids, batch.labels, batch.documents))
+                totals[number] += loss * batch.ids.numel() if index < len(self._validation) else 0.0
         self.model.train()
-        tokens = sum(ids.numel() for ids, _ in self._validation)
-        return math.fsum(exchange([total], self._runtime)[..., 0, 0].flatten().tolist()) / tokens
+        sums = exchange(totals, self._runtime)[..., 0, :].flatten(0, 2).T.tolist()
+        return {
+            each.name: (math.fsum(parts) / count, count)
+            for each, parts, count in zip(sets, sums, counts, strict=True)
+        }
 
     def _is_due(self, every: int, step: int | None = None) -> bool:
         """Whether something that is done each `every` steps (0: never) and after the last is to be done
@@ -324,28 +383,32 @@ class Trainer:
         )
 
     def _with_validation(self, metrics: StepMetrics) -> StepMetrics:
-        loss = self.validate()
+        losses = self.validate()
         self._figures.forget_exposed()  # waiting in validation is not the next step's
+        tokens = sum(count for _, count in losses.values())
+        nats = math.fsum(loss * count for loss, count in losses.values())
+        size = math.fsum(losses[each.name][1] * each.bytes_per_token for each in self._corpus.sets)
+        by_set = {name: loss for name, (loss, _) in losses.items()} if len(losses) > 1 else None
         return dataclasses.replace(
-            metrics, val_loss=loss, val_loss_per_byte=loss / self._corpus.val_bytes_per_token
+            metrics, val_loss=nats / tokens, val_loss_per_byte=nats / size, val_losses=by_set
         )
 
-    def _save(self) -> None:
+    def _save(self, and_wait: bool) -> None:
+        """and_wait: until it is there; else it is written while the run goes on."""
         guard = self._guard
         facts = dataclasses.replace(
             self._facts,
             step=self.step,
+            samples=self._samples,
             skipped=guard.skipped,
             in_a_row=guard.in_a_row,
             norms=tuple(guard.norms),
             deal=() if self.member is None else tuple(self.member.deal),
         )
-        keep = self._config.checkpoint.keep
         with self._stop.saving():
-            self.saved = checkpoint.save(
-                self._run_dir, facts, self.sharded, self._runtime.world, keep, self.outer
-            )
-        self._saved_at, self._saved_in = self.step, self._run_dir
+            self._saver.begin(facts)
+            if and_wait:
+                self._saver.finish()
         self._figures.forget_exposed()
 
     def _stop_sentence(self) -> str:
@@ -364,9 +427,11 @@ class Trainer:
 
     def what_is_saved(self) -> str:
         """In words, for a run that ends here."""
-        if not self._saved_at:
+        saved = self.saved
+        found = (self._run_dir, checkpoint_folder.step_of(saved)) if saved else self._resumed
+        if found is None:
             return f"nothing was saved but the metrics in {self._run_dir}"
-        return f"go on with --checkpoint.resume {self._saved_in} (it holds step {self._saved_at})"
+        return f"go on with --checkpoint.resume {found[0]} (it holds step {found[1]})"
 
 
 def _check_trains(model: Llama, runtime: Runtime) -> None:
@@ -396,6 +461,27 @@ def within_and_between(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, Devi
         )
     within = mesh[names[1]] if len(names) > 1 else None
     return (within if within is not None and within.size() > 1 else None), mesh["dp_replicate"]
+
+
+def _types(model: Llama, sharded: Sharded, runtime: Runtime) -> PlacementCheck:
+    """Follows tensors over tensor- and context-parallel ranks: gradients of the model's parameters are summed
+    over the latter by `sharded`. What data-parallel ranks have is each one's own by intent."""
+    axes = {"tp": [comm.group_name(runtime.tp)] if runtime.sizes.tp > 1 else [], "cp": []}
+    if runtime.cp is not None:
+        axes["cp"] = [comm.group_name(runtime.cp), comm.companion(runtime.cp, "cp").name]
+    axes = {axis: groups for axis, groups in axes.items() if groups}
+    check = PlacementCheck(axes)
+    trained = [parameter for bucket in sharded.buckets for parameter in bucket.parameters]
+    check.mark_parameters(model, "tp", {"cp": trained})
+    return check
+
+
+def _muon(config: RunConfig, model: Llama) -> Muon | None:
+    """Of the matrices of this rank's layers."""
+    if config.optimizer.name != "muon":
+        return None
+    of_layers = model.layers.parameters()
+    return Muon([p for p in of_layers if p.dim() == 2 and p.requires_grad], config.optimizer.momentum)
 
 
 def _compression(config: RunConfig) -> Compression | None:

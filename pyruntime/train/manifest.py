@@ -18,6 +18,10 @@ MANIFEST = "manifest.json"
 ADVICE = "copy the checkpoint again from where it is whole, or resume from an older one"
 
 
+class DamagedError(ConfigError):
+    """A checkpoint is not what was saved: an older one may be."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Checksum:
     """What a file held when it was saved."""
@@ -32,15 +36,6 @@ def checksum(path: Path) -> Checksum:
     """Of the file as it is now. Raises OSError."""
     with open(path, "rb") as file:
         return Checksum(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file of a checkpoint but its manifest."""
-    return {
-        path.name: path.stat().st_size
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name != MANIFEST
-    }
 
 
 def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
@@ -62,10 +57,10 @@ def write(folder: Path, sums: Mapping[str, Checksum]) -> None:
 
 
 def read(folder: Path) -> dict[str, Checksum]:
-    """The manifest of a checkpoint. Raises ConfigError where there is none or it is damaged."""
+    """The manifest of a checkpoint. Raises DamagedError where there is none or it is damaged."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise ConfigError(
+        raise DamagedError(
             f"checkpoint.resume: {folder} holds no {MANIFEST}, so nothing says that its files are whole: it "
             f"was copied in part; {ADVICE}."
         )
@@ -73,15 +68,16 @@ def read(folder: Path) -> dict[str, Checksum]:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
         found = {str(name): Checksum(**content) for name, content in files.items()}
         whole = all(type(each.size) is int and isinstance(each.sha256, str) for each in found.values())
+        whole = whole and all(Path(name).name == name for name in found)  # of this folder
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        raise ConfigError(f"checkpoint.resume: {path} is damaged: it is no list of checksums; {ADVICE}.")
+        raise DamagedError(f"checkpoint.resume: {path} is damaged: it is no list of checksums; {ADVICE}.")
     return found
 
 
 def check(folder: Path, name: str, expected: Mapping[str, Checksum]) -> None:
-    """Reads one file of a checkpoint whole. Raises ConfigError where it is not what was saved."""
+    """Reads one file of a checkpoint whole. Raises DamagedError where it is not what was saved."""
     finding = finding_of(folder, name, expected)
     if finding:
         raise refusal(folder, name, finding)
@@ -101,5 +97,5 @@ def finding_of(folder: Path, name: str, expected: Mapping[str, Checksum]) -> str
         return f"it cannot be read: {getattr(error, 'strerror', error)}"
 
 
-def refusal(folder: Path, name: str, finding: str) -> ConfigError:
-    return ConfigError(f"checkpoint.resume: {folder / name} is damaged: {finding}; {ADVICE}.")
+def refusal(folder: Path, name: str, finding: str) -> DamagedError:
+    return DamagedError(f"checkpoint.resume: {folder / name} is damaged: {finding}; {ADVICE}.")

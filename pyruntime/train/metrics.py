@@ -47,18 +47,22 @@ class StepMetrics:
     """Validation loss in nats per token, where it was measured after this step."""
     val_loss_per_byte: float | None = None
     """The same in nats per byte of text."""
+    val_losses: dict[str, float] | None = None
+    """val_loss of each set to validate on, where there are several; val_loss is the mean over all tokens."""
     skipped: int | None = None
     """Steps of the run that updated nothing so far, where this is one."""
 
     def to_json(self) -> str:
         """Figures that are not finite, as null: the loss of a step that was skipped, or a validation's."""
         values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return json.dumps(
-            {
-                name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in values.items()
-            }
-        )
+        return json.dumps({name: _finite(value) for name, value in values.items()})
+
+
+def _finite(value: object) -> object:
+    """`value`, with None in place of what no JSON holds."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class MetricsFile:

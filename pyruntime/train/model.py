@@ -15,6 +15,7 @@ from pyruntime.llama import Llama, load_weights
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.hf import read_config
 from pyruntime.llama.presets import preset
+from pyruntime.nn.parameters import shard_bounds
 from pyruntime.train.config import Model, RunConfig
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.pipelined import part_of
@@ -25,9 +26,9 @@ VOCABULARY_MULTIPLE = 128
 DEFAULT_PRESET = "3m"
 
 
-def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int) -> LlamaConfig:
+def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int, tp_y: int = 1) -> LlamaConfig:
     """The model of the [model] section, with room for `vocab_needed` tokens and sequences of `seq_len`, on
-    `tp` ranks.
+    `tp` ranks, or on `tp` times `tp_y` of two axes.
 
     Raises ConfigError, one sentence, where the sizes do not fit together, the tokenizer or the number of
     ranks.
@@ -38,6 +39,7 @@ def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int) -> Llam
             shape, max_position_embeddings=max(shape.max_position_embeddings, seq_len)
         )
         shape.check_tp(tp)
+        shard_bounds(shape.hidden_size, tp_y, 0, "hidden_size over y")
     if shape.vocab_size < vocab_needed:
         raise ConfigError(
             f"model.vocab_size={shape.vocab_size} is smaller than the tokenizer's {vocab_needed} tokens; use "
@@ -81,7 +83,7 @@ def slices_of(config: RunConfig, runtime: Runtime) -> int:
     asked = config.parallel.slices
     if asked != "auto":
         return asked
-    if config.parallel.cp > 1 or why_no_slices(config, runtime.sizes.tp):
+    if config.parallel.cp > 1 or why_no_slices(config, runtime.tp_size):
         return 1
     return 2 if crosses_hosts(runtime.tp, runtime.device) else 1
 
@@ -92,7 +94,7 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
     cp, context = runtime.sizes.cp, None
     if runtime.cp is not None:
         context = Context(runtime.cp, config.context.layout, config.context.variant)
-        heads = shape.num_key_value_heads // runtime.sizes.tp
+        heads = shape.num_key_value_heads // runtime.tp_size
         if context.variant == "ulysses" and heads % cp:
             raise ConfigError(
                 f"context.variant=ulysses deals out heads, and parallel.cp={cp} does not divide "
@@ -101,7 +103,7 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
     source = config.model.init_from
     model = Llama(
         shape,
-        runtime.tp,
+        runtime.tp_grid,
         device=runtime.device,
         dtype=DTYPES[config.train.dtype],
         tier=config.comm.tier,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from pyruntime.pipeline.executor import Pipeline
 from pyruntime.pipeline.split import split_layers
 from pyruntime.plan import stage_costs
 from pyruntime.train.config import RunConfig, micro_batches
+from pyruntime.train.data.batches import Batch
 from pyruntime.train.errors import ConfigError, refusing
 
 
@@ -148,23 +150,30 @@ class Pipelined:
         """Of this tensor-parallel rank's part of the residual stream, by slice."""
         group = self._model.group
         rows = (len(torch.arange(batch * seq).tensor_split(group.size)[group.rank]) for seq in self._slices)
-        return [(count, self._model.config.hidden_size) for count in rows]
+        return [(count, self._model.stream_features) for count in rows]
 
-    def step(self, ids: Tensor, labels: Tensor, scale: float) -> float:
-        """Forward and backward of all micro-batches [m B, S]; the gradients are those of `scale` times the
-        losses. Returns their sum, of which the last stage alone has any."""
-        losses = self._pipeline.step(self._cut(ids, self._batch), self._loss(labels, scale, self._batch))
+    def step(self, micro_batches: Sequence[Batch], scale: float) -> float:
+        """Forward and backward of all micro-batches; the gradients are those of `scale` times the losses.
+        Returns their sum, of which the last stage alone has any."""
+        losses = self._pipeline.step(
+            self._cut([each.ids for each in micro_batches]),
+            self._loss(micro_batches, scale),
+            [{"documents": each.documents} for each in micro_batches],
+        )
         return sum(float(part) for parts in losses for part in parts)
 
     @torch.no_grad()
-    def evaluate(self, ids: Tensor, labels: Tensor) -> float:
-        """Mean loss of one batch [B, S], in the last stage; 0 in others."""
-        batch = len(ids)
+    def evaluate(self, whole: Batch) -> float:
+        """Mean loss of one batch, in the last stage; 0 in others."""
+        batch = len(whole.ids)
         for each in self._stages.values():
             each.batch = batch
         try:
             losses = self._pipeline.evaluate(
-                self._cut(ids, batch), self._loss(labels, 1.0, batch), self._shapes(batch)
+                self._cut([whole.ids]),
+                self._loss([whole], 1.0),
+                self._shapes(batch),
+                [{"documents": whole.documents}],
             )
         finally:
             for each in self._stages.values():
@@ -174,12 +183,12 @@ class Pipelined:
     def close(self) -> None:
         self._pipeline.close()
 
-    def _cut(self, tokens: Tensor, batch: int) -> list[list[Tensor]]:
-        """[m batch, S] by micro-batch and slice."""
-        return [list(each.split(self._slices, 1)) for each in tokens.split(batch)]
+    def _cut(self, tokens: Sequence[Tensor]) -> list[list[Tensor]]:
+        """[B, S] of every micro-batch, by slice."""
+        return [list(each.split(self._slices, 1)) for each in tokens]
 
-    def _loss(self, labels: Tensor, scale: float, batch: int):
-        cut = self._cut(labels, batch)
+    def _loss(self, micro_batches: Sequence[Batch], scale: float):
+        cut = self._cut([each.labels for each in micro_batches])
 
         def loss(logits: Tensor, micro_batch: int, part: int) -> Tensor:
             count = torch.tensor(sum(each.numel() for each in cut[micro_batch]))

@@ -142,7 +142,8 @@ def exposed(metrics: StepMetrics, label: str, digits: int) -> list[str]:
 
 
 def validation(metrics: StepMetrics) -> str:
-    return f"val {metrics.val_loss:.4f} ({metrics.val_loss_per_byte:.4f} nats/byte)"
+    sets = "".join(f", {name} {loss:.4f}" for name, loss in (metrics.val_losses or {}).items())
+    return f"val {metrics.val_loss:.4f} ({metrics.val_loss_per_byte:.4f} nats/byte{sets})"
 
 
 def clock(seconds: float) -> str:

@@ -17,7 +17,7 @@ from pyruntime.elastic.state import OuterState
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.train.config import RunConfig
-from pyruntime.train.corpus import Corpus
+from pyruntime.train.data.corpus import Corpus
 from pyruntime.train.ranks import on_rank_0
 
 OF_TRAIN = ("steps", "batch_size", "micro_batch_size", "seq_len", "dtype", "z_loss", "seed")
@@ -36,7 +36,7 @@ def open_member(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: 
     return Member(
         config.data_parallel.members,
         replica,
-        job_of(config, shape, len(corpus.train), runtime),
+        job_of(config, shape, sum(len(source.train) for source in corpus.sources), runtime),
         place=runtime.world.rank(),
         places=runtime.world.size(),
         label=label,
@@ -69,7 +69,7 @@ def join(member: Member, outer: ShardedOuter, sharded: Sharded, step: int, deal:
     assert optimizer is not None
 
     def moments() -> list[Tensor]:
-        return [tensor for state in optimizer.current() for tensor in (state.exp_avg, state.exp_avg_sq)]
+        return [tensor for state in optimizer.current() for tensor in state.moments.values()]
 
     state, tau = OuterState(outer, moments), outer.tau
     assert tau is not None

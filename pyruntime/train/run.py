@@ -4,6 +4,7 @@ RUN_DIR/config.toml      the configuration as it was
 RUN_DIR/metrics.jsonl    one object a step
 RUN_DIR/checkpoints/     resumable checkpoints
 RUN_DIR/model/           the weights in Hugging Face's format, with the tokenizer
+RUN_DIR/lock             the process that writes all this, while it lives
 RUN_DIR/ledger/          what every rank waited for, and behind what bytes were hidden (train.ledger)
 RUN_DIR/loss.png, scorecard.json, scorecard.txt, sample.txt
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -27,20 +29,22 @@ from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger, forget
 from pyruntime.overlap.record import ledger
 from pyruntime.overlap.steps import StepLedger
-from pyruntime.train import checkpoint, checkpoint_folder, config_file, corpus, metrics, report
+from pyruntime.train import checkpoint, checkpoint_folder, config_file, metrics, report
 from pyruntime.train.config import RunConfig, meets_every_step, replicas, tokens_per_step, with_steps
-from pyruntime.train.corpus import Corpus
+from pyruntime.train.data import corpus
+from pyruntime.train.data.corpus import Corpus
+from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
 from pyruntime.train.device import Device
-from pyruntime.train.disk import writing
+from pyruntime.train.disk import in_use, writing
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.loop import Trainer
+from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile, StepMetrics
 from pyruntime.train.model import DTYPES, llama_config, make_model
 from pyruntime.train.pipelined import resolved
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_every_rank, on_rank_0
 from pyruntime.train.signals import Stopped, StopRequest
-from pyruntime.train.tokenizer import Tokenizer, open_tokenizer
 from pyruntime.tuning.apply import device_name, find, library, use
 from pyruntime.tuning.cache import default_path
 
@@ -54,15 +58,24 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
     `name` is the configuration's, for the folder. Raises ConfigError, `Stopped`, TrainingError, or the
     communication errors of `pyruntime`.
     """
+    with contextlib.ExitStack() as held:
+        return _run(config, name, runtime, stop, held)
+
+
+def _run(
+    config: RunConfig, name: str, runtime: Runtime, stop: StopRequest, held: contextlib.ExitStack
+) -> Path:
+    """held: what is the run's own, for as long as it lasts."""
     check_ledger(config, runtime)
     config = with_steps(config)
     ranks = runtime.world
     is_rank_0, is_first_tp = ranks.rank() == 0, ranks.rank() < runtime.sizes.tp
-    tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from)
-    shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, runtime.sizes.tp)
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from, config.data.paths)
+    shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, *runtime.tp_sizes)
     config = on_rank_0(ranks, "Settling the pipeline", lambda: resolved(config, shape))
-    start_at, steps_done = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoint(config, shape))
-    run_dir = on_rank_0(ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at))
+    saved = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
+    start_at = saved[0] if saved else None
+    run_dir = on_rank_0(ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held))
     on_every_rank(ranks, "Opening the run folder", lambda: _check_seen(run_dir, ranks.rank()))
     progress = Progress(
         config.train.steps,
@@ -70,8 +83,6 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
         config.output.log_every,
         on_closed=lambda: stop.note(signal.SIGPIPE),
     )
-    if is_rank_0 and start_at and checkpoint_folder.is_unchecked(start_at):
-        progress.say(f"{start_at} was saved before there were checksums; it is not checked")
     text = corpus.open_everywhere(config, tokenizer, ranks, progress.say)
     model = on_every_rank(ranks, "Making the model", lambda: make_model(config, shape, runtime))
     tuned = _use_tuning(config, runtime)
@@ -82,7 +93,7 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
 
     trainer = Trainer(config, model, text, runtime, run_dir, stop)
     if start_at:
-        trainer.resume(start_at)
+        start_at = _resume(trainer, saved, progress.say if is_rank_0 else None)
         if is_rank_0 and (left := trainer.what_is_not_resumed(start_at)):
             progress.say(left)
     if not trainer.join():
@@ -98,7 +109,7 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
     said = ""
     bytes_before = _bytes_read()
     with (
-        _metrics_file(run_dir, steps_done, trainer) if is_rank_0 else contextlib.nullcontext() as file,
+        _metrics_file(run_dir, trainer) if is_rank_0 else contextlib.nullcontext() as file,
         _step_ledger(config, runtime, run_dir) as entered,
     ):
         for step in trainer.fit(entered):
@@ -175,9 +186,9 @@ def _step_ledger(config: RunConfig, runtime: Runtime, run_dir: Path) -> Iterator
             raise
 
 
-def _metrics_file(run_dir: Path, steps_done: int, trainer: Trainer) -> MetricsFile:
+def _metrics_file(run_dir: Path, trainer: Trainer) -> MetricsFile:
     with _told_to_all(), writing(run_dir / metrics.FILE_NAME, trainer.what_is_saved()):
-        return MetricsFile(run_dir, resume_at=steps_done)
+        return MetricsFile(run_dir, resume_at=trainer.step)
 
 
 @contextlib.contextmanager
@@ -194,22 +205,36 @@ def _bytes_read() -> int:
     return sum(figures.bytes_read for figures in comm.traffic().values())
 
 
-def _checkpoint(config: RunConfig, shape: LlamaConfig) -> tuple[Path | None, int]:
-    """The checkpoint to go on with, if any, and its step."""
+def _checkpoints(config: RunConfig, shape: LlamaConfig) -> list[Path]:
+    """Those to go on with, if any, the first that is whole."""
     resume = config.checkpoint.resume
-    if resume == checkpoint_folder.AUTO:
-        folder = checkpoint_folder.newest(Path(config.output.run_dir))
-    else:
-        folder = checkpoint_folder.find(Path(resume)) if resume else None
-    if folder is None:
-        return None, 0
     facts = checkpoint_folder.Facts.of(config, shape)
-    return folder, checkpoint_folder.read_matching(folder, facts).step
+    if resume == checkpoint_folder.AUTO:
+        return checkpoint_folder.to_go_on_with(Path(config.output.run_dir), facts)
+    if not resume:
+        return []
+    folder = checkpoint_folder.find(Path(resume))
+    checkpoint_folder.read_matching(folder, facts)
+    return [folder]
 
 
-def _make_run_dir(config: RunConfig, name: str, start_at: Path | None) -> Path:
+def _resume(trainer: Trainer, saved: Sequence[Path], say: Callable[[str], None] | None) -> Path:
+    """Goes on with the first of `saved` that is whole, and returns it. Raises DamagedError where none is."""
+    for folder, older in itertools.zip_longest(saved, saved[1:]):
+        try:
+            trainer.resume(folder)
+            return folder
+        except DamagedError as error:
+            if older is None:
+                raise
+            if say:
+                say(f"{error} The run goes on with {older}.")
+    raise ValueError("There is no checkpoint to go on with.")
+
+
+def _make_run_dir(config: RunConfig, name: str, start_at: Path | None, held: contextlib.ExitStack) -> Path:
     """Rank 0 makes the run folder: the one asked for, that of the checkpoint, or the first free
-    runs/<name>-<n>."""
+    runs/<name>-<n>. No other run may use it before `held` is closed."""
     try:
         if config.output.run_dir:
             run_dir = Path(config.output.run_dir)
@@ -225,6 +250,7 @@ def _make_run_dir(config: RunConfig, name: str, start_at: Path | None) -> Path:
             run_dir = start_at.parent.parent
         else:
             run_dir = _first_free(Path("runs"), name)
+        in_use(run_dir, held, "output.run_dir")
         if (run_dir / metrics.FILE_NAME).exists():
             metrics.read(run_dir / metrics.FILE_NAME)  # the run goes on with it: all ranks hear of damage
         if config.train.ledger:
@@ -259,7 +285,7 @@ def _whole_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime, folder
     """All stages' weights, from the checkpoint in `folder`, which the last step left."""
     assert folder is not None  # a run that takes no step has been resumed
     options = {"dtype": DTYPES[config.train.dtype], "tier": config.comm.tier, "seed": None}
-    model = Llama(shape, runtime.tp, device=runtime.device, **options)
+    model = Llama(shape, runtime.tp_grid, device=runtime.device, **options)
     checkpoint.load_weights(folder, model, comm.process_group(runtime.tp))
     return model
 
@@ -267,7 +293,7 @@ def _whole_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime, folder
 def _use_tuning(config: RunConfig, runtime: Runtime) -> str:
     """Hands the measured choices of this machine to the ops, the same on all ranks, and says so in a line for
     the log; empty where nothing asks for them or there are none."""
-    tp = runtime.sizes.tp
+    tp = runtime.tp_size
     use({})
     if config.comm.tier != "auto" or config.comm.tuning == "off" or tp == 1:
         return ""
@@ -300,8 +326,8 @@ def _sample(config: RunConfig, model: Llama, tokenizer: Tokenizer) -> str | None
 
 
 def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: Path, runtime: Runtime) -> str:
-    files, train, parallel = data.text.files, config.train, config.parallel
-    axes = f"tp={runtime.sizes.tp} with sequence parallelism"
+    train, parallel = config.train, config.parallel
+    axes = f"tp={parallel.tp or runtime.tp_size} with sequence parallelism"
     if parallel.dp > 1:
         axes += f", dp={parallel.dp} at zero {parallel.zero}"
     if config.data_parallel.compression != "none":
@@ -316,15 +342,12 @@ def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: P
         axes += f", pp={parallel.pp} ({config.pipeline.kind})"
     if parallel.cp > 1:
         axes += f", cp={parallel.cp} ({config.context.layout}, {config.context.variant})"
-    lines = f" of {data.documents:,} documents" if data.documents != files else ""
-    skipped = f" ({data.text.skipped} without text left out)" if data.text.skipped else ""
     return "\n".join(
         [
             f"model  {shape.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, {axes}, "
             f"{torch.get_num_threads()} thread(s) a rank",
             f"device {Device(runtime.device, runtime.why_device).describe()}",
-            f"text   {files} files{lines}{skipped}, {len(data.train):,} tokens to learn from, "
-            f"{len(data.val):,} held out",
+            f"text   {data}",
             f"steps  {train.steps} of {tokens_per_step(config):,} tokens, in micro-batches of "
             f"{train.micro_batch_size} x {train.seq_len}",
             f"run    {run_dir}",

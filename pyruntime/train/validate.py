@@ -13,7 +13,19 @@ from pyruntime.elastic.address import split_address
 from pyruntime.outer.methods import METHODS, Method, refuse_unless_waiting
 from pyruntime.text import short_repr
 from pyruntime.train.checkpoint_folder import AUTO
-from pyruntime.train.config import DataParallel, Pipeline, RunConfig, meets_every_step, replicas, with_steps
+from pyruntime.train.config import (
+    DataParallel,
+    Grid,
+    Optimizer,
+    Pipeline,
+    RunConfig,
+    meets_every_step,
+    replicas,
+    tp_axes,
+    with_pieces,
+    with_steps,
+)
+from pyruntime.train.data.order import BLOCK
 from pyruntime.train.errors import ConfigError, refusing
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
@@ -59,16 +71,25 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
     (
         lambda x: 0 <= x < math.inf,
         "be a finite number of at least 0",
-        ("optimizer.weight_decay", "optimizer.clip_grad_norm", "train.z_loss", "output.temperature"),
+        (
+            "optimizer.weight_decay",
+            "optimizer.clip_grad_norm",
+            "train.z_loss",
+            "output.temperature",
+            "checkpoint.keep_every_h",
+        ),
     ),
-    (lambda x: 0 <= x < 1, "be at least 0 and below 1", ("optimizer.beta1", "optimizer.beta2")),
+    (
+        lambda x: 0 <= x < 1,
+        "be at least 0 and below 1",
+        ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum"),
+    ),
     (
         lambda x: 0 <= x <= 1,
         "be between 0 and 1",
         ("optimizer.min_lr_fraction", "optimizer.warmup_fraction", "optimizer.decay_fraction"),
     ),
     (lambda x: x == 0 or 1 < x < math.inf, "be 0, or finite and above 1", ("optimizer.spike_factor",)),
-    (lambda x: 0 < x <= 0.5, "be above 0 and at most 0.5", ("data.val_fraction",)),
     (lambda x: 0 < x <= 1, "be above 0 and at most 1", ("data_parallel.compression_density",)),
     (lambda x: 1 <= x <= 8, "be between 1 and 8", ("data_parallel.compression_bits",)),
 )
@@ -82,13 +103,16 @@ def check(config: RunConfig, world_size: int) -> None:
     `pyruntime.train.model`.
     """
     _check_values(config)
+    config = with_pieces(config)
     _check_ranges(config)
     _check_train(config)
+    _check_data(config)
     _check_files(config)
     _check_context(config)
     _check_pipeline(config)
     _check_data_parallel(config)
     _check_ranks(config, world_size)
+    _check_two_axes(config)
     _check_compression(config)
     _check_rings(config, world_size)
     _check_slices(config, world_size)
@@ -104,6 +128,8 @@ def _check_values(config: RunConfig) -> None:
                 words = ", ".join(map(str, choices))
                 _require(value in choices, f"{name} must be one of {words}, found {value}.")
             for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, Grid):
+                    each = max(vars(each).values())
                 if isinstance(each, str):
                     _check_text(name, each)
                 elif isinstance(each, int) and key != "seed":
@@ -124,7 +150,8 @@ def _check_ranges(config: RunConfig) -> None:
         for name in names:
             section, field = name.split(".")
             value = getattr(getattr(config, section), field)
-            _require(value is None or test(value), f"{name} must {words}, found {value}.")
+            of_grid = isinstance(value, Grid)  # with_pieces() has looked at its numbers
+            _require(value is None or of_grid or test(value), f"{name} must {words}, found {value}.")
     check_seed("train.seed", config.train.seed)
     check_seconds("comm.deadline_s", config.comm.deadline_s)
 
@@ -136,6 +163,7 @@ def _check_train(config: RunConfig) -> None:
         f"optimizer.rounding={optimizer.rounding} is done on the CPU alone; use nearest with "
         "train.device=cuda.",
     )
+    _check_muon(config)
     _require(
         optimizer.rounding == "nearest" or train.dtype == "bf16",
         f"optimizer.rounding=stochastic is of bf16 weights, and train.dtype={train.dtype}; leave it out.",
@@ -157,12 +185,73 @@ def _check_train(config: RunConfig) -> None:
     )
 
 
+def _check_data(config: RunConfig) -> None:
+    data = config.data
+    fraction, weights = data.val_fraction, data.weights
+    _require(
+        0 < fraction <= 0.5 or (fraction == 0 and bool(data.val_paths)),
+        f"data.val_fraction must be above 0 and at most 0.5, found {fraction}.",
+    )
+    _require(
+        not weights or len(weights) == len(data.paths),
+        f"data.weights are {len(weights)} and data.paths {len(data.paths)}; give one for each.",
+    )
+    total = sum(weights)
+    _require(
+        all(0 < weight < math.inf for weight in weights) and total < math.inf,
+        f"data.weights must be positive finite numbers, found {list(weights)}.",
+    )
+    _require(
+        not weights or min(weights) * BLOCK >= total / 2,
+        f"data.weights hold {min(weights, default=0):g} of {total:g}, less than one sample of {2 * BLOCK}; "
+        "use a larger weight, or leave that source out.",
+    )
+    _require(bool(data.field), "data.field must be the name of a key or a column, found ''.")
+
+
+def _check_muon(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    if optimizer.name == "adamw":
+        _require(
+            optimizer.momentum == Optimizer.momentum,
+            f"optimizer.momentum={optimizer.momentum} is Muon's; set optimizer.name=muon, or leave it out.",
+        )
+        return
+    _require(
+        optimizer.rounding == "nearest",
+        f"optimizer.rounding={optimizer.rounding} with optimizer.name=muon, which keeps fp32 master weights; "
+        "leave it out.",
+    )
+    _require(
+        config.train.device != "cuda",
+        "optimizer.name=muon is done on the CPU alone; use adamw with train.device=cuda.",
+    )
+
+
+def _check_two_axes(config: RunConfig) -> None:
+    """What does not know of tensor parallelism over two axes."""
+    tp = config.parallel.tp
+    if not isinstance(tp, Grid):
+        return
+    for name, is_asked in (
+        ("optimizer.name=muon", config.optimizer.name == "muon"),
+        ("train.check_types=true", config.train.check_types),
+    ):
+        _require(
+            not is_asked,
+            f"{name} knows of one axis of tensor parallelism, and parallel.tp={tp}; leave y or it out.",
+        )
+
+
 def _check_files(config: RunConfig) -> None:
-    for path in config.data.paths:
-        _require(os.path.exists(path), f"data.paths: {path} does not exist.")
+    data = config.data
+    for key, path in [("paths", path) for path in data.paths] + [
+        ("val_paths", path) for path in data.val_paths
+    ]:
+        _require(os.path.exists(path), f"data.{key}: {path} does not exist.")
         _require(
             os.path.isfile(path) or os.path.isdir(path),
-            f"data.paths: {path} is neither a file nor a folder.",
+            f"data.{key}: {path} is neither a file nor a folder.",
         )
     tokenizer = config.data.tokenizer
     _require(
@@ -214,7 +303,7 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
             f"{pp * dp * cp}.",
         )
         return
-    needed = tp * pp * dp * cp
+    needed = math.prod(tp_axes(parallel, world_size)) * pp * dp * cp
     axes = " times ".join([f"parallel.tp={tp}", *others])
     _require(
         needed == world_size,
@@ -358,8 +447,7 @@ def _check_compression(config: RunConfig) -> None:
 
 
 def _check_rings(config: RunConfig, world_size: int) -> None:
-    parallel = config.parallel
-    tp = parallel.tp or world_size // (parallel.pp * parallel.dp * parallel.cp)
+    tp, _ = tp_axes(config.parallel, world_size)
     for order in config.comm.rings:
         ranks = [int(rank) if rank.isdecimal() else -1 for rank in order.split("-")]
         _require(
@@ -427,6 +515,8 @@ def why_no_slices(config: RunConfig, tp: int) -> str:
     """What slices inside a tensor-parallel group of so many ranks do not go together with; empty: nothing."""
     if tp == 1:
         return "parallel.tp=1, where no rows travel"
+    if isinstance(config.parallel.tp, Grid):
+        return f"parallel.tp={config.parallel.tp}, whose y cuts features; leave y out"
     if config.parallel.zero == 3 and config.parallel.dp * config.parallel.cp > 1:
         return "parallel.zero=3, which gathers weights for one layer at a time; use 0, 1 or 2"
     if config.pipeline.slices != 1:
@@ -436,7 +526,7 @@ def why_no_slices(config: RunConfig, tp: int) -> str:
 
 def _check_slices(config: RunConfig, world_size: int) -> None:
     parallel = config.parallel
-    tp = parallel.tp or world_size // (parallel.pp * parallel.dp * parallel.cp)
+    tp, _ = tp_axes(parallel, world_size)
     why = why_no_slices(config, tp) if parallel.slices not in ("auto", 1) else ""
     _require(
         not why, f"parallel.slices={parallel.slices} does not go together with {why}; leave one of them out."

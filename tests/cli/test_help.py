@@ -11,6 +11,7 @@ import pytest
 
 import pyruntime
 from pyruntime.cli import main
+from pyruntime.cli.convert import Options as ConvertOptions
 from pyruntime.cli.doctor import Options as DoctorOptions
 from pyruntime.cli.generate import Options as GenerateOptions
 from pyruntime.cli.members import Options as MembersOptions
@@ -36,6 +37,7 @@ def flags(config, prefix=""):
         ("train", RunConfig),
         ("mesh", RunConfig),
         ("generate", GenerateOptions),
+        ("convert", ConvertOptions),
         ("doctor", DoctorOptions),
         ("schedule", ScheduleOptions),
         ("profile", ProfileOptions),

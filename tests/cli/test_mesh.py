@@ -1,5 +1,6 @@
 """`python -m pyruntime mesh` shows groups, transports and bytes, and starts nothing."""
 
+import math
 import re
 
 import pytest
@@ -9,7 +10,7 @@ from pyruntime.cli.plan_facts import of_llama, planned
 from pyruntime.llama.presets import preset
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.traffic import bytes_of_step
-from pyruntime.train.config import Parallel, Pipeline, RunConfig, Train
+from pyruntime.train.config import Grid, Parallel, Pipeline, RunConfig, Train, tp_axes, with_pieces
 
 SMALL = ["mesh", "--config", "dim256", "--train.batch_size", "16"]
 
@@ -42,6 +43,18 @@ def test_context_ranks_share_the_reduction_and_replicas_stand_apart(capsys):
     assert found["cp"][0] == "0-1 2-3 4-5 6-7" and found["cp"][1] == "shared memory"
     assert found["dp x cp"][:2] == ["0-1-2-3 4-5-6-7", "shared memory"]
     assert found["replicas"][:2] == ["0-4 1-5 2-6 3-7", "a gloo ring of ranks"]
+
+
+def test_axes_of_a_grid_are_shown(capsys):
+    heading, found = rows(capsys, "--parallel.tp", "{x=2,y=2,z=2}")
+    assert (
+        "8 rank(s) on 1 host(s): tp={x = 2, y = 2} (sequence parallel), cp=1, pp=1, dp=2, zero=3" in heading
+    )
+    assert {name: cells[0] for name, cells in found.items()} == {
+        "tp": "0-2 1-3 4-6 5-7",
+        "tp y": "0-1 2-3 4-5 6-7",
+        "dp": "0-4 1-5 2-6 3-7",
+    }
 
 
 @pytest.mark.parametrize(
@@ -86,7 +99,8 @@ def bytes_of(element=2, **axes):
         parallel=Parallel(**{"tp": 1} | axes),
         pipeline=Pipeline(**pipeline),
     )
-    ranks = config.parallel.tp * config.parallel.cp * config.parallel.pp * config.parallel.dp
+    parallel = with_pieces(config).parallel
+    ranks = math.prod(tp_axes(parallel, 1)) * parallel.cp * parallel.pp * parallel.dp
     job, mesh = planned(config, shape, ranks, find_cluster("dgx-h100"))
     assert job.model == of_llama("the run", shape)
     return bytes_of_step(job, mesh, element), shape
@@ -104,6 +118,15 @@ def test_bytes_are_those_of_what_travels():
     assert found["weights"] == pytest.approx(2 * 4 * shape.parameter_count())
     found, _ = bytes_of(dp=4, dp_replicate=2, zero=2, element=4)
     assert found["replicas"] == pytest.approx(shape.parameter_count() * 4 / 2)
+    # Rows of features halved by y travel over x; what is as wide as the other side, halved by x, over y.
+    found, shape = bytes_of(tp=Grid(2, 2))
+    layers, tokens, heads = shape.num_hidden_layers, 8 * 512, shape.num_attention_heads * shape.head_dim
+    qkv = heads + 2 * shape.num_key_value_heads * shape.head_dim
+    assert found["tp"] == pytest.approx(layers * tokens * shape.hidden_size * 2 / 4 * (2 * 2 + 2 * 2))
+    wide = qkv + heads + 3 * shape.intermediate_size
+    assert found["y"] == pytest.approx(layers * tokens * wide * 2 / 2)
+    found, _ = bytes_of(tp=Grid(y=2, z=2), dp=2)
+    assert found["tp"] == 0 and found["weights"] == pytest.approx(2 * shape.parameter_count(), rel=1e-3)
     found, _ = bytes_of(pp=2)
     assert found["pp"] == pytest.approx(8 * 512 * shape.hidden_size * 2 * 2)
     found, _ = bytes_of(cp=2)

@@ -54,7 +54,9 @@ def test_the_trainer_is_asked_what_it_runs():
         Mesh(pp=8, cp=2, kind="seq1f1b", slices=4)
     )
     assert "tp=16 does not divide num_key_value_heads=8" in asked.refusal(Mesh(tp=16))
-    assert asked.refusal(Mesh(x=2, y=2, z=4)) is not None
+    assert asked.refusal(Mesh(x=2, y=2, z=4)) is None
+    assert asked.refusal(Mesh(x=4, y=2, dp=2)) is None
+    assert "tp=16 does not divide" in asked.refusal(Mesh(x=16))
     assert asked.refusal(Mesh(tp=8, dp=2, tau=3)) is None
     gpt = Asked(job("gpt-1.7b", "dgx-h100", 16, 64))
     assert "architecture" in gpt.refusal(Mesh(tp=4, dp=4))
@@ -71,6 +73,15 @@ def test_a_plan_without_master_weights_trains_without_them(capsys, tmp_path):
         assert written.get("optimizer", {}).get("rounding", "nearest") == rounding
     assert totals["stochastic"] < totals["nearest"]
     assert main(["train", "--config", str(tmp_path / "stochastic.toml"), "--dry-run", "8"]) == 0
+
+
+def test_a_plan_with_muon_is_one_that_the_trainer_takes(tmp_path):
+    file = tmp_path / "muon.toml"
+    assert main([*SMALL, "--optimizer", "muon", "--config", str(file)]) == 0
+    assert tomllib.loads(file.read_text())["optimizer"] == {"name": "muon"}
+    assert main(["train", "--config", str(file), "--dry-run", "8", "--train.device", "cpu"]) == 0
+    both = [*SMALL, "--optimizer", "muon", "--rounding", "stochastic"]
+    assert main(both) == 2
 
 
 def test_settings_are_those_of_the_mesh():

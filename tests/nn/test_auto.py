@@ -47,11 +47,11 @@ MODELS = {
 HEADS = {"GPT2": "LMHeadModel", "T5": "ForConditionalGeneration", "Gemma3Text": "ForCausalLM"}
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, shapes: dict[str, dict] = MODELS) -> nn.Module:
     """With random numbers in every parameter: biases are zeros and norms are ones as they are made."""
     torch.manual_seed(0)
     kind = name.split()[0]
-    config = getattr(transformers, f"{kind}Config")(**MODELS[name])
+    config = getattr(transformers, f"{kind}Config")(**shapes[name])
     model = getattr(transformers, kind.removesuffix("Text") + HEADS.get(kind, "ForCausalLM"))(config)
     for p in model.parameters():
         p.data.add_(torch.randn_like(p) * 0.1)
@@ -71,7 +71,6 @@ ATTENTION = {f".self_attn.{leaf}_proj" for leaf in "qkvo"}
 GIVES_WAY = {
     "Llama with one key head": {".self_attn.k_proj", ".self_attn.v_proj"},
     "Llama with three heads": ATTENTION,
-    "GPT2": {".attn.c_attn", ".attn.c_proj"},
 }
 
 

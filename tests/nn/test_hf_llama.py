@@ -8,9 +8,10 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pyruntime import explain, parallelize
+from pyruntime import explain, parallelize, verify
 from pyruntime.nn import clip_grad_norm_
 from tests.nn.cases import assert_near
 
@@ -26,6 +27,10 @@ SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+
+
+RAGGED = {"hidden_size": 66, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+"""Features that 4 ranks do not divide."""
 
 
 def llama(**changes) -> LlamaForCausalLM:
@@ -62,6 +67,15 @@ def same_as_one_rank(group, changes: dict) -> None:
         for optimizer in optimizers:
             optimizer.step()
     compare(model, whole, lambda p: p, "weight after three steps", 1e-5)
+
+
+def same_over_two_axes(group, sizes: tuple[int, int], changes: dict, plan: str) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("x", "y"))
+    if plan == "llama":
+        same_as_one_rank(mesh, changes)
+        return
+    whole = llama(**changes)
+    verify(parallelize(copy.deepcopy(whole), mesh, plan), whole, batch())
 
 
 def compare(model, whole, of, what: str, tolerance: float) -> None:
@@ -144,6 +158,19 @@ def whole_state_dict_of_one_rank_loads(group) -> None:
 )
 def test_training_equals_that_of_one_rank(ranks, world_size, changes):
     ranks.run(same_as_one_rank, world_size, changes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "plan"),
+    [
+        ((2, 2), {"attention_bias": True, "mlp_bias": True, **RAGGED}, "llama"),
+        ((1, 4), {"tie_word_embeddings": True, **RAGGED}, "llama"),
+        ((2, 2), {}, "auto"),
+    ],
+    ids=["2x2", "1x4", "auto"],
+)
+def test_training_over_two_axes_equals_that_of_one_rank(ranks, sizes, changes, plan):
+    ranks.run(same_over_two_axes, 4, sizes, changes, plan)
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])

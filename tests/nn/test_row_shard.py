@@ -14,6 +14,7 @@ from pyruntime import explain, parallelize, verify
 from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.activations.row_shard import RowShard, from_rows, to_whole
 from pyruntime.nn.parameters import TensorGroup
+from pyruntime.ops.layers import rms_norm
 from tests.nn.cases import assert_near, my_rows
 from tests.nn.test_auto import BATCH, IDS, build
 
@@ -43,6 +44,7 @@ CASES = {
     "norm by hand": (lambda x, v, w: _rms_norm(x, v), 0),
     "layer norm": (lambda x, v, w: F.layer_norm(x, (6,), v, v), 0),
     "rms norm": (lambda x, v, w: F.rms_norm(x, (6,), v), 0),
+    "rms norm by one kernel": (lambda x, v, w: rms_norm(x, v, 1e-6) + rms_norm(x, v.detach(), 1e-6), 0),
     "views of rows": (lambda x, v, w: (x.view(-1, 6) * v).reshape(2, 5, 6)[:, :], 0),
     "in place": (lambda x, v, w: _added_to(x), 0),
     "linear": (lambda x, v, w: F.linear(x, w), 1),

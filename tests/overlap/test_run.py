@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import pyruntime
 from pyruntime.cli import report
@@ -79,7 +80,7 @@ def test_what_saving_wrote_and_waited_for_has_an_account_of_its_own(ranks, tmp_p
     ranks.run(whole_run, 4, jobs.changed(config, "parallel", dp=2, zero=1, tp=None))
     run_dir = Path(config.output.run_dir)
     ledgers = read(run_dir)
-    written = [path.stat().st_size for path in run_dir.glob("checkpoints/step-*/*.distcp")]
+    written = [path.stat().st_size for path in run_dir.glob("checkpoints/step-*/*.safetensors")]
     assert len(written) == 8  # of four ranks, after steps 2 and 4
     sent = 0
     for ledger in ledgers:
@@ -96,7 +97,10 @@ def test_what_saving_wrote_and_waited_for_has_an_account_of_its_own(ranks, tmp_p
         assert sum(parts) == pytest.approx(saved.seconds, rel=1e-6)
         saving = [entry for entry in ledger.entries if entry.axis == "checkpoint"]  # of step 4
         assert {Kind.WAIT, Kind.COPY, Kind.SENT} == {entry.kind for entry in saving}
-        assert all(entry.begin >= ledger.end for entry in saving)
+        assert all(entry.begin >= ledger.end for entry in saving if entry.kind is not Kind.SENT)
+        assert (
+            len([entry for entry in saving if entry.kind is Kind.SENT]) == 2
+        )  # and that of step 2, beside 3
     assert sent == sum(written)
 
 
@@ -114,7 +118,8 @@ def test_what_loading_a_checkpoint_read_is_entered(ranks, tmp_path):
     jobs.prepare(config)
     ranks.run(whole_run, 2, config)
     (folder,) = Path(config.output.run_dir).glob("checkpoints/step-*")
-    written = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
+    written = sum(tensor.nbytes for file in files for tensor in file.values())
     found = ranks.run(loaded, 2, config, folder)
     assert written <= sum(size for size, _ in found) <= 2 * written  # what ranks share is read by each
     assert all(waited > 0 for _, waited in found)

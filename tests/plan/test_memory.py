@@ -79,6 +79,41 @@ def test_stochastic_rounding_saves_the_master_weight_wherever_states_are_cut():
         )
 
 
+def test_muon_keeps_one_moment_of_the_layers_matrices_and_the_matrices_it_owns():
+    adamw = job("llama3-8b", "dgx-h100", 8, 8)
+    muon = replace(adamw, optimizer="muon")
+    matrices = adamw.model.layers * adamw.model.layer_matrices
+    for mesh, shard in (
+        (Mesh(dp=8, zero=0), 1),
+        (Mesh(dp=8, zero=1), 8),
+        (Mesh(tp=8), 1),
+        (Mesh(tp=2, dp=4), 4),
+    ):
+        before, after = (worst_memory(each, mesh, PAPER) for each in (adamw, muon))
+        held = matrices / mesh.tp / shard
+        assert before.optimizer - after.optimizer == pytest.approx(4 * held)
+        own = after.workspaces - before.workspaces
+        assert 2 * held < own < 2 * held + 1e9
+        slots = worst_memory(muon, mesh, TRAINER).workspaces - worst_memory(adamw, mesh, TRAINER).workspaces
+        assert slots > own or max(shard, mesh.tp) == 1
+
+
+def test_muons_work_is_shared_over_the_ranks_that_share_states_and_tensor_parallel_ones():
+    adamw = job("llama3-8b", "dgx-h100", 8, 8)
+    muon = replace(adamw, optimizer="muon")
+
+    def seconds(**axes):
+        mesh = Mesh(**axes)
+        return Predictor(muon).step(mesh).optimizer - Predictor(adamw).step(mesh).optimizer
+
+    alone = seconds(dp=8, zero=0)
+    assert seconds(dp=8, zero=1) < alone / 3 and seconds(tp=8) < alone / 3
+    # 32 layers of q, o 4096 x 4096, k, v 1024 x 4096, gate, up, down 4096 x 14336
+    squares, narrow = 2 * 6 * 4096**3, 2 * (4 * 1024**2 * 4096 + 2 * 1024**3)
+    wide = 3 * (4 * 4096**2 * 14336 + 2 * 4096**3)
+    assert alone == pytest.approx(32 * 5 * (squares + narrow + wide) / adamw.cluster.flops)
+
+
 def test_co2_needs_three_more_copies_of_the_parameters():
     assert sum(states(1, Mesh(dp=8, zero=0, tau=12), 1, PAPER)) == 18 + 3 * 2
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyruntime import comm
-from pyruntime.train import checkpoint, corpus
+from pyruntime.train import checkpoint
 from pyruntime.train.config import (
     Checkpoint,
     Data,
@@ -21,13 +21,15 @@ from pyruntime.train.config import (
     RunConfig,
     Train,
     replicas,
+    tp_axes,
 )
+from pyruntime.train.data import corpus
+from pyruntime.train.data.tokenizer import open_tokenizer
 from pyruntime.train.loop import Trainer
 from pyruntime.train.metrics import StepMetrics
 from pyruntime.train.model import llama_config, make_model
 from pyruntime.train.pipelined import resolved
 from pyruntime.train.signals import StopRequest
-from pyruntime.train.tokenizer import ByteTokenizer
 
 
 def job(folder: Path, **train) -> RunConfig:
@@ -61,8 +63,16 @@ def prepare(config: RunConfig) -> Path:
     """Writes the tokens of the job where `trainer` finds them."""
     folder = Path(config.output.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    corpus.build(config.data, ByteTokenizer())
+    opened(config)
     return folder
+
+
+def opened(config: RunConfig) -> corpus.Corpus:
+    """The text of the job as a run sees it."""
+    tokenizer = open_tokenizer(config.data.tokenizer, "", config.data.paths)
+    return corpus.open_corpus(
+        config.data, corpus.build(config.data, tokenizer), tokenizer, config.train.seq_len
+    )
 
 
 _runtimes: dict[tuple, comm.Runtime] = {}
@@ -76,7 +86,10 @@ def runtime(group, config: RunConfig) -> comm.Runtime:
     sizes = {"dp_replicate": replicate, "dp_shard": dp // replicate} if replicate > 1 else {"dp": dp}
     sizes = {"pp": parallel.pp, **sizes, "cp": parallel.cp}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
-    sizes["tp"] = world // (parallel.pp * dp * parallel.cp)
+    y = tp_axes(parallel, world)[1]
+    sizes["tp"] = world // (parallel.pp * dp * parallel.cp * y)
+    if y > 1:
+        sizes["tp_y"] = y
     key = (comm.group_name(group), *sizes.items())
     if key not in _runtimes:
         if len(sizes) == 1:
@@ -94,10 +107,9 @@ def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Traine
 
 def trainer_over(ranks: comm.Runtime, config: RunConfig, stop: StopRequest | None = None) -> Trainer:
     """This rank's trainer of a job that was prepared."""
-    wanted = llama_config(config.model, 256, config.train.seq_len, ranks.sizes.tp)
+    wanted = llama_config(config.model, 256, config.train.seq_len, *ranks.tp_sizes)
     config = resolved(config, wanted)
-    tokens = corpus.build(config.data, ByteTokenizer())
-    text = corpus.open_corpus(tokens, config.data.val_fraction, config.train.seq_len)
+    text = opened(config)
     made = make_model(config, wanted, ranks)
     return Trainer(config, made, text, ranks, Path(config.output.run_dir), stop or StopRequest())
 

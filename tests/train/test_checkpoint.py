@@ -7,12 +7,18 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from pyruntime.train import checkpoint_folder, manifest
+from pyruntime.train.checkpoint import state_of
+from pyruntime.train.config import Checkpoint
 from pyruntime.train.errors import ConfigError
 from tests.train import jobs
+
+FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,7 @@ def test_the_manifest_names_every_file_as_sha256sum_does(saved):
     folder, _ = saved
     files = json.loads((folder / manifest.MANIFEST).read_text())["files"]
     assert set(files) | {manifest.MANIFEST} == {path.name for path in folder.iterdir()}
-    assert {"run.json", ".metadata"} < set(files)
+    assert set(files) == {"run.json", *FILES}
     for name, content in files.items():
         stored = (folder / name).read_bytes()
         assert content == {"size": len(stored), "sha256": hashlib.sha256(stored).hexdigest()}
@@ -55,6 +61,12 @@ def damage_64_bytes(path):
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
     content[middle : middle + 64] = bytes(byte ^ 0x55 for byte in content[middle : middle + 64])
+    path.write_bytes(content)
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 4
     path.write_bytes(content)
 
 
@@ -69,11 +81,10 @@ def cut(path):
 @pytest.mark.parametrize(
     ("name", "damage", "finding"),
     [
-        ("__0_0.distcp", damage_64_bytes, "its content is not what was saved (SHA-256)"),
-        ("__1_0.distcp", damage_64_bytes, "its content is not what was saved (SHA-256)"),
-        ("__1_0.distcp", cut, "it has 500 bytes and was saved with"),
-        ("__0_0.distcp", lambda path: path.unlink(), "it cannot be read: No such file or directory"),
-        (".metadata", damage_64_bytes, "its content is not what was saved (SHA-256)"),
+        (FILES[0], damage_64_bytes, "its content is not what was saved (SHA-256)"),
+        (FILES[1], flip_a_bit, "its content is not what was saved (SHA-256)"),
+        (FILES[1], cut, "it has 500 bytes and was saved with"),
+        (FILES[0], lambda path: path.unlink(), "it cannot be read: No such file or directory"),
         ("run.json", change_step, "its content is not what was saved (SHA-256)"),
         ("run.json", lambda path: path.write_text("{"), "it has 1 bytes and was saved with"),
         ("manifest.json", lambda path: path.write_text("[]"), "it is no list of checksums"),
@@ -97,20 +108,38 @@ def test_a_checkpoint_without_a_manifest_is_refused(ranks, copied):
         assert f"{folder} holds no manifest.json, so nothing says that its files are whole" in message
 
 
-def taken_up(group, config, checkpoint):
-    made = jobs.trainer(group, config)
-    made.resume(checkpoint)
-    return made.step
-
-
-def test_a_checkpoint_from_before_there_were_checksums_is_loaded(ranks, copied):
-    folder, config = copied
+@pytest.mark.parametrize("number", [None, 2])
+def test_a_checkpoint_of_an_older_version_is_refused(copied, number):
+    folder, _ = copied
     (folder / manifest.MANIFEST).unlink()
     facts = json.loads((folder / "run.json").read_text())
-    assert facts.pop("format") == 2 and not checkpoint_folder.is_unchecked(folder)
-    (folder / "run.json").write_text(json.dumps(facts))
-    assert checkpoint_folder.is_unchecked(folder)
-    assert ranks.run(taken_up, 2, config, folder) == [2, 2]
+    assert facts.pop("format") == 3
+    (folder / "run.json").write_text(json.dumps(facts if number is None else facts | {"format": number}))
+    if number:  # those had checksums
+        manifest.write(folder, {"run.json": manifest.checksum(folder / "run.json")})
+    with pytest.raises(ConfigError, match="was saved by an older version, in pickles, which are not loaded"):
+        checkpoint_folder.read(folder)
+
+
+def through_torch(group, config, checkpoint):
+    """What torch's own reader of safetensors finds, and what ours does."""
+    found = []
+    for load in (dcp.load, None):
+        made = jobs.trainer(group, config)
+        if load is None:
+            made.resume(checkpoint)
+        state = state_of(made.sharded)
+        if load is not None:
+            load(state, storage_reader=HuggingFaceStorageReader(str(checkpoint)), process_group=group)
+        found.append({name: value.full_tensor() for part in state.values() for name, value in part.items()})
+    return found
+
+
+def test_torch_reads_the_files_too(ranks, copied):
+    folder, config = copied
+    for theirs, ours in ranks.run(through_torch, 2, config, folder):
+        assert len(ours) > 20 and theirs.keys() == ours.keys()
+        assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 100), max_size=12), st.integers(1, 5))
@@ -122,10 +151,13 @@ def test_every_file_is_read_by_one_rank_and_no_rank_reads_much_more(sizes, ranks
     assert max(loads) - min(loads) <= max(sizes.values(), default=0)
 
 
-def folders(tmp_path, *names):
-    for name in names:
+def folders(tmp_path, *names, saved_at=None):
+    for number, name in enumerate(names):
+        facts = {} if saved_at is None else {"saved_at": saved_at[number]}
         (tmp_path / checkpoint_folder.FOLDER / name).mkdir(parents=True)
-        (tmp_path / checkpoint_folder.FOLDER / name / checkpoint_folder.FACTS_FILE).write_text("{}")
+        (tmp_path / checkpoint_folder.FOLDER / name / checkpoint_folder.FACTS_FILE).write_text(
+            json.dumps(facts)
+        )
     return tmp_path / checkpoint_folder.FOLDER
 
 
@@ -146,5 +178,25 @@ def test_checkpoints_of_a_branch_that_was_left_are_removed_and_the_newest_stay(
     tmp_path, saved, keep, removed
 ):
     folder = folders(tmp_path, *(f"step-{step:06d}" for step in (2, 4, 6, 8)))
-    found = checkpoint_folder.left_over(folder, saved, keep)
+    found = checkpoint_folder.left_over(folder, saved, Checkpoint(keep=keep))
     assert sorted(checkpoint_folder.step_of(path) for path in found) == removed
+
+
+def test_one_checkpoint_of_every_so_many_hours_stays(tmp_path):
+    """As the run would remove them, one after the other."""
+    hours, keep, there = [0.0, 0.5, 1.9, 2.0, 2.5, 4.1, 4.2, 4.3], Checkpoint(keep=2, keep_every_h=2.0), []
+    for step, hour in enumerate(hours, start=1):
+        folder = folders(tmp_path, f"step-{step:06d}", saved_at=[1.7e9 + 3600 * hour])
+        for path in checkpoint_folder.left_over(folder, step, keep):
+            shutil.rmtree(path)
+        there.append([checkpoint_folder.step_of(path) for path in checkpoint_folder.complete(folder)])
+    assert there == [
+        [1],
+        [1, 2],
+        [1, 2, 3],
+        [1, 3, 4],
+        [1, 4, 5],
+        [1, 4, 5, 6],
+        [1, 4, 6, 7],
+        [1, 4, 6, 7, 8],
+    ]

@@ -10,13 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import pyruntime
-from pyruntime.train import checkpoint_folder, disk, manifest
+from pyruntime.train import checkpoint_folder, disk
 from pyruntime.train.disk import publish_folder
 from pyruntime.train.errors import TrainingError
+from pyruntime.train.saving.saver import Saver
+from pyruntime.train.saving.staging import Staging
+from pyruntime.train.saving.storage import Reader
 from tests.comm.test_startup import stop_me
 from tests.train import jobs
 
@@ -26,7 +27,7 @@ DEADLINE_S, OTHERS_S = 2.0, 5.0
 def last_words(config):
     """What the job ends with on this rank, and how long after its last step."""
     with pyruntime.Runtime.start(deadline_s=DEADLINE_S) as runtime:
-        made, at = jobs.trainer(runtime.tp, config), time.monotonic()
+        made, at = jobs.trainer_over(runtime, config), time.monotonic()
         try:
             for _ in made.fit():
                 at = time.monotonic()
@@ -36,33 +37,33 @@ def last_words(config):
 
 
 def lost_case(_, config, lost, how):
-    """Rank `lost` is killed or stopped when the second checkpoint is written, before its part or after."""
-    real, saves = dcp.save, [0]
+    """Rank `lost` is killed or stopped when the second and last checkpoint is written."""
+    real, saves = Staging.write, [0]
 
-    def broken(*arguments, **options):
+    def broken(staging, path):
         saves[0] += 1
         if os.environ["RANK"] == lost and saves[0] == 2:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             stop_me(DEADLINE_S + OTHERS_S + 1)
-        return real(*arguments, **options)
+        return real(staging, path)
 
-    dcp.save = broken
+    Staging.write = broken
     return last_words(config)
 
 
 @pytest.mark.parametrize(
     ("how", "lost", "expected", "words"),
     [
-        ("killed", "0", "PeerLost", "rank 0 has ended"),
-        ("killed", "1", "PeerLost", "rank 1 has ended"),
-        ("stopped", "1", "CommTimeout", "rank 1 shows no sign of life"),
+        ("killed", "0", "PeerLost", "waiting for rank 0: its process "),
+        ("killed", "1", "PeerLost", "waiting for rank 1: its process "),
+        ("stopped", "1", "CommTimeout", "waiting for rank 1: no sign of life for "),
     ],
 )
 def test_a_rank_lost_while_a_checkpoint_is_written_is_named_on_all_others(
     ranks, tmp_path, how, lost, expected, words
 ):
-    config = jobs.changed(jobs.job(tmp_path, steps=3), "checkpoint", every_steps=1)
+    config = jobs.changed(jobs.job(tmp_path, steps=2), "checkpoint", every_steps=1)
     folder = jobs.prepare(config)
     outcomes = ranks.launch(lost_case, 4, config, lost, how, init=False)
     told = [outcome.value for rank, outcome in enumerate(outcomes) if str(rank) != lost]
@@ -82,18 +83,18 @@ def slow_case(_, config, how):
             time.sleep(DEADLINE_S + 1.5)
         return real(self, *arguments)
 
-    storage = {"write_data": FileSystemWriter, "read_data": FileSystemReader}[how]
+    storage = {"write": Staging, "read_data": Reader}[how]
     real = getattr(storage, how)
     setattr(storage, how, slow)
     with pyruntime.Runtime.start(deadline_s=DEADLINE_S) as runtime:
-        made = jobs.trainer(runtime.tp, config)
+        made = jobs.trainer_over(runtime, config)
         for _ in made.fit():
             pass
         made.resume(made.saved)
         return made.step
 
 
-@pytest.mark.parametrize("how", ["write_data", "read_data"])
+@pytest.mark.parametrize("how", ["write", "read_data"])
 def test_a_rank_with_a_slow_disk_is_waited_for_past_the_deadline(ranks, tmp_path, how):
     config = jobs.job(tmp_path, steps=1)
     jobs.prepare(config)
@@ -103,15 +104,16 @@ def test_a_rank_with_a_slow_disk_is_waited_for_past_the_deadline(ranks, tmp_path
 
 def full_case(_, config):
     """The disk takes no more after the first checkpoint."""
-    real, saves = dcp.save, [0]
+    real, saves = Saver.begin, [0]
 
-    def filling(*arguments, **options):
+    def filling(saver, facts):
+        saver.finish()
         saves[0] += 1
         if saves[0] == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-        return real(*arguments, **options)
+        real(saver, facts)
 
-    dcp.save = filling
+    Saver.begin = filling
     return last_words(config)
 
 
@@ -122,29 +124,29 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(ranks, tmp_path):
         kind, message, _ = outcome.value
         assert kind == "TrainingError", message
         assert f"{folder}/checkpoints/step-000002 cannot be written: " in message
-        assert "the disk took only a part of what was written (" in message
+        assert "cannot be written: File too large (" in message
         assert "MB are free there)" in message
         assert f"go on with --checkpoint.resume {folder}, which holds step-000001." in message
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000001"]
 
 
-def unreadable_case(_, config):
-    """Rank 1 cannot read what was written."""
-    real = manifest.checksum
+def unwritable_case(_, config):
+    """Rank 1 cannot write its file."""
+    real = Staging.write
 
-    def broken(path):
+    def broken(staging, path):
         if os.environ["RANK"] == "1":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(path)
+        return real(staging, path)
 
-    manifest.checksum = broken
+    Staging.write = broken
     return last_words(config)
 
 
-def test_what_another_rank_cannot_read_back_is_said_on_all(ranks, tmp_path):
+def test_what_another_rank_cannot_write_is_said_on_all(ranks, tmp_path):
     config = jobs.changed(jobs.job(tmp_path, steps=1), "checkpoint", every_steps=1)
     folder = jobs.prepare(config)
-    for outcome in ranks.launch(unreadable_case, 2, config, init=False):
+    for outcome in ranks.launch(unwritable_case, 2, config, init=False):
         kind, message, _ = outcome.value
         assert kind == "TrainingError", message
         assert f"{folder}/checkpoints/step-000001 cannot be written: " in message
@@ -192,13 +194,13 @@ def test_a_checkpoint_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
 
     partial, final = tmp_path / "step-000002.partial", tmp_path / "step-000002"
     partial.mkdir()
-    for name in ("a.distcp", "run.json"):
+    for name in ("a.safetensors", "run.json"):
         (partial / name).write_text("x")
     monkeypatch.setattr(os, "fsync", record("fsync", os.fsync))
     monkeypatch.setattr(os, "rename", record("rename", os.rename))
     publish_folder(partial, final)
     assert calls == [
-        ("fsync", "a.distcp"),
+        ("fsync", "a.safetensors"),
         ("fsync", "run.json"),
         ("fsync", "step-000002.partial"),
         ("rename", "step-000002.partial"),

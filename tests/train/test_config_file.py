@@ -10,12 +10,14 @@ from pyruntime.train.config import (
     Comm,
     Data,
     DataParallel,
+    Grid,
     Model,
     Optimizer,
     Output,
     Parallel,
     RunConfig,
     Train,
+    with_pieces,
 )
 from pyruntime.train.errors import ConfigError
 
@@ -35,6 +37,50 @@ def test_a_configuration_survives_toml(tmp_path):
     path.write_text(config_file.to_toml(config), encoding="utf-8")
     assert config_file.load(path) == config
     assert config_file.load(path) != dataclasses.replace(config, parallel=Parallel())
+
+
+def test_axes_of_tensor_parallelism_are_a_table(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text("[parallel]\ntp = {x = 2, z = 3}\n")
+    config = config_file.load(path)
+    assert config.parallel.tp == Grid(x=2, y=1, z=3)
+    path.write_text(config_file.to_toml(config))
+    assert config_file.load(path) == config
+
+
+def test_x_alone_is_a_number_and_z_is_zero_3():
+    for grid, dp, plain in [
+        (Grid(x=4), 2, Parallel(tp=4, dp=2)),
+        (Grid(z=4), 1, Parallel(tp=1, dp=4, zero=3)),
+        (Grid(x=2, z=4), 3, Parallel(tp=2, dp=12, dp_replicate=3, zero=3)),
+        (Grid(2, 2, 2), 1, Parallel(tp=Grid(2, 2), dp=2, zero=3)),
+    ]:
+        assert with_pieces(RunConfig(parallel=Parallel(tp=grid, dp=dp))) == RunConfig(parallel=plain)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sentence"),
+    [
+        (Parallel(tp=Grid(2, 0)), "parallel.tp={x = 2, y = 0} must have at least 1 rank on each axis."),
+        (Parallel(tp=Grid(z=2), zero=2), "parallel.zero=2 with parallel.tp={z = 2}: weights, gradients and"),
+        (Parallel(tp=Grid(z=2), dp=4, dp_replicate=2), "parallel.dp_replicate=2 with parallel.tp={z = 2}:"),
+        (Parallel(tp=Grid(2, 2), dp=2), "parallel.tp={x = 2, y = 2} times parallel.dp=2 but 4 rank(s) were"),
+        (
+            Parallel(tp=Grid(2, 2), slices=2),
+            "parallel.slices=2 does not go together with parallel.tp={x = 2,",
+        ),
+    ],
+)
+def test_a_grid_that_cannot_be_is_refused(parallel, sentence):
+    with pytest.raises(ConfigError) as refused:
+        validate.check(RunConfig(train=Train(batch_size=16), parallel=parallel), world_size=4)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("asked", [{"optimizer": Optimizer(name="muon")}, {"train": Train(check_types=True)}])
+def test_what_knows_of_one_axis_is_refused_over_two(asked):
+    with pytest.raises(ConfigError, match=r"knows of one axis of tensor parallelism, and parallel\.tp="):
+        validate.check(RunConfig(parallel=Parallel(tp=Grid(2, 2)), **asked), world_size=4)
 
 
 @pytest.mark.parametrize("name", config_file.preset_names())
@@ -58,6 +104,7 @@ def test_the_main_job_is_as_promised():
         ("train = 3\n", "train must be a section of keys, as [train], found 3."),
         ("[train]\nsteps = 1.5\n", "train.steps must be a whole number, found 1.5."),
         ("[train]\nsteps = true\n", "train.steps must be a whole number, found True."),
+        ("[parallel]\ntp = {w = 2}\n", "parallel.tp must be a whole number or a table of x, y, z, found"),
         ('[train]\nsteps = "3"\n', "train.steps must be a whole number, found '3'."),
         ('[train]\ndtype = "fp8"\n', "train.dtype must be one of 'bf16', 'fp32', found 'fp8'."),
         ('[optimizer]\nlr = "high"\n', "optimizer.lr must be a number, found 'high'."),

@@ -10,6 +10,7 @@ import torch
 
 from pyruntime.data_parallel import NonFiniteGradient, ShardedAdamW
 from pyruntime.train import checkpoint, checkpoint_folder
+from pyruntime.train.config import Grid, with_pieces
 from tests.train import jobs
 
 SEQUENCES = {"batch_size": 8, "micro_batch_size": 1}
@@ -53,6 +54,24 @@ def test_a_checkpoint_is_taken_up_at_any_stage_and_number_of_ranks(ranks, tmp_pa
         assert all(torch.equal(state[name], states[0][name]) for name in state)
     tolerance = 1e-5 if dtype == "fp32" else 2e-2
     assert all(loss == pytest.approx(losses[0], abs=tolerance) for loss in losses)
+
+
+def test_a_checkpoint_of_a_grid_is_taken_up_over_any_other(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=3, val_every=0, **SEQUENCES)
+    folder = jobs.prepare(config)
+    grids = [Grid(2, 2), Grid(1, 4), Grid(1, 2, 2), Grid(2, 1, 2), Grid(1, 1, 4), 4]
+    configs = [with_pieces(jobs.changed(config, "parallel", tp=grid)) for grid in grids]
+    ranks.run(jobs.history, 4, configs[2])
+    saved = checkpoint_folder.find(folder)
+    expected = ranks.run(jobs.full_state, 1, config, saved)[0]
+    losses = []
+    for each in configs:
+        state = ranks.run(jobs.full_state, 4, each, saved)[-1]
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in state)
+        longer = jobs.changed(jobs.changed(each, "train", steps=4), "checkpoint", every_steps=0)
+        losses += ranks.run(next_loss, 4, longer, saved)[:1]
+    assert all(loss == pytest.approx(losses[0], abs=1e-5) for loss in losses)
 
 
 def clipped_at(group, config, steps, after_norm=False, resume=None):

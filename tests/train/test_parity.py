@@ -31,6 +31,14 @@ FEW = [
     Case(tp=2, cp=2, dp=2, zero=2),
     Case(tp=2, pp=2, dp=2, zero=3, schedule="zb-h1"),
     Case(cp=2, pp=2, dp=2, zero=3, schedule="seq1f1b"),
+    Case(y=4),
+    Case(tp=2, y=2),
+    Case(y=2, z=2),
+    Case(y=2, cp=2),
+    Case(y=2, dp=2, zero=2),
+    Case(y=2, pp=2, schedule="seq1f1b"),
+    Case(tp=2, y=2, z=2),
+    Case(y=2, z=2, dp=2),
 ]
 """Of four ranks and eight."""
 
@@ -68,6 +76,12 @@ def with_the_loss_counted_twice(group, config):
         return steps_of(group, config)
 
 
+def without_sums_over_y(group, config):
+    """A rank takes its features of the stream for all of them."""
+    with patch.object(ops, "all_reduce", lambda x, _: x):
+        return steps_of(group, config)
+
+
 def without_clipping_on_a_stage(group, config):
     if jobs.runtime(group, config).coordinate.pp == 1:
         config = jobs.changed(config, "optimizer", clip_grad_norm=0.0)
@@ -79,6 +93,7 @@ def without_clipping_on_a_stage(group, config):
     [
         (Case(tp=4), without_the_sum_of_norms_gradients),
         (Case(tp=2, cp=2), with_the_loss_counted_twice),
+        (Case(tp=2, y=2), without_sums_over_y),
         (Case(tp=2, pp=2, schedule="1f1b"), without_clipping_on_a_stage),
     ],
 )
@@ -89,10 +104,13 @@ def test_a_mistake_is_found(ranks, whole, case, mistaken):
 
 
 def test_every_mesh_is_among_the_combinations():
-    cases = list(parity.all_cases())
+    every = list(parity.all_cases())
+    cases = [case for case in every if not case.is_grid]
     meshes = {(case.tp, case.cp, case.pp, case.dp) for case in cases}
     assert len(meshes) == 31 and len(cases) == 17 * 4 + 14 * 4 * len(parity.SCHEDULES)
-    assert set(FEW) <= set(cases)
+    # Of 2, 4 and 8 ranks there are 3, 6 and 10 triples, 16 with more than x alone.
+    assert len(list(parity.grids())) == 16
+    assert len(set(every)) == len(every) and set(FEW) <= set(every)
 
 
 def test_a_page_says_what_is_not_equal():

@@ -13,11 +13,11 @@ import torch
 from pyruntime.llama import load_hf
 from pyruntime.train import config_file
 from pyruntime.train.config import Model
+from pyruntime.train.data.tokenizer import ByteTokenizer, load_beside
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.metrics import read
 from pyruntime.train.run import run
 from pyruntime.train.signals import StopRequest
-from pyruntime.train.tokenizer import ByteTokenizer, load_beside
 from tests.train import jobs
 
 REQUIRED = {

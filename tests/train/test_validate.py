@@ -3,11 +3,12 @@
 import dataclasses
 import math
 import os
+from pathlib import Path
 
 import pytest
 
 from pyruntime.train import validate
-from pyruntime.train.config import Context, Optimizer, Parallel, Pipeline, RunConfig, Train
+from pyruntime.train.config import Context, Data, Optimizer, Parallel, Pipeline, RunConfig, Train
 from pyruntime.train.errors import ConfigError
 
 
@@ -55,6 +56,9 @@ def with_value(key, value):
         ("train.val_sequences", 0, "train.val_sequences must be at least 1, found 0."),
         ("data.val_fraction", 0.0, "data.val_fraction must be above 0 and at most 0.5, found 0.0."),
         ("data.val_fraction", math.nan, "data.val_fraction"),
+        ("data.weights", (1.0,), "data.weights are 1 and data.paths 0; give one for each."),
+        ("data.val_paths", ("/nowhere",), "data.val_paths: /nowhere does not exist."),
+        ("data.field", "", "data.field must be the name of a key or a column, found ''."),
         ("data.paths", ("/nowhere/at/all",), "data.paths: /nowhere/at/all does not exist."),
         (
             "data.tokenizer",
@@ -173,3 +177,22 @@ def test_the_largest_seed_and_deadline_are_accepted():
 def test_the_defaults_are_accepted_on_any_number_of_ranks():
     for world_size in (1, 2, 8):
         validate.check(RunConfig(), world_size)
+
+
+@pytest.mark.parametrize(
+    ("weights", "sentence"),
+    [
+        ((1.0, 0.0), "data.weights must be positive finite numbers, found [1.0, 0.0]."),
+        ((1.0, math.inf), "data.weights must be positive finite numbers, found [1.0, inf]."),
+        (
+            (1.0, 1e-4),
+            "data.weights hold 0.0001 of 1.0001, less than one sample of 2048; use a larger weight",
+        ),
+    ],
+)
+def test_weights_that_share_out_nothing_are_refused(tmp_path, weights, sentence):
+    paths = (str(tmp_path), str(Path(__file__)))
+    validate.check(RunConfig(data=Data(paths=paths, weights=(1.0, 3.0))), world_size=1)
+    with pytest.raises(ConfigError) as refused:
+        validate.check(RunConfig(data=Data(paths=paths, weights=weights)), world_size=1)
+    assert str(refused.value).startswith(sentence)

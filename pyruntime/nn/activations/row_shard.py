@@ -5,7 +5,7 @@ holds M_r, [M_r, N], cut as torch.tensor_split cuts them. It is the whole tensor
 its gradient; whatever torch computes of it is what it computes of the whole:
 
     on its own rows   what is pointwise, with other RowShards of the same rows, numbers and vectors [N];
-                      means, sums and norms over the last dimension; layer norm
+                      means, sums and norms over the last dimension; layer and RMS norm
     over the ranks    the sum over all rows, which the gradient of a vector [N] is
     gathered          anything else: all rows are gathered first, once for each RowShard
 
@@ -280,6 +280,23 @@ def _norm_backward(func, args: tuple, kwargs: dict) -> Any:
     return None if dx is None else x.like(dx), *summed
 
 
+def _rms_norm(func, args: tuple, kwargs: dict) -> Any:
+    x, weight, eps = args
+    if not isinstance(x, RowShard) or isinstance(weight, RowShard):
+        return NotImplemented
+    y, scale = func(x.rows(), weight, eps)
+    return x.like(y), scale  # the backward alone reads the scale, of its own rows
+
+
+def _rms_norm_backward(func, args: tuple, kwargs: dict) -> Any:
+    grad, x, weight, scale, also = args
+    if not isinstance(x, RowShard):
+        return NotImplemented
+    also = None if also is None else _rows_of(also, x.form)
+    dx, dweight = func(_rows_of(grad, x.form), x.rows(), weight, scale, also)
+    return x.like(dx), ops.all_reduce(dweight, x.form.group.name) if weight.requires_grad else dweight
+
+
 def _new(func, args: tuple, kwargs: dict) -> Any:
     """Of a tensor that gives its dtype and device alone."""
     return func(args[0].rows(), *args[1:], **kwargs)
@@ -293,6 +310,8 @@ _RULES: dict[Any, Rule] = {
     aten.expand: _expand,
     **dict.fromkeys((aten.mean, aten.sum, aten.var, aten.amax, aten.linalg_vector_norm), _reduce),
     **dict.fromkeys((aten.native_layer_norm, aten._fused_rms_norm), _norm),
+    torch.ops.pyruntime.rms_norm: _rms_norm,
+    torch.ops.pyruntime.rms_norm_backward: _rms_norm_backward,
     **dict.fromkeys((aten.native_layer_norm_backward, aten._fused_rms_norm_backward), _norm_backward),
     **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty), _new),
 }

@@ -10,7 +10,10 @@ the same. Then
     column_gather   everything else
 
 Whether what stands between them works on a rank's features is not looked at: the first call compares
-(first_call.py)."""
+(first_call.py).
+
+Where the model's code takes a linear's output apart into views that lie one behind the other (split, chunk,
+slices, an axis of 3), those are its parts, whatever they and it are called."""
 
 from __future__ import annotations
 
@@ -35,18 +38,37 @@ input."""
 class Flow:
     """reads: {linear: sources of its inputs}, in the order of first calls. embeddings: those that were
     called. results: sources of the model's output. read_elsewhere: layers whose weight is read by other code
-    than their own."""
+    than their own. views: {linear: (its out_features, [start, stop) of those that a view of its output
+    holds)}."""
 
     reads: dict[str, Sources] = dataclasses.field(default_factory=dict)
     embeddings: dict[str, None] = dataclasses.field(default_factory=dict)
     results: Sources = frozenset()
     read_elsewhere: dict[str, None] = dataclasses.field(default_factory=dict)
+    views: dict[str, tuple[int, set[tuple[int, int]]]] = dataclasses.field(default_factory=dict)
 
     def called(self, name: str, layer: nn.Module, sources: Sources) -> None:
         if isinstance(layer, nn.Embedding):
             self.embeddings[name] = None
         else:
             self.reads[name] = self.reads.get(name, frozenset()) | sources
+
+
+def parts_of(flow: Flow) -> dict[str, tuple[int, ...]]:
+    """{linear: sizes of the parts that its output is taken apart into}, of linears whose is."""
+    parts = {name: _side_by_side(width, views) for name, (width, views) in flow.views.items()}
+    return {name: sizes for name, sizes in parts.items() if len(sizes) > 1}
+
+
+def _side_by_side(width: int, views: set[tuple[int, int]]) -> tuple[int, ...]:
+    """Sizes of the widest views that together are all of `width`; () where none are."""
+    sizes: list[int] = []
+    while (at := sum(sizes)) < width:
+        stop = max((stop for start, stop in views if start == at), default=at)
+        if stop == at:
+            return ()
+        sizes.append(stop - at)
+    return tuple(sizes)
 
 
 def styles_of(flow: Flow) -> dict[str, str]:
@@ -124,6 +146,7 @@ class _Follower(TorchDispatchMode):
         super().__init__()
         self.flow = Flow()
         self._sources: dict[int, Sources] = {}
+        self._outputs: dict[int, tuple[str, int]] = {}  # {storage: (linear that gave it, out_features)}
         self._kept: list[Any] = []  # a storage that was freed would give its number to another
         self._weights = {p.untyped_storage()._cdata: n for n, m in layers.items() for p in m.parameters()}
         self._in_layer = False
@@ -148,6 +171,8 @@ class _Follower(TorchDispatchMode):
             finally:
                 self._in_layer = False
             self.note(y, frozenset({name}))
+            if not isinstance(layer, nn.Embedding) and y.is_contiguous() and y.storage_offset() == 0:
+                self._outputs[y.untyped_storage()._cdata] = name, y.shape[-1]
             return y
 
         return forward
@@ -165,7 +190,28 @@ class _Follower(TorchDispatchMode):
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and sources:
                 self.note(tensor, sources | self.sources([tensor]))
+                self._note_view(tensor)
         return output
+
+    def _note_view(self, tensor: Tensor) -> None:
+        name, width = self._outputs.get(tensor.untyped_storage()._cdata, ("", 0))
+        if (held := _features_in(tensor, width)) and held != (0, width):
+            self.flow.views.setdefault(name, (width, set()))[1].add(held)
+
+
+def _features_in(view: Tensor, width: int) -> tuple[int, int] | None:
+    """[start, stop) of the features that a view of a tensor [.., width] holds of every row, where they lie
+    side by side; else None."""
+    if not width:
+        return None
+    dense = 1
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size > 1 and stride % width:
+            if stride != dense:
+                return None
+            dense *= size
+    start = view.storage_offset() % width
+    return (start, start + dense) if start + dense <= width else None
 
 
 # -- any other module

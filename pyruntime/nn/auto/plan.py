@@ -1,6 +1,9 @@
 """Plan "auto": transformers' own plan of the model where it has one, else one read off the model's data flow.
 
-Both are guesses, and so is what they leave open: the first call compares each, and makes "column_gather" and
+A linear that holds several (q, k and v; gate and up) is cut by its parts, which the data flow shows too:
+transformers' plans gather what it gives.
+
+Both plans are guesses, and so is what they leave open: the first call compares each, and makes "column_gather" and
 "row_split" of what cannot stay cut (first_call.py)."""
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from pyruntime.nn import lora
-from pyruntime.nn.auto.data_flow import flow_of, styles_of
+from pyruntime.nn.auto.data_flow import Flow, flow_of, parts_of, styles_of
 from pyruntime.nn.auto.transformers_plan import transformers_plan
 from pyruntime.nn.linear import features_of, is_transposed
 from pyruntime.nn.module import ParallelModule
@@ -31,9 +34,15 @@ def auto_plan(model: nn.Module, tp: int) -> Plan:
             raise ValueError(f"{name} is parallel already; parallelize a model once.")
     styles, left = transformers_plan(model)
     otherwise = "transformers' plan of the model does not name it"
+    packed: dict[str, tuple[int, ...]] = {}
     if not any(style.startswith("row") for style in styles.values()):  # no plan, or one of heads alone
-        styles, left = _by_flow(model)
+        flow = flow_of(model)
+        styles, left = _by_flow(model, flow)
+        packed = _packed(flow, tp)
         otherwise = "no call of it was seen where the model's data flow was followed"
+    elif "row_split" in styles.values() and (seen := _seen(model)) is not None:
+        packed = _packed(seen, tp)
+        _cut_by_parts(seen, packed, styles)
     _leave_ties(model, styles, left)
     modules = dict(model.named_modules())
     for name in list(styles):
@@ -51,12 +60,34 @@ def auto_plan(model: nn.Module, tp: int) -> Plan:
             f"{_reasons(left)}; pass a mapping such as "
             "{'*.up_proj': 'column', '*.down_proj': 'row'}."
         )
-    return Plan("auto", styles, gives_way=True, left_whole=left)
+    packed = {name: sizes for name, sizes in packed.items() if styles.get(name) == "column"}
+    return Plan("auto", styles, gives_way=True, left_whole=left, packed=packed)
 
 
-def _by_flow(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+def _seen(model: nn.Module) -> Flow | None:
+    """The data flow; None where it cannot be followed: transformers' plan is right without it."""
+    try:
+        return flow_of(model)
+    except ValueError:
+        return None
+
+
+def _packed(flow: Flow, tp: int) -> dict[str, tuple[int, ...]]:
+    """{linear: sizes of its parts}, where `tp` divides all of them."""
+    return {name: sizes for name, sizes in parts_of(flow).items() if not any(size % tp for size in sizes)}
+
+
+def _cut_by_parts(flow: Flow, packed: Mapping[str, tuple[int, ...]], styles: dict[str, str]) -> None:
+    """Where packed linears that transformers' plan gathers are all that a "row_split" linear reads, both stay
+    cut."""
+    for name, sources in flow.reads.items():
+        columns = [each for each in sources if styles.get(each) == "column_gather" and each in packed]
+        if styles.get(name) == "row_split" and columns and len(columns) == len(sources):
+            styles.update(dict.fromkeys(columns, "column") | {name: "row"})
+
+
+def _by_flow(model: nn.Module, flow: Flow) -> tuple[dict[str, str], dict[str, str]]:
     """({module: style}, {module that stays whole: why})."""
-    flow = flow_of(model)
     styles = styles_of(flow)
     vocabulary = _vocabulary(model, flow.embeddings)
     if vocabulary and vocabulary not in flow.read_elsewhere:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import multiprocessing
 import os
 import shutil
@@ -16,25 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from pyruntime.train import corpus, documents, token_cache
 from pyruntime.train.config import Data, RunConfig, Train
+from pyruntime.train.data import corpus, documents, token_cache, tokenizing
+from pyruntime.train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.tokenizer import ByteTokenizer, JsonTokenizer
-
-
-def lines_file(folder: Path, texts, name="text.jsonl") -> Path:
-    path = folder / name
-    path.write_text("\n\n".join(json.dumps({"id": n, "text": text}) for n, text in enumerate(texts)))
-    return path
-
-
-def build(paths, folder, tokenizer=None, **rest) -> corpus.Corpus:
-    data = Data(paths=tuple(map(str, paths)), cache=str(folder / "cache"), **rest)
-    return corpus.open_corpus(corpus.build(data, tokenizer or ByteTokenizer()), data.val_fraction, 4)
-
-
-def everything(text: corpus.Corpus) -> bytes:
-    return text.train.tobytes() + text.val.tobytes()
+from tests.train.data.texts import build, everything, halves, lines_file
 
 
 def test_every_line_of_jsonl_is_a_document_of_its_text(tmp_path):
@@ -42,7 +27,8 @@ def test_every_line_of_jsonl_is_a_document_of_its_text(tmp_path):
     path = lines_file(tmp_path, texts)
     text = build([path], tmp_path)
     assert sorted(everything(text).split(b"\0")[:-1]) == sorted(each.encode() for each in texts if each)
-    assert (text.text.files, text.documents) == (1, len(texts) - 1)
+    facts = text.sources[0].text.facts
+    assert (facts.files, facts.documents) == (1, len(texts) - 1)
 
 
 def test_lines_are_split_by_their_text_whatever_file_they_are_in(tmp_path):
@@ -76,7 +62,7 @@ def test_a_line_without_text_is_refused_by_file_and_number(tmp_path, line, findi
 
 def test_lines_of_ndjson_are_documents_too(tmp_path):
     texts = [f"document {n} of many" for n in range(40)]
-    assert build([lines_file(tmp_path, texts, "text.ndjson")], tmp_path).documents == 40
+    assert build([lines_file(tmp_path, texts, "text.ndjson")], tmp_path).sources[0].text.facts.documents == 40
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.xz", "a.BZ2"])
@@ -101,11 +87,10 @@ def test_pieces_are_the_text_and_end_between_characters(parts):
     text = "".join(parts).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "PIECE_BYTES", 16)
-        pieces = list(documents.cut(io.BytesIO(text)))
-    assert b"".join(piece for piece, _ in pieces) == text
-    assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert all(len(piece) <= 16 for piece, _ in pieces)
-    for piece, _ in pieces:
+        pieces = list(documents.cut(io.BytesIO(text + b"behind"), len(text)))
+    assert b"".join(pieces) == text
+    assert all(len(piece) <= 16 for piece in pieces)
+    for piece in pieces:
         piece.decode()
 
 
@@ -127,15 +112,17 @@ def bpe(tmp_path_factory):
 
 def test_pieces_make_the_tokens_of_the_whole_text(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr(documents, "PIECE_BYTES", 2000)
-    monkeypatch.setattr(corpus, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(documents, "LEAST_UNIT", 7000)
+    monkeypatch.setattr(tokenizing, "BATCH_BYTES", 5000)
     path = tmp_path / "long.txt"
     path.write_text(Path(__file__).read_text() * 3)
     tokenizer = JsonTokenizer(bpe)
     text = build([path], tmp_path, tokenizer)
     expected = [*tokenizer.encode(path.read_bytes()), tokenizer.separator]
     assert len(expected) > 3000  # nothing was truncated
-    assert np.concatenate([text.train, text.val]).tolist() == expected
-    assert text.val_bytes == pytest.approx(path.stat().st_size * 0.05, rel=0.05)
+    assert np.concatenate(halves(text)).tolist() == expected
+    assert text.sources[0].text.facts.documents == 1
+    assert text.sets[0].tokens.bytes == pytest.approx(path.stat().st_size * 0.05, rel=0.05)
 
 
 def never(*_, **__):
@@ -146,24 +133,24 @@ def test_the_same_text_is_tokenized_once(tmp_path, bpe):
     path = lines_file(tmp_path, [f"some text {n}" for n in range(50)])
     said, tokenizer = [], JsonTokenizer(bpe)
     data = Data(paths=(str(path),), cache=str(tmp_path / "cache"))
-    first = corpus.build(data, tokenizer, said.append)
+    (first,) = corpus.build(data, tokenizer, said.append)
     assert len(said) == 1 and f"kept in {tmp_path / 'cache'}" in said[0]
     moved = shutil.copy(path, tmp_path / "moved.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "encode_batch", never)
-        again = corpus.build(dataclasses.replace(data, paths=(str(moved),)), tokenizer, said.append)
+        (again,) = corpus.build(dataclasses.replace(data, paths=(str(moved),)), tokenizer, said.append)
     assert again.folder == first.folder and len(said) == 1
     with open(path, "a") as file:
         file.write('\n{"text": "more"}')
-    assert corpus.build(data, tokenizer).folder != first.folder
-    assert corpus.build(data, ByteTokenizer()).folder != first.folder
+    assert corpus.build(data, tokenizer)[0].folder != first.folder
+    assert corpus.build(data, ByteTokenizer())[0].folder != first.folder
 
 
 def test_the_share_held_out_is_no_part_of_what_is_kept(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("letters " * 100)
     texts = [build([path], tmp_path, val_fraction=share) for share in (0.1, 0.4)]
-    assert [len(text.val) for text in texts] == [80, 320]
+    assert [len(text.sets[0].tokens) for text in texts] == [80, 320]
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
@@ -172,8 +159,8 @@ def test_damaged_tokens_are_refused(tmp_path):
     path.write_text("letters " * 100)
     build([path], tmp_path)
     (entry,) = (tmp_path / "cache").iterdir()
-    (entry / "tokens.bin").write_bytes(b"abc")
-    with pytest.raises(ConfigError, match=r"data\.cache: the tokens in .* are damaged; remove that folder\."):
+    (entry / "corpus.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"The tokens in .* are damaged: .*corpus\.json.*; remove"):
         build([path], tmp_path)
 
 
@@ -193,13 +180,18 @@ def test_a_file_that_is_written_to_meanwhile_is_refused(tmp_path, monkeypatch):
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_lines_that_are_rewritten_meanwhile_are_refused(tmp_path):
+def test_lines_that_are_rewritten_meanwhile_are_refused(tmp_path, monkeypatch):
     path = lines_file(tmp_path, ["some text", "more text"])
-    sources, _ = documents.survey(Data(paths=(str(path),)))
-    found = documents.Documents(sources)
-    path.write_text("x" * 200)
+    survey = documents.survey
+
+    def surveyed_then_rewritten(*arguments):
+        found = survey(*arguments)
+        path.write_text("x" * 200)
+        return found
+
+    monkeypatch.setattr(corpus, "survey", surveyed_then_rewritten)
     with pytest.raises(ConfigError, match=r"text\.jsonl was written to while it was read; start again\."):
-        list(found.pieces())
+        build([path], tmp_path)
 
 
 def test_where_there_is_no_home_a_cache_is_asked_for(monkeypatch):
@@ -289,7 +281,7 @@ def on_hosts(group, config, hosts, disks):
         patch.setattr(corpus, "build", counted)
         patch.setattr(corpus, "host_name", lambda: host)
         text = corpus.open_everywhere(config, ByteTokenizer(), group, lambda line: None)
-    return len(counts), text.train.tobytes()
+    return len(counts), everything(text)
 
 
 def small_run(folder):
@@ -337,6 +329,7 @@ def test_a_rank_without_a_home_is_told_of_on_every_rank(ranks, tmp_path):
 
 def test_the_tokenizer_never_gets_more_than_a_batch_whatever_the_size_of_a_file(tmp_path, monkeypatch):
     path, given_at_a_time = tmp_path / "long.txt", []
+    monkeypatch.setattr(tokenizing, "SMALL_BYTES", 2**40)
     path.write_text("def function(argument):\n    return argument + 1\n" * 250_000)
     encode = ByteTokenizer.encode_batch
 
@@ -346,6 +339,6 @@ def test_the_tokenizer_never_gets_more_than_a_batch_whatever_the_size_of_a_file(
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", watched)
     text = build([path], tmp_path)
-    assert len(everything(text)) == path.stat().st_size + 1 > 2.5 * corpus.BATCH_BYTES
-    assert max(batch for batch, _ in given_at_a_time) < corpus.BATCH_BYTES + documents.PIECE_BYTES
+    assert len(everything(text)) == path.stat().st_size + 1 > 2.5 * tokenizing.BATCH_BYTES
+    assert max(batch for batch, _ in given_at_a_time) < tokenizing.BATCH_BYTES + documents.PIECE_BYTES
     assert max(piece for _, piece in given_at_a_time) <= documents.PIECE_BYTES

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pyruntime.cli.generate import _decoded
+from pyruntime.train.data.tokenizer import ByteTokenizer, JsonTokenizer, load_beside, open_tokenizer
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.tokenizer import ByteTokenizer, JsonTokenizer, load_beside, open_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ import numpy as np
 from pyruntime.train.errors import ConfigError, refusing
 
 FILE_NAME = "tokenizer.json"
+FACTS_FILE = "corpus.json"
+"""In a folder of tokens (`tokenizing`)."""
 CONFIG_NAME = "tokenizer_config.json"  # what transformers' AutoTokenizer reads beside it
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
@@ -119,15 +121,18 @@ class JsonTokenizer:
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def open_tokenizer(name: str, init_from: str = "") -> Tokenizer:
+def open_tokenizer(name: str, init_from: str = "", paths: Sequence[str] = ()) -> Tokenizer:
     """The tokenizer of `data.tokenizer`: "bytes", the path of a tokenizer.json, or where it is empty that of
-    the checkpoint `init_from`, without one bytes.
+    the checkpoint `init_from`, of the first folder of tokens among `paths`, or bytes.
 
     Raises ConfigError where a file is damaged, the named vocabulary is not the checkpoint's, or nothing says
     what the checkpoint reads.
     """
     beside = Path(init_from, FILE_NAME)
     own = JsonTokenizer(beside) if init_from and beside.is_file() else None
+    if not name and own is None:
+        folder = next((Path(path) for path in paths if Path(path, FACTS_FILE).is_file()), None)
+        name = "" if folder is None else _name_beside(folder)
     if not name:
         return own or _of_bytes(init_from)
     named = ByteTokenizer() if name == "bytes" else JsonTokenizer(Path(name))
@@ -137,6 +142,12 @@ def open_tokenizer(name: str, init_from: str = "") -> Tokenizer:
             "with; leave data.tokenizer out."
         )
     return named
+
+
+def _name_beside(folder: Path) -> str:
+    """What made a folder of tokens."""
+    path = folder / FILE_NAME
+    return str(path) if path.is_file() else "bytes"
 
 
 def _of_bytes(init_from: str) -> ByteTokenizer:

@@ -1,0 +1,120 @@
+"""What saving a checkpoint costs the steps beside which it is written, against steps without.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m bench.training.saving [--config dim256] [--every 10]
+
+Blocks of `--every` steps of one run take turns: at the beginning of every other one a checkpoint is begun, as
+the trainer does with --checkpoint.every_steps, and by its end it is on the disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.common.measuring import Report, at_least_one, parser_of, started
+from bench.common.tables import table
+from pyruntime.cli.train import read
+from pyruntime.comm.exchange import barrier
+from pyruntime.train import corpus
+from pyruntime.train.config import Checkpoint
+from pyruntime.train.data.tokenizer import ByteTokenizer
+from pyruntime.train.loop import Trainer
+from pyruntime.train.model import llama_config, make_model
+from pyruntime.train.ranks import on_rank_0
+from pyruntime.train.signals import StopRequest
+
+HOW = """\
+Milliseconds of blocks of {every} steps on rank 0, which meets the others in every step: medians over {rounds}
+rounds of one block with a checkpoint and one without, in shuffled order. The block with one has its copy, and
+the wait for the disk where {every} steps are not enough for it. Pays: the median of the ratios within a
+round. All cores are busy with the steps: hashing and writing take their time from them."""
+
+
+def trainer(config: Any, runtime: Any, folder: Path) -> Trainer:
+    wanted = llama_config(config.model, ByteTokenizer.vocab_size, config.train.seq_len, runtime.sizes.tp)
+    tokens = on_rank_0(
+        runtime.world, "Building the corpus", lambda: corpus.build(config.data, ByteTokenizer())
+    )
+    text = corpus.open_corpus(tokens, config.data.val_fraction, config.train.seq_len)
+    return Trainer(config, make_model(config, wanted, runtime), text, runtime, folder, StopRequest())
+
+
+def measure(config: Any, runtime: Any, folder: Path, every: int, rounds: int) -> dict[str, Any]:
+    made, dice = trainer(config, runtime, folder), random.Random(0)
+    steps = made.fit()
+
+    def block(saves: bool) -> float:
+        barrier(runtime.world, "Measuring")
+        begin = time.perf_counter()
+        if saves:
+            made._save(and_wait=False)
+            copied.append(time.perf_counter() - begin)
+        for _ in range(every):
+            next(steps)
+        if saves:
+            at_end = time.perf_counter()
+            made._saver.finish()
+            waited.append(time.perf_counter() - at_end)
+        return time.perf_counter() - begin
+
+    copied: list[float] = []
+    waited: list[float] = []
+    block(True)  # settles who writes what, and takes the memory
+    block(False)
+    copied.clear()
+    waited.clear()
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(rounds):
+        for saves in dice.sample((True, False), 2):
+            found[saves].append(block(saves))
+    files = list(folder.glob("checkpoints/*/*.safetensors"))
+    steps.close()
+    made.close()
+    saved = sum(path.stat().st_size for path in files) / len({path.parent for path in files})
+    ratios = [on / off for on, off in zip(found[True], found[False], strict=True)]
+    return {
+        "parameters": sum(parameter.numel() for parameter in made.model.parameters()),
+        "every": every,
+        "checkpoint_bytes": saved,
+        "with_s": found[True],
+        "without_s": found[False],
+        "copied_s": copied,
+        "waited_s": waited,
+        "pays": statistics.median(ratios) - 1.0,
+    }
+
+
+def show(found: dict[str, Any]) -> str:
+    def median(name: str) -> str:
+        return f"{1e3 * statistics.median(found[name]):.0f}"
+
+    row = [
+        f"{found['checkpoint_bytes'] / 1e6:.0f} MB, every {found['every']} steps",
+        median("without_s"),
+        median("with_s"),
+        median("copied_s"),
+        median("waited_s"),
+        f"{100 * found['pays']:+.1f} %",
+    ]
+    return table(["checkpoint", "without ms", "with ms", "copy ms", "wait ms", "pays"], [row])
+
+
+if __name__ == "__main__":
+    parser = parser_of(__doc__, rounds=9)
+    parser.add_argument("--config", default="dim256", help="of the trainer; default %(default)s")
+    parser.add_argument("--every", type=at_least_one, default=10, help="steps; default %(default)s")
+    parser.add_argument("--folder", help="to save in; default: a temporary one")
+    args = parser.parse_args()
+    with started({"tp": -1}) as runtime, tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+        folder = Path(on_rank_0(runtime.world, "Making a folder", lambda: temporary))
+        config, _ = read(["--config", args.config, "--train.steps", "1000000", "--train.val_every", "0"])
+        config = dataclasses.replace(config, checkpoint=Checkpoint(keep=1))
+        report = Report(args, HOW.format(every=args.every, rounds=args.rounds))
+        found = measure(config, runtime, folder, args.every, args.rounds)
+        report.add(found, show(found))
+        report.write(args.json)

@@ -1,0 +1,67 @@
+"""`python -m pyruntime convert`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Literal
+
+from pyruntime.cli.arguments import check_at_least, parse
+from pyruntime.cli.environment import check_started, started_ranks
+from pyruntime.train import checkpoint_folder, validate
+from pyruntime.train.errors import ConfigError
+
+DESCRIPTION = """Writes the weights of a run's checkpoint as a Hugging Face model, or makes of a Hugging Face
+Llama a checkpoint that a run is resumed from: what --source holds says which. Below torchrun the model is
+cut over all ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    source: str
+    """Run folder (its newest checkpoint), one of its checkpoints/step-N folders, or a Hugging Face folder
+    with config.json and safetensors."""
+    target: str
+    """Folder to write, which holds nothing yet."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Type of the weights that are written; auto: as they are, fp16 of Hugging Face's as fp32."""
+    max_file_bytes: int = 5_000_000_000
+    """Largest safetensors file of a Hugging Face model, in bytes; larger models are cut into several."""
+    deadline_s: float = 120.0
+    """Longest wait for a peer, in seconds."""
+
+
+def main(argv: list[str]) -> None:
+    options = parse(Options, argv, "convert", DESCRIPTION)
+    check(options)
+    check_started()
+    world_size = started_ranks()
+
+    from pyruntime.comm import Runtime
+    from pyruntime.train.saving.convert import from_hf, to_hf
+
+    source, target = Path(options.source), Path(options.target)
+    dtype = None if options.dtype == "auto" else options.dtype
+    with Runtime.start(tp=world_size, deadline_s=options.deadline_s) as runtime:
+        if (source / "config.json").is_file():
+            facts = from_hf(source, target, runtime, dtype)
+            said = f"go on with --checkpoint.resume {target}"
+        else:
+            folder = checkpoint_folder.find(source)
+            facts = to_hf(folder, target, runtime, dtype, options.max_file_bytes)
+            said = f"weights of step {facts.step}, for transformers and --model.init_from {target}"
+        if runtime.rank == 0:
+            print(f"{target}: {said}")
+
+
+def check(options: Options) -> None:
+    """Raises ConfigError for options that make no sense on their own."""
+    if not os.path.isdir(options.source):
+        raise ConfigError(f"--source {options.source}: there is no such folder.")
+    if os.path.exists(options.target) and not (
+        os.path.isdir(options.target) and not os.listdir(options.target)
+    ):
+        raise ConfigError(f"--target {options.target} is there already; name a new folder.")
+    check_at_least(options, 1, "max_file_bytes")
+    validate.check_seconds("--deadline_s", options.deadline_s)

@@ -1,0 +1,322 @@
+"""Muon: a matrix steps along its momentum made orthogonal, which takes all of the matrix.
+
+A rank has rows of a matrix, or of its tensor-parallel shard, and their momentum. What is to be made
+orthogonal goes from there to the one rank that owns the matrix, over the ranks that share states and then
+over the tensor-parallel ones, and comes back the same way::
+
+    rows [r, c] -> shard [R, c] on ranks (owner, 0..T-1) -> matrix [M, N] on rank (owner, owner)
+    rows of O   <- shard of O                             <- O = Newton-Schulz(matrix)
+
+Every rank owns matrices of about as much work. Where the step before was not clipped, a bucket's matrices
+leave as soon as its gradient is reduced, during the backward pass; their owners multiply them in the waits of
+that pass and of the step's exchanges, as weight gradients are (csrc/ops/newton_schulz.h). step() needs the
+directions: what is left then is multiplied while others' come. A step that is clipped after all begins anew
+with the factor; momentum and weights have not changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pyruntime.comm.core import _C
+from pyruntime.comm.ranges import marked
+from pyruntime.data_parallel.axes import Axes, Axis
+from pyruntime.data_parallel.buckets import Bucket
+from pyruntime.data_parallel.pieces import Cut, Gathering, Scattering, Wholes
+from pyruntime.data_parallel.update import Own, State
+
+LIKE_ADAMW = 0.2
+"""Root mean square of a step of AdamW over its learning rate (Liu et al. 2025, arXiv 2502.16982, section
+2.2)."""
+PLACE = 3
+"""Within the class dp: after gradients, weights and what replicas exchange."""
+MOST = 2
+"""Flights under way at once: an owner multiplies what left two buckets before."""
+
+T = TypeVar("T")
+U = TypeVar("U")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Which parameters Muon updates, in place of AdamW (Jordan 2024, kellerjordan.github.io/posts/muon; the
+    factor of the step: Liu et al. 2025, arXiv 2502.16982, equation 4)::
+
+        M = momentum M + (1 - momentum) G         O = Newton-Schulz(momentum M + (1 - momentum) G)
+        W = W (1 - lr decay) - lr 0.2 sqrt(max(m, n)) O             of W [m, n]
+
+    That is torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but that moments and masters are fp32 and
+    Newton-Schulz has the weights' dtype. The parts of merged parameters (q, k, v) are matrices of their own.
+
+    matrices: of hidden layers. Embeddings, heads and what is no matrix are better left to AdamW.
+    momentum: decay of the running mean of the gradient a step.
+    """
+
+    matrices: Sequence[nn.Parameter] = ()
+    momentum: float = 0.95
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How a matrix lies over the ranks: these rows of what a tensor-parallel rank has of it."""
+
+    shape: tuple[int, int]
+    """Of all of it."""
+    over_shard: Cut
+    over_tp: Cut | None
+    """None: every tensor-parallel rank has it whole."""
+    tp_group: str
+    tp_rank: int
+
+    @classmethod
+    def of(cls, state: State, shards: int) -> Matrix:
+        part, parameter = state.part, state.parameter
+        local = (part.rows, parameter.shape[1])
+        layout = getattr(parameter, "tp_layout", None)
+        if layout is not None and layout.dim_y is not None:
+            raise ValueError(
+                f"{part.key} is cut over two axes of tensor parallelism ({layout.group}), and Muon knows of "
+                "one; leave it to AdamW."
+            )
+        if layout is None or layout.dim is None or layout.group.size == 1:
+            return cls(local, Cut(local, 0, shards), None, "", 0)
+        whole = next(each.shape for each in layout.parts if f".{part.key}".endswith(f".{each.key}"))
+        rows, columns = whole
+        over_tp = Cut((rows, columns), layout.dim, layout.group.size)
+        return cls(whole, Cut(local, 0, shards), over_tp, layout.group.name, layout.group.rank)
+
+    @property
+    def work(self) -> int:
+        """Products of one step of Newton-Schulz."""
+        n, k = sorted(self.shape)
+        return 2 * n * n * k + n**3
+
+
+Owner: TypeAlias = tuple[int, int]
+"""Its rank among those that share states, and the tensor-parallel one."""
+
+
+def owners(matrices: Sequence[Matrix]) -> list[Owner]:
+    """Who makes which matrix orthogonal, the same on every rank: the one with the least work so far, largest
+    first. What is not cut over tensor-parallel ranks each of these does for itself."""
+    load: dict[tuple[str, Owner], int] = {}
+    found: dict[int, Owner] = {}
+    for index in sorted(range(len(matrices)), key=lambda index: (-matrices[index].work, index)):
+        matrix = matrices[index]
+        tp_ranks = 1 if matrix.over_tp is None else matrix.over_tp.size
+        ranks = [(tp, shard) for tp in range(tp_ranks) for shard in range(matrix.over_shard.size)]
+        group = matrix.tp_group
+        tp, shard = min(ranks, key=lambda rank: (load.get((group, (rank[1], rank[0])), 0), rank))
+        found[index] = shard, tp
+        load[group, (shard, tp)] = load.get((group, (shard, tp)), 0) + matrix.work
+    return [found[index] for index in range(len(matrices))]
+
+
+@dataclass
+class _UnderWay:
+    """Matrices of one bucket."""
+
+    own: Own
+    scale: float
+    products: dict[int, _C.NewtonSchulz] = field(default_factory=dict)
+    """By their number in `own`, those that this rank owns."""
+    shards: dict[int, Tensor] = field(default_factory=dict)
+    """Of the directions, what this rank is to scatter."""
+    flights: list[tuple[Axis, Scattering, list[int]]] = field(default_factory=list)
+    """Directions that come over an axis, and of which matrices."""
+
+
+Directions: TypeAlias = list[tuple[State, Tensor, float, Tensor]]
+"""A part, this rank's rows of its summed gradient, their factor, and those of the direction."""
+
+
+class MuonUpdate:
+    """Muon's arithmetic on this rank's rows. states: of all parts, by the ids of their buckets; those with a
+    `matrix` are Muon's. Every rank makes it alike, and calls its methods alike; they raise CommTimeout and
+    PeerLost."""
+
+    def __init__(self, states: Mapping[int, Sequence[State]], axes: Axes, momentum: float):
+        self._momentum = momentum
+        of_muon = {key: [each for each in own if each.matrix is not None] for key, own in states.items()}
+        self._buckets = [key for key, own in of_muon.items() if own]
+        mine = [each for own in of_muon.values() for each in own]
+        self._owner = dict(
+            zip(map(id, mine), owners([each.matrix for each in mine if each.matrix]), strict=True)
+        )
+        self._shard = Axis(None)
+        if mine and axes.shard.mesh is not None:
+            self._shard = Axis.of(axes.shard.mesh, PLACE, MOST)
+        self._tp: dict[str, Axis] = {}
+        for state in mine:
+            if state.matrix is not None and state.matrix.tp_group not in ("", *self._tp):
+                mesh = state.parameter.tp_layout.group.mesh(state.rows.device.type)
+                self._tp[state.matrix.tp_group] = Axis.of(mesh, PLACE, MOST)
+        self._under_way: dict[int, _UnderWay] = {}
+
+    def has(self, bucket: Bucket) -> bool:
+        """Whether some of its parameters are Muon's."""
+        return id(bucket) in self._buckets
+
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
+
+    # -- there
+
+    def begin(self, bucket: int, gradients: Own, scale: float) -> None:
+        """What `gradients`, summed over all ranks and times `scale`, make of the matrices of a bucket, by its
+        id, is on its way to who owns them."""
+        own = [each for each in gradients if each[0].matrix is not None]
+        if not own:
+            return
+        way = self._under_way[bucket] = _UnderWay(own, scale)
+        pieces = [self._nesterov(state, rows, scale) for state, rows in own]
+        if self._shard.size == 1:
+            self._begin_over_tp(way, list(pieces))
+            return
+        wanted = [self._owner[id(state)][0] == self._shard.rank for state, _ in own]
+        cuts = [_matrix(state).over_shard for state, _ in own]
+        Gathering(self._shard, cuts, pieces, wanted, partial(self._begin_over_tp, way))
+
+    def _begin_over_tp(self, way: _UnderWay, shards: Wholes) -> None:
+        for name, numbers in self._by_tp_group(way).items():
+            here = [number for number in numbers if shards[number] is not None]
+            pieces = [shard for number in here if (shard := shards[number]) is not None]
+            if not name:
+                self._multiply(way, here, list(pieces))
+            elif here:
+                states = [way.own[number][0] for number in here]
+                cuts = [cut for state in states if (cut := _matrix(state).over_tp) is not None]
+                wanted = [self._owner[id(state)][1] == self._tp[name].rank for state in states]
+                Gathering(self._tp[name], cuts, pieces, wanted, partial(self._multiply, way, here))
+
+    def _multiply(self, way: _UnderWay, numbers: Sequence[int], wholes: Wholes) -> None:
+        for number, whole in zip(numbers, wholes, strict=True):
+            if whole is not None:
+                way.products[number] = _C.NewtonSchulz(whole)
+
+    def _nesterov(self, state: State, rows: Tensor, scale: float) -> Tensor:
+        """This rank's rows of what is made orthogonal, in the dtype of the weights. Each operation rounds by
+        itself, so that no bit depends on where an element lies in the rows."""
+        with marked("dp momentum"):
+            momentum = state.moments["momentum"]
+            new = rows.to(momentum.dtype) * ((1 - self._momentum) * scale)
+            ahead = (momentum * self._momentum).add_(new).mul_(self._momentum).add_(new)
+            return ahead.to(state.rows.dtype)
+
+    def _by_tp_group(self, way: _UnderWay) -> dict[str, list[int]]:
+        """Numbers of its matrices by the group that they are cut over, alike on all ranks."""
+        groups: dict[str, list[int]] = {}
+        for number, (state, _) in enumerate(way.own):
+            groups.setdefault(_matrix(state).tp_group, []).append(number)
+        return groups
+
+    # -- and back
+
+    def settle(self, gradients: Mapping[int, Own], scale: float) -> None:
+        """The step counts, with these gradients by bucket and that factor: matrices that left with another,
+        or not at all, leave now."""
+        if any(way.scale != scale for way in self._under_way.values()):
+            self.forget()
+        for bucket in self._buckets:
+            if bucket not in self._under_way:
+                self.begin(bucket, gradients.get(bucket, []), scale)
+        self.bring()
+
+    def forget(self) -> None:
+        """The step does not count, or not with this factor."""
+        self.bring()
+        self._under_way.clear()
+
+    def bring(self) -> None:
+        """What has begun is at its owner, and can be multiplied under waits."""
+        for axis in (self._shard, *self._tp.values()):  # the first one's fill the others
+            axis.complete_all()
+
+    def directions(self, buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, Directions]]:
+        """Each in turn with what its matrices step along, while the next ones' are on their way."""
+        over_tp = _overlapped(buckets, self._scatter_over_tp, _landed)
+        return _overlapped(over_tp, self._scatter_over_shard, self._collected)
+
+    def _scatter_over_tp(self, bucket: Bucket) -> tuple[Bucket, _UnderWay]:
+        way = self._under_way.pop(id(bucket), None) or _UnderWay([], 1.0)
+        for name, numbers in self._by_tp_group(way).items():
+            here = [n for n in numbers if self._owner[id(way.own[n][0])][0] == self._shard.rank]
+            wholes = [way.products[n].finish() if n in way.products else None for n in here]
+            if not name:
+                way.shards.update((n, w) for n, w in zip(here, wholes, strict=True) if w is not None)
+            elif here:
+                matrices = [_matrix(way.own[number][0]) for number in here]
+                cuts = [cut for matrix in matrices if (cut := matrix.over_tp) is not None]
+                way.flights.append((self._tp[name], _scattering(self._tp[name], cuts, wholes, way), here))
+        way.products.clear()
+        return bucket, way
+
+    def _scatter_over_shard(self, one: tuple[Bucket, _UnderWay]) -> tuple[Bucket, _UnderWay]:
+        bucket, way = one
+        if way.own and self._shard.size > 1:
+            cuts = [_matrix(state).over_shard for state, _ in way.own]
+            wholes = [way.shards.get(number) for number in range(len(way.own))]
+            flight = _scattering(self._shard, cuts, wholes, way)
+            way.flights.append((self._shard, flight, list(range(len(way.own)))))
+        return bucket, way
+
+    def _collected(self, one: tuple[Bucket, _UnderWay]) -> tuple[Bucket, Directions]:
+        bucket, way = _landed(one)
+        return bucket, [
+            (state, rows, way.scale, way.shards[number]) for number, (state, rows) in enumerate(way.own)
+        ]
+
+    @torch.no_grad()
+    def update(self, directions: Directions, lr: float) -> None:
+        """Momentum, masters and rows become those of the next step."""
+        for state, gradient, scale, direction in directions:
+            with marked("dp update"):
+                momentum = state.moments["momentum"]
+                new = gradient.to(momentum.dtype) * ((1 - self._momentum) * scale)
+                momentum.mul_(self._momentum).add_(new)
+                weights = state.master if state.has_master else state.rows
+                factor = lr * LIKE_ADAMW * math.sqrt(max(_matrix(state).shape))
+                weights.mul_(1 - lr * state.decay).sub_(direction.to(weights.dtype) * factor)
+                if state.has_master:
+                    state.rows.copy_(weights)
+                state.steps += 1
+
+
+def _matrix(state: State) -> Matrix:
+    assert state.matrix is not None
+    return state.matrix
+
+
+def _scattering(axis: Axis, cuts: Sequence[Cut], wholes: Wholes, way: _UnderWay) -> Scattering:
+    rows = way.own[0][0].rows
+    return Scattering(axis, cuts, wholes, rows.dtype, str(rows.device))
+
+
+def _landed(one: tuple[Bucket, _UnderWay]) -> tuple[Bucket, _UnderWay]:
+    """What has been scattered over an axis is here."""
+    _, way = one
+    for axis, flight, numbers in way.flights:
+        axis.complete_up_to(flight)
+        way.shards.update(zip(numbers, flight.pieces, strict=True))
+    way.flights = []
+    return one
+
+
+def _overlapped(items: Iterable[T], begin: Callable[[T], U], end: Callable[[U], V]) -> Iterator[V]:
+    """Each is ended, in turn, when the one after it has begun."""
+    begun: deque[U] = deque()
+    for item in items:
+        begun.append(begin(item))
+        if len(begun) > 1:
+            yield end(begun.popleft())
+    while begun:
+        yield end(begun.popleft())

@@ -1,0 +1,185 @@
+"""Matrices that lie in pieces over the ranks of an axis: whole where they are wanted, and in pieces again.
+
+Several travel together. A rank's pieces, one after the other, each as long as the first rank's, are its
+segment of lines of one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from pyruntime.comm.core import _C
+from pyruntime.comm.ranges import marked
+from pyruntime.data_parallel.axes import Axis
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A matrix of `shape`, of whose dimension `dim` each of `size` ranks has a piece, cut as DTensor's Shard
+    cuts: every rank ceil(n / size), the last ones less, or none."""
+
+    shape: tuple[int, int]
+    dim: int
+    size: int
+
+    def piece(self, rank: int) -> tuple[int, int]:
+        """The shape of that rank's."""
+        length, share = self.shape[self.dim], -(-self.shape[self.dim] // self.size)
+        own = max(0, min(share, length - rank * share))
+        return (own, self.shape[1]) if self.dim == 0 else (self.shape[0], own)
+
+    @property
+    def elements(self) -> int:
+        """Of the first rank's piece, the largest."""
+        rows, columns = self.piece(0)
+        return rows * columns
+
+
+Wholes: TypeAlias = list[Tensor | None]
+"""By matrix; None where another rank has it."""
+
+
+class _Segments:
+    """Where the pieces of `cuts` lie in every rank's segment."""
+
+    def __init__(self, cuts: Sequence[Cut]):
+        self.cuts, self.places = cuts, [0]
+        for cut in cuts:
+            self.places.append(self.places[-1] + cut.elements)
+        self.length = self.places[-1]
+
+    def of(self, segment: Tensor, number: int, rank: int) -> Tensor:
+        """What `segment` [length], that rank's, holds of a matrix: its piece, as a view."""
+        rows, columns = shape = self.cuts[number].piece(rank)
+        return segment[self.places[number] :][: rows * columns].view(shape)
+
+
+class Gathering:
+    """A flight: `pieces`, this rank's of matrices cut as `cuts` say, on their way to the ranks that have them
+    among `wanted`. Once it is completed, `done` is given those that this rank wanted."""
+
+    def __init__(
+        self,
+        axis: Axis,
+        cuts: Sequence[Cut],
+        pieces: Sequence[Tensor],
+        wanted: Sequence[bool],
+        done: Callable[[Wholes], None],
+    ):
+        self._axis, self._segments, self._wanted, self._done = axis, _Segments(cuts), wanted, done
+        self._wholes: Wholes = [None] * len(cuts)
+        self._own = own = pieces[0].new_zeros(self._segments.length)
+        for number, piece in enumerate(pieces):
+            self._segments.of(own, number, axis.rank).copy_(piece)
+        axis.make_room()
+        lines, first = axis.size * len(own), axis.rank * len(own)
+        gather = _C.LineGather(axis.name, lines, 1, own.dtype, str(own.device))
+        for index, (begin, count) in enumerate(gather.own_chunks()):
+            gather.own(index).copy_(own[begin - first :][:count].unsqueeze(1))
+            gather.publish(index)
+        self._gather: _C.LineGather | None = gather
+        axis.add(self)
+
+    def drop(self) -> None:
+        self._gather = None
+
+    def has_landed(self) -> bool:
+        return self._gather is None
+
+    def advance(self) -> None:
+        if self._gather is not None and self._gather.has_come():
+            self._take(self._gather)
+
+    def complete(self) -> None:
+        if self._gather is not None:
+            self._take(self._gather)
+        self._done(self._wholes)
+
+    def _take(self, gather: _C.LineGather) -> None:
+        axis, segments = self._axis, self._segments
+        with marked("dp take momentum"):
+            every = self._own.new_empty(axis.size, segments.length) if any(self._wanted) else None
+            for index, (begin, count) in enumerate(gather.chunks()):
+                chunk = gather.chunk(index)  # nobody finishes before all has come
+                if every is not None:
+                    every.view(-1)[begin : begin + count].copy_(chunk.squeeze(1))
+            if every is not None:
+                every[axis.rank].copy_(self._own)
+                for number in (index for index, wanted in enumerate(self._wanted) if wanted):
+                    pieces = [segments.of(every[rank], number, rank) for rank in range(axis.size)]
+                    self._wholes[number] = torch.cat(pieces, segments.cuts[number].dim)
+            gather.finish()
+        self._gather = None
+
+
+class Scattering:
+    """A flight: of matrices cut as `cuts` say, those of `wholes` that this rank has, on their way to the
+    ranks in pieces of `dtype`; each matrix is one rank's. `pieces` are this rank's, once it is completed.
+
+    A rank that does not have a matrix adds zeros, so what comes is what the one that has it sent, but that a
+    -0 becomes 0."""
+
+    def __init__(self, axis: Axis, cuts: Sequence[Cut], wholes: Wholes, dtype: torch.dtype, device: str):
+        self._axis, self._segments = axis, _Segments(cuts)
+        self.pieces: list[Tensor] = []
+        length = self._segments.length
+        axis.make_room()
+        scatter = _C.LineScatter(axis.name, axis.size * length, 1, dtype, device, False)
+        flat = self._flat(wholes)
+        for index, (begin, count) in enumerate(scatter.chunks()):
+            part = scatter.part(index)
+            if flat is None:
+                part.zero_()
+            else:
+                part.copy_(flat[begin : begin + count].unsqueeze(1))
+            scatter.publish(index)
+        self._scatter: _C.LineScatter | None = scatter
+        self._is_summed = False
+        axis.add(self)
+
+    def _flat(self, wholes: Wholes) -> Tensor | None:
+        """All ranks' segments, one after the other; None where this rank has no matrix."""
+        flat: Tensor | None = None
+        size, segments = self._axis.size, self._segments
+        for number, whole in enumerate(wholes):
+            if whole is None:
+                continue
+            if flat is None:
+                flat = whole.new_zeros(size * segments.length)
+            dim, first = segments.cuts[number].dim, 0
+            for rank, segment in enumerate(flat.view(size, -1)):
+                piece = segments.of(segment, number, rank)
+                piece.copy_(whole.narrow(dim, first, piece.shape[dim]))
+                first += piece.shape[dim]
+        return flat
+
+    def drop(self) -> None:
+        self._scatter = None
+
+    def has_landed(self) -> bool:
+        return self._scatter is None
+
+    def advance(self) -> None:
+        if self._scatter is None:
+            return
+        if not self._is_summed and self._scatter.parts_have_come():
+            self._scatter.reduce()
+            self._is_summed = True
+        if self._is_summed and self._scatter.sums_have_come():
+            self._take(self._scatter)
+
+    def complete(self) -> None:
+        if self._scatter is not None:
+            self._take(self._scatter)
+
+    def _take(self, scatter: _C.LineScatter) -> None:
+        with marked("dp take direction"):
+            own = scatter.finish().squeeze(1)
+        segments, rank = self._segments, self._axis.rank
+        self.pieces = [segments.of(own, number, rank) for number in range(len(segments.cuts))]
+        self._scatter = None

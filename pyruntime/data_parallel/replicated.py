@@ -1,0 +1,62 @@
+"""Whether what ranks must have alike when a step is taken is bitwise alike: gradients of what is replicated,
+and the numbers that the step is taken with."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from pyruntime import ops
+from pyruntime.comm import Group
+from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.update import State
+from pyruntime.ops.placements import PlacementError
+
+
+def check_replicated(
+    gradients: Iterable[tuple[State, Tensor]], axes: Axes, numbers: Mapping[str, float], world: Group
+) -> None:
+    """gradients: this rank's rows, summed over `axes` (`ShardedAdamW.arrived_rows()`). numbers: the same on
+    all ranks of `world`, all of which call this.
+
+    Raises PlacementError on every rank where the gradient of a parameter that tensor-parallel ranks hold
+    whole differs between them, one differs between ranks that hold the same rows, or a number differs."""
+    by_group: dict[str, list[tuple[State, Tensor]]] = {}
+    for state, rows in gradients:
+        layout = getattr(state.parameter, "tp_layout", None)
+        if layout is not None and layout.dim is None and layout.group.size > 1:
+            by_group.setdefault(layout.group.name, []).append((state, rows))
+        if axes.replicate.size > 1:
+            by_group.setdefault(axes.replicate.name, []).append((state, rows))
+    faults = []
+    for name, held in by_group.items():
+        digests = [zlib.crc32(rows.contiguous().view(-1).view(torch.uint8).cpu().numpy()) for _, rows in held]
+        for place in _that_differ(digests, name):
+            faults.append(
+                f"the gradient of {held[place][0].part.key} is replicated over group {name}, and its ranks "
+                "have different ones: a sum over them is missing, or one too many was taken"
+            )
+    names = list(numbers)
+    faults += [f"{names[place]} differs between ranks" for place in _that_differ(numbers.values(), world)]
+    if ranks := _ranks_with(bool(faults), world):
+        raise PlacementError(
+            f"Before the step, on rank(s) {', '.join(map(str, ranks))}: {'; '.join(faults) or 'see there'}."
+        )
+
+
+def _that_differ(numbers: Iterable[float], group: Group) -> list[int]:
+    """Which of them are not the same on all ranks of the group."""
+    told = torch.tensor(list(numbers), dtype=torch.float64)
+    if told.numel() == 0:
+        return []
+    every = ops.all_gather_stats(told, group)
+    same = (every == every[0]) | (every.isnan() & every[0].isnan())
+    return same.all(0).logical_not().nonzero().flatten().tolist()
+
+
+def _ranks_with(fault: bool, world: Group) -> list[int]:
+    told = ops.all_gather_stats(torch.tensor([float(fault)], dtype=torch.float64), world)
+    return told.flatten().nonzero().flatten().tolist()

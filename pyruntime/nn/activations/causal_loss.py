@@ -1,0 +1,82 @@
+"""The loss of causal language models of transformers, of the logits that a rank has.
+
+Their loss is given whole logits [.., V], of which every rank would take all exponentials. The head of a cut
+model leaves this rank's logits [.., V/P] on the whole ones that it gives, and the loss reads those
+(cross_entropy.py): three numbers a token travel, and each rank works on its part of the vocabulary. Where the
+model has made other logits of the head's (a cap, a factor), the loss is transformers' own, of the whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from pyruntime.nn.cross_entropy import vocab_parallel_cross_entropy
+
+if TYPE_CHECKING:
+    from pyruntime.nn.linear import ColumnParallelLinear
+
+_OWN = "tp_own_logits"  # on a head's whole output: (the head, its output on this rank)
+
+
+def leave_own(whole: Tensor, head: ColumnParallelLinear, own: Tensor) -> None:
+    """`whole` is what `head` gives, gathered from `own` of all ranks."""
+    setattr(whole, _OWN, (head, own))
+
+
+class CausalLoss:
+    """Instead of `loss`, which is transformers' ForCausalLMLoss."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        left: tuple[ColumnParallelLinear, Tensor] | None = getattr(logits, _OWN, None)
+        targets = shift_labels
+        if targets is None and labels is not None:
+            targets = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if left is None or targets is None or left[0].out_features != vocab_size:
+            return self.loss(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+            )
+        head, own = left
+        targets = targets.reshape(-1).to(own.device)
+        losses = vocab_parallel_cross_entropy(
+            own.flatten(0, -2),
+            targets,
+            head.group,
+            vocab_start=head.vocab_start,
+            vocab_size=vocab_size,
+            ignore_index=ignore_index,
+        )
+        count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return losses.sum().float() / count
+
+
+def read_own_logits(model: nn.Module) -> None:
+    """The losses of causal models in `model` read their head's own logits, where the head is cut."""
+    for module in model.modules():
+        head = _head(module)
+        if not (getattr(head, "gather_output", False) and hasattr(type(module), "loss_function")):
+            continue
+        if getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss":
+            head.leaves_own = True
+            module.loss_function = CausalLoss(module.loss_function)
+
+
+def _head(module: nn.Module) -> Any:
+    given = getattr(module, "get_output_embeddings", None)
+    try:
+        return given() if callable(given) else None
+    except NotImplementedError:  # transformers' word for a model without one
+        return None

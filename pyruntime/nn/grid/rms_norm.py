@@ -1,0 +1,63 @@
+"""RMS normalisation of rows whose features are cut over ranks.
+
+With rank s holding the features x_s [M, D/Y] of the same M rows, statistics in fp32 (fp64 for fp64):
+
+    rstd = 1 / sqrt(sum_s |x_s|^2 / D + eps)        one number a row is summed over the ranks
+    y_s  = x_s rstd w_s
+    dx_s = rstd (dy_s w_s - xhat_s c),              xhat_s = x_s rstd, c = sum_s (dy_s w_s . xhat_s) / D
+    dw_s = sum over rows of dy_s xhat_s
+
+(Zhang and Sennrich 2019, equation 4; the gradients are derived.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pyruntime import ops
+from pyruntime.nn.parameters import TensorGroup
+from pyruntime.ops import layers
+from pyruntime.ops.attention import statistics_dtype
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None) -> Tensor:
+    """x [..., D_s] and weight [D_s], this rank's of `features` D that are cut over y -> [..., D_s]. y=None:
+    they are not cut."""
+    if y is None or y.size == 1:
+        return layers.rms_norm(x, weight, eps)
+    return _RMSNorm.apply(x, weight, eps, features, y.name)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None
+) -> tuple[Tensor, Tensor]:
+    """`summed = x + residual` and its `rms_norm`: (normed, summed)."""
+    if y is None or y.size == 1:
+        return layers.add_rms_norm(x, residual, weight, eps)
+    summed = x + residual
+    return _RMSNorm.apply(summed, weight, eps, features, y.name), summed
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, features: int, group: str) -> Tensor:
+        wide = x.to(statistics_dtype(x))
+        square = ops.all_reduce(wide.square().sum(-1, keepdim=True), group)
+        rstd = (square / features + eps).rsqrt()
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.over = features, group
+        return (wide * rstd * weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight, rstd = ctx.saved_tensors
+        features, group = ctx.over
+        xhat, grad = x.to(rstd.dtype) * rstd, grad.to(rstd.dtype)
+        scaled = grad * weight
+        mean = ops.all_reduce((scaled * xhat).sum(-1, keepdim=True), group) / features
+        dx = (scaled - xhat * mean) * rstd
+        dweight = (grad * xhat).flatten(0, -2).sum(0)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None

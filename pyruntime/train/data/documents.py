@@ -1,0 +1,342 @@
+"""Text as documents: a file is one, and so is every line of a .jsonl or .ndjson file and every row of a
+.parquet or .arrow one.
+
+Files are read twice and never held whole: once to know their content (`survey`), which says whether they were
+tokenized before, and once to be tokenized, in pieces, a `Unit` of work at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import hashlib
+import io
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+from pyruntime.train.data import tables
+from pyruntime.train.errors import ConfigError
+
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+LINES = {".jsonl", ".ndjson"}
+COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
+BLOCK_BYTES = 2**20
+PIECE_BYTES = 2**16
+"""A document that is longer is handed to the tokenizer in pieces of at most as many bytes."""
+LEAST_UNIT, MOST_UNITS = 2**22, 4096
+"""Bytes of a unit of work, unless there would be more units than that."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A file with text in it, as it was when it was read first."""
+
+    path: Path
+    digest: bytes
+    """BLAKE2b of its content, 16 bytes."""
+    size: int
+    """Bytes."""
+    modified_ns: int
+
+    @property
+    def is_lines(self) -> bool:
+        """Whether every line is a document of its own."""
+        return self.path.suffix.lower() in LINES
+
+    @property
+    def is_table(self) -> bool:
+        """Whether every row is a document of its own."""
+        return self.path.suffix.lower() in tables.SUFFIXES
+
+    @property
+    def kind(self) -> int:
+        return 2 if self.is_table else int(self.is_lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A part of a file: the lines or the text from one byte to another, or groups of rows of a table."""
+
+    source: int
+    """Its number."""
+    begin: int
+    end: int
+    size: int
+    """Bytes of the file, of a table about so many."""
+
+
+Unit = tuple[Span, ...]
+"""What one process tokenizes at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A document, or a part of one that is a file."""
+
+    digest: bytes
+    """A hash of the whole document's text, 16 bytes: documents are ordered by it."""
+    source: int
+    place: int
+    """Where it is in its file; parts of a document ascend."""
+    is_end: bool
+    """Whether the document ends here."""
+    pieces: Iterator[bytes]
+    """Its text, each piece at most PIECE_BYTES; read before the next document."""
+
+
+def list_files(paths: Sequence[str], pattern: str) -> list[tuple[Path, bool]]:
+    """Files to read, sorted within each path, and whether each was named itself rather than found in a
+    folder. Raises ConfigError for a compressed one that was."""
+    if not paths:
+        return [(path, False) for path in _standard_library()]
+    files = []
+    for name in paths:
+        path = Path(name)
+        if path.is_dir():
+            files += [(file, False) for file in _walk(path, pattern, lambda folder: False)]
+        elif path.suffix.lower() in COMPRESSED:
+            raise ConfigError(f"data.paths: {path} is compressed; unpack it first.")
+        else:
+            files.append((path, True))
+    return files
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = list(_walk(root, "*.py", NOT_LIBRARY.__contains__))
+    if not files:
+        raise ConfigError(
+            f"the Python standard library at {root} holds no source files to train on; name files or folders "
+            "of text in data.paths."
+        )
+    return files
+
+
+def _walk(root: Path, pattern: str, leave_out: Callable[[str], bool]) -> Iterator[Path]:
+    """Regular files below `root`; pipes, sockets and links that lead nowhere are left out."""
+    for folder, names, files in os.walk(root):
+        names[:] = sorted(name for name in names if not leave_out(name))
+        for name in sorted(files):
+            if fnmatch.fnmatch(name, pattern) and os.path.isfile(os.path.join(folder, name)):
+                yield Path(folder, name)
+
+
+def survey(paths: Sequence[str], pattern: str) -> tuple[list[Source], int]:
+    """The files with text, and how many of folders were left out because they hold a zero byte, which text
+    does not. Reads all of them, as many at a time as there are cores. Raises ConfigError where nothing is
+    left or a file cannot be read."""
+    files = list_files(paths, pattern)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        found = list(threads.map(lambda file: _look(file[0]), files))
+    left_out = [
+        has_zero and not named and not source.is_table
+        for (source, has_zero), (_, named) in zip(found, files, strict=True)
+    ]
+    sources = [source for (source, _), out in zip(found, left_out, strict=True) if not out]
+    sources = [source for source in sources if source.size]
+    if not sources:
+        asked = ", ".join(paths)
+        raise ConfigError(f"data.paths: there is no text in {asked} with names like {pattern}.")
+    return sources, sum(left_out)
+
+
+def _look(path: Path) -> tuple[Source, bool]:
+    """The file, and whether it holds a zero byte."""
+    content, has_zero, size = hashlib.blake2b(digest_size=16), False, 0
+    with reading(path), open(path, "rb", buffering=0) as file:
+        modified_ns = os.fstat(file.fileno()).st_mtime_ns
+        while block := file.read(BLOCK_BYTES):
+            content.update(block)
+            has_zero = has_zero or b"\0" in block
+            size += len(block)
+    return Source(path, content.digest(), size, modified_ns), has_zero
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises ConfigError where a file cannot be read inside."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror or error}.") from error
+
+
+def units(sources: Sequence[Source]) -> list[Unit]:
+    """All of it, in parts of about as many bytes, which are the same every time."""
+    size = max(LEAST_UNIT, sum(source.size for source in sources) // MOST_UNITS)
+    found: list[Unit] = []
+    unit: list[Span] = []
+    filled = 0
+    for number, source in enumerate(sources):
+        for span in _spans(number, source, size):
+            if unit and filled + span.size > size:
+                found.append(tuple(unit))
+                unit, filled = [], 0
+            unit.append(span)
+            filled += span.size
+    return [*found, tuple(unit)]
+
+
+def _spans(number: int, source: Source, size: int) -> Iterator[Span]:
+    """A file in parts of at most `size` bytes."""
+    if source.is_table:
+        with reading(source.path):
+            groups = tables.groups(source.path)
+        for group in range(groups):
+            yield Span(number, group, group + 1, source.size // groups)
+        return
+    for begin in range(0, source.size, size):
+        end = min(begin + size, source.size)
+        yield Span(number, begin, end, end - begin)
+
+
+def documents(sources: Sequence[Source], unit: Unit, field: str) -> Iterator[Document]:
+    """Those of a unit, of a long file the part. field: of a line's object, or the column of a table. Raises
+    ConfigError where one has no text."""
+    for span in unit:
+        source = sources[span.source]
+        with reading(source.path):
+            if source.is_lines:
+                yield from _lines(source.path, span, field)
+            elif source.is_table:
+                yield from _rows(source.path, span, field)
+            else:
+                yield _part(source, span)
+
+
+def _part(source: Source, span: Span) -> Document:
+    """Of a file that is one document."""
+
+    def pieces() -> Iterator[bytes]:
+        with reading(source.path), open(source.path, "rb", buffering=0) as file:
+            begin = _part_begin(file, span.begin)
+            end = source.size if span.end == source.size else _part_begin(file, span.end)
+            file.seek(begin)
+            yield from cut(file, end - begin)
+
+    is_end = span.end == source.size
+    return Document(source.digest, span.source, span.begin, is_end, pieces())
+
+
+def _part_begin(file: BinaryIO | io.FileIO, offset: int) -> int:
+    """The last good place for a cut at or before an offset."""
+    if offset == 0:
+        return 0
+    file.seek(max(0, offset - PIECE_BYTES))
+    text = file.read(min(offset, PIECE_BYTES) + 1) or b""
+    return offset + 1 - len(text) + _end_of_piece(text)
+
+
+def _lines(path: Path, span: Span, field: str) -> Iterator[Document]:
+    """The lines that begin in a span."""
+    with open(path, "rb", buffering=BLOCK_BYTES) as file:
+        offset = span.begin
+        if offset:
+            file.seek(offset - 1)
+            offset += len(file.readline()) - 1  # the rest of a line that began before
+        while offset < span.end and (line := file.readline()):
+            if line.strip():
+                try:
+                    text = text_of(line, field)
+                except _NoText as finding:
+                    raise ConfigError(
+                        f"data.paths: {path}, line {_line_number(path, offset)} {finding}; a {path.suffix} "
+                        f'file holds an object with a string "{field}" in every line.'
+                    ) from None
+                if text:
+                    yield _whole(text, span.source, offset)
+            offset += len(line)
+
+
+def _line_number(path: Path, offset: int) -> int:
+    lines = 1
+    with open(path, "rb", buffering=0) as file:
+        while offset > 0 and (block := file.read(min(BLOCK_BYTES, offset))):
+            lines += block.count(b"\n")
+            offset -= len(block)
+    return lines
+
+
+def _rows(path: Path, span: Span, field: str) -> Iterator[Document]:
+    for row, value in tables.rows(path, range(span.begin, span.end), field):
+        if value is None:
+            continue
+        if "\0" in value:
+            raise ConfigError(f"data.paths: {path}, row {row} of its {field} holds a zero character.")
+        if value:
+            yield _whole(value.encode("utf-8", errors="backslashreplace"), span.source, row)
+
+
+def _whole(text: bytes, source: int, place: int) -> Document:
+    digest = hashlib.blake2b(text, digest_size=16).digest()
+    return Document(digest, source, place, True, cut(io.BytesIO(text), len(text)))
+
+
+def check_unchanged(sources: Sequence[Source]) -> None:
+    """Raises ConfigError where a file is another one by now than when it was read first."""
+    for source in sources:
+        with reading(source.path):
+            now = source.path.stat()
+        if (now.st_size, now.st_mtime_ns) != (source.size, source.modified_ns):
+            raise ConfigError(f"data.paths: {source.path} was written to while it was read; start again.")
+
+
+class _NoText(ValueError):
+    """What is wrong with a line."""
+
+
+def text_of(line: bytes, field: str) -> bytes:
+    """The text of a line of a .jsonl file as UTF-8; surrogates that stand alone become `\\uNNNN`."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _NoText(f"is no JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise _NoText(f"holds no object but a {type(content).__name__}")
+    text = content.get(field)
+    if not isinstance(text, str):
+        found = f"a {type(text).__name__}" if field in content else f"only {', '.join(content) or 'nothing'}"
+        raise _NoText(f'holds no string "{field}", found {found}')
+    if "\0" in text:  # the token that ends a document of bytes
+        raise _NoText("holds a zero character")
+    return text.encode("utf-8", errors="backslashreplace")
+
+
+def cut(file: BinaryIO | io.RawIOBase, size: int) -> Iterator[bytes]:
+    """The next `size` bytes of `file`, in pieces of at most PIECE_BYTES that end where tokenizers see an end
+    too."""
+    piece = b""
+    while True:
+        read = file.read(min(size, PIECE_BYTES - len(piece) + 1)) or b""
+        piece += read
+        size -= len(read)
+        if len(piece) <= PIECE_BYTES:
+            if not read or not size:
+                yield piece
+                return
+            continue
+        end = _end_of_piece(piece)
+        yield piece[:end]
+        piece = piece[end:]
+
+
+def _end_of_piece(text: bytes) -> int:
+    """Where to cut `text`, at most at its last byte: before a single blank, where tokenizers begin a word,
+    else behind a line, else between two characters."""
+    last = len(text) - 1
+    blank = text.rfind(b" ", 1, last)
+    while blank > 0:
+        if not text[blank - 1 : blank].isspace() and not text[blank + 1 : blank + 2].isspace():
+            return blank
+        blank = text.rfind(b" ", 1, blank)
+    line = text.rfind(b"\n", 0, last) + 1
+    if line > 0:
+        return line
+    starts = (at for at in range(last, max(0, last - 4), -1) if text[at] & 0xC0 != 0x80)
+    return next(starts, last)  # what has no start of a character is no UTF-8

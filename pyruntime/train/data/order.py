@@ -1,0 +1,120 @@
+"""In which order a run sees its samples: a function of seed and sample number alone.
+
+A sample is a window of tokens of one source; a source has so many windows. Without weights an epoch is every
+window of every source once, in an order of its own. With weights each BLOCK samples hold so many of each
+source (`quotas`), at places drawn for that block, and a source's own samples follow each other as they would
+if it were alone: each of its epochs is all its windows once.
+
+Nothing is kept: any sample is found from its number, so no rank tells another anything, meshes of every shape
+see the same samples, and a run goes on by the number of samples it has seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+BLOCK = 1024
+"""Samples whose shares are exact, where sources have weights."""
+ROUNDS = 6
+MASK = 2**64 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One window of one source."""
+
+    source: int
+    epoch: int
+    """How often all windows were seen before, of the source where there are weights, else of all."""
+    window: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """windows: of each source, at least 1. weights: their shares of the samples, any positive numbers; empty:
+    as many as their windows."""
+
+    windows: tuple[int, ...]
+    seed: int
+    weights: tuple[float, ...] = ()
+
+    def samples(self, first: int, count: int) -> list[Sample]:
+        """Samples first .. first + count - 1 of the run."""
+        find = self._weighted if self.weights else self._unweighted
+        return [find(number) for number in range(first, first + count)]
+
+    def _unweighted(self, number: int) -> Sample:
+        epoch, index = divmod(number, sum(self.windows))
+        window = shuffled(index, sum(self.windows), self.seed, epoch)
+        source = 0
+        while window >= self.windows[source]:
+            window -= self.windows[source]
+            source += 1
+        return Sample(source, epoch, window)
+
+    def _weighted(self, number: int) -> Sample:
+        block, place = divmod(number, BLOCK)
+        shares = quotas(self.weights)
+        sources, ranks = _of_block(shares, self.seed, block)
+        source = int(sources[place])
+        epoch, index = divmod(block * shares[source] + int(ranks[place]), self.windows[source])
+        window = shuffled(index, self.windows[source], self.seed, epoch, stream=1 + source)
+        return Sample(source, epoch, window)
+
+
+@lru_cache(maxsize=16)
+def quotas(weights: tuple[float, ...]) -> tuple[int, ...]:
+    """How many of BLOCK samples each source has: the nearest whole numbers that add up (largest
+    remainders)."""
+    exact = [BLOCK * weight / sum(weights) for weight in weights]
+    found = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda source: (found[source] - exact[source], source))
+    for source in by_remainder[: BLOCK - sum(found)]:
+        found[source] += 1
+    return tuple(found)
+
+
+@lru_cache(maxsize=16)
+def _of_block(shares: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """The source of each sample of a block, and how many samples of that source stand before it."""
+    sources = generator(seed, block, 2**32).permutation(np.repeat(np.arange(len(shares)), shares))
+    ranks = np.empty(BLOCK, dtype=np.int64)
+    for source, share in enumerate(shares):
+        ranks[sources == source] = np.arange(share)
+    return sources, ranks
+
+
+def generator(seed: int, number: int, stream: int) -> np.random.Generator:
+    """Counter-based: the same for the same arguments, on every machine."""
+    return np.random.Generator(np.random.Philox(key=[seed, number], counter=[0, 0, 0, stream]))
+
+
+def shuffled(index: int, count: int, seed: int, epoch: int, stream: int = 0) -> int:
+    """Where index `index` of 0 .. count - 1 goes in that epoch's permutation, which is never written down: a
+    Feistel network over the next power of four, walked until it is back below count (Black and Rogaway 2002,
+    "Ciphers with arbitrary finite domains")."""
+    half = max(1, -(-(count - 1).bit_length() // 2))
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for key in _keys(seed, epoch, stream):
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        index = left << half | right
+        if index < count:
+            return index
+
+
+@lru_cache(maxsize=64)
+def _keys(seed: int, epoch: int, stream: int) -> Sequence[int]:
+    return generator(seed, epoch, stream).integers(0, 2**63, size=ROUNDS).tolist()
+
+
+def _mixed(x: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+    return x ^ x >> 31

@@ -1,0 +1,172 @@
+"""A shard: the tokens of some documents in one file, and where each document ends.
+
+    offset              what                                                        type
+    0                   "PYRTOKEN"                                                  8 bytes
+    8                   version of the format, bytes of a token (1, 2, 4)           2 uint32
+    16                  tokens T, rows R and columns C of the index                 3 uint64
+    40                  BLAKE2b of the tokenizer's fingerprint                      32 bytes
+    72                  BLAKE2b of tokens and index                                 32 bytes
+    104                 BLAKE2b of the header up to here                            16 bytes
+    128                 tokens                                                      T unsigned integers
+    128 + T, up to 8    index, column by column                                     C x R int64
+
+All little-endian. Of a shard that is trained on the columns are `ENDS`: one row for each document, with the
+tokens and the bytes of text of all documents up to its end, separators included.
+
+A shard appears under its name when it is whole and on the disk. What was cut off later, or is another file,
+is seen when it is opened, by its size and its header; `Shard.check` reads all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from pyruntime.train import disk
+
+MAGIC, VERSION = b"PYRTOKEN", 1
+HEADER = struct.Struct("<8sIIQQQ32s32s")
+HEADER_BYTES = 128
+ENDS = ("tokens", "bytes")
+BLOCK_BYTES = 2**20
+PARTIAL = ".partial"
+
+
+class DamagedShard(ValueError):
+    """Says in a sentence's end what is wrong with a file."""
+
+
+def mark_of(fingerprint: bytes) -> bytes:
+    """What a shard keeps of a tokenizer's fingerprint, 32 bytes."""
+    return hashlib.blake2b(fingerprint, digest_size=32).digest()
+
+
+def dtype_of(vocab_size: int) -> np.dtype:
+    """The smallest type that holds every token: uint8, uint16 or uint32."""
+    return np.min_scalar_type(vocab_size - 1)
+
+
+class ShardWriter:
+    """Writes a shard, token by token, in memory that does not grow with it. Raises OSError."""
+
+    def __init__(self, path: Path, dtype: np.dtype, fingerprint: bytes):
+        self._path, self._dtype, self._mark = path, dtype, mark_of(fingerprint)
+        self._partial = path.with_name(path.name + PARTIAL)
+        self._file: BinaryIO = open(self._partial, "wb")  # noqa: SIM115 - closed by publish or discard
+        self._file.write(bytes(HEADER_BYTES))
+        self._digest = hashlib.blake2b(digest_size=32)
+        self.tokens = 0
+        """Written so far."""
+
+    def write(self, ids: np.ndarray) -> None:
+        """Appends tokens [n]."""
+        content = ids.astype(self._dtype, copy=False).tobytes()
+        self._digest.update(content)
+        self._file.write(content)
+        self.tokens += len(ids)
+
+    def publish(self, index: Sequence[np.ndarray]) -> None:
+        """Writes the index, columns [R] of int64, and gives the file its name."""
+        padding = bytes(-self.tokens * self._dtype.itemsize % 8)
+        for part in (padding, *(np.ascontiguousarray(column, dtype="<i8").tobytes() for column in index)):
+            self._digest.update(part)
+            self._file.write(part)
+        head = HEADER.pack(
+            MAGIC,
+            VERSION,
+            self._dtype.itemsize,
+            self.tokens,
+            len(index[0]),
+            len(index),
+            self._mark,
+            self._digest.digest(),
+        )
+        self._file.seek(0)
+        self._file.write(head + _digest_of(head))
+        self._file.close()
+        disk.flush(self._partial)
+        self._partial.replace(self._path)
+        disk.flush(self._path.parent)
+
+    def discard(self) -> None:
+        """Removes what was written, unless it has its name."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+
+def _digest_of(head: bytes) -> bytes:
+    return hashlib.blake2b(head, digest_size=16).digest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A shard on the disk, mapped into memory and not read."""
+
+    path: Path
+    tokens: np.ndarray
+    """[T], read-only."""
+    index: np.ndarray
+    """[C, R] int64, read-only."""
+    mark: bytes
+    """Of the tokenizer; see `mark_of`."""
+    digest: bytes
+    """Of tokens and index."""
+
+    @classmethod
+    def open(cls, path: Path) -> Shard:
+        """Raises DamagedShard where the file is no shard, or not all of one."""
+        try:
+            with open(path, "rb") as file:
+                head = file.read(HEADER_BYTES)
+                size = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise DamagedShard(f"it cannot be read: {error.strerror}") from error
+        if len(head) < HEADER_BYTES or head[:8] != MAGIC:
+            raise DamagedShard("it is no shard of tokens")
+        fields, ending = head[: HEADER.size], head[HEADER.size : HEADER.size + 16]
+        _, version, itemsize, tokens, rows, columns, mark, digest = HEADER.unpack(fields)
+        if _digest_of(fields) != ending or any(head[HEADER.size + 16 :]):
+            raise DamagedShard("its header is not what was written")
+        if version != VERSION:
+            raise DamagedShard(f"its format is version {version}, and this program reads {VERSION}")
+        begin = -(-(HEADER_BYTES + tokens * itemsize) // 8) * 8
+        expected = begin + 8 * rows * columns
+        if size != expected:
+            raise DamagedShard(f"it has {size} bytes and was written with {expected}")
+        dtype = np.dtype(f"<u{itemsize}")
+        return cls(
+            path,
+            _mapped(path, dtype, HEADER_BYTES, (tokens,)),
+            _mapped(path, np.dtype("<i8"), begin, (columns, rows)),
+            mark,
+            digest,
+        )
+
+    def check(self) -> None:
+        """Reads all of it. Raises DamagedShard where it is not what was written."""
+        digest = hashlib.blake2b(digest_size=32)
+        with open(self.path, "rb") as file:
+            file.seek(HEADER_BYTES)
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+        if digest.digest() != self.digest:
+            raise DamagedShard("its content is not what was written (BLAKE2b)")
+
+
+def _mapped(path: Path, dtype: np.dtype, offset: int, shape: tuple[int, ...]) -> np.ndarray:
+    if 0 in shape:  # which numpy cannot map
+        return np.empty(shape, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)

@@ -1,0 +1,363 @@
+"""Files of text become shards, in parallel, and in memory that does not grow with them.
+
+A folder of tokens holds tokens-00000.bin, tokens-00001.bin, .. (`shards`), the tokenizer, and corpus.json,
+which is written last: without it the folder is not finished.
+
+1. Each unit of work becomes a run: the tokens of its documents as they come, and an index of where each is.
+2. Documents are dealt out to shards by a hash of their text, and each shard is written from all runs, in the
+   order of that hash. So the order is random, the same on every machine and with any number of processes, and
+   copies of a document lie side by side.
+
+Whole runs and shards of an interrupted call are taken up by the next, if it asks for the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyruntime.train import disk
+from pyruntime.train.data.documents import Source, Unit, check_unchanged, documents, units
+from pyruntime.train.data.shards import DamagedShard, Shard, ShardWriter, dtype_of
+from pyruntime.train.data.tokenizer import FACTS_FILE, Tokenizer
+from pyruntime.train.data.workers import Workers
+from pyruntime.train.errors import ConfigError
+
+FORMAT = 3
+"""Of a folder, in FACTS_FILE; another one is another name in the cache."""
+RUNS_FOLDER, PLAN_FILE = "runs", "plan"
+BATCH_BYTES = 2**22
+"""Text that the tokenizer is given at a time, in pieces. It takes about a hundred times as much memory."""
+SMALL_BYTES = 2**23
+"""Text that this process tokenizes by itself, on the threads of the tokenizer's library: starting others
+would take longer."""
+SHARD_TOKENS = 2**27
+"""Tokens of a shard, about."""
+CONTINUES = 2**62
+"""Added to the place of a part that is not its document's last."""
+OPEN_RUNS = 128
+"""Files that are kept open while a shard is written."""
+BLOCK_TOKENS = 2**18
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What corpus.json says of a folder of tokens."""
+
+    name: str
+    """A hash of all text and of the tokenizer."""
+    fingerprint: str
+    """Of the tokenizer, hexadecimal."""
+    vocab_size: int
+    tokens: int
+    documents: int
+    bytes: int
+    """Of text, separators included."""
+    files: int
+    skipped: int
+    """Files of folders that were left out because they hold a zero byte."""
+    shards: tuple[int, ...]
+    """Tokens of each."""
+    format: int = FORMAT
+
+
+def shard_name(number: int) -> str:
+    return f"tokens-{number:05d}.bin"
+
+
+def name_of(sources: Iterable[Source], tokenizer: Tokenizer, field: str) -> str:
+    """The same for the same text, wherever it lies, and the same tokenizer; 32 hexadecimal digits."""
+    content = hashlib.blake2b(bytes([FORMAT]) + tokenizer.fingerprint, digest_size=16)
+    sources = list(sources)
+    if any(source.kind for source in sources):
+        content.update(field.encode())
+    for digest in sorted(bytes([source.kind]) + source.digest for source in sources):
+        content.update(digest)
+    return content.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A run to write, or a shard."""
+
+    number: int
+    shards: int = 0
+    """How many there are to be, once all runs are there; 0: this is a run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What is in a run or shard."""
+
+    task: Task
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What the processes share; each calls it with the tasks it is given."""
+
+    sources: tuple[Source, ...]
+    units: tuple[Unit, ...]
+    field: str
+    tokenizer: Tokenizer
+    folder: Path
+
+    def __call__(self, task: Task) -> Done:
+        """Writes that run or shard. Raises ConfigError for text that cannot be read, OSError,
+        DamagedShard."""
+        return Done(task, self._write_shard(task) if task.shards else self._write_run(task.number))
+
+    def run(self, number: int) -> Path:
+        return self.folder / RUNS_FOLDER / f"{number:06d}.run"
+
+    def shard(self, number: int) -> Path:
+        return self.folder / shard_name(number)
+
+    def _write_run(self, number: int) -> int:
+        """Returns its tokens. Columns of its index, a row for each document or part: hash, source, place,
+        first token, tokens, bytes; by hash."""
+        rows: list[tuple[int, ...]] = []
+        separator = [] if self.tokenizer.separator is None else [self.tokenizer.separator]
+        with self._writer(self.run(number)) as out:
+            found = documents(self.sources, self.units[number], self.field)
+            first, size = 0, 0
+            for document, ids, length in _encoded(found, self.tokenizer):
+                out.write(ids)
+                size += length
+                if document is None:
+                    continue
+                place = document.place
+                if document.is_end:
+                    out.write(np.asarray(separator, dtype=np.uint32))
+                    size += len(separator)
+                else:
+                    place += CONTINUES
+                digest = int.from_bytes(document.digest[:8], "big") >> 1  # below 2**63
+                rows.append((digest, document.source, place, first, out.tokens - first, size))
+                first, size = out.tokens, 0
+            index = np.array(rows, dtype=np.int64).reshape(-1, 6)
+            out.publish(list(index[np.argsort(index[:, 0], kind="stable")].T))
+            return out.tokens
+
+    def _write_shard(self, task: Task) -> int:
+        low, high = (-(-(each * 2**63) // task.shards) for each in (task.number, task.number + 1))
+        parts = []
+        for run in range(len(self.units)):
+            index = Shard.open(self.run(run)).index
+            begin = np.searchsorted(index[0], np.int64(low))
+            end = index.shape[1] if high == 2**63 else np.searchsorted(index[0], np.int64(high))
+            parts.append(np.vstack([np.full((1, end - begin), run), index[:, begin:end]]))
+        runs, digest, source, place, first, tokens, size = np.hstack(parts)
+        order = np.lexsort((place % CONTINUES, source, digest))
+        with self._writer(self.shard(task.number)) as out:
+            opened: dict[int, np.ndarray] = {}
+            for row in order:
+                run = int(runs[row])
+                if run not in opened:
+                    if len(opened) >= OPEN_RUNS:
+                        opened.clear()
+                    opened[run] = Shard.open(self.run(run)).tokens
+                behind = int(first[row] + tokens[row])
+                for at in range(int(first[row]), behind, BLOCK_TOKENS):
+                    out.write(opened[run][at : min(behind, at + BLOCK_TOKENS)])
+            is_end = place[order] < CONTINUES
+            ends = np.cumsum(tokens[order])[is_end], np.cumsum(size[order])[is_end]
+            out.publish(ends)
+            return out.tokens
+
+    def _writer(self, path: Path) -> ShardWriter:
+        return ShardWriter(path, dtype_of(self.tokenizer.vocab_size), self.tokenizer.fingerprint)
+
+
+def _encoded(found: Iterable[Any], tokenizer: Tokenizer) -> Iterator[tuple[Any, np.ndarray, int]]:
+    """(document, ids, bytes) of every piece, in order; the document with its last piece, None with others."""
+    for batch in _batches(found):
+        ids = tokenizer.encode_batch([piece for _, piece in batch])
+        for (document, piece), each in zip(batch, ids, strict=True):
+            yield document, each, len(piece)
+
+
+def _batches(found: Iterable[Any]) -> Iterator[list[tuple[Any, bytes]]]:
+    batch: list[tuple[Any, bytes]] = []
+    size = 0
+    for document in found:
+        before: bytes | None = None
+        for piece in document.pieces:
+            if before is not None:
+                batch.append((None, before))
+            before = piece
+            size += len(piece)
+            if size >= BATCH_BYTES:
+                yield batch
+                batch, size = [], len(piece)
+        if before is not None:
+            batch.append((document, before))
+    if batch:
+        yield batch
+
+
+Report = Callable[[int, int], None]
+"""Told of bytes of files that have become tokens, and how many those are, both since it was last told."""
+
+
+def write(
+    folder: Path,
+    sources: Sequence[Source],
+    skipped: int,
+    tokenizer: Tokenizer,
+    field: str,
+    *,
+    workers: int = 0,
+    report: Report = lambda size, tokens: None,
+) -> Facts:
+    """Makes `folder` the tokens of all `sources`, going on where an interrupted call has ended.
+
+    field: of objects and tables, the key of the text. workers: processes; 0: as many as there are cores, and
+    none where the text is short. skipped: files that were left out, for corpus.json.
+
+    Raises ConfigError where text cannot be read, there is none, or it changes meanwhile; OSError where the
+    folder cannot be written. What is whole by then stays and is taken up by the next call.
+    """
+    plan, name = tuple(units(sources)), name_of(sources, tokenizer, field)
+    work = Work(tuple(sources), plan, field, tokenizer, folder)
+    _prepare(folder, _digest_of_plan(name, sources, plan))
+    size = sum(source.size for source in sources)
+
+    def ran(done: Done) -> None:
+        report(sum(span.size for span in plan[done.task.number]), done.tokens)
+
+    count = 0 if size <= SMALL_BYTES else workers or len(os.sched_getaffinity(0))
+    try:
+        with Workers(min(count, len(plan)), work) as pool:
+            runs = [Task(number) for number in range(len(plan))]
+            tokens = _finish(pool, runs, [work.run(task.number) for task in runs], ran)
+            if not tokens:
+                names = ", ".join(str(source.path) for source in sources[:3])
+                raise ConfigError(f"data.paths: no line of {names} holds text.")
+            number = -(-tokens // SHARD_TOKENS)
+            shards = [Task(each, number) for each in range(number)]
+            _finish(pool, shards, [work.shard(task.number) for task in shards])
+    except ConfigError:
+        check_unchanged(sources)
+        raise
+    except DamagedShard as error:
+        raise ConfigError(f"{folder} was changed while tokens were written there; start again.") from error
+    check_unchanged(sources)
+    tokenizer.save(folder)
+    facts = _facts(name, work, number, tokenizer, skipped)
+    partial = folder / (FACTS_FILE + ".partial")
+    partial.write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n", encoding="utf-8")
+    disk.flush(partial)
+    partial.replace(folder / FACTS_FILE)
+    disk.flush(folder)
+    shutil.rmtree(folder / RUNS_FOLDER)
+    return facts
+
+
+def _digest_of_plan(name: str, sources: Sequence[Source], plan: Sequence[Unit]) -> str:
+    """Of all that decides what is in each run."""
+    order = b"".join(source.digest for source in sources)
+    return hashlib.blake2b(f"{name} {plan}".encode() + order, digest_size=16).hexdigest()
+
+
+def _prepare(folder: Path, plan: str) -> None:
+    """Leaves in the folder what was written for the same plan, and nothing of another."""
+    runs = folder / RUNS_FOLDER
+    with contextlib.suppress(OSError):
+        if (runs / PLAN_FILE).read_text(encoding="utf-8") == plan:
+            return
+    if runs.exists():
+        shutil.rmtree(runs)
+    for path in folder.glob("tokens-*.bin*"):
+        path.unlink()
+    runs.mkdir(parents=True)
+    (runs / PLAN_FILE).write_text(plan, encoding="utf-8")
+
+
+def _finish(
+    pool: Workers[Task, Done],
+    tasks: Sequence[Task],
+    paths: Sequence[Path],
+    report: Callable[[Done], None] = lambda done: None,
+) -> int:
+    """Does the tasks whose files are not whole yet; `report` is told of each. Returns the tokens of all."""
+    tokens, left = 0, []
+    for task, path in zip(tasks, paths, strict=True):
+        try:
+            found = Shard.open(path)
+            found.check()
+        except DamagedShard:
+            left.append(task)
+            continue
+        tokens += len(found.tokens)
+        report(Done(task, len(found.tokens)))
+    for done in pool.map(left):
+        tokens += done.tokens
+        report(done)
+    return tokens
+
+
+def _facts(name: str, work: Work, shards: int, tokenizer: Tokenizer, skipped: int) -> Facts:
+    found = [Shard.open(work.shard(number)) for number in range(shards)]
+    return Facts(
+        name,
+        tokenizer.fingerprint.hex(),
+        tokenizer.vocab_size,
+        sum(len(each.tokens) for each in found),
+        sum(each.index.shape[1] for each in found),
+        sum(int(each.index[1, -1]) for each in found if each.index.size),
+        len(work.sources),
+        skipped,
+        tuple(len(each.tokens) for each in found),
+    )
+
+
+def read_facts(folder: Path) -> Facts:
+    """What a folder of tokens says of itself. Raises ConfigError where that is damaged."""
+    try:
+        facts = Facts(**json.loads((folder / FACTS_FILE).read_text(encoding="utf-8")))
+        numbers = [facts.vocab_size, facts.tokens, facts.documents, facts.bytes, facts.files, facts.skipped]
+        whole = isinstance(facts.name, str) and isinstance(facts.fingerprint, str)
+        whole = whole and all(type(each) is int and each >= 0 for each in [*numbers, *facts.shards])
+        whole = whole and facts.tokens == sum(facts.shards) > 0 and type(facts.format) is int
+        facts = dataclasses.replace(facts, shards=tuple(facts.shards))
+    except (OSError, ValueError, TypeError, RecursionError):
+        whole = False
+    if not whole:
+        raise ConfigError(f"{folder / FACTS_FILE} is damaged: it does not say what tokens there are.")
+    if facts.format != FORMAT:
+        raise ConfigError(
+            f"{folder} holds tokens in format {facts.format}, and this program reads {FORMAT}; tokenize "
+            "the text again."
+        )
+    return facts
+
+
+def is_tokens(path: Path) -> bool:
+    """Whether that is a folder of tokens."""
+    return (path / FACTS_FILE).is_file()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """While inside, no other process tokenizes into that folder. Raises ConfigError where one does."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"Another process tokenizes into {folder}; wait for it to end.") from None
+        yield
+    finally:
+        os.close(opened)

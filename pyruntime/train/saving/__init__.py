@@ -1,0 +1,1 @@
+"""How checkpoints are written while training goes on, read back, and turned into Hugging Face's."""

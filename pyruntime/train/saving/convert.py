@@ -1,0 +1,125 @@
+"""Checkpoints of a run as Hugging Face folders, and the other way."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from pyruntime.comm import CommError, Runtime
+from pyruntime.data_parallel import shard
+from pyruntime.llama import Llama, LlamaConfig, RopeScaling, load_hf, save_hf
+from pyruntime.llama.hf import read_config, saved_dtype
+from pyruntime.train import checkpoint, checkpoint_folder, config_file, manifest
+from pyruntime.train.checkpoint_folder import Facts
+from pyruntime.train.config import Checkpoint, Dtype, Model, RunConfig, Train
+from pyruntime.train.data.tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, open_tokenizer
+from pyruntime.train.disk import cannot_write, cause_of
+from pyruntime.train.errors import ConfigError, TrainingError, refusing
+from pyruntime.train.model import DTYPES
+from pyruntime.train.ranks import on_rank_0
+from pyruntime.train.saving.saver import Saver
+
+
+def to_hf(
+    folder: Path, target: Path, runtime: Runtime, dtype: Dtype | None = None, max_file_bytes: int = 5 * 10**9
+) -> Facts:
+    """Writes the weights of the checkpoint `folder` as a folder that transformers reads, and the run's
+    tokenizer, where its config.toml names one. Every rank calls it. Returns what the checkpoint says of
+    itself.
+
+    dtype: to convert to; None keeps the checkpoint's. Raises ConfigError for a checkpoint that is damaged or
+    does not fit the ranks, TrainingError where the target cannot be written.
+    """
+    facts = checkpoint_folder.read(folder)
+    shape = shape_of(folder, facts)
+    checkpoint.check_files(folder, runtime.world)
+    tokenizer = on_rank_0(runtime.world, "Reading the tokenizer", lambda: _tokenizer(folder, shape))
+    with refusing():
+        model = Llama(shape, runtime.tp, dtype=DTYPES[facts.dtype], tier="chunked", seed=None)
+    checkpoint.load_weights(folder, model, runtime.world)
+    with _writing(target):
+        save_hf(
+            model,
+            target,
+            dtype=None if dtype is None else DTYPES[dtype],
+            max_file_bytes=max_file_bytes,
+            separator=None if tokenizer is None else tokenizer.separator,
+        )
+        if tokenizer is not None and runtime.rank == 0:
+            tokenizer.save(target)
+    return facts
+
+
+def from_hf(source: Path, target: Path, runtime: Runtime, dtype: Dtype | None = None) -> Facts:
+    """Writes target/checkpoints/step-000000, from which a run is resumed at any mesh with the weights of the
+    Hugging Face Llama `source`, and target/config.toml, by which `train --checkpoint.resume target` does.
+    Every rank calls it.
+
+    dtype: of the weights; None: bf16 where they were saved so, else fp32. Raises ConfigError for a source
+    that is none, is damaged or does not fit the ranks, TrainingError where the target cannot be written.
+    """
+    with refusing("--source: ", (ValueError, OSError)):
+        if dtype is None:
+            dtype = "bf16" if saved_dtype(read_config(source)) == torch.bfloat16 else "fp32"
+        model = load_hf(source, runtime.tp, dtype=DTYPES[dtype], tier="chunked")
+    sharded = shard(model, None, stage=0)
+    sharded.adamw()
+    facts = Facts(0, dtype, dataclasses.asdict(model.config))
+    config = RunConfig(model=Model(init_from=str(source.resolve())), train=Train(dtype=dtype))
+
+    def write_config() -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
+
+    with _writing(target):
+        on_rank_0(runtime.world, f"Writing {target}", write_config)
+    with Saver(target, sharded, runtime.world, Checkpoint()) as saver:
+        saver.begin(facts)
+    sharded.close()
+    return facts
+
+
+def shape_of(folder: Path, facts: Facts) -> LlamaConfig:
+    """Of the model in the checkpoint. Raises DamagedError where its words are no model."""
+    try:
+        scaling = facts.model.get("rope_scaling")
+        shape = LlamaConfig(**facts.model | {"rope_scaling": scaling and RopeScaling(**scaling)})
+        DTYPES[facts.dtype]
+    except (TypeError, ValueError, KeyError) as error:
+        finding = f"it does not describe a model ({str(error).splitlines()[0].rstrip('.')})"
+        raise manifest.refusal(folder, checkpoint_folder.FACTS_FILE, finding) from error
+    return shape
+
+
+def _tokenizer(folder: Path, shape: LlamaConfig) -> Tokenizer | None:
+    """That of the run which saved the checkpoint; None where there is no such run's configuration, or it
+    began with a Hugging Face model that came without one and does not read bytes."""
+    path = folder.resolve().parent.parent / "config.toml"
+    if not path.is_file():
+        return None
+    config = config_file.load(path)
+    began = Path(config.model.init_from)
+    came_without = began.is_dir() and not (began / FILE_NAME).is_file()
+    if not config.data.tokenizer and config.model.init_from and came_without:
+        return ByteTokenizer() if shape.vocab_size == ByteTokenizer.vocab_size else None
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from)
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise ConfigError(
+            f"{path} names a tokenizer of {tokenizer.vocab_size} tokens, and the model in {folder} has "
+            f"{shape.vocab_size}; copy the checkpoint elsewhere to convert it without a tokenizer."
+        )
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CommError, ConfigError):
+        raise
+    except (OSError, RuntimeError) as error:  # a RuntimeError on the ranks that do not write
+        raise TrainingError(cannot_write(target, cause_of(error))) from error

@@ -1,0 +1,273 @@
+"""Saves the checkpoints of a run while it goes on.
+
+begin(), between two steps and on every rank, copies what this rank is to write into memory that is kept. Who
+writes what is settled once, by torch.distributed.checkpoint; after that no collective is needed. A thread of
+each rank then hashes its copy and writes it, and the threads tell each other through the job's store how it
+went: rank 0's, once all files are on the disk, writes the manifest and gives the folder its name. So a step
+pays for the copy, and for a write only where the next checkpoint comes before it is over.
+
+What failed is known to every rank, in the same words, when `has_failed`, or in finish().
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+from pyruntime.comm import CommError, named_failures, post_failure
+from pyruntime.comm.exchange import Exchange
+from pyruntime.data_parallel import Sharded
+from pyruntime.outer.sharded import ShardedOuter
+from pyruntime.overlap import Kind
+from pyruntime.overlap.record import entered
+from pyruntime.train import manifest
+from pyruntime.train.checkpoint import plain_failures, state_of, state_of_all
+from pyruntime.train.checkpoint_folder import (
+    FACTS_FILE,
+    FOLDER,
+    PARTIAL,
+    Facts,
+    left_over,
+    name_of,
+    newest,
+    to_json,
+)
+from pyruntime.train.config import Checkpoint
+from pyruntime.train.disk import cannot_write, cause_of, publish_folder
+from pyruntime.train.errors import TrainingError
+from pyruntime.train.manifest import Checksum
+from pyruntime.train.ranks import on_rank_0
+from pyruntime.train.saving.staging import SUFFIX, Staging
+from pyruntime.train.saving.storage import PlanTaker
+
+DISK_MAY_TAKE_S = 600.0
+"""For AT_ONCE bytes of a checkpoint; after that the disk is taken to be gone."""
+
+
+class Saver:
+    """Of a run in `run_dir`, whose ranks are `group`. Used as a context, which ends when nothing is being
+    written any more. `keep`: which checkpoints stay."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        sharded: Sharded,
+        group: dist.ProcessGroup,
+        keep: Checkpoint,
+        outer: ShardedOuter | None = None,
+    ):
+        self._run_dir, self._sharded, self._group, self._keep = run_dir, sharded, group, keep
+        self._outer = outer
+        self._planner, self._plan = DefaultSavePlanner(), PlanTaker()
+        self._staging: Staging | None = None
+        self._write: Write | None = None
+        self._newest: Path | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+            return
+        with contextlib.suppress(Exception):  # it is another error that ends the run
+            self.finish()
+
+    def begin(self, facts: Facts) -> None:
+        """Copies the checkpoint of `facts.step` and begins to write it; those past it, which are of a branch
+        of the run that was left, and those that are not to be kept, are removed when it is there. Every rank
+        calls it. What was being written before is waited for.
+
+        Raises TrainingError where that one could not be written, or this one not begun, CommTimeout and
+        PeerLost where a rank is stopped or ends meanwhile; what was there before stays."""
+        self.finish()
+        final = self._run_dir / FOLDER / name_of(facts.step)
+        doing = f"Writing the checkpoint {final}"
+        try:
+            staging = self._staged(final, doing)
+            self._write = Write(self._run_dir, facts, self._keep, staging, self._group, doing)
+        except CommError:
+            raise
+        except Exception as error:
+            raise TrainingError(_refusal(self._run_dir, final, cause_of(error))) from error
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether what is being written is known on this rank to have failed: finish() says why."""
+        return self._write is not None and self._write.has_failed
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint of this run that is complete, as far as this rank knows; None: it has saved
+        none."""
+        if self._write is not None and self._write.is_there:
+            return self._write.final
+        return self._newest
+
+    def finish(self) -> None:
+        """Waits until nothing is being written any more. Every rank calls it. Raises as `begin` does."""
+        write, self._write = self._write, None
+        if write is None:
+            return
+        begin = time.monotonic()
+        write.wait()
+        entered(Kind.WAIT, "checkpoint", "write", begin)
+        self._newest = write.final
+
+    def _staged(self, final: Path, doing: str) -> Staging:
+        """What this rank is to write, copied."""
+        if self._outer is None:
+            state = state_of(self._sharded)
+        else:
+            state = state_of_all(self._sharded, self._outer, self._outer.state_dict())
+            state["model"] = self._outer.weights()
+        # What compression keeps changes its sizes when it plans anew.
+        if self._staging is None or self._sharded.compressor is not None:
+            self._settle(state, final, doing)
+        assert self._staging is not None
+        begin = time.monotonic()
+        self._planner.set_up_planner(state)
+        self._staging.copy({item.index.fqn: self._planner.resolve_data(item) for item in self._plan.items})
+        entered(Kind.COPY, "checkpoint", "copy", begin)
+        return self._staging
+
+    def _settle(self, state: dict, final: Path, doing: str) -> None:
+        """Which rank writes what."""
+
+        def clear() -> None:
+            for left in final.parent.glob(f"*{PARTIAL}"):
+                shutil.rmtree(left)
+            final.parent.mkdir(parents=True, exist_ok=True)
+
+        on_rank_0(self._group, doing, clear)
+        with plain_failures(), named_failures(self._group, doing):
+            dcp.save(state, storage_writer=self._plan, planner=self._planner, process_group=self._group)
+        pieces = self._plan.pieces
+        if self._staging is None or self._staging.pieces != Staging.order(pieces):
+            device = self._sharded.buckets[0].device
+            self._staging = Staging(pieces, device)
+
+
+class Write:
+    """One checkpoint that a thread of every rank is writing, from `staging`."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        facts: Facts,
+        keep: Checkpoint,
+        staging: Staging,
+        group: dist.ProcessGroup,
+        doing: str,
+    ):
+        self.final = run_dir / FOLDER / name_of(facts.step)
+        self._partial = self.final.with_name(self.final.name + PARTIAL)
+        self._run_dir, self._keep, self._staging, self._group = run_dir, keep, staging, group
+        self._facts = dataclasses.replace(facts, saved_at=time.time())
+        # Its number is taken here, where all ranks exchange alike.
+        self._exchange = Exchange(group, doing) if group.size() > 1 else None
+        self._refusal = ""
+        self._failure: BaseException | None = None
+        self._is_written = False
+        self._sent: tuple[float, float, int] | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="pyr-checkpoint")
+        self._thread.start()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the checkpoint is complete."""
+        return not self._thread.is_alive() and not self._refusal and self._failure is None
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._refusal) or self._failure is not None
+
+    def wait(self) -> None:
+        """Until it is over on all ranks. Raises TrainingError where it failed, or no byte of this rank's file
+        was written for DISK_MAY_TAKE_S; CommTimeout and PeerLost."""
+        seen, since = -1, time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+            now = time.monotonic()
+            if self._is_written or self._staging.written != seen:  # others are waited for by the exchange
+                seen, since = self._staging.written, now
+            elif now - since > DISK_MAY_TAKE_S:
+                refusal = _refusal(
+                    self._run_dir, self.final, f"the disk has taken nothing for {DISK_MAY_TAKE_S:.0f} s"
+                )
+                post_failure(refusal)
+                raise TrainingError(refusal)
+        if self._sent is not None:  # by this thread, which knows whose account it is
+            began, ended, size = self._sent
+            entered(Kind.SENT, "checkpoint", "save", began, size, end=ended)
+        if self._failure is not None:
+            raise self._failure
+        if self._refusal:
+            raise TrainingError(self._refusal)
+
+    def _run(self) -> None:
+        try:
+            sums, problem = self._write_own()
+            self._is_written = True
+            self._refusal = self._settle(sums, problem)
+        except BaseException as error:  # a peer's end, or a defect: for the thread that waits
+            self._failure = error
+
+    def _write_own(self) -> tuple[dict[str, Checksum], str]:
+        """This rank's file and its checksum, or why there is none."""
+        name, begin = f"rank-{self._group.rank():05}{SUFFIX}", time.monotonic()
+        try:
+            self._partial.mkdir(parents=True, exist_ok=True)
+            found = self._staging.write(self._partial / name)
+        except Exception as error:
+            return {}, cause_of(error)
+        self._sent = begin, time.monotonic(), found.size
+        return {name: found}, ""
+
+    def _settle(self, sums: dict[str, Checksum], problem: str) -> str:
+        """The refusal that all ranks hear of; empty where the checkpoint is there."""
+        if self._exchange is not None and self._group.rank() > 0:
+            mine = {name: dataclasses.asdict(each) for name, each in sums.items()}
+            self._exchange.tell(json.dumps([mine, problem]).encode())
+            return self._exchange.hear(0, beside=True).decode()
+        for rank in range(1, self._group.size()):
+            assert self._exchange is not None
+            theirs, their_problem = json.loads(self._exchange.hear(rank, beside=True))
+            sums |= {name: Checksum(**each) for name, each in theirs.items()}
+            problem = problem or their_problem
+        if not problem:
+            try:
+                self._publish(sums)
+            except Exception as error:
+                problem = cause_of(error)
+        refusal = ""
+        if problem:
+            # What was being written is no checkpoint, so it takes no space where writing it failed.
+            shutil.rmtree(self._partial, ignore_errors=True)
+            refusal = _refusal(self._run_dir, self.final, problem)
+        if self._exchange is not None:
+            self._exchange.tell(refusal.encode())
+        return refusal
+
+    def _publish(self, sums: dict[str, Checksum]) -> None:
+        facts = self._partial / FACTS_FILE
+        facts.write_text(to_json(self._facts), encoding="utf-8")
+        manifest.write(self._partial, sums | {FACTS_FILE: manifest.checksum(facts)})
+        publish_folder(self._partial, self.final)
+        for old in left_over(self.final.parent, self._facts.step, self._keep):
+            shutil.rmtree(old)
+
+
+def _refusal(run_dir: Path, final: Path, cause: str) -> str:
+    kept = newest(run_dir)
+    so = f"go on with --checkpoint.resume {run_dir}, which holds {kept.name}" if kept else "nothing is saved"
+    return "The checkpoint " + cannot_write(final, cause, so)

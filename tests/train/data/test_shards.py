@@ -1,0 +1,77 @@
+"""A shard is read as it was written; one that was cut off, changed or is no shard is told."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyruntime.train.data.shards import DamagedShard, Shard, ShardWriter, dtype_of, mark_of
+from tests.mutations import BOUNDED, contents
+from tests.train.data.texts import write_shard
+
+
+@pytest.mark.parametrize("vocab_size", [256, 257, 65536, 65537])
+def test_tokens_come_back_in_the_smallest_type(tmp_path, vocab_size):
+    rng = np.random.default_rng()
+    documents = [rng.integers(vocab_size, size=int(n)).astype(np.uint32) for n in rng.integers(0, 50, 9)]
+    shard = write_shard(tmp_path / "a", documents, dtype_of(vocab_size))
+    assert shard.tokens.itemsize == {256: 1, 257: 2, 65536: 2, 65537: 4}[vocab_size]
+    assert np.array_equal(shard.tokens, np.concatenate(documents))
+    assert np.array_equal(shard.index[0], np.cumsum([len(each) for each in documents]))
+    assert shard.mark == mark_of(b"any") != mark_of(b"other")
+    shard.check()
+
+
+def test_it_has_its_name_when_it_is_whole(tmp_path):
+    with ShardWriter(tmp_path / "a", np.dtype(np.uint8), b"any") as out:
+        out.write(np.arange(9))
+        assert not (tmp_path / "a").exists()
+    assert not list(tmp_path.iterdir())  # discarded, as it was not published
+
+
+@pytest.mark.parametrize(
+    ("damage", "finding"),
+    [
+        (lambda content: content[:-1], "it has 231 bytes and was written with 232"),
+        (lambda content: content + b"\0", "it has 233 bytes and was written with 232"),
+        (lambda content: content[:60], "it is no shard of tokens"),
+        (lambda content: b"text " * 50, "it is no shard of tokens"),
+        (lambda content: content[:20] + b"\1" + content[21:], "its header is not what was written"),
+    ],
+)
+def test_what_is_no_whole_shard_is_told_when_it_is_opened(tmp_path, damage, finding):
+    path = tmp_path / "a"
+    write_shard(path, [np.arange(20), np.arange(15)])
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DamagedShard, match=finding):
+        Shard.open(path)
+
+
+def test_a_changed_token_is_found_by_reading_all(tmp_path):
+    path = tmp_path / "a"
+    write_shard(path, [np.arange(20)])
+    content = bytearray(path.read_bytes())
+    content[140] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedShard, match="its content is not what was written"):
+        Shard.open(path).check()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("shard") / "a"
+    write_shard(path, [np.arange(20), np.arange(15)])
+    return path
+
+
+@given(st.data())
+@BOUNDED
+def test_changed_bytes_are_always_told(whole, data):
+    original, other = whole.read_bytes(), whole.with_name("b")
+    content = data.draw(contents(original))
+    other.write_bytes(content)
+    try:
+        Shard.open(other).check()
+    except DamagedShard:
+        return
+    assert content == original

@@ -1,0 +1,93 @@
+"""Training with Muon: on every mesh as on one rank, from any checkpoint."""
+
+import pytest
+import torch
+
+from pyruntime.train import checkpoint_folder
+from pyruntime.train.config import Optimizer, RunConfig, Train
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.validate import check
+from tests.train import jobs
+
+MESHES = [
+    {"tp": 4},
+    {"dp": 4, "zero": 0},
+    {"dp": 4, "zero": 3},
+    {"tp": 2, "dp": 2, "zero": 2},
+    {"pp": 2, "dp": 2, "zero": 1},
+    {"tp": 2, "pp": 2, "zero": 1},
+    {"dp": 4, "dp_replicate": 2, "zero": 1},
+]
+
+
+def job(folder, **train):
+    config = jobs.job(folder, batch_size=8, micro_batch_size=2, **train)
+    return jobs.changed(config, "optimizer", name="muon")
+
+
+def on(config, mesh):
+    return jobs.changed(config, "parallel", **{"tp": None, **mesh})
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory):
+    config = job(tmp_path_factory.mktemp("whole"), steps=8, val_every=4)
+    jobs.prepare(config)
+    return config, ranks.run(jobs.history, 1, config)[0]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_curves_equal_those_of_one_rank(ranks, whole, mesh):
+    config, expected = whole
+    jobs.check_curves(ranks.run(jobs.history, 4, on(config, mesh)), expected)
+
+
+def test_learns_more_than_adamw_in_as_many_steps(ranks, tmp_path):
+    config = job(tmp_path, steps=40, dtype="bf16", val_every=0)
+    jobs.prepare(config)
+    muon = ranks.run(jobs.history, 1, config)[0][-1].val_loss
+    adamw = ranks.run(jobs.history, 1, jobs.changed(config, "optimizer", name="adamw"))[0][-1].val_loss
+    assert muon < adamw
+
+
+def test_a_checkpoint_is_taken_up_on_any_mesh_and_by_no_other_optimizer(ranks, tmp_path):
+    config = job(tmp_path, steps=3, dtype="bf16", val_every=0)
+    folder = jobs.prepare(config)
+    ranks.run(jobs.history, 4, on(config, {"tp": 2, "dp": 2, "zero": 2}))
+    saved = checkpoint_folder.find(folder)
+    states = [ranks.run(jobs.full_state, 1, on(config, {}), saved)[0]]
+    states.append(ranks.run(jobs.full_state, 4, on(config, {"dp": 4, "zero": 3}), saved)[0])
+    states.append(ranks.run(jobs.full_state, 4, on(config, {"pp": 2, "tp": 2}), saved)[0])
+    momenta = {name for name in states[0] if name.startswith("momentum.")}
+    assert momenta and not {name.replace("momentum", "exp_avg") for name in momenta} & states[0].keys()
+    for state in states[:2]:
+        assert state.keys() == states[0].keys()
+    for state in states:
+        assert all(torch.equal(value, states[0][name]) for name, value in state.items())
+    adamw = jobs.changed(config, "optimizer", name="adamw")
+    (error,) = ranks.run(jobs.history, 1, adamw, saved, expect_errors=True)
+    assert "was saved with optimizer.name=muon, but the configuration asks for" in str(error)
+
+
+def test_going_on_is_as_never_having_stopped(ranks, tmp_path):
+    config = job(tmp_path, steps=6, dtype="bf16", val_every=0)
+    config = on(jobs.changed(config, "checkpoint", every_steps=3), {"dp": 4, "zero": 2})
+    folder = jobs.prepare(config)
+    whole = ranks.run(jobs.history, 4, config)[0]
+    (third,) = [each for each in checkpoint_folder.complete(folder / "checkpoints") if "03" in each.name]
+    rest = ranks.run(jobs.history, 4, config, third)[0]
+    for name in ("loss", "grad_norm"):
+        assert jobs.curve(rest, name) == jobs.curve(whole, name)[3:]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "train", "words"),
+    [
+        (Optimizer(momentum=0.9), Train(), "momentum=0.9 is Muon's; set optimizer.name=muon"),
+        (Optimizer(name="muon", rounding="stochastic"), Train(), "keeps fp32 master weights"),
+        (Optimizer(name="muon"), Train(device="cuda"), "optimizer.name=muon is done on the CPU alone"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(optimizer, train, words):
+    with pytest.raises(ConfigError, match=words):
+        check(RunConfig(optimizer=optimizer, train=train), 1)

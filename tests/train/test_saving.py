@@ -1,0 +1,228 @@
+"""Checkpoints are written while training goes on: what is written is what was copied, and what fails is
+said."""
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import json
+import os
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pyruntime.train import checkpoint_folder, disk, manifest, metrics
+from pyruntime.train.errors import ConfigError, TrainingError
+from pyruntime.train.run import run
+from pyruntime.train.saving import staging
+from pyruntime.train.saving.staging import Piece, Staging
+from pyruntime.train.signals import StopRequest
+from tests.train import jobs
+
+
+def pieces_of(tensors):
+    return [Piece(name, each.dtype, tuple(each.shape), (0,) * each.dim()) for name, each in tensors.items()]
+
+
+def random_tensors():
+    return {
+        "u8": torch.randint(256, (7,), dtype=torch.uint8),
+        "bf16": torch.randn(3, 5).bfloat16(),
+        "a scalar": torch.randn(()),
+        "f64": torch.randn(1, 2, 3).double(),
+        "i64": torch.randint(10**12, (3,)),
+        "columns": torch.randn(6, 4).t(),
+    }
+
+
+@pytest.mark.parametrize("at_once", [13, 2**24])
+def test_what_was_copied_is_written_and_safetensors_reads_it(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(staging, "AT_ONCE", at_once)
+    first, second = random_tensors(), random_tensors()
+    kept = Staging(pieces_of(first), torch.device("cpu"))
+    for tensors in (first, second):
+        expected = {name: each.clone() for name, each in tensors.items()}
+        kept.copy(tensors)
+        for each in tensors.values():
+            each.zero_()  # the next step
+        found = kept.write(tmp_path / "a.safetensors")
+        content = (tmp_path / "a.safetensors").read_bytes()
+        assert found == manifest.Checksum(len(content), hashlib.sha256(content).hexdigest())
+        assert kept.written == len(content)
+        read = load_file(tmp_path / "a.safetensors")
+        assert read.keys() == expected.keys()
+        for name, each in expected.items():
+            assert read[name].dtype == each.dtype and torch.equal(read[name], each), name
+
+
+def test_a_tensor_that_has_changed_its_shape_is_not_taken_for_the_one_that_was_planned():
+    kept = Staging([Piece("a", torch.float32, (3, 4), (0, 0))], torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"a was to be saved as \[3, 4\] .* and is \[4\]"):
+        kept.copy({"a": torch.randn(4)})
+
+
+def while_it_is_written(group, config, until):
+    """The first checkpoint's file is not begun before step `until` has been taken. Steps that had been taken
+    when it was."""
+    real, may_write, taken, begun = Staging.write, threading.Event(), [0], []
+
+    def late(kept, path):
+        assert may_write.wait(60)
+        begun.append(taken[0])
+        return real(kept, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Staging, "write", late)
+        made = jobs.trainer(group, config)
+        losses = []
+        for step in made.fit():
+            losses.append(step.loss)
+            taken[0] = step.step
+            if step.step == until:
+                may_write.set()
+    return losses, begun
+
+
+def test_steps_are_taken_while_a_checkpoint_is_written_and_it_holds_the_step_it_was_begun_after(
+    ranks, tmp_path
+):
+    config = jobs.changed(jobs.job(tmp_path, steps=8, dtype="bf16"), "checkpoint", every_steps=3)
+    folder = jobs.prepare(config)
+    outcomes = ranks.run(while_it_is_written, 2, config, 5)
+    for _, begun in outcomes:
+        assert begun[0] == 5 and len(begun) == 3  # after steps 3, 6 and 8
+    saved = checkpoint_folder.complete(folder / checkpoint_folder.FOLDER)
+    assert [path.name for path in saved] == ["step-000003", "step-000006", "step-000008"]
+    rest = ranks.run(jobs.history, 2, config, saved[0])[0]
+    assert jobs.curve(rest, "loss") == outcomes[0][0][3:]
+
+
+def when_a_write_fails(group, config, rank):
+    """The second checkpoint cannot be written by that rank. Steps that were taken, and what ended them."""
+    real, saves, steps = Staging.write, [0], []
+
+    def broken(kept, path):
+        saves[0] += 1
+        if saves[0] == 2 and group.rank() == rank:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(kept, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Staging, "write", broken)
+        made = jobs.trainer(group, config)
+        try:
+            steps += [step.step for step in made.fit()]
+        except TrainingError as error:
+            return steps, str(error), made.saved
+    return steps, "", made.saved
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_that_could_not_be_written_ends_all_ranks_before_the_next_one(ranks, tmp_path, rank):
+    config = jobs.changed(jobs.job(tmp_path, steps=60, val_every=0), "checkpoint", every_steps=20)
+    folder = jobs.prepare(config)
+    first, second = ranks.run(when_a_write_fails, 2, config, rank)
+    assert first == second
+    _, message, saved = first
+    assert message.startswith(
+        f"The checkpoint {folder}/checkpoints/step-000040 cannot be written: No space left"
+    )
+    assert message.endswith(f"go on with --checkpoint.resume {folder}, which holds step-000020.")
+    assert saved.name == "step-000020"
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000020"]
+
+
+def when_it_is_told(group, config):
+    """Steps that were taken where a checkpoint after step 2 fails, known before the end of step 4."""
+
+    def broken(_kept, _path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    made, steps = jobs.trainer(group, config), []
+    due = made._is_due
+    made._is_due = lambda every, step=None: due(every, step) or (every == 50 and made.step == 2)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TrainingError, match="No space left"):
+        patch.setattr(Staging, "write", broken)
+        for step in made.fit():
+            steps.append(step.step)
+            if step.step == 3:
+                made._saver._write._thread.join(30)
+    return steps
+
+
+def test_it_is_told_after_the_step_in_which_it_became_known(ranks, tmp_path):
+    config = jobs.changed(jobs.job(tmp_path, steps=60, val_every=0), "checkpoint", every_steps=50)
+    jobs.prepare(config)
+    for steps in ranks.run(when_it_is_told, 2, config):
+        assert steps in ([1, 2, 3], [1, 2, 3, 4])  # 3, where it was known within that step
+
+
+def damaged_run(group, config):
+    try:
+        return run(config, "job", jobs.runtime(group, config), StopRequest())
+    except ConfigError as error:
+        return str(error)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_run_goes_on_by_itself_with_the_newest_checkpoint_that_is_whole(ranks, tmp_path, capfd):
+    config = jobs.changed(jobs.job(tmp_path, steps=6), "checkpoint", resume="auto", every_steps=2, keep=3)
+    (folder, _) = ranks.run(damaged_run, 2, config)
+    whole = [(line["step"], line["loss"]) for line in metrics.read(folder / metrics.FILE_NAME)]
+    flip(folder / "checkpoints" / "step-000006" / "rank-00001.safetensors")
+    (folder / "checkpoints" / "step-000004" / "run.json").write_text("{")
+    assert ranks.run(damaged_run, 2, config) == [folder, folder]
+    assert [(line["step"], line["loss"]) for line in metrics.read(folder / metrics.FILE_NAME)] == whole
+    for step in (2, 4, 6):  # saved anew, and whole
+        checkpoint = folder / "checkpoints" / f"step-{step:06d}"
+        for name, saved in manifest.read(checkpoint).items():
+            assert manifest.checksum(checkpoint / name) == saved
+    for path in folder.glob("checkpoints/*/rank-00000.safetensors"):
+        flip(path)
+    messages = ranks.run(damaged_run, 2, config)
+    assert messages[0] == messages[1]
+    assert "step-000002/rank-00000.safetensors is damaged: its content is not what was saved" in messages[0]
+    named = jobs.changed(config, "checkpoint", resume=str(folder))
+    assert "step-000006/rank-00000.safetensors is damaged" in ranks.run(damaged_run, 2, named)[0]
+
+
+def test_a_run_folder_is_of_one_run_at_a_time(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=1)
+    folder = jobs.prepare(config)
+    with contextlib.ExitStack() as held:
+        disk.in_use(folder, held, "output.run_dir")
+        messages = ranks.run(damaged_run, 2, config)
+        assert messages[0] == messages[1]
+        assert f"output.run_dir: {folder} is in use by process {os.getpid()} on host " in messages[0]
+        assert messages[0].endswith("; wait until it has ended, or name another folder.")
+        assert {path.name for path in folder.iterdir()} == {"lock"}
+    assert ranks.run(damaged_run, 2, config) == [folder, folder]
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "num_hidden_layers"])
+def test_a_checkpoint_of_another_model_is_no_damage(ranks, tmp_path, name):
+    config = jobs.job(tmp_path, steps=1)
+    ranks.run(damaged_run, 2, config)
+    other = jobs.changed(jobs.changed(config, "model", **{name: 384}), "checkpoint", resume="auto")
+    for message in ranks.run(damaged_run, 2, other):
+        assert (
+            f"was saved with {name}=" in message and f"but the configuration asks for {name}=384." in message
+        )
+
+
+def test_every_part_of_a_checkpoint_is_a_number_or_json(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=1)
+    (folder, _) = ranks.run(damaged_run, 2, config)
+    (checkpoint,) = folder.glob("checkpoints/step-*")
+    assert {path.suffix for path in checkpoint.iterdir()} == {".json", ".safetensors"}
+    for path in checkpoint.glob("*.json"):
+        json.loads(path.read_text())
+    named = [load_file(path).keys() for path in checkpoint.glob("*.safetensors")]
+    assert all(one & other for one, other in itertools.combinations(named, 2))  # blocks of the same tensors
