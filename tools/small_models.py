@@ -81,7 +81,19 @@ KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _AUDIO = {"num_filters": 2, "depths": [1] * 7}
 PARTICULAR: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [3, 3, 2]}}},
+    "glm5_next_text": {
+        **{"linear_num_heads": 4, "linear_head_dim": 16, "index_n_heads": 4, "index_topk": 4},
+        **{
+            "index_kpool": 2,
+            "num_key_value_heads": 4,
+            "qk_rope_head_dim": 0,
+            "head_dim": 0,
+            "qk_head_dim": 16,
+        },
+        **{"hc_sinkhorn_iters": 2, "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "full"]},
+    },
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -95,7 +107,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     },
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
-        "indexer_kv_heads": 2,
+        "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,

@@ -33,6 +33,7 @@ USAGE = """usage: python -m pyruntime COMMAND [OPTIONS]
   profile    time a stage of a model and find the best slices of a sequence for a pipeline
   plan       find the fastest mesh that fits a model into a cluster, before a GPU is rented
   tune       measure which tier is the fastest for a model's linears on this machine, and keep it
+  members    join replicas that come and go into one run, apart from all of them
 
 python -m pyruntime COMMAND --help documents every option, --version tells the version; where it is installed,
 the command `pyruntime` is the same."""
@@ -49,6 +50,7 @@ COMMANDS = (
     "profile",
     "plan",
     "tune",
+    "members",
 )
 LAUNCHER_ENDS_US_S = 5.0
 """A rank that has nothing to print waits at most this long for the launcher to end it, so that rank 0's

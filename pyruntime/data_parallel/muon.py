@@ -82,6 +82,11 @@ class Matrix:
         part, parameter = state.part, state.parameter
         local = (part.rows, parameter.shape[1])
         layout = getattr(parameter, "tp_layout", None)
+        if layout is not None and layout.dim_y is not None:
+            raise ValueError(
+                f"{part.key} is cut over two axes of tensor parallelism ({layout.group}), and Muon knows of "
+                "one; leave it to AdamW."
+            )
         if layout is None or layout.dim is None or layout.group.size == 1:
             return cls(local, Cut(local, 0, shards), None, "", 0)
         whole = next(each.shape for each in layout.parts if f".{part.key}".endswith(f".{each.key}"))

@@ -188,6 +188,12 @@ class ShardedAdamW:
             raise ValueError(f"{found}, and Muon is of matrices on the CPU; leave it to AdamW.")
         if rounding != "nearest":
             raise ValueError(f'rounding="{rounding}" is AdamW\'s, and {part.key} Muon\'s; use "nearest".')
+        layout = getattr(parameter, "tp_layout", None)
+        if layout is not None and layout.group.size > 1 and any(each.packed for each in layout.parts):
+            raise ValueError(
+                f"{part.key} holds several matrices, each cut over {layout.group} by itself, and Muon takes "
+                "it as one; leave it to AdamW."
+            )
         if parameter in self._shared:
             raise ValueError(f"{part.key} is shared with another part of the model; leave it to AdamW.")
 

@@ -109,8 +109,8 @@ class ParallelLinear(ParallelModule):
         weight_cut, bias_cut = cut
         if self.packed and [sum(self.packed)] != list(parts.values()):
             raise ValueError(
-                f"The parts {list(self.packed)} have {sum(self.packed)} features together, and the linear has "
-                f"out_features={list(parts.values())}; name all of its parts, in its order."
+                f"The parts {list(self.packed)} have {sum(self.packed)} features together, and the linear "
+                f"has out_features={list(parts.values())}; name all of its parts, in its order."
             )
         weight_cut = 1 - weight_cut if transposed else weight_cut
         weights = [Part(f"{prefix}weight", self._shape(size), self.packed) for prefix, size in parts.items()]

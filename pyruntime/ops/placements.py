@@ -56,24 +56,24 @@ OPS: Mapping[str, Rule] = {
 }
 """By name in torch.ops.pyruntime."""
 
-_MOVES = frozenset(
-    ("__get__", "__getitem__", "clone", "contiguous", "detach", "detach_", "double", "expand", "flatten")
-    + ("float", "requires_grad_", "reshape", "squeeze", "sum", "to", "transpose", "unbind", "unsqueeze")
-    + ("view", "view_as")
-)
-_TOGETHER = frozenset(
-    ("cat", "stack", "add", "__add__", "__radd__", "__iadd__", "add_")
-    + ("sub", "__sub__", "__isub__", "sub_")
-)
-_PRODUCTS = frozenset(("mul", "__mul__", "__rmul__", "__imul__", "mul_"))
-_QUOTIENTS = frozenset(("div", "__div__", "__truediv__", "true_divide", "div_", "__itruediv__"))
+_MOVES = {
+    *("__get__", "__getitem__", "clone", "contiguous", "detach", "detach_", "double", "expand", "flatten"),
+    *("float", "requires_grad_", "reshape", "squeeze", "sum", "to", "transpose", "unbind", "unsqueeze"),
+    *("view", "view_as"),
+}
+_TOGETHER = {
+    *("cat", "stack", "add", "__add__", "__radd__", "__iadd__", "add_"),
+    *("sub", "__sub__", "__isub__", "sub_"),
+}
+_PRODUCTS = {"mul", "__mul__", "__rmul__", "__imul__", "mul_"}
+_QUOTIENTS = {"div", "__div__", "__truediv__", "true_divide", "div_", "__itruediv__"}
 """What of functions may be done with partial sums: names of torch's, methods and operators."""
 
 
 class PlacementCheck(TorchFunctionMode):
     """Within it every function of torch that makes tensors is checked. axes: by name, the groups over which
-    they are. Parameters and what comes from outside are told by `mark`; what requires a gradient and is not told
-    is sharded over all axes, as activations of other stages are, and what does not is replicated.
+    they are. Parameters and what comes from outside are told by `mark`; what requires a gradient and is not
+    told is sharded over all axes, as activations of other stages are, and what does not is replicated.
 
     Raises PlacementError where a replicated tensor that requires a gradient meets a sharded one, where a
     partial one is used other than in a sum, and from `expect`."""

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from pyruntime import comm
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import MOST_ANY_TIME, PLACES, Axis
@@ -27,6 +29,31 @@ WIDTH = 64
 RUN_BYTES = 4 << 20
 OUTER = 2
 """Place within the class dp: after gradients (0) and weights (1)."""
+
+
+class Sums(Protocol):
+    """What takes the sums of an `OuterOptimizer`: `Averaging`, or where replicas come and go
+    `pyruntime.elastic.Member`."""
+
+    size: int
+    """Replicas whose displacements the sum is of that was waited for last."""
+    rank: int
+    """Of this replica among them, where that is the same as long as the run lasts; else 0."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def begin(self, tensor: Tensor) -> None: ...
+
+    def pump(self) -> None: ...
+
+    def wait(self, tensor: Tensor) -> None: ...
+
+    def stats(self) -> tuple[float, int]:
+        """Since the start, seconds in which this thread did nothing but wait for other replicas, copy and
+        sum, and bytes that came from them."""
+
+    def close(self) -> None: ...
 
 
 class _Run:
@@ -164,6 +191,13 @@ class Averaging:
         """Nothing is under way any more."""
         if self.is_busy:
             self.settle()
+
+    def stats(self) -> tuple[float, int]:
+        """As `Sums` has it."""
+        if self.size == 1:
+            return 0.0, 0
+        found = comm.stats(self.name)
+        return found.waiting_s + found.moving_s, found.bytes
 
     def _cut(self, tensor: Tensor) -> list[Tensor]:
         """Its lines [*, WIDTH], in runs that are alike but for one line."""

@@ -90,6 +90,11 @@ class Method:
         """Whether a round begins at the outer iterate while the displacement of the one before travels."""
         return self.delay is None and self.pull == 1
 
+    @property
+    def waits(self) -> bool:
+        """Whether the average is waited for, and a round begins where all replicas are alike."""
+        return self.delay == 0 and self.pull == 1 and self.fragments == 1
+
     def length(self, tau: int, fragment: int) -> int:
         """Steps of the first round of a fragment: they take turns evenly."""
         return tau - fragment * tau // self.fragments
@@ -98,6 +103,15 @@ class Method:
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
         raise ValueError(sentence)
+
+
+def refuse_unless_waiting(method: Method) -> None:
+    """Raises ValueError for a method that replicas cannot come to, or leave, between two rounds."""
+    _require(
+        method.waits,
+        f"Replicas that come and go meet by methods that wait for their average, and {method.name} uses it "
+        "late or in fragments; use local_sgd, slowmo or diloco.",
+    )
 
 
 def local_sgd(tau: Tau) -> Method:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pyruntime import comm, ops
+from pyruntime import ops
 from pyruntime.comm import Group
 from pyruntime.comm.ranges import marked
-from pyruntime.outer.averaging import Averaging
+from pyruntime.outer.averaging import Averaging, Sums
 from pyruntime.outer.fragment import Fragment
-from pyruntime.outer.methods import Method, fragments_of
+from pyruntime.outer.methods import Method, fragments_of, refuse_unless_waiting
 from pyruntime.outer.weights import ModuleWeights, Weights
 from pyruntime.plan.co2 import least_tau, usual_tau
 
@@ -69,9 +69,12 @@ class OuterOptimizer:
         weights: what is averaged, where another optimizer than torch's holds it; by default the parameters.
         parts: groups over which one replica is cut (tensor-parallel ranks, say): norms of the penalty are
             over all of it.
+        sums: what takes the sums over the replicas, where these come and go (`pyruntime.elastic.Member`); by
+            default the ranks of `mesh` do.
 
-    Raises ValueError for a module without trainable parameters, parameters on a device or not contiguous, and
-    fragments without a layer; CommTimeout and PeerLost, on all ranks, as its methods do.
+    Raises ValueError for a module without trainable parameters, parameters on a device or not contiguous,
+    fragments without a layer, and a method that does not wait for its average where replicas come and go;
+    CommTimeout and PeerLost, on all ranks, as its methods do.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class OuterOptimizer:
         *,
         weights: Weights | None = None,
         parts: Sequence[Group] = (),
+        sums: Sums | None = None,
     ):
         self.method, self._parts = method, tuple(parts)
         self._weights = ModuleWeights(module) if weights is None else weights
@@ -100,7 +104,13 @@ class OuterOptimizer:
         """None until it has been measured."""
         for number, fragment in enumerate(self._fragments):
             fragment.length = MEASURED_STEPS if self.tau is None else method.length(self.tau, number)
-        self._averaging = Averaging(mesh, [(each.sent.numel(), each.sent.dtype) for each in self._fragments])
+        self._averaging: Sums
+        if sums is None:
+            sizes = [(each.sent.numel(), each.sent.dtype) for each in self._fragments]
+            self._averaging = Averaging(mesh, sizes)
+        else:
+            refuse_unless_waiting(method)
+            self._averaging = sums
         self.last_penalty = 1.0
         """Of the last outer step; the same on all ranks."""
         self._groups = [*self._parts, *([] if mesh is None else [mesh])]
@@ -207,6 +217,8 @@ class OuterOptimizer:
         round begins then."""
         self._weights.current()
         for fragment in self._fragments:
+            if self.method.waits and fragment.steps == 0:
+                continue  # they met after the last step
             pending = fragment.is_pending and self.method.restarts
             if fragment.is_pending:
                 self._averaging.wait(fragment.sent)
@@ -260,6 +272,30 @@ class OuterOptimizer:
             if self.tau is None:  # steps are timed anew
                 fragment.length = fragment.steps + MEASURED_STEPS
 
+    def common(self) -> list[Tensor]:
+        """Outer iterate and outer momentum, which all replicas have alike; of no method whose average is
+        late."""
+        return [tensor for each in self._fragments for tensor in (each.base, each.momentum)]
+
+    def travelling(self) -> list[Tensor]:
+        """What displacements travel in."""
+        return [each.sent for each in self._fragments]
+
+    def advance(self, sums: Tensor, count: int) -> None:
+        """The outer step of a round that `count` others have taken, whose displacements add up to `sums`, as
+        in `travelling()`; `begin_anew` is to follow."""
+        (fragment,) = self._fragments
+        fragment.sent.copy_(sums)
+        fragment.pass_(step=1.0 / count, pull=False, launch=False)
+
+    def begin_anew(self) -> None:
+        """The replica goes to the outer iterate, and a round begins. All ranks of the replica call it."""
+        self._weights.current()
+        for fragment in self._fragments:
+            fragment.pass_(step=None, pull=True, launch=False)
+            fragment.steps, fragment.length, fragment.is_pending = 0, self._settled_tau(), False
+        self._weights.written()
+
     def close(self) -> None:
         """Nothing is on its way and nothing watched any more; the parameters are each replica's own. Every
         rank calls it."""
@@ -270,10 +306,7 @@ class OuterOptimizer:
     def stats(self) -> tuple[float, int]:
         """Since the start, seconds that this rank's thread did nothing but wait for other replicas, copy and
         sum, and bytes that it read from them."""
-        if self.replicas == 1:
-            return 0.0, 0
-        found = comm.stats(self._averaging.name)
-        return found.waiting_s + found.moving_s, found.bytes
+        return self._averaging.stats()
 
     def describe(self) -> str:
         """For a log, in one line."""

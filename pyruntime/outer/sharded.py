@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime.comm import Group
 from pyruntime.data_parallel import Sharded
 from pyruntime.data_parallel.states import as_dtensor
+from pyruntime.outer.averaging import Sums
 from pyruntime.outer.methods import Method
 from pyruntime.outer.optimizer import OuterOptimizer
 from pyruntime.outer.weights import Value
@@ -43,12 +44,21 @@ class ShardedWeights:
 class ShardedOuter(OuterOptimizer):
     """An OuterOptimizer of `sharded`, which has its optimizer and is over ranks that share a replica.
 
-    replicas: the ranks that hold what this one holds, each of another replica. parts: as OuterOptimizer's.
+    replicas: the ranks that hold what this one holds, each of another replica; None where `sums` takes the
+    sums. parts, sums: as OuterOptimizer's.
     """
 
-    def __init__(self, sharded: Sharded, replicas: DeviceMesh, method: Method, parts: Sequence[Group]):
+    def __init__(
+        self,
+        sharded: Sharded,
+        replicas: DeviceMesh | None,
+        method: Method,
+        parts: Sequence[Group],
+        sums: Sums | None = None,
+    ):
         self._sharded = sharded
-        super().__init__(sharded.model, replicas, method, weights=ShardedWeights(sharded), parts=parts)
+        weights = ShardedWeights(sharded)
+        super().__init__(sharded.model, replicas, method, weights=weights, parts=parts, sums=sums)
         self.own_name = f"replica-{self._averaging.rank}"
         """Of what a checkpoint holds for this replica alone."""
 

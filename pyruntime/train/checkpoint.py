@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from pyruntime.comm import CommError, named_failures
 from pyruntime.comm.exchange import barrier
 from pyruntime.data_parallel import Sharded
+from pyruntime.outer.fragment import Fragment
 from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.train import manifest
 from pyruntime.train.checkpoint_folder import Facts, read_matching
@@ -69,12 +70,14 @@ def load(
     """
     found = read_matching(checkpoint, facts)
     check_files(checkpoint, group)
+    doing = f"Loading the checkpoint {checkpoint}"
     local = {} if outer is None else outer.state_dict()
     if outer is None:
         state = state_of(sharded, with_residuals=found.compression == facts.compression)
     else:
+        _check_fragments(checkpoint, outer, group, doing)
         state = state_of_all(sharded, outer, local)
-    _load(checkpoint, state, group, f"Loading the checkpoint {checkpoint}")
+    _load(checkpoint, state, group, doing)
     sharded.loaded()
     assert sharded.optimizer is not None
     sharded.optimizer.resume(found.step - found.skipped)
@@ -82,6 +85,18 @@ def load(
         with refusing("checkpoint.resume: "):
             outer.load_state_dict(local)
     return found
+
+
+def _check_fragments(checkpoint: Path, outer: ShardedOuter, group: dist.ProcessGroup, doing: str) -> None:
+    """Raises ConfigError where the model was cut into another number of parts that meet in turn."""
+    with _refused(checkpoint):
+        held = Reader(checkpoint, manifest.read(checkpoint), group, doing).read_metadata()
+        found = (held.state_dict_metadata["outer.progress"].size[0] - 1) // Fragment.NUMBERS
+    if found != outer.method.fragments:
+        raise ConfigError(
+            f"checkpoint.resume: {checkpoint} was saved with data_parallel.fragments={found}, but the "
+            f"configuration asks for data_parallel.fragments={outer.method.fragments}."
+        )
 
 
 def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -53,6 +53,9 @@ class Facts:
     """Of the gradients that the next step's is compared with, where spikes are looked for."""
     method: str = "every_step"
     """When data-parallel ranks meet, and where that is not in every step, how many replicas."""
+    deal: Sequence[int] = ()
+    """Where replicas come and go: the lowest block of sequences that had never been dealt, then those that
+    had not counted."""
     compression: str = ""
     """How gradients were compressed over which ranks, of which there is what was lost; empty: they were
     not."""
@@ -63,6 +66,8 @@ class Facts:
     def of(cls, config: RunConfig, shape: LlamaConfig) -> Facts:
         """Of a run that trains a model of that shape, before its first step."""
         of_replicas = "" if meets_every_step(config) else f" of {replicas(config)} replicas"
+        if config.data_parallel.members:
+            of_replicas = " of replicas that come and go"
         method = config.data_parallel.method + of_replicas
         dtype, optimizer = config.train.dtype, config.optimizer
         return cls(0, dtype, dataclasses.asdict(shape), optimizer.name, optimizer.rounding, method=method)
@@ -207,6 +212,7 @@ def read(checkpoint: Path) -> Facts:
         whole = whole and type(facts.skipped) is int and 0 <= facts.skipped <= facts.step
         whole = whole and type(facts.in_a_row) is int and 0 <= facts.in_a_row <= facts.skipped
         whole = whole and (facts.samples is None or (type(facts.samples) is int and facts.samples >= 0))
+        whole = whole and all(type(block) is int and block >= 0 for block in facts.deal)
         whole = whole and all(isinstance(norm, float) and math.isfinite(norm) for norm in facts.norms)
         whole = whole and isinstance(facts.dtype, str) and isinstance(facts.compression, str)
         whole = whole and isinstance(facts.saved_at, float)

@@ -226,6 +226,10 @@ class DataParallel:
     """every_step: gradients are summed in each step. Otherwise replicas train alone, with a gradient norm of
     their own, and meet as the method says: parallel.dp_replicate of them, or where that is 1 as many as
     parallel.dp."""
+    members: str = ""
+    """Address (HOST:PORT) of `python -m pyruntime members`, where replicas come and go and this job is one of
+    them, by local_sgd, slowmo and diloco; train.batch_size is then of one replica. Empty: the replicas are
+    ranks of this job."""
     tau: Literal["auto"] | int = "auto"
     """Steps between two meetings; auto, of co2 and overlapped_local_sgd: as few as hide the exchange, which
     is measured."""
@@ -373,9 +377,9 @@ def meets_every_step(config: RunConfig) -> bool:
 
 def replicas(config: RunConfig) -> int:
     """Groups of data-parallel ranks that each hold everything once: where they do not meet in every step,
-    each rank unless parallel.dp_replicate says so."""
+    each rank unless parallel.dp_replicate says so. Where replicas come and go, of this one."""
     parallel = config.parallel
-    if meets_every_step(config) or parallel.dp_replicate > 1:
+    if meets_every_step(config) or parallel.dp_replicate > 1 or config.data_parallel.members:
         return parallel.dp_replicate
     return parallel.dp
 

@@ -169,7 +169,7 @@ class RoundFigures:
     is the mean over the replicas, seconds, memory and bytes are the maximum.
 
     inner: the ranks over which a replica's gradients are summed; None: this one alone. outer_stats: seconds
-    and bytes of the replicas' meetings since the start.
+    and bytes of the replicas' meetings since the start; counts_apart: `comm` does not count those seconds.
     """
 
     is_late = True
@@ -181,8 +181,10 @@ class RoundFigures:
         device: Device,
         inner: comm.Group | None,
         outer_stats: Callable[[], tuple[float, int]],
+        counts_apart: bool = False,
     ):
         self._runtime, self._device, self._outer_stats = runtime, device, outer_stats
+        self._counts_apart = counts_apart
         axes = [axis for axis in (runtime.tp, runtime.tp_y, inner, runtime.pp) if axis is not None]
         self._axes = [axis for axis in axes if comm.group_size(axis) > 1]
         self._sums = (1 if inner is None else comm.group_size(inner)) * runtime.sizes.tp
@@ -212,7 +214,8 @@ class RoundFigures:
         ]  # fmt: skip
 
     def _counted(self) -> tuple[float, float, int]:
-        return (comm.exposed_s(), *self._outer_stats())
+        seconds, nbytes = self._outer_stats()
+        return comm.exposed_s() + (seconds if self._counts_apart else 0.0), seconds, nbytes
 
     def forget_exposed(self) -> None:
         """What ranks have waited up to now is not the next step's."""

@@ -13,7 +13,8 @@ step without further messages. The stages of a pipeline run the micro-batches as
 (`pipelined.py`); the last one has the losses. When numbers are read: `figures.py`.
 
 Where data_parallel.method lets replicas meet less often, all of this is within one replica, and after every
-step comes `OuterOptimizer.step`. After the last step replicas are one model again.
+step comes `OuterOptimizer.step`. After the last step replicas are one model again. Where replicas come and go
+(data_parallel.members), the run is joined first, and the service says whose sequences a round takes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pyruntime.comm import Runtime
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel import Compression, Muon, NonFiniteGradient, Sharded, shard
 from pyruntime.data_parallel.replicated import check_replicated
+from pyruntime.elastic.member import Member
 from pyruntime.llama import Llama
 from pyruntime.nn.explain import Report, explain
 from pyruntime.ops.placements import PlacementCheck
@@ -56,6 +58,7 @@ from pyruntime.train.figures import (
 from pyruntime.train.metrics import StepMetrics
 from pyruntime.train.pipelined import Pipelined, shared_weights
 from pyruntime.train.ranks import on_every_rank
+from pyruntime.train.replicas import join, open_member
 from pyruntime.train.saving.saver import Saver
 from pyruntime.train.signals import Stopped, StopRequest
 from pyruntime.train.validate import outer_method
@@ -88,7 +91,8 @@ class Trainer:
         self.model = model
         on_every_rank(runtime.world, "Sharding the model", lambda: _check_trains(model, runtime))
         over, between = runtime.replicas, None
-        if not meets_every_step(config):
+        comes_and_goes = bool(config.data_parallel.members)
+        if not (meets_every_step(config) or comes_and_goes):
             over, between = within_and_between(over)
         self.sharded = shard(model, over, stage=config.parallel.zero, compression=_compression(config))
         pp = runtime.pp
@@ -105,13 +109,19 @@ class Trainer:
         )
         self.outer: ShardedOuter | None = None
         """Of replicas that do not meet in every step."""
-        if between is not None:
+        self.member: Member | None = None
+        """Of a run whose replicas come and go."""
+        if comes_and_goes:
+            self.member = open_member(config, model.config, corpus, runtime)
+        if not meets_every_step(config):
             parts = [axis for axis in (runtime.tp, runtime.tp_y, over, pp) if axis is not None]
-            self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts)
+            self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts, self.member)
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
         self._types = _types(model, self.sharded, runtime) if train.check_types else None
         self.step = self._samples = 0
         self.tiers = Report(())
+        self._deal: Sequence[int] = ()
+        """Of the checkpoint that was resumed, where replicas come and go."""
         self._facts = dataclasses.replace(
             Facts.of(config, model.config), compression=_compressed_how(config, runtime)
         )
@@ -135,7 +145,7 @@ class Trainer:
         # What decides whether a step counts is read in that step.
         is_late = device.is_cuda and ranks == 1 and not (self._skips or optimizer.spike_factor)
         if self.outer is not None:
-            self._figures = RoundFigures(runtime, device, over, self.outer.stats)
+            self._figures = RoundFigures(runtime, device, over, self.outer.stats, comes_and_goes)
         else:
             self._figures = LateFigures(device) if is_late else ExchangedFigures(runtime, device)
         peak, flops = device.peak_flops(train.dtype), model.config.flops_per_token(train.seq_len)
@@ -145,7 +155,7 @@ class Trainer:
     def resume(self, folder: Path) -> None:
         """Loads weights, optimizer state, what compression lost, and step of the checkpoint in `folder`."""
         found = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world, self.outer)
-        self.step = found.step
+        self.step, self._deal = found.step, found.deal
         at_this_size = found.step * self._config.train.batch_size
         self._samples = at_this_size if found.samples is None else found.samples
         self._guard.resume(found.norms, found.skipped, found.in_a_row)
@@ -155,6 +165,17 @@ class Trainer:
     def saved(self) -> Path | None:
         """The newest checkpoint of this run that is there; None where it has saved none."""
         return self._saver.newest
+
+    def join(self) -> bool:
+        """Where replicas come and go: returns when this one is a member of the run, at its step. False: the
+        others have taken the last one. Raises the errors of `Member`."""
+        if self.member is None:
+            return True
+        assert self.outer is not None
+        if not join(self.member, self.outer, self.sharded, self.step, list(self._deal)):
+            return False
+        self.step = self.member.step
+        return True
 
     def what_is_not_resumed(self, folder: Path) -> str:
         """In words: of the checkpoint in `folder`; empty where all of it is."""
@@ -215,7 +236,7 @@ class Trainer:
         figures.begin()
         # Before the backward pass, in which the step is taken ahead of its norm.
         self.optimizer.lr = lr = learning_rate(step, self._config.train.steps, self._config.optimizer)
-        loss = self._forward_and_backward()
+        loss = self._forward_and_backward(step)
         square = self.optimizer.squared_norm()
         if self._types is not None:
             self._check_replicated()
@@ -258,9 +279,11 @@ class Trainer:
                 names = () if figures.is_finite else error.parameters
                 raise self._bad(figures, why, names) from error
 
-    def _forward_and_backward(self) -> torch.Tensor | float:
+    def _forward_and_backward(self, step: int) -> torch.Tensor | float:
         """Of all micro-batches; their mean loss, in a pipeline the last stage's."""
         train = self._config.train
+        if self.member is not None:
+            self._samples = (self.member.step_of_data(step) - 1) * train.batch_size
         batch = self._batches.take(self._samples)
         self._samples += train.batch_size
         size = train.micro_batch_size
@@ -380,6 +403,7 @@ class Trainer:
             skipped=guard.skipped,
             in_a_row=guard.in_a_row,
             norms=tuple(guard.norms),
+            deal=() if self.member is None else tuple(self.member.deal),
         )
         with self._stop.saving():
             self._saver.begin(facts)

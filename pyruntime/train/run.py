@@ -96,6 +96,15 @@ def _run(
         start_at = _resume(trainer, saved, progress.say if is_rank_0 else None)
         if is_rank_0 and (left := trainer.what_is_not_resumed(start_at)):
             progress.say(left)
+    if not trainer.join():
+        if is_rank_0:
+            progress.say("The replicas have taken the last step; nothing is left to do.")
+        trainer.close()
+        return run_dir
+    if trainer.member is not None:
+        steps_done = trainer.step
+        if is_rank_0:
+            progress.say(f"joins  {config.data_parallel.members} after step {steps_done}")
     history: list[StepMetrics] = []
     said = ""
     bytes_before = _bytes_read()
@@ -230,7 +239,7 @@ def _make_run_dir(config: RunConfig, name: str, start_at: Path | None, held: con
         if config.output.run_dir:
             run_dir = Path(config.output.run_dir)
             same = start_at is not None and start_at.resolve().is_relative_to(run_dir.resolve())
-            again = config.checkpoint.resume == checkpoint_folder.AUTO
+            again = config.checkpoint.resume == checkpoint_folder.AUTO or bool(config.data_parallel.members)
             if (run_dir / metrics.FILE_NAME).exists() and not same and not again:
                 raise ConfigError(
                     f"output.run_dir: {run_dir} holds a run already; name another folder, or go on with it "
@@ -325,6 +334,8 @@ def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: P
         axes += f", gradients by {config.data_parallel.compression}"
     if replicas(config) > 1:
         axes += f" in {replicas(config)} replicas"
+    if config.data_parallel.members:
+        axes += ", one of the replicas"
     if not meets_every_step(config):
         axes += f" that meet by {config.data_parallel.method}"
     if parallel.pp > 1:

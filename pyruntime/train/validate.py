@@ -9,7 +9,8 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from pyruntime.outer.methods import METHODS, Method
+from pyruntime.elastic.address import split_address
+from pyruntime.outer.methods import METHODS, Method, refuse_unless_waiting
 from pyruntime.text import short_repr
 from pyruntime.train.checkpoint_folder import AUTO
 from pyruntime.train.config import (
@@ -29,7 +30,7 @@ from pyruntime.train.errors import ConfigError, refusing
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
 SEEDS = 2**63
-OF_METHODS = ("tau", "outer_lr", "outer_momentum", "penalty", "clip", "pull", "delay", "fragments")
+OF_METHODS = ("members", "tau", "outer_lr", "outer_momentum", "penalty", "clip", "pull", "delay", "fragments")
 """Of the [data_parallel] section, what only replicas have that do not meet in every step."""
 LARGEST = 2**31 - 1
 """Of all numbers of steps, sequences, tokens of a sequence, ranks."""
@@ -111,6 +112,7 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_pipeline(config)
     _check_data_parallel(config)
     _check_ranks(config, world_size)
+    _check_two_axes(config)
     _check_compression(config)
     _check_rings(config, world_size)
     _check_slices(config, world_size)
@@ -226,6 +228,21 @@ def _check_muon(config: RunConfig) -> None:
     )
 
 
+def _check_two_axes(config: RunConfig) -> None:
+    """What does not know of tensor parallelism over two axes."""
+    tp = config.parallel.tp
+    if not isinstance(tp, Grid):
+        return
+    for name, is_asked in (
+        ("optimizer.name=muon", config.optimizer.name == "muon"),
+        ("train.check_types=true", config.train.check_types),
+    ):
+        _require(
+            not is_asked,
+            f"{name} knows of one axis of tensor parallelism, and parallel.tp={tp}; leave y or it out.",
+        )
+
+
 def _check_files(config: RunConfig) -> None:
     data = config.data
     for key, path in [("paths", path) for path in data.paths] + [
@@ -333,10 +350,12 @@ def _check_data_parallel(config: RunConfig) -> None:
                 "every step; set one.",
             )
         return
-    outer_method(config)
+    chosen = outer_method(config)
     method = f"data_parallel.method={asked.method}"
+    if asked.members:
+        _check_members(config, chosen)
     _require(
-        replicas(config) > 1,
+        replicas(config) > 1 or bool(asked.members),
         f"{method} is of several replicas, and parallel.dp={parallel.dp}; set it to their number.",
     )
     _require(
@@ -359,6 +378,29 @@ def _check_data_parallel(config: RunConfig) -> None:
         f"{method} is of ranks on the CPU, and train.device=cuda; use cpu, or "
         "data_parallel.method=every_step.",
     )
+
+
+def _check_members(config: RunConfig, method: Method) -> None:
+    """Of replicas that come and go."""
+    address, tau = config.data_parallel.members, method.tau
+    with refusing("data_parallel.members: "):
+        split_address(address)
+        refuse_unless_waiting(method)
+    _require(
+        config.parallel.dp_replicate == 1,
+        f"data_parallel.members={address} joins replicas that are jobs of their own, and "
+        f"parallel.dp_replicate={config.parallel.dp_replicate} makes some in it; leave one of them out.",
+    )
+    assert isinstance(tau, int)  # a method that waits has no other
+    for name, steps in (
+        ("train.steps", with_steps(config).train.steps),
+        ("checkpoint.every_steps", config.checkpoint.every_steps),
+    ):
+        _require(
+            steps % tau == 0,
+            f"{name}={steps} ends in the midst of a round of data_parallel.tau={tau} steps, and with "
+            f"data_parallel.members rounds are whole; use {-(-steps // tau) * tau}.",
+        )
 
 
 def _check_compression(config: RunConfig) -> None:

@@ -14,6 +14,7 @@ from pyruntime.cli import main
 from pyruntime.cli.convert import Options as ConvertOptions
 from pyruntime.cli.doctor import Options as DoctorOptions
 from pyruntime.cli.generate import Options as GenerateOptions
+from pyruntime.cli.members import Options as MembersOptions
 from pyruntime.cli.plan import Options as PlanOptions
 from pyruntime.cli.profile import Options as ProfileOptions
 from pyruntime.cli.schedule import Options as ScheduleOptions
@@ -42,6 +43,7 @@ def flags(config, prefix=""):
         ("profile", ProfileOptions),
         ("plan", PlanOptions),
         ("tune", TuneOptions),
+        ("members", MembersOptions),
     ],
 )
 def test_help_shows_every_flag_with_a_sentence(capsys, monkeypatch, command, options):

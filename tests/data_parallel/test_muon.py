@@ -130,7 +130,8 @@ def test_replicas_equal_one_process(ranks):
 
 
 def stepped(group, stage, max_norm, ahead):
-    """Weights and states after every step, of which one is not finite; and how many matrices left early."""
+    """Weights and states after every step, of which one is not finite; and how many buckets' matrices left
+    before its norm was known, and after."""
     whole, handle, optimizer, rank, size = made(
         group, "dp", stage, torch.bfloat16, max_norm=max_norm, nonfinite="skip"
     )
@@ -138,7 +139,8 @@ def stepped(group, stage, max_norm, ahead):
     begin = type(optimizer._muon).begin
 
     def begun(muon, bucket, gradients, scale):
-        left.append(len(states))
+        if any(state.matrix is not None for state, _ in gradients):
+            left.append(len(states))
         begin(muon, bucket, gradients, scale)
 
     never = patch.object(ShardedAdamW, "_was_plain", property(lambda _: False, lambda *_: None), create=True)
@@ -153,19 +155,20 @@ def stepped(group, stage, max_norm, ahead):
             found = {name: weight.clone() for name, weight in whole.state_dict().items()}
             for name, tensor in optimizer.state_dict().items():
                 found[name] = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).clone()
-            states.append(found | {"early": torch.tensor(early)})
+            states.append(found | {"left": (early, left.count(number) - early)})
     handle.close()
     return states
 
 
-@pytest.mark.parametrize(("stage", "max_norm"), [(1, 1e9), (2, 3.0), (3, 1e-3)])
+@pytest.mark.parametrize(("stage", "max_norm"), [(1, 1e9), (2, 0.45), (3, 1e-3)])
 def test_what_left_before_the_norm_was_known_is_bitwise_the_step_after_it(ranks, stage, max_norm):
     early = ranks.run(stepped, 3, stage, max_norm, True)
     after = ranks.run(stepped, 3, stage, max_norm, False)
     for one, other in zip(early, after, strict=True):
-        counts = [int(step.pop("early")) for step in one]
-        assert not any(int(step.pop("early")) for step in other)
-        assert (sum(counts) > 0) == (max_norm > 1) and counts[0] == 0
+        left = [step.pop("left") for step in one]
+        assert not any(step.pop("left")[0] for step in other)
+        assert any(before for before, _ in left) == (max_norm > 0.1) and left[0][0] == 0
+        assert any(before and again for before, again in left) == (max_norm == 0.45)
         for step, wanted in zip(one, other, strict=True):
             assert all(torch.equal(step[name], tensor) for name, tensor in wanted.items())
 

@@ -74,8 +74,10 @@ class Biased(LlamaRMSNorm):
 
 def test_which_modules_are_rms_norms_is_told_by_their_numbers():
     model = nn.ModuleList(
-        [LlamaRMSNorm(24, 1e-6), LlamaRMSNorm(8, 1e-2), nn.RMSNorm(24, 1e-5), Scaled(24), Biased(24)]
-        + [Gemma3RMSNorm(24), nn.Linear(24, 24), nn.LayerNorm(24, bias=False)]
+        [
+            *(LlamaRMSNorm(24, 1e-6), LlamaRMSNorm(8, 1e-2), nn.RMSNorm(24, 1e-5), Scaled(24), Biased(24)),
+            *(Gemma3RMSNorm(24), nn.Linear(24, 24), nn.LayerNorm(24, bias=False)),
+        ]
     )
     before = copy.deepcopy(model)
     fuse_norms(model)

@@ -1,4 +1,4 @@
-"""Linears that hold several (q, k and v; gate and up): where their parts are seen, cut by parts, state dicts."""
+"""Linears that hold several (q, k and v; gate and up): where parts are seen, cut by parts, state dicts."""
 
 from __future__ import annotations
 

@@ -77,6 +77,12 @@ def test_a_grid_that_cannot_be_is_refused(parallel, sentence):
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize("asked", [{"optimizer": Optimizer(name="muon")}, {"train": Train(check_types=True)}])
+def test_what_knows_of_one_axis_is_refused_over_two(asked):
+    with pytest.raises(ConfigError, match=r"knows of one axis of tensor parallelism, and parallel\.tp="):
+        validate.check(RunConfig(parallel=Parallel(tp=Grid(2, 2)), **asked), world_size=4)
+
+
 @pytest.mark.parametrize("name", config_file.preset_names())
 def test_every_preset_is_valid(name):
     config = config_file.load(config_file.find(name))

@@ -3,8 +3,8 @@
 A linear that holds several (q, k and v; gate and up) is cut by its parts, which the data flow shows too:
 transformers' plans gather what it gives.
 
-Both plans are guesses, and so is what they leave open: the first call compares each, and makes "column_gather" and
-"row_split" of what cannot stay cut (first_call.py)."""
+Both plans are guesses, and so is what they leave open: the first call compares each, and makes
+"column_gather" and "row_split" of what cannot stay cut (first_call.py)."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class PackedDTensor(DTensor):
         if func._schema.is_mutable and isinstance(args[0], PackedDTensor):
             raise ValueError(
                 f"{func} would write into {args[0].part.key} of a state dict, of which a rank holds the "
-                f"shards of parts {list(args[0].part.packed)}; use load_state_dict(), or the parameter itself."
+                f"shards of parts {list(args[0].part.packed)}; use load_state_dict(), or the parameter."
             )
         args, kwargs = tree_map_only(PackedDTensor, PackedDTensor.full_tensor, (args, kwargs))
         return func(*args, **kwargs)

@@ -169,6 +169,12 @@ def cache_folder(data: Data) -> Path:
 def wanted(data: Data) -> list[Wanted]:
     """What to open. With data.weights each of data.paths is a source of its own, without all text is one and
     each folder of tokens another. Raises ConfigError where two sets to validate on have one name."""
+    for path in (*data.paths, *data.val_paths):
+        if tokenizing.is_unfinished(Path(path)):
+            raise ConfigError(
+                f"data.paths: the tokens in {path} are not finished; call `python -m pyruntime tokenize` "
+                "again as it was called."
+            )
     found = []
     text = [path for path in data.paths if not tokenizing.is_tokens(Path(path))]
     if not data.paths or (text and not data.weights):

@@ -23,6 +23,7 @@ import dataclasses
 import hashlib
 import os
 import struct
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -58,7 +59,8 @@ class ShardWriter:
 
     def __init__(self, path: Path, dtype: np.dtype, fingerprint: bytes):
         self._path, self._dtype, self._mark = path, dtype, mark_of(fingerprint)
-        self._partial = path.with_name(path.name + PARTIAL)
+        # A name of its own: another process may still write what it was asked for before it was orphaned.
+        self._partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
         self._file: BinaryIO = open(self._partial, "wb")  # noqa: SIM115 - closed by publish or discard
         self._file.write(bytes(HEADER_BYTES))
         self._digest = hashlib.blake2b(digest_size=32)

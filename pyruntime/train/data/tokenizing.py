@@ -28,7 +28,7 @@ import numpy as np
 
 from pyruntime.train import disk
 from pyruntime.train.data.documents import Source, Unit, check_unchanged, documents, units
-from pyruntime.train.data.shards import DamagedShard, Shard, ShardWriter, dtype_of
+from pyruntime.train.data.shards import PARTIAL, DamagedShard, Shard, ShardWriter, dtype_of
 from pyruntime.train.data.tokenizer import FACTS_FILE, Tokenizer
 from pyruntime.train.data.workers import Workers
 from pyruntime.train.errors import ConfigError
@@ -262,6 +262,8 @@ def write(
     partial.replace(folder / FACTS_FILE)
     disk.flush(folder)
     shutil.rmtree(folder / RUNS_FOLDER)
+    for path in folder.glob(f"tokens-*{PARTIAL}"):  # of a call that was killed
+        path.unlink()
     return facts
 
 
@@ -347,6 +349,11 @@ def read_facts(folder: Path) -> Facts:
 def is_tokens(path: Path) -> bool:
     """Whether that is a folder of tokens."""
     return (path / FACTS_FILE).is_file()
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether that is a folder in which tokens were being made."""
+    return (path / RUNS_FOLDER / PLAN_FILE).is_file() and not is_tokens(path)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection
 from typing import Generic, TypeVar
@@ -88,11 +89,20 @@ def _give(pipe: connection.Connection, tasks: Iterator[Task], busy: set[connecti
         return
 
 
+def _end_with_parent() -> None:
+    """Ends this process in the midst of a task when its parent is gone."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+    os._exit(1)
+
+
 def _serve(pipe: connection.Connection, work: Callable[[Task], Result]) -> None:
     """What a process does until its parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is sent it too, and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's own threads would be as many again
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:
             task = pipe.recv()

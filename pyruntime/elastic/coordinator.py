@@ -1,0 +1,434 @@
+"""What the service of replicas that come and go decides: events in, orders out, without a socket or a clock.
+
+The protocol is in the docstring of `pyruntime.elastic`. A replica has `places` ranks; each is connected by
+itself, sums with the ranks at its place of other replicas, and is told what all of them are told. A replica
+counts as arrived, done or ready when all its places are, and is lost with the first of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from pyruntime.elastic.deal import Deal
+
+SETTLES_S = 2.0
+"""After a connection between two members failed: how long a death is given to be heard of."""
+
+
+class State(enum.Enum):
+    """Of a replica."""
+
+    COMING = "coming"
+    """Not all its ranks are connected."""
+    NEW = "new"
+    """It has what it was started with, and waits."""
+    FETCHING = "fetching"
+    """It takes its state from a donor."""
+    READY = "ready"
+    """It has the state at the beginning of a round."""
+    ENTERING = "entering"
+    """It has a block, and may still wait for sums of its donor's."""
+    MEMBER = "member"
+    LEAVING = "leaving"
+    """It has been told that the run is over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """The state that a rank has at the beginning of a round."""
+
+    step: int
+    """Steps that it has."""
+    weights: int
+    """A checksum."""
+    deal: list[int]
+    """As `Deal.to_list`, of then."""
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> Own:
+        return cls(message["step"], message["weights"], list(message["deal"]))
+
+
+@dataclasses.dataclass
+class Replica:
+    name: str
+    label: str
+    """Where it runs, for people."""
+    places: int
+    job: Mapping[str, Any]
+    """What has to be the same for all."""
+    own: dict[int, Own] = dataclasses.field(default_factory=dict)
+    """The state that it has, by place."""
+    addresses: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
+    """Where its ranks answer other replicas, by place."""
+    state: State = State.COMING
+    donor: str | None = None
+    broken: str | None = None
+    """A donor that did not do."""
+    block: int | None = None
+    ready: dict[int, int] = dataclasses.field(default_factory=dict)
+    """The round whose beginning a place has the state of."""
+    said: set[int] = dataclasses.field(default_factory=set)
+    """Places that have said what is waited for: begun, arrived, or done."""
+    failed: dict[int, str] = dataclasses.field(default_factory=dict)
+    """By place, whom an exchange failed with."""
+    heard: float = 0.0
+
+    @property
+    def has_said(self) -> bool:
+        return len(self.said) == self.places
+
+    @property
+    def step(self) -> int:
+        """Of the state that it has; -1 where its ranks have states of several rounds."""
+        steps = {own.step for own in self.own.values()}
+        return steps.pop() if len(steps) == 1 else -1
+
+    def has_what(self, other: Replica) -> bool:
+        """Whether it has the same state as that one."""
+        return self.step == other.step >= 0 and all(
+            own.weights == other.own[place].weights for place, own in self.own.items()
+        )
+
+
+class Phase(enum.Enum):
+    GATHERING = "gathering"
+    """Before the first round, or when all members are gone."""
+    COMPUTING = "computing"
+    EXCHANGING = "exchanging"
+    OVER = "over"
+    """The last round has been committed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """A message for the ranks of a replica, or one of them."""
+
+    replica: str
+    message: dict[str, Any]
+    place: int | None = None
+
+
+class Coordinator:
+    """replicas: how many the first round waits for. quorum: least number of members of a round that counts.
+    deadline_s: how long those that have arrived wait for another one; with a quorum there, the first round
+    waits as long for the rest.
+
+    `now` of its methods is a time in seconds. `orders` and `events` are for who calls them to take out: what
+    is to be sent, and what happened, in words of the record.
+    """
+
+    def __init__(self, replicas: int, quorum: int, deadline_s: float):
+        self._wanted, self.quorum, self._deadline_s = replicas, quorum, deadline_s
+        self.replicas: dict[str, Replica] = {}
+        """All that are connected, in the order in which they came."""
+        self.phase, self.round = Phase.GATHERING, 0
+        self._deal = Deal()
+        self._attempt = 0
+        self._since = 0.0
+        """When a member arrived last, or in GATHERING a replica came."""
+        self._failed_at: float | None = None
+        self._lacked = False
+        """Whether it has been said that the quorum lacks."""
+        self.orders: list[Order] = []
+        self.events: list[dict[str, Any]] = []
+
+    @property
+    def members(self) -> list[Replica]:
+        """Of the round."""
+        return [each for each in self.replicas.values() if each.state in (State.ENTERING, State.MEMBER)]
+
+    @property
+    def waiting(self) -> list[str]:
+        """Those that wait for an order and want to know that somebody is there."""
+        computing = {
+            each.name
+            for each in self.replicas.values()
+            if self.phase is Phase.COMPUTING and each.state is State.MEMBER and not each.said
+        }
+        return [name for name in self.replicas if name not in computing]
+
+    def hello(self, name: str, place: int, facts: Mapping[str, Any], now: float) -> None:
+        """A rank of a replica has connected."""
+        own = Own.of(facts)
+        made = Replica(name, facts["label"], facts["places"], facts["job"])
+        replica = self.replicas.setdefault(name, made)
+        replica.addresses[place], replica.own[place], replica.heard = tuple(facts["address"]), own, now
+        if len(replica.addresses) == replica.places:
+            self._is_here(replica, now)
+            self._tell_event("come", replica)
+            self._refuse_another_job(replica, now)
+        self._settle(now)
+
+    def _is_here(self, replica: Replica, now: float) -> None:
+        replica.state = State.NEW
+        self._since = now if self.phase is Phase.GATHERING else self._since
+
+    def hear(self, name: str, place: int, message: Mapping[str, Any], now: float) -> None:
+        """A rank of a replica has said something. Of one that has left, nothing is heard any more."""
+        replica = self.replicas.get(name)
+        if replica is None:
+            return
+        replica.heard = now
+        kind = message["type"]
+        if kind == "ready" and replica.state in (State.FETCHING, State.READY):
+            replica.ready[place] = message["round"]
+            if len(replica.ready) == replica.places:
+                replica.state = State.READY
+        elif kind == "here" and replica.state is State.COMING:
+            replica.own[place] = Own.of(message)
+            if len(replica.own) == replica.places:
+                self._is_here(replica, now)
+        elif kind == "broken" and message["donor"] == replica.donor:
+            replica.broken = replica.donor
+            self._start_over(replica)
+        elif kind == "begun" and replica.state is State.ENTERING and message["block"] == replica.block:
+            self._said(replica, place)
+            if replica.has_said:
+                replica.state, replica.donor, replica.said = State.MEMBER, None, set()
+                self._order(replica, {"type": "go"})
+        elif kind == "arrived" and replica.state is State.MEMBER and message["round"] == self.round:
+            self._said(replica, place)
+            self._since = now
+        elif kind == "done" and self._is_of_attempt(message):
+            self._said(replica, place)
+            if all(each.has_said for each in self.members):
+                self._commit(now)
+        elif kind == "failed" and self._is_of_attempt(message):
+            replica.failed[place] = message["peer"]
+            self._failed_at = now if self._failed_at is None else self._failed_at
+        self._settle(now)
+
+    def lost(self, name: str, reason: str, now: float) -> None:
+        """The connection to one of its ranks has ended."""
+        replica = self.replicas.pop(name, None)
+        if replica is None:
+            return
+        if len(replica.addresses) == replica.places:
+            event = "left" if self.phase is Phase.OVER else "lost"
+            self._tell_event(event, replica, reason=reason)
+        self._order(replica, {"type": "expelled", "reason": f"its replica left: {reason}"})
+        was_member = replica.block is not None
+        self._free(replica)
+        if was_member and self.phase is Phase.EXCHANGING:
+            self._begin_anew()
+        if self.phase in (Phase.COMPUTING, Phase.EXCHANGING) and not self.members:
+            self._enter_now(set(self.replicas))  # who is ready needs no donor
+        for other in self.replicas.values():
+            if other.donor == name:
+                self._start_over(other)
+        self._settle(now)
+
+    def tick(self, now: float) -> None:
+        """To be called a few times a second: looks for deadlines that have passed."""
+        late = now - self._since > self._deadline_s
+        if self.phase is Phase.GATHERING:
+            if late and len(self._whole()) >= self.quorum:
+                self._start(now)
+        elif self.phase is Phase.COMPUTING:
+            members = self.members
+            missing = [each for each in members if not self._has_arrived(each)]
+            ready = sum(map(self._is_ready, self.replicas.values()))  # to take the place of one of these
+            if late and len(missing) < len(members) and len(members) - len(missing) + ready >= self.quorum:
+                for each in missing:
+                    self._expel(each, f"it did not come to the end of round {self.round} in time", now)
+        elif self.phase is Phase.EXCHANGING:
+            silent = [
+                each for each in self.members if not each.has_said and now - each.heard > self._deadline_s
+            ]
+            for each in silent:
+                self._expel(each, f"it was silent in the exchange of round {self.round}", now)
+            if not silent and self._failed_at is not None and now - self._failed_at > SETTLES_S:
+                self._expel(self._blamed(), "others made no progress with it in an exchange", now)
+        self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        """What follows from where everybody stands."""
+        if self.phase is Phase.GATHERING:
+            if len(self._whole()) >= self._wanted:
+                self._start(now)
+        elif self.phase is Phase.OVER:
+            for each in self._whole():
+                if each.state is not State.MEMBER:
+                    self._order(each, {"type": "over"})
+                    each.state = State.LEAVING
+        if self.phase is Phase.COMPUTING:
+            if len(self.members) < self.quorum:
+                self._enter_now({each.name for each in self.replicas.values()})
+            if not self.members:
+                self._gather_anew(now)
+                return
+            self._find_donors()
+            lacks = len(self.members) < self.quorum
+            if lacks and not self._lacked:
+                self.events.append({"event": "waits", "round": self.round, "members": len(self.members)})
+            self._lacked = lacks
+            if not lacks and all(self._has_arrived(each) for each in self.members):
+                self._exchange(now)
+
+    def _whole(self) -> list[Replica]:
+        left_out = (State.COMING, State.LEAVING)
+        return [each for each in self.replicas.values() if each.state not in left_out]
+
+    def _has_arrived(self, replica: Replica) -> bool:
+        return replica.state is State.MEMBER and replica.has_said
+
+    def _refuse_another_job(self, replica: Replica, now: float) -> None:
+        """All have to be of the job of the one that came first of those that are here."""
+        others = [each for each in self._whole() if each is not replica]
+        if not others:
+            return
+        job = others[0].job
+        for key in [*job, *replica.job]:
+            if job.get(key) != replica.job.get(key):
+                self._expel(
+                    replica,
+                    f"it was started with {key}={replica.job.get(key)}, and those that are here with "
+                    f"{key}={job.get(key)}",
+                    now,
+                )
+                return
+
+    def _start(self, now: float) -> None:
+        """The first round: of those whose state is the furthest; the others take theirs from them."""
+        first = max(self._whole(), key=lambda each: each.step)  # of several the one that came first
+        if first.step < 0:
+            for each in self._whole():
+                self._expel(
+                    each, "its ranks have states of several rounds, and no replica has a whole one", now
+                )
+            return
+        first_block, *again = next(iter(first.own.values())).deal
+        self.round, self._deal = first.step // first.job["tau"], Deal(first_block, again)
+        self.phase = Phase.COMPUTING
+        for each in [each for each in self._whole() if each.has_what(first)]:
+            self._enter(each)
+        self._since = now
+        self.events.append({"event": "start", "round": self.round, "members": len(self.members)})
+        self._find_donors()
+
+    def _gather_anew(self, now: float) -> None:
+        """Nobody is left who has the state of the round."""
+        self.phase, self._since = Phase.GATHERING, now
+        for each in self._whole():  # what they had when they came, they may have no more
+            self._start_over(each)
+            each.state, each.own = State.COMING, {}
+            self._order(each, {"type": "again"})
+        self.events.append({"event": "waits", "round": self.round, "members": 0})
+
+    def _enter_now(self, names: set[str]) -> None:
+        """Those of them that have the state of this round's beginning are members of it."""
+        for each in list(self.replicas.values()):
+            if each.name in names and self._is_ready(each):
+                self._enter(each)
+                each.donor = None
+
+    def _is_ready(self, replica: Replica) -> bool:
+        return replica.state is State.READY and set(replica.ready.values()) == {self.round}
+
+    def _enter(self, replica: Replica) -> None:
+        replica.block, replica.state, replica.said = self._deal.take(), State.ENTERING, set()
+        self._order(replica, {"type": "enter", "round": self.round, "block": replica.block, **self._dealt()})
+        self._tell_event("enter", replica, round=self.round, block=replica.block)
+
+    def _dealt(self) -> dict[str, Any]:
+        """For a checkpoint of the state at the beginning of the round. A block that is dealt a moment later
+        is above the first of the list, or in it."""
+        in_work = [each.block for each in self.members if each.block is not None]
+        return {"deal": self._deal.to_list(in_work)}
+
+    def _free(self, replica: Replica) -> None:
+        """Its block has not counted."""
+        if replica.block is not None:
+            self._deal.give_back(replica.block)
+            replica.block = None
+
+    def _start_over(self, replica: Replica) -> None:
+        """It is to take its state from another donor."""
+        self._free(replica)
+        replica.state, replica.donor, replica.ready, replica.said = State.NEW, None, {}, set()
+
+    def _find_donors(self) -> None:
+        donors = [each for each in self.replicas.values() if each.state is State.MEMBER]
+        for each in self.replicas.values():
+            if each.state is State.NEW and donors:
+                fetching = collections.Counter(other.donor for other in self.replicas.values())
+                broken = each.broken
+                donor = min(donors, key=lambda one: (one.name == broken, fetching[one.name]))
+                each.donor, each.state, each.ready = donor.name, State.FETCHING, {}
+                for place, address in donor.addresses.items():
+                    message = {"type": "fetch", "donor": donor.name, "address": address}
+                    self._order(each, message, place)
+
+    def _exchange(self, now: float) -> None:
+        members = self.members
+        self.phase, self._attempt, self._failed_at = Phase.EXCHANGING, self._attempt + 1, None
+        for each in members:
+            each.said, each.failed, each.heard = set(), {}, now
+        for each in members:
+            for place in range(each.places):
+                message = {
+                    "type": "exchange",
+                    "attempt": self._attempt,
+                    "members": [[other.name, other.addresses[place]] for other in members],
+                }
+                self._order(each, message, place)
+
+    def _begin_anew(self) -> None:
+        """The exchange is over without a result: all that are left have arrived."""
+        self.phase = Phase.COMPUTING
+        for each in self.members:
+            each.said = set(range(each.places))
+
+    def _is_of_attempt(self, message: Mapping[str, Any]) -> bool:
+        return self.phase is Phase.EXCHANGING and message["attempt"] == self._attempt
+
+    def _said(self, replica: Replica, place: int) -> None:
+        replica.said.add(place)
+
+    def _commit(self, now: float) -> None:
+        members = self.members
+        self.events.append(
+            {
+                "event": "round",
+                "round": self.round,
+                "blocks": {each.label: each.block for each in members},
+                "attempt": self._attempt,
+            }
+        )
+        coming = [each for each in self.replicas.values() if self._is_ready(each)]
+        self.round, self.phase, self._since = self.round + 1, Phase.COMPUTING, now
+        is_last = self.round == members[0].job["rounds"]
+        for each in members:
+            each.block, each.said = None if is_last else self._deal.take(), set()
+        if is_last:
+            self.phase = Phase.OVER
+        for each in members:
+            self._order(
+                each,
+                {
+                    "type": "commit", "round": self.round, "count": len(members), "block": each.block,
+                    **self._dealt(),
+                },
+            )  # fmt: skip
+        for each in [] if is_last else coming:
+            self._enter(each)
+
+    def _blamed(self) -> Replica:
+        """Whom most exchanges failed with; of several the one that came last."""
+        blames = collections.Counter(peer for each in self.members for peer in each.failed.values())
+        return max(self.members, key=lambda each: (blames[each.name], self.members.index(each)))
+
+    def _expel(self, replica: Replica, reason: str, now: float) -> None:
+        self._order(replica, {"type": "expelled", "reason": reason})
+        self.lost(replica.name, reason, now)
+
+    def _order(self, replica: Replica, message: dict[str, Any], place: int | None = None) -> None:
+        self.orders.append(Order(replica.name, message, place))
+
+    def _tell_event(self, event: str, replica: Replica, **more: Any) -> None:
+        self.events.append({"event": event, "replica": replica.label, **more})

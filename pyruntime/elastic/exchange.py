@@ -1,0 +1,149 @@
+"""The sum of a tensor over the members of a round, over a connection between every two.
+
+Of n members each sums the n-th part: it takes that part of all others and sends them the sum, so that a
+member sends and receives 2 (n - 1) / n of the tensor. All get the same bits: a part is summed by one member,
+in the order of members, in fp32 (fp64 of doubles), and rounded once.
+
+What happens elsewhere may end it at any moment: `interrupted` is asked whenever the service has said
+something, and nothing has been written into the tensor itself. Connections are not closed on a failure:
+others would take that for one of this member's, and hide whose it was.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pyruntime.elastic.wire import bytes_of
+
+LOOK_S = 0.2
+
+
+class Interrupted(Exception):
+    """The service has ordered something else."""
+
+
+class PeerFailed(Exception):
+    """The exchange cannot go on with member `index`, of those that it is over."""
+
+    def __init__(self, index: int, why: str):
+        self.index = index
+        super().__init__(why)
+
+
+def sum_over(
+    tensor: Tensor,
+    sums: Tensor,
+    mine: int,
+    peers: Mapping[int, socket.socket],
+    control: socket.socket,
+    interrupted: Callable[[], bool],
+    still_here: Callable[[], None],
+    deadline_s: float,
+) -> int:
+    """Writes into `sums` the sum of what all members have in `tensor`; both 1-D and contiguous. Returns the
+    bytes that came.
+
+    mine: this member among all. peers: non-blocking connections to the others, by their numbers. control:
+    the connection to the service; when it can be read, `interrupted` reads it. still_here is called a few
+    times a second. Raises Interrupted, or PeerFailed where a connection fails or nothing comes or goes for
+    `deadline_s` seconds.
+    """
+    count = len(peers) + 1
+    parts, results = tensor.tensor_split(count), sums.tensor_split(count)
+    come = {peer: torch.empty_like(parts[mine]) for peer in peers}
+    flow = _Flow(peers, control, interrupted, still_here, deadline_s)
+    flow.run({peer: parts[peer] for peer in peers}, come)
+    exact = torch.zeros_like(parts[mine], dtype=torch.promote_types(tensor.dtype, torch.float32))
+    for member in range(count):
+        exact += parts[mine] if member == mine else come[member]
+    results[mine].copy_(exact)
+    flow.run({peer: results[mine] for peer in peers}, {peer: results[peer] for peer in peers})
+    return flow.received
+
+
+class _Flow:
+    def __init__(
+        self,
+        peers: Mapping[int, socket.socket],
+        control: socket.socket,
+        interrupted: Callable[[], bool],
+        still_here: Callable[[], None],
+        deadline_s: float,
+    ):
+        self._peers, self._control = peers, control
+        self._interrupted, self._still_here, self._deadline_s = interrupted, still_here, deadline_s
+        self.received = 0
+
+    def run(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        """Returns when all of both has passed."""
+        out = {peer: bytes_of(tensor) for peer, tensor in outgoing.items() if tensor.numel()}
+        come = {peer: bytes_of(tensor) for peer, tensor in incoming.items() if tensor.numel()}
+        moved = dict.fromkeys(self._peers, time.monotonic())
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            while out or come:
+                _watch(selector, self._peers, out, come)
+                for key, events in selector.select(LOOK_S):
+                    if key.fileobj is self._control:
+                        if self._interrupted():
+                            raise Interrupted
+                        continue
+                    peer = key.data
+                    self._move(peer, events, out, come)
+                    moved[peer] = time.monotonic()
+                self._still_here()
+                for peer in {*out, *come}:
+                    if time.monotonic() - moved[peer] > self._deadline_s:
+                        raise PeerFailed(peer, f"nothing passed for {self._deadline_s:g} s")
+
+    def _move(self, peer: int, events: int, out: dict[int, memoryview], come: dict[int, memoryview]) -> None:
+        """What can pass at once."""
+        connection = self._peers[peer]
+        try:
+            if events & selectors.EVENT_WRITE and peer in out:
+                out[peer] = out[peer][connection.send(out[peer]) :]
+            if events & selectors.EVENT_READ and peer in come:
+                count = connection.recv_into(come[peer])
+                if not count:
+                    raise PeerFailed(peer, "the connection was closed")
+                self.received += count
+                come[peer] = come[peer][count:]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise PeerFailed(peer, error.strerror or str(error)) from error
+        for left in (out, come):
+            if peer in left and not left[peer]:
+                del left[peer]
+
+
+def _watch(
+    selector: selectors.BaseSelector,
+    peers: Mapping[int, socket.socket],
+    out: Mapping[int, memoryview],
+    come: Mapping[int, memoryview],
+) -> None:
+    known = selector.get_map()
+    for peer, connection in peers.items():
+        wanted = (selectors.EVENT_WRITE if peer in out else 0) | (selectors.EVENT_READ if peer in come else 0)
+        key = known.get(connection)
+        if key is None and wanted:
+            selector.register(connection, wanted, peer)
+        elif key is not None and not wanted:
+            selector.unregister(connection)
+        elif key is not None and key.events != wanted:
+            selector.modify(connection, wanted, peer)
+
+
+def meet(address: Sequence, header: bytes, deadline_s: float) -> socket.socket:
+    """A connection to another replica, whose first message is `header`. Raises OSError."""
+    connection = socket.create_connection((address[0], int(address[1])), deadline_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(header)
+    return connection

@@ -1,0 +1,406 @@
+"""A rank's side of replicas that come and go: what `OuterOptimizer` sums over."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyruntime.comm.errors import CommTimeout, PeerLost
+from pyruntime.elastic.address import split_address
+from pyruntime.elastic.deal import step_of_data
+from pyruntime.elastic.exchange import Interrupted, PeerFailed, meet, sum_over
+from pyruntime.elastic.transfer import Stream, Taken, fetch, fetch_sums, sizes
+from pyruntime.elastic.wire import Messages, encode, read_message, readable
+
+HEADER_S = 5.0
+"""For the first message of a connection from another replica."""
+ALIVE_S = 1.0
+
+
+class Expelled(PeerLost):
+    """The service has put this replica out of the run."""
+
+
+class Member:
+    """This rank of a replica, at the service at `address` (HOST:PORT).
+
+    replica: a name that its ranks share and no other replica has; place: this rank among `places`. job: what
+    has to be the same for all replicas, with tau and rounds, the number of them in the run. deadline_s: how
+    long the service may be silent, and others may make no progress.
+
+    Raises ValueError for what is no address, PeerLost where the service does not answer, CommTimeout where it
+    is silent, `Expelled` where it puts this replica out, as its methods do.
+    """
+
+    rank, name = 0, ""
+
+    def __init__(
+        self,
+        address: str,
+        replica: str,
+        job: Mapping[str, Any],
+        *,
+        place: int = 0,
+        places: int = 1,
+        label: str = "",
+        deadline_s: float = 120.0,
+    ):
+        self._address, self._replica, self._job = address, replica, dict(job)
+        self._place, self._places, self._label = place, places, label or replica
+        self._deadline_s = deadline_s
+        self.size = 1
+        """Replicas whose displacements the last sum is of."""
+        self.round, self.block = 0, 0
+        """The round under way, and this replica's block in it."""
+        self.deal: list[int] = [0]
+        """What had been dealt at the beginning of the round, as `Deal.to_list`."""
+        self._seconds, self._bytes = 0.0, 0
+        self._taken: Taken | None = None
+        self._pending: Tensor | None = None
+        self._sums: Tensor | None = None
+        self._streams: list[Stream] = []
+        self._inbox: collections.deque[dict[str, Any]] = collections.deque()
+        self._messages = Messages()
+        host, port = split_address(address)
+        try:
+            self._control = socket.create_connection((host, port), deadline_s)
+        except OSError as error:
+            raise PeerLost(
+                f"The service of replicas at {address} (data_parallel.members) does not answer: "
+                f"{error.strerror or error}; start it with python -m pyruntime members, or correct the "
+                "address."
+            ) from error
+        self._control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._heard = self._said_here = time.monotonic()
+        self._door = _Door(self._control.getsockname()[0], self._control.family)
+
+    # What OuterOptimizer asks of the sums over replicas.
+
+    @property
+    def is_busy(self) -> bool:
+        return self._pending is not None
+
+    def begin(self, tensor: Tensor) -> None:
+        """The round has ended for this replica; these are its displacements."""
+        self._pending = tensor
+
+    def pump(self) -> None:
+        """Between two steps: sends the state to replicas that have asked for it."""
+        self._read_control(0.0)
+        self._refuse_expulsion()
+        self._donate()
+
+    def wait(self, tensor: Tensor) -> None:
+        """`tensor` holds the sums, of `size` replicas, and the next round begins."""
+        if not self.is_busy:
+            return
+        began = time.perf_counter()
+        self._tell({"type": "arrived", "round": self.round})
+        while (message := self._next())["type"] != "commit":
+            if message["type"] == "exchange":
+                self._take_part(message, tensor)
+        assert self._sums is not None
+        tensor.copy_(self._sums)
+        for stream in self._streams:
+            head = {"type": "sums", "round": self.round, "count": message["count"], "deal": message["deal"]}
+            stream.add(head, tensor.clone())
+        self._streams = [stream for stream in self._streams if not stream.is_over]
+        self.size, self._pending = message["count"], None
+        self.round, self.deal = message["round"], message["deal"]
+        self.block = -1 if message["block"] is None else message["block"]
+        self._door.forget()
+        self._seconds += time.perf_counter() - began
+
+    def settle(self) -> None:
+        """Nothing is on its way but inside `wait`."""
+
+    def close(self) -> None:
+        """This replica leaves. What it sends to one that comes still goes."""
+        for stream in self._streams:
+            stream.close()
+        self._door.close()
+        self._control.close()
+
+    def stats(self) -> tuple[float, int]:
+        """Since the start, seconds in `wait`, and bytes that came from other replicas there."""
+        return self._seconds, self._bytes
+
+    @property
+    def step(self) -> int:
+        """Steps of a replica before the round under way."""
+        return self.round * self._job["tau"]
+
+    def step_of_data(self, step: int) -> int:
+        """Whose sequences this replica takes in its `step`, from 1."""
+        return step_of_data(self.block, step, self._job["tau"])
+
+    # How a replica comes.
+
+    def join(self, taken: Taken, sums: Tensor, step: int, deal: list[int]) -> bool:
+        """Returns when this replica is a member, at the beginning of `round`; `taken` has the state of then.
+        False: the run is over.
+
+        sums: a tensor like those that will be summed. step, deal: of the state that is there, which is a
+        round's beginning: its steps, and what had been dealt.
+        """
+        self._taken, self._sums = taken, torch.empty_like(sums)
+        self.round, self.deal = step // self._job["tau"], deal
+        self._tell(
+            {
+                "type": "hello",
+                "replica": self._replica,
+                "label": self._label,
+                "place": self._place,
+                "places": self._places,
+                "address": self._door.address,
+                "job": self._job,
+                **self._own(taken),
+            }
+        )
+        with contextlib.ExitStack() as connections:
+            return self._come(taken, sums, connections)
+
+    def _own(self, taken: Taken) -> dict[str, Any]:
+        """The state that is there."""
+        return {"step": self.step, "weights": taken.checksum(), "deal": self.deal}
+
+    def _come(self, taken: Taken, sums: Tensor, connections: contextlib.ExitStack) -> bool:
+        donor, stream = "", None
+        entered: dict[str, Any] | None = None
+        while True:
+            message = self._next(stream)
+            kind = None if message is None else message["type"]
+            if kind == "over":
+                return False
+            if kind == "again":
+                connections.close()
+                entered, stream = None, None
+                self._tell({"type": "here", **self._own(taken)})
+            if kind == "go" and entered is not None:
+                self.block, self.deal = entered["block"], entered["deal"]
+                return True
+            try:
+                if message is not None and kind == "fetch":
+                    connections.close()
+                    donor, entered, stream = message["donor"], None, None
+                    header = encode({"type": "state"})
+                    stream = connections.enter_context(meet(message["address"], header, self._deadline_s))
+                    head = fetch(stream, taken)
+                    self.round, self.deal = head["round"], head["deal"]
+                    self._tell({"type": "ready", "round": self.round})
+                elif message is None and stream is not None:
+                    head = fetch_sums(stream, taken, sums)
+                    self.round, self.deal = head["round"] + 1, head["deal"]
+                    self._tell({"type": "ready", "round": self.round})
+            except (OSError, ValueError):
+                stream = None
+                self._tell({"type": "broken", "donor": donor})
+            if kind == "enter":
+                entered = message
+            if entered is not None and kind in ("enter", None) and entered["round"] == self.round:
+                self._tell({"type": "begun", "block": entered["block"]})
+
+    # How a replica helps another one to come.
+
+    def _donate(self) -> None:
+        assert self._taken is not None
+        for connection in self._door.asking():
+            tensors = self._taken.tensors()
+            head = {"type": "state", "round": self.round, "sizes": sizes(tensors), "deal": self.deal}
+            copies = [tensor.detach().clone() for tensor in tensors]
+            self._streams.append(Stream(connection, head, copies, self._deadline_s))
+
+    # Exchanges.
+
+    def _take_part(self, order: dict[str, Any], tensor: Tensor) -> None:
+        """In one attempt, until it is done, failed, or something else is ordered."""
+        assert self._sums is not None
+        attempt, members = order["attempt"], order["members"]
+        names = [name for name, _ in members]
+        peers: dict[int, socket.socket] = {}
+        try:
+            self._meet_all(attempt, members, peers)
+            self._bytes += sum_over(
+                tensor,
+                self._sums,
+                names.index(self._replica),
+                peers,
+                self._control,
+                self._is_interrupted,
+                self._say_here,
+                self._deadline_s,
+            )
+        except Interrupted:
+            return
+        except PeerFailed as failure:
+            self._tell({"type": "failed", "attempt": attempt, "peer": names[failure.index]})
+            return
+        finally:
+            self._door.keep(attempt, list(peers.values()))
+        self._tell({"type": "done", "attempt": attempt})
+
+    def _meet_all(self, attempt: int, members: list, peers: dict[int, socket.socket]) -> None:
+        """Into `peers`, a connection to every other member: this one calls those before it, and is called by
+        those after it."""
+        mine = [name for name, _ in members].index(self._replica)
+        header = encode({"type": "exchange", "attempt": attempt, "from": self._replica})
+        end = time.monotonic() + self._deadline_s
+        for index, (name, address) in enumerate(members):
+            if index < mine:
+                try:
+                    peers[index] = meet(address, header, self._deadline_s)
+                except OSError as error:
+                    raise PeerFailed(index, str(error)) from error
+            elif index > mine:
+                while (found := self._door.caller(attempt, name)) is None:
+                    self._read_control(0.02)
+                    self._say_here()
+                    if self._inbox:
+                        raise Interrupted
+                    if time.monotonic() > end:
+                        raise PeerFailed(index, "it did not call")
+                peers[index] = found
+        for connection in peers.values():
+            connection.setblocking(False)
+
+    def _is_interrupted(self) -> bool:
+        self._read_control(0.0)
+        return bool(self._inbox)
+
+    def _say_here(self) -> None:
+        """The service hears that this process is at work in an exchange."""
+        if time.monotonic() - self._said_here > ALIVE_S:
+            self._tell({"type": "alive"})
+
+    # The connection to the service.
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._said_here = time.monotonic()
+        try:
+            self._control.sendall(encode(message))
+        except OSError as error:
+            self._read_control(0.0)  # why, where the service has said so
+            self._refuse_expulsion()
+            raise self._lost(error.strerror or str(error)) from error
+
+    def _next(self, stream: socket.socket | None = None) -> Any:
+        """The next message of the service; None where `stream` has something before that. State is given
+        away meanwhile."""
+        self._heard = time.monotonic()
+        while True:
+            self._refuse_expulsion()
+            if self._inbox:
+                return self._inbox.popleft()
+            if stream is not None and readable(stream, 0.0):
+                return None
+            if self._pending is not None:
+                self._donate()
+            self._read_control(0.05)
+            if time.monotonic() - self._heard > self._deadline_s:
+                raise CommTimeout(
+                    f"The service of replicas at {self._address} has been silent for {self._deadline_s:g} s; "
+                    "see whether it runs."
+                )
+
+    def _read_control(self, seconds: float) -> None:
+        """Takes what the service has said, waiting so long for something."""
+        while readable(self._control, seconds):
+            try:
+                data = self._control.recv(1 << 16)
+            except OSError as error:
+                raise self._lost(error.strerror or str(error)) from error
+            if not data:
+                self._refuse_expulsion()
+                raise self._lost("its process ended")
+            self._heard, seconds = time.monotonic(), 0.0
+            self._inbox.extend(each for each in self._messages.feed(data) if each["type"] != "alive")
+
+    def _refuse_expulsion(self) -> None:
+        for message in self._inbox:
+            if message["type"] == "expelled":
+                raise Expelled(
+                    f"This replica was put out of the run in round {self.round}: {message['reason']}. Where "
+                    "it can go on, start it again: it takes its state from the others."
+                )
+
+    def _lost(self, why: str) -> PeerLost:
+        return PeerLost(
+            f"The service of replicas at {self._address} is lost: {why}. Start it again, and the replicas "
+            "from their checkpoints."
+        )
+
+
+class _Door:
+    """Where other replicas call: for an exchange, or for the state."""
+
+    def __init__(self, host: str, family: int):
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self.address = self._listener.getsockname()[:2]
+        self._lock = threading.Lock()
+        self._callers: dict[tuple[int, str], socket.socket] = {}
+        self._asking: list[socket.socket] = []
+        self._kept: list[tuple[int, socket.socket]] = []
+        threading.Thread(target=self._work, daemon=True, name="pyr-door").start()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            try:
+                connection.settimeout(HEADER_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                message = read_message(connection)
+                with self._lock:
+                    if message["type"] == "state":
+                        self._asking.append(connection)
+                    else:
+                        self._callers[message["attempt"], message["from"]] = connection
+            except (OSError, ValueError, KeyError, TypeError):
+                connection.close()  # whoever called hears of it
+
+    def asking(self) -> list[socket.socket]:
+        """Those who want the state, who are the caller's from here on."""
+        with self._lock:
+            found, self._asking = self._asking, []
+        return found
+
+    def caller(self, attempt: int, name: str) -> socket.socket | None:
+        with self._lock:
+            return self._callers.pop((attempt, name), None)
+
+    def keep(self, attempt: int, connections: list[socket.socket]) -> None:
+        """Open until a later attempt, in which nobody takes their end for a failure."""
+        with self._lock:
+            old = [each for number, each in self._kept if number < attempt]
+            old += [self._callers.pop(key) for key in list(self._callers) if key[0] < attempt]
+            self._kept = [each for each in self._kept if each[0] >= attempt]
+            self._kept += [(attempt, each) for each in connections]
+        for each in old:
+            each.close()
+
+    def forget(self) -> None:
+        """The round is over: nobody reads from the connections of its attempts any more."""
+        with self._lock:
+            old, self._kept = [each for _, each in self._kept], []
+        for each in old:
+            each.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.forget()
+        with self._lock:
+            left = [*self._callers.values(), *self._asking]
+        for each in left:
+            each.close()

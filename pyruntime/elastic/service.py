@@ -1,0 +1,194 @@
+"""Sockets of the service that replicas which come and go are joined by; `coordinator.py` decides."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from pyruntime.elastic.coordinator import Coordinator, Phase
+from pyruntime.elastic.wire import Messages, encode
+
+TICK_S = 0.1
+ALIVE_S = 1.0
+"""Between two signs of life to those that wait."""
+MOST_UNSENT = 1 << 22
+"""Bytes that a connection may leave unread before it counts as lost."""
+
+
+class Connection:
+    """Of a rank of a replica."""
+
+    def __init__(self, connected: socket.socket):
+        connected.setblocking(False)
+        self.socket = connected
+        self.messages = Messages()
+        self.unsent = b""
+        self.name = ""
+        """Of its replica; empty before it has said so."""
+        self.place = 0
+        self.is_ending = False
+        """To be closed once all is sent."""
+
+
+class Service:
+    """Listens on `port` of `host` (0: a free one) and serves one run.
+
+    record: a file that gets a line of JSON for everything that happens. say: prints a line. Raises OSError
+    where the port or the record cannot be had.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        host: str = "",
+        port: int = 0,
+        record: Path | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        self._coordinator, self._say = coordinator, say
+        self._listener = socket.create_server((host, port), backlog=128)
+        self._listener.setblocking(False)
+        self.port = self._listener.getsockname()[1]
+        self._record: TextIO | None = (
+            None if record is None else open(record, "a", encoding="utf-8")  # noqa: SIM115 - closed by close
+        )
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._connections: list[Connection] = []
+        self._last_alive = 0.0
+        self._stopped = False
+
+    def run(self) -> None:
+        """Until the last round has been committed and all replicas have left, or stop()."""
+        while not (self._stopped or (self._coordinator.phase is Phase.OVER and not self._connections)):
+            for key, events in self._selector.select(TICK_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                    continue
+                if events & selectors.EVENT_READ:
+                    self._read(key.data)
+                if events & selectors.EVENT_WRITE:
+                    self._send(key.data)
+            self._coordinator.tick(time.monotonic())
+            self._carry_out()
+            self._show_life()
+
+    def stop(self) -> None:
+        """Ends run() within a moment; called by another thread."""
+        self._stopped = True
+
+    def close(self) -> None:
+        for connection in list(self._connections):
+            self._drop(connection)
+        self._selector.close()
+        self._listener.close()
+        if self._record is not None:
+            self._record.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection = Connection(self._listener.accept()[0])
+            self._connections.append(connection)
+            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            data = connection.socket.recv(1 << 16)
+            if not data:
+                raise ConnectionError("its process ended")
+            for message in connection.messages.feed(data):
+                self._hear(connection, message)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(connection, error.strerror or str(error))
+        except (ValueError, KeyError, TypeError) as error:
+            self._lose(connection, f"it sent what is no message of ours ({error})")
+
+    def _hear(self, connection: Connection, message: dict[str, Any]) -> None:
+        if connection.is_ending:
+            return
+        now = time.monotonic()
+        if message["type"] == "hello":
+            connection.name, connection.place = message["replica"], message["place"]
+            self._coordinator.hello(connection.name, connection.place, message, now)
+        else:
+            self._coordinator.hear(connection.name, connection.place, message, now)
+        self._carry_out()
+
+    def _carry_out(self) -> None:
+        """What the coordinator has decided."""
+        coordinator = self._coordinator
+        while coordinator.orders or coordinator.events:
+            events, coordinator.events = coordinator.events, []
+            orders, coordinator.orders = coordinator.orders, []
+            for event in events:
+                self._enter(event)
+            for order in orders:
+                for connection in list(self._connections):
+                    if connection.name == order.replica and order.place in (None, connection.place):
+                        connection.unsent += encode(order.message)
+                        connection.is_ending |= order.message["type"] == "expelled"
+                        self._send(connection)
+
+    def _enter(self, event: dict[str, Any]) -> None:
+        line = json.dumps({"time": time.time(), **event})
+        if self._record is not None:
+            self._record.write(line + "\n")
+            self._record.flush()
+        if event["event"] != "round":
+            self._say(line)
+
+    def _show_life(self) -> None:
+        now = time.monotonic()
+        if now - self._last_alive < ALIVE_S:
+            return
+        self._last_alive = now
+        waiting = set(self._coordinator.waiting)
+        for connection in list(self._connections):
+            if connection.name in waiting and not connection.unsent:
+                connection.unsent = encode({"type": "alive"})
+                self._send(connection)
+
+    def _send(self, connection: Connection) -> None:
+        if connection not in self._connections:
+            return
+        try:
+            while connection.unsent:
+                connection.unsent = connection.unsent[connection.socket.send(connection.unsent) :]
+        except BlockingIOError:
+            if len(connection.unsent) > MOST_UNSENT:
+                self._lose(connection, "it does not read what it is told")
+                return
+        except OSError as error:
+            self._lose(connection, error.strerror or str(error))
+            return
+        if connection.is_ending and not connection.unsent:
+            self._drop(connection)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        self._selector.modify(connection.socket, wanted, connection)
+
+    def _lose(self, connection: Connection, reason: str) -> None:
+        if connection in self._connections:
+            self._drop(connection)
+            if connection.name and not connection.is_ending:
+                self._coordinator.lost(connection.name, reason, time.monotonic())
+
+    def _drop(self, connection: Connection) -> None:
+        self._connections.remove(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+
+
+def say(text: str) -> None:
+    """On stdout, at once; a reader that has gone does not end the service."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text, file=sys.stdout, flush=True)

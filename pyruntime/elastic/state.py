@@ -1,0 +1,33 @@
+"""What of an outer and an inner optimizer a replica that comes takes over."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from pyruntime.elastic.wire import bytes_of
+from pyruntime.outer.optimizer import OuterOptimizer
+
+
+class OuterState:
+    """Outer iterate and outer momentum of `outer`, and what `inner` gives: tensors of the inner optimizer
+    that a replica had better not begin without, such as the moments of AdamW. They are the donor's, of the
+    middle of its round."""
+
+    def __init__(self, outer: OuterOptimizer, inner: Callable[[], Sequence[Tensor]] = lambda: ()):
+        self._outer, self._inner = outer, inner
+
+    def tensors(self) -> list[Tensor]:
+        return [*self._outer.common(), *self._inner()]
+
+    def advance(self, sums: Tensor, count: int) -> None:
+        self._outer.advance(sums, count)
+
+    def checksum(self) -> int:
+        """Of what all replicas have in common."""
+        found = 0
+        for tensor in self._outer.common():
+            found = zlib.crc32(bytes_of(tensor), found)
+        return found

@@ -1,0 +1,81 @@
+"""A trainer's replica that comes and goes: what it tells the service of itself, and what it takes over."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import uuid
+from typing import Any
+
+from torch import Tensor
+
+from pyruntime.comm import Runtime
+from pyruntime.data_parallel import Sharded
+from pyruntime.elastic.member import Member
+from pyruntime.elastic.state import OuterState
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.outer.sharded import ShardedOuter
+from pyruntime.train.config import RunConfig
+from pyruntime.train.data.corpus import Corpus
+from pyruntime.train.ranks import on_rank_0
+
+OF_TRAIN = ("steps", "batch_size", "micro_batch_size", "seq_len", "dtype", "z_loss", "seed")
+"""Of the [train] section, what all replicas have alike."""
+ITS_OWN = ("members",)
+"""Of the [data_parallel] section, what they need not."""
+
+
+def open_member(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: Runtime) -> Member:
+    """This rank at the service of `data_parallel.members`. Raises PeerLost where that does not answer."""
+
+    def named() -> tuple[str, str]:
+        return uuid.uuid4().hex, f"{socket.gethostname()}:{os.getpid()}"
+
+    replica, label = on_rank_0(runtime.world, "Naming the replica", named)
+    return Member(
+        config.data_parallel.members,
+        replica,
+        job_of(config, shape, sum(len(source.train) for source in corpus.sources), runtime),
+        place=runtime.world.rank(),
+        places=runtime.world.size(),
+        label=label,
+        deadline_s=config.comm.deadline_s,
+    )
+
+
+def job_of(config: RunConfig, shape: LlamaConfig, tokens: int, runtime: Runtime) -> dict[str, Any]:
+    """What has to be the same for all replicas, by its key in the configuration where it is there; and how
+    many rounds there are. tokens: to learn from."""
+    tau = config.data_parallel.tau
+    assert isinstance(tau, int)
+    job = {f"train.{name}": getattr(config.train, name) for name in OF_TRAIN}
+    job |= {f"optimizer.{name}": value for name, value in vars(config.optimizer).items()}
+    job |= {
+        f"data_parallel.{name}": value
+        for name, value in vars(config.data_parallel).items()
+        if name not in ITS_OWN
+    }
+    job |= {f"parallel.{name}": size for name, size in runtime.sizes._asdict().items()}
+    job |= {"parallel.zero": config.parallel.zero, "tokens": tokens}
+    job |= {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()}
+    return job | {"tau": tau, "rounds": config.train.steps // tau}
+
+
+def join(member: Member, outer: ShardedOuter, sharded: Sharded, step: int, deal: list[int]) -> bool:
+    """Returns when this replica is a member, with the state of the beginning of a round; False: the run is
+    over. step, deal: of what is there already; the steps of a round that has not ended are taken anew."""
+    optimizer = sharded.optimizer
+    assert optimizer is not None
+
+    def moments() -> list[Tensor]:
+        return [tensor for state in optimizer.current() for tensor in state.moments.values()]
+
+    state, tau = OuterState(outer, moments), outer.tau
+    assert tau is not None
+    (sent,) = outer.travelling()
+    if not member.join(state, sent, step // tau * tau, deal or [0]):
+        return False
+    outer.begin_anew()
+    optimizer.resume(member.step)
+    return True

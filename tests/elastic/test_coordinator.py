@@ -1,0 +1,145 @@
+"""Death and return at every moment of a round, of the first and of several replicas: what the service decides
+keeps all iterates alike, counts every block once, and comes to an end."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyruntime.elastic.coordinator import Phase
+from tests.elastic.simulation import DEADLINE_S, World
+
+
+def moves_of(seed: int, **world) -> int:
+    """Of an undisturbed run."""
+    one = World(seed, **world)
+    one.run()
+    one.check()
+    return one.moves
+
+
+def test_undisturbed_replicas_share_the_blocks_in_order():
+    one = World(0, replicas=3, quorum=2, rounds=4)
+    one.run()
+    assert one.check() == list(range(12))
+    assert all(rank.is_finished for rank in one.ranks)
+
+
+SHAPES = [
+    {"replicas": 3, "quorum": 1, "rounds": 3},
+    {"replicas": 3, "quorum": 2, "rounds": 3},
+    {"replicas": 2, "quorum": 2, "rounds": 3},
+    {"replicas": 3, "quorum": 2, "rounds": 3, "places": 2},
+]
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("victim", ["first", "last"])
+def test_one_that_is_gone_at_any_moment_leaves_the_round_and_one_comes_in_its_place(shape, victim, how):
+    for seed in range(2):
+        for moment in range(0, moves_of(seed, **shape), 1 if how == "killed" else 3):
+            one = World(seed, **shape)
+            while one.moves < moment and one.move():
+                pass
+            names = one.alive()
+            if not names or one.coordinator.phase is Phase.OVER:
+                continue
+            name = names[0 if victim == "first" else -1]
+            one.kill(name) if how == "killed" else one.stop(name)
+            one.start()
+            one.run()
+            one.check()
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_several_die_and_return_at_moments_of_their_own(seed, shape):
+    """Donors and replicas that come too, one after the other and at once, with nobody left at times."""
+    one = World(seed, **shape | {"rounds": 6})
+    deaths = 0
+    while one.coordinator.phase is not Phase.OVER and one.moves < 3000:
+        if not one.move():
+            one.pass_time(DEADLINE_S + 3)
+            one.blame_the_silent()
+        if deaths < 12 and one.random.random() < 0.03 and one.alive():
+            deaths += 1
+            one.kill(one.random.choice(one.alive()))
+            one.start()
+    one.run()
+    one.check()
+
+
+def test_a_round_waits_for_its_quorum_and_one_that_comes_takes_part_in_it():
+    one = World(1, replicas=2, quorum=2, rounds=2)
+    while one.coordinator.phase is not Phase.COMPUTING:
+        one.move()
+    while any(not rank.is_member for rank in one.ranks):
+        one.move()
+    one.kill("replica-1")
+    while one.move():
+        pass
+    one.pass_time(10 * DEADLINE_S)
+    assert one.coordinator.round == 0 and len(one.coordinator.members) == 1
+    one.start()
+    one.run()
+    assert one.check() == [0, 1, 2, 3]  # block 0, of the one that died, first
+    assert one.of("replica-3")[0].iterate[0] == (0, (0, 1))
+
+
+def test_no_step_of_the_others_is_lost():
+    """Killed while the sums are taken: the round counts with what the others had computed before."""
+    one = World(2, replicas=3, quorum=2, rounds=1)
+    while one.coordinator.phase is not Phase.EXCHANGING:
+        one.move()
+    blocks = {rank.replica: rank.block for rank in one.ranks}
+    one.kill("replica-2")
+    one.run()
+    assert one.check() == [blocks["replica-1"], blocks["replica-3"]]
+
+
+def test_the_slow_one_is_left_behind_only_past_the_deadline():
+    one = World(3, replicas=3, quorum=2, rounds=2)
+    while not one.of("replica-3")[0].is_member:
+        one.move()
+    one.stop("replica-3")
+    while one.move():
+        pass
+    one.pass_time(DEADLINE_S - 1)
+    assert one.coordinator.round == 0 and "replica-3" in one.coordinator.replicas
+    one.run()
+    assert one.coordinator.round == 2
+    (slow,) = one.of("replica-3")
+    slow.is_stopped = False
+    one.run()
+    assert "did not come to the end of round 0 in time" in slow.expelled
+    one.check()
+
+
+def test_a_replica_of_another_job_is_put_out_in_a_sentence_that_names_the_key():
+    one = World(4, replicas=1, quorum=1, rounds=2)
+    while not all(rank.is_member for rank in one.ranks):
+        one.move()
+    name = one.start()
+    one.of(name)[0].outbox[0]["job"] = {"tau": 2, "rounds": 3}
+    one.run()
+    assert one.of(name)[0].expelled == ("it was started with rounds=3, and those that are here with rounds=2")
+
+
+def test_replicas_from_checkpoints_go_on_from_the_furthest():
+    """With what that one knows of the blocks."""
+    one = World(5, replicas=3, quorum=3, rounds=3)
+    history = [(0, (0, 1, 2)), (1, (3, 4, 6))]
+    for name, rounds, deal in (("replica-2", 2, [9, 5, 7, 8]), ("replica-3", 1, [6, 3, 4, 5])):
+        (rank,) = one.of(name)
+        rank.iterate, rank.deal = history[:rounds], deal
+        rank.outbox[0] |= rank.own()
+    one.run()
+    assert one.check() == [0, 1, 2, 3, 4, 6, 5, 7, 8]
+
+
+def test_one_that_comes_when_the_run_is_over_is_told():
+    one = World(6, replicas=2, quorum=1, rounds=1)
+    one.run()
+    name = one.start()
+    one.run()
+    assert one.of(name)[0].is_finished and not one.of(name)[0].is_member

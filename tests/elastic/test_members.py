@@ -1,0 +1,150 @@
+"""Processes that are killed at every moment of a round, and others that come: what is left of them computes
+what its definition says of the rounds that counted."""
+
+from __future__ import annotations
+
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from pyruntime.comm import PeerLost
+from pyruntime.elastic.member import Expelled, Member
+from pyruntime.elastic.state import OuterState
+from pyruntime.outer import co2, diloco, local_sgd, slowmo
+from pyruntime.outer.optimizer import OuterOptimizer
+from tests.elastic import replicas
+from tests.elastic.replicas import TAU
+
+ROUNDS = 8
+
+
+def check(tmp_path, outcomes, method, survivors) -> list[list[int]]:
+    of_rounds = replicas.rounds(tmp_path)
+    assert len(of_rounds) == ROUNDS
+    exact = replicas.expected(of_rounds, method)
+    for rank in survivors:
+        assert outcomes[rank].error is None, outcomes[rank].output
+        found, _ = outcomes[rank].value
+        np.testing.assert_allclose(found, exact, rtol=0, atol=1e-12)
+        np.testing.assert_array_equal(found, outcomes[survivors[0]].value[0])
+    counted = [block for blocks in of_rounds for block in blocks]
+    assert sorted(counted) == list(range(len(counted))), "each block counts once, also of those that died"
+    return of_rounds
+
+
+@pytest.mark.parametrize("method", [diloco(TAU), slowmo(TAU)], ids=lambda each: each.name)
+def test_undisturbed_replicas_are_the_method_by_its_definition(ranks, tmp_path, method):
+    with replicas.service(tmp_path, 3) as address:
+        outcomes = ranks.launch(replicas.replica, 3, tmp_path, address, method, ROUNDS, {}, (), init=False)
+    of_rounds = check(tmp_path, outcomes, method, [0, 1, 2])
+    assert of_rounds == [[3 * number, 3 * number + 1, 3 * number + 2] for number in range(ROUNDS)]
+
+
+MOMENTS = [
+    ("steps", 4),  # the first of a round
+    ("steps", 5),  # in its midst
+    ("tells arrived", 2),
+    ("sums", 9),  # some of it has gone
+    ("tells done", 2),  # all of it has
+]
+
+
+@pytest.mark.parametrize(("moment", "number"), MOMENTS, ids=str)
+def test_one_that_is_killed_leaves_and_one_comes_in_its_place(ranks, tmp_path, moment, number):
+    """No step of the others is lost: the round in which it died counts, with theirs."""
+    deaths = {1: (moment, number)}
+    with replicas.service(tmp_path, 3) as address:
+        outcomes = ranks.launch(
+            replicas.replica, 4, tmp_path, address, diloco(TAU), ROUNDS, deaths, (3,), init=False
+        )
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    of_rounds = check(tmp_path, outcomes, diloco(TAU), [0, 2, 3])
+    sizes = [len(blocks) for blocks in of_rounds]
+    assert min(sizes) == 2 and sizes[-1] == 3, sizes
+    assert outcomes[3].value[1] < ROUNDS
+
+
+def test_donor_and_one_that_comes_are_killed_on_the_way(ranks, tmp_path):
+    """The first dies in its steps, its successor takes the state from one that dies while it sends, and
+    another one dies while it takes it."""
+    deaths = {0: ("steps", 2), 1: ("gives", 2), 4: ("takes", 1)}
+    with replicas.service(tmp_path, 4) as address:
+        outcomes = ranks.launch(
+            replicas.replica, 6, tmp_path, address, diloco(TAU), ROUNDS, deaths, (4, 5), init=False
+        )
+    for rank in deaths:
+        assert outcomes[rank].exit_code == -signal.SIGKILL, rank
+    check(tmp_path, outcomes, diloco(TAU), [2, 3, 5])
+
+
+def test_several_die_at_once_and_the_last_one_goes_on(ranks, tmp_path):
+    deaths = {0: ("tells arrived", 2), 1: ("sums", 9), 2: ("steps", 5)}
+    with replicas.service(tmp_path, 4) as address:
+        outcomes = ranks.launch(
+            replicas.replica, 4, tmp_path, address, diloco(TAU), ROUNDS, deaths, (), init=False
+        )
+    of_rounds = check(tmp_path, outcomes, diloco(TAU), [3])
+    assert [len(blocks) for blocks in of_rounds][-1] == 1
+
+
+def test_a_service_that_does_not_answer_is_named():
+    with pytest.raises(PeerLost, match=r"127\.0\.0\.1:9 \(data_parallel\.members\) does not answer"):
+        Member("127.0.0.1:9", "mine", {"tau": 1, "rounds": 1}, deadline_s=2.0)
+
+
+def test_a_service_that_ends_ends_the_replicas_in_a_sentence(tmp_path):
+    module = torch.nn.Linear(2, 2)
+    with replicas.service(tmp_path, 2, ends=False) as address:
+        mine = Member(address, "mine", {"tau": 1, "rounds": 1}, deadline_s=2.0)
+    outer = OuterOptimizer(module, None, local_sgd(1), sums=mine)
+    state = OuterState(outer)
+    with pytest.raises(PeerLost, match=rf"at {address} is lost: "):
+        mine.join(state, *outer.travelling(), 0, [0])
+    outer.close()
+
+
+def test_a_replica_of_other_settings_is_put_out_in_a_sentence_that_names_the_key(tmp_path):
+    module = torch.nn.Linear(2, 2)
+    with replicas.service(tmp_path, 2, ends=False) as address:
+        jobs = [{"tau": 1, "rounds": 1, "train.seq_len": length} for length in (32, 64)]
+        mine, other = (Member(address, f"of {job['train.seq_len']}", job, deadline_s=5.0) for job in jobs)
+        mine._tell({"type": "hello", "label": "mine", "replica": "mine", "place": 0, "places": 1, "step": 0,
+                    "address": ["", 0], "job": jobs[0], "weights": 0, "deal": [0]})  # fmt: skip
+        outer = OuterOptimizer(module, None, local_sgd(1), sums=other)
+        sentence = "it was started with train.seq_len=64, and those that are here with train.seq_len=32"
+        with pytest.raises(Expelled, match=sentence):
+            other.join(OuterState(outer), *outer.travelling(), 0, [0])
+        outer.close()
+        mine.close()
+
+
+def test_methods_whose_average_is_late_are_refused(tmp_path):
+    with replicas.service(tmp_path, 1, ends=False) as address:
+        mine = Member(address, "mine", {"tau": 4, "rounds": 1})
+        with pytest.raises(ValueError, match="co2 uses it late or in fragments; use local_sgd, slowmo or"):
+            OuterOptimizer(torch.nn.Linear(2, 2), None, co2(4), sums=mine)
+        mine.close()
+
+
+@pytest.mark.parametrize(("moment", "number"), [("steps", 5), ("sums", 9), ("tells done", 2)], ids=str)
+def test_one_that_is_stopped_is_left_behind_by_the_deadline_and_told(ranks, tmp_path, moment, number):
+    deaths = {1: (moment, number)}
+    with replicas.service(tmp_path, 3) as address:
+        outcomes = ranks.launch(
+            replicas.replica,
+            3,
+            tmp_path,
+            address,
+            diloco(TAU),
+            ROUNDS,
+            deaths,
+            (),
+            signal.SIGSTOP,
+            init=False,
+        )
+    of_rounds = check(tmp_path, outcomes, diloco(TAU), [0, 2])
+    assert [len(blocks) for blocks in of_rounds][-1] == 2
+    assert isinstance(outcomes[1].error, Expelled), outcomes[1]
+    assert "This replica was put out of the run in round " in str(outcomes[1].error)
