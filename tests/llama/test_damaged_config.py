@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pyruntime.llama.config import LlamaConfig
-from pyruntime.llama.hf import _saved_dtype, read_config
+from pyruntime.llama.hf import read_config, saved_dtype
 from pyruntime.llama.presets import PRESETS
 from tests.mutations import BOUNDED, contents, documents, is_one_sentence
 
@@ -23,7 +23,7 @@ NEW_SPELLING = {
 def is_read_or_refused(hf) -> None:
     try:
         config = LlamaConfig.from_hf(hf)
-        _saved_dtype(hf)
+        saved_dtype(hf)
         config.check_tp(2)
     except ValueError as error:
         assert is_one_sentence(error)
@@ -77,5 +77,5 @@ def test_the_sentence_names_the_key_and_what_it_holds(name, value, sentence):
     hf = PLAIN | {name: value}
     with pytest.raises(ValueError) as refused:
         LlamaConfig.from_hf(hf)
-        _saved_dtype(hf)
+        saved_dtype(hf)
     assert sentence in str(refused.value)
