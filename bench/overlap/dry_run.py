@@ -145,7 +145,7 @@ def calls_of(
     )
     recorder = _Recorder(ranks)
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         queries, keys = q.shape[2], k.shape[2]
         seen = queries * (keys - queries) + queries * (queries + 1) / 2
         recorder.add("attention", flops=4.0 * q.shape[0] * q.shape[1] * q.shape[3] * seen)

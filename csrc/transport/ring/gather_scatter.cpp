@@ -144,9 +144,28 @@ class RingScatter : public ScatterFlight {
   bool sum_has_come(const Chunk& chunk) const override { return is_own(chunk) || ring_.have_come(chunk); }
   Travelled travelled(const Chunk& chunk) const override { return ring_.flight().travelled(chunk); }
   at::Tensor sum(const Chunk& chunk) override { return ring_.view(ring_.flight().rows_at(chunk), chunk); }
-  void finish() override { ring_.flight().finish(); }
+  void finish() override {
+    count_passed_on();
+    ring_.flight().finish();
+  }
 
  private:
+  // Sums for other hosts, that come here to get this host's parts.
+  void count_passed_on() {
+    RingFlight& flight = ring_.flight();
+    for (const auto& state : flight.streams()) {
+      const int from = ring_.layout().on_rail(state->stream.upstream);
+      for (size_t i = 0; i < state->receives.size(); ++i) {
+        const Hop& hop = state->receives[i];
+        if (hop.phase != RingPhase::kScatter || hop.owner_host == ring_.layout().host()) continue;
+        // Behind this rank's own sums, unless it has no rows: then what passes may still be on its way.
+        const bool is_here = state->arrived[i].load(std::memory_order_acquire);
+        Reading(ring_.context(), flight.announced().op, from, flight.begun())
+            .came(hop.bytes, is_here ? state->travelled[i] : Travelled{});
+      }
+    }
+  }
+
   bool is_own(const Chunk& chunk) const { return chunk.owner == ring_.flight().plan().own().owner; }
 
   bool parts_have_come(const Chunk& piece) const {
