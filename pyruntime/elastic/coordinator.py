@@ -240,9 +240,9 @@ class Coordinator:
             silent = [
                 each for each in self.members if not each.has_said and now - each.heard > self._deadline_s
             ]
-            for each in silent:
-                self._expel(each, f"it was silent in the exchange of round {self.round}", now)
-            if not silent and self._failed_at is not None and now - self._failed_at > SETTLES_S:
+            if silent:  # the first alone: its end begins a new attempt, in which the others are heard anew
+                self._expel(silent[0], f"it was silent in the exchange of round {self.round}", now)
+            elif self._failed_at is not None and now - self._failed_at > SETTLES_S:
                 self._expel(self._blamed(), "others made no progress with it in an exchange", now)
         self._settle(now)
 

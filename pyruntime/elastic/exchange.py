@@ -11,6 +11,9 @@ others would take that for one of this member's, and hide whose it was.
 
 from __future__ import annotations
 
+import errno
+import os
+import select
 import selectors
 import socket
 import time
@@ -22,6 +25,7 @@ from torch import Tensor
 from pyruntime.elastic.wire import bytes_of
 
 LOOK_S = 0.2
+MEET_LOOK_S = 0.02
 
 
 class Interrupted(Exception):
@@ -141,9 +145,39 @@ def _watch(
             selector.modify(connection, wanted, peer)
 
 
-def meet(address: Sequence, header: bytes, deadline_s: float) -> socket.socket:
-    """A connection to another replica, whose first message is `header`. Raises OSError."""
-    connection = socket.create_connection((address[0], int(address[1])), deadline_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(header)
+def meet(
+    address: Sequence, header: bytes, deadline_s: float, meanwhile: Callable[[], None]
+) -> socket.socket:
+    """A connection to another replica, whose first message is `header`; its timeout is `deadline_s`.
+
+    meanwhile: called every few hundredths of a second until there is one; what it raises ends the wait.
+    Raises OSError, and TimeoutError after `deadline_s` seconds without an answer, as of a host without power.
+    """
+    family, kind, protocol, _, where = socket.getaddrinfo(
+        address[0], int(address[1]), type=socket.SOCK_STREAM
+    )[0]
+    connection = socket.socket(family, kind, protocol)
+    try:
+        connection.setblocking(False)
+        found = connection.connect_ex(where)
+        if found == errno.EINPROGRESS:
+            _wait_for_answer(connection, time.monotonic() + deadline_s, meanwhile)
+            found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if found:
+            raise OSError(found, os.strerror(found))
+        connection.settimeout(deadline_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(header)
+    except BaseException:
+        connection.close()
+        raise
     return connection
+
+
+def _wait_for_answer(connection: socket.socket, end: float, meanwhile: Callable[[], None]) -> None:
+    waits = select.poll()
+    waits.register(connection, select.POLLOUT)
+    while not waits.poll(MEET_LOOK_S * 1000):
+        meanwhile()
+        if time.monotonic() > end:
+            raise TimeoutError("it did not answer")

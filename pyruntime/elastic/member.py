@@ -192,7 +192,7 @@ class Member:
                     connections.close()
                     donor, entered, stream = message["donor"], None, None
                     header = encode({"type": "state"})
-                    stream = connections.enter_context(meet(message["address"], header, self._deadline_s))
+                    stream = connections.enter_context(self._call(message["address"], header))
                     head = fetch(stream, taken)
                     self.round, self.deal = head["round"], head["deal"]
                     self._tell({"type": "ready", "round": self.round})
@@ -200,7 +200,7 @@ class Member:
                     head = fetch_sums(stream, taken, sums)
                     self.round, self.deal = head["round"] + 1, head["deal"]
                     self._tell({"type": "ready", "round": self.round})
-            except (OSError, ValueError):
+            except (OSError, ValueError, Interrupted):
                 stream = None
                 self._tell({"type": "broken", "donor": donor})
             if kind == "enter":
@@ -256,20 +256,28 @@ class Member:
         for index, (name, address) in enumerate(members):
             if index < mine:
                 try:
-                    peers[index] = meet(address, header, self._deadline_s)
+                    peers[index] = self._call(address, header)
                 except OSError as error:
                     raise PeerFailed(index, str(error)) from error
             elif index > mine:
                 while (found := self._door.caller(attempt, name)) is None:
-                    self._read_control(0.02)
-                    self._say_here()
-                    if self._inbox:
-                        raise Interrupted
+                    self._look(0.02)
                     if time.monotonic() > end:
                         raise PeerFailed(index, "it did not call")
                 peers[index] = found
         for connection in peers.values():
             connection.setblocking(False)
+
+    def _call(self, address: list, header: bytes) -> socket.socket:
+        """As `meet`; the service hears meanwhile that this process is at work. Raises Interrupted too."""
+        return meet(address, header, self._deadline_s, lambda: self._look(0.0))
+
+    def _look(self, seconds: float) -> None:
+        """While another replica is waited for. Raises Interrupted where the service has ordered something."""
+        self._read_control(seconds)
+        self._say_here()
+        if self._inbox:
+            raise Interrupted
 
     def _is_interrupted(self) -> bool:
         self._read_control(0.0)

@@ -28,11 +28,15 @@ from pyruntime.outer.optimizer import OuterOptimizer
 LR, TAU, SIZE = 0.1, 3, 5000
 STEP_S = 0.03
 """Of a step: moments of a round are apart."""
+LAST = 4
+"""Rounds in the end that wait for those that come."""
+LONG_S = 30.0
+"""Where a test is not about a deadline."""
 
 
 @contextlib.contextmanager
 def service(
-    folder: Path, replicas: int, quorum: int = 1, deadline_s: float = 3.0, ends: bool = True
+    folder: Path, replicas: int, quorum: int = 1, deadline_s: float = LONG_S, ends: bool = True
 ) -> Iterator[str]:
     """Its address; its record is folder/record. ends: it is to end with the run by itself."""
     made = Service(Coordinator(replicas, quorum, deadline_s), "127.0.0.1", 0, folder / "record")
@@ -126,29 +130,71 @@ def die_at(moment: str, number: int, die: Callable[[], None]) -> None:
         assert moment in ("", "steps")
 
 
+def wait_until(there: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
+    end = time.monotonic() + LONG_S
+    while not there():
+        assert time.monotonic() < end
+        meanwhile()
+        time.sleep(0.005)
+
+
+def has_gone_on(folder: Path) -> bool:
+    """Whether a round has counted since one was lost."""
+    record = folder / "record"
+    lines = record.read_text().splitlines(keepends=True) if record.exists() else []
+    kinds = [json.loads(line)["event"] for line in lines if line.endswith("\n")]
+    return "lost" in kinds and "round" in kinds[kinds.index("lost") :]
+
+
+def mark_progress(path: Path) -> None:
+    """Into `path`, the round whose beginning this process has the state of; once it is a member, the end."""
+    tell = Member._tell
+
+    def told(self, message):
+        tell(self, message)
+        if message["type"] in ("ready", "begun"):
+            left = path.with_suffix(".new")
+            left.write_text(str(self.round if message["type"] == "ready" else 1 << 30))
+            left.replace(path)
+
+    Member._tell = told
+
+
 def replica(_group, folder, address, method, of_rounds, deaths, late, how=signal.SIGKILL):
-    """One replica of the run. deaths: {rank: (moment, number)}, by the signal `how`; late: ranks that come
-    once the first has died. Returns the parameters in the end, and how many rounds it has taken part in; None
-    where the run was over."""
+    """One replica of the run. deaths: {rank: (moment, number)}, by the signal `how`; of those that die while
+    they give a state, the first one alone. late: ranks that come once a round has counted without one that
+    died. None takes the last rounds before these are there, or have died. Returns the parameters in the end,
+    and how many rounds it has taken part in; None where the run was over."""
     rank = int(os.environ["RANK"])
     if rank in late:
-        end = time.monotonic() + 30
-        while not list(folder.glob("died-*")):
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        wait_until(lambda: has_gone_on(folder))
 
     def die() -> None:
-        (folder / f"died-{rank}").write_text(str(os.getpid()))
-        os.kill(os.getpid(), how)
+        with contextlib.suppress(FileExistsError):
+            victim = "died-gives" if moment == "gives" else f"died-{rank}"
+            with open(folder / victim, "x", encoding="utf-8") as file:
+                file.write(str(os.getpid()))
+            os.kill(os.getpid(), how)
 
     moment, number = deaths.get(rank, ("", 0))
     die_at(moment, number, die)
+    if rank in late:
+        mark_progress(folder / f"come-{rank}")
+
+    def is_there(other: int) -> bool:
+        """That one takes part in the round, or will in the next; or it has died."""
+        come = folder / f"come-{other}"
+        return (folder / f"died-{other}").exists() if other in deaths else (
+            come.exists() and int(come.read_text() or -1) >= joined.round
+        )  # fmt: skip
+
     torch.set_num_threads(1)
     module = nn.Module()
     module.x = nn.Parameter(torch.tensor(start()))
     inner = torch.optim.SGD([module.x], LR)
+    deadline_s = 2.0 if how == signal.SIGSTOP else LONG_S
     joined = Member(
-        address, f"replica-{rank}", {"tau": TAU, "rounds": of_rounds}, label=f"r{rank}", deadline_s=2.0
+        address, f"replica-{rank}", {"tau": TAU, "rounds": of_rounds}, label=f"r{rank}", deadline_s=deadline_s
     )
     outer = OuterOptimizer(module, None, method, sums=joined)
     state = OuterState(outer)
@@ -159,6 +205,8 @@ def replica(_group, folder, address, method, of_rounds, deaths, late, how=signal
     outer.begin_anew()
     first = joined.round
     for step in range(joined.step + 1, of_rounds * TAU + 1):
+        if step > (of_rounds - LAST) * TAU:
+            wait_until(lambda: all(map(is_there, late)), joined.pump)
         a, c = (torch.tensor(each) for each in data(joined.step_of_data(step)))
         module.x.grad = a * (module.x.detach() - c)
         inner.step()

@@ -69,14 +69,15 @@ def test_one_that_is_killed_leaves_and_one_comes_in_its_place(ranks, tmp_path, m
 def test_donor_and_one_that_comes_are_killed_on_the_way(ranks, tmp_path):
     """The first dies in its steps, its successor takes the state from one that dies while it sends, and
     another one dies while it takes it."""
-    deaths = {0: ("steps", 2), 1: ("gives", 2), 4: ("takes", 1)}
+    gives = ("gives", 2)  # the first of these that is asked
+    deaths = {0: ("steps", 2), 1: gives, 2: gives, 3: gives, 4: ("takes", 1)}
     with replicas.service(tmp_path, 4) as address:
         outcomes = ranks.launch(
             replicas.replica, 6, tmp_path, address, diloco(TAU), ROUNDS, deaths, (4, 5), init=False
         )
-    for rank in deaths:
-        assert outcomes[rank].exit_code == -signal.SIGKILL, rank
-    check(tmp_path, outcomes, diloco(TAU), [2, 3, 5])
+    killed = [rank for rank, outcome in enumerate(outcomes) if outcome.exit_code == -signal.SIGKILL]
+    assert len(killed) == 3 and {0, 4} < set(killed), killed
+    check(tmp_path, outcomes, diloco(TAU), sorted({1, 2, 3, 5} - set(killed)))
 
 
 def test_several_die_at_once_and_the_last_one_goes_on(ranks, tmp_path):
@@ -131,7 +132,7 @@ def test_methods_whose_average_is_late_are_refused(tmp_path):
 @pytest.mark.parametrize(("moment", "number"), [("steps", 5), ("sums", 9), ("tells done", 2)], ids=str)
 def test_one_that_is_stopped_is_left_behind_by_the_deadline_and_told(ranks, tmp_path, moment, number):
     deaths = {1: (moment, number)}
-    with replicas.service(tmp_path, 3) as address:
+    with replicas.service(tmp_path, 3, deadline_s=3.0) as address:
         outcomes = ranks.launch(
             replicas.replica,
             3,

@@ -1,0 +1,85 @@
+"""A member that nobody reaches, as of a host that has lost power: it is named, and those that call it are not
+put out with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from pyruntime.elastic.coordinator import Phase
+from pyruntime.elastic.member import Member
+from tests.elastic.simulation import DEADLINE_S, World
+
+
+@pytest.fixture
+def hole():
+    """An address that answers no call: nobody accepts, and all that may wait to be accepted are there."""
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(8):
+            caller = held.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(listener.getsockname())
+        yield list(listener.getsockname())
+
+
+@pytest.fixture
+def member():
+    """(a member, the service's end of its connection)"""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = Member(
+            f"127.0.0.1:{listener.getsockname()[1]}", "mine", {"tau": 1, "rounds": 1}, deadline_s=2.5
+        )
+        end, _ = listener.accept()
+    made._sums = torch.zeros(10)
+    with end:
+        yield made, end
+    made.close()
+
+
+def order(hole: list) -> dict:
+    return {"type": "exchange", "attempt": 1, "members": [["hole", hole], ["mine", ["127.0.0.1", 1]]]}
+
+
+def told(end: socket.socket) -> list[dict]:
+    return [json.loads(line) for line in end.recv(1 << 16).splitlines()]
+
+
+def test_who_calls_it_tells_the_service_that_it_is_at_work_and_names_it_at_the_deadline(hole, member):
+    mine, end = member
+    mine._take_part(order(hole), torch.ones(10))
+    found = told(end)
+    assert [each["type"] for each in found[:1]] == ["alive"]
+    assert found[-1] == {"type": "failed", "attempt": 1, "peer": "hole"}
+
+
+def test_an_order_of_the_service_ends_the_call(hole, member):
+    mine, end = member
+    threading.Timer(0.3, end.sendall, [b'{"type": "exchange", "attempt": 2, "members": []}\n']).start()
+    began = time.monotonic()
+    mine._take_part(order(hole), torch.ones(10))
+    assert time.monotonic() - began < 1.5
+    assert mine._next()["attempt"] == 2
+
+
+def test_of_several_silent_ones_the_first_leaves_and_the_others_are_heard_anew():
+    one = World(7, replicas=4, quorum=2, rounds=1)
+    while one.coordinator.phase is not Phase.EXCHANGING:
+        one.move()
+    service = one.coordinator
+    names = list(service.replicas)
+    now = one.now + DEADLINE_S + 1
+    service.hear(names[0], 0, {"type": "alive"}, now)
+    service.tick(now)
+    assert list(service.replicas) == [names[0], *names[2:]]
+    assert service.phase is Phase.EXCHANGING
+    for name in (names[0], names[2]):
+        service.hear(name, 0, {"type": "alive"}, now + DEADLINE_S)
+    service.tick(now + DEADLINE_S + 1)
+    assert list(service.replicas) == [names[0], names[2]]
