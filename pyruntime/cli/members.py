@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from pathlib import Path
 
 from pyruntime.cli.arguments import check_at_least, parse
-from pyruntime.elastic.address import DEFAULT_PORT
+from pyruntime.elastic.address import DEFAULT_PORT, LARGEST_PORT
 from pyruntime.elastic.coordinator import Coordinator
 from pyruntime.elastic.service import Service, say
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.validate import check_seconds
 
-DESCRIPTION = """Joins replicas that come and go into one run (docs/thin-networks.md): says who is a member of
+DESCRIPTION = """Joins replicas that come and go into one run (docs/elastic.md): says who is a member of
 a round, when it counts, and whose sequences it takes. Start it once, apart from all replicas, and them with
 --data_parallel.members HOST:PORT. It ends with the run. Whoever reaches the port can take part: keep it
 inside a network that you trust."""
@@ -40,6 +41,8 @@ def main(argv: list[str]) -> None:
     options = parse(Options, argv, "members", DESCRIPTION)
     check_at_least(options, 1, "replicas")
     check_at_least(options, 0, "quorum", "port")
+    if options.port > LARGEST_PORT:
+        raise ConfigError(f"--port={options.port} is no TCP port; name one up to {LARGEST_PORT}.")
     check_seconds("--deadline_s", options.deadline_s)
     quorum = options.quorum or options.replicas // 2 + 1
     if quorum > options.replicas:
@@ -51,7 +54,11 @@ def main(argv: list[str]) -> None:
     try:
         service = Service(coordinator, options.host, options.port, record, say)
     except OSError as error:
-        what = f"--record {error.filename}" if error.filename else f"--port={options.port}"
+        what = f"--port={options.port}"
+        if error.filename:
+            what = f"--record {error.filename}"
+        elif options.host and error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            what = f"--host={options.host}"
         raise ConfigError(f"{what} cannot be had: {error.strerror}; name another one.") from error
     say(f"members of a run of {options.replicas} replicas, quorum {quorum}, on port {service.port}")
     try:

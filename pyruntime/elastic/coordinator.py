@@ -13,6 +13,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+from pyruntime.elastic.address import is_loopback
 from pyruntime.elastic.deal import Deal
 
 SETTLES_S = 2.0
@@ -88,6 +89,11 @@ class Replica:
         steps = {own.step for own in self.own.values()}
         return steps.pop() if len(steps) == 1 else -1
 
+    @property
+    def is_local(self) -> bool:
+        """Whether processes of its own host alone reach it."""
+        return any(is_loopback(host) for host, _ in self.addresses.values())
+
     def has_what(self, other: Replica) -> bool:
         """Whether it has the same state as that one."""
         return self.step == other.step >= 0 and all(
@@ -162,6 +168,7 @@ class Coordinator:
             self._is_here(replica, now)
             self._tell_event("come", replica)
             self._refuse_another_job(replica, now)
+            self._refuse_unreachable(replica, now)
         self._settle(now)
 
     def _is_here(self, replica: Replica, now: float) -> None:
@@ -223,9 +230,13 @@ class Coordinator:
                 self._start_over(other)
         self._settle(now)
 
+    def is_late(self, now: float) -> bool:
+        """Whether the deadline has passed since a member arrived last, or the last round was committed."""
+        return now - self._since > self._deadline_s
+
     def tick(self, now: float) -> None:
         """To be called a few times a second: looks for deadlines that have passed."""
-        late = now - self._since > self._deadline_s
+        late = self.is_late(now)
         if self.phase is Phase.GATHERING:
             if late and len(self._whole()) >= self.quorum:
                 self._start(now)
@@ -292,6 +303,19 @@ class Coordinator:
                     now,
                 )
                 return
+
+    def _refuse_unreachable(self, replica: Replica, now: float) -> None:
+        """One that answers at a loopback address, and others of another host, would call themselves."""
+        others = [each for each in self._whole() if each is not replica]
+        if replica.name not in self.replicas or not others or replica.is_local == others[0].is_local:
+            return
+        (local, other) = ("it", "others") if replica.is_local else (others[0].label, "it")
+        self._expel(
+            replica,
+            f"{local} reached the service at a loopback address, at which {other} cannot call back; on the "
+            "service's host too, give data_parallel.members the address that other hosts know it by",
+            now,
+        )
 
     def _start(self, now: float) -> None:
         """The first round: of those whose state is the furthest; the others take theirs from them."""

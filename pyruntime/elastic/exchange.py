@@ -145,9 +145,7 @@ def _watch(
             selector.modify(connection, wanted, peer)
 
 
-def meet(
-    address: Sequence, header: bytes, deadline_s: float, meanwhile: Callable[[], None]
-) -> socket.socket:
+def meet(address: Sequence, header: bytes, deadline_s: float, meanwhile: Callable[[], None]) -> socket.socket:
     """A connection to another replica, whose first message is `header`; its timeout is `deadline_s`.
 
     meanwhile: called every few hundredths of a second until there is one; what it raises ends the wait.

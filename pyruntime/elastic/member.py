@@ -327,6 +327,8 @@ class Member:
                 raise self._lost(error.strerror or str(error)) from error
             if not data:
                 self._refuse_expulsion()
+                if self._inbox:
+                    return  # what it has said before it ended comes first
                 raise self._lost("its process ended")
             self._heard, seconds = time.monotonic(), 0.0
             self._inbox.extend(each for each in self._messages.feed(data) if each["type"] != "alive")

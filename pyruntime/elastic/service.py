@@ -66,8 +66,9 @@ class Service:
         self._stopped = False
 
     def run(self) -> None:
-        """Until the last round has been committed and all replicas have left, or stop()."""
-        while not (self._stopped or (self._coordinator.phase is Phase.OVER and not self._connections)):
+        """Until the last round has been committed and all replicas have left, or the deadline has passed
+        since; or stop()."""
+        while not (self._stopped or self._is_over()):
             for key, events in self._selector.select(TICK_S):
                 if key.fileobj is self._listener:
                     self._accept()
@@ -79,6 +80,12 @@ class Service:
             self._coordinator.tick(time.monotonic())
             self._carry_out()
             self._show_life()
+
+    def _is_over(self) -> bool:
+        """Nobody waits for those who have never said who they are."""
+        has_left = not any(connection.name for connection in self._connections)
+        coordinator = self._coordinator
+        return coordinator.phase is Phase.OVER and (has_left or coordinator.is_late(time.monotonic()))
 
     def stop(self) -> None:
         """Ends run() within a moment; called by another thread."""

@@ -36,7 +36,10 @@ class Messages:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LONGEST:
             raise ValueError(f"a message of more than {LONGEST} bytes")
-        found = [json.loads(line) for line in lines]
+        try:
+            found = [json.loads(line) for line in lines]
+        except RecursionError as error:
+            raise ValueError("a line that is too deep") from error
         if not all(isinstance(message, dict) and "type" in message for message in found):
             raise ValueError("a line that is no message")
         return found

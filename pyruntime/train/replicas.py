@@ -36,7 +36,7 @@ def open_member(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: 
     return Member(
         config.data_parallel.members,
         replica,
-        job_of(config, shape, sum(len(source.train) for source in corpus.sources), runtime),
+        job_of(config, shape, corpus, runtime),
         place=runtime.world.rank(),
         places=runtime.world.size(),
         label=label,
@@ -44,9 +44,10 @@ def open_member(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: 
     )
 
 
-def job_of(config: RunConfig, shape: LlamaConfig, tokens: int, runtime: Runtime) -> dict[str, Any]:
+def job_of(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: Runtime) -> dict[str, Any]:
     """What has to be the same for all replicas, by its key in the configuration where it is there; and how
-    many rounds there are. tokens: to learn from."""
+    many rounds there are. Of each source in order, a hash of its text and of the tokenizer, wherever its
+    files lie, and the number of its tokens to learn from."""
     tau = config.data_parallel.tau
     assert isinstance(tau, int)
     job = {f"train.{name}": getattr(config.train, name) for name in OF_TRAIN}
@@ -57,7 +58,12 @@ def job_of(config: RunConfig, shape: LlamaConfig, tokens: int, runtime: Runtime)
         if name not in ITS_OWN
     }
     job |= {f"parallel.{name}": size for name, size in runtime.sizes._asdict().items()}
-    job |= {"parallel.zero": config.parallel.zero, "tokens": tokens}
+    job |= {
+        "parallel.zero": config.parallel.zero,
+        "data.document_masks": config.data.document_masks,
+        "data.weights": list(corpus.weights),
+        "data.paths of": [[source.text.facts.name, len(source.train)] for source in corpus.sources],
+    }
     job |= {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()}
     return job | {"tau": tau, "rounds": config.train.steps // tau}
 

@@ -239,11 +239,14 @@ def _make_run_dir(config: RunConfig, name: str, start_at: Path | None, held: con
         if config.output.run_dir:
             run_dir = Path(config.output.run_dir)
             same = start_at is not None and start_at.resolve().is_relative_to(run_dir.resolve())
-            again = config.checkpoint.resume == checkpoint_folder.AUTO or bool(config.data_parallel.members)
-            if (run_dir / metrics.FILE_NAME).exists() and not same and not again:
+            again = config.checkpoint.resume == checkpoint_folder.AUTO
+            # A replica that is started again before it has saved anything takes its state from the others.
+            of_a_run = not config.data_parallel.members and (run_dir / metrics.FILE_NAME).exists()
+            if (of_a_run or checkpoint_folder.newest(run_dir)) and not same and not again:
+                how = checkpoint_folder.AUTO if config.data_parallel.members else run_dir
                 raise ConfigError(
                     f"output.run_dir: {run_dir} holds a run already; name another folder, or go on with it "
-                    f"through --checkpoint.resume {run_dir}."
+                    f"through --checkpoint.resume {how}."
                 )
             run_dir.mkdir(parents=True, exist_ok=True)
         elif start_at:

@@ -125,6 +125,29 @@ def test_a_replica_of_another_job_is_put_out_in_a_sentence_that_names_the_key():
     assert one.of(name)[0].expelled == ("it was started with rounds=3, and those that are here with rounds=2")
 
 
+@pytest.mark.parametrize("first", ["10.0.0.1", "127.0.0.1"])
+def test_a_loopback_address_beside_another_one_is_refused(first):
+    second = {"10.0.0.1": "127.0.0.1", "127.0.0.1": "10.0.0.1"}[first]
+    one = World(8, replicas=2, quorum=1, rounds=1)
+    for name, host in (("replica-1", first), ("replica-2", second)):
+        one.of(name)[0].outbox[0]["address"] = [host, 1]
+        one.send(one.of(name)[0])
+    one.carry_out()
+    one.run()
+    found = one.of("replica-2")[0].expelled
+    assert found.startswith("it" if first == "10.0.0.1" else "replica-1")
+    assert "give data_parallel.members the address that other hosts know it by" in found
+    assert one.of("replica-1")[0].is_finished
+
+
+def test_loopback_addresses_alone_are_one_host():
+    one = World(8, replicas=2, quorum=2, rounds=1)
+    for rank, host in zip(one.ranks, ("127.0.0.1", "127.0.1.1"), strict=True):
+        rank.outbox[0]["address"] = [host, 1]
+    one.run()
+    assert len(one.check()) == 2
+
+
 def test_replicas_from_checkpoints_go_on_from_the_furthest():
     """With what that one knows of the blocks."""
     one = World(5, replicas=3, quorum=3, rounds=3)

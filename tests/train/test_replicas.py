@@ -3,6 +3,7 @@ checkpoints; and what is refused."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,13 +11,18 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pyruntime.cli import main
+from pyruntime.comm.runtime import Axes
 from pyruntime.train import validate
 from pyruntime.train.config import DataParallel, Parallel, RunConfig, Train
 from pyruntime.train.errors import ConfigError
+from pyruntime.train.model import llama_config
+from pyruntime.train.replicas import job_of
+from pyruntime.train.run import _make_run_dir
 from tests.cli.test_processes import finish, start, wait_for_steps
 from tests.train import jobs
 
@@ -184,6 +190,57 @@ def test_what_does_not_go_together_is_refused(settings, sentence):
         validate.check(config, 1)
 
 
+def test_replicas_of_other_data_are_of_another_job(tmp_path):
+    """As many tokens of another text, the same text in another order, other shares, other masks."""
+    texts = [tmp_path / name for name in ("one.txt", "two.txt", "other.txt")]
+    for path, letter in zip(texts, "abc", strict=True):
+        path.write_text(letter * 5000)
+    chosen = DataParallel(method="diloco", tau=4, members="h:1")
+    base = jobs.changed(dataclasses.replace(jobs.job(tmp_path), data_parallel=chosen), "data", paths=())
+    sizes = Axes(1, 1, 1, 1)
+
+    def job(*paths, **data):
+        config = jobs.changed(base, "data", paths=tuple(map(str, paths)), **data)
+        shape = llama_config(config.model, 256, config.train.seq_len, 1)
+        found = job_of(config, shape, jobs.opened(config), SimpleNamespace(sizes=sizes))
+        return json.loads(json.dumps(found))
+
+    one, two, other = texts
+    mine = job(one, two, weights=(1.0, 2.0))
+    moved = tmp_path / "moved.txt"
+    two.rename(moved)
+    assert job(one, moved, weights=(1.0, 2.0)) == mine, "wherever the files lie"
+    for what, key in (
+        (job(one, other, weights=(1.0, 2.0)), "data.paths of"),
+        (job(moved, one, weights=(1.0, 2.0)), "data.paths of"),
+        (job(one, moved, weights=(2.0, 1.0)), "data.weights"),
+        (job(one, moved, weights=(1.0, 2.0), document_masks=False), "data.document_masks"),
+    ):
+        assert [each for each in mine if what[each] != mine[each]] == [key]
+
+
+@pytest.mark.parametrize("resume", ["", "elsewhere"])
+def test_checkpoints_that_a_replica_does_not_go_on_with_are_not_in_its_way(tmp_path, resume):
+    """It would remove them."""
+    chosen = DataParallel(method="diloco", tau=4, members="h:1")
+    config = jobs.changed(jobs.job(tmp_path), "output", run_dir=str(tmp_path / "run"))
+    config = dataclasses.replace(config, data_parallel=chosen)
+    start_at = tmp_path / "other" / "checkpoints" / "step-000004" if resume else None
+    saved = tmp_path / "run" / "checkpoints" / "step-000008"
+    saved.mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+
+    def make(config, start_at):
+        with contextlib.ExitStack() as held:
+            return _make_run_dir(config, "tiny", start_at, held)
+
+    assert make(config, start_at) == tmp_path / "run", "it died before it had saved anything"
+    (saved / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds a run already; .* through --checkpoint.resume auto"):
+        make(config, start_at)
+    assert make(jobs.changed(config, "checkpoint", resume="auto"), saved) == tmp_path / "run"
+
+
 def test_replicas_inside_a_replica_are_refused():
     chosen = DataParallel(method="diloco", tau=4, members="h:1")
     config = RunConfig(
@@ -200,6 +257,9 @@ def test_replicas_inside_a_replica_are_refused():
     [
         (["--replicas", "2", "--quorum", "3"], "--quorum=3 is more than --replicas=2"),
         (["--replicas", "0"], "--replicas must be at least 1"),
+        (["--replicas", "1", "--port", "99999"], "--port=99999 is no TCP port; name one up to 65535"),
+        (["--replicas", "1", "--port", "0", "--host", "nosuch.invalid"], "--host=nosuch.invalid cannot be"),
+        (["--replicas", "1", "--port", "0", "--host", "192.0.2.1"], "--host=192.0.2.1 cannot be had"),
     ],
 )
 def test_a_service_that_makes_no_sense_is_refused(capsys, arguments, sentence):
