@@ -55,7 +55,8 @@ at::Tensor RowGather::chunk(const Chunk& chunk) {
   Reading reading(transport_.context(), op_, chunk.owner, begun_);
   flight_->wait(chunk);
   at::Tensor rows = flight_->memory(chunk);
-  reading.came(static_cast<int64_t>(rows.nbytes()), flight_->travelled(chunk));
+  const bool is_new = counted_.insert(chunk.begin).second;
+  reading.came(is_new ? static_cast<int64_t>(rows.nbytes()) : 0, flight_->travelled(chunk));
   return rows;
 }
 

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,7 @@ class RowGather {
   Operand shard_;
   int64_t rows_;
   bool multiplied_ = false;
+  std::set<int64_t> counted_;  // where the chunks begin that have come: they are read again, and come once
   std::unique_ptr<GatherFlight> flight_;
 };
 

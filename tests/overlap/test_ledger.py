@@ -28,11 +28,11 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-def two_blocks(group, *, features: int = 24, inner: int = 60) -> nn.Module:
+def two_blocks(group, *, features: int = 24, inner: int = 60, tier: str = "auto") -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(Block(features, inner), Block(features, inner))
     plan = {f"{block}.{name}": style for block in "01" for name, style in PLAN.items()}
-    return pyruntime.parallelize(model, group, plan)
+    return pyruntime.parallelize(model, group, plan, tier=tier)
 
 
 def step(model: nn.Module, rows: int = 26, features: int = 24) -> None:
@@ -47,7 +47,7 @@ def counted(group) -> list[float]:
 
 def sums(group) -> tuple[list[float], list[float], Account, float]:
     """What the transports have counted, what the ledger has, its account, and the seconds of the step."""
-    model = two_blocks(group)
+    model = two_blocks(group, tier="chunked")
     step(model)  # opens the group
     all_acknowledged(group)
     before = counted(group)
@@ -79,7 +79,8 @@ def all_acknowledged(group) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_bytes_and_seconds_are_those_that_the_transports_have_counted(ranks, transport, size):
     results = ranks.run(on_transport, size, transport, sums)
-    if transport == "process_group":  # no memory is shared: all that is read has been sent
+    if transport == "process_group" or (transport == "hierarchical" and size != 4):
+        # No memory is shared: all that is read has been sent, and read once.
         assert sum(seen[0] for _, seen, _, _ in results) == sum(seen[3] for _, seen, _, _ in results)
     for expected, seen, found, seconds in results:
         assert seen == pytest.approx(expected)
@@ -94,6 +95,24 @@ def test_bytes_and_seconds_are_those_that_the_transports_have_counted(ranks, tra
         assert found.seconds >= seconds
         assert found.computing_s > 0 and found.rest_s >= 0
         assert found.lost == 0
+
+
+def read_and_sent(group) -> tuple[int, int]:
+    """In the backward pass of a row linear whose dW is summed in two parts."""
+    x, weight = (torch.randn(*shape, requires_grad=True) for shape in ((26, 40), (24, 40)))
+    y = pyruntime.matmul_reduce_scatter(x, weight, group, tier="chunked")
+    all_acknowledged(group)
+    before = counted(group)
+    y.sum().backward()
+    all_acknowledged(group)
+    after = counted(group)
+    return int(after[0] - before[0]), int(after[3] - before[3])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_that_two_products_read_come_once(ranks, size):
+    results = ranks.run(on_transport, size, "hierarchical", read_and_sent)
+    assert sum(read for read, _ in results) == sum(sent for _, sent in results) > 0
 
 
 SEQ, HEADS, DIM = 10, 12, 8
