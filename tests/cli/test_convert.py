@@ -3,8 +3,10 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pyruntime.cli import main
@@ -88,6 +90,38 @@ def test_a_checkpoint_of_a_run_is_what_the_run_left_as_its_model(tmp_path, monke
     assert "out: weights of step 2, for transformers" in capsys.readouterr().out
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "run" / "model" / name).read_bytes()
+
+
+def test_the_tokenizer_of_a_run_on_tokens_goes_along_or_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng()
+    text = " ".join(map(str, rng.integers(10**6, size=4000)))
+    (tmp_path / "text.txt").write_text(text)
+    engine = Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    engine.train_from_iterator([text], trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet))
+    engine.save("bpe.json")
+    assert main(["tokenize", "tokens", "--paths", "text.txt", "--tokenizer", "bpe.json"]) == 0
+    sizes = ["--train.steps", "1", "--train.val_every", "0", "--output.sample_tokens", "0"]
+    paths = ["--data.paths", "tokens", "--output.run_dir", "run", "--output.progress", "off"]
+    assert main(["train", "--config", "tiny", *sizes, *paths]) == 0
+    convert("run", "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "bpe.json").read_bytes()
+
+    def refusal(target):
+        capsys.readouterr()
+        assert main(["convert", "--source", "run", "--target", target]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and not (tmp_path / target).exists(), said
+        return said
+
+    (tmp_path / "tokens").rename(tmp_path / "elsewhere")
+    assert "data.paths tokens, which may have been tokens with theirs, is gone; bring it" in refusal("a")
+    assert main(["tokenize", "tokens", "--paths", "text.txt"]) == 0
+    assert "leads to a tokenizer of 256 tokens, and the model in run/checkpoints/step-000001 has 640" in (
+        refusal("b")
+    )
 
 
 @pytest.fixture(scope="module")
