@@ -85,7 +85,7 @@ def _write(options: Options, tokenizer: Tokenizer, out: Path) -> tuple[tokenizin
                 f"{out} holds the tokens of another text or tokenizer; name another folder, or remove it."
             )
         return facts, False
-    if any(not _is_ours(path) for path in out.iterdir()):
+    if not tokenizing.is_ours(out):
         raise ConfigError(f"{out} holds other files than tokens; name a folder of its own.")
     progress = Progress(sum(source.size for source in sources))
     facts = tokenizing.write(
@@ -99,13 +99,6 @@ def _write(options: Options, tokenizer: Tokenizer, out: Path) -> tuple[tokenizin
     )
     progress.close()
     return facts, True
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether an interrupted call may have left it."""
-    return path.name == tokenizing.RUNS_FOLDER or path.name.startswith(
-        ("tokens-", "tokenizer", "corpus.json")
-    )
 
 
 class Progress:

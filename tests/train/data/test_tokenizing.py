@@ -129,7 +129,7 @@ def test_what_was_interrupted_goes_on_and_other_text_starts_cleanly(tmp_path, sm
             open_text(Data(paths=(str(out),)))
     damaged = out / "runs" / "000001.run"
     damaged.write_bytes(damaged.read_bytes()[:-9])
-    for name in ("runs/000002.run.0f.partial", "tokens-00000.bin.0f.partial"):
+    for name in (f"runs/000002.run.{'0f' * 16}.partial", f"tokens-00000.bin.{'0f' * 16}.partial"):
         (out / name).write_bytes(b"of a process that was killed")
     monkeypatch.setattr(tokenizing.Work, "__call__", until(-1))
     write(out, paths, ByteTokenizer())
@@ -186,9 +186,39 @@ def test_bad_requests_are_one_sentence_and_lose_nothing(tmp_path, capsys, bpe):
     with tokenizing.locked(out):
         assert "Another process tokenizes into" in refused(capsys, out, "--paths", path)
     assert content(out) == before
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    assert "holds other files than tokens" in refused(capsys, tmp_path / "mine", "--paths", path)
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "thesis.tex",
+        "tokens-mine.bin",
+        "tokens-00000.binary",
+        "tokenizer.py",
+        "corpus.json.bak",
+        "runs/2026.log",
+    ],
+)
+def test_a_folder_with_a_users_files_is_refused_and_keeps_them(tmp_path, capsys, name, with_plan):
+    path, out = lines_file(tmp_path, words(20)), tmp_path / "mine"
+    (out / "runs").mkdir(parents=True)
+    if with_plan:
+        (out / "runs" / "plan").write_text("0f" * 16)
+    (out / name).write_text("years of work")
+    assert "holds other files than tokens" in refused(capsys, out, "--paths", path)
+    assert (out / name).read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["tokens-00000.bin", "tokenizer.json", "runs/2026.log"])
+def test_without_a_plan_nothing_is_taken_for_ours(tmp_path, capsys, name):
+    path, out = lines_file(tmp_path, words(20)), tmp_path / "mine"
+    (out / "runs").mkdir(parents=True)
+    (out / name).write_text("years of work")
+    assert "holds other files than tokens" in refused(capsys, out, "--paths", path)
+    assert (out / name).read_text() == "years of work"
+    (out / name).unlink()
+    assert main(["tokenize", str(out), "--paths", str(path)]) == 0
 
 
 @pytest.mark.parametrize(
