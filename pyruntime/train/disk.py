@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pyruntime.train.errors import ConfigError, TrainingError
@@ -22,17 +22,41 @@ LOCK = "lock"
 which ends with the process however that ends."""
 
 
-def publish_folder(partial: Path, final: Path) -> None:
+REMOVED = ".removed.partial"
+"""How the name of a folder ends that is being removed."""
+
+
+def publish_folder(partial: Path, final: Path, progress: Callable[[], None] = lambda: None) -> None:
     """`partial` takes the name `final`, so that a crash at any moment leaves all of it there or nothing: its
-    files reach the disk first, then its entries, and after the name the folder that the name stands in."""
+    files reach the disk first, then its entries, and after the name the folder that the name stands in.
+    progress: called whenever the disk has taken one of these."""
     for path in [*filter(Path.is_file, sorted(partial.iterdir())), partial]:
         flush(path)
+        progress()
     replaced = final.with_name(final.name + ".replaced.partial")
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
     flush(final.parent)
+    progress()
     shutil.rmtree(replaced, ignore_errors=True)
+    progress()
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes it, its name first, so that a crash at any moment leaves all of it under its name or nothing.
+    A warning says what cannot be removed."""
+    gone, cause = folder, "not all of its files can be removed"
+    try:
+        if not folder.name.endswith(REMOVED):
+            gone = folder.with_name(folder.name + REMOVED)
+            shutil.rmtree(gone, ignore_errors=True)  # of an earlier try
+            folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+    except OSError as error:
+        gone, cause = folder, cause_of(error)
+    if gone.exists():
+        logging.getLogger("pyruntime").warning(f"{gone} stays: {cause}; remove it by hand.")
 
 
 def flush(path: Path) -> None:

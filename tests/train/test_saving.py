@@ -57,6 +57,16 @@ def test_what_was_copied_is_written_and_safetensors_reads_it(tmp_path, monkeypat
             assert read[name].dtype == each.dtype and torch.equal(read[name], each), name
 
 
+def test_a_file_is_brought_to_the_disk_piece_by_piece(tmp_path, monkeypatch):
+    kept, at = Staging([Piece("a", torch.uint8, (2000,), (0,))], torch.device("cpu")), []
+    monkeypatch.setattr(staging, "AT_ONCE", 100)
+    monkeypatch.setattr(staging, "FLUSH_EVERY", 500)
+    monkeypatch.setattr(os, "fsync", lambda _: at.append(kept.written))
+    kept.write(tmp_path / "a.safetensors")
+    assert at[-1] == kept.written == (tmp_path / "a.safetensors").stat().st_size
+    assert all(after - before <= 600 for before, after in itertools.pairwise([0, *at]))
+
+
 def test_a_tensor_that_has_changed_its_shape_is_not_taken_for_the_one_that_was_planned():
     kept = Staging([Piece("a", torch.float32, (3, 4), (0, 0))], torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"a was to be saved as \[3, 4\] .* and is \[4\]"):
