@@ -166,7 +166,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(converted, tmp_path, ca
     damage(folder / "checkpoints" / "step-000000")
     assert main(["convert", "--source", str(folder), "--target", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1, said
+    assert said.startswith("pyruntime: --source: ") and words in said and said.count("\n") == 1, said
 
 
 def test_what_cannot_be_converted_is_refused_in_one_sentence(converted, tmp_path, capsys):
@@ -175,7 +175,7 @@ def test_what_cannot_be_converted_is_refused_in_one_sentence(converted, tmp_path
     for source, target, words in (
         (tmp_path / "nowhere", tmp_path / "a", f"--source {tmp_path}/nowhere: there is no such folder."),
         (theirs, converted / "ours", f"--target {converted}/ours is there already; name a new folder."),
-        (empty, tmp_path / "b", f"{empty} holds no complete checkpoint"),
+        (empty, tmp_path / "b", f"--source: {empty} holds no complete checkpoint"),
     ):
         assert main(["convert", "--source", str(source), "--target", str(target)]) == 2
         said = capsys.readouterr().err

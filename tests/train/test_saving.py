@@ -8,12 +8,14 @@ import itertools
 import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from pyruntime.train import checkpoint_folder, disk, manifest, metrics
+from pyruntime.train import run as train_run
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.run import run
 from pyruntime.train.saving import staging
@@ -201,6 +203,35 @@ def test_a_run_goes_on_by_itself_with_the_newest_checkpoint_that_is_whole(ranks,
     assert "step-000002/rank-00000.safetensors is damaged: its content is not what was saved" in messages[0]
     named = jobs.changed(config, "checkpoint", resume=str(folder))
     assert "step-000006/rank-00000.safetensors is damaged" in ranks.run(damaged_run, 2, named)[0]
+
+
+def resumed_where_a_rank_sees_damage(group, config, rank):
+    """Rank `rank` alone finds the newest checkpoint damaged, as on a disk of its own. Where the run went
+    on."""
+    real, made = checkpoint_folder.read, jobs.trainer(group, config)
+    saved = checkpoint_folder.complete(Path(config.output.run_dir) / "checkpoints")[::-1]
+
+    def read(path):
+        if path == saved[0] and group.rank() == rank:
+            raise manifest.refusal(path, "run.json", "it is cut off")
+        return real(path)
+
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_folder, "read", read)
+        found = train_run._resume(made, saved, said.append)
+    made.close()
+    return found.name, made.step, said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_finds_damaged_is_passed_over_on_all(ranks, tmp_path, rank):
+    config = jobs.changed(jobs.job(tmp_path, steps=4), "checkpoint", every_steps=2)
+    jobs.prepare(config)
+    ranks.run(jobs.history, 2, config)
+    first, second = ranks.run(resumed_where_a_rank_sees_damage, 2, config, rank)
+    assert first == second and first[:2] == ("step-000002", 2)
+    assert "step-000004/run.json is damaged: it is cut off" in first[2][0]
 
 
 def test_a_run_folder_is_of_one_run_at_a_time(ranks, tmp_path):

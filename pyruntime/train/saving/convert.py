@@ -35,9 +35,8 @@ def to_hf(
     dtype: to convert to; None keeps the checkpoint's. Raises ConfigError for a checkpoint that is damaged or
     does not fit the ranks, TrainingError where the target cannot be written.
     """
-    facts = checkpoint_folder.read(folder)
+    facts = checkpoint.check_files(folder, runtime.world)
     shape = shape_of(folder, facts)
-    checkpoint.check_files(folder, runtime.world)
     tokenizer = on_rank_0(runtime.world, "Reading the tokenizer", lambda: _tokenizer(folder, shape))
     with refusing():
         model = Llama(shape, runtime.tp, dtype=DTYPES[facts.dtype], tier="chunked", seed=None)
