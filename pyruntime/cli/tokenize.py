@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -15,6 +16,7 @@ from pyruntime.cli.arguments import check_at_least, parse
 from pyruntime.train.data import tokenizing
 from pyruntime.train.data.documents import survey
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
+from pyruntime.train.disk import in_use
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.progress import BAR_WIDTH, clock
 from pyruntime.train.signals import Stopped
@@ -57,7 +59,8 @@ def main(argv: list[str]) -> None:
     out = Path(options.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with tokenizing.locked(out):
+        with contextlib.ExitStack() as held:
+            in_use(out, held, "tokenize")
             facts, is_new = _write(options, tokenizer, out)
     except ConfigError as error:
         words = str(error).replace("data.paths", "--paths").replace("data.field", "--field")

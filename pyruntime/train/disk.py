@@ -76,6 +76,27 @@ def in_use(folder: Path, held: contextlib.ExitStack, key: str) -> None:
     """The folder is this process' until `held` is closed; where its file system has no locks (Lustre without
     flock), a warning says that nothing sees to it. Raises ConfigError, which begins with `key`, where another
     process has it, and OSError."""
+    try:
+        lock(folder, held)
+    except InUse as error:
+        raise ConfigError(
+            f"{key}: {folder} is in use by {error}; wait until it has ended, or name another folder."
+        ) from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        logging.getLogger("pyruntime").warning(
+            f"{key}: {error.filename} cannot be locked ({error.strerror}); let no other process use {folder}."
+        )
+
+
+class InUse(Exception):
+    """Another process, which it names, has a folder."""
+
+
+def lock(folder: Path, held: contextlib.ExitStack) -> None:
+    """The folder is this process' until `held` is closed, by a lock on a file in it: NFS has none on folders.
+    Raises InUse where another process has it, OSError, of `NO_LOCKS` where its file system has none."""
     path = folder / LOCK
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     held.callback(os.close, descriptor)
@@ -84,17 +105,10 @@ def in_use(folder: Path, held: contextlib.ExitStack, key: str) -> None:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
     except OSError as error:
-        if error.errno in NO_LOCKS:
-            logging.getLogger("pyruntime").warning(
-                f"{key}: {path} cannot be locked ({error.strerror}); let no other run use {folder}."
-            )
-            return
         if error.errno != errno.EWOULDBLOCK:
             raise OSError(error.errno, error.strerror, str(path)) from error
         who = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
-        raise ConfigError(
-            f"{key}: {folder} is in use by {who}; wait until it has ended, or name another folder."
-        ) from error
+        raise InUse(who) from error
 
 
 @contextlib.contextmanager

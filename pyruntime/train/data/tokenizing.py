@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -388,17 +387,3 @@ def is_tokens(path: Path) -> bool:
 def is_unfinished(path: Path) -> bool:
     """Whether that is a folder in which tokens were being made."""
     return (path / RUNS_FOLDER / PLAN_FILE).is_file() and not is_tokens(path)
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """While inside, no other process tokenizes into that folder. Raises ConfigError where one does."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"Another process tokenizes into {folder}; wait for it to end.") from None
-        yield
-    finally:
-        os.close(opened)
