@@ -90,7 +90,7 @@ def hf_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"model." + name if name.startswith("norm.") else name: tensor for name, tensor in found.items()}
 
 
-def no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def no_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
     """Of q, k and v [B, H or G, S, d] sums [B, H, S, d]: what reads all of them and costs next to nothing."""
     batch, heads, seq, dim = q.shape
     return (q.view(batch, k.shape[1], -1, seq, dim) + (k + v).unsqueeze(2)).view(batch, heads, seq, dim)
