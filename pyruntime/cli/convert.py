@@ -48,8 +48,11 @@ def main(argv: list[str]) -> None:
             facts = from_hf(source, target, runtime, dtype)
             said = f"go on with --checkpoint.resume {target}"
         else:
-            folder = checkpoint_folder.find(source)
-            facts = to_hf(folder, target, runtime, dtype, options.max_file_bytes)
+            try:
+                folder = checkpoint_folder.find(source)
+                facts = to_hf(folder, target, runtime, dtype, options.max_file_bytes)
+            except ConfigError as error:
+                raise ConfigError(str(error).replace("checkpoint.resume: ", "--source: ", 1)) from error
             said = f"weights of step {facts.step}, for transformers and --model.init_from {target}"
         if runtime.rank == 0:
             print(f"{target}: {said}")

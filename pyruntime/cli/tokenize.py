@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -15,6 +16,7 @@ from pyruntime.cli.arguments import check_at_least, parse
 from pyruntime.train.data import tokenizing
 from pyruntime.train.data.documents import survey
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
+from pyruntime.train.disk import in_use
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.progress import BAR_WIDTH, clock
 from pyruntime.train.signals import Stopped
@@ -57,7 +59,8 @@ def main(argv: list[str]) -> None:
     out = Path(options.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with tokenizing.locked(out):
+        with contextlib.ExitStack() as held:
+            in_use(out, held, "tokenize")
             facts, is_new = _write(options, tokenizer, out)
     except ConfigError as error:
         words = str(error).replace("data.paths", "--paths").replace("data.field", "--field")
@@ -85,7 +88,7 @@ def _write(options: Options, tokenizer: Tokenizer, out: Path) -> tuple[tokenizin
                 f"{out} holds the tokens of another text or tokenizer; name another folder, or remove it."
             )
         return facts, False
-    if any(not _is_ours(path) for path in out.iterdir()):
+    if not tokenizing.is_ours(out):
         raise ConfigError(f"{out} holds other files than tokens; name a folder of its own.")
     progress = Progress(sum(source.size for source in sources))
     facts = tokenizing.write(
@@ -99,13 +102,6 @@ def _write(options: Options, tokenizer: Tokenizer, out: Path) -> tuple[tokenizin
     )
     progress.close()
     return facts, True
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether an interrupted call may have left it."""
-    return path.name == tokenizing.RUNS_FOLDER or path.name.startswith(
-        ("tokens-", "tokenizer", "corpus.json")
-    )
 
 
 class Progress:

@@ -3,8 +3,8 @@
 RUN_DIR/checkpoints/step-000300/ holds weights, optimizer and step for any number of ranks on either axis and
 any stage, because every tensor in it is a DTensor: torch.distributed.checkpoint says which block of which
 file a rank reads. A folder appears under its name only once it is complete, and a manifest in it says what
-its files are. Batches, learning rate and random numbers follow from the step and the configuration, so
-nothing of them is kept.
+its files are. Of the data it keeps how many sequences were taken, and which blocks were dealt to replicas
+that come and go (`Facts`); learning rate and random numbers follow from the step and the configuration.
 
 Nothing is loaded that could run code: run.json, the manifest and the headers of the safetensors are JSON, the
 rest are numbers.
@@ -27,7 +27,7 @@ from pyruntime.data_parallel import Sharded
 from pyruntime.outer.fragment import Fragment
 from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.train import manifest
-from pyruntime.train.checkpoint_folder import Facts, read_matching
+from pyruntime.train.checkpoint_folder import Facts, read, read_matching
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.manifest import DamagedError
 from pyruntime.train.ranks import on_every_rank
@@ -66,10 +66,9 @@ def load(
     checkpoint says of itself: the step to go on after.
 
     `facts` describe the model. Raises ConfigError where the checkpoint is another model's, DamagedError where
-    a file is not what was saved; both are found before anything is changed.
+    a file is not what was saved; both are found before anything is changed, and raised on every rank.
     """
-    found = read_matching(checkpoint, facts)
-    check_files(checkpoint, group)
+    found = check_files(checkpoint, group, facts)
     doing = f"Loading the checkpoint {checkpoint}"
     local = {} if outer is None else outer.state_dict()
     if outer is None:
@@ -143,17 +142,22 @@ def plain_failures() -> Iterator[None]:
         raise next(iter(error.failures.values()))[0] from error
 
 
-def check_files(checkpoint: Path, group: dist.ProcessGroup) -> None:
-    """Raises the same DamagedError on every rank where a file is not what was saved; each is read by one."""
+def check_files(checkpoint: Path, group: dist.ProcessGroup, wanted: Facts | None = None) -> Facts:
+    """What the checkpoint says of itself. Raises the same on every rank: DamagedError where a file is not
+    what was saved, on any of their hosts (each is read by one), ConfigError where it is not of the `wanted`
+    model and dtype, or of an older format."""
     doing = f"Checking the checkpoint {checkpoint}"
-    finding = ""
+    finding, kinds = "", {"damaged ": DamagedError, "refused ": ConfigError}
     try:
+        found = read(checkpoint) if wanted is None else read_matching(checkpoint, wanted)
         expected = manifest.read(checkpoint)
         sizes = {name: each.size for name, each in expected.items()}
         for name in sorted(manifest.share(sizes, group.rank(), group.size())):
             manifest.check(checkpoint, name, expected)
-    except DamagedError as error:
-        finding = str(error)
+    except ConfigError as error:
+        finding = ("damaged " if isinstance(error, DamagedError) else "refused ") + str(error)
     finding = barrier(group, doing, finding.encode()).decode()
-    if finding:
-        raise DamagedError(finding)
+    for kind, raised in kinds.items():
+        if finding.startswith(kind):
+            raise raised(finding.removeprefix(kind))
+    return found

@@ -46,9 +46,8 @@ class Facts:
     """Of the steps, those that updated nothing."""
     in_a_row: int = 0
     """Of these, those since the last step that counted."""
-    samples: int | None = None
-    """Sequences that steps have taken of the data, whose next one is the next; None, of older checkpoints:
-    train.batch_size for each step."""
+    samples: int = 0
+    """Sequences that steps have taken of the data, whose next one is the next."""
     norms: Sequence[float] = ()
     """Of the gradients that the next step's is compared with, where spikes are looked for."""
     method: str = "every_step"
@@ -211,7 +210,7 @@ def read(checkpoint: Path) -> Facts:
         whole = whole and type(facts.step) is int and facts.step >= 0 and isinstance(facts.model, dict)
         whole = whole and type(facts.skipped) is int and 0 <= facts.skipped <= facts.step
         whole = whole and type(facts.in_a_row) is int and 0 <= facts.in_a_row <= facts.skipped
-        whole = whole and (facts.samples is None or (type(facts.samples) is int and facts.samples >= 0))
+        whole = whole and type(facts.samples) is int and facts.samples >= 0
         whole = whole and all(type(block) is int and block >= 0 for block in facts.deal)
         whole = whole and all(isinstance(norm, float) and math.isfinite(norm) for norm in facts.norms)
         whole = whole and isinstance(facts.dtype, str) and isinstance(facts.compression, str)

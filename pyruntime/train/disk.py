@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pyruntime.train.errors import ConfigError, TrainingError
@@ -22,17 +22,41 @@ LOCK = "lock"
 which ends with the process however that ends."""
 
 
-def publish_folder(partial: Path, final: Path) -> None:
+REMOVED = ".removed.partial"
+"""How the name of a folder ends that is being removed."""
+
+
+def publish_folder(partial: Path, final: Path, progress: Callable[[], None] = lambda: None) -> None:
     """`partial` takes the name `final`, so that a crash at any moment leaves all of it there or nothing: its
-    files reach the disk first, then its entries, and after the name the folder that the name stands in."""
+    files reach the disk first, then its entries, and after the name the folder that the name stands in.
+    progress: called whenever the disk has taken one of these."""
     for path in [*filter(Path.is_file, sorted(partial.iterdir())), partial]:
         flush(path)
+        progress()
     replaced = final.with_name(final.name + ".replaced.partial")
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
     flush(final.parent)
+    progress()
     shutil.rmtree(replaced, ignore_errors=True)
+    progress()
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes it, its name first, so that a crash at any moment leaves all of it under its name or nothing.
+    A warning says what cannot be removed."""
+    gone, cause = folder, "not all of its files can be removed"
+    try:
+        if not folder.name.endswith(REMOVED):
+            gone = folder.with_name(folder.name + REMOVED)
+            shutil.rmtree(gone, ignore_errors=True)  # of an earlier try
+            folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+    except OSError as error:
+        gone, cause = folder, cause_of(error)
+    if gone.exists():
+        logging.getLogger("pyruntime").warning(f"{gone} stays: {cause}; remove it by hand.")
 
 
 def flush(path: Path) -> None:
@@ -52,6 +76,27 @@ def in_use(folder: Path, held: contextlib.ExitStack, key: str) -> None:
     """The folder is this process' until `held` is closed; where its file system has no locks (Lustre without
     flock), a warning says that nothing sees to it. Raises ConfigError, which begins with `key`, where another
     process has it, and OSError."""
+    try:
+        lock(folder, held)
+    except InUse as error:
+        raise ConfigError(
+            f"{key}: {folder} is in use by {error}; wait until it has ended, or name another folder."
+        ) from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        logging.getLogger("pyruntime").warning(
+            f"{key}: {error.filename} cannot be locked ({error.strerror}); let no other process use {folder}."
+        )
+
+
+class InUse(Exception):
+    """Another process, which it names, has a folder."""
+
+
+def lock(folder: Path, held: contextlib.ExitStack) -> None:
+    """The folder is this process' until `held` is closed, by a lock on a file in it: NFS has none on folders.
+    Raises InUse where another process has it, OSError, of `NO_LOCKS` where its file system has none."""
     path = folder / LOCK
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     held.callback(os.close, descriptor)
@@ -60,17 +105,10 @@ def in_use(folder: Path, held: contextlib.ExitStack, key: str) -> None:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
     except OSError as error:
-        if error.errno in NO_LOCKS:
-            logging.getLogger("pyruntime").warning(
-                f"{key}: {path} cannot be locked ({error.strerror}); let no other run use {folder}."
-            )
-            return
         if error.errno != errno.EWOULDBLOCK:
             raise OSError(error.errno, error.strerror, str(path)) from error
         who = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
-        raise ConfigError(
-            f"{key}: {folder} is in use by {who}; wait until it has ended, or name another folder."
-        ) from error
+        raise InUse(who) from error
 
 
 @contextlib.contextmanager

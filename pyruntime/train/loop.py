@@ -156,8 +156,7 @@ class Trainer:
         """Loads weights, optimizer state, what compression lost, and step of the checkpoint in `folder`."""
         found = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world, self.outer)
         self.step, self._deal = found.step, found.deal
-        at_this_size = found.step * self._config.train.batch_size
-        self._samples = at_this_size if found.samples is None else found.samples
+        self._samples = found.samples
         self._guard.resume(found.norms, found.skipped, found.in_a_row)
         self._resumed = folder, self.step
 

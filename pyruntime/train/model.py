@@ -48,9 +48,14 @@ def llama_config(model: Model, vocab_needed: int, seq_len: int, tp: int, tp_y: i
     return shape
 
 
+def padded_vocabulary(vocab_needed: int) -> int:
+    """Of a model whose configuration names none, where the tokenizer has so many tokens."""
+    return -(-vocab_needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
 def _from_preset(model: Model, vocab_needed: int) -> LlamaConfig:
     changes = _sizes(model)
-    changes.setdefault("vocab_size", -(-vocab_needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
+    changes.setdefault("vocab_size", padded_vocabulary(vocab_needed))
     if {"hidden_size", "num_attention_heads"} & set(changes):
         changes["head_dim"] = None  # the quotient of the new sizes instead of the preset's
     return preset(model.preset or DEFAULT_PRESET, **changes)

@@ -26,9 +26,10 @@ class Progress:
         steps: int,
         mode: str,
         log_every: int,
-        stream: TextIO = sys.stdout,
+        stream: TextIO | None = None,
         on_closed: Callable[[], None] = lambda: None,
     ):
+        stream = stream or sys.stdout  # of now, not of when this file was imported
         self._on_closed, self._closed = on_closed, False
         self._steps, self._log_every, self._stream = steps, log_every, stream
         self._mode = ("bar" if stream.isatty() else "lines") if mode == "auto" else mode

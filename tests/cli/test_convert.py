@@ -3,8 +3,10 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pyruntime.cli import main
@@ -90,6 +92,38 @@ def test_a_checkpoint_of_a_run_is_what_the_run_left_as_its_model(tmp_path, monke
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "run" / "model" / name).read_bytes()
 
 
+def test_the_tokenizer_of_a_run_on_tokens_goes_along_or_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng()
+    text = " ".join(map(str, rng.integers(10**6, size=4000)))
+    (tmp_path / "text.txt").write_text(text)
+    engine = Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    engine.train_from_iterator([text], trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet))
+    engine.save("bpe.json")
+    assert main(["tokenize", "tokens", "--paths", "text.txt", "--tokenizer", "bpe.json"]) == 0
+    sizes = ["--train.steps", "1", "--train.val_every", "0", "--output.sample_tokens", "0"]
+    paths = ["--data.paths", "tokens", "--output.run_dir", "run", "--output.progress", "off"]
+    assert main(["train", "--config", "tiny", *sizes, *paths]) == 0
+    convert("run", "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "bpe.json").read_bytes()
+
+    def refusal(target):
+        capsys.readouterr()
+        assert main(["convert", "--source", "run", "--target", target]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and not (tmp_path / target).exists(), said
+        return said
+
+    (tmp_path / "tokens").rename(tmp_path / "elsewhere")
+    assert "data.paths tokens, which may have been tokens with theirs, is gone; bring it" in refusal("a")
+    assert main(["tokenize", "tokens", "--paths", "text.txt"]) == 0
+    assert "leads to a tokenizer of 256 tokens, and the model in run/checkpoints/step-000001 has 640" in (
+        refusal("b")
+    )
+
+
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted")
@@ -132,7 +166,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(converted, tmp_path, ca
     damage(folder / "checkpoints" / "step-000000")
     assert main(["convert", "--source", str(folder), "--target", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1, said
+    assert said.startswith("pyruntime: --source: ") and words in said and said.count("\n") == 1, said
 
 
 def test_what_cannot_be_converted_is_refused_in_one_sentence(converted, tmp_path, capsys):
@@ -141,7 +175,7 @@ def test_what_cannot_be_converted_is_refused_in_one_sentence(converted, tmp_path
     for source, target, words in (
         (tmp_path / "nowhere", tmp_path / "a", f"--source {tmp_path}/nowhere: there is no such folder."),
         (theirs, converted / "ours", f"--target {converted}/ours is there already; name a new folder."),
-        (empty, tmp_path / "b", f"{empty} holds no complete checkpoint"),
+        (empty, tmp_path / "b", f"--source: {empty} holds no complete checkpoint"),
     ):
         assert main(["convert", "--source", str(source), "--target", str(target)]) == 2
         said = capsys.readouterr().err

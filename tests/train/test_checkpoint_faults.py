@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import pyruntime
 from pyruntime.train import checkpoint_folder, disk
 from pyruntime.train.disk import publish_folder
 from pyruntime.train.errors import TrainingError
+from pyruntime.train.saving import saver
 from pyruntime.train.saving.saver import Saver
 from pyruntime.train.saving.staging import Staging
 from pyruntime.train.saving.storage import Reader
@@ -209,3 +211,45 @@ def test_a_checkpoint_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
     partial.mkdir()
     publish_folder(partial, final)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"] and not any(final.iterdir())
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_told_and_is_not_left_in_part(tmp_path, monkeypatch, caplog):
+    saved = tmp_path / "step-000002"
+
+    def killed(path, **_):
+        assert path != saved
+        if path.exists():
+            (path / "run.json").unlink()
+
+    saved.mkdir()
+    for name in ("run.json", "rank-00000.safetensors"):
+        (saved / name).write_text("x")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        disk.remove_folder(saved)
+    (left,) = tmp_path.iterdir()
+    assert left.name == "step-000002.removed.partial"
+    assert f"{left} stays: not all of its files can be removed" in caplog.text
+    assert checkpoint_folder.complete(tmp_path) == []
+    disk.remove_folder(left)
+    assert not any(tmp_path.iterdir())
+    saved.mkdir()
+    monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.EACCES, "No access")))
+    disk.remove_folder(saved)
+    assert f"{saved} stays: No access" in caplog.text and saved.is_dir()
+
+
+def hung_case(_, config, where):
+    """The disk of rank 0 takes nothing more in the midst of what `where` names."""
+    setattr(saver, where, lambda *_: time.sleep(30))
+    saver.DISK_MAY_TAKE_S = 1.5
+    return last_words(config)
+
+
+@pytest.mark.parametrize("where", ["publish_folder", "remove_folder"])
+def test_a_disk_that_hangs_after_the_files_are_written_is_told(ranks, tmp_path, where):
+    config = jobs.changed(jobs.job(tmp_path, steps=2), "checkpoint", every_steps=1, keep=1)
+    jobs.prepare(config)
+    first, second = (outcome.value for outcome in ranks.launch(hung_case, 2, config, where, init=False))
+    assert first[0] == "TrainingError" and "the disk has taken nothing for 2 s" in first[1], first
+    assert second[0] == "PeerLost" and "the disk has taken nothing for 2 s" in second[1], second

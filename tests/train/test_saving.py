@@ -8,12 +8,14 @@ import itertools
 import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from pyruntime.train import checkpoint_folder, disk, manifest, metrics
+from pyruntime.train import run as train_run
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.run import run
 from pyruntime.train.saving import staging
@@ -55,6 +57,16 @@ def test_what_was_copied_is_written_and_safetensors_reads_it(tmp_path, monkeypat
         assert read.keys() == expected.keys()
         for name, each in expected.items():
             assert read[name].dtype == each.dtype and torch.equal(read[name], each), name
+
+
+def test_a_file_is_brought_to_the_disk_piece_by_piece(tmp_path, monkeypatch):
+    kept, at = Staging([Piece("a", torch.uint8, (2000,), (0,))], torch.device("cpu")), []
+    monkeypatch.setattr(staging, "AT_ONCE", 100)
+    monkeypatch.setattr(staging, "FLUSH_EVERY", 500)
+    monkeypatch.setattr(os, "fsync", lambda _: at.append(kept.written))
+    kept.write(tmp_path / "a.safetensors")
+    assert at[-1] == kept.written == (tmp_path / "a.safetensors").stat().st_size
+    assert all(after - before <= 600 for before, after in itertools.pairwise([0, *at]))
 
 
 def test_a_tensor_that_has_changed_its_shape_is_not_taken_for_the_one_that_was_planned():
@@ -191,6 +203,35 @@ def test_a_run_goes_on_by_itself_with_the_newest_checkpoint_that_is_whole(ranks,
     assert "step-000002/rank-00000.safetensors is damaged: its content is not what was saved" in messages[0]
     named = jobs.changed(config, "checkpoint", resume=str(folder))
     assert "step-000006/rank-00000.safetensors is damaged" in ranks.run(damaged_run, 2, named)[0]
+
+
+def resumed_where_a_rank_sees_damage(group, config, rank):
+    """Rank `rank` alone finds the newest checkpoint damaged, as on a disk of its own. Where the run went
+    on."""
+    real, made = checkpoint_folder.read, jobs.trainer(group, config)
+    saved = checkpoint_folder.complete(Path(config.output.run_dir) / "checkpoints")[::-1]
+
+    def read(path):
+        if path == saved[0] and group.rank() == rank:
+            raise manifest.refusal(path, "run.json", "it is cut off")
+        return real(path)
+
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_folder, "read", read)
+        found = train_run._resume(made, saved, said.append)
+    made.close()
+    return found.name, made.step, said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_finds_damaged_is_passed_over_on_all(ranks, tmp_path, rank):
+    config = jobs.changed(jobs.job(tmp_path, steps=4), "checkpoint", every_steps=2)
+    jobs.prepare(config)
+    ranks.run(jobs.history, 2, config)
+    first, second = ranks.run(resumed_where_a_rank_sees_damage, 2, config, rank)
+    assert first == second and first[:2] == ("step-000002", 2)
+    assert "step-000004/run.json is damaged: it is cut off" in first[2][0]
 
 
 def test_a_run_folder_is_of_one_run_at_a_time(ranks, tmp_path):

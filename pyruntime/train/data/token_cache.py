@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import os
 import re
 import shutil
 import uuid
@@ -58,34 +56,28 @@ def _partial(cache: Path, name: str) -> Iterator[Path]:
     unique = f"{name}.{uuid.uuid4().hex}"
     unseen, path = cache / f"{unique}.new", cache / f"{unique}{PARTIAL}"
     unseen.mkdir()
-    lock = _lock(unseen)  # before others can see it: what they can lock they remove
-    unseen.rename(path)
-    try:
-        yield path
-    finally:
-        if lock is not None:
-            os.close(lock)
-        shutil.rmtree(path, ignore_errors=True)
+    with contextlib.ExitStack() as held:
+        _try_lock(unseen, held)  # before others can see it: what they can lock they remove
+        unseen.rename(path)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_left_behind(cache: Path) -> None:
     for path in cache.glob(f"*{PARTIAL}"):
         if not re.fullmatch(rf"[0-9a-f]{{32}}\.[0-9a-f]{{32}}\{PARTIAL}", path.name):
             continue  # a user's own
-        lock = _lock(path)
-        if lock is not None:
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(lock)
+        with contextlib.ExitStack() as held:
+            if _try_lock(path, held):
+                shutil.rmtree(path, ignore_errors=True)
 
 
-def _lock(folder: Path) -> int | None:
-    """An open lock; None where another process holds it, the folder is gone, or its file system has none."""
-    opened = None
+def _try_lock(folder: Path, held: contextlib.ExitStack) -> bool:
+    """False where another process has it, the folder is gone, or its file system has no locks."""
     try:
-        opened = os.open(folder, os.O_RDONLY)
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        if opened is not None:
-            os.close(opened)
-        return None
-    return opened
+        disk.lock(folder, held)
+    except (disk.InUse, OSError):
+        return False
+    return True

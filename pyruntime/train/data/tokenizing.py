@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,13 +29,18 @@ import numpy as np
 from pyruntime.train import disk
 from pyruntime.train.data.documents import Source, Unit, check_unchanged, documents, units
 from pyruntime.train.data.shards import PARTIAL, DamagedShard, Shard, ShardWriter, dtype_of
-from pyruntime.train.data.tokenizer import FACTS_FILE, Tokenizer
+from pyruntime.train.data.tokenizer import CONFIG_NAME, FACTS_FILE, FILE_NAME, Tokenizer
 from pyruntime.train.data.workers import Workers
+from pyruntime.train.disk import LOCK
 from pyruntime.train.errors import ConfigError
 
 FORMAT = 3
 """Of a folder, in FACTS_FILE; another one is another name in the cache."""
 RUNS_FOLDER, PLAN_FILE = "runs", "plan"
+NEW_FACTS = FACTS_FILE + ".partial"
+OUR_SHARD = re.compile(rf"tokens-[0-9]{{5,}}\.bin(\.[0-9a-f]{{32}}{re.escape(PARTIAL)})?")
+"""The name of a shard, or of one that is being written."""
+OUR_RUN = re.compile(rf"[0-9]{{6,}}\.run(\.[0-9a-f]{{32}}{re.escape(PARTIAL)})?")
 BATCH_BYTES = 2**22
 """Text that the tokenizer is given at a time, in pieces. It takes about a hundred times as much memory."""
 SMALL_BYTES = 2**23
@@ -256,14 +261,15 @@ def write(
     check_unchanged(sources)
     tokenizer.save(folder)
     facts = _facts(name, work, number, tokenizer, skipped)
-    partial = folder / (FACTS_FILE + ".partial")
+    partial = folder / NEW_FACTS
     partial.write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n", encoding="utf-8")
     disk.flush(partial)
     partial.replace(folder / FACTS_FILE)
     disk.flush(folder)
     shutil.rmtree(folder / RUNS_FOLDER)
-    for path in folder.glob(f"tokens-*{PARTIAL}"):  # of a call that was killed
-        path.unlink()
+    for path in _shards(folder):
+        if path.name.endswith(PARTIAL):  # of a call that was killed
+            path.unlink()
     return facts
 
 
@@ -274,17 +280,44 @@ def _digest_of_plan(name: str, sources: Sequence[Source], plan: Sequence[Unit]) 
 
 
 def _prepare(folder: Path, plan: str) -> None:
-    """Leaves in the folder what was written for the same plan, and nothing of another."""
+    """Leaves in the folder what was written for the same plan, and nothing of another. The file of the plan
+    is there before anything else is, and stays while it is removed: it says that the rest is ours."""
     runs = folder / RUNS_FOLDER
-    with contextlib.suppress(OSError):
-        if (runs / PLAN_FILE).read_text(encoding="utf-8") == plan:
-            return
-    if runs.exists():
-        shutil.rmtree(runs)
-    for path in folder.glob("tokens-*.bin*"):
-        path.unlink()
-    runs.mkdir(parents=True)
-    (runs / PLAN_FILE).write_text(plan, encoding="utf-8")
+    there = runs / PLAN_FILE
+    if there.is_file():
+        with contextlib.suppress(OSError):
+            if there.read_text(encoding="utf-8") == plan:
+                return
+        for path in _shards(folder):
+            path.unlink()
+        for path in runs.iterdir():
+            if OUR_RUN.fullmatch(path.name):
+                path.unlink()
+    runs.mkdir(parents=True, exist_ok=True)
+    new = runs / (PLAN_FILE + PARTIAL)
+    new.write_text(plan, encoding="utf-8")
+    disk.flush(new)
+    new.replace(there)
+
+
+def _shards(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if OUR_SHARD.fullmatch(path.name)]
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether all that is in a folder is what an interrupted call has left, or nothing."""
+    runs = folder / RUNS_FOLDER
+    names = {path.name for path in folder.iterdir()}
+    in_runs = {path.name for path in runs.iterdir()} if runs.is_dir() else set()
+    if PLAN_FILE not in in_runs:  # it was ended before there was one
+        return names <= {RUNS_FOLDER, LOCK} and in_runs <= {PLAN_FILE + PARTIAL}
+    plan = (runs / PLAN_FILE).read_bytes()
+    known = {RUNS_FOLDER, LOCK, FILE_NAME, CONFIG_NAME, NEW_FACTS}
+    return (
+        re.fullmatch(rb"[0-9a-f]{32}", plan) is not None
+        and all(name in known or OUR_SHARD.fullmatch(name) for name in names)
+        and all(name.startswith(PLAN_FILE) or OUR_RUN.fullmatch(name) for name in in_runs)
+    )
 
 
 def _finish(
@@ -354,17 +387,3 @@ def is_tokens(path: Path) -> bool:
 def is_unfinished(path: Path) -> bool:
     """Whether that is a folder in which tokens were being made."""
     return (path / RUNS_FOLDER / PLAN_FILE).is_file() and not is_tokens(path)
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """While inside, no other process tokenizes into that folder. Raises ConfigError where one does."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"Another process tokenizes into {folder}; wait for it to end.") from None
-        yield
-    finally:
-        os.close(opened)

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from typing import Generic, TypeVar
 
 from pyruntime.train.errors import ConfigError
@@ -79,6 +79,9 @@ class Workers(Generic[Task, Result]):
             pipe.close()
         for process in self._processes.values():
             process.join()
+        if self._processes:
+            # Or it would stay, with all it has imported, as long as we do.
+            forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def _give(pipe: connection.Connection, tasks: Iterator[Task], busy: set[connection.Connection]) -> None:

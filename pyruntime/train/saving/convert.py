@@ -16,10 +16,11 @@ from pyruntime.llama.hf import read_config, saved_dtype
 from pyruntime.train import checkpoint, checkpoint_folder, config_file, manifest
 from pyruntime.train.checkpoint_folder import Facts
 from pyruntime.train.config import Checkpoint, Dtype, Model, RunConfig, Train
+from pyruntime.train.data import tokenizing
 from pyruntime.train.data.tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, open_tokenizer
 from pyruntime.train.disk import cannot_write, cause_of
 from pyruntime.train.errors import ConfigError, TrainingError, refusing
-from pyruntime.train.model import DTYPES
+from pyruntime.train.model import DTYPES, padded_vocabulary
 from pyruntime.train.ranks import on_rank_0
 from pyruntime.train.saving.saver import Saver
 
@@ -34,9 +35,8 @@ def to_hf(
     dtype: to convert to; None keeps the checkpoint's. Raises ConfigError for a checkpoint that is damaged or
     does not fit the ranks, TrainingError where the target cannot be written.
     """
-    facts = checkpoint_folder.read(folder)
+    facts = checkpoint.check_files(folder, runtime.world)
     shape = shape_of(folder, facts)
-    checkpoint.check_files(folder, runtime.world)
     tokenizer = on_rank_0(runtime.world, "Reading the tokenizer", lambda: _tokenizer(folder, shape))
     with refusing():
         model = Llama(shape, runtime.tp, dtype=DTYPES[facts.dtype], tier="chunked", seed=None)
@@ -102,15 +102,27 @@ def _tokenizer(folder: Path, shape: LlamaConfig) -> Tokenizer | None:
     if not path.is_file():
         return None
     config = config_file.load(path)
-    began = Path(config.model.init_from)
-    came_without = began.is_dir() and not (began / FILE_NAME).is_file()
-    if not config.data.tokenizer and config.model.init_from and came_without:
-        return ByteTokenizer() if shape.vocab_size == ByteTokenizer.vocab_size else None
-    tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from)
-    if tokenizer.vocab_size > shape.vocab_size:
+    model, data = config.model, config.data
+    elsewhere = "copy the checkpoint elsewhere to convert it without a tokenizer"
+    began = Path(model.init_from)
+    came_with = bool(model.init_from) and (began / FILE_NAME).is_file()
+    is_said = data.tokenizer or came_with or any(tokenizing.is_tokens(Path(each)) for each in data.paths)
+    gone = next((each for each in data.paths if not Path(each).exists()), "")
+    if not is_said and gone:
         raise ConfigError(
-            f"{path} names a tokenizer of {tokenizer.vocab_size} tokens, and the model in {folder} has "
-            f"{shape.vocab_size}; copy the checkpoint elsewhere to convert it without a tokenizer."
+            f"{path} names no tokenizer, and data.paths {gone}, which may have been tokens with theirs, is "
+            f"gone; bring it back, name the tokenizer there in data.tokenizer, or {elsewhere}."
+        )
+    if not is_said and model.init_from and began.is_dir():
+        return ByteTokenizer() if shape.vocab_size == ByteTokenizer.vocab_size else None
+    tokenizer = open_tokenizer(data.tokenizer, model.init_from, data.paths)
+    fits = tokenizer.vocab_size <= shape.vocab_size
+    if not model.init_from:
+        fits = fits and shape.vocab_size == (model.vocab_size or padded_vocabulary(tokenizer.vocab_size))
+    if not fits:
+        raise ConfigError(
+            f"{path} leads to a tokenizer of {tokenizer.vocab_size} tokens, and the model in {folder} has "
+            f"{shape.vocab_size}, so it was trained with another; {elsewhere}."
         )
     return tokenizer
 

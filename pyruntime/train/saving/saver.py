@@ -42,7 +42,7 @@ from pyruntime.train.checkpoint_folder import (
     to_json,
 )
 from pyruntime.train.config import Checkpoint
-from pyruntime.train.disk import cannot_write, cause_of, publish_folder
+from pyruntime.train.disk import REMOVED, cannot_write, cause_of, publish_folder, remove_folder
 from pyruntime.train.errors import TrainingError
 from pyruntime.train.manifest import Checksum
 from pyruntime.train.ranks import on_rank_0
@@ -50,7 +50,7 @@ from pyruntime.train.saving.staging import SUFFIX, Staging
 from pyruntime.train.saving.storage import PlanTaker
 
 DISK_MAY_TAKE_S = 600.0
-"""For AT_ONCE bytes of a checkpoint; after that the disk is taken to be gone."""
+"""For FLUSH_EVERY bytes of a checkpoint; after that the disk is taken to be gone."""
 
 
 class Saver:
@@ -145,7 +145,10 @@ class Saver:
 
         def clear() -> None:
             for left in final.parent.glob(f"*{PARTIAL}"):
-                shutil.rmtree(left)
+                if left.name.endswith(REMOVED):
+                    remove_folder(left)
+                else:
+                    shutil.rmtree(left)
             final.parent.mkdir(parents=True, exist_ok=True)
 
         on_rank_0(self._group, doing, clear)
@@ -177,7 +180,10 @@ class Write:
         self._exchange = Exchange(group, doing) if group.size() > 1 else None
         self._refusal = ""
         self._failure: BaseException | None = None
-        self._is_written = False
+        self._is_at_disk = True
+        """Whether this rank's disk is what is waited for, and not the other ranks."""
+        self._published = 0
+        """What the disk has taken since all files were written: of files, names and removals."""
         self._sent: tuple[float, float, int] | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="pyr-checkpoint")
         self._thread.start()
@@ -192,14 +198,15 @@ class Write:
         return bool(self._refusal) or self._failure is not None
 
     def wait(self) -> None:
-        """Until it is over on all ranks. Raises TrainingError where it failed, or no byte of this rank's file
-        was written for DISK_MAY_TAKE_S; CommTimeout and PeerLost."""
-        seen, since = -1, time.monotonic()
+        """Until it is over on all ranks. Raises TrainingError where it failed, or this rank's disk took
+        nothing for DISK_MAY_TAKE_S; CommTimeout and PeerLost."""
+        seen, since = (-1, -1), time.monotonic()
         while self._thread.is_alive():
             self._thread.join(1.0)
             now = time.monotonic()
-            if self._is_written or self._staging.written != seen:  # others are waited for by the exchange
-                seen, since = self._staging.written, now
+            taken = self._staging.written, self._published
+            if not self._is_at_disk or taken != seen:  # others are waited for by the exchange
+                seen, since = taken, now
             elif now - since > DISK_MAY_TAKE_S:
                 refusal = _refusal(
                     self._run_dir, self.final, f"the disk has taken nothing for {DISK_MAY_TAKE_S:.0f} s"
@@ -217,7 +224,7 @@ class Write:
     def _run(self) -> None:
         try:
             sums, problem = self._write_own()
-            self._is_written = True
+            self._is_at_disk = False
             self._refusal = self._settle(sums, problem)
         except BaseException as error:  # a peer's end, or a defect: for the thread that waits
             self._failure = error
@@ -245,6 +252,7 @@ class Write:
             sums |= {name: Checksum(**each) for name, each in theirs.items()}
             problem = problem or their_problem
         if not problem:
+            self._is_at_disk = True
             try:
                 self._publish(sums)
             except Exception as error:
@@ -254,6 +262,7 @@ class Write:
             # What was being written is no checkpoint, so it takes no space where writing it failed.
             shutil.rmtree(self._partial, ignore_errors=True)
             refusal = _refusal(self._run_dir, self.final, problem)
+        self._is_at_disk = False
         if self._exchange is not None:
             self._exchange.tell(refusal.encode())
         return refusal
@@ -262,9 +271,13 @@ class Write:
         facts = self._partial / FACTS_FILE
         facts.write_text(to_json(self._facts), encoding="utf-8")
         manifest.write(self._partial, sums | {FACTS_FILE: manifest.checksum(facts)})
-        publish_folder(self._partial, self.final)
+        publish_folder(self._partial, self.final, self._count)
         for old in left_over(self.final.parent, self._facts.step, self._keep):
-            shutil.rmtree(old)
+            remove_folder(old)
+            self._count()
+
+    def _count(self) -> None:
+        self._published += 1
 
 
 def _refusal(run_dir: Path, final: Path, cause: str) -> str:

@@ -45,6 +45,8 @@ BLOCKS, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Under "__metadata__": {name: {OFFSETS: [...]}}, as text."""
 AT_ONCE = 16 * 2**20
 """Bytes that are hashed and written between two looks at the interpreter's lock."""
+FLUSH_EVERY = 256 * 2**20
+"""Bytes after which what was written is brought to the disk, so that no one flush takes long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +133,12 @@ class Staging:
         self.written, digest = 0, hashlib.sha256()
         content = memoryview(self._memory.numpy())
         parts = [content[at : at + AT_ONCE] for at in range(0, len(content), AT_ONCE)]
+        flushed = 0
         with open(path, "wb", buffering=0) as file:
             for part in (memoryview(self._header), *parts):
+                if self.written >= flushed + FLUSH_EVERY:
+                    os.fsync(file.fileno())
+                    flushed = self.written
                 digest.update(part)
                 while len(part):  # a disk that becomes full takes a part
                     taken = file.write(part)

@@ -1,10 +1,17 @@
 """Text becomes shards: the same with any number of processes, going on after an interruption, and every bad
 request is one sentence."""
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import hashlib
 import json
+import multiprocessing
+import os
+import stat
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from pyruntime.cli import main
 from pyruntime.cli.tokenize import Progress
+from pyruntime.train import disk
 from pyruntime.train.config import Data
 from pyruntime.train.data import documents, tables, tokenizing
 from pyruntime.train.data.shards import Shard
@@ -65,7 +73,9 @@ def write(out: Path, paths, tokenizer, workers: int = 0, field: str = "text") ->
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+    """Of the files of a folder, but for its lock."""
+    found = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name != disk.LOCK)
+    return {path.name: path.read_bytes() for path in found}
 
 
 def stream(folder: Path) -> list[int]:
@@ -129,7 +139,7 @@ def test_what_was_interrupted_goes_on_and_other_text_starts_cleanly(tmp_path, sm
             open_text(Data(paths=(str(out),)))
     damaged = out / "runs" / "000001.run"
     damaged.write_bytes(damaged.read_bytes()[:-9])
-    for name in ("runs/000002.run.0f.partial", "tokens-00000.bin.0f.partial"):
+    for name in (f"runs/000002.run.{'0f' * 16}.partial", f"tokens-00000.bin.{'0f' * 16}.partial"):
         (out / name).write_bytes(b"of a process that was killed")
     monkeypatch.setattr(tokenizing.Work, "__call__", until(-1))
     write(out, paths, ByteTokenizer())
@@ -183,12 +193,68 @@ def test_bad_requests_are_one_sentence_and_lose_nothing(tmp_path, capsys, bpe):
     assert "holds the tokens of another text or tokenizer" in refused(
         capsys, out, "--paths", path, "--tokenizer", bpe
     )
-    with tokenizing.locked(out):
-        assert "Another process tokenizes into" in refused(capsys, out, "--paths", path)
+    with contextlib.ExitStack() as held:
+        disk.lock(out, held)
+        assert f"{out} is in use by process {os.getpid()} on" in refused(capsys, out, "--paths", path)
     assert content(out) == before
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    assert "holds other files than tokens" in refused(capsys, tmp_path / "mine", "--paths", path)
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "thesis.tex",
+        "tokens-mine.bin",
+        "tokens-00000.binary",
+        "tokenizer.py",
+        "corpus.json.bak",
+        "runs/2026.log",
+    ],
+)
+def test_a_folder_with_a_users_files_is_refused_and_keeps_them(tmp_path, capsys, name, with_plan):
+    path, out = lines_file(tmp_path, words(20)), tmp_path / "mine"
+    (out / "runs").mkdir(parents=True)
+    if with_plan:
+        (out / "runs" / "plan").write_text("0f" * 16)
+    (out / name).write_text("years of work")
+    assert "holds other files than tokens" in refused(capsys, out, "--paths", path)
+    assert (out / name).read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["tokens-00000.bin", "tokenizer.json", "runs/2026.log"])
+def test_without_a_plan_nothing_is_taken_for_ours(tmp_path, capsys, name):
+    path, out = lines_file(tmp_path, words(20)), tmp_path / "mine"
+    (out / "runs").mkdir(parents=True)
+    (out / name).write_text("years of work")
+    assert "holds other files than tokens" in refused(capsys, out, "--paths", path)
+    assert (out / name).read_text() == "years of work"
+    (out / name).unlink()
+    assert main(["tokenize", str(out), "--paths", str(path)]) == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
+def test_where_there_are_no_locks_text_becomes_tokens_all_the_same(tmp_path, monkeypatch, caplog, number):
+    def flock(descriptor, _):
+        assert not stat.S_ISDIR(os.fstat(descriptor).st_mode)  # which NFS does not lock
+        raise OSError(number, os.strerror(number))
+
+    path, cache = lines_file(tmp_path, words(20)), tmp_path / "cache"
+    partial = cache / f"{'0f' * 16}.{'0f' * 16}.partial"
+    partial.mkdir(parents=True)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert main(["tokenize", str(tmp_path / "out"), "--paths", str(path)]) == 0
+    assert f"cannot be locked ({os.strerror(number)}); let no other process use" in caplog.text
+    open_text(Data(paths=(str(path),), cache=str(cache)))
+    assert partial.is_dir()  # it may be in use
+    monkeypatch.undo()
+    lines_file(tmp_path, words(20))
+    with contextlib.ExitStack() as held:
+        disk.lock(partial, held)
+        open_text(Data(paths=(str(path),), cache=str(cache)))
+        assert partial.is_dir()
+    lines_file(tmp_path, words(20))
+    open_text(Data(paths=(str(path),), cache=str(cache)))
+    assert not partial.exists()
 
 
 @pytest.mark.parametrize(
@@ -251,6 +317,8 @@ def test_processes_share_tasks_and_one_that_is_killed_is_told():
         assert sorted(pool.map(range(4, 30))) == [task * task for task in range(4, 30)]
         with pytest.raises(ConfigError, match=r"No thirty\."):
             list(pool.map([30]))
+        assert len(multiprocessing.active_children()) == 2
+    assert forkserver._forkserver._forkserver_pid is None  # it is stopped, and another starts
     with (
         Workers(2, squared) as pool,
         pytest.raises(ConfigError, match="has ended by SIGKILL; what"),
