@@ -19,7 +19,8 @@ def grad_norm(parameters: Tensor | Iterable[nn.Parameter], group: Group | Tensor
 
     Parameters that are cut over the group are shards, and every rank's square counts; the others are
     replicated, and rank 0's square counts once; so over each axis of a group of two. One gather of a few
-    numbers for each. Parameters without a gradient count as zero. Every rank must call it."""
+    numbers for each. Parameters without a gradient count as zero. Every rank must call it. Raises ValueError
+    where a parameter is cut over another group."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     group = TensorGroup.of(group)
     axes = [axis for axis in group.axes if axis.size > 1]
@@ -39,14 +40,18 @@ def grad_norm(parameters: Tensor | Iterable[nn.Parameter], group: Group | Tensor
 
 def _cut_over(parameter: Tensor, group: TensorGroup) -> tuple[str, ...]:
     """Names of the axes of `group` that it is cut over."""
+    layout = getattr(parameter, "tp_layout", None)
+    cut_over = () if layout is None else layout.cut_over
+    others = [name for name in cut_over if name not in {axis.name for axis in group.axes}]
     if getattr(parameter, "tp_dim", None) is not None and parameter.tp_group_name != group.name:
+        others.insert(0, parameter.tp_group_name)
+    if others:
         raise ValueError(
-            f"A parameter of shape {list(parameter.shape)} is cut over group {parameter.tp_group_name!r}, "
+            f"A parameter of shape {list(parameter.shape)} is cut over group {others[0]!r}, "
             f"but its gradient's norm was asked over {group.name!r}; pass the group that the layers were "
             "built with."
         )
-    layout = getattr(parameter, "tp_layout", None)
-    return () if layout is None else layout.cut_over
+    return cut_over
 
 
 @torch.no_grad()

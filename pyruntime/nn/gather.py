@@ -81,7 +81,8 @@ class _GatherFeatures(torch.autograd.Function):
             ranges_of(packed, size, rank, "features") if packed else [shard_bounds(features, size, rank)]
         )
         y = _gather(y_shard, name, size, y_shard.dim() - 1, features)
-        return in_order(y, -1, size, packed) if packed else y
+        # No view of what was gathered: autograd lets nobody write to a view that was made in here.
+        return in_order(y, -1, size, packed) if packed else y.data
 
     @staticmethod
     def backward(ctx, grad: Tensor):

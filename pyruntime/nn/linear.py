@@ -67,7 +67,8 @@ class ParallelLinear(ParallelModule):
     "auto" (tuned, else chunked), "unfused", "chunked" or "fused"; strict (False): raise where a slower one
     would run; transposed (False): weights are kept as [in_features, out_features], as transformers' Conv1D
     has them; packed (()): sizes of what the out_features of a column linear are one after the other (q, k and
-    v), each of which is cut by itself, so that a rank's are [part0_r | part1_r | ..]; dtype; device.
+    v), each of which is cut by itself, so that a rank's are [part0_r | part1_r | ..]; dtype; device. Raises
+    ValueError for packed over two axes.
 
     Initialised as nn.Linear initialises the full weights, of which each rank keeps its shard: the model is
     the same for every tp, provided that all ranks are seeded alike."""
@@ -111,6 +112,11 @@ class ParallelLinear(ParallelModule):
             raise ValueError(
                 f"The parts {list(self.packed)} have {sum(self.packed)} features together, and the linear "
                 f"has out_features={list(parts.values())}; name all of its parts, in its order."
+            )
+        if self.packed and self.group.y is not None:
+            raise ValueError(
+                f"A linear of the parts {list(self.packed)} holds several linears, which are cut by their "
+                "parts over one axis alone; use a mesh of one dimension."
             )
         weight_cut = 1 - weight_cut if transposed else weight_cut
         weights = [Part(f"{prefix}weight", self._shape(size), self.packed) for prefix, size in parts.items()]

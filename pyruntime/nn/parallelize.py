@@ -63,17 +63,24 @@ def parallelize(
     it. A linear with peft's LoRA adapters is cut with them. Raises ValueError, before anything is replaced,
     where a pattern matches nothing or a module of another kind, two patterns disagree, tp is too large for
     a module, weights are tied across the edge of the plan, the model lies on several devices, the ranks hold
-    different models, or "auto" finds nothing to cut."""
+    different models, "auto" finds nothing to cut, or a mesh of two dimensions meets adapters or linears that
+    are cut by their parts."""
     group = TensorGroup.of(mesh)
     check_tier(tier)
     _check_one_device(model)
     plan = auto_plan(model, group.size) if plan == "auto" else find_plan(plan)
     plan.check(model, group.size)
     styles = match_modules(model, plan.styles)
-    if plan.packed and group.y is not None:
+    if plan.packed and group.y is not None and group.size > 1:
         raise ValueError(
             f"{', '.join(plan.packed)} hold several linears, which are cut by their parts over one axis "
             "alone; use a mesh of one dimension."
+        )
+    adapted = sorted({lora.wrapper_of(name) for name in styles} - set(styles))
+    if adapted and group.y is not None and group.y.size > 1:
+        raise ValueError(
+            f"{adapted[0]} has adapters of peft, which are cut over one axis alone: over two they could not "
+            "be merged; use a mesh of one dimension, or merge them first."
         )
     for axis in group.axes:
         check_same_model(model, axis)

@@ -41,7 +41,7 @@ class Rule:
 
 
 OPS: Mapping[str, Rule] = {
-    "all_gather": Rule("replicated"),
+    "all_gather": Rule("sharded"),  # alike, but its backward sums what every rank makes of it
     "all_gather_stats": Rule("replicated", sums=True),  # all terms
     "all_reduce": Rule("replicated", sums=True),
     "reduce_scatter": Rule("sharded", sums=True),
@@ -49,7 +49,7 @@ OPS: Mapping[str, Rule] = {
     "all_gather_matmul": Rule("sharded"),
     "matmul_reduce_scatter": Rule("sharded"),
     "matmul_all_reduce": Rule("replicated"),
-    "replicated_matmul": Rule("replicated"),
+    "replicated_matmul": Rule("sharded"),
     **dict.fromkeys(("begin_column", "end_column", "begin_row", "end_row", "share_weight"), Rule("sharded")),
     # Statistics of the whole vocabulary make of a rank's logits the loss that every rank has.
     "cross_entropy_loss": Rule(like=2),

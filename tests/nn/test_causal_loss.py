@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSNorm
 
 from pyruntime import parallelize, verify
 from pyruntime.nn.activations.causal_loss import CausalLoss
@@ -61,9 +62,49 @@ def test_the_loss_of_logits_that_the_model_has_changed_is_its_own(ranks):
     assert ranks.run(of_other_logits, 2) == [1, 1]
 
 
+class Masked(LlamaForCausalLM):
+    """Writes to its head's logits, as Chameleon does."""
+
+    def forward(self, input_ids, labels):
+        logits = self.lm_head(self.model(input_ids=input_ids)[0])
+        logits[..., :40] = -9.0
+        return CausalLMOutput(self.loss_function(logits, labels, self.config.vocab_size), logits)
+
+
+def of_written_logits(group) -> None:
+    whole = build("Llama")
+    whole.__class__ = Masked
+    model = parallelize(copy.deepcopy(whole), group, "auto")
+    model(**BATCH)  # the first call compares
+    verify(model, whole, BATCH, tolerance=1e-5)
+    model.eval()
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            for _ in range(2):
+                found, wanted = model(**BATCH), whole(**BATCH)
+                assert_near(found.loss, wanted.loss, f"loss in {without.__name__}")
+                assert_near(found.logits, wanted.logits, "logits")
+
+
+def test_the_loss_of_logits_that_were_written_to_in_place(ranks):
+    ranks.run(of_written_logits, 2)
+    ranks.run(of_written_logits, 3)  # of 101 words
+
+
 class Scaled(LlamaRMSNorm):
     def forward(self, x):
         return 2 * super().forward(x)
+
+
+class Sometimes(LlamaRMSNorm):
+    """A norm, or not, by an attribute."""
+
+    def __init__(self, size, doubles):
+        super().__init__(size)
+        self.doubles = doubles
+
+    def forward(self, x):
+        return 2 * super().forward(x) if self.doubles else super().forward(x)
 
 
 class Biased(LlamaRMSNorm):
@@ -77,11 +118,14 @@ def test_which_modules_are_rms_norms_is_told_by_their_numbers():
         [
             *(LlamaRMSNorm(24, 1e-6), LlamaRMSNorm(8, 1e-2), nn.RMSNorm(24, 1e-5), Scaled(24), Biased(24)),
             *(Gemma3RMSNorm(24), nn.Linear(24, 24), nn.LayerNorm(24, bias=False)),
+            *(Sometimes(24, False), Sometimes(24, True)),
         ]
     )
     before = copy.deepcopy(model)
     fuse_norms(model)
-    assert [isinstance(vars(m).get("forward"), FusedNorm) for m in model] == [True, True, True] + [False] * 5
+    assert [isinstance(vars(m).get("forward"), FusedNorm) for m in model] == (
+        [True, True, True] + [False] * 5 + [True, False]
+    )
     for mine, its in zip(model, before, strict=True):
         x = torch.randn(2, 3, 8 if mine is model[1] else 24)
         assert_near(mine(x), its(x), type(mine).__name__)

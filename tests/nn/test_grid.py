@@ -1,10 +1,12 @@
 """Linears and norms over the axes x and y, and z as ZeRO 3: against numpy and torch in double precision."""
 
+import copy
 import functools
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -14,11 +16,13 @@ from pyruntime.nn import (
     MergedColumnParallelLinear,
     RMSNorm,
     RowParallelLinear,
+    clip_grad_norm_,
     grad_norm,
     shard_bounds,
 )
 from pyruntime.ops.layers import rms_norm
 from tests.nn.cases import assert_near
+from tests.nn.test_auto import BATCH, build
 
 K, HIDDEN, N = 10, 22, 14
 WIDE, NARROW = 22, 10  # where a GEMM hides what travels over x
@@ -176,3 +180,47 @@ def test_x_alone_is_tensor_parallelism_bitwise(ranks, given):
         assert all(torch.equal(local[name], wanted[name]) for name in wanted)
         assert all(torch.equal(gradients[name], of_twin[name]) for name in of_twin)
         assert norms == norms_of_twin
+
+
+def refusals(group):
+    """What linears over two axes refuse: parts, a norm over x alone, adapters."""
+    mesh = mesh_of(tp=2, tp_y=2)
+    found = []
+    with pytest.raises(ValueError) as caught:
+        ColumnParallelLinear(6, 12, group=mesh, packed=(4, 4, 4))
+    found.append(str(caught.value))
+    layer = ColumnParallelLinear(6, 12, True, group=mesh)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    grad_norm([layer.bias], mesh["tp"])  # which y does not cut
+    for norm in (grad_norm, functools.partial(clip_grad_norm_, max_norm=1.0)):
+        with pytest.raises(ValueError) as caught:
+            norm(layer.parameters(), group=mesh["tp"])
+        found.append(str(caught.value))
+    adapters = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    for whole in (get_peft_model(build("Llama"), adapters), build("Phi3")):
+        with pytest.raises(ValueError) as caught:
+            pyruntime.parallelize(whole, mesh, "auto")
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_does_not_go_with_two_axes_is_refused(ranks):
+    for parts, norm, clip, adapters, fused in ranks.run(refusals, 4):
+        assert parts == (
+            "A linear of the parts [4, 4, 4] holds several linears, which are cut by their parts over one "
+            "axis alone; use a mesh of one dimension."
+        )
+        assert norm == clip and "A parameter of shape [6, 3] is cut over group" in norm
+        assert ".q_proj has adapters of peft" in adapters
+        assert "qkv_proj" in fused and "over one axis alone" in fused
+
+
+def fused_linears_over_y(group):
+    whole = build("Phi3")
+    model = pyruntime.parallelize(copy.deepcopy(whole), mesh_of(tp=1, tp_y=2), "auto")
+    pyruntime.verify(model, whole, BATCH, tolerance=1e-5)
+
+
+def test_fused_linears_that_x_does_not_cut(ranks):
+    ranks.run(fused_linears_over_y, 2)

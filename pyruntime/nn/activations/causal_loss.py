@@ -3,7 +3,8 @@
 Their loss is given whole logits [.., V], of which every rank would take all exponentials. The head of a cut
 model leaves this rank's logits [.., V/P] on the whole ones that it gives, and the loss reads those
 (cross_entropy.py): three numbers a token travel, and each rank works on its part of the vocabulary. Where the
-model has made other logits of the head's (a cap, a factor), the loss is transformers' own, of the whole."""
+model has made other logits of the head's (a cap, a factor), or has written to them, the loss is transformers'
+own, of the whole."""
 
 from __future__ import annotations
 
@@ -17,12 +18,20 @@ from pyruntime.nn.cross_entropy import vocab_parallel_cross_entropy
 if TYPE_CHECKING:
     from pyruntime.nn.linear import ColumnParallelLinear
 
-_OWN = "tp_own_logits"  # on a head's whole output: (the head, its output on this rank)
+_OWN = "tp_own_logits"  # on a head's whole output: (the head, its output on this rank, the whole's version)
 
 
 def leave_own(whole: Tensor, head: ColumnParallelLinear, own: Tensor) -> None:
-    """`whole` is what `head` gives, gathered from `own` of all ranks."""
-    setattr(whole, _OWN, (head, own))
+    """`whole` is what `head` gives, gathered from `own` of all ranks. Nothing is left on inference mode's
+    tensors, which do not count what is written to them."""
+    if not whole.is_inference():
+        setattr(whole, _OWN, (head, own, whole._version))
+
+
+def _own_of(logits: Tensor) -> tuple[ColumnParallelLinear, Tensor] | None:
+    """The head and what was left, unless something has been written to the logits since."""
+    head, own, version = getattr(logits, _OWN, (None, None, None))
+    return None if head is None or logits._version != version else (head, own)
 
 
 class CausalLoss:
@@ -41,7 +50,7 @@ class CausalLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        left: tuple[ColumnParallelLinear, Tensor] | None = getattr(logits, _OWN, None)
+        left = _own_of(logits)
         targets = shift_labels
         if targets is None and labels is not None:
             targets = pad(labels, (0, 1), value=ignore_index)[..., 1:]

@@ -30,13 +30,14 @@ def fuse_norms(model: nn.Module) -> None:
     """Gives the RMS norms in `model` this forward."""
     known: dict[tuple, float | None] = {}
     for module in model.modules():
-        floats = tuple(sorted({v for v in vars(module).values() if type(v) is float}))
+        plain = {name: v for name, v in vars(module).items() if type(v) in (float, int, bool, str)}
+        floats = sorted({v for v in plain.values() if type(v) is float})
         tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
         if tensors != ["weight"] or next(module.children(), None) is not None or "forward" in vars(module):
             continue
         if module.weight.dim() != 1 or type(module).forward is nn.Module.forward:
             continue
-        kind = type(module), module.weight.shape[0], floats
+        kind = type(module), module.weight.shape[0], tuple(sorted(plain.items()))
         if kind not in known:
             known[kind] = next((eps for eps in floats if _is_rms_norm(module, eps)), None)
         if (eps := known[kind]) is not None:
