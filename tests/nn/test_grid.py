@@ -218,9 +218,9 @@ def test_what_does_not_go_with_two_axes_is_refused(ranks):
 
 def fused_linears_over_y(group):
     whole = build("Phi3")
-    model = pyruntime.parallelize(copy.deepcopy(whole), mesh_of(tp=1, tp_y=2), "auto")
+    model = pyruntime.parallelize(copy.deepcopy(whole), mesh_of(tp=1, tp_y=4), "auto")
     pyruntime.verify(model, whole, BATCH, tolerance=1e-5)
 
 
 def test_fused_linears_that_x_does_not_cut(ranks):
-    ranks.run(fused_linears_over_y, 2)
+    ranks.run(fused_linears_over_y, 4)
