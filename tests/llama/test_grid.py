@@ -14,6 +14,7 @@ from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.traffic import bytes_of_step
 from tests.llama.cases import CASES, full_tensors, logits_loss_gradients
+from tests.transports import take
 
 BATCH, SEQ = 3, 47
 CONFIGS = {
@@ -103,6 +104,8 @@ def refusal_of_slices(group):
 def bytes_of_a_step(group, config, sizes, ids):
     """That this rank reads over x and over y in a forward and a backward pass."""
     mesh = grid(*sizes)
+    for name in mesh.mesh_dim_names:
+        take(mesh[name], "symmetric_memory")
     model = Llama(config, mesh)
     before = [comm.stats(mesh[name]).bytes for name in mesh.mesh_dim_names]
     model(ids, ids).backward()
