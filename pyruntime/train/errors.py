@@ -22,3 +22,9 @@ def refusing(prefix: str = "", kinds: tuple[type[Exception], ...] = (ValueError,
         yield
     except kinds as error:
         raise ConfigError(f"{prefix}{error}") from error
+
+
+def require(condition: bool, sentence: str) -> None:
+    """Raises ConfigError with `sentence` where `condition` does not hold."""
+    if not condition:
+        raise ConfigError(sentence)

@@ -26,26 +26,32 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel import Compression, Muon, NonFiniteGradient, Sharded, shard
+from pyruntime.data_parallel import NonFiniteGradient, shard
 from pyruntime.data_parallel.replicated import check_replicated
 from pyruntime.elastic.member import Member
 from pyruntime.llama import Llama
 from pyruntime.nn.explain import Report, explain
-from pyruntime.ops.placements import PlacementCheck
 from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.train import checkpoint, checkpoint_folder
+from pyruntime.train.assembly import (
+    check_trains,
+    compressed_how,
+    compression_of,
+    muon_of,
+    placement_check,
+    within_and_between,
+)
 from pyruntime.train.checkpoint_folder import Facts
 from pyruntime.train.config import RunConfig, learning_rate, meets_every_step, micro_batches, tokens_per_step
 from pyruntime.train.data.batches import Batch, Batches, validation_batches
 from pyruntime.train.data.corpus import Corpus
 from pyruntime.train.device import Device
-from pyruntime.train.errors import ConfigError, TrainingError
+from pyruntime.train.errors import TrainingError
 from pyruntime.train.figures import (
     MOST_IN_A_ROW,
     ExchangedFigures,
@@ -61,7 +67,7 @@ from pyruntime.train.ranks import on_every_rank
 from pyruntime.train.replicas import join, open_member
 from pyruntime.train.saving.saver import Saver
 from pyruntime.train.signals import Stopped, StopRequest
-from pyruntime.train.validate import outer_method
+from pyruntime.train.validate.replicas import outer_method
 
 MOST_NAMES = 3
 """Of parameters, in the sentence about a gradient that is not finite."""
@@ -89,12 +95,12 @@ class Trainer:
         self._stop = stop
         self._device = device = Device(runtime.device, runtime.why_device)
         self.model = model
-        on_every_rank(runtime.world, "Sharding the model", lambda: _check_trains(model, runtime))
+        on_every_rank(runtime.world, "Sharding the model", lambda: check_trains(model, runtime))
         over, between = runtime.replicas, None
         comes_and_goes = bool(config.data_parallel.members)
         if not (meets_every_step(config) or comes_and_goes):
             over, between = within_and_between(over)
-        self.sharded = shard(model, over, stage=config.parallel.zero, compression=_compression(config))
+        self.sharded = shard(model, over, stage=config.parallel.zero, compression=compression_of(config))
         pp = runtime.pp
         self._guard, self._skips = Guard(optimizer.spike_factor), optimizer.on_bad_step == "skip"
         self.optimizer = self.sharded.adamw(
@@ -104,7 +110,7 @@ class Trainer:
             max_norm=optimizer.clip_grad_norm,
             nonfinite="skip" if self._skips else "raise",
             rounding=optimizer.rounding,
-            muon=_muon(config, model),
+            muon=muon_of(config, model),
             shared={} if pp is None else shared_weights(config, model, pp),
         )
         self.outer: ShardedOuter | None = None
@@ -117,13 +123,13 @@ class Trainer:
             parts = [axis for axis in (runtime.tp, runtime.tp_y, over, pp) if axis is not None]
             self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts, self.member)
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
-        self._types = _types(model, self.sharded, runtime) if train.check_types else None
+        self._types = placement_check(model, self.sharded, runtime) if train.check_types else None
         self.step = self._samples = 0
         self.tiers = Report(())
         self._deal: Sequence[int] = ()
         """Of the checkpoint that was resumed, where replicas come and go."""
         self._facts = dataclasses.replace(
-            Facts.of(config, model.config), compression=_compressed_how(config, runtime)
+            Facts.of(config, model.config), compression=compressed_how(config, runtime)
         )
         self._saver = Saver(run_dir, self.sharded, runtime.world, config.checkpoint, self.outer)
         self._resumed: tuple[Path, int] | None = None
@@ -431,78 +437,3 @@ class Trainer:
         if found is None:
             return f"nothing was saved but the metrics in {self._run_dir}"
         return f"go on with --checkpoint.resume {found[0]} (it holds step {found[1]})"
-
-
-def _check_trains(model: Llama, runtime: Runtime) -> None:
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        return
-    if runtime.pp is None:
-        raise ConfigError("No parameter of the model requires a gradient; leave one unfrozen.")
-    layers = ", ".join(map(str, model.part.layers))
-    raise ConfigError(
-        f"No parameter of layers {layers}, which are rank {runtime.coordinate.pp}'s of the pipeline, "
-        "requires a gradient, and every rank of it has to train some; leave one unfrozen, or give the rank "
-        "other layers with pipeline.layers."
-    )
-
-
-def within_and_between(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh]:
-    """Of a mesh (dp_replicate, dp_shard): the ranks that share one replica, None where it is on one rank, and
-    those that hold the same of different replicas.
-
-    Raises ValueError where the mesh has no replicas.
-    """
-    names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
-    if mesh is None or names[:1] != ("dp_replicate",):
-        raise ValueError(
-            "Replicas that meet less often than in every step are the axis dp_replicate, and there are "
-            f"{names}."
-        )
-    within = mesh[names[1]] if len(names) > 1 else None
-    return (within if within is not None and within.size() > 1 else None), mesh["dp_replicate"]
-
-
-def _types(model: Llama, sharded: Sharded, runtime: Runtime) -> PlacementCheck:
-    """Follows tensors over tensor- and context-parallel ranks: gradients of the model's parameters are summed
-    over the latter by `sharded`. What data-parallel ranks have is each one's own by intent."""
-    axes = {"tp": [comm.group_name(runtime.tp)] if runtime.sizes.tp > 1 else [], "cp": []}
-    if runtime.cp is not None:
-        axes["cp"] = [comm.group_name(runtime.cp), comm.companion(runtime.cp, "cp").name]
-    axes = {axis: groups for axis, groups in axes.items() if groups}
-    check = PlacementCheck(axes)
-    trained = [parameter for bucket in sharded.buckets for parameter in bucket.parameters]
-    check.mark_parameters(model, "tp", {"cp": trained})
-    return check
-
-
-def _muon(config: RunConfig, model: Llama) -> Muon | None:
-    """Of the matrices of this rank's layers."""
-    if config.optimizer.name != "muon":
-        return None
-    of_layers = model.layers.parameters()
-    return Muon([p for p in of_layers if p.dim() == 2 and p.requires_grad], config.optimizer.momentum)
-
-
-def _compression(config: RunConfig) -> Compression | None:
-    """What the [data_parallel] section asks for."""
-    chosen = config.data_parallel
-    if chosen.compression == "none":
-        return None
-    return Compression(
-        chosen.compression,
-        bits=chosen.compression_bits,
-        density=chosen.compression_density,
-        rank=chosen.compression_rank,
-        error_feedback=chosen.error_feedback,
-        plan_every=chosen.compression_plan_every,
-        seed=config.train.seed,
-    )
-
-
-def _compressed_how(config: RunConfig, runtime: Runtime) -> str:
-    """All that decides what a rank keeps of what compression lost; empty without."""
-    settings = _compression(config)
-    if settings is None:
-        return ""
-    sizes = ", ".join(f"{name}={size}" for name, size in runtime.sizes._asdict().items())
-    return f"{settings} at zero={config.parallel.zero} over {sizes}"

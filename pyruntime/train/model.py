@@ -19,7 +19,7 @@ from pyruntime.nn.parameters import shard_bounds
 from pyruntime.train.config import Model, RunConfig
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.pipelined import part_of
-from pyruntime.train.validate import why_no_slices
+from pyruntime.train.validate.sequences import why_no_slices
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 VOCABULARY_MULTIPLE = 128

@@ -1,0 +1,327 @@
+"""Says what is wrong with a configuration before anything is started: pure, without torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import typing
+from collections.abc import Callable
+
+from pyruntime.text import short_repr
+from pyruntime.train.checkpoint_folder import AUTO
+from pyruntime.train.config import (
+    Grid,
+    Optimizer,
+    RunConfig,
+    meets_every_step,
+    tp_axes,
+    with_pieces,
+    with_steps,
+)
+from pyruntime.train.data.order import BLOCK
+from pyruntime.train.errors import require
+from pyruntime.train.validate.replicas import check_compression, check_data_parallel
+from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices
+
+SHORTEST_S, LONGEST_S = 1e-3, 1e6
+SEEDS = 2**63
+LARGEST = 2**31 - 1
+"""Of all numbers of steps, sequences, tokens of a sequence, ranks."""
+RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
+    (
+        lambda x: x >= 1,
+        "be at least 1",
+        (
+            "train.steps",
+            "train.batch_size",
+            "train.micro_batch_size",
+            "train.seq_len",
+            "train.val_sequences",
+            "parallel.tp",
+            "parallel.pp",
+            "parallel.cp",
+            "parallel.dp",
+            "data_parallel.compression_rank",
+            "pipeline.virtual",
+            "checkpoint.keep",
+            "output.log_every",
+        ),
+    ),
+    (
+        lambda x: x >= 0,
+        "not be negative",
+        (
+            "train.tokens",
+            "train.val_every",
+            "train.threads",
+            "optimizer.warmup_steps",
+            "data_parallel.compression_plan_every",
+            "checkpoint.every_steps",
+            "output.sample_tokens",
+        ),
+    ),
+    (lambda x: 0 < x < math.inf, "be a positive finite number", ("optimizer.lr", "optimizer.eps")),
+    (
+        lambda x: 0 <= x < math.inf,
+        "be a finite number of at least 0",
+        (
+            "optimizer.weight_decay",
+            "optimizer.clip_grad_norm",
+            "train.z_loss",
+            "output.temperature",
+            "checkpoint.keep_every_h",
+        ),
+    ),
+    (
+        lambda x: 0 <= x < 1,
+        "be at least 0 and below 1",
+        ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum"),
+    ),
+    (
+        lambda x: 0 <= x <= 1,
+        "be between 0 and 1",
+        ("optimizer.min_lr_fraction", "optimizer.warmup_fraction", "optimizer.decay_fraction"),
+    ),
+    (lambda x: x == 0 or 1 < x < math.inf, "be 0, or finite and above 1", ("optimizer.spike_factor",)),
+    (lambda x: 0 < x <= 1, "be above 0 and at most 1", ("data_parallel.compression_density",)),
+    (lambda x: 1 <= x <= 8, "be between 1 and 8", ("data_parallel.compression_bits",)),
+)
+"""What numbers must be, each by itself: a test, the words for it, and whose it is."""
+
+
+def check(config: RunConfig, world_size: int) -> None:
+    """Raises ConfigError, one sentence that names the key, for the first thing in `config` that cannot work.
+
+    `world_size` is the number of ranks that were started. The model's sizes are checked where it is made, in
+    `pyruntime.train.model`.
+    """
+    _check_values(config)
+    config = with_pieces(config)
+    _check_ranges(config)
+    _check_train(config)
+    _check_data(config)
+    _check_files(config)
+    check_context(config)
+    check_pipeline(config)
+    check_data_parallel(config)
+    _check_ranks(config, world_size)
+    _check_two_axes(config)
+    check_compression(config)
+    _check_rings(config, world_size)
+    check_slices(config, world_size)
+
+
+def _check_values(config: RunConfig) -> None:
+    """What no field can be, whatever it means."""
+    for section, values in vars(config).items():
+        hints = typing.get_type_hints(type(values))
+        for key, value in vars(values).items():
+            name, choices = f"{section}.{key}", typing.get_args(hints[key])
+            if typing.get_origin(hints[key]) is typing.Literal:
+                words = ", ".join(map(str, choices))
+                require(value in choices, f"{name} must be one of {words}, found {value}.")
+            for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, Grid):
+                    each = max(vars(each).values())
+                if isinstance(each, str):
+                    _check_text(name, each)
+                elif isinstance(each, int) and key != "seed":
+                    bits = 63 if name == "train.tokens" else 31
+                    require(abs(each) < 2**bits, f"{name} must be below 2**{bits}, found {short_repr(each)}.")
+
+
+def _check_text(name: str, text: str) -> None:
+    readable = text.encode(errors="replace").decode()
+    require(readable == text, f"{name} must be text in UTF-8, found {readable!r}.")
+    require("\0" not in text, f"{name} must not hold a zero character, found {text!r}.")
+
+
+def _check_ranges(config: RunConfig) -> None:
+    for test, words, names in RANGES:
+        for name in names:
+            section, field = name.split(".")
+            value = getattr(getattr(config, section), field)
+            of_grid = isinstance(value, Grid)  # with_pieces() has looked at its numbers
+            require(value is None or of_grid or test(value), f"{name} must {words}, found {value}.")
+    check_seed("train.seed", config.train.seed)
+    check_seconds("comm.deadline_s", config.comm.deadline_s)
+
+
+def _check_train(config: RunConfig) -> None:
+    train, optimizer, dp = config.train, config.optimizer, config.parallel.dp
+    require(
+        train.device != "cuda" or optimizer.rounding == "nearest",
+        f"optimizer.rounding={optimizer.rounding} is done on the CPU alone; use nearest with "
+        "train.device=cuda.",
+    )
+    _check_muon(config)
+    require(
+        optimizer.rounding == "nearest" or train.dtype == "bf16",
+        f"optimizer.rounding=stochastic is of bf16 weights, and train.dtype={train.dtype}; leave it out.",
+    )
+    ranks = f" times parallel.dp={dp}" if dp > 1 else ""
+    require(
+        train.batch_size % (train.micro_batch_size * dp) == 0,
+        f"train.micro_batch_size={train.micro_batch_size}{ranks} does not divide "
+        f"train.batch_size={train.batch_size}.",
+    )
+    require(
+        optimizer.warmup_steps is None or optimizer.warmup_fraction is None,
+        f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.warmup_fraction="
+        f"{optimizer.warmup_fraction} both say how long the warm-up is; leave one of them out.",
+    )
+    require(
+        with_steps(config).train.steps <= LARGEST,
+        f"train.tokens={train.tokens} are more than 2**31 steps; use fewer.",
+    )
+
+
+def _check_data(config: RunConfig) -> None:
+    data = config.data
+    fraction, weights = data.val_fraction, data.weights
+    require(
+        0 < fraction <= 0.5 or (fraction == 0 and bool(data.val_paths)),
+        f"data.val_fraction must be above 0 and at most 0.5, found {fraction}.",
+    )
+    require(
+        not weights or len(weights) == len(data.paths),
+        f"data.weights are {len(weights)} and data.paths {len(data.paths)}; give one for each.",
+    )
+    total = sum(weights)
+    require(
+        all(0 < weight < math.inf for weight in weights) and total < math.inf,
+        f"data.weights must be positive finite numbers, found {list(weights)}.",
+    )
+    require(
+        not weights or min(weights) * BLOCK >= total / 2,
+        f"data.weights hold {min(weights, default=0):g} of {total:g}, less than one sample of {2 * BLOCK}; "
+        "use a larger weight, or leave that source out.",
+    )
+    require(bool(data.field), "data.field must be the name of a key or a column, found ''.")
+
+
+def _check_muon(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    if optimizer.name == "adamw":
+        require(
+            optimizer.momentum == Optimizer.momentum,
+            f"optimizer.momentum={optimizer.momentum} is Muon's; set optimizer.name=muon, or leave it out.",
+        )
+        return
+    require(
+        optimizer.rounding == "nearest",
+        f"optimizer.rounding={optimizer.rounding} with optimizer.name=muon, which keeps fp32 master weights; "
+        "leave it out.",
+    )
+    require(
+        config.train.device != "cuda",
+        "optimizer.name=muon is done on the CPU alone; use adamw with train.device=cuda.",
+    )
+
+
+def _check_two_axes(config: RunConfig) -> None:
+    """What does not know of tensor parallelism over two axes."""
+    tp = config.parallel.tp
+    if not isinstance(tp, Grid):
+        return
+    for name, is_asked in (
+        ("optimizer.name=muon", config.optimizer.name == "muon"),
+        ("train.check_types=true", config.train.check_types),
+    ):
+        require(
+            not is_asked,
+            f"{name} knows of one axis of tensor parallelism, and parallel.tp={tp}; leave y or it out.",
+        )
+
+
+def _check_files(config: RunConfig) -> None:
+    data = config.data
+    for key, path in [("paths", path) for path in data.paths] + [
+        ("val_paths", path) for path in data.val_paths
+    ]:
+        require(os.path.exists(path), f"data.{key}: {path} does not exist.")
+        require(
+            os.path.isfile(path) or os.path.isdir(path),
+            f"data.{key}: {path} is neither a file nor a folder.",
+        )
+    tokenizer = config.data.tokenizer
+    require(
+        tokenizer in ("", "bytes") or os.path.isfile(tokenizer),
+        f'data.tokenizer: {tokenizer} is not a file; give "bytes" or the path of a tokenizer.json.',
+    )
+    folder = config.model.init_from
+    if folder:
+        require(
+            os.path.isfile(os.path.join(folder, "config.json")),
+            f"model.init_from: {folder} holds no config.json; give the folder of a Hugging Face Llama "
+            "checkpoint.",
+        )
+    resume = config.checkpoint.resume
+    auto = resume == AUTO
+    require(
+        not auto or bool(config.output.run_dir),
+        "checkpoint.resume=auto goes on with the run in output.run_dir, which is not set; name a folder, the "
+        "same at every start.",
+    )
+    require(
+        not resume or auto or os.path.isdir(resume),
+        f"checkpoint.resume: the folder {resume} does not exist.",
+    )
+    for name, folder in (("output.run_dir", config.output.run_dir), ("data.cache", config.data.cache)):
+        require(
+            not os.path.exists(folder) or os.path.isdir(folder),
+            f"{name}: {folder} exists and is not a folder.",
+        )
+
+
+def _check_ranks(config: RunConfig, world_size: int) -> None:
+    parallel = config.parallel
+    tp, dp, cp, pp = parallel.tp, parallel.dp, parallel.cp, parallel.pp
+    zero, replicate = parallel.zero, parallel.dp_replicate
+    require(
+        replicate >= 1 and dp % replicate == 0,
+        f"parallel.dp_replicate={replicate} does not divide parallel.dp={dp}.",
+    )
+    require(
+        zero > 0 or replicate == 1 or not meets_every_step(config),
+        f"parallel.dp_replicate={replicate} with parallel.zero=0, which cuts nothing: leave it at 1.",
+    )
+    others = [f"parallel.{name}={size}" for name, size in (("pp", pp), ("dp", dp), ("cp", cp)) if size > 1]
+    if tp is None:
+        require(
+            world_size % (pp * dp * cp) == 0,
+            f"{' times '.join(others)} but {world_size} rank(s) were started; start a multiple of "
+            f"{pp * dp * cp}.",
+        )
+        return
+    needed = math.prod(tp_axes(parallel, world_size)) * pp * dp * cp
+    axes = " times ".join([f"parallel.tp={tp}", *others])
+    require(
+        needed == world_size,
+        f"{axes} but {world_size} rank(s) were started, and every rank belongs to a group of each axis; "
+        f"start torchrun with --nproc-per-node {needed}, or leave parallel.tp out.",
+    )
+
+
+def _check_rings(config: RunConfig, world_size: int) -> None:
+    tp, _ = tp_axes(config.parallel, world_size)
+    for order in config.comm.rings:
+        ranks = [int(rank) if rank.isdecimal() else -1 for rank in order.split("-")]
+        require(
+            sorted(ranks) == list(range(tp)),
+            f"comm.rings holds {order!r}, which does not name each of the {tp} tensor-parallel ranks once; "
+            f"write it as {'-'.join(map(str, range(tp)))!r}, or leave it out.",
+        )
+
+
+def check_seed(key: str, value: int) -> None:
+    """Raises ConfigError where `value`, the option `key`, is no seed that torch takes."""
+    require(0 <= value < SEEDS, f"{key} must be at least 0 and below 2**63, found {short_repr(value)}.")
+
+
+def check_seconds(key: str, value: float) -> None:
+    """Raises ConfigError where `value`, the option `key`, is no deadline in seconds."""
+    require(
+        SHORTEST_S <= value <= LONGEST_S,
+        f"{key} must be at least {SHORTEST_S} and at most {LONGEST_S:.0f} seconds, found {value}.",
+    )
