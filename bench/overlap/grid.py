@@ -25,7 +25,7 @@ from pyruntime import comm
 from pyruntime.cli.plan_facts import of_llama
 from pyruntime.comm import Runtime
 from pyruntime.llama import Llama, LlamaConfig
-from pyruntime.plan.cluster import Cluster, Inside
+from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.traffic import bytes_of_step
 
@@ -98,18 +98,7 @@ def run(runtime: Runtime, config: LlamaConfig, seq: int, steps: int) -> tuple[li
 def expected(sizes: tuple[int, ...], hidden: int, seq: int, per_host: int) -> list[float]:
     """By the formulas."""
     x, y, z = sizes
-    cluster = Cluster(
-        name="these hosts",
-        description="",
-        gpu="",
-        peak_flops=1.0,
-        efficiency=1.0,
-        memory_bytes=1.0,
-        memory_bandwidth=1.0,
-        gpus_per_node=per_host,
-        between=1.0,
-        inside=(Inside(1, 1, 1.0),),
-    )
+    cluster = Cluster.of_ranks(per_host)
     of_layers = []
     for layers in LAYERS:
         job = Job(of_llama("", config_of(layers, hidden)), cluster, x * y * z, z, seq)

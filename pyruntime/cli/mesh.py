@@ -11,7 +11,7 @@ from pyruntime.cli import train
 from pyruntime.cli.arguments import take_option
 from pyruntime.cli.environment import started_ranks
 from pyruntime.cli.plan_facts import planned
-from pyruntime.plan.cluster import Cluster, Inside
+from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.traffic import bytes_of_step
 from pyruntime.text import columns
 from pyruntime.train import dry_run
@@ -61,19 +61,7 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
     if ranks % per_host:
         raise ConfigError(f"--ranks_per_host={per_host} does not divide {ranks} ranks; use a divisor.")
     on_device = config.train.device == "cuda"
-    cluster = Cluster(
-        name="this job",
-        description="",
-        gpu="",
-        peak_flops=1.0,
-        efficiency=1.0,
-        memory_bytes=1.0,
-        memory_bandwidth=1.0,
-        gpus_per_node=per_host,
-        between=1.0,
-        inside=(Inside(1, 1, 1.0),),
-        core_bandwidth=0.0 if on_device else 1.0,
-    )
+    cluster = Cluster.of_ranks(per_host, core_bandwidth=0.0 if on_device else 1.0)
     job, mesh = planned(config, shape, ranks, cluster)
     with refusing():
         found = bytes_of_step(job, mesh, BYTES[config.train.dtype])

@@ -69,6 +69,23 @@ class Cluster:
     """Orders of a node's GPUs, such as "0-1-3-2", in each of which every GPU has a direct link to the next,
     and the last to the first. Empty where any two have one."""
 
+    @classmethod
+    def of_ranks(cls, per_node: int, core_bandwidth: float = 0.0) -> Cluster:
+        """Of which bytes are asked, and no seconds."""
+        return cls(
+            name="these ranks",
+            description="",
+            gpu="",
+            peak_flops=1.0,
+            efficiency=1.0,
+            memory_bytes=1.0,
+            memory_bandwidth=1.0,
+            gpus_per_node=per_node,
+            between=1.0,
+            inside=(Inside(1, 1, 1.0),),
+            core_bandwidth=core_bandwidth,
+        )
+
     def fits(self, inner: int, size: int) -> bool:
         """Whether groups of `size` ranks, `inner` apart, lie inside nodes."""
         return inner * size <= self.gpus_per_node
