@@ -22,7 +22,7 @@ import pyruntime
 from bench.common.measuring import Report, parser_of
 from bench.common.tables import table
 from pyruntime import comm
-from pyruntime.cli.plan_facts import of_llama
+from pyruntime.train.planned import of_llama
 from pyruntime.comm import Runtime
 from pyruntime.llama import Llama, LlamaConfig
 from pyruntime.plan.cluster import Cluster

@@ -10,7 +10,7 @@ import torch
 from pyruntime.cli import train
 from pyruntime.cli.arguments import take_option
 from pyruntime.cli.environment import started_ranks
-from pyruntime.cli.plan_facts import planned
+from pyruntime.train.planned import planned
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.traffic import bytes_of_step
 from pyruntime.text import columns

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from pyruntime.cli.arguments import check_at_least, parse, writing
-from pyruntime.cli.plan_facts import TRAINER, Asked, find_model, toml
+from pyruntime.cli.plan_facts import Asked, find_model, toml
+from pyruntime.train.planned import TRAINER
 from pyruntime.plan import report
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.explain import explain

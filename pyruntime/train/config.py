@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Literal
 
+from pyruntime.text import short_repr
 from pyruntime.train.errors import ConfigError
 
 Tier = Literal["auto", "unfused", "chunked", "fused"]
@@ -169,6 +171,12 @@ class Train:
     ledger: bool = False
     """Enter what every rank computes, waits for, reads and sends; the account of the last 20 steps is kept in
     RUN_DIR/ledger, for `python -m pyruntime report RUN_DIR`. Ranks on the CPU only."""
+    profile: str = ""
+    """Steps, "10-12" or "10", of which every rank writes a trace for ui.perfetto.dev,
+    RUN_DIR/profile/rank-N.json (docs/watching.md); empty: none. `--profile 10-12` is short for it."""
+    peak_flops: float | None = None
+    """FLOP/s of one rank at its best, which MFU is a share of; None: a GPU's data sheet, where it is known,
+    and of ranks on the CPU what GEMMs of dtype reach, which is measured as the run starts."""
     check_types: bool = False
     """Check in every step that nothing which is a rank's own, or its term of a sum, is used as if all ranks
     had it alike (docs/placements.md); slower."""
@@ -338,6 +346,14 @@ class Output:
     """Folder of metrics, plot and checkpoints; empty: runs/<configuration>-<n>, the first free n."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """bar: one line that is rewritten; lines: one line a step; auto: bar on a terminal, else lines."""
+    tensorboard: bool = False
+    """Write what metrics.jsonl has of a step to RUN_DIR/tensorboard as well (extra tensorboard)."""
+    wandb: str = ""
+    """Project of Weights & Biases that is sent it as well, or with WANDB_MODE=offline keeps it in
+    RUN_DIR/wandb (extra wandb); empty: none."""
+    cluster: str = ""
+    """TOML file of `plan --measure`, or the name of a known cluster, by which the planner predicts a step's
+    seconds beside the measured ones; empty: nothing is predicted."""
     log_every: int = 10
     """Steps between two printed lines where there is no bar (metrics.jsonl holds every step)."""
     sample_tokens: int = 200
@@ -368,6 +384,15 @@ class RunConfig:
 def ring_orders(comm: Comm) -> list[list[int]]:
     """Of comm.rings. Raises ValueError for what is no order of ranks."""
     return [[int(rank) for rank in order.split("-")] for order in comm.rings]
+
+
+def steps_of(profile: str) -> range:
+    """Of train.profile. Raises ValueError for what names no steps."""
+    found = re.fullmatch(r"(\d{1,10})(?:-(\d{1,10}))?", profile, re.ASCII)
+    steps = range(0) if found is None else range(int(found[1]), int(found[2] or found[1]) + 1)
+    if not steps or steps[0] < 1:
+        raise ValueError(f"{short_repr(profile)} names no steps; write them as 10, or 10-12")
+    return steps
 
 
 def meets_every_step(config: RunConfig) -> bool:

@@ -68,6 +68,7 @@ from pyruntime.train.replicas import join, open_member
 from pyruntime.train.saving.saver import Saver
 from pyruntime.train.signals import Stopped, StopRequest
 from pyruntime.train.validate.replicas import outer_method
+from pyruntime.train.watching.profile import StepProfile
 
 MOST_NAMES = 3
 """Of parameters, in the sentence about a gradient that is not finite."""
@@ -154,9 +155,6 @@ class Trainer:
             self._figures = RoundFigures(runtime, device, over, self.outer.stats, comes_and_goes)
         else:
             self._figures = LateFigures(device) if is_late else ExchangedFigures(runtime, device)
-        peak, flops = device.peak_flops(train.dtype), model.config.flops_per_token(train.seq_len)
-        self._mfu_of_one = None if peak is None else flops / (peak * ranks)
-        """MFU at one token per second."""
 
     def resume(self, folder: Path) -> None:
         """Loads weights, optimizer state, what compression lost, and step of the checkpoint in `folder`."""
@@ -194,9 +192,11 @@ class Trainer:
             self.outer.close()
         self.sharded.close()
 
-    def fit(self, ledger: StepLedger | None = None) -> Iterator[StepMetrics]:
-        """Runs the steps that are left, each entered in `ledger`, and yields what was measured after each, on
-        every rank.
+    def fit(
+        self, ledger: StepLedger | None = None, profile: StepProfile | None = None
+    ) -> Iterator[StepMetrics]:
+        """Runs the steps that are left, each entered in `ledger` and recorded by `profile` where it wants it,
+        and yields what was measured after each, on every rank.
 
         Leaves a resumable checkpoint behind. Raises `Stopped` on all ranks after a step in which any of them
         was sent a signal, and TrainingError where loss or gradient are no longer finite, or spike, and such
@@ -209,7 +209,8 @@ class Trainer:
             while self.step < train.steps:
                 number = self.step + 1
                 entered = contextlib.nullcontext() if ledger is None else ledger.step(number)
-                with entered, marked("step", str(number)):
+                recorded = contextlib.nullcontext() if profile is None else profile.step(number)
+                with recorded, entered, marked("step", str(number)):
                     known, signum = self._train_step(number)
                 self.step += 1
                 if self.step == train.steps:
@@ -373,9 +374,8 @@ class Trainer:
 
     def _metrics(self, figures: StepFigures) -> StepMetrics:
         tokens_per_second = tokens_per_step(self._config) / figures.step_time_s
-        mfu = None if self._mfu_of_one is None else tokens_per_second * self._mfu_of_one
         skipped = self._guard.skipped if self._guard.in_a_row else None
-        return StepMetrics(**vars(figures), tokens_per_second=tokens_per_second, mfu=mfu, skipped=skipped)
+        return StepMetrics(**vars(figures), tokens_per_second=tokens_per_second, skipped=skipped)
 
     def _bad(self, figures: StepFigures, why: str, parameters: Sequence[str] = ()) -> TrainingError:
         names = ", ".join(parameters[:MOST_NAMES])

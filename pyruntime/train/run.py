@@ -6,6 +6,8 @@ RUN_DIR/checkpoints/     resumable checkpoints
 RUN_DIR/model/           the weights in Hugging Face's format, with the tokenizer
 RUN_DIR/lock             the process that writes all this, while it lives
 RUN_DIR/ledger/          what every rank waited for, and behind what bytes were hidden (train.ledger)
+RUN_DIR/profile/         traces of single steps (train.profile)
+RUN_DIR/tensorboard/, wandb/
 RUN_DIR/loss.png, scorecard.json, scorecard.txt, sample.txt
 """
 
@@ -29,8 +31,16 @@ from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger, forget
 from pyruntime.overlap.record import ledger
 from pyruntime.overlap.steps import StepLedger
+from pyruntime.plan.cluster import find_cluster
 from pyruntime.train import checkpoint, checkpoint_folder, config_file, metrics, report
-from pyruntime.train.config import RunConfig, meets_every_step, replicas, tokens_per_step, with_steps
+from pyruntime.train.config import (
+    RunConfig,
+    meets_every_step,
+    replicas,
+    steps_of,
+    tokens_per_step,
+    with_steps,
+)
 from pyruntime.train.data import corpus
 from pyruntime.train.data.corpus import Corpus
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
@@ -42,9 +52,14 @@ from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile, StepMetrics
 from pyruntime.train.model import DTYPES, llama_config, make_model
 from pyruntime.train.pipelined import resolved
+from pyruntime.train.planned import planned, predicted
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_every_rank, on_rank_0
 from pyruntime.train.signals import Stopped, StopRequest
+from pyruntime.train.watching.peak import peak_of
+from pyruntime.train.watching.profile import StepProfile
+from pyruntime.train.watching.sinks import Sink, open_sinks
+from pyruntime.train.watching.watch import Watch
 from pyruntime.tuning.apply import device_name, find, library, use
 from pyruntime.tuning.cache import default_path
 
@@ -90,6 +105,7 @@ def _run(
         progress.say(_first_lines(config, shape, text, run_dir, runtime))
         if tuned:
             progress.say(f"tuning {tuned}")
+    watch = _watch(config, shape, runtime, progress.say if is_rank_0 else lambda _: None)
 
     trainer = Trainer(config, model, text, runtime, run_dir, stop)
     if start_at:
@@ -107,20 +123,29 @@ def _run(
             progress.say(f"joins  {config.data_parallel.members} after step {steps_done}")
     history: list[StepMetrics] = []
     said = ""
+    sinks: list[Sink] = []
+    on_rank_0(
+        ranks,
+        "Opening what the run is watched by",
+        lambda: sinks.extend(_opened(config, run_dir, trainer, held)),
+    )
     bytes_before = _bytes_read()
     with (
         _metrics_file(run_dir, trainer) if is_rank_0 else contextlib.nullcontext() as file,
         _step_ledger(config, runtime, run_dir) as entered,
+        _step_profile(config, runtime, run_dir) as profile,
     ):
-        for step in trainer.fit(entered):
+        for measured in trainer.fit(entered, profile):
+            step = watch.complete(measured)
             history.append(step)
             news = "" if trainer.outer is None else trainer.outer.describe()
             if is_rank_0 and news != said:
                 progress.say(news)
             said = news
             if file:
-                with _told_to_all(), writing(run_dir / metrics.FILE_NAME, trainer.what_is_saved()):
-                    file.write(step)
+                for sink in (file, *sinks):
+                    with _told_to_all(), writing(sink.path, trainer.what_is_saved()):
+                        sink.write(step)
                 progress.show(step)
     bytes_moved = _bytes_read() - bytes_before
     trainer.close()
@@ -184,6 +209,39 @@ def _step_ledger(config: RunConfig, runtime: Runtime, run_dir: Path) -> Iterator
         except Stopped:
             steps.write(run_dir, runtime)
             raise
+
+
+@contextlib.contextmanager
+def _step_profile(config: RunConfig, runtime: Runtime, run_dir: Path) -> Iterator[StepProfile | None]:
+    """None where `train.profile` does not ask for one. A run that is stopped leaves its trace behind too."""
+    if not config.train.profile:
+        yield None
+        return
+    profile = StepProfile(runtime, run_dir, steps_of(config.train.profile))
+    try:
+        yield profile
+    except Stopped:
+        profile.write()
+        raise
+
+
+def _watch(config: RunConfig, shape: LlamaConfig, runtime: Runtime, say: Callable[[str], None]) -> Watch:
+    """What the run's steps are compared with, which `say` is told. Every rank calls it."""
+    ranks = runtime.world.size()
+    peak = peak_of(config, runtime)
+    say(f"peak   {peak.words if peak else 'not known, so no MFU is; train.peak_flops states it'}")
+    predicted_s = None
+    if config.output.cluster:
+        cluster = find_cluster(config.output.cluster)
+        predicted_s = predicted(*planned(config, shape, ranks, cluster)).total
+        say(f"plan   {predicted_s:.3g} s a step, by {config.output.cluster} ({cluster.description})")
+    flops = shape.flops_per_token(config.train.seq_len)
+    return Watch(config.train.steps, ranks, flops, peak, predicted_s)
+
+
+def _opened(config: RunConfig, run_dir: Path, trainer: Trainer, held: contextlib.ExitStack) -> list[Sink]:
+    with writing(run_dir, trainer.what_is_saved()):
+        return open_sinks(config, run_dir, trainer.step, held)
 
 
 def _metrics_file(run_dir: Path, trainer: Trainer) -> MetricsFile:

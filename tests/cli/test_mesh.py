@@ -6,7 +6,7 @@ import re
 import pytest
 
 from pyruntime.cli import main
-from pyruntime.cli.plan_facts import of_llama, planned
+from pyruntime.train.planned import of_llama, planned
 from pyruntime.llama.presets import preset
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.traffic import bytes_of_step

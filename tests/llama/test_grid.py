@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from pyruntime import comm
-from pyruntime.cli.plan_facts import of_llama
+from pyruntime.train.planned import of_llama
 from pyruntime.llama import Llama, generate, load_hf, save_hf
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.mesh import Job, Mesh

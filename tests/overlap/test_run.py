@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 import pyruntime
 from pyruntime.cli import report
-from pyruntime.cli.plan_facts import find_model, planned, settings
+from pyruntime.cli.plan_facts import find_model, settings
+from pyruntime.train.planned import planned
 from pyruntime.llama.presets import PRESETS
 from pyruntime.overlap import Kind
 from pyruntime.overlap.files import read

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pyruntime
-from pyruntime.cli.plan_facts import TRAINER, of_llama
+from pyruntime.train.planned import TRAINER, of_llama
 from pyruntime.llama import Llama, LlamaConfig
 from pyruntime.plan.memory import memory_of_rank
 from pyruntime.plan.mesh import Job, Mesh

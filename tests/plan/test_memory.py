@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyruntime.cli.plan_facts import TRAINER, find_model
+from pyruntime.cli.plan_facts import find_model
+from pyruntime.train.planned import TRAINER
 from pyruntime.data_parallel.shard import BUCKET_BYTES as OF_STAGES
 from pyruntime.pipeline import make_schedule
 from pyruntime.plan.memory import (

@@ -22,6 +22,7 @@ from pyruntime.train.data.order import BLOCK
 from pyruntime.train.errors import require
 from pyruntime.train.validate.replicas import check_compression, check_data_parallel
 from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices
+from pyruntime.train.validate.watching import check_watching
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
 SEEDS = 2**63
@@ -60,7 +61,11 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "output.sample_tokens",
         ),
     ),
-    (lambda x: 0 < x < math.inf, "be a positive finite number", ("optimizer.lr", "optimizer.eps")),
+    (
+        lambda x: 0 < x < math.inf,
+        "be a positive finite number",
+        ("optimizer.lr", "optimizer.eps", "train.peak_flops"),
+    ),
     (
         lambda x: 0 <= x < math.inf,
         "be a finite number of at least 0",
@@ -101,6 +106,7 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_train(config)
     _check_data(config)
     _check_files(config)
+    check_watching(config)
     check_context(config)
     check_pipeline(config)
     check_data_parallel(config)
