@@ -42,8 +42,8 @@ def open_sinks(config: RunConfig, run_dir: Path, step: int, held: contextlib.Exi
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """The record as numbers with names: as in metrics.jsonl, what is by axis or set as NAME/AXIS. What is
-    not known, or not finite, is left out."""
+    """The numbers of the record by name: as in metrics.jsonl, what is by axis or set as NAME/AXIS. What is not
+    known, or not finite, is left out."""
     return {name: value for name, value in _named("", dataclasses.asdict(metrics)) if math.isfinite(value)}
 
 
@@ -51,7 +51,7 @@ def _named(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _named(f"{prefix}{name}/", value)
-        elif value is not None and f"{prefix}{name}" != "step":
+        elif isinstance(value, int | float) and f"{prefix}{name}" != "step":
             yield f"{prefix}{name}", value
 
 
