@@ -1,6 +1,6 @@
 """What watching a run takes of its steps, sink by sink.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m bench.training.watching [--config dim256] [--rounds 60]
+    python -m torch.distributed.run --nproc-per-node 2 -m bench.training.watching [--config dim256]
 
 wandb is among them where it is installed, offline.
 """

@@ -10,13 +10,13 @@ import torch
 from pyruntime.cli import train
 from pyruntime.cli.arguments import take_option
 from pyruntime.cli.environment import started_ranks
-from pyruntime.train.planned import planned
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.traffic import bytes_of_step
 from pyruntime.text import columns
 from pyruntime.train import dry_run
 from pyruntime.train.config import RunConfig, meets_every_step, micro_batches, replicas, tp_axes
 from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.planned import planned
 
 DESCRIPTION = """Shows who talks to whom over what in a training: the groups of ranks of every axis, the
 transport between them, and the bytes that a rank receives in a step, by the planner's formulas. Takes the

@@ -12,7 +12,6 @@ from typing import Annotated
 import tyro
 
 from pyruntime.cli.arguments import parse, writing
-from pyruntime.train.planned import TRAINER, planned, predicted
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.hf import read_config
 from pyruntime.overlap.files import RankLedger, read
@@ -24,6 +23,7 @@ from pyruntime.plan.memory import memory_of_rank
 from pyruntime.train import config_file, metrics
 from pyruntime.train.config import tp_axes, with_pieces
 from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.planned import TRAINER, planned, predicted
 
 DESCRIPTION = """Writes RUN_DIR/report.html: curves, and of a run with --train.ledger true where a step's time
 went, which bytes were hidden behind which operators, and the timeline of the last step. It needs no network.

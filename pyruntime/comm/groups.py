@@ -180,9 +180,7 @@ def exposed_s() -> float:
 
 def exposed_by_class() -> dict[str, float]:
     """The same by class of traffic."""
-    return {
-        name: stats.waiting_s + stats.moving_s for name, stats in _C.group_stats_by_class().items()
-    }
+    return {name: stats.waiting_s + stats.moving_s for name, stats in _C.group_stats_by_class().items()}
 
 
 def bytes_read(traffic_class: str) -> int:

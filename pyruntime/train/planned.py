@@ -24,6 +24,7 @@ TRAINER = Rules(
 type; over several data-parallel ranks sums of earlier micro-batches are fp32 and whole at every stage
 (docs/data-parallel.md). `heap` was measured (docs/planning.md)."""
 
+
 def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
     return ModelShape(
         name,

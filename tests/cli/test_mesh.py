@@ -6,11 +6,11 @@ import re
 import pytest
 
 from pyruntime.cli import main
-from pyruntime.train.planned import of_llama, planned
 from pyruntime.llama.presets import preset
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.traffic import bytes_of_step
 from pyruntime.train.config import Grid, Parallel, Pipeline, RunConfig, Train, tp_axes, with_pieces
+from pyruntime.train.planned import of_llama, planned
 
 SMALL = ["mesh", "--config", "dim256", "--train.batch_size", "16"]
 

@@ -40,8 +40,8 @@ def _check_profile(config: RunConfig) -> None:
     )
     require(
         not train.ledger,
-        f"train.profile={train.profile} switches on the ledger of its own steps, and train.ledger that of all; "
-        "leave one of them out.",
+        f"train.profile={train.profile} switches on the ledger of its own steps, and train.ledger that of "
+        "all; leave one of them out.",
     )
 
 

@@ -52,7 +52,9 @@ def peak_of(config: RunConfig, runtime: Runtime) -> Peak | None:
         return None if known is None else Peak(ranks * known, f"{amount(known)} a rank, {name}'s data sheet")
     mine = gemm_flops(SIDE, DTYPES[dtype], lambda: start_together(runtime.world))
     flops = float(exchange([mine], runtime).sum())
-    words = f"{amount(flops / ranks)} a rank, measured just now: {dtype} GEMMs of {SIDE}, on all ranks at once"
+    words = (
+        f"{amount(flops / ranks)} a rank, measured just now: {dtype} GEMMs of {SIDE}, on all ranks at once"
+    )
     return Peak(flops, words)
 
 

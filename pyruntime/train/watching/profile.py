@@ -1,9 +1,8 @@
-"""Traces of single steps, by torch.profiler, for ui.perfetto.dev: RUN_DIR/profile/rank-N.json, a file for each
-rank.
+"""Traces of single steps, by torch.profiler, for ui.perfetto.dev: RUN_DIR/profile/rank-N.json of each rank.
 
-In them are the ranges by name of layers and axes (`pyruntime.comm.ranges`), under which torch's operators and,
-on a GPU, kernels and copies lie. Of ranks on the CPU a second process has what the ledger has entered of the
-same steps: a row for each axis with the chunks under way, and one with waits, copies and sums.
+In them are the ranges by name of layers and axes (`pyruntime.comm.ranges`), under which torch's operators
+and, on a GPU, kernels and copies lie. Of ranks on the CPU a second process has what the ledger has entered of
+the same steps: a row for each axis with the chunks under way, and one with waits, copies and sums.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def open_sinks(config: RunConfig, run_dir: Path, step: int, held: contextlib.Exi
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """The numbers of the record by name: as in metrics.jsonl, what is by axis or set as NAME/AXIS. What is not
-    known, or not finite, is left out."""
+    """The numbers of the record by name: as in metrics.jsonl, what is by axis or set as NAME/AXIS. What is
+    not known, or not finite, is left out."""
     return {name: value for name, value in _named("", dataclasses.asdict(metrics)) if math.isfinite(value)}
 
 

@@ -1,4 +1,4 @@
-"""What a step is compared with. Everything that is shown or kept of a step is in the record that leaves here."""
+"""What a step is compared with. All that is shown or kept of a step is in the record that leaves here."""
 
 from __future__ import annotations
 

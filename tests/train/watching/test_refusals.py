@@ -5,10 +5,10 @@ import re
 
 import pytest
 
+from pyruntime.cli.train import read
 from pyruntime.train import validate
 from pyruntime.train.config import Comm, DataParallel, Output, Parallel, RunConfig, Train, steps_of
 from pyruntime.train.errors import ConfigError
-from pyruntime.cli.train import read
 
 
 @pytest.mark.parametrize(

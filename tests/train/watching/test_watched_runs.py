@@ -97,7 +97,9 @@ def test_layers_and_axes_are_in_the_trace_of_every_rank(tp_dp, rank):
     assert {"step 2", "step 3", "forward", "backward", "update"} <= names and "step 1" not in names
     assert {"tp layers.0.qkv", "tp layers.1.down"} <= names
     assert any(name.startswith("dp sum ") for name in names)
-    assert any(event["name"] == "process_name" and event["args"]["name"] == f"rank {rank}" for event in events)
+    assert any(
+        event["name"] == "process_name" and event["args"]["name"] == f"rank {rank}" for event in events
+    )
 
 
 def test_layers_lie_in_the_passes_in_their_order(tp_dp):
