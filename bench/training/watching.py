@@ -29,9 +29,10 @@ from pyruntime.train.watching.sinks import open_sinks
 from pyruntime.train.watching.watch import Watch
 
 HOW = """\
-Seconds of rank 0, on which the others wait, for the record of a step: medians over {rounds} steps, beside the
-median step. "by axis" is asking for what was exposed, which every rank does in every step. What a sink's own
-threads do meanwhile is in the steps."""
+What rank 0's thread, for which the others wait, spends on the record of a step: medians over {rounds} steps,
+beside what it spends on a step. cpu: processor time, less noisy where other work runs. "by axis" is asking
+for what was exposed, which every rank does in every step. What a sink's own threads do meanwhile is in the
+steps."""
 WARM = 5
 
 
@@ -42,13 +43,12 @@ def measure(config: Any, runtime: Any, folder: Path, rounds: int) -> dict[str, A
     made = trainer(config, runtime, folder)
     flops = made.model.config.flops_per_token(config.train.seq_len)
     watch = Watch(config.train.steps, runtime.world.size(), flops, peak)
-    spent: dict[str, list[float]] = {"by axis": [], "record": []}
-    steps_s = []
+    spent: dict[str, list[tuple[float, float]]] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.thread_time()
         result = work()
-        spent.setdefault(name, []).append(time.perf_counter() - begin)
+        spent.setdefault(name, []).append((time.perf_counter() - begin, time.thread_time() - cpu))
         return result
 
     with contextlib.ExitStack() as held:
@@ -57,28 +57,29 @@ def measure(config: Any, runtime: Any, folder: Path, rounds: int) -> dict[str, A
             sinks = [held.enter_context(MetricsFile(folder)), *open_sinks(config, folder, 0, held)]
         steps = made.fit()
         for _ in range(WARM + rounds):
-            measured = next(steps)
-            steps_s.append(measured.step_time_s)
+            measured = timed("step", lambda: next(steps))
             timed("by axis", runtime.exposed_by_axis)
             record = timed("record", lambda measured=measured: watch.complete(measured))
             for sink in sinks:
                 timed(type(sink).__name__, lambda sink=sink, record=record: sink.write(record))
         steps.close()
         made.close()
-    return {
-        "step_s": steps_s[WARM:],
-        "peak_s": peak_s,
-        "spent_s": {name: seconds[WARM:] for name, seconds in spent.items()},
-    }
+    return {"peak_s": peak_s, "spent_s": {name: seconds[WARM:] for name, seconds in spent.items()}}
 
 
 def show(found: dict[str, Any]) -> str:
-    step = statistics.median(found["step_s"])
-    medians = {name: statistics.median(seconds) for name, seconds in found["spent_s"].items()}
-    medians["all"] = sum(medians.values())
-    rows = [[name, f"{1e6 * each:.0f}", f"{100 * each / step:.2f} %"] for name, each in medians.items()]
-    text = table(["of a step", "us", f"of {1e3 * step:.1f} ms"], rows)
-    return f"{text}\n\nmeasuring the peak, once: {1e3 * found['peak_s']:.0f} ms"
+    medians = {
+        name: [statistics.median(column) for column in zip(*seconds, strict=True)]
+        for name, seconds in found["spent_s"].items()
+    }
+    step, step_cpu = medians.pop("step")
+    medians["all"] = [sum(column) for column in zip(*medians.values(), strict=True)]
+    rows = [
+        [name, f"{1e6 * each:.0f}", f"{each / step:.2%}", f"{1e6 * cpu:.0f}", f"{cpu / step_cpu:.2%}"]
+        for name, (each, cpu) in medians.items()
+    ]
+    head = ["", "us", f"of {1e3 * step:.0f} ms", "cpu us", f"of {1e3 * step_cpu:.0f} ms"]
+    return f"{table(head, rows)}\n\nmeasuring the peak, once: {1e3 * found['peak_s']:.0f} ms"
 
 
 if __name__ == "__main__":

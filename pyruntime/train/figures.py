@@ -347,7 +347,7 @@ def _most_exposed(told: Tensor) -> Tensor:
 
 def _by_axis(exposed_s: Tensor, runtime: Runtime) -> dict[str, float] | None:
     """Of the axes that there are; None where none is."""
-    sizes = runtime.sizes._asdict()
+    sizes = {**runtime.sizes._asdict(), "all": runtime.world.size() if runtime.mesh.ndim > 1 else 1}
     seconds = dict(zip(AXES, exposed_s.tolist(), strict=True))
     return {axis: each for axis, each in seconds.items() if each or sizes.get(axis, 1) > 1} or None
 

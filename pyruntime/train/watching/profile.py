@@ -100,7 +100,9 @@ class StepProfile:
         name = f"step {self._first}"
         began = next(event["ts"] for event in events if event.get("name") == name)
         process = f"rank {runtime.rank}: communication"
-        return [
-            {**event, "pid": process, **({"ts": event["ts"] + began} if "ts" in event else {})}
+        named = {"ph": "M", "pid": process, "name": "process_name", "args": {"name": process}}
+        return [named] + [
+            {**event, "pid": process, "ts": event["ts"] + began}
             for event in chrome_trace([own])["traceEvents"]
+            if "ts" in event
         ]

@@ -136,7 +136,7 @@ def test_chunks_and_waits_lie_under_the_layers_by_axis(tp_dp):
 
 def test_a_pipeline_s_and_context_s_ranges_are_there(cp_pp):
     names = {event["name"] for event in trace_of(cp_pp[0], 0)}
-    assert any(name.startswith("pp forward of stage 0") for name in names)
+    assert any(name.startswith("pp F of stage 0") for name in names)
     assert any(name.startswith("cp forward block of rank") for name in names)
     assert "layers.0" in names and "layers.0 backward" in names
     last = {event["name"] for event in trace_of(cp_pp[0], 3)}
