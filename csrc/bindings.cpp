@@ -374,6 +374,7 @@ void bind_data_parallel(py::module_& m) {
       .def("memory", &LineSend::memory, NoGil())
       .def("publish", &LineSend::publish, NoGil())
       .def("wait", &LineSend::wait, NoGil())
+      .def("has_come", &LineSend::has_come)
       .def("finish", &LineSend::finish, NoGil())
       .def("abandon", &LineSend::abandon, NoGil());
   // The sink is called in backward(), without the GIL.

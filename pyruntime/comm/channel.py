@@ -87,6 +87,14 @@ class Channels:
         message.publish()
         message.finish()
 
+    def has_come(self, sender: int) -> bool:
+        """Whether receive() would not wait; false also where that cannot be told."""
+        return self._posted[sender][0].has_come()
+
+    def stats(self) -> list[_C.CommStats]:
+        """Of this rank's channels, as `pyruntime.comm.stats`."""
+        return [_C.stats(edge.name) for edge in self._edges.values()]
+
     def receive(self, sender: int) -> Tensor:
         """The next message from that rank, [rows, width], in memory of its own."""
         message = self._posted[sender].popleft()

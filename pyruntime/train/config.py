@@ -250,7 +250,8 @@ class DataParallel:
     """Of streaming_diloco: parts of the model, of whole layers, that meet in turn."""
     compression: CompressionMethod = "none"
     """What gradients of matrices travel as: none, as they are; quantize, in a few bits a value; top_k, the
-    largest values alone; power_sgd, of low rank."""
+    largest values alone; power_sgd, of low rank. Of replicas that do not meet in every step it is of what
+    they send each other, by quantize or top_k."""
     compression_bits: int = 4
     """Bits of a value that is quantised, 1 to 8."""
     compression_density: float = 0.01

@@ -334,7 +334,8 @@ def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: P
     if parallel.dp > 1:
         axes += f", dp={parallel.dp} at zero {parallel.zero}"
     if config.data_parallel.compression != "none":
-        axes += f", gradients by {config.data_parallel.compression}"
+        what = "gradients" if meets_every_step(config) else "displacements"
+        axes += f", {what} by {config.data_parallel.compression}"
     if replicas(config) > 1:
         axes += f" in {replicas(config)} replicas"
     if config.data_parallel.members:
