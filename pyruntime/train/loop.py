@@ -102,7 +102,11 @@ class Trainer:
         if not (every_step or comes_and_goes):
             over, between = within_and_between(over)
         self.sharded = shard(
-            model, over, stage=config.parallel.zero, compression=compression if every_step else None
+            model,
+            over,
+            stage=config.parallel.zero,
+            compression=compression if every_step else None,
+            weight_wire=config.data_parallel.weight_wire,
         )
         pp = runtime.pp
         self._guard, self._skips = Guard(optimizer.spike_factor), optimizer.on_bad_step == "skip"

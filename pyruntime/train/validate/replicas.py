@@ -100,6 +100,24 @@ def _check_members(config: RunConfig, method: Method) -> None:
         )
 
 
+def check_weight_wire(config: RunConfig) -> None:
+    """What weights that are rounded where they are gathered do not go together with."""
+    parallel, wire = config.parallel, config.data_parallel.weight_wire
+    if wire == "same":
+        return
+    asked = f"data_parallel.weight_wire={wire}"
+    require(
+        parallel.zero == 3,
+        f"{asked} with parallel.zero={parallel.zero}, where what is gathered is what ranks keep; use "
+        "parallel.zero=3, or leave it out.",
+    )
+    require(
+        parallel.dp * parallel.cp // parallel.dp_replicate > 1,
+        f"{asked} is of weights that several ranks gather, and there is one; set parallel.dp, or leave it "
+        "out.",
+    )
+
+
 def check_compression(config: RunConfig) -> None:
     """What compressed gradients do not go together with."""
     parallel, chosen = config.parallel, config.data_parallel
