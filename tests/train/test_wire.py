@@ -35,7 +35,7 @@ def test_it_learns_as_without_and_the_log_says_so(ranks, tmp_path, section):
     config = jobs.changed(jobs.changed(config, "model", num_hidden_layers=2), "parallel", **parallel)
     jobs.prepare(config)
     (plain, before), (found, after) = (
-        ranks.run(said, 2, each)[0] for each in (config, jobs.changed(config, section, **values))
+        ranks.run(said, 4, each)[0] for each in (config, jobs.changed(config, section, **values))
     )
     assert words in after and "fp8" not in before
     assert found[-1].val_loss == pytest.approx(plain[-1].val_loss, abs=0.1)
