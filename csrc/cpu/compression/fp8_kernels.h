@@ -76,6 +76,7 @@ struct PackFp8 {
       PYRUNTIME_SIMD
       for (int i = 0; i < kFp8Block; ++i) x[i] = layers::load(values[i]);
     } else {
+      PYRUNTIME_SIMD
       for (int i = 0; i < count; ++i) x[i] = layers::load(values[i]);
       for (int i = count; i < kFp8Block; ++i) x[i] = 0;
     }
@@ -95,11 +96,7 @@ struct PackFp8 {
     alignas(64) uint8_t found[kFp8Block];
     PYRUNTIME_SIMD
     for (int i = 0; i < kFp8Block; ++i) found[i] = to_e4m3(x[i] * inverse);
-    if (count == kFp8Block) {
-      std::memcpy(codes, found, kFp8Block);
-    } else {
-      std::memcpy(codes, found, static_cast<size_t>(count));
-    }
+    std::memcpy(codes, found, static_cast<size_t>(count));
   }
 };
 
@@ -130,6 +127,7 @@ struct UnpackFp8 {
       PYRUNTIME_SIMD
       for (int i = 0; i < kFp8Block; ++i) layers::store(out[i], from_e4m3(codes[i]) * scale);
     } else {
+      PYRUNTIME_SIMD
       for (int i = 0; i < count; ++i) layers::store(out[i], from_e4m3(codes[i]) * scale);
     }
   }
