@@ -41,6 +41,12 @@ class StepMetrics:
     dp_bytes: int | None = None
     """Gradients and weights that a data-parallel rank took from others in the step, in bytes as they
     travelled; None where there is one such rank."""
+    pp_bytes: int | None = None
+    """Activations, and gradients of them, that a stage took from others in the step, alike; None without a
+    pipeline."""
+    cp_bytes: int | None = None
+    """Keys, values and their gradients that a context-parallel rank took from others, alike; None where there
+    is one such rank."""
     mfu: float | None = None
     """Model FLOP/s as a share of the devices' peak, where that is known."""
     val_loss: float | None = None

@@ -20,13 +20,13 @@ from tests.outer import cases
 from tests.transports import take
 
 QUANTIZE, TOP_K = Compression("quantize"), Compression("top_k", density=0.05)
-ROUNDS, ELEMENTS = 5, 64 * 193
+ROUNDS, ELEMENTS, MANY = 5, 64 * 193, 64 * 4001
 
 
-def rounds(group, transport, settings, dtype, elements=ELEMENTS):
+def rounds(group, transport, settings, dtype, elements=ELEMENTS, run_bytes=16 << 10):
     """Of this rank: what it gave, what came of each round, what it still keeps; the last lines; the bytes."""
     take(group, transport)
-    with patch.object(averaging, "RUN_BYTES", 16 << 10):
+    with patch.object(averaging, "RUN_BYTES", run_bytes):
         sums = Averaging(DeviceMesh.from_group(group, "cpu"), [(elements + WIDTH, dtype)], settings)
     generator = torch.Generator().manual_seed(3 + group.rank())
     given, came, last = torch.zeros(elements, dtype=torch.float64), [], []
@@ -66,7 +66,8 @@ def test_a_fragment_of_few_elements_and_one_of_none_travel_too(ranks):
     for elements in (WIDTH, 0):
         results = ranks.run(rounds, 2, "symmetric_memory", QUANTIZE, torch.float32, elements)
         came = torch.stack(results[0][1]).double().sum(0)
-        torch.testing.assert_close(came + results[0][2] + results[1][2], results[0][0] + results[1][0])
+        given = results[0][0] + results[1][0]
+        torch.testing.assert_close(came + results[0][2] + results[1][2], given, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +75,11 @@ def test_a_fragment_of_few_elements_and_one_of_none_travel_too(ranks):
 )
 def test_the_bytes_fall_as_the_values_do(ranks, settings, share):
     """Of bf16; with what the steps of blocks and the last line take."""
-    plain = ranks.run(rounds, 3, "process_group", None, torch.bfloat16)[0][-1]
-    assert plain == pytest.approx(ROUNDS * 4 / 3 * 2 * ELEMENTS, rel=0.02)
-    for *_, packed in ranks.run(rounds, 3, "process_group", settings, torch.bfloat16):
-        assert 0 < packed < (share + 0.06) * plain
+    sizes = torch.bfloat16, MANY, 1 << 20
+    plain = ranks.run(rounds, 3, "process_group", None, *sizes)[0][-1]
+    assert plain == pytest.approx(ROUNDS * 4 / 3 * 2 * MANY, rel=0.02)
+    for *_, packed in ranks.run(rounds, 3, "process_group", settings, *sizes):
+        assert 0 < packed < (share + 0.02) * plain
 
 
 def test_when_flights_leave_changes_no_bit(ranks):
@@ -111,7 +113,7 @@ def trained(group, method, pumps, settings=QUANTIZE):
 def test_replicas_come_as_near_to_the_best_as_without(ranks, settings):
     method = outer.local_sgd(1)
     plain, packed = (ranks.run(trained, 2, method, 0, each)[0][1] for each in (None, settings))
-    assert plain < 0.01 and packed < plain + 0.1
+    assert plain < 0.3 and packed < plain + 0.02
 
 
 def described(group):
