@@ -1,4 +1,4 @@
-"""Packing gradients, and rows that travel as fp8, on one core: bytes a second, next to a plain copy of as many.
+"""Packing gradients, and rows that travel as fp8, on one core: bytes a second, next to a copy of as many.
 
     python -m bench.data_parallel.packing [--json FILE] [--elements 30000000]
 

@@ -40,7 +40,7 @@ class Wire:
         if self.dtype not in floats or torch.device(self.device).type != "cpu":
             raise ValueError(
                 f"format={self.format!r} rounds float32, bfloat16 and float16 on the CPU, and rows are "
-                f"{self.dtype} on {self.device}; use \"same\"."
+                f'{self.dtype} on {self.device}; use "same".'
             )
 
     @property

@@ -170,9 +170,7 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = _mask(q, k, document_ids, group, causal, layout)
     done = Attended(out, lse, kept)
-    dq, dk, dv = attend_backward(
-        variant, grad_out, q, k, v, done, group, mask, scale, cast(WireFormat, wire)
-    )
+    dq, dk, dv = attend_backward(variant, grad_out, q, k, v, done, group, mask, scale, cast(WireFormat, wire))
     return _result(dq, q), _result(dk, k), _result(dv, v)
 
 

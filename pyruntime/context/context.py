@@ -19,8 +19,8 @@ MODEL_LAYOUTS = ("contiguous", "zigzag", "striped")
 class Context:
     """The ranks that share a sequence, and which of its tokens each holds.
 
-    group: of the ranks. layout, variant, wire: as `ring_attention` takes them; the layout is one that needs no
-    documents.
+    group: of the ranks. layout, variant, wire: as `ring_attention` takes them; the layout is one that needs
+    no documents.
 
     Raises ValueError for another layout or variant. Every rank of the group makes one alike.
     """

@@ -103,11 +103,13 @@ def shard(
 def _check_weight_wire(wire: WireFormat, stage: int, axes: Axes) -> None:
     if stage != 3:
         raise ValueError(
-            f'weight_wire="{wire}" at stage={stage}, where what is gathered is what ranks keep; use stage 3, or '
-            "leave it out."
+            f'weight_wire="{wire}" at stage={stage}, where what is gathered is what ranks keep; use stage 3, '
+            "or leave it out."
         )
     if axes.shard.size == 1:
-        raise ValueError(f'weight_wire="{wire}" was asked for, and one rank alone gathers nothing; leave it out.')
+        raise ValueError(
+            f'weight_wire="{wire}" was asked for, and one rank alone gathers nothing; leave it out.'
+        )
 
 
 def _check_compression(stage: int, axes: Axes) -> None:

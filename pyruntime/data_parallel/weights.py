@@ -8,9 +8,10 @@ forward announces are gathered before the step returns.
 
 Stage 3 keeps the whole of a weight only while it is read: gathered before the module's forward and again
 before its backward, the next ones of the order on their way meanwhile, its memory given back afterwards; the
-first ones leave when they have been updated. What travels of a matrix may be rounded, and then all ranks compute
-with the rounded values; who has the rows keeps them as they are. The backward pass of an embedding does not read the table, so it is not gathered again; what the forward pass
-reads last stays, as the backward pass begins with it.
+first ones leave when they have been updated. What travels of a matrix may be rounded: then all ranks compute
+with the rounded values, and who has the rows keeps them as they are. The backward pass of an embedding does
+not read the table, so it is not gathered again; what the forward pass reads last stays, as the backward pass
+begins with it.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ begin(tensor)    it will be summed over the ranks, in place, in runs that leave 
 pump()           takes what has come and lets go what there is room for; waits for nobody
 wait(tensor)     it holds the sums
 
-Runs of displacements may travel packed (packing.py). What is summed is a snapshot: nobody else reads or writes the tensor in between, least of all a training step.
-Runs travel in the class of data parallelism, behind its gradients and weights, two at a time. They begin in
-one order on all ranks, but at moments of each rank's own (`Axis`).
+Runs may travel packed (packing.py). What is summed is a snapshot: nobody else reads or writes the tensor in
+between, least of all a training step. Runs travel in the class of data parallelism, behind its gradients and
+weights, two at a time. They begin in one order on all ranks, but at moments of each rank's own (`Axis`).
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ class OuterOptimizer:
             refuse_unless_waiting(method)
             if compression is not None:
                 raise ValueError(
-                    "compression was asked for, and replicas that come and go send displacements as they are; "
-                    "leave it out."
+                    "compression was asked for, and replicas that come and go send displacements as they "
+                    "are; leave it out."
                 )
             self._averaging = sums
         self.last_penalty = 1.0
@@ -285,8 +285,8 @@ class OuterOptimizer:
             found = state.get(f"lost.{number}")
             if found is None or found.shape != lost.shape:
                 raise ValueError(
-                    f"The state has no lost.{number} of {len(lost)} elements: it was taken without compression, "
-                    "or over other ranks."
+                    f"The state has no lost.{number} of {len(lost)} elements: it was taken without "
+                    "compression, or over other ranks."
                 )
             lost.copy_(found)
         for number, fragment in enumerate(self._fragments):

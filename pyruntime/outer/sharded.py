@@ -59,7 +59,9 @@ class ShardedOuter(OuterOptimizer):
     ):
         self._sharded = sharded
         weights = ShardedWeights(sharded)
-        super().__init__(sharded.model, replicas, method, weights=weights, parts=parts, sums=sums, compression=compression)
+        super().__init__(
+            sharded.model, replicas, method, weights=weights, parts=parts, sums=sums, compression=compression
+        )
         self.own_name = f"replica-{self._averaging.rank}"
         """Of what a checkpoint holds for this replica alone."""
 

@@ -117,8 +117,8 @@ def check_device(config: RunConfig, device: Device) -> None:
     ):
         if wire != "same":
             raise ConfigError(
-                f"{key}={wire} is done on the CPU alone, and train.device is {device.device}; leave it out, or "
-                "use train.device=cpu."
+                f"{key}={wire} is done on the CPU alone, and train.device is {device.device}; leave it out, "
+                "or use train.device=cpu."
             )
     parallel = config.parallel
     several_hosts = Host.here().ranks != int(os.environ.get("WORLD_SIZE", "1"))

@@ -128,7 +128,9 @@ class Trainer:
             self.member = open_member(config, model.config, corpus, runtime)
         if not every_step:
             parts = [axis for axis in (runtime.tp, runtime.tp_y, over, pp) if axis is not None]
-            self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts, self.member, compression)
+            self.outer = ShardedOuter(
+                self.sharded, between, outer_method(config), parts, self.member, compression
+            )
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
         self._types = placement_check(model, self.sharded, runtime) if train.check_types else None
         self.step = self._samples = 0

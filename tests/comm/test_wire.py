@@ -1,4 +1,4 @@
-"""What rows are rounded to on their way: bit for bit as torch rounds them, once, in as many bytes as is said."""
+"""What rows are rounded to on their way: bit for bit as torch rounds them, in as many bytes as is said."""
 
 from __future__ import annotations
 

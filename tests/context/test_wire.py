@@ -49,7 +49,7 @@ def test_the_bytes_fall_as_the_values_do(ranks):
         wire: [each for _, each in ranks.run(results, 2, "process_group", whole, "striped", wire)]
         for wire in ("same", "bf16", "fp8")
     }
-    assert 0 < min(taken["same"])
+    assert min(taken["same"]) > 0
     for same, bf16, fp8 in zip(*taken.values(), strict=True):
         assert bf16 / same == 1 / 2 and fp8 / same == (DIM + 1) / (4 * DIM)
 

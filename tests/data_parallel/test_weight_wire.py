@@ -1,5 +1,5 @@
-"""Weights that are rounded where they are gathered: all ranks compute with the rounded ones and update their own,
-as one process does by hand; in fewer bytes."""
+"""Weights that are rounded where they are gathered: all ranks compute with the rounded ones and update their
+own, as one process does by hand; in fewer bytes."""
 
 from __future__ import annotations
 

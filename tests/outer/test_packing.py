@@ -1,4 +1,4 @@
-"""Displacements that travel packed: nothing is lost for good, all replicas have the same bits, in fewer bytes."""
+"""Displacements that travel packed: nothing is lost for good, and all replicas have the same bits."""
 
 from __future__ import annotations
 
@@ -146,9 +146,7 @@ def refused(group):
         (QUANTIZE, torch.float64),
     ):
         try:
-            pyruntime.OuterOptimizer(
-                nn.Linear(40, 40).to(dtype), mesh, outer.co2(3), compression=settings
-            )
+            pyruntime.OuterOptimizer(nn.Linear(40, 40).to(dtype), mesh, outer.co2(3), compression=settings)
         except ValueError as error:
             sentences.append(str(error))
     return sentences

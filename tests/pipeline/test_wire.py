@@ -1,4 +1,4 @@
-"""Stages that send rounded activations and gradients train as the whole model with the same roundings in it."""
+"""Stages that send rounded activations and gradients train as the whole model with the same roundings."""
 
 from __future__ import annotations
 
@@ -66,16 +66,12 @@ def piped(group, transport, kind, wire):
     modules = {
         stage: nn.Sequential(*[own[i] for i in runs[stage]]) for stage in schedule.stages_of(group.rank())
     }
-    pipeline = Pipeline(
-        schedule, modules, group, shapes=[(BATCH, WIDTH)], dtype=torch.float32, wire=wire
-    )
+    pipeline = Pipeline(schedule, modules, group, shapes=[(BATCH, WIDTH)], dtype=torch.float32, wire=wire)
     before = comm.bytes_read("pp")
     losses = [float(parts[0]) for parts in pipeline.step([[x] for x in batches()], loss_of)]
     taken = comm.bytes_read("pp") - before
     pipeline.close()
-    gradients = [
-        p.grad for stage in sorted(modules) for layer in modules[stage] for p in layer.parameters()
-    ]
+    gradients = [p.grad for stage in sorted(modules) for layer in modules[stage] for p in layer.parameters()]
     return losses, gradients, taken
 
 

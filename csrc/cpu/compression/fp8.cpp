@@ -60,9 +60,8 @@ void pack_fp8(const at::Tensor& values, const at::Tensor& packed) {
   const int64_t width = values.size(1);
   with_type(values.scalar_type(), [&](auto type) {
     const auto* from = values.const_data_ptr<decltype(type)>();
-    for_blocks(values, [&](int64_t begin, int64_t end) {
-      layers::simd_run<PackFp8>(from, width, to, begin, end);
-    });
+    for_blocks(values,
+               [&](int64_t begin, int64_t end) { layers::simd_run<PackFp8>(from, width, to, begin, end); });
   });
 }
 
@@ -72,9 +71,8 @@ void unpack_fp8(const at::Tensor& packed, const at::Tensor& out) {
   const int64_t width = out.size(1);
   with_type(out.scalar_type(), [&](auto type) {
     auto* to = out.mutable_data_ptr<decltype(type)>();
-    for_blocks(out, [&](int64_t begin, int64_t end) {
-      layers::simd_run<UnpackFp8>(from, width, to, begin, end);
-    });
+    for_blocks(out,
+               [&](int64_t begin, int64_t end) { layers::simd_run<UnpackFp8>(from, width, to, begin, end); });
   });
 }
 

@@ -6,8 +6,8 @@
 // is the least with which the largest magnitude is not above 448. A block that holds NaN or infinity is NaN
 // where it is read; magnitudes below 2^-118 are 0.
 //
-// In memory, of a row [width]: its codes, then a byte for each block, the exponent of its scale as a float has
-// it.
+// In memory, of a row [width]: its codes, then a byte for each block, the exponent of its scale as a float
+// has it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +19,8 @@ namespace pyruntime::cpu {
 // Bytes of a packed row of so many values.
 int64_t fp8_bytes(int64_t width);
 
-// packed uint8 [rows, fp8_bytes(width)] = values [rows, width], float32, bfloat16 or float16; both contiguous.
+// packed uint8 [rows, fp8_bytes(width)] = values [rows, width], float32, bfloat16 or float16; both
+// contiguous.
 void pack_fp8(const at::Tensor& values, const at::Tensor& packed);
 
 // out [rows, width] = what was packed.

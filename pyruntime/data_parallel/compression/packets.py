@@ -1,5 +1,5 @@
-"""Values that are summed over ranks and travel packed: each rank packs what another sums, and sums what is its
-own.
+"""Values that are summed over ranks and travel packed: each rank packs what another sums, and sums what is
+its own.
 
     begin       every other rank is sent what it sums of this rank's values, packed (with what was lost of
                 them before), and a few bytes as they are, the tail

@@ -169,8 +169,8 @@ def _check_compressed_displacements(chosen: DataParallel) -> None:
     asked = f"data_parallel.method={chosen.method} with data_parallel.compression={chosen.compression}"
     require(
         not chosen.members,
-        f"{asked} and data_parallel.members, whose replicas send displacements as they are; leave compression "
-        "out.",
+        f"{asked} and data_parallel.members, whose replicas send displacements as they are; leave "
+        "compression out.",
     )
     require(
         chosen.compression != "power_sgd",
@@ -178,7 +178,8 @@ def _check_compressed_displacements(chosen: DataParallel) -> None:
     )
     require(
         chosen.error_feedback,
-        f"{asked} and data_parallel.error_feedback=false: what a round loses would never be sent; leave it on.",
+        f"{asked} and data_parallel.error_feedback=false: what a round loses would never be sent; leave it "
+        "on.",
     )
     require(
         chosen.compression_plan_every == 0,

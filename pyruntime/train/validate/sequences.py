@@ -20,8 +20,8 @@ def check_context(config: RunConfig) -> None:
         require(cp > 1, f"context.wire={context.wire} without context-parallel ranks; set parallel.cp.")
         require(
             context.variant in ("ring", "auto"),
-            f"context.wire={context.wire} is of the ring, and context.variant={context.variant}; leave one of "
-            "them out.",
+            f"context.wire={context.wire} is of the ring, and context.variant={context.variant}; leave one "
+            "of them out.",
         )
 
 

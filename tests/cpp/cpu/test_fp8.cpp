@@ -62,8 +62,8 @@ TEST(every_code_is_what_its_value_is_packed_as) {
 
 TEST(halfway_between_two_codes_the_even_one_is_taken) {
   for (int code = 0; code < 0x7e; ++code) {
-    const float middle = 0.5f * (cpu::from_e4m3(static_cast<uint8_t>(code)) +
-                                 cpu::from_e4m3(static_cast<uint8_t>(code + 1)));
+    const float middle =
+        0.5f * (cpu::from_e4m3(static_cast<uint8_t>(code)) + cpu::from_e4m3(static_cast<uint8_t>(code + 1)));
     EXPECT_EQ(static_cast<int>(cpu::to_e4m3(middle)), code + (code & 1));
   }
 }
