@@ -72,20 +72,7 @@ struct PackFp8 {
   template <typename T>
   static PYRUNTIME_INLINE void pack(const T* values, int count, uint8_t* codes, uint8_t* scale) {
     alignas(64) float x[kFp8Block];
-    if (count == kFp8Block) {
-      PYRUNTIME_SIMD
-      for (int i = 0; i < kFp8Block; ++i) x[i] = layers::load(values[i]);
-    } else {
-      PYRUNTIME_SIMD
-      for (int i = 0; i < count; ++i) x[i] = layers::load(values[i]);
-      for (int i = count; i < kFp8Block; ++i) x[i] = 0;
-    }
-    uint32_t largest = 0;
-    PYRUNTIME_SIMD_REDUCE(max, largest)
-    for (int i = 0; i < kFp8Block; ++i) {
-      const uint32_t magnitude = layers::float_bits(x[i]) & 0x7fffffffu;
-      largest = magnitude > largest ? magnitude : largest;
-    }
+    const uint32_t largest = count == kFp8Block ? read(x, values, kFp8Block) : read(x, values, count);
     const int exponent = scale_of(largest);
     *scale = static_cast<uint8_t>(exponent);
     if (exponent == 0 || exponent == 255) {
@@ -93,10 +80,42 @@ struct PackFp8 {
       return;
     }
     const float inverse = power_of_two(254 - exponent);
-    alignas(64) uint8_t found[kFp8Block];
+    if (count == kFp8Block) {
+      PYRUNTIME_SIMD
+      for (int i = 0; i < kFp8Block; ++i) codes[i] = to_e4m3(x[i] * inverse);
+    } else {
+      PYRUNTIME_SIMD
+      for (int i = 0; i < count; ++i) codes[i] = to_e4m3(x[i] * inverse);
+    }
+  }
+
+  // x = values; returns the bits of the largest magnitude, of which those of NaN and infinity are the
+  // largest.
+  static PYRUNTIME_INLINE uint32_t read(float* x, const float* values, int count) {
+    uint32_t largest = 0;
+    PYRUNTIME_SIMD_REDUCE(max, largest)
+    for (int i = 0; i < count; ++i) {
+      x[i] = values[i];
+      const uint32_t magnitude = layers::float_bits(x[i]) & 0x7fffffffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+  }
+
+  // Of 16 bits; in loops of their own, or vectors of the one width would wait for those of the other.
+  template <typename T>
+  static PYRUNTIME_INLINE uint32_t read(float* x, const T* values, int count) {
     PYRUNTIME_SIMD
-    for (int i = 0; i < kFp8Block; ++i) found[i] = to_e4m3(x[i] * inverse);
-    std::memcpy(codes, found, static_cast<size_t>(count));
+    for (int i = 0; i < count; ++i) x[i] = layers::load(values[i]);
+    uint16_t largest = 0;
+    PYRUNTIME_SIMD_REDUCE(max, largest)
+    for (int i = 0; i < count; ++i) {
+      const uint16_t magnitude = values[i].x & 0x7fffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    T found;
+    found.x = largest;
+    return layers::float_bits(layers::load(found));
   }
 };
 
