@@ -64,7 +64,8 @@ def muon_of(config: RunConfig, model: Llama) -> Muon | None:
 
 
 def compression_of(config: RunConfig) -> Compression | None:
-    """What the [data_parallel] section asks for."""
+    """What the [data_parallel] section asks for: of gradients, or where replicas do not meet in every step of
+    their displacements."""
     chosen = config.data_parallel
     if chosen.compression == "none":
         return None

@@ -97,11 +97,18 @@ class Trainer:
         self._device = device = Device(runtime.device, runtime.why_device)
         self.model = model
         on_every_rank(runtime.world, "Sharding the model", lambda: check_trains(model, runtime))
+        compression, every_step = compression_of(config), meets_every_step(config)
         over, between = runtime.replicas, None
         comes_and_goes = bool(config.data_parallel.members)
-        if not (meets_every_step(config) or comes_and_goes):
+        if not (every_step or comes_and_goes):
             over, between = within_and_between(over)
-        self.sharded = shard(model, over, stage=config.parallel.zero, compression=compression_of(config))
+        self.sharded = shard(
+            model,
+            over,
+            stage=config.parallel.zero,
+            compression=compression if every_step else None,
+            weight_wire=config.data_parallel.weight_wire,
+        )
         pp = runtime.pp
         self._guard, self._skips = Guard(optimizer.spike_factor), optimizer.on_bad_step == "skip"
         self.optimizer = self.sharded.adamw(
@@ -120,9 +127,11 @@ class Trainer:
         """Of a run whose replicas come and go."""
         if comes_and_goes:
             self.member = open_member(config, model.config, corpus, runtime)
-        if not meets_every_step(config):
+        if not every_step:
             parts = [axis for axis in (runtime.tp, runtime.tp_y, over, pp) if axis is not None]
-            self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts, self.member)
+            self.outer = ShardedOuter(
+                self.sharded, between, outer_method(config), parts, self.member, compression
+            )
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
         self._types = placement_check(model, self.sharded, runtime) if train.check_types else None
         self.step = self._samples = 0

@@ -47,6 +47,12 @@ class StepMetrics:
     travelled; None where there is one such rank."""
     tokens_per_second_per_device: float | None = None
     """Of one rank."""
+    pp_bytes: int | None = None
+    """Activations, and gradients of them, that a stage took from others in the step, alike; None without a
+    pipeline."""
+    cp_bytes: int | None = None
+    """Keys, values and their gradients that a context-parallel rank took from others, alike; None where there
+    is one such rank."""
     mfu: float | None = None
     """Model FLOP/s as a share of the ranks' peak, where that is known."""
     predicted_step_s: float | None = None

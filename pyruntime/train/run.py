@@ -392,7 +392,10 @@ def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: P
     if parallel.dp > 1:
         axes += f", dp={parallel.dp} at zero {parallel.zero}"
     if config.data_parallel.compression != "none":
-        axes += f", gradients by {config.data_parallel.compression}"
+        what = "gradients" if meets_every_step(config) else "displacements"
+        axes += f", {what} by {config.data_parallel.compression}"
+    if config.data_parallel.weight_wire != "same":
+        axes += f", weights gathered as {config.data_parallel.weight_wire}"
     if replicas(config) > 1:
         axes += f" in {replicas(config)} replicas"
     if config.data_parallel.members:
@@ -400,9 +403,13 @@ def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: P
     if not meets_every_step(config):
         axes += f" that meet by {config.data_parallel.method}"
     if parallel.pp > 1:
-        axes += f", pp={parallel.pp} ({config.pipeline.kind})"
+        wire = config.pipeline.wire
+        rounded = "" if wire == "same" else f", activations and their gradients sent as {wire}"
+        axes += f", pp={parallel.pp} ({config.pipeline.kind}{rounded})"
     if parallel.cp > 1:
-        axes += f", cp={parallel.cp} ({config.context.layout}, {config.context.variant})"
+        wire = config.context.wire
+        rounded = "" if wire == "same" else f", keys and values as {wire}"
+        axes += f", cp={parallel.cp} ({config.context.layout}, {config.context.variant}{rounded})"
     return "\n".join(
         [
             f"model  {shape.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, {axes}, "

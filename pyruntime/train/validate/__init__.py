@@ -20,7 +20,7 @@ from pyruntime.train.config import (
 )
 from pyruntime.train.data.order import BLOCK
 from pyruntime.train.errors import require
-from pyruntime.train.validate.replicas import check_compression, check_data_parallel
+from pyruntime.train.validate.replicas import check_compression, check_data_parallel, check_weight_wire
 from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices
 from pyruntime.train.validate.watching import check_watching
 
@@ -113,6 +113,7 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_ranks(config, world_size)
     _check_two_axes(config)
     check_compression(config)
+    check_weight_wire(config)
     _check_rings(config, world_size)
     check_slices(config, world_size)
 
