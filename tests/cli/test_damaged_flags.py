@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pyruntime import pipeline
-from pyruntime.cli import main, plan, schedule
+from pyruntime.cli import convert, generate, main, plan, report, schedule, tokenize
 from pyruntime.pipeline import make_schedule
 from pyruntime.plan.cluster import FOLDER
 from pyruntime.train.config import RunConfig
@@ -41,13 +41,14 @@ def command_lines(words: dict[str, list[str]]) -> st.SearchStrategy[list[str]]:
     return st.lists(one, min_size=1, max_size=4)
 
 
-def check_ending(*argv: str) -> None:
+def check_ending(*argv: str, quiet: bool = False) -> None:
+    """quiet: what it prints where it ends well does not matter."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(argv))
     said = err.getvalue()
     if code == 0:
-        assert not said and out.getvalue()
+        assert quiet or (not said and out.getvalue())
     else:
         assert code == 2, said
         assert said.startswith("pyruntime: ") and said.endswith(".\n") and said.count("\n") == 1, said
@@ -58,6 +59,13 @@ SCHEDULE = flags(schedule.Options, leave_out=("plot", "csv"))
 PLAN = flags(plan.Options, leave_out=("plot", "json", "config", "measure"))
 SMALL = ("--model=gpt-1.7b", "--gpus=4", "--tokens_per_step=64K", "--seq=2048", "--axonn=False")
 TRAIN = flags(RunConfig)
+OTHERS = {
+    "convert": flags(convert.Options),
+    "generate": flags(generate.Options),
+    "tokenize": flags(tokenize.Options, leave_out=("workers",)),
+    "report": flags(report.Options),
+}
+"""Commands that end at once where the file or folder that they read is not there."""
 
 
 @given(command_lines(SCHEDULE))
@@ -90,6 +98,24 @@ def test_plan(argv):
 @FEW
 def test_train(argv):
     check_ending("train", "--dry_run=2", *argv)
+
+
+@given(command_lines(TRAIN))
+@FEW
+def test_mesh(argv):
+    check_ending("mesh", "--ranks=4", *argv)
+
+
+@pytest.mark.parametrize("command", OTHERS)
+def test_commands_that_read_files(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+
+    @given(command_lines(OTHERS[command]))
+    @FEW
+    def check(argv):
+        check_ending(command, *argv)
+
+    check()
 
 
 @pytest.fixture(scope="module")
