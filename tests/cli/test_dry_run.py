@@ -13,6 +13,7 @@ from pyruntime.plan.memory import SAFE
 from pyruntime.train import config_file, dry_run
 from pyruntime.train.config import tokens_per_step
 from pyruntime.train.device import check_between_hosts
+from tests.train.jobs import changed
 from tools import write_presets
 from tools.write_presets import PRESETS
 
@@ -42,19 +43,17 @@ def test_mesh_step_schedule_and_memory_are_said(capsys):
 
 def test_shapes_are_those_of_the_model_on_a_rank(capsys):
     out = report(capsys, *DIM1024, "--parallel.tp", 2, "--dry_run", 2)
-    shown = {name: found for name, found in re.findall(r"^(\S.*?)  +\[(\d+, \d+)\]  ", out, re.MULTILINE)}
-    config = config_file.load(config_file.find("dim1024"))
-    model = Llama(dry_run.check(config, 1), None, device="meta", dtype=torch.bfloat16)
-    whole = {name: tuple(parameter.shape) for name, parameter in model.layers[0].named_parameters()}
-    whole["embed"] = tuple(model.embed.weight.shape)
-    columns, rows = {"queries, keys, values": "qkv", "gate and up": "gate_up"}, {"its output": "o", "down": "down"}
-    for label, part in columns.items():
-        (n, k), = [size for name, size in whole.items() if part in name and len(size) == 2]
-        assert shown[label] == f"{n // 2}, {k}"
-    for label, part in rows.items():
-        (n, k), = [size for name, size in whole.items() if f"{part}_" in name or f"{part}." in name and len(size) == 2]
-        assert shown[label] == f"{n}, {k // 2}"
-    assert shown["embedding, head"] == f"{whole['embed'][0] // 2}, {whole['embed'][1]}"
+    shown = dict(re.findall(r"^(\S.*?)  +\[(\d+, \d+)\]  ", out, re.MULTILINE))
+    shape = dry_run.check(config_file.load(config_file.find("dim1024")), 1)
+    model = Llama(shape, device="meta", dtype=torch.bfloat16)
+    layer = model.layers[0]
+    columns = {"queries, keys, values": layer.qkv, "gate and up": layer.gate_up, "embedding, head": model.head}
+    for name, linear in columns.items():
+        n, k = linear.weight.shape
+        assert shown[name] == f"{n // 2}, {k}"
+    for name, linear in {"its output": layer.out, "down": layer.down}.items():
+        n, k = linear.weight.shape
+        assert shown[name] == f"{n}, {k // 2}"
 
 
 def test_a_pipeline_s_stages_are_shown(capsys):
@@ -69,16 +68,10 @@ def test_fp32_takes_twice_the_memory_of_weights_and_activations():
     config = config_file.load(config_file.find("dim256"))
     shape = dry_run.check(config, 1)
     wide = estimate(config, shape, 1).memory
-    narrow = estimate(_with_dtype(config, "bf16"), shape, 1).memory
+    narrow = estimate(changed(config, "train", dtype="bf16"), shape, 1).memory
     assert wide.weights == 2 * narrow.weights == 4 * shape.parameter_count()
     assert wide.activations == 2 * narrow.activations
     assert wide.optimizer == 8 * shape.parameter_count()  # two moments, and no masters
-
-
-def _with_dtype(config, dtype):
-    import dataclasses
-
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, dtype=dtype))
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.model)
@@ -101,7 +94,7 @@ def test_a_preset_is_the_planners():
     job, candidate, _ = write_presets.fastest(preset.model, find_cluster(preset.cluster), gpus)
     planned = write_presets.config_of(job, candidate)
     found = config_file.load(config_file.find(preset.model), gpus)
-    assert (found.parallel, found.model) == (planned.parallel, planned.model)
+    assert found.parallel == planned.parallel
     for name in ("batch_size", "micro_batch_size", "activation_checkpointing", "seq_len", "device"):
         assert getattr(found.train, name) == getattr(planned.train, name)
 
