@@ -1,10 +1,10 @@
-"""Writes the presets of published Llamas for clusters (pyruntime/train/presets/llama3-*.toml) with our planner:
+"""Writes the presets of published Llamas for clusters with our planner: pyruntime/train/presets/llama3-*.toml.
 
     .venv/bin/python tools/write_presets.py
 
-For every number of GPUs the fastest mesh by prediction of those that the trainer runs on GPUs of several hosts
-(tensor- and data-parallel ranks alone) and whose memory, by the trainer's own rules, leaves a fifth of a GPU
-free, in a step and while the model is made. Where nothing fits, half as many tokens a step, and so on.
+For every number of GPUs the fastest mesh by prediction of those that the trainer runs on GPUs of several
+hosts (tensor- and data-parallel ranks alone) and whose memory, by the trainer's own rules, leaves a fifth of
+a GPU free, in a step and while the model is made. Where nothing fits, half as many tokens a step, and so on.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def table(job: Job, candidate: Candidate, found: Estimate) -> str:
     keys = ("batch_size", "micro_batch_size", "activation_checkpointing")
     train = {key: train[key] for key in keys if key in train}
     return (
-        f"# {candidate.total:.2f} s a step, {mfu(job, candidate):.0%} of the peak, {found.total / GB:.0f} GB a GPU\n"
+        f"# {candidate.total:.2f} s a step, {mfu(job, candidate):.0%} of the peak, "
+        f"{found.total / GB:.0f} GB a GPU\n"
         f"[{config_file.BY_RANKS}.{job.gpus}]\n"
         f"parallel = {toml_value(parallel)}\ntrain = {toml_value(train)}\n"
     )

@@ -49,8 +49,8 @@ class Estimate:
 
 
 def estimate(config: RunConfig, shape: LlamaConfig, ranks: int) -> Estimate:
-    """By the planner's formulas; of CPU ranks unless train.device is cuda. What replicas that seldom meet keep
-    is counted for CO2 alone."""
+    """By the planner's formulas; of CPU ranks unless train.device is cuda. What replicas that seldom meet
+    keep is counted for CO2 alone."""
     config = _settled(config, shape)
     job, mesh = planned(config, shape, ranks, Cluster.of_ranks(ranks))
     rules = trainer_rules(config)
@@ -106,14 +106,16 @@ def _heading(config: RunConfig, shape: LlamaConfig, ranks: int) -> str:
     return "\n".join(
         [
             f"model     {shape.parameter_count() / 1e6:,.1f} M parameters in {train.dtype}: "
-            f"{shape.num_hidden_layers} layers of {shape.hidden_size} features, {shape.num_attention_heads} heads "
-            f"and {shape.num_key_value_heads} of keys and values, feed-forward {shape.intermediate_size}, "
-            f"vocabulary {shape.vocab_size}",
+            f"{shape.num_hidden_layers} layers of {shape.hidden_size} features, {shape.num_attention_heads} "
+            f"heads and {shape.num_key_value_heads} of keys and values, feed-forward "
+            f"{shape.intermediate_size}, vocabulary {shape.vocab_size}",
             f"mesh      {sizes}{cut} on {ranks} rank(s), device {train.device}",
             f"step      steps of {tokens_per_step(config):,} tokens, {train.batch_size} sequences of "
-            f"{train.seq_len}: on a rank {micro_batches(config)} micro-batch(es) of {train.micro_batch_size}{again}",
-            f"schedule  {train.steps:,} steps by {optimizer.name}; learning rate up to {optimizer.lr:.3g} over "
-            f"{warmup_steps(optimizer, train.steps):,} steps, then {falls}; validated {validated}; saved {saved}",
+            f"{train.seq_len}: on a rank {micro_batches(config)} micro-batch(es) of "
+            f"{train.micro_batch_size}{again}",
+            f"schedule  {train.steps:,} steps by {optimizer.name}; learning rate up to {optimizer.lr:.3g} "
+            f"over {warmup_steps(optimizer, train.steps):,} steps, then {falls}; validated {validated}; "
+            f"saved {saved}",
         ]
     )
 
@@ -141,14 +143,14 @@ def _shapes(config: RunConfig, shape: LlamaConfig, ranks: int) -> str:
 
 
 def _memory(config: RunConfig, found: Estimate) -> str:
-    parts = ", ".join(f"{name} {value / GB:.2f}" for name, value in vars(found.memory).items() if value)
+    parts = ", ".join(f"{name} {value / GB:.3g}" for name, value in vars(found.memory).items() if value)
     device = "a GPU" if config.train.device == "cuda" else "a rank on CPUs"
-    start = f" ({found.start / GB:.2f} while the model is made)" if found.start > found.memory.total else ""
+    start = f" ({found.start / GB:.3g} while the model is made)" if found.start > found.memory.total else ""
     uncounted = not meets_every_step(config) and config.data_parallel.method != "co2"
     without = f"; what {config.data_parallel.method} keeps besides is not counted" if uncounted else ""
     return (
-        f"memory    {found.total / GB:.2f} GB{start} for {device} of the fullest stage, by the planner's "
-        f"formulas{without}: it wants {found.total / SAFE / GB:.2f} GB, {1 - SAFE:.0%} of it unused\n"
+        f"memory    {found.total / GB:.3g} GB{start} for {device} of the fullest stage, by the planner's "
+        f"formulas{without}: it wants {found.total / SAFE / GB:.3g} GB, {1 - SAFE:.0%} of it unused\n"
         f"          GB in a step: {parts}"
     )
 

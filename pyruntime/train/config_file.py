@@ -86,8 +86,8 @@ def _for_ranks(values: dict, ranks: int, source: str) -> dict:
     if str(ranks) not in tables:
         numbers = ", ".join(sorted(tables, key=int))
         raise ConfigError(
-            f"{source} says how {numbers} ranks share the work, and not how {ranks} would; start one of these "
-            f"numbers of ranks, or have `python -m pyruntime plan --gpus {ranks} --config FILE` write a file."
+            f"{source} says how {numbers} ranks share the work, and not how {ranks} would; start one of "
+            f"these numbers, or have `python -m pyruntime plan --gpus {ranks} --config FILE` write a file."
         )
     for section, content in tables[str(ranks)].items():
         common = values.get(section)

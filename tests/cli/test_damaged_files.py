@@ -27,7 +27,9 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def files(run):
     """What commands read of it, and its content: a checkpoint of two steps, a model, a ledger, curves."""
-    found = [path for path in run.rglob("*") if path.is_file() and path.suffix in (".json", ".jsonl", ".toml")]
+    found = [
+        path for path in run.rglob("*") if path.is_file() and path.suffix in (".json", ".jsonl", ".toml")
+    ]
     found += run.rglob("*.safetensors")
     return {path: path.read_bytes() for path in sorted(found)}
 

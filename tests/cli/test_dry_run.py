@@ -47,7 +47,11 @@ def test_shapes_are_those_of_the_model_on_a_rank(capsys):
     shape = dry_run.check(config_file.load(config_file.find("dim1024")), 1)
     model = Llama(shape, device="meta", dtype=torch.bfloat16)
     layer = model.layers[0]
-    columns = {"queries, keys, values": layer.qkv, "gate and up": layer.gate_up, "embedding, head": model.head}
+    columns = {
+        "queries, keys, values": layer.qkv,
+        "gate and up": layer.gate_up,
+        "embedding, head": model.head,
+    }
     for name, linear in columns.items():
         n, k = linear.weight.shape
         assert shown[name] == f"{n // 2}, {k}"

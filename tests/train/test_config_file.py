@@ -150,7 +150,8 @@ def test_a_path_and_a_preset_are_found_and_nothing_else(tmp_path, monkeypatch):
 def test_a_file_may_hold_several_numbers_of_ranks(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(
-        "[train]\nsteps = 7\nbatch_size = 4\n[ranks.2]\nparallel = {dp = 2}\n[ranks.16.train]\nbatch_size = 32\n"
+        "[train]\nsteps = 7\nbatch_size = 4\n"
+        "[ranks.2]\nparallel = {dp = 2}\n[ranks.16.train]\nbatch_size = 32\n"
     )
     two, many = config_file.load(path, 2), config_file.load(path, 16)
     assert (two.parallel.dp, two.train.batch_size, two.train.steps) == (2, 4, 7)
@@ -166,9 +167,15 @@ def test_a_file_may_hold_several_numbers_of_ranks(tmp_path):
     [
         ("ranks = 3\n", "ranks must hold a table for each number of ranks, as [ranks.8], found 3."),
         ("[ranks.many]\n", "ranks must hold a table for each number of ranks, as [ranks.8], found {'many'"),
-        ("[ranks]\n1 = 2\n", "ranks must hold a table for each number of ranks, as [ranks.8], found {'1': 2}."),
+        (
+            "[ranks]\n1 = 2\n",
+            "ranks must hold a table for each number of ranks, as [ranks.8], found {'1': 2}.",
+        ),
         ("[ranks.1.trian]\n", "there is no section [trian]; the nearest is train."),
-        ("[train]\nsteps = 3\n[ranks.1]\ntrain = 3\n", "train must be a section of keys, as [train], found 3."),
+        (
+            "[train]\nsteps = 3\n[ranks.1]\ntrain = 3\n",
+            "train must be a section of keys, as [train], found 3.",
+        ),
     ],
 )
 def test_wrong_tables_of_ranks_are_refused_in_one_sentence(tmp_path, text, sentence):

@@ -243,7 +243,10 @@ def tables(folder):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"text": [f"some text {n}" for n in range(30)], "id": list(range(30))})
     parquet.write_table(table, folder / "a.parquet", row_group_size=8)
-    with pyarrow.OSFile(str(folder / "a.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+    with (
+        pyarrow.OSFile(str(folder / "a.arrow"), "wb") as file,
+        pyarrow.ipc.new_stream(file, table.schema) as out,
+    ):
         out.write_table(table)
     return {suffix: (folder / f"a{suffix}").read_bytes() for suffix in (".parquet", ".arrow")}
 

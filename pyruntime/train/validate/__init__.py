@@ -164,8 +164,8 @@ def _check_train(config: RunConfig) -> None:
     require(
         train.batch_size % unit == 0,
         f"train.micro_batch_size={train.micro_batch_size}{ranks} does not divide "
-        f"train.batch_size={train.batch_size}; use a train.batch_size of {-(-train.batch_size // unit) * unit}, "
-        "or another multiple.",
+        f"train.batch_size={train.batch_size}; use a train.batch_size of "
+        f"{-(-train.batch_size // unit) * unit}, or another multiple.",
     )
     require(
         optimizer.warmup_steps is None or optimizer.warmup_fraction is None,
