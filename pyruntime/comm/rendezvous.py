@@ -107,8 +107,8 @@ def _answering() -> Iterator[None]:
         yield
     except dist.DistError as error:
         raise CommTimeout(
-            "The job's store, which torchrun serves, did not answer when it was asked for the run folder; see "
-            "whether torchrun still runs on the host of MASTER_ADDR."
+            "The job's store, which torchrun serves, did not answer when it was asked for the run folder; "
+            "see whether torchrun still runs on the host of MASTER_ADDR."
         ) from error
 
 
