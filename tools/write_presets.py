@@ -1,4 +1,4 @@
-"""Writes the presets of published Llamas for clusters (pyruntime/train/presets/llama3-*.toml), by our planner:
+"""Writes the presets of published Llamas for clusters, pyruntime/train/presets/llama3-*.toml, by our planner:
 
     .venv/bin/python tools/write_presets.py
 

@@ -2,6 +2,7 @@
 result or with one sentence and exit code 2."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,7 +13,18 @@ from pyruntime.train import config_file
 from tests.cli.test_damaged_flags import FEW, check_ending
 from tests.mutations import contents
 
-TRAIN = ["train", "--config", "tiny", "--train.steps", "2", "--output.sample_tokens", "0"]
+TEXT = str(Path(__file__).parent)
+TRAIN = [
+    "train",
+    "--config",
+    "tiny",
+    "--data.paths",
+    TEXT,
+    "--train.steps",
+    "2",
+    "--output.sample_tokens",
+    "0",
+]
 READ = (".json", ".jsonl", ".toml", ".safetensors")
 PRESET = (config_file.PRESET_DIR / "llama3-8b.toml").read_bytes()
 
