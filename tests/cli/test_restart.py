@@ -7,10 +7,13 @@ import signal
 import time
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 from pyruntime.cli import main
 from tests.cli.test_processes import LIMIT_S, finish, start, wait_for_steps
 
 SIZES = ["--config", "tiny", "--train.steps", "40", "--train.val_every", "20", "--output.sample_tokens", "0"]
+AGAIN = "again  its launcher has started this job anew, which "
 
 
 def kill_rank_1(process):
@@ -56,8 +59,7 @@ def test_a_killed_job_restarts_and_ends_as_if_nothing_had_been(tmp_path, ranks):
     kill_rank_1(process)  # behind it
     code, out, err = finish(process)
     assert code == 0, err
-    again = "again  its launcher has started this job anew, which "
-    assert re.findall(f"^{again}(.*)$", out, re.MULTILINE) == [
+    assert re.findall(f"^{AGAIN}(.*)$", out, re.MULTILINE) == [
         "begins anew in runs/tiny-1",
         "goes on with runs/tiny-1/checkpoints/step-000015",
     ]
@@ -72,26 +74,29 @@ def test_a_killed_job_restarts_and_ends_as_if_nothing_had_been(tmp_path, ranks):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def live(_group, job, *argv):
-    """One life of the only rank of that job of torchrun's."""
-    os.environ["TORCHELASTIC_RUN_ID"] = job
+def live(_group, port, *argv):
+    """One life of the only rank of a job, whose launcher serves its store on that port."""
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="none")
     return main(list(argv))
 
 
-def lives(ranks, job, *argv):
-    """What two lives of a job print."""
-    found = [ranks.launch(live, 1, job, *argv, init=False, timeout=LIMIT_S)[0] for _ in range(2)]
+def lives(ranks, *argv):
+    """How two lives of a job end, and what they print."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = [ranks.launch(live, 1, store.port, *argv, init=False, timeout=LIMIT_S)[0] for _ in range(2)]
     return [(life.value, life.output) for life in found]
 
 
 def test_a_job_that_is_started_anew_goes_on_with_nothing_but_its_own(ranks, tmp_path):
     run_dir = str(tmp_path / "run")
-    short = ["train", *SIZES, "--train.val_every", "0", "--train.steps"]
-    new = [*short, "2", "--output.run_dir", run_dir, "--checkpoint.every_steps", "1"]
-    (first, _), (second, said) = lives(ranks, f"{tmp_path} one", *new)
-    assert (first, second) == (0, 0) and "goes on with" in said and "step-000002" in said
-    for code, said in lives(ranks, f"{tmp_path} two", *new):  # another job, in its folder by mistake
+    short = ["train", *SIZES, "--data.paths", str(Path(__file__).parent), "--train.val_every", "0"]
+    new = [*short, "--train.steps", "2", "--output.run_dir", run_dir, "--checkpoint.every_steps", "1"]
+    (first, _), (second, said) = lives(ranks, *new)
+    assert (first, second) == (0, 0), said
+    assert f"{AGAIN}goes on with {run_dir}/checkpoints/step-000002\n" in said
+    for code, said in lives(ranks, *new):  # another job, in its folder by mistake
         assert code == 2 and "holds a run already" in said
-    branch = [*short, "1", "--checkpoint.resume", f"{run_dir}/checkpoints/step-000001"]
-    (first, _), (second, said) = lives(ranks, f"{tmp_path} three", *branch)
-    assert (first, second) == (0, 0) and "goes on with" in said and "step-000001" in said
+    branch = ["--checkpoint.resume", f"{run_dir}/checkpoints/step-000001", "--train.steps", "1"]
+    (first, _), (second, said) = lives(ranks, *short, *branch)
+    assert (first, second) == (0, 0), said
+    assert f"{AGAIN}goes on with {run_dir}/checkpoints/step-000001\n" in said
