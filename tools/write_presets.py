@@ -30,7 +30,7 @@ from pyruntime.train.device import check_between_hosts  # noqa: E402
 from pyruntime.train.errors import ConfigError  # noqa: E402
 
 SEQ = 8192
-TOKENS = (4 << 20, 2 << 20, 1 << 20)
+TOKENS = tuple(2**power for power in range(22, 17, -1))
 """Of a step: the first with which something fits."""
 GPUS = tuple(2**power for power in range(3, 11))
 CHOICE = Choice(axonn=False, co2=False, hybrid=False, kinds=())
