@@ -30,7 +30,7 @@ BYTES = {"bf16": 2, "fp32": 4}
 def main(argv: list[str]) -> None:
     ranks, argv = _number(argv, "ranks")
     per_host, argv = _number(argv, "ranks_per_host")
-    config, _ = train.read(argv, "mesh", DESCRIPTION, others=("ranks", "ranks_per_host"))
+    config, _ = train.read(argv, ranks, "mesh", DESCRIPTION, others=("ranks", "ranks_per_host"))
     if ranks is None:
         parallel = config.parallel
         others = parallel.pp * parallel.dp * parallel.cp

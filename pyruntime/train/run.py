@@ -16,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -64,6 +66,17 @@ from pyruntime.tuning.apply import device_name, find, library, use
 from pyruntime.tuning.cache import default_path
 
 MODEL_FOLDER, SAMPLE_FILE = "model", "sample.txt"
+LIFE = "run"
+"""Under which a job keeps, for the one that its launcher starts in its place, what `Life` says."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """A job that its launcher has ended since, to start this one in its place."""
+
+    run_dir: str
+    began: float
+    """When the first of them made that folder, in seconds since 1970."""
 
 
 def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Path:
@@ -88,9 +101,11 @@ def _run(
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from, config.data.paths)
     shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, *runtime.tp_sizes)
     config = on_rank_0(ranks, "Settling the pipeline", lambda: resolved(config, shape))
-    saved = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
+    before, saved = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
     start_at = saved[0] if saved else None
-    run_dir = on_rank_0(ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held))
+    run_dir = on_rank_0(
+        ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held, before)
+    )
     on_every_rank(ranks, "Opening the run folder", lambda: _check_seen(run_dir, ranks.rank()))
     progress = Progress(
         config.train.steps,
@@ -105,6 +120,8 @@ def _run(
         progress.say(_first_lines(config, shape, text, run_dir, runtime))
         if tuned:
             progress.say(f"tuning {tuned}")
+        if before:
+            progress.say(_words_of_restart(before, start_at))
     watch = _watch(config, shape, runtime, progress.say if is_rank_0 else lambda _: None)
 
     trainer = Trainer(config, model, text, runtime, run_dir, stop)
@@ -263,17 +280,33 @@ def _bytes_read() -> int:
     return sum(figures.bytes_read for figures in comm.traffic().values())
 
 
-def _checkpoints(config: RunConfig, shape: LlamaConfig) -> list[Path]:
-    """Those to go on with, if any, the first that is whole."""
-    resume = config.checkpoint.resume
+def _checkpoints(config: RunConfig, shape: LlamaConfig) -> tuple[Life | None, list[Path]]:
+    """The job in whose place this one was started, if any, and checkpoints to go on with, the first that is
+    whole: those that it has saved, else those that are asked for."""
+    resume, before = config.checkpoint.resume, _life_before()
     facts = checkpoint_folder.Facts.of(config, shape)
+    if before is not None:
+        found = checkpoint_folder.to_go_on_with(Path(before.run_dir), facts)
+        # Older ones are of a run that this job may have left at an earlier step.
+        if own := [path for path in found if checkpoint_folder.read(path).saved_at >= before.began]:
+            return before, own
     if resume == checkpoint_folder.AUTO:
-        return checkpoint_folder.to_go_on_with(Path(config.output.run_dir), facts)
+        return before, checkpoint_folder.to_go_on_with(Path(config.output.run_dir), facts)
     if not resume:
-        return []
+        return before, []
     folder = checkpoint_folder.find(Path(resume))
     checkpoint_folder.read_matching(folder, facts)
-    return [folder]
+    return before, [folder]
+
+
+def _life_before() -> Life | None:
+    kept = comm.kept(LIFE)
+    return Life(**json.loads(kept)) if kept else None
+
+
+def _words_of_restart(before: Life, start_at: Path | None) -> str:
+    goes = f"goes on with {start_at}" if start_at else f"begins anew in {before.run_dir}"
+    return f"again  its launcher has started this job anew, which {goes}"
 
 
 def _resume(trainer: Trainer, saved: Sequence[Path], say: Callable[[str], None] | None) -> Path:
@@ -290,11 +323,21 @@ def _resume(trainer: Trainer, saved: Sequence[Path], say: Callable[[str], None] 
     raise ValueError("There is no checkpoint to go on with.")
 
 
-def _make_run_dir(config: RunConfig, name: str, start_at: Path | None, held: contextlib.ExitStack) -> Path:
-    """Rank 0 makes the run folder: the one asked for, that of the checkpoint, or the first free
-    runs/<name>-<n>. No other run may use it before `held` is closed."""
+def _make_run_dir(
+    config: RunConfig,
+    name: str,
+    start_at: Path | None,
+    held: contextlib.ExitStack,
+    before: Life | None = None,
+) -> Path:
+    """Rank 0 makes the run folder: that of the job in whose place this one was started, the one asked for,
+    that of the checkpoint, or the first free runs/<name>-<n>. No other run may use it before `held` is
+    closed."""
     try:
-        if config.output.run_dir:
+        if before:
+            run_dir = Path(before.run_dir)
+            run_dir.mkdir(parents=True, exist_ok=True)
+        elif config.output.run_dir:
             run_dir = Path(config.output.run_dir)
             same = start_at is not None and start_at.resolve().is_relative_to(run_dir.resolve())
             again = config.checkpoint.resume == checkpoint_folder.AUTO
@@ -317,6 +360,8 @@ def _make_run_dir(config: RunConfig, name: str, start_at: Path | None, held: con
         if config.train.ledger:
             forget(run_dir)
         (run_dir / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
+        if not before:
+            comm.keep(LIFE, json.dumps(dataclasses.asdict(Life(str(run_dir), time.time()))))
     except OSError as error:
         raise ConfigError(f"output.run_dir: {error.filename} cannot be written: {error.strerror}.") from error
     return run_dir
