@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import signal
 import socket
@@ -41,7 +42,7 @@ from pyruntime.train.loop import Trainer
 from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile, StepMetrics
 from pyruntime.train.model import DTYPES, llama_config, make_model
-from pyruntime.train.pipelined import resolved
+from pyruntime.train.pipelined import resolved, with_layers, with_moved_layers
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_every_rank, on_rank_0
 from pyruntime.train.signals import Stopped, StopRequest
@@ -75,6 +76,8 @@ def _run(
     config = on_rank_0(ranks, "Settling the pipeline", lambda: resolved(config, shape))
     saved = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
     start_at = saved[0] if saved else None
+    if start_at and config.parallel.rebalance == "on":
+        config = on_rank_0(ranks, "Settling the layers", lambda: with_moved_layers(config, saved[0]))
     run_dir = on_rank_0(ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held))
     on_every_rank(ranks, "Opening the run folder", lambda: _check_seen(run_dir, ranks.rank()))
     progress = Progress(
@@ -112,16 +115,28 @@ def _run(
         _metrics_file(run_dir, trainer) if is_rank_0 else contextlib.nullcontext() as file,
         _step_ledger(config, runtime, run_dir) as entered,
     ):
-        for step in trainer.fit(entered):
-            history.append(step)
-            news = "" if trainer.outer is None else trainer.outer.describe()
-            if is_rank_0 and news != said:
-                progress.say(news)
-            said = news
-            if file:
-                with _told_to_all(), writing(run_dir / metrics.FILE_NAME, trainer.what_is_saved()):
-                    file.write(step)
-                progress.show(step)
+        while True:
+            for step in trainer.fit(entered):
+                history.append(step)
+                news = "" if trainer.outer is None else trainer.outer.describe()
+                if is_rank_0 and news != said:
+                    progress.say(news)
+                said = news
+                if file:
+                    with _told_to_all(), writing(run_dir / metrics.FILE_NAME, trainer.what_is_saved()):
+                        file.write(step)
+                    progress.show(step)
+                    for news_of_step in (*(step.slow or ()), *filter(None, (step.moved,))):
+                        progress.say(f"step {step.step}: {news_of_step['sentence']}")
+            if trainer.move is None:
+                break
+            start_at = trainer.saved
+            assert start_at is not None  # that is where layers move
+            config = with_layers(config, trainer.move.after)
+            trainer.close()
+            del trainer, model
+            gc.collect()  # the weights and states of the old stages, before there are those of the new ones
+            model, trainer = _anew(config, shape, text, runtime, run_dir, stop, start_at)
     bytes_moved = _bytes_read() - bytes_before
     trainer.close()
     if runtime.pp is not None and is_first_tp:
@@ -155,6 +170,23 @@ def _run(
     return run_dir
 
 
+def _anew(
+    config: RunConfig,
+    shape: LlamaConfig,
+    text: Corpus,
+    runtime: Runtime,
+    run_dir: Path,
+    stop: StopRequest,
+    start_at: Path,
+) -> tuple[Llama, Trainer]:
+    """This rank's part of the model and its trainer, from the checkpoint in `start_at`, as `config` has them
+    now."""
+    model = on_every_rank(runtime.world, "Moving layers", lambda: make_model(config, shape, runtime))
+    trainer = Trainer(config, model, text, runtime, run_dir, stop)
+    trainer.resume(start_at)
+    return model, trainer
+
+
 def _written(entered: StepLedger, run_dir: Path, runtime: Runtime) -> RankLedger | None:
     try:
         return entered.write(run_dir, runtime)
@@ -163,12 +195,18 @@ def _written(entered: StepLedger, run_dir: Path, runtime: Runtime) -> RankLedger
 
 
 def check_ledger(config: RunConfig, runtime: Runtime) -> None:
-    """Raises ConfigError where a ledger is asked for and ranks compute on devices."""
-    if config.train.ledger and runtime.device.type != "cpu":
-        raise ConfigError(
-            f"train.ledger enters what the host does, and these ranks compute on {runtime.device}; leave it "
-            "out, or add --train.device cpu."
-        )
+    """Raises ConfigError where ranks compute on devices, and what was asked for is what the host does."""
+    asked = {
+        "train.ledger": config.train.ledger,
+        "train.slow_every": config.train.slow_every,
+        "parallel.rebalance": config.parallel.rebalance == "on",
+    }
+    for name, is_asked in asked.items():
+        if is_asked and runtime.device.type != "cpu":
+            raise ConfigError(
+                f"{name} goes by what the host does, and these ranks compute on {runtime.device}; leave it "
+                "out, or add --train.device cpu."
+            )
 
 
 @contextlib.contextmanager
