@@ -34,8 +34,8 @@ HOW = """\
 Medians over {rounds} rounds of the steps of two runs, milliseconds of rank 0, which meets the other in every
 step: one of {steps} steps with equal ranks, and one whose rank 1 computes twice as long, where layers move at
 the checkpoint after step {steps}; its first step, and the one after the move, are left out. What looking
-costs is timed in the first run: what a clock that is read takes, times how often it is read in a step, and the
-look of every {every} steps, in which this rank waits for the other, shared out over these."""
+costs is timed in the first run: what a clock that is read takes, times how often it is read in a step, and
+the look of every {every} steps, in which this rank waits for the other, shared out over these."""
 
 
 class Timed(Trainer):
@@ -181,7 +181,8 @@ if __name__ == "__main__":
             "model.num_hidden_layers": args.layers, "train.steps": steps, "train.slow_every": args.every,
             "train.micro_batch_size": 1, "train.batch_size": 8, "train.val_every": 0, "parallel.pp": 2,
         }  # fmt: skip
-        config, _ = read(["--config", args.config, *(w for n, v in options.items() for w in (f"--{n}", str(v)))])
+        flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        config, _ = read(["--config", args.config, *flags])
         report = Report(args, HOW.format(rounds=args.rounds, steps=steps, every=args.every))
         found = [round_of(config, runtime, folder / str(number)) for number in range(args.rounds)]
         report.add({"rounds": found}, show(found))

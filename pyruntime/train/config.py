@@ -171,7 +171,7 @@ class Train:
     RUN_DIR/ledger, for `python -m pyruntime report RUN_DIR`. Ranks on the CPU only."""
     slow_every: int | None = None
     """Steps between two looks at which rank computes, and which link sends, slower than the others
-    (docs/reliability.md), at least 5; 0: none; None: 20, and none where ranks compute on devices, where
+    (docs/slow-ranks.md), at least 5; 0: none; None: 20, and none where ranks compute on devices, where
     the host does not see for how long."""
     check_types: bool = False
     """Check in every step that nothing which is a rank's own, or its term of a sum, is used as if all ranks
@@ -218,7 +218,7 @@ class Parallel:
     nothing forbids it, else 1."""
     rebalance: Literal["off", "on"] = "off"
     """on: where a rank of a pipeline stays slow, layers move between the stages when a checkpoint is saved
-    (docs/reliability.md), wherever they began (pipeline.layers). Ranks on the CPU only."""
+    (docs/slow-ranks.md), wherever they began (pipeline.layers). Ranks on the CPU only."""
     dp_replicate: int = 1
     """Groups of data-parallel ranks that each hold everything once (hybrid sharding); divides dp."""
 

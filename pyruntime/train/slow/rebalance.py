@@ -1,8 +1,8 @@
 """Which layers each stage of a pipeline is to hold, by what its ranks were measured to take for a layer.
 
 Pure functions of what all ranks have alike. The rank that takes longest sets the pace of a pipeline, so its
-seconds are what is made least, as Malleus does over stages of different speed (Li et al. 2024, arXiv
-2410.13333, section 4.2); here layers are alike, and stages keep their ranks.
+seconds are what is made least. Malleus (Li et al. 2024, arXiv 2410.13333) deals out layers by how far ranks
+straggle, and regroups ranks besides; here layers are alike, and stages keep their ranks.
 """
 
 from __future__ import annotations

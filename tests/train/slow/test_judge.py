@@ -46,7 +46,8 @@ def test_it_is_said_once_and_again_when_it_becomes_worse_or_ends():
     assert "s a step and layer without waiting, where they take 1 s." in worse.sentence
     (over,) = said(1.0)
     assert over.sentence == (
-        "rank 1 (host h1) computes 1.0 times as long as its peers over the last 60 steps, and is no longer slow."
+        "rank 1 (host h1) computes 1.0 times as long as its peers over the last 60 steps, and is no longer "
+        "slow."
     )
     assert not over.is_slow
     assert judge.slow_ranks == []

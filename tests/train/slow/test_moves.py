@@ -38,7 +38,8 @@ def test_too_few_layers_are_refused():
 def found(per_layer, layers, placement, rest=None, ranks_of=None, slow=()):
     """The move for ranks that take so long for a layer."""
     ranks = len(per_layer)
-    windows = [[Window(each, rest_s=(rest or [0.0] * ranks)[i]) for i, each in enumerate(per_layer)]] * WINDOWS
+    rest = rest or [0.0] * ranks
+    windows = [[Window(*each) for each in zip(per_layer, [0.0] * ranks, rest, strict=True)]] * WINDOWS
     places = ranks_of or [[rank] for rank in range(ranks)]
     return best_move(windows, places, placement, layers, slow, [f"h{rank}" for rank in range(ranks)])
 

@@ -78,6 +78,28 @@ def has_a_report(group, config):
     return jobs.trainer(group, config)._slow is not None
 
 
+def looks_alone(group, config):
+    report = jobs.trainer(group, config)._slow
+    for _ in range(6):
+        with report.step():
+            pass
+    comm.set_deadline(group, 1.0)
+    if comm.group_rank(group) == 1:
+        time.sleep(2.0)
+        return None
+    began = time.monotonic()
+    with pytest.raises(comm.CommTimeout, match="rank 1"):
+        report.look()
+    return time.monotonic() - began
+
+
+def test_a_look_at_a_rank_that_does_not_come_ends_at_the_deadline(ranks, tmp_path):
+    config = jobs.job(tmp_path)
+    jobs.prepare(config)
+    waited, _ = ranks.launch(looks_alone, 2, config)
+    assert 0.9 < waited.value < 3.0
+
+
 def waits_for_rank_1(group, transport):
     take(group, transport)
     x = torch.ones(4, 8)
@@ -160,7 +182,7 @@ def stayed(ranks, pipelined):
 @pytest.mark.parametrize("kind", ["1f1b", "zb-v"])
 def test_layers_leave_a_slow_rank_at_a_checkpoint_and_losses_stay(ranks, pipelined, stayed, tmp_path, kind):
     config = jobs.changed(pipelined, "parallel", rebalance="on")
-    config = jobs.changed(jobs.changed(config, "pipeline", kind=kind), "output", run_dir=str(tmp_path / "run"))
+    config = jobs.changed(jobs.changed(config, "pipeline", kind=kind), "output", run_dir=str(tmp_path))
     validate.check(config, 4)
     held = ranks.run(moving_run, 4, config)
     # Ranks 0 and 1 are of the first place.
@@ -224,7 +246,7 @@ def test_what_layers_that_move_do_not_go_together_with(changes, sentence):
 
 def test_one_layer_a_stage_cannot_move(tmp_path):
     config = jobs.changed(jobs.job(tmp_path), "parallel", pp=2, rebalance="on")
-    with pytest.raises(ConfigError, match="moves layers between stages, and the model's 2 layers are one for"):
+    with pytest.raises(ConfigError, match="and the model's 2 layers are one for each"):
         resolved(config, llama_config(config.model, 256, 33, 1))
 
 
