@@ -231,9 +231,10 @@ def peers() -> dict[tuple[str, int], Peer]:
     for (name, traffic_class, rank), figures in _C.peer_figures().items():
         if name in there:
             key = traffic_class, dist.get_global_rank(process_group(name), rank)
-            known = result.get(key, Peer())
-            summed = zip((known.waiting_s, known.bytes_sent, known.transfer_s), figures, strict=True)
-            result[key] = Peer(*(one + other for one, other in summed))
+            known, (waiting_s, size, transfer_s) = result.get(key, Peer()), figures
+            result[key] = Peer(
+                known.waiting_s + waiting_s, known.bytes_sent + size, known.transfer_s + transfer_s
+            )
     return result
 
 

@@ -3,9 +3,9 @@
 Pure functions of what all ranks measured, so every rank that is told the same says the same. After each
 window of steps a rank is late whose seconds (of a layer, in a pipeline) are above FACTOR times the median of
 its peers', by more than ERRORS standard errors of both; who is late in WINDOWS windows one after the other is
-said to be slow, until it has not been late for as many. To tell ranks that fail slowly by measuring apart what
-they compute and what links carry is from FALCON (Wu et al. 2024, arXiv 2410.12588); how many times as long
-as others a rank computes is what Malleus (Li et al. 2024, arXiv 2410.13333) plans by.
+said to be slow, until it has not been late for as many. To find what slows a job down by measuring apart
+what ranks compute and what links carry is from FALCON (Wu et al. 2024, arXiv 2410.12588); how many times as
+long as others a rank computes is what Malleus (Li et al. 2024, arXiv 2410.13333) plans by.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ def best_move(
     why = "".join(f"rank {rank} (host {hosts[rank]}) is slow, and " for rank in slow)
     before, ahead = (", ".join(map(str, each)) for each in (layers, after))
     sentence = (
-        f"layers of the stages go from {before} to {ahead}: {why}the ranks of the pipeline take {told} s a step "
-        f"for each layer they hold, so that the one that takes longest will take {gain:.0%} less."
+        f"layers of the stages go from {before} to {ahead}: {why}the ranks of the pipeline take {told} s a "
+        f"step for each layer they hold, so that the one that takes longest will take {gain:.0%} less."
     )
     return Move(tuple(layers), after, gain, sentence)
 

@@ -132,11 +132,12 @@ class SlowReport:
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The median, and its standard error as that of normal numbers, whose deviation is 1.4826 times the
-    median deviation."""
-    middle = median(values)
-    spread = median(abs(each - middle) for each in values)
-    return middle, math.sqrt(math.pi / 2) * 1.4826 * spread / math.sqrt(len(values))
+    """The median, and its standard error, whatever the values' distribution: a quarter of what lies between
+    the values that stand two standard errors below it and above it, sqrt(n) places of the sorted ones (as
+    many of n values are below the median as of n tosses are heads)."""
+    ordered, middle, places = sorted(values), (len(values) - 1) / 2, math.sqrt(len(values))
+    low, high = max(0, math.floor(middle - places)), min(len(values) - 1, math.ceil(middle + places))
+    return median(ordered), (ordered[high] - ordered[low]) / 4
 
 
 def _less(now: Peer, before: Peer) -> Peer:

@@ -17,8 +17,8 @@ def check_rebalance(config: RunConfig) -> None:
     )
     require(
         config.checkpoint.every_steps > 0,
-        f"{asked} moves layers when a checkpoint is saved, and checkpoint.every_steps=0 saves none before the "
-        "end; set it.",
+        f"{asked} moves layers when a checkpoint is saved, and checkpoint.every_steps=0 saves none before "
+        "the end; set it.",
     )
     require(
         config.train.slow_every != 0,

@@ -57,9 +57,7 @@ def test_a_rank_twice_as_slow_holds_half_as_much():
 
 def test_the_slowest_rank_of_a_stage_counts_and_what_is_not_of_layers_stays():
     # Ranks 0 and 1 are of the first stage, and the second one has a head as long as four layers.
-    move = found(
-        [0.01, 0.03, 0.01, 0.01], [7, 5], [0, 1], rest=[0, 0, 0.04, 0.04], ranks_of=[[0, 1], [2, 3]]
-    )
+    move = found([0.01, 0.03, 0.01, 0.01], [7, 5], [0, 1], rest=[0, 0, 0.04, 0.04], ranks_of=[[0, 1], [2, 3]])
     assert move.after == (4, 8)  # 0.12 s on either
 
 
@@ -90,6 +88,8 @@ def test_under_noise_layers_move_once_and_back_once():
             assert move.gain >= GAIN
             moves.append((number, move.after))
             layers, history = move.after, []
-    assert [after for _, after in moves] == [(7, 4, 7), (6, 6, 6)]
-    assert 20 <= moves[0][0] < 26
-    assert 60 <= moves[1][0] < 66
+    (first, of_slow), (second, of_equal) = moves
+    assert of_slow[1] in (3, 4)  # 6.5 or 8.5 s beside 8.5 or 7.5
+    assert of_equal == (6, 6, 6)
+    assert 20 <= first < 26
+    assert 60 <= second < 66

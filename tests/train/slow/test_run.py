@@ -18,19 +18,28 @@ from pyruntime.train.config import Output, RunConfig
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.loop import Trainer
 from pyruntime.train.model import llama_config
-from pyruntime.train.pipelined import resolved, schedule_of
+from pyruntime.train.pipelined import resolved
 from pyruntime.train.run import run
 from pyruntime.train.signals import StopRequest
 from tests.train import jobs
 from tests.transports import TRANSPORTS, take
 
-SLEEP_S = 0.01
-"""For each layer that a slowed rank computes."""
+SLEEP_S = 0.04
+"""For each layer that a slowed rank computes: far more than it takes on a busy machine."""
 
 
 def slowed(model):
     for block in model.layers:
         block.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
+
+
+def job(folder, steps, layers, **parallel):
+    """Of two micro-batches, or one."""
+    config = jobs.job(folder, steps=steps, batch_size=4, micro_batch_size=1, val_every=0, slow_every=6)
+    config = jobs.changed(jobs.changed(config, "model", num_hidden_layers=layers), "parallel", **parallel)
+    config = config if parallel else jobs.changed(config, "train", micro_batch_size=4)
+    jobs.prepare(config)
+    return config
 
 
 def look_at(group, config, slow_ranks):
@@ -42,11 +51,9 @@ def look_at(group, config, slow_ranks):
     return said, list(made._slow.windows)
 
 
-@pytest.mark.parametrize(("size", "parallel"), [(2, {}), (4, {"dp": 4}), (4, {"pp": 2, "dp": 2})])
+@pytest.mark.parametrize(("size", "parallel"), [(2, {}), (4, {"pp": 2, "dp": 2})])
 def test_all_ranks_name_the_one_that_is_slowed(ranks, tmp_path, size, parallel):
-    config = jobs.job(tmp_path, steps=18, batch_size=8, micro_batch_size=2, val_every=0, slow_every=6)
-    config = jobs.changed(jobs.changed(config, "model", num_hidden_layers=4), "parallel", **parallel)
-    jobs.prepare(config)
+    config = job(tmp_path, 18, 2, **parallel)
     results = ranks.run(look_at, size, config, [1])
     assert all(said == results[0][0] for said, _ in results)
     ((step, (found,)),) = results[0][0]
@@ -57,10 +64,7 @@ def test_all_ranks_name_the_one_that_is_slowed(ranks, tmp_path, size, parallel):
 
 
 def test_a_rank_of_more_layers_is_not_slow(ranks, tmp_path):
-    config = jobs.job(tmp_path, steps=18, batch_size=8, micro_batch_size=1, val_every=0, slow_every=6)
-    config = jobs.changed(jobs.changed(config, "model", num_hidden_layers=5), "pipeline", layers=(4, 1))
-    config = jobs.changed(config, "parallel", pp=2, dp=2)
-    jobs.prepare(config)
+    config = jobs.changed(job(tmp_path, 18, 4, pp=2, dp=2), "pipeline", layers=(3, 1))
     for said, windows in ranks.run(look_at, 4, config, range(4)):  # so slow that it hides the machine's noise
         assert said == []
         for window in windows:
@@ -132,7 +136,7 @@ def test_a_wait_is_of_the_peer_that_is_late(ranks, transport):
         # Round a ring a rank waits for its neighbours, one of which is the late rank or waits for it.
         assert rank == 1 or max(of_peers.values()) > 0.1
         assert transport != "symmetric_memory" or rank == 1 or of_peers["tp", 1] > 0.25
-        assert transport == "symmetric_memory" or 0 < sent
+        assert transport == "symmetric_memory" or sent > 0
         assert sent <= left + 3 * 96 * 4  # the last chunks may be acknowledged later
 
 
@@ -159,60 +163,37 @@ def moving_run(group, config):
     return trainers
 
 
-@pytest.fixture(scope="module")
-def pipelined(tmp_path_factory):
-    """A job of two stages of four layers."""
-    config = jobs.job(
-        tmp_path_factory.mktemp("moves"),
-        steps=24, batch_size=8, micro_batch_size=1, val_every=0, slow_every=6,
-    )  # fmt: skip
-    config = jobs.changed(jobs.changed(config, "model", num_hidden_layers=8), "parallel", pp=2, dp=2)
+def test_layers_leave_a_slow_rank_at_a_checkpoint_and_losses_stay(ranks, tmp_path):
+    config = job(tmp_path, 20, 6, pp=2, dp=2)
     config = jobs.changed(config, "optimizer", lr=3e-4, clip_grad_norm=0.0)
     config = jobs.changed(config, "checkpoint", every_steps=18)
-    jobs.prepare(config)
-    return config
-
-
-@pytest.fixture(scope="module")
-def stayed(ranks, pipelined):
-    """Losses of steps in which no layer has moved."""
-    return [step.loss for step in ranks.run(jobs.history, 4, pipelined)[0]]
-
-
-@pytest.mark.parametrize("kind", ["1f1b", "zb-v"])
-def test_layers_leave_a_slow_rank_at_a_checkpoint_and_losses_stay(ranks, pipelined, stayed, tmp_path, kind):
-    config = jobs.changed(pipelined, "parallel", rebalance="on")
-    config = jobs.changed(jobs.changed(config, "pipeline", kind=kind), "output", run_dir=str(tmp_path))
+    stayed = [step.loss for step in ranks.run(jobs.history, 4, config)[0]]
+    config = jobs.changed(jobs.changed(config, "parallel", rebalance="on"), "output", run_dir=str(tmp_path))
     validate.check(config, 4)
     held = ranks.run(moving_run, 4, config)
     # Ranks 0 and 1 are of the first place.
-    assert [len(layers) for layers in held[1]] == [4, len(held[1][1])]
-    assert len(held[1][1]) < 4
+    before, after = held[1]
+    assert (len(before), len(after)) == (3, 1)
     assert held[0] == held[1] and held[2] == held[3]
-    assert sorted(held[1][1] + held[2][1]) == list(range(8))
+    assert sorted(after + held[2][1]) == list(range(6))
     run_dir = Path(config.output.run_dir)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 25))
+    assert [line["step"] for line in lines] == list(range(1, 21))
     (moved,) = [line["moved"] for line in lines if "moved" in line]
     assert lines[17]["moved"] == moved
     assert "rank 1 (host " in moved["sentence"]
     facts = checkpoint_folder.read(run_dir / "checkpoints" / "step-000018")
     assert list(facts.layers) == moved["after"]
-    losses = [line["loss"] for line in lines]
-    assert losses == pytest.approx(stayed, abs=1e-4)
-    if kind == "1f1b":  # the same sums, whoever takes them
-        assert losses == stayed
-    assert list(checkpoint_folder.read(run_dir / "checkpoints" / "step-000024").layers) == moved["after"]
+    assert [line["loss"] for line in lines] == stayed  # bitwise: the same sums, whoever takes them
+    assert list(checkpoint_folder.read(run_dir / "checkpoints" / "step-000020").layers) == moved["after"]
     _goes_on_with_the_layers(ranks, config, moved["after"])
 
 
 def _goes_on_with_the_layers(ranks, config, after):
-    placement = schedule_of(config).placement
-    of_place_1 = sum(count for count, place in zip(after, placement, strict=True) if place == 1)
-    config = jobs.changed(jobs.changed(config, "train", steps=26), "checkpoint", resume=config.output.run_dir)
-    assert [list(map(len, held)) for held in ranks.run(moving_run, 4, config)[2:]] == [[of_place_1]] * 2
-    config = jobs.changed(jobs.changed(config, "train", steps=28), "parallel", rebalance="off")
-    assert [list(map(len, held)) for held in ranks.run(moving_run, 4, config)] == [[4]] * 4
+    config = jobs.changed(jobs.changed(config, "train", steps=21), "checkpoint", resume=config.output.run_dir)
+    assert [list(map(len, held)) for held in ranks.run(moving_run, 4, config)[2:]] == [[after[1]]] * 2
+    config = jobs.changed(jobs.changed(config, "train", steps=22), "parallel", rebalance="off")
+    assert [list(map(len, held)) for held in ranks.run(moving_run, 4, config)] == [[3]] * 4
 
 
 def rebalanced(**changes):
@@ -232,8 +213,8 @@ def rebalanced(**changes):
         ({"checkpoint.every_steps": 0}, "checkpoint.every_steps=0 saves none before the end; set it"),
         ({"train.slow_every": 0}, "train.slow_every=0 looks at none; leave one of them out"),
         ({"train.slow_every": 3}, "train.slow_every must be 0 or at least 5, found 3"),
-        ({"data_parallel.method": "diloco", "parallel.dp": 2}, "data_parallel.method=diloco: replicas that"),
-        ({"data_parallel.compression": "top_k", "parallel.dp": 2}, "data_parallel.compression=top_k: what"),
+        ({"data_parallel.method": "diloco"}, "data_parallel.method=diloco: replicas that"),
+        ({"data_parallel.compression": "top_k"}, "data_parallel.compression=top_k: what"),
         ({"train.device": "cuda"}, "is of ranks on the CPU, and train.device=cuda"),
     ],
 )
