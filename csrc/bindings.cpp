@@ -6,7 +6,6 @@
 #include <torch/library.h>
 
 #include <malloc.h>
-
 #include <map>
 #include <string>
 #include <tuple>
