@@ -13,7 +13,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 FACTOR = 1.3
@@ -96,14 +97,27 @@ class _Lateness:
         return True
 
 
+class _Others:
+    """Numbers, and for each of them the median of all others, without looking at them one by one."""
+
+    def __init__(self, numbers: Iterable[float]):
+        self._ordered = sorted(numbers)
+
+    def median(self, of: float) -> float:
+        """Of all numbers but `of`, which is one of at least two."""
+        left_out, last = bisect_left(self._ordered, of), len(self._ordered) - 2
+        low, high = (self._ordered[at + (at >= left_out)] for at in (last // 2, (last + 1) // 2))
+        return (low + high) / 2
+
+
 class Judge:
-    """hosts: their names, by rank. peers: of each rank those that it is compared with, itself left out.
-    every: steps of a window. by_layer: ranks hold layers of a pipeline."""
+    """hosts: their names, by rank. roles: ranks that are compared with each other. every: steps of a window.
+    by_layer: ranks hold layers of a pipeline."""
 
     def __init__(
-        self, hosts: Sequence[str], peers: Sequence[Sequence[int]], every: int, by_layer: bool = False
+        self, hosts: Sequence[str], roles: Sequence[Sequence[int]], every: int, by_layer: bool = False
     ):
-        self.hosts, self._peers, self._steps, self._by_layer = hosts, peers, WINDOWS * every, by_layer
+        self.hosts, self._roles, self._steps, self._by_layer = hosts, roles, WINDOWS * every, by_layer
         self._ranks = [_Lateness() for _ in hosts]
         self._links: collections.defaultdict[tuple[str, int], _Lateness] = collections.defaultdict(_Lateness)
 
@@ -116,18 +130,18 @@ class Judge:
         """What the next window of every rank, by rank, says that is new."""
         found = []
         late = set()
-        for rank, window in enumerate(windows):
-            if not self._peers[rank]:
-                continue
-            theirs = [windows[peer] for peer in self._peers[rank]]
-            usual = median(each.layer_s for each in theirs)
-            beyond = ERRORS * math.hypot(window.error_s, median(each.error_s for each in theirs))
-            is_late = window.layer_s > max(FACTOR * usual, usual + beyond)
-            if is_late:
-                late.add(rank)
-            times = window.layer_s / usual if usual > 0 else 1.0
-            if self._ranks[rank].add(times, is_late):
-                found.append(self._of_rank(rank, windows, usual))
+        for role in self._roles:
+            seconds = _Others(windows[rank].layer_s for rank in role)
+            errors = _Others(windows[rank].error_s for rank in role)
+            for rank in role if len(role) > 1 else ():
+                window = windows[rank]
+                usual = seconds.median(window.layer_s)
+                beyond = ERRORS * math.hypot(window.error_s, errors.median(window.error_s))
+                is_late = window.layer_s > max(FACTOR * usual, usual + beyond)
+                if is_late:
+                    late.add(rank)
+                if self._ranks[rank].add(window.layer_s / usual if usual > 0 else 1.0, is_late):
+                    found.append(self._of_rank(rank, windows, usual))
         return found + self._look_at_links(windows, late)
 
     def _look_at_links(self, windows: Sequence[Window], late: set[int]) -> list[Finding]:
@@ -135,14 +149,13 @@ class Judge:
         found = []
         for traffic in sorted({name for window in windows for name in window.links}):
             links = {rank: each.links[traffic] for rank, each in enumerate(windows) if traffic in each.links}
-            for rank, link in links.items():
-                others = [each.seconds_per_byte for other, each in links.items() if other != rank]
-                if not others:
-                    continue
-                times = link.seconds_per_byte / median(others)
+            seconds = _Others(each.seconds_per_byte for each in links.values())
+            for rank, link in links.items() if len(links) > 1 else ():
+                usual = seconds.median(link.seconds_per_byte)
+                times = link.seconds_per_byte / usual
                 is_late = times > LINK_FACTOR and not late & {rank, link.to}
                 if self._links[traffic, rank].add(times, is_late):
-                    found.append(self._of_link(rank, link, traffic, median(others)))
+                    found.append(self._of_link(rank, link, traffic, usual))
         return found
 
     def _of_rank(self, rank: int, windows: Sequence[Window], usual: float) -> Finding:

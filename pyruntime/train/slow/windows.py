@@ -95,7 +95,7 @@ class SlowReport:
         )
         if self._judge is None:
             hosts = gather(self._runtime.world, "Naming the hosts", socket.gethostname())
-            self._judge = Judge(hosts, self._peers(), self.every, self._runtime.pp is not None)
+            self._judge = Judge(hosts, self._roles(), self.every, self._runtime.pp is not None)
         self.windows.append([_window(each) for each in told.tolist()])
         return self._judge.add(self.windows[-1])
 
@@ -122,13 +122,10 @@ class SlowReport:
                 links[axis] = max(rates, key=lambda link: link.seconds_per_byte)
         return Window(middle, error, median(rest), most, waits.get(most, 0.0), links)
 
-    def _peers(self) -> list[list[int]]:
-        """Of each rank, those that it is compared with."""
-        size = self._runtime.world.size()
-        grid = self._runtime.by_axes(torch.arange(size))
-        roles = grid.unbind(2) if self._by_place else [grid]
-        role_of = {rank: role for role in (each.flatten().tolist() for each in roles) for rank in role}
-        return [[peer for peer in role_of[rank] if peer != rank] for rank in range(size)]
+    def _roles(self) -> list[list[int]]:
+        """Ranks that are compared with each other."""
+        grid = self._runtime.by_axes(torch.arange(self._runtime.world.size()))
+        return [each.flatten().tolist() for each in (grid.unbind(2) if self._by_place else [grid])]
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:

@@ -10,12 +10,8 @@ from pyruntime.train.slow.judge import FACTOR, LINK_FACTOR, WINDOWS, WORSE, Judg
 from pyruntime.train.slow.windows import EVERY, FEWEST, median_and_error
 
 
-def all_others(ranks):
-    return [[peer for peer in range(ranks) if peer != rank] for rank in range(ranks)]
-
-
 def judge_of(ranks, every=EVERY, **settings):
-    return Judge([f"h{rank}" for rank in range(ranks)], all_others(ranks), every, **settings)
+    return Judge([f"h{rank}" for rank in range(ranks)], [range(ranks)], every, **settings)
 
 
 def test_a_slow_rank_is_named_with_its_host_the_factor_the_steps_and_who_waited_most():
@@ -58,6 +54,23 @@ def test_windows_that_are_late_now_and_then_are_not_said():
     for number in range(50):
         late = number % WINDOWS > 0  # two of three in a row
         assert judge.add([Window(1.0), Window(3.0 if late else 1.0), Window(1.0)]) == []
+
+
+def test_a_rank_is_compared_with_the_median_of_all_others_of_its_role():
+    generator = np.random.default_rng()
+    for ranks in range(2, 9):
+        seconds = (1 + generator.integers(0, 4, ranks)).tolist()  # some alike
+        slow = int(generator.integers(ranks))
+        seconds[slow] = 10
+        judge = Judge(["h"] * (ranks + 1), [range(ranks), [ranks]], EVERY)
+        for _ in range(WINDOWS):
+            found = judge.add([Window(each) for each in [*seconds, 100]])
+        expected = {
+            rank: each / median(seconds[:rank] + seconds[rank + 1 :]) for rank, each in enumerate(seconds)
+        }
+        assert {each.rank: each.times for each in found} == pytest.approx(
+            {rank: times for rank, times in expected.items() if times > FACTOR}
+        )
 
 
 @pytest.mark.parametrize("times", [FACTOR - 0.01, FACTOR + 0.01])
@@ -103,7 +116,7 @@ def test_a_slow_rank_is_found_through_noise_and_no_other(ranks):
 
 
 def test_a_rank_without_a_peer_of_its_role_is_not_judged():
-    judge = Judge(["a", "b"], [[], []], EVERY)
+    judge = Judge(["a", "b"], [[0], [1]], EVERY)
     assert [judge.add([Window(1.0), Window(9.0)]) for _ in range(WINDOWS)] == [[]] * WINDOWS
 
 
