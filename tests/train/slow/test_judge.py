@@ -6,7 +6,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from pyruntime.train.slow.judge import FACTOR, LINK_FACTOR, WINDOWS, WORSE, Judge, Link, Window
+from pyruntime.train.slow.judge import FACTOR, WINDOWS, WORSE, Judge, Link, Window
 from pyruntime.train.slow.windows import EVERY, FEWEST, median_and_error
 
 
@@ -150,6 +150,4 @@ def test_links_of_a_slow_rank_are_not_blamed_and_noisy_ones_neither():
     assert all(each.to is None for each in itertools.chain(*found))
     generator, judge = np.random.default_rng(), judge_of(3)
     for _ in range(300):
-        rates = 100 * generator.lognormal(0, 0.15, 3)
-        assert median(rates) / min(rates) < LINK_FACTOR
-        assert judge.add(over_links(rates.tolist())) == []
+        assert judge.add(over_links((100 * generator.lognormal(0, 0.2, 3)).tolist())) == []
