@@ -6,6 +6,9 @@
 #include <torch/library.h>
 
 #include <malloc.h>
+#include <map>
+#include <string>
+#include <tuple>
 
 #include "core/arbiter.h"
 #include "core/deadline.h"
@@ -13,6 +16,7 @@
 #include "core/failure_board.h"
 #include "core/late_report.h"
 #include "core/ledger.h"
+#include "core/peer_figures.h"
 #include "core/peers.h"
 #include "cpu/compression/fp8.h"
 #include "cpu/compression/quantize.h"
@@ -134,6 +138,15 @@ void bind_traffic(py::module_& m) {
                       one["recent_transfer_s"] = figures.recent_transfer_s;
                       return one;
                     });
+  });
+  // (process group, class, rank of that group): (waiting_s, bytes, transfer_s)
+  def_unlocked(m, "peer_figures", [] {
+    std::map<std::tuple<std::string, std::string, int>, std::tuple<double, int64_t, double>> result;
+    for (const auto& [peer, figures] : PeerTable::instance().figures()) {
+      result[{peer.process_group, name_of(peer.traffic_class), peer.rank}] = {
+          figures.waiting_s, figures.bytes, figures.transfer_s};
+    }
+    return result;
   });
   def_unlocked(m, "reset_traffic", [] { Arbiter::instance().reset_figures(); });
   m.def("set_arbiter_fifo", [](bool fifo) {

@@ -178,6 +178,10 @@ class Train:
     peak_flops: float | None = None
     """FLOP/s of one rank at its best, which MFU is a share of; None: a GPU's data sheet, where it is known,
     and of ranks on the CPU what GEMMs of dtype reach, which is measured as the run starts."""
+    slow_every: int | None = None
+    """Steps between two looks at which rank computes, and which link sends, slower than the others
+    (docs/slow-ranks.md), at least 5; 0: none; None: 20, and none where ranks compute on devices, where
+    the host does not see for how long."""
     check_types: bool = False
     """Check in every step that nothing which is a rank's own, or its term of a sum, is used as if all ranks
     had it alike (docs/placements.md); slower."""
@@ -221,6 +225,9 @@ class Parallel:
     """Causal slices of every sequence inside a tensor-parallel group: one computes while the rows of another
     travel. auto is 2 where tensor-parallel ranks are on several hosts, sequences are not cut over ranks and
     nothing forbids it, else 1."""
+    rebalance: Literal["off", "on"] = "off"
+    """on: where a rank of a pipeline stays slow, layers move between the stages when a checkpoint is saved
+    (docs/slow-ranks.md), wherever they began (pipeline.layers). Ranks on the CPU only."""
     dp_replicate: int = 1
     """Groups of data-parallel ranks that each hold everything once (hybrid sharding); divides dp."""
 

@@ -67,6 +67,10 @@ class StepMetrics:
     """val_loss of each set to validate on, where there are several; val_loss is the mean over all tokens."""
     skipped: int | None = None
     """Steps of the run that updated nothing so far, where this is one."""
+    slow: list[dict] | None = None
+    """What is new after this step of ranks and links that are slow, as `slow.judge.Finding`."""
+    moved: dict | None = None
+    """Which layers move between stages after this step, as `slow.rebalance.Move`."""
 
     def to_json(self) -> str:
         """Figures that are not finite, as null: the loss of a step that was skipped, or a validation's."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import signal
@@ -53,7 +54,7 @@ from pyruntime.train.loop import Trainer
 from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile, StepMetrics
 from pyruntime.train.model import DTYPES, llama_config, make_model
-from pyruntime.train.pipelined import resolved
+from pyruntime.train.pipelined import resolved, with_layers, with_moved_layers
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_every_rank, on_rank_0
@@ -103,6 +104,8 @@ def _run(
     config = on_rank_0(ranks, "Settling the pipeline", lambda: resolved(config, shape))
     before, saved = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
     start_at = saved[0] if saved else None
+    if start_at and config.parallel.rebalance == "on":
+        config = on_rank_0(ranks, "Settling the layers", lambda: with_moved_layers(config, saved[0]))
     run_dir = on_rank_0(
         ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held, before)
     )
@@ -152,18 +155,30 @@ def _run(
         _step_ledger(config, runtime, run_dir) as entered,
         _step_profile(config, runtime, run_dir) as profile,
     ):
-        for measured in trainer.fit(entered, profile):
-            step = watch.complete(measured)
-            history.append(step)
-            news = "" if trainer.outer is None else trainer.outer.describe()
-            if is_rank_0 and news != said:
-                progress.say(news)
-            said = news
-            if file:
-                for sink in (file, *sinks):
-                    with _told_to_all(), writing(sink.path, trainer.what_is_saved()):
-                        sink.write(step)
-                progress.show(step)
+        while True:
+            for measured in trainer.fit(entered, profile):
+                step = watch.complete(measured)
+                history.append(step)
+                news = "" if trainer.outer is None else trainer.outer.describe()
+                if is_rank_0 and news != said:
+                    progress.say(news)
+                said = news
+                if file:
+                    for sink in (file, *sinks):
+                        with _told_to_all(), writing(sink.path, trainer.what_is_saved()):
+                            sink.write(step)
+                    progress.show(step)
+                    for news_of_step in (*(step.slow or ()), *filter(None, (step.moved,))):
+                        progress.say(f"step {step.step}: {news_of_step['sentence']}")
+            if trainer.move is None:
+                break
+            start_at = trainer.saved
+            assert start_at is not None  # that is where layers move
+            config = with_layers(config, trainer.move.after)
+            trainer.close()
+            del trainer, model
+            gc.collect()  # the weights and states of the old stages, before there are those of the new ones
+            model, trainer = _anew(config, shape, text, runtime, run_dir, stop, start_at)
     bytes_moved = _bytes_read() - bytes_before
     trainer.close()
     if runtime.pp is not None and is_first_tp:
@@ -197,6 +212,23 @@ def _run(
     return run_dir
 
 
+def _anew(
+    config: RunConfig,
+    shape: LlamaConfig,
+    text: Corpus,
+    runtime: Runtime,
+    run_dir: Path,
+    stop: StopRequest,
+    start_at: Path,
+) -> tuple[Llama, Trainer]:
+    """This rank's part of the model and its trainer, from the checkpoint in `start_at`, as `config` has them
+    now."""
+    model = on_every_rank(runtime.world, "Moving layers", lambda: make_model(config, shape, runtime))
+    trainer = Trainer(config, model, text, runtime, run_dir, stop)
+    trainer.resume(start_at)
+    return model, trainer
+
+
 def _written(entered: StepLedger, run_dir: Path, runtime: Runtime) -> RankLedger | None:
     try:
         return entered.write(run_dir, runtime)
@@ -205,12 +237,18 @@ def _written(entered: StepLedger, run_dir: Path, runtime: Runtime) -> RankLedger
 
 
 def check_ledger(config: RunConfig, runtime: Runtime) -> None:
-    """Raises ConfigError where a ledger is asked for and ranks compute on devices."""
-    if config.train.ledger and runtime.device.type != "cpu":
-        raise ConfigError(
-            f"train.ledger enters what the host does, and these ranks compute on {runtime.device}; leave it "
-            "out, or add --train.device cpu."
-        )
+    """Raises ConfigError where ranks compute on devices, and what was asked for is what the host does."""
+    asked = {
+        "train.ledger": config.train.ledger,
+        "train.slow_every": config.train.slow_every,
+        "parallel.rebalance": config.parallel.rebalance == "on",
+    }
+    for name, is_asked in asked.items():
+        if is_asked and runtime.device.type != "cpu":
+            raise ConfigError(
+                f"{name} goes by what the host does, and these ranks compute on {runtime.device}; leave it "
+                "out, or add --train.device cpu."
+            )
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from pyruntime.train.config import (
 )
 from pyruntime.train.data.order import BLOCK
 from pyruntime.train.errors import require
+from pyruntime.train.validate.rebalance import check_rebalance
 from pyruntime.train.validate.replicas import check_compression, check_data_parallel, check_weight_wire
 from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices
 from pyruntime.train.validate.watching import check_watching
@@ -88,6 +89,7 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         ("optimizer.min_lr_fraction", "optimizer.warmup_fraction", "optimizer.decay_fraction"),
     ),
     (lambda x: x == 0 or 1 < x < math.inf, "be 0, or finite and above 1", ("optimizer.spike_factor",)),
+    (lambda x: x == 0 or x >= 5, "be 0 or at least 5", ("train.slow_every",)),
     (lambda x: 0 < x <= 1, "be above 0 and at most 1", ("data_parallel.compression_density",)),
     (lambda x: 1 <= x <= 8, "be between 1 and 8", ("data_parallel.compression_bits",)),
 )
@@ -109,6 +111,7 @@ def check(config: RunConfig, world_size: int) -> None:
     check_watching(config)
     check_context(config)
     check_pipeline(config)
+    check_rebalance(config)
     check_data_parallel(config)
     _check_ranks(config, world_size)
     _check_two_axes(config)
