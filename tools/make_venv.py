@@ -50,8 +50,8 @@ else:
 
 
 class Torch(NamedTuple):
-    """version: as torch says it, "2.13.0+cu130". for_pip: as its distribution does, "2.13.0" on PyPI, which is
-    another version to pip. folder: that holds the package."""
+    """version: as torch says it, "2.13.0+cu130". for_pip: as its distribution does, "2.13.0" on PyPI, which
+    is another version to pip. folder: that holds the package."""
 
     version: str
     for_pip: str

@@ -4,10 +4,10 @@
 
 Every way starts from the same weights, sees the same text (Python's standard library, byte by byte) and
 runs torchtitan's Trainer. The ways take a step in turns, in an order drawn anew for every step, so that a
-slow minute of the machine is one of all ways. Printed: losses, the median over the steps after the first three
-of the slowest rank's tokens a second, and the median over the same steps of how many times as fast as the
-first way that was, with quartiles. Ends with code 1 where a loss curve is not that of the first way. README.md
-beside this file tells the rest.
+slow minute of the machine is one of all ways. Printed, of the steps after the first three: the median of the
+slowest rank's tokens a second, and the median, with quartiles, of how many times as fast as the first way's
+step that was; and losses. Ends with code 1 where a loss curve is not that of the first way. README.md beside
+this file tells the rest.
 """
 
 from __future__ import annotations

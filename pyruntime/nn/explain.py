@@ -1,4 +1,4 @@
-"""Which tier every parallel layer ran on, and why not a faster one; what else of the model runs otherwise."""
+"""Which tier every parallel layer ran on, why not a faster one, and what else a plan has changed."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Report:
     found. left_whole: {module or parameter: why plan "auto" has not cut it}. packed: {layer: the parts of its
     features, each cut by itself}. shared: layers that read one input and run as one op where gradients are
     on. form: whether norms and residuals are on a rank's rows, or
-    why not; "" before the first call, and under plans other than "auto". norms: {RMS norm that plan "auto" has
-    given the one kernel: why its last call ran the model's code instead, or ""}. loss: which logits the loss of
-    a causal model has read when it was last taken, "" before and where it is not ours."""
+    why not; "" before the first call, and under plans other than "auto". norms: {RMS norm that plan "auto"
+    has given the one kernel: why its last call ran the model's code instead, or ""}. loss: which logits the
+    loss of a causal model has read when it was last taken, "" before and where it is not ours."""
 
     rows: tuple[LayerReport, ...]
     gave_way: Mapping[str, str] = field(default_factory=dict)
@@ -81,9 +81,10 @@ class Report:
         shared = [f"one op for what reads one input: {names}" for names in kinds]
         form = [f"activations: {self.form}"] if self.form else []
         left = _by_reason("left whole", self.left_whole)
-        fused = ", ".join(dict.fromkeys(block_name(name) for name, why in self.norms.items() if not why))
-        norms = [f"norm by one kernel: {fused}"] if fused else []
-        norms += _by_reason("norm by the model's code", {name: why for name, why in self.norms.items() if why})
+        fused = dict.fromkeys(block_name(name) for name, why in self.norms.items() if not why)
+        norms = [f"norm by one kernel: {', '.join(fused)}"] if fused else []
+        unfused = {name: why for name, why in self.norms.items() if why}
+        norms += _by_reason("norm by the model's code", unfused)
         loss = [f"loss: {self.loss}"] if self.loss else []
         return "\n".join([table, *notes, *shared, *form, *norms, *loss, *packed, *gave_way, *left])
 

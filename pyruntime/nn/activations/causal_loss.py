@@ -40,9 +40,10 @@ def _said(left: tuple[ColumnParallelLinear, Tensor] | None, logits: Tensor, voca
         return "of whole logits: inference mode does not count what is written to them"
     if left is None:
         return "of whole logits: the model has made others of its head's, or has written to them"
-    if left[0].out_features != vocab_size:
-        return f"of whole logits: it is over {vocab_size} words and {left[0].label} gives {left[0].out_features}"
-    return f"of each rank's own logits of {left[0].label}"
+    head, _ = left
+    if head.out_features != vocab_size:
+        return f"of whole logits: it is over {vocab_size} words and {head.label} gives {head.out_features}"
+    return f"of each rank's own logits of {head.label}"
 
 
 class CausalLoss:

@@ -17,8 +17,8 @@ from pyruntime.ops.layers import rms_norm
 class FusedNorm:
     """The forward of one norm. The kernel rounds once, the model's code after the division too.
 
-    why_not: for explain(), why the last eager call ran the model's code; "" where it ran the kernel, or before
-    the first."""
+    why_not: for explain(), why the last eager call ran the model's code; "" where it ran the kernel, or
+    before the first."""
 
     def __init__(self, module: nn.Module, eps: float) -> None:
         self.module, self.eps = module, eps
