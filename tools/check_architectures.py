@@ -308,7 +308,10 @@ def table(results: dict[str, dict[str, tuple[str, str]]]) -> str:
         "Made by `python tools/check_architectures.py --write docs/figures/architectures.md`: transformers",
         f"{transformers.__version__}, torch {torch.__version__.split('+')[0]}, {RANKS} CPU ranks, fp32,",
         f"{time.strftime('%-d %B %Y')}. Each is built small with random weights, and logits, loss and every",
-        f"gradient of a step on text are compared with one rank's, to {TOLERANCE:g} of each one's norm.",
+        f"gradient of a step on text are compared with one rank's, to {TOLERANCE:g} of each one's norm (of",
+        "gradients that are smaller than 1e-3 of the largest: of that). Parts that text does not reach, "
+        "towers for",
+        "pictures and sound, are not compared.",
         "",
         "| | right | refused in a sentence | wrong | another error |",
         "|---|---|---|---|---|",

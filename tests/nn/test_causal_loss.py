@@ -18,7 +18,6 @@ from pyruntime.nn.activations.fused_norms import FusedNorm, fuse_norms, fused_no
 from tests.nn.cases import assert_near
 from tests.nn.test_auto import BATCH, IDS, MODELS, build
 
-
 NORMS = (
     "model.layers.*.input_layernorm",
     "model.layers.*.post_attention_layernorm",

@@ -1,5 +1,4 @@
-"""Hugging Face's Trainer and accelerate wrap models in DistributedDataParallel: a tensor-parallel one refuses,
-at once."""
+"""Hugging Face's Trainer and accelerate wrap models in DistributedDataParallel: a parallel one refuses."""
 
 from __future__ import annotations
 
