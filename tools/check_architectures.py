@@ -2,7 +2,7 @@
 
     python tools/check_architectures.py          # plan "auto": all that transformers has a plan for
     python tools/check_architectures.py --only qwen3 opt --verbose
-    python tools/check_architectures.py --write docs/figures/architectures.md      # with --only: those rows anew
+    python tools/check_architectures.py --write docs/figures/architectures.md   # with --only: those rows
     python tools/check_architectures.py --plans llama guessed   # causal language models without a plan too
 
 Every architecture is built small, from its own configuration class, with random weights in every parameter;
@@ -314,8 +314,8 @@ def table(results: dict[str, dict[str, tuple[str, str]]]) -> str:
         f"{time.strftime('%-d %B %Y')}.",
         "Each is built small with random weights, and logits, loss and every gradient of a step on text are",
         f"compared with one rank's, to {TOLERANCE:g} of each one's norm (of gradients that are smaller than",
-        "1e-3 of the largest: of that). Parts that text does not reach, towers for pictures and sound, are not",
-        "compared.",
+        "1e-3 of the largest: of that). Parts that text does not reach, towers for pictures and sound, are",
+        "not compared.",
         "",
         "| | right | refused in a sentence | wrong | another error |",
         "|---|---|---|---|---|",
