@@ -23,6 +23,7 @@ from pyruntime.comm.groups import (
     transport_of,
     workspace_bytes,
 )
+from pyruntime.comm.rendezvous import keep, kept
 from pyruntime.comm.runtime import Runtime
 
 __all__ = [
@@ -42,7 +43,9 @@ __all__ = [
     "group_name",
     "group_rank",
     "group_size",
+    "keep",
     "keep_freed_memory",
+    "kept",
     "named_failures",
     "peers",
     "post_failure",

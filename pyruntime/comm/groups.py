@@ -175,7 +175,12 @@ class Traffic:
 def exposed_s() -> float:
     """Seconds in which this rank has done nothing but wait for peers, copy and sum, over all its open groups
     and their companions."""
-    return sum(stats.waiting_s + stats.moving_s for stats in _C.group_stats_by_class().values())
+    return sum(exposed_by_class().values())
+
+
+def exposed_by_class() -> dict[str, float]:
+    """The same by class of traffic."""
+    return {name: stats.waiting_s + stats.moving_s for name, stats in _C.group_stats_by_class().items()}
 
 
 def bytes_read(traffic_class: str) -> int:

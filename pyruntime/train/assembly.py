@@ -86,7 +86,8 @@ def slow_report(
 
 
 def compression_of(config: RunConfig) -> Compression | None:
-    """What the [data_parallel] section asks for."""
+    """What the [data_parallel] section asks for: of gradients, or where replicas do not meet in every step of
+    their displacements."""
     chosen = config.data_parallel
     if chosen.compression == "none":
         return None

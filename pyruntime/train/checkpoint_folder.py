@@ -56,8 +56,8 @@ class Facts:
     """Where replicas come and go: the lowest block of sequences that had never been dealt, then those that
     had not counted."""
     compression: str = ""
-    """How gradients were compressed over which ranks, of which there is what was lost; empty: they were
-    not."""
+    """How gradients, or displacements of replicas, were compressed over which ranks, of which there is what
+    was lost; empty: they were not."""
     layers: Sequence[int] = ()
     """Of each stage of the pipeline that goes on, where layers were moved between stages; empty: they were
     not."""
@@ -176,8 +176,8 @@ def why_residuals_are_left(checkpoint: Path, wanted: Facts) -> str:
     if found == wanted.compression:
         return ""
     return (
-        f"{checkpoint} was saved with gradients compressed by {found or 'nothing'}, and this run compresses "
-        f"them by {wanted.compression or 'nothing'}: what was lost is not taken up"
+        f"{checkpoint} was saved with compression by {found or 'nothing'}, and this run compresses by "
+        f"{wanted.compression or 'nothing'}: what was lost is not taken up"
     )
 
 

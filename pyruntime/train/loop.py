@@ -72,6 +72,7 @@ from pyruntime.train.signals import Stopped, StopRequest
 from pyruntime.train.slow.judge import Finding
 from pyruntime.train.slow.rebalance import Move
 from pyruntime.train.validate.replicas import outer_method
+from pyruntime.train.watching.profile import StepProfile
 
 MOST_NAMES = 3
 """Of parameters, in the sentence about a gradient that is not finite."""
@@ -100,11 +101,18 @@ class Trainer:
         self._device = device = Device(runtime.device, runtime.why_device)
         self.model = model
         on_every_rank(runtime.world, "Sharding the model", lambda: check_trains(model, runtime))
+        compression, every_step = compression_of(config), meets_every_step(config)
         over, between = runtime.replicas, None
         comes_and_goes = bool(config.data_parallel.members)
-        if not (meets_every_step(config) or comes_and_goes):
+        if not (every_step or comes_and_goes):
             over, between = within_and_between(over)
-        self.sharded = shard(model, over, stage=config.parallel.zero, compression=compression_of(config))
+        self.sharded = shard(
+            model,
+            over,
+            stage=config.parallel.zero,
+            compression=compression if every_step else None,
+            weight_wire=config.data_parallel.weight_wire,
+        )
         pp = runtime.pp
         self._guard, self._skips = Guard(optimizer.spike_factor), optimizer.on_bad_step == "skip"
         self.optimizer = self.sharded.adamw(
@@ -123,9 +131,11 @@ class Trainer:
         """Of a run whose replicas come and go."""
         if comes_and_goes:
             self.member = open_member(config, model.config, corpus, runtime)
-        if not meets_every_step(config):
+        if not every_step:
             parts = [axis for axis in (runtime.tp, runtime.tp_y, over, pp) if axis is not None]
-            self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts, self.member)
+            self.outer = ShardedOuter(
+                self.sharded, between, outer_method(config), parts, self.member, compression
+            )
         is_timed = slow_every(config, runtime) > 0
         self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded, is_timed)
         self._slow = slow_report(config, model, runtime, self._pipelined)
@@ -165,9 +175,6 @@ class Trainer:
             self._figures = RoundFigures(runtime, device, over, self.outer.stats, comes_and_goes)
         else:
             self._figures = LateFigures(device) if is_late else ExchangedFigures(runtime, device)
-        peak, flops = device.peak_flops(train.dtype), model.config.flops_per_token(train.seq_len)
-        self._mfu_of_one = None if peak is None else flops / (peak * ranks)
-        """MFU at one token per second."""
 
     def resume(self, folder: Path) -> None:
         """Loads weights, optimizer state, what compression lost, and step of the checkpoint in `folder`."""
@@ -207,9 +214,12 @@ class Trainer:
             self.outer.close()
         self.sharded.close()
 
-    def fit(self, ledger: StepLedger | None = None) -> Iterator[StepMetrics]:
-        """Runs the steps that are left, each entered in `ledger`, and yields what was measured after each, on
-        every rank. Ends before them, at a checkpoint, where layers are to move: see `move`.
+    def fit(
+        self, ledger: StepLedger | None = None, profile: StepProfile | None = None
+    ) -> Iterator[StepMetrics]:
+        """Runs the steps that are left, each entered in `ledger` and recorded by `profile` where it wants it,
+        and yields what was measured after each, on every rank. Ends before them, at a checkpoint, where
+        layers are to move: see `move`.
 
         Leaves a resumable checkpoint behind. Raises `Stopped` on all ranks after a step in which any of them
         was sent a signal, and TrainingError where loss or gradient are no longer finite, or spike, and such
@@ -222,8 +232,9 @@ class Trainer:
             while self.step < train.steps:
                 number = self.step + 1
                 entered = contextlib.nullcontext() if ledger is None else ledger.step(number)
+                recorded = contextlib.nullcontext() if profile is None else profile.step(number)
                 timed = contextlib.nullcontext() if self._slow is None else self._slow.step()
-                with entered, marked("step", str(number)), timed:
+                with recorded, entered, marked("step", str(number)), timed:
                     known, signum = self._train_step(number)
                 self.step += 1
                 news = [] if signum else self._look_for_slow()
@@ -410,9 +421,8 @@ class Trainer:
 
     def _metrics(self, figures: StepFigures) -> StepMetrics:
         tokens_per_second = tokens_per_step(self._config) / figures.step_time_s
-        mfu = None if self._mfu_of_one is None else tokens_per_second * self._mfu_of_one
         skipped = self._guard.skipped if self._guard.in_a_row else None
-        return StepMetrics(**vars(figures), tokens_per_second=tokens_per_second, mfu=mfu, skipped=skipped)
+        return StepMetrics(**vars(figures), tokens_per_second=tokens_per_second, skipped=skipped)
 
     def _with_news(self, metrics: StepMetrics, news: Sequence[Finding]) -> StepMetrics:
         slow = [dataclasses.asdict(each) for each in news]

@@ -196,6 +196,7 @@ class Pipelined:
             dtype=weight.dtype,
             device=weight.device,
             gradients=sharded,
+            wire=config.pipeline.wire,
         )
 
     def _shapes(self, batch: int) -> list[tuple[int, int]]:
