@@ -49,6 +49,10 @@ class Sums(Protocol):
 
     def wait(self, tensor: Tensor) -> None: ...
 
+    def used(self, tensor: Tensor, scale: float | None) -> None:
+        """The sums in `tensor` are going to be an outer step, with them times `scale`; None: they are of
+        nobody, and it is none."""
+
     def stats(self) -> tuple[float, int]:
         """Since the start, seconds in which this thread did nothing but wait for other replicas, copy and
         sum, and bytes that came from them."""
@@ -167,6 +171,9 @@ class Averaging:
         if id(tensor) in self._last:
             self._axis.complete_up_to(self._last.pop(id(tensor)))
         self._rest()
+
+    def used(self, tensor: Tensor, scale: float | None) -> None:
+        """Nobody comes who would have to know."""
 
     def settle(self) -> None:
         while self._waiting:
