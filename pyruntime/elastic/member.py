@@ -113,7 +113,8 @@ class Member:
         """The round has ended for this replica; these are its displacements, which nobody writes until they
         have been waited for."""
         self._tell({"type": "arrived", "round": self.round})
-        self._flight = flight = concurrent.futures.Future()
+        flight: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        self._flight = flight
 
         def fly() -> None:
             try:

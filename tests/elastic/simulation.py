@@ -2,8 +2,8 @@
 scheduler that delivers messages in any order that connections allow, and kills whom it likes.
 
 The outer iterate is the list of rounds that made it: [(round, blocks that were summed)]. So two ranks that
-have the same list have the same iterate, and what is counted, and how often, can be read in it. What is summed
-has to be measured from one iterate, and where averages are a round late (`late`) from the one before.
+have the same list have the same iterate, and what is counted, and how often, can be read in it. What is
+summed has to be measured from one iterate, and where averages are a round late (`late`) from the one before.
 """
 
 from __future__ import annotations

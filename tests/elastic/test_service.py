@@ -134,7 +134,9 @@ SAID = st.one_of(
     st.fixed_dictionaries({"type": st.just("done"), "attempt": SMALL}),
     st.fixed_dictionaries({"type": st.just("failed"), "attempt": SMALL, "peer": NAMES}),
     st.fixed_dictionaries({"type": st.just("broken"), "donor": NAMES}),
-    st.fixed_dictionaries({"type": st.just("here"), "step": SMALL, "weights": SMALL, "deal": st.just([5, 1])}),
+    st.fixed_dictionaries(
+        {"type": st.just("here"), "step": SMALL, "weights": SMALL, "deal": st.just([5, 1])}
+    ),
     st.just({"type": "alive"}),
 )
 HELLOS = st.fixed_dictionaries(
