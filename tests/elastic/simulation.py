@@ -159,9 +159,9 @@ class World:
             return any(not each.is_alive for name in names for each in self.of(name))
         return True
 
-    def move(self) -> bool:
-        """Something happens; False where nothing can but time passes."""
-        possible = self.possible()
+    def move(self, but: tuple[str, str] = ("", "")) -> bool:
+        """Something happens; False where nothing can but time passes. but: (what, replica) does not."""
+        possible = [(what, rank) for what, rank in self.possible() if (what, rank.replica) != but]
         if not possible:
             return False
         self.moves += 1

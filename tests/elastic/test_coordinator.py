@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyruntime.elastic.coordinator import Phase
+from pyruntime.elastic.coordinator import Phase, State
 from tests.elastic.simulation import DEADLINE_S, World
 
 
@@ -158,6 +158,46 @@ def test_all_that_had_displacements_may_die_beside_the_sum():
         if any(e["event"] == "round" and not e["blocks"] for e in one.coordinator.events):
             return
     raise AssertionError("no seed has come to a round without a displacement")
+
+
+def test_one_that_comes_does_not_have_to_be_faster_than_the_sums():
+    """It enters a round with the next but one sum of its donor's still to come."""
+    one = World(4, replicas=2, quorum=1, rounds=6, late=1)
+    while one.coordinator.round < 1:
+        one.move()
+    name = one.start()
+    while one.coordinator.replicas.get(name) is None or not one.coordinator.replicas[name].ready:
+        one.move()
+    while one.coordinator.replicas[name].state is State.READY:
+        assert one.move(but=("take", name)), "it is never let in"
+    assert one.coordinator.replicas[name].state is State.ENTERING
+    one.run()
+    one.check()
+    assert one.of(name)[0].is_member
+
+
+def test_where_all_others_have_died_one_that_has_come_begins_as_at_the_start_of_a_run():
+    for seed in range(40):
+        one = World(seed, replicas=2, quorum=1, rounds=5, late=1)
+        while one.coordinator.round < 1:
+            one.move()
+        name = one.start()
+        replica = None
+        while one.coordinator.phase is not Phase.OVER and not (
+            replica and one.coordinator._is_ready(replica)
+        ):
+            one.move()
+            replica = one.coordinator.replicas.get(name)
+        if one.coordinator.phase is Phase.OVER:
+            continue
+        number = one.coordinator.round
+        one.kill("replica-1")
+        one.kill("replica-2")
+        one.run()
+        one.check()
+        assert list(one.of(name)[0].iterate[number][1]), "its first round counts"
+        return
+    raise AssertionError("no seed has come there")
 
 
 def test_the_last_sum_waits_for_its_quorum_and_one_that_is_too_late_for_a_step_makes_it():
