@@ -3,6 +3,7 @@ what its definition says of the rounds that counted."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import signal
 
 import numpy as np
@@ -35,10 +36,14 @@ def check(tmp_path, outcomes, method, survivors) -> list[list[int]]:
     return of_rounds
 
 
+def in_words(each) -> str:
+    return getattr(each, "name", str(each))
+
+
 UNDISTURBED = [diloco(TAU), slowmo(TAU), co2(TAU, lr=0.9, momentum=0.4)]
 
 
-@pytest.mark.parametrize("method", UNDISTURBED, ids=lambda each: each.name)
+@pytest.mark.parametrize("method", UNDISTURBED, ids=in_words)
 def test_undisturbed_replicas_are_the_method_by_its_definition(ranks, tmp_path, method):
     with replicas.service(tmp_path, 3) as address:
         outcomes = ranks.launch(replicas.replica, 3, tmp_path, address, method, ROUNDS, {}, (), init=False)
@@ -78,7 +83,7 @@ LATE = [
 ]
 
 
-@pytest.mark.parametrize(("method", "moment", "number"), LATE, ids=str)
+@pytest.mark.parametrize(("method", "moment", "number"), LATE, ids=in_words)
 def test_one_that_is_killed_beside_a_sum_that_is_on_its_way(ranks, tmp_path, method, moment, number):
     """The others take it again, from the snapshots that they keep, while they take their steps; one that
     comes adds nothing to the first sum that it takes."""
@@ -93,18 +98,19 @@ def test_one_that_is_killed_beside_a_sum_that_is_on_its_way(ranks, tmp_path, met
     assert min(sizes) == 2 and sizes[-1] == 3, sizes
 
 
-def test_donor_and_one_that_comes_are_killed_on_the_way(ranks, tmp_path):
+@pytest.mark.parametrize("method", [diloco(TAU), co2(TAU)], ids=in_words)
+def test_donor_and_one_that_comes_are_killed_on_the_way(ranks, tmp_path, method):
     """The first dies in its steps, its successor takes the state from one that dies while it sends, and
     another one dies while it takes it."""
     gives = ("gives", 2)  # the first of these that is asked
     deaths = {0: ("steps", 2), 1: gives, 2: gives, 3: gives, 4: ("takes", 1)}
     with replicas.service(tmp_path, 4) as address:
         outcomes = ranks.launch(
-            replicas.replica, 6, tmp_path, address, diloco(TAU), ROUNDS, deaths, (4, 5), init=False
+            replicas.replica, 6, tmp_path, address, method, ROUNDS, deaths, (4, 5), init=False
         )
     killed = [rank for rank, outcome in enumerate(outcomes) if outcome.exit_code == -signal.SIGKILL]
     assert len(killed) == 3 and {0, 4} < set(killed), killed
-    check(tmp_path, outcomes, diloco(TAU), sorted({1, 2, 3, 5} - set(killed)))
+    check(tmp_path, outcomes, method, sorted({1, 2, 3, 5} - set(killed)))
 
 
 def test_several_die_at_once_and_the_last_one_goes_on(ranks, tmp_path):
@@ -163,8 +169,34 @@ def test_methods_that_replicas_cannot_come_to_are_refused(tmp_path):
         mine.close()
 
 
-@pytest.mark.parametrize(("moment", "number"), [("steps", 5), ("sums", 9), ("tells done", 2)], ids=str)
-def test_one_that_is_stopped_is_left_behind_by_the_deadline_and_told(ranks, tmp_path, moment, number):
+def test_a_sum_is_taken_beside_the_steps(tmp_path):
+    """Nothing of this thread's is needed for it: it comes while that is in its steps."""
+
+    def train(address: str, name: str) -> None:
+        mine = Member(address, name, {"tau": 2, "rounds": 2, "late": 1}, deadline_s=10.0)
+        module = torch.nn.Linear(300, 300)
+        for parameter in module.parameters():
+            torch.nn.init.zeros_(parameter)  # both have the same
+        outer = OuterOptimizer(module, None, co2(2), sums=mine)
+        assert mine.join(OuterState(outer), *outer.travelling(), 0, [0])
+        outer.begin_anew(mine.is_behind)
+        for _ in range(2):
+            outer.step()
+        replicas.wait_until(mine._flight.done)
+        outer.step()
+        outer.step()
+        outer.finish()
+        outer.close()
+
+    with replicas.service(tmp_path, 2) as address, concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(train, [address] * 2, ["one", "other"]))
+
+
+STOPPED = [(diloco(TAU), "steps", 5), (diloco(TAU), "sums", 9), (co2(TAU), "tells done", 2)]
+
+
+@pytest.mark.parametrize(("method", "moment", "number"), STOPPED, ids=in_words)
+def test_one_that_is_stopped_is_left_behind_by_the_deadline_and_told(ranks, tmp_path, method, moment, number):
     deaths = {1: (moment, number)}
     with replicas.service(tmp_path, 3, deadline_s=3.0) as address:
         outcomes = ranks.launch(
@@ -172,14 +204,14 @@ def test_one_that_is_stopped_is_left_behind_by_the_deadline_and_told(ranks, tmp_
             3,
             tmp_path,
             address,
-            diloco(TAU),
+            method,
             ROUNDS,
             deaths,
             (),
             signal.SIGSTOP,
             init=False,
         )
-    of_rounds = check(tmp_path, outcomes, diloco(TAU), [0, 2])
+    of_rounds = check(tmp_path, outcomes, method, [0, 2])
     assert [len(blocks) for blocks in of_rounds][-1] == 2
     assert isinstance(outcomes[1].error, Expelled), outcomes[1]
     assert "This replica was put out of the run in round " in str(outcomes[1].error)
