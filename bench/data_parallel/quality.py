@@ -67,7 +67,7 @@ METHODS: dict[str, DataParallel] = {
 }
 SWEEP: dict[str, DataParallel] = {
     f"CO2 12, outer lr {lr}, momentum {momentum}": _co2(12, outer_lr=lr, outer_momentum=momentum)
-    for lr, momentum in ((0.5, 0.2), (0.7, 0.2), (1.4, 0.2), (1.0, 0.0), (1.0, 0.5))
+    for lr, momentum in ((0.5, 0.2), (0.7, 0.2), (0.7, 0.0), (1.0, 0.0), (1.0, 0.5))
 }
 """Taken with the first seed alone."""
 
