@@ -1,5 +1,5 @@
-// What the outer optimizer (pyruntime/outer) does to a tensor where a round of its replicas ends, in one pass,
-// and the norms that its penalty is made of.
+// What the outer optimizer (pyruntime/outer) does to a tensor where a round of its replicas ends, in one
+// pass, and the norms that its penalty is made of.
 //
 //   d = z - x                          the displacement of the round, of before the step
 //   g = step * sent                    the outer gradient, of the sum of displacements that has come
@@ -194,8 +194,8 @@ void outer_step_tensor(const Tensor& x, const Tensor& z, const Tensor& m, const 
   if constexpr (std::is_same_v<X, double> && !std::is_same_v<S, double>) {
     TORCH_INTERNAL_ASSERT(false, "x is of higher precision than z");
   } else {
-    const OuterSettings<S> settings{S(given.step),  S(given.lr),    S(given.momentum), S(given.clip),
-                                    S(given.pull),  given.steps,    given.nesterov,    given.pulls,
+    const OuterSettings<S> settings{S(given.step),  S(given.lr),   S(given.momentum), S(given.clip),
+                                    S(given.pull),  given.steps,   given.nesterov,    given.pulls,
                                     given.launches, given.restarts};
     X* xs = x.mutable_data_ptr<X>();
     S *zs = z.mutable_data_ptr<S>(), *ms = m.mutable_data_ptr<S>();
@@ -269,8 +269,9 @@ double squared_displacement(const Tensor& z, const Tensor& x, bool rounds) {
   check_x(op, x, z);
   double square = 0;
   PYRUNTIME_DISPATCH_FLOAT(x.scalar_type(), op, [&] {
-    square = z.scalar_type() == at::kDouble ? squared_displacement_of<scalar_t, double>(z, x, rounds)
-                                            : squared_displacement_of<scalar_t, acc_t<scalar_t>>(z, x, rounds);
+    square = z.scalar_type() == at::kDouble
+                 ? squared_displacement_of<scalar_t, double>(z, x, rounds)
+                 : squared_displacement_of<scalar_t, acc_t<scalar_t>>(z, x, rounds);
   });
   return square;
 }
@@ -296,11 +297,12 @@ TORCH_LIBRARY_FRAGMENT(pyruntime, m) {
   Operator<outer_step>::define(
       m,
       "outer_step_(Tensor(a!) x, Tensor(b!) z, Tensor(c!) m, Tensor(d!) sent, Tensor(e!)? rounded, *, float? "
-      "step, float lr, float momentum, bool nesterov, float clip, float pull, bool restarts, bool pulls, bool "
+      "step, float lr, float momentum, bool nesterov, float clip, float pull, bool restarts, bool pulls, "
+      "bool "
       "launches) -> ()",
       cpu);
-  Operator<squared_displacement>::define(
-      m, "squared_displacement(Tensor z, Tensor x, bool rounds) -> float", cpu);
+  Operator<squared_displacement>::define(m, "squared_displacement(Tensor z, Tensor x, bool rounds) -> float",
+                                         cpu);
   Operator<squared_gap>::define(m, "squared_gap(Tensor sent, Tensor m, float mean, float lr) -> float", cpu);
 }
 
