@@ -4,8 +4,8 @@
         [--methods "CO2 12" ...] [--plot FILE]
 
 The trainer on a Llama of 2 layers of 64 in bf16 and the standard library's sources, two replicas of one rank
-each, as many tokens for every method. Runs are made seed by seed; each is added to FILE as it ends, and a program that is
-called again goes on behind the last. With --minutes 0 it shows, and plots, what is there.
+each, as many tokens for every method. Runs are made seed by seed; each is added to FILE as it ends, and a
+program that is called again goes on behind the last. With --minutes 0 it shows, and plots, what is there.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ CLIP = 0.01
 
 HOW = """\
 The preset {preset} with {sizes}, in bf16: {steps} steps of {tokens:,}
-tokens over {ranks} replicas of one rank each, {total:,} tokens a run; the inner optimizer, its learning rates and
-its batches are the same for all. Loss: of validation, in nats a byte, on {held_out:,} held-out tokens, after the
-last step, of the one model that is left then; mean over seeds, and half the distance between the highest and the
-lowest. Over AdamW: by how much it is above that of AdamW with a sum of gradients in every step and the same
-seed, the mean over those seeds. Penalty: median over the steps."""
+tokens over {ranks} replicas of one rank each, {total:,} tokens a run; the inner optimizer, its learning rates
+and its batches are the same for all. Loss: of validation, in nats a byte, on {held_out:,} held-out tokens,
+after the last step, of the one model that is left then; mean over seeds, and half the distance between the
+highest and the lowest. Over AdamW: by how much it is above that of AdamW with a sum of gradients in every
+step and the same seed, the mean over those seeds. Penalty: median over the steps."""
 
 ADAMW = "AdamW, every step"
 
@@ -200,7 +200,9 @@ def plot(path: str, found: Results) -> None:
     curves, dots = figure.subplots(1, 2, width_ratios=(1, 1.2))
     lines = [line for line in summary(found) if line["over"] and line["name"] in METHODS]
     for row, line in enumerate(lines):
-        dots.plot([100 * each for each in line["over"]], [row] * len(line["over"]), "o", ms=4, color="#2e4057")
+        dots.plot(
+            [100 * each for each in line["over"]], [row] * len(line["over"]), "o", ms=4, color="#2e4057"
+        )
     dots.axvline(0, color="#888888", lw=0.8)
     dots.axvline(1, color="#d1495b", lw=0.8, ls="--")
     dots.set_yticks(range(len(lines)), [line["name"] for line in lines], fontsize=8)
@@ -245,7 +247,8 @@ def measure(args: argparse.Namespace, found: Results, runtime: Runtime) -> None:
     )
     for seed, name in runs(args.methods, args.seeds, found):
         left = 60 * args.minutes - (time.monotonic() - began)
-        if not on_rank_0(runtime.world, "Looking at the clock", lambda left=left: left > longest):
+        fits = left > longest
+        if not on_rank_0(runtime.world, "Looking at the clock", lambda fits=fits: fits):
             return
         result = run(name, seed, args.steps, runtime)
         longest = max(longest, result["seconds"])

@@ -1,4 +1,4 @@
-"""The benchmark of validation losses: which runs are still to be made, and what it says of those that were."""
+"""The benchmark of validation losses: which runs are still to be made, and what it says of others."""
 
 from __future__ import annotations
 
