@@ -30,7 +30,7 @@ BYTES = {"bf16": 2, "fp32": 4}
 def main(argv: list[str]) -> None:
     ranks, argv = _number(argv, "ranks")
     per_host, argv = _number(argv, "ranks_per_host")
-    config, _ = train.read(argv, "mesh", DESCRIPTION, others=("ranks", "ranks_per_host"))
+    config, _ = train.read(argv, ranks, "mesh", DESCRIPTION, others=("ranks", "ranks_per_host"))
     if ranks is None:
         parallel = config.parallel
         others = parallel.pp * parallel.dp * parallel.cp
@@ -58,6 +58,16 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
             "counts the bytes of whole gradients in every step; leave both out, or read outer_bytes and "
             "dp_bytes in the metrics of a run."
         )
+    for key, wire in (
+        ("data_parallel.weight_wire", chosen.weight_wire),
+        ("pipeline.wire", config.pipeline.wire),
+        ("context.wire", config.context.wire),
+    ):
+        if wire != "same":
+            raise ConfigError(
+                f"{key}={wire}: mesh counts the bytes of what is not rounded; leave it out, or read them in "
+                "the metrics of a run."
+            )
     if ranks % per_host:
         raise ConfigError(f"--ranks_per_host={per_host} does not divide {ranks} ranks; use a divisor.")
     on_device = config.train.device == "cuda"

@@ -19,15 +19,15 @@ DESCRIPTION = """Trains a Llama on text with tensor parallelism over all ranks t
 torchrun --nproc-per-node N -m pyruntime train --config FILE.toml [--section.key value ...]. --config takes
 a TOML file or the name of a preset ({presets}); left out it is main, or with --checkpoint.resume the run's
 own config.toml. Flags change single values of it; --model.init_from replaces its whole [model] section.
---dry_run RANKS checks all of it for so many ranks, and starts nothing. --profile 10-12 is short for
---train.profile 10-12."""
+--dry_run RANKS checks all of it for so many ranks, prints mesh, shapes, memory and schedule, and starts
+nothing. --profile 10-12 is short for --train.profile 10-12."""
 
 
 def main(argv: list[str], stop: StopRequest) -> None:
     ranks, argv = _dry_run(argv)
-    config, name = read(argv)
+    config, name = read(argv, ranks)
     if ranks is not None:
-        from pyruntime.train import dry_run  # imports the model, which --help can do without
+        from pyruntime.cli import dry_run  # imports the model, which --help can do without
 
         print(dry_run.report(config, ranks))
         return
@@ -52,12 +52,13 @@ def _dry_run(argv: list[str]) -> tuple[int | None, list[str]]:
 
 def read(
     argv: list[str],
+    ranks: int | None = None,
     command: str = "train",
     description: str = DESCRIPTION,
     others: Sequence[str] = ("dry_run",),
 ) -> tuple[RunConfig, str]:
-    """The configuration of a command line, and its name. `others` are flags of the command that have been
-    taken out of it. Raises ConfigError."""
+    """The configuration of a command line for so many ranks (None: those that were started), and its name.
+    `others` are flags of the command that have been taken out of it. Raises ConfigError."""
     argv = [_spelled_out(argument) for argument in argv]
     asked, flags = take_option(argv, "config")
     resumed, _ = take_option(argv, "checkpoint.resume")
@@ -65,7 +66,7 @@ def read(
         path, default = _of_run(Path(resumed))
     else:
         path = config_file.find(asked or "main")
-        default = config_file.load(path)
+        default = config_file.load(path, ranks or started_ranks())
     if "model.init_from" in map(flag_name, flags):  # the checkpoint's shape in place of the file's
         default = dataclasses.replace(default, model=Model())
     description = description.format(presets=", ".join(config_file.preset_names()))

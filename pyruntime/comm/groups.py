@@ -216,6 +216,33 @@ def traffic() -> dict[str, Traffic]:
     return result
 
 
+@dataclass(frozen=True)
+class Peer:
+    """What another rank has cost this one since the start. Seconds and bytes."""
+
+    waiting_s: float = 0.0
+    """In which this rank's thread waited for it."""
+    bytes_sent: int = 0
+    """To it, on another host."""
+    transfer_s: float = 0.0
+    """Of them, from leaving to being acknowledged, summed over chunks."""
+
+
+def peers() -> dict[tuple[str, int], Peer]:
+    """The figures of this process by class of traffic and rank of the job, over the process groups that there
+    are. A wait that is for several ranks at once, as in the backend's own collectives, is in none of them."""
+    there = set(dist.distributed_c10d._world.pg_names.values())
+    result: dict[tuple[str, int], Peer] = {}
+    for (name, traffic_class, rank), figures in _C.peer_figures().items():
+        if name in there:
+            key = traffic_class, dist.get_global_rank(process_group(name), rank)
+            known, (waiting_s, size, transfer_s) = result.get(key, Peer()), figures
+            result[key] = Peer(
+                known.waiting_s + waiting_s, known.bytes_sent + size, known.transfer_s + transfer_s
+            )
+    return result
+
+
 def _forget_when_destroyed(name: str) -> None:
     """Who calls torch's API alone closes no group of ours: it ends with the process group of that name."""
     destroyed = weakref.finalize(process_group(name), _C.forget_destroyed_groups)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime import ops
 from pyruntime.comm import Group
 from pyruntime.comm.ranges import marked
+from pyruntime.data_parallel.compression import Compression
 from pyruntime.outer.averaging import Averaging, Sums
 from pyruntime.outer.fragment import Fragment
 from pyruntime.outer.methods import Method, fragments_of, refuse_unless_waiting
@@ -71,6 +72,8 @@ class OuterOptimizer:
             over all of it.
         sums: what takes the sums over the replicas, where these come and go (`pyruntime.elastic.Member`); by
             default the ranks of `mesh` do.
+        compression: how displacements travel in fewer bytes, by "quantize" or "top_k"; what is lost of them,
+            fp32, is added to the next round's (docs/compression.md). None: as they are.
 
     Raises ValueError for a module without trainable parameters, parameters on a device or not contiguous,
     fragments without a layer, and a method that does not wait for its average where replicas come and go;
@@ -86,6 +89,7 @@ class OuterOptimizer:
         weights: Weights | None = None,
         parts: Sequence[Group] = (),
         sums: Sums | None = None,
+        compression: Compression | None = None,
     ):
         self.method, self._parts = method, tuple(parts)
         self._weights = ModuleWeights(module) if weights is None else weights
@@ -105,11 +109,21 @@ class OuterOptimizer:
         for number, fragment in enumerate(self._fragments):
             fragment.length = MEASURED_STEPS if self.tau is None else method.length(self.tau, number)
         self._averaging: Sums
+        self._lost: list[Tensor] = []
+        """Of each fragment what compression has lost of its displacements."""
+        self._compression = compression
         if sums is None:
             sizes = [(each.sent.numel(), each.sent.dtype) for each in self._fragments]
-            self._averaging = Averaging(mesh, sizes)
+            self._averaging = averaging = Averaging(mesh, sizes, compression)
+            lost = [averaging.lost_of(each.sent) for each in self._fragments]
+            self._lost = [each for each in lost if each is not None]
         else:
             refuse_unless_waiting(method)
+            if compression is not None:
+                raise ValueError(
+                    "compression was asked for, and replicas that come and go send displacements as they "
+                    "are; leave it out."
+                )
             self._averaging = sums
         self.last_penalty = 1.0
         """Of the last outer step; the same on all ranks."""
@@ -230,8 +244,9 @@ class OuterOptimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """base.NAME (z), momentum.NAME and sent.NAME (the sum of displacements that are to be used), over the
-        storage; `progress`, the same on all replicas, and `first_steps`, a replica's own. Waits for what is
-        on its way, so every rank calls it."""
+        storage; `progress`, the same on all replicas; `first_steps`, a replica's own, and lost.NUMBER, a
+        rank's own: of each fragment what compression has lost, flat. Waits for what is on its way, so every
+        rank calls it."""
         state: dict[str, Tensor] = {}
         for fragment in self._fragments:
             if fragment.is_pending:
@@ -242,7 +257,7 @@ class OuterOptimizer:
         state["progress"] = torch.tensor([self.tau or 0, *rounds], dtype=torch.float64)
         squares = [each.first_square for each in self._fragments]
         state["first_steps"] = torch.tensor(squares, dtype=torch.float64)
-        return state
+        return state | {f"lost.{number}": lost for number, lost in enumerate(self._lost)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Goes on as the one that gave `state_dict()`, with the parameters of that moment.
@@ -266,6 +281,14 @@ class OuterOptimizer:
                 f"and {len(self._fragments)} were asked for; use those that it was taken with."
             )
         self.tau, self._step_ends = int(tau) or None, []
+        for number, lost in enumerate(self._lost):
+            found = state.get(f"lost.{number}")
+            if found is None or found.shape != lost.shape:
+                raise ValueError(
+                    f"The state has no lost.{number} of {len(lost)} elements: it was taken without "
+                    "compression, or over other ranks."
+                )
+            lost.copy_(found)
         for number, fragment in enumerate(self._fragments):
             fragment.go_on(numbers[number * each : (number + 1) * each])
             fragment.first_square = float(state["first_steps"][number])
@@ -312,8 +335,9 @@ class OuterOptimizer:
         """For a log, in one line."""
         fragments = f" in {self.method.fragments} fragments" if self.method.fragments > 1 else ""
         tau = "measured" if self.tau is None else self.tau
+        packed = "" if self._compression is None else f", displacements {self._compression.words()}"
         measured = f" ({self._measured})" if self._measured else ""
-        return f"{self.method.name}: {self.replicas} replica(s){fragments}, tau {tau}{measured}"
+        return f"{self.method.name}: {self.replicas} replica(s){fragments}, tau {tau}{measured}{packed}"
 
     def _watch(self, module: nn.Module) -> None:
         """Modules with parameters of their own let flights begin and end, before their forward and before

@@ -33,6 +33,7 @@ DataParallelMethod = Literal[
     "streaming_diloco",
 ]
 CompressionMethod = Literal["none", "quantize", "top_k", "power_sgd"]
+WireFormat = Literal["same", "bf16", "fp8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +178,10 @@ class Train:
     peak_flops: float | None = None
     """FLOP/s of one rank at its best, which MFU is a share of; None: a GPU's data sheet, where it is known,
     and of ranks on the CPU what GEMMs of dtype reach, which is measured as the run starts."""
+    slow_every: int | None = None
+    """Steps between two looks at which rank computes, and which link sends, slower than the others
+    (docs/slow-ranks.md), at least 5; 0: none; None: 20, and none where ranks compute on devices, where
+    the host does not see for how long."""
     check_types: bool = False
     """Check in every step that nothing which is a rank's own, or its term of a sum, is used as if all ranks
     had it alike (docs/placements.md); slower."""
@@ -220,6 +225,9 @@ class Parallel:
     """Causal slices of every sequence inside a tensor-parallel group: one computes while the rows of another
     travel. auto is 2 where tensor-parallel ranks are on several hosts, sequences are not cut over ranks and
     nothing forbids it, else 1."""
+    rebalance: Literal["off", "on"] = "off"
+    """on: where a rank of a pipeline stays slow, layers move between the stages when a checkpoint is saved
+    (docs/slow-ranks.md), wherever they began (pipeline.layers). Ranks on the CPU only."""
     dp_replicate: int = 1
     """Groups of data-parallel ranks that each hold everything once (hybrid sharding); divides dp."""
 
@@ -258,7 +266,8 @@ class DataParallel:
     """Of streaming_diloco: parts of the model, of whole layers, that meet in turn."""
     compression: CompressionMethod = "none"
     """What gradients of matrices travel as: none, as they are; quantize, in a few bits a value; top_k, the
-    largest values alone; power_sgd, of low rank."""
+    largest values alone; power_sgd, of low rank. Of replicas that do not meet in every step it is of what
+    they send each other, by quantize or top_k."""
     compression_bits: int = 4
     """Bits of a value that is quantised, 1 to 8."""
     compression_density: float = 0.01
@@ -271,6 +280,9 @@ class DataParallel:
     compression_plan_every: int = 0
     """Steps between two plans (L-GreCo) that give each matrix bits, a density or a rank of its own, in as few
     bytes as the error of one setting for all allows; 0: that one setting."""
+    weight_wire: WireFormat = "same"
+    """What matrices are rounded to where ranks gather them for use (parallel.zero = 3): same, not at all;
+    bf16; fp8, a byte a value. All ranks compute with the rounded values and update those that they keep."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,6 +301,9 @@ class Pipeline:
     layers: tuple[int, ...] = ()
     """Layers of each stage, in order; empty: shared out so that the stages take alike, by `costs`, or without
     by the GEMMs that layers and head compute."""
+    wire: WireFormat = "same"
+    """What activations, and gradients of them, are rounded to between stages: same, not at all; bf16; fp8, a
+    byte a value."""
     costs: str = ""
     """File that `python -m pyruntime profile --json` wrote for this model on this machine; empty: none."""
 
@@ -301,6 +316,9 @@ class Context:
     """Which tokens a rank holds: zigzag and striped share causal attention evenly, contiguous does not."""
     variant: ContextVariant = "ring"
     """How queries see the keys of other ranks; auto is ring."""
+    wire: WireFormat = "same"
+    """Of the ring: what keys and values are rounded to, on all ranks alike: same, not at all; bf16; fp8, a
+    byte a value. Their gradients travel as they are."""
 
 
 @dataclasses.dataclass(frozen=True)

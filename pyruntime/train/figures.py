@@ -41,6 +41,8 @@ class StepFigures:
     outer_exposed_s: float | None = None
     outer_bytes: int | None = None
     dp_bytes: int | None = None
+    pp_bytes: int | None = None
+    cp_bytes: int | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -49,6 +51,8 @@ class StepFigures:
 
 AXES = ("tp", "cp", "pp", "dp", "checkpoint", "all")
 """Of `Runtime.exposed_by_axis`, in the order in which ranks tell each other what it says."""
+COUNTED = ("dp", "pp", "cp")
+"""Classes of traffic whose bytes a step has."""
 SPIKE_OVER = 20
 """Steps, whose mean gradient norm a spike is measured by."""
 MOST_IN_A_ROW = 10
@@ -119,7 +123,7 @@ class ExchangedFigures:
         self.signum = 0
         """Signal that a rank was sent, the same on all; 0: none."""
         self._memory_bytes, self._started = 0, 0.0
-        self._exposed_s, self._bytes_read = _no_seconds(), 0
+        self._exposed_s, self._bytes_read = _no_seconds(), [0] * len(COUNTED)
         self._found: StepFigures | None = None
 
     def begin(self) -> None:
@@ -129,20 +133,22 @@ class ExchangedFigures:
     def forget_exposed(self) -> None:
         """What ranks have waited up to now is not the next step's."""
         self._exposed_s = _exposed(self._runtime)
-        self._bytes_read = comm.bytes_read("dp")
+        self._bytes_read = [comm.bytes_read(each) for each in COUNTED]
 
     def add(self, step: int, lr: float, loss: Tensor | float, square: Tensor, signum: int) -> float | Tensor:
         """Keeps a step's figures. Returns the gradient's norm, NaN where the loss is not finite."""
         exposed_s = _exposed(self._runtime)
         # The kernel's figure of the CPU is not exact.
         self._memory_bytes = max(self._memory_bytes, self._device.peak_memory_bytes())
-        bytes_read = comm.bytes_read("dp")
+        bytes_read = [comm.bytes_read(each) for each in COUNTED]
         exposed_s, self._exposed_s = exposed_s - self._exposed_s, exposed_s
-        read, self._bytes_read = bytes_read - self._bytes_read, bytes_read
-        mine = [float(loss), float(square), self._memory_bytes, signum, read, *exposed_s.tolist()]
+        read = [now - before for now, before in zip(bytes_read, self._bytes_read, strict=True)]
+        self._bytes_read = bytes_read
+        mine = [float(loss), float(square), self._memory_bytes, signum, *read, *exposed_s.tolist()]
         told = exchange(mine, self._runtime)
-        losses, squares, memory, stops, reads = told[..., : -len(AXES)].unbind(-1)
+        losses, squares, memory, stops, *reads = told[..., : -len(AXES)].unbind(-1)
         exposed_s = _most_exposed(told[..., -len(AXES) :])
+        of_dp, of_pp, of_cp = (int(each.max()) for each in reads)
         self.signum = int(stops.max())
         sizes = self._runtime.sizes
         self._found = StepFigures(
@@ -154,7 +160,9 @@ class ExchangedFigures:
             exposed_comm_s=None if self._device.is_cuda else float(exposed_s.sum()),
             memory_bytes=int(memory.max()),
             exposed_by_axis_s=None if self._device.is_cuda else _by_axis(exposed_s, self._runtime),
-            dp_bytes=int(reads.max()) if sizes.dp * sizes.cp > 1 else None,
+            dp_bytes=of_dp if sizes.dp * sizes.cp > 1 else None,
+            pp_bytes=of_pp if sizes.pp > 1 else None,
+            cp_bytes=of_cp if sizes.cp > 1 else None,
         )
         return self._found.grad_norm if math.isfinite(self._found.loss) else math.nan
 

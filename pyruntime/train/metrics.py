@@ -47,6 +47,12 @@ class StepMetrics:
     travelled; None where there is one such rank."""
     tokens_per_second_per_device: float | None = None
     """Of one rank."""
+    pp_bytes: int | None = None
+    """Activations, and gradients of them, that a stage took from others in the step, alike; None without a
+    pipeline."""
+    cp_bytes: int | None = None
+    """Keys, values and their gradients that a context-parallel rank took from others, alike; None where there
+    is one such rank."""
     mfu: float | None = None
     """Model FLOP/s as a share of the ranks' peak, where that is known."""
     predicted_step_s: float | None = None
@@ -61,6 +67,10 @@ class StepMetrics:
     """val_loss of each set to validate on, where there are several; val_loss is the mean over all tokens."""
     skipped: int | None = None
     """Steps of the run that updated nothing so far, where this is one."""
+    slow: list[dict] | None = None
+    """What is new after this step of ranks and links that are slow, as `slow.judge.Finding`."""
+    moved: dict | None = None
+    """Which layers move between stages after this step, as `slow.rebalance.Move`."""
 
     def to_json(self) -> str:
         """Figures that are not finite, as null: the loss of a step that was skipped, or a validation's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.memory import Rules
@@ -23,6 +25,20 @@ TRAINER = Rules(
 """This project's trainer in bf16 on CPU ranks of one host, by resident memory: gradients in the weights'
 type; over several data-parallel ranks sums of earlier micro-batches are fp32 and whole at every stage
 (docs/data-parallel.md). `heap` was measured (docs/planning.md)."""
+DEVICE = dataclasses.replace(TRAINER, heap=0, peers_resident=False)
+"""The same on GPUs, where torch's allocator uses freed pieces again and memory of peers is not a rank's own.
+Derived; no GPU has been measured."""
+
+
+def trainer_rules(config: RunConfig) -> Rules:
+    """What the trainer keeps in memory of a run of that type on that device, `auto` taken for CPUs. fp32
+    weights need no masters."""
+    rules = DEVICE if config.train.device == "cuda" else TRAINER
+    if config.train.dtype == "bf16":
+        return rules
+    return dataclasses.replace(
+        rules, weight=4, gradient=4, optimizer=8, logits=4, reduced_gradient=4, element=4
+    )
 
 
 def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:

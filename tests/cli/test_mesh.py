@@ -84,6 +84,10 @@ def test_what_would_not_run_is_refused(capsys):
             "mesh counts",
         ),
         (["--parallel.dp", "2", "--data_parallel.compression", "quantize"], "leave both out, or read"),
+        (
+            ["--parallel.pp", "2", "--pipeline.wire", "fp8"],
+            "pipeline.wire=fp8: mesh counts the bytes",
+        ),
         (["--ranks", "none"], "--ranks must be a number of at least 1, found none."),
         (["--rank", "2"], "There is no option --rank; the nearest is --ranks"),
     ]:
