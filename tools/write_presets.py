@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pyruntime.cli.dry_run import Estimate, estimate  # noqa: E402
-from pyruntime.cli.plan_facts import DEVICE, find_model, settings  # noqa: E402
+from pyruntime.cli.plan_facts import find_model, settings  # noqa: E402
 from pyruntime.plan.cluster import Cluster, find_cluster  # noqa: E402
 from pyruntime.plan.memory import SAFE  # noqa: E402
 from pyruntime.plan.mesh import Job  # noqa: E402
@@ -28,6 +28,7 @@ from pyruntime.train import config_file, dry_run  # noqa: E402
 from pyruntime.train.config import RunConfig  # noqa: E402
 from pyruntime.train.device import check_between_hosts  # noqa: E402
 from pyruntime.train.errors import ConfigError  # noqa: E402
+from pyruntime.train.planned import DEVICE  # noqa: E402
 
 SEQ = 8192
 TOKENS = tuple(2**power for power in range(22, 17, -1))

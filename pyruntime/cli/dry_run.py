@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from pyruntime.cli.plan_facts import planned, trainer_rules
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.pipeline import Costs, simulate
 from pyruntime.plan.cluster import Cluster
@@ -28,6 +27,7 @@ from pyruntime.train.config import (
     with_steps,
 )
 from pyruntime.train.pipelined import layers_of_stages, resolved, schedule_of
+from pyruntime.train.planned import planned, trainer_rules
 
 GB = 1e9
 MOST_ACTIONS = 20_000

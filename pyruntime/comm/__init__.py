@@ -6,6 +6,7 @@ from pyruntime.comm.errors import CommError, CommTimeout, PeerLost
 from pyruntime.comm.exchange import named_failures, post_failure
 from pyruntime.comm.groups import (
     Group,
+    Peer,
     Traffic,
     bytes_read,
     configure,
@@ -14,6 +15,7 @@ from pyruntime.comm.groups import (
     group_name,
     group_rank,
     group_size,
+    peers,
     process_group,
     set_deadline,
     stats,
@@ -28,6 +30,7 @@ __all__ = [
     "CommError",
     "CommTimeout",
     "Group",
+    "Peer",
     "PeerLost",
     "Runtime",
     "Traffic",
@@ -44,6 +47,7 @@ __all__ = [
     "keep_freed_memory",
     "kept",
     "named_failures",
+    "peers",
     "post_failure",
     "process_group",
     "set_deadline",

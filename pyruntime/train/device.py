@@ -110,6 +110,16 @@ def check_device(config: RunConfig, device: Device) -> None:
             f"data_parallel.compression={config.data_parallel.compression} is done on the CPU alone, and "
             f"train.device is {device.device}; leave it out, or use train.device=cpu."
         )
+    for key, wire in (
+        ("data_parallel.weight_wire", config.data_parallel.weight_wire),
+        ("pipeline.wire", config.pipeline.wire),
+        ("context.wire", config.context.wire),
+    ):
+        if wire != "same":
+            raise ConfigError(
+                f"{key}={wire} is done on the CPU alone, and train.device is {device.device}; leave it out, "
+                "or use train.device=cpu."
+            )
     if Host.here().ranks != int(os.environ.get("WORLD_SIZE", "1")):
         check_between_hosts(config)
     elif reason := _C.why_no_device_library("cuda"):

@@ -20,8 +20,10 @@ from pyruntime.train.config import (
 )
 from pyruntime.train.data.order import BLOCK
 from pyruntime.train.errors import require
-from pyruntime.train.validate.replicas import check_compression, check_data_parallel
+from pyruntime.train.validate.rebalance import check_rebalance
+from pyruntime.train.validate.replicas import check_compression, check_data_parallel, check_weight_wire
 from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices
+from pyruntime.train.validate.watching import check_watching
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
 SEEDS = 2**63
@@ -60,7 +62,11 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "output.sample_tokens",
         ),
     ),
-    (lambda x: 0 < x < math.inf, "be a positive finite number", ("optimizer.lr", "optimizer.eps")),
+    (
+        lambda x: 0 < x < math.inf,
+        "be a positive finite number",
+        ("optimizer.lr", "optimizer.eps", "train.peak_flops"),
+    ),
     (
         lambda x: 0 <= x < math.inf,
         "be a finite number of at least 0",
@@ -83,6 +89,7 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         ("optimizer.min_lr_fraction", "optimizer.warmup_fraction", "optimizer.decay_fraction"),
     ),
     (lambda x: x == 0 or 1 < x < math.inf, "be 0, or finite and above 1", ("optimizer.spike_factor",)),
+    (lambda x: x == 0 or x >= 5, "be 0 or at least 5", ("train.slow_every",)),
     (lambda x: 0 < x <= 1, "be above 0 and at most 1", ("data_parallel.compression_density",)),
     (lambda x: 1 <= x <= 8, "be between 1 and 8", ("data_parallel.compression_bits",)),
 )
@@ -101,12 +108,15 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_train(config)
     _check_data(config)
     _check_files(config)
+    check_watching(config)
     check_context(config)
     check_pipeline(config)
+    check_rebalance(config)
     check_data_parallel(config)
     _check_ranks(config, world_size)
     _check_two_axes(config)
     check_compression(config)
+    check_weight_wire(config)
     _check_rings(config, world_size)
     check_slices(config, world_size)
 
