@@ -34,8 +34,8 @@ HOW = """\
 Medians over {rounds} rounds of the steps of two runs, milliseconds of rank 0, which meets the other in every
 step: one of {steps} steps with equal ranks, and one whose rank 1 computes twice as long, where layers move at
 the checkpoint after step {steps}; its first step, and the one after the move, are left out. What looking
-costs is timed in the first run: what a clock that is read takes at best, times how often it is read in a step, and
-the look of every {every} steps, in which this rank waits for the other, shared out over these."""
+costs is timed in the first run: what reading the clock takes at best, times how often it is read in a step,
+and the look of every {every} steps, in which this rank waits for the other, shared out over these."""
 
 
 class Timed(Trainer):

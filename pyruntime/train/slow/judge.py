@@ -20,7 +20,8 @@ from statistics import median
 FACTOR = 1.3
 """Times as long as its peers that a slow rank computes, at least."""
 LINK_FACTOR = 2.0
-"""Times as long as others that a slow link takes for a byte, at least."""
+"""Times as long as others that a slow link takes for a byte, at least: as the one that is slower than a
+quarter of them, as a host whose links are slow has four of a ring's, both ways to either neighbour."""
 WINDOWS = 3
 """Windows in a row that are late before it is said, and not late before it is taken back."""
 ERRORS = 4.0
@@ -31,7 +32,7 @@ WORSE = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Of those that a rank sends over in one class of traffic, the slowest."""
+    """One that a rank sends over to another host, in one class of traffic."""
 
     to: int
     """Rank of the job."""
@@ -53,8 +54,8 @@ class Window:
     """The rank of the job that it waited for most; -1: none."""
     waited_s: float = 0.0
     """For that one, since the last window."""
-    links: Mapping[str, Link] = dataclasses.field(default_factory=dict)
-    """By class of traffic."""
+    links: Mapping[str, Sequence[Link]] = dataclasses.field(default_factory=dict)
+    """By class of traffic: the slowest and the fastest, which are all that a ring has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +71,9 @@ class Finding:
     is_slow: bool = True
     """False: no longer."""
     to: int | None = None
-    """Of a link: the rank at its other end."""
+    """Of one link: the rank at its other end."""
     traffic: str | None = None
-    """Of a link: its class."""
+    """Of links: their class; without `to`, all links of the rank, both ways."""
 
 
 class _Lateness:
@@ -105,9 +106,14 @@ class _Others:
 
     def median(self, of: float) -> float:
         """Of all numbers but `of`, which is one of at least two."""
-        left_out, last = bisect_left(self._ordered, of), len(self._ordered) - 2
-        low, high = (self._ordered[at + (at >= left_out)] for at in (last // 2, (last + 1) // 2))
-        return (low + high) / 2
+        last = len(self._ordered) - 2
+        return (self._at(last // 2, of) + self._at((last + 1) // 2, of)) / 2
+
+    def lower_quartile(self, of: float) -> float:
+        return self._at((len(self._ordered) - 2) // 4, of)
+
+    def _at(self, place: int, of: float) -> float:
+        return self._ordered[place + (place >= bisect_left(self._ordered, of))]
 
 
 class Judge:
@@ -119,7 +125,9 @@ class Judge:
     ):
         self.hosts, self._roles, self._steps, self._by_layer = hosts, roles, WINDOWS * every, by_layer
         self._ranks = [_Lateness() for _ in hosts]
-        self._links: collections.defaultdict[tuple[str, int], _Lateness] = collections.defaultdict(_Lateness)
+        self._links: collections.defaultdict[tuple[str, int, int], _Lateness] = collections.defaultdict(
+            _Lateness
+        )
 
     @property
     def slow_ranks(self) -> list[int]:
@@ -148,14 +156,40 @@ class Judge:
         """late: ranks that compute for long, whose links wait for them."""
         found = []
         for traffic in sorted({name for window in windows for name in window.links}):
-            links = {rank: each.links[traffic] for rank, each in enumerate(windows) if traffic in each.links}
-            seconds = _Others(each.seconds_per_byte for each in links.values())
-            for rank, link in links.items() if len(links) > 1 else ():
-                usual = seconds.median(link.seconds_per_byte)
-                times = link.seconds_per_byte / usual
-                is_late = times > LINK_FACTOR and not late & {rank, link.to}
-                if self._links[traffic, rank].add(times, is_late):
-                    found.append(self._of_link(rank, link, traffic, usual))
+            links = {
+                (rank, link.to): link.seconds_per_byte
+                for rank, window in enumerate(windows)
+                for link in window.links.get(traffic, ())
+            }
+            seconds = _Others(links.values())
+            news: dict[bool, dict[tuple[int, int], float]] = {True: {}, False: {}}
+            for ends, own in links.items() if len(links) > 1 else ():
+                usual, seen = seconds.lower_quartile(own), self._links[traffic, *ends]
+                is_late = own > LINK_FACTOR * usual and not late.intersection(ends)
+                if seen.add(own / usual, is_late):
+                    news[seen.is_slow][ends] = usual
+            for is_slow, of_links in news.items():
+                found += self._of_links(traffic, links, of_links, is_slow)
+        return found
+
+    def _of_links(
+        self,
+        traffic: str,
+        links: Mapping[tuple[int, int], float],
+        news: Mapping[tuple[int, int], float],
+        is_slow: bool,
+    ) -> list[Finding]:
+        """One finding for a rank all of whose links are new, both ways, and one for each other link. links:
+        all there are, seconds for a byte; news: what that is compared with, of those that are."""
+        found, told = [], set()
+        for rank in sorted({end for ends in news for end in ends}):
+            own = [ends for ends in links if rank in ends]
+            if len(own) > 2 and all(ends in news for ends in own):
+                told.update(own)
+                found.append(self._of_link(traffic, own, links, news, is_slow, rank))
+        for ends in news:
+            if ends not in told:
+                found.append(self._of_link(traffic, [ends], links, news, is_slow, ends[0], ends[1]))
         return found
 
     def _of_rank(self, rank: int, windows: Sequence[Window], usual: float) -> Finding:
@@ -180,14 +214,24 @@ class Judge:
         )
         return Finding(rank, host, times, sentence)
 
-    def _of_link(self, rank: int, link: Link, traffic: str, usual: float) -> Finding:
-        seen, host = self._links[traffic, rank], self.hosts[rank]
-        times = median(seen.times)
-        rate, others = 1e-6 / link.seconds_per_byte, 1e-6 / usual
-        again = "" if seen.is_slow else ", and is no longer slow"
+    def _of_link(
+        self,
+        traffic: str,
+        told: Sequence[tuple[int, int]],
+        links: Mapping[tuple[int, int], float],
+        news: Mapping[tuple[int, int], float],
+        is_slow: bool,
+        rank: int,
+        to: int | None = None,
+    ) -> Finding:
+        times = median(median(self._links[traffic, *ends].times) for ends in told)
+        rate, others = 1e-6 / median(links[ends] for ends in told), 1e-6 / median(news[ends] for ends in told)
+        host, again = self.hosts[rank], "" if is_slow else ", and no longer slow"
+        what = f"all links of rank {rank} (host {host}), both ways, take"
+        if to is not None:
+            what = f"the link from rank {rank} (host {host}) to rank {to} (host {self.hosts[to]}) takes"
         sentence = (
-            f"the link from rank {rank} (host {host}) to rank {link.to} (host {self.hosts[link.to]}) takes "
-            f"{times:.1f} times as long as others for a byte of {traffic} over the last {self._steps} steps: "
-            f"{rate:.3g} MB/s, where they carry {others:.3g} MB/s{again}."
+            f"{what} {times:.1f} times as long as others for a byte of {traffic} over the last {self._steps} "
+            f"steps: {rate:.3g} MB/s, where others carry {others:.3g} MB/s{again}."
         )
-        return Finding(rank, host, times, sentence, seen.is_slow, link.to, traffic)
+        return Finding(rank, host, times, sentence, is_slow, to, traffic)

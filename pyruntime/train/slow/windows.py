@@ -23,8 +23,12 @@ from pyruntime.train.slow.judge import WINDOWS, Finding, Judge, Link, Window
 
 AXES = ("tp", "cp", "pp", "dp")
 """Classes of traffic whose links are looked at."""
+OF_AXIS = 2
+"""Links of a class that a rank tells of."""
 EVERY = 20
 """Steps of a window, unless train.slow_every says otherwise."""
+LEAST_BYTES = 1 << 20
+"""That a window sends over a link which is looked at: of few bytes the latency is all there is."""
 FEWEST = 5
 """Steps of which a median is taken."""
 
@@ -113,13 +117,12 @@ class SlowReport:
         most = max(waits, key=waits.__getitem__, default=-1)
         links = {}
         for axis in AXES:
-            rates = [
-                Link(rank, each.transfer_s / each.bytes_sent)
+            rates = sorted(
+                (each.transfer_s / each.bytes_sent, rank)
                 for (name, rank), each in since.items()
-                if name == axis and each.bytes_sent > 0
-            ]
-            if rates:
-                links[axis] = max(rates, key=lambda link: link.seconds_per_byte)
+                if name == axis and each.bytes_sent >= LEAST_BYTES
+            )
+            links[axis] = [Link(rank, seconds) for seconds, rank in dict.fromkeys(rates[:1] + rates[-1:])]
         return Window(middle, error, median(rest), most, waits.get(most, 0.0), links)
 
     def _roles(self) -> list[list[int]]:
@@ -147,16 +150,17 @@ def _less(now: Peer, before: Peer) -> Peer:
 
 def _numbers(window: Window) -> list[float]:
     """`window` as ranks tell it each other."""
-    links = [window.links.get(axis, Link(-1, 0.0)) for axis in AXES]
     own = [window.layer_s, window.error_s, window.rest_s, window.waited_for, window.waited_s]
+    none = [Link(-1, 0.0)] * OF_AXIS
+    links = [link for axis in AXES for link in [*window.links[axis], *none][:OF_AXIS]]
     return own + [number for link in links for number in (link.to, link.seconds_per_byte)]
 
 
 def _window(numbers: Sequence[float]) -> Window:
     layer_s, error_s, rest_s, waited_for, waited_s, *of_links = numbers
+    told = [Link(int(to), seconds) for to, seconds in zip(of_links[::2], of_links[1::2], strict=True)]
     links = {
-        axis: Link(int(to), seconds)
-        for axis, to, seconds in zip(AXES, of_links[::2], of_links[1::2], strict=True)
-        if to >= 0
+        axis: [link for link in told[OF_AXIS * at : OF_AXIS * (at + 1)] if link.to >= 0]
+        for at, axis in enumerate(AXES)
     }
     return Window(layer_s, error_s, rest_s, int(waited_for), waited_s, links)

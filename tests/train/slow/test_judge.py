@@ -120,34 +120,54 @@ def test_a_rank_without_a_peer_of_its_role_is_not_judged():
     assert [judge.add([Window(1.0), Window(9.0)]) for _ in range(WINDOWS)] == [[]] * WINDOWS
 
 
-def over_links(rates, seconds=(1.0, 1.0, 1.0)):
-    """Of a ring of ranks that send at these rates, in MB/s."""
-    ranks = len(rates)
-    return [
-        Window(seconds[rank], links={"dp": Link((rank + 1) % ranks, 1e-6 / rates[rank])})
-        for rank in range(ranks)
-    ]
+def over_links(seconds, slow=(), times=1.0):
+    """Of a ring of ranks that compute so long, in which links [from, to] take `times` as long as others."""
+    ranks = len(seconds)
+    windows = []
+    for rank, own in enumerate(seconds):
+        links = []
+        for to in sorted({(rank + 1) % ranks, (rank - 1) % ranks}):
+            links.append(Link(to, 1e-8 * (times if (rank, to) in slow else 1.0)))
+        windows.append(Window(own, links={"dp": links}))
+    return windows
 
 
 def test_a_slow_link_is_named_with_its_ends_and_rates():
     judge = judge_of(3)
-    found = [judge.add(over_links([100.0, 25.0, 110.0])) for _ in range(WINDOWS)]
+    found = [judge.add(over_links([1.0] * 3, {(1, 2)}, 4.0)) for _ in range(WINDOWS)]
     assert found[:-1] == [[]] * (WINDOWS - 1)
     (link,) = found[-1]
     assert link.sentence == (
-        "the link from rank 1 (host h1) to rank 2 (host h2) takes 4.2 times as long as others for a byte of "
-        "dp over the last 60 steps: 25 MB/s, where they carry 105 MB/s."
+        "the link from rank 1 (host h1) to rank 2 (host h2) takes 4.0 times as long as others for a byte of "
+        "dp over the last 60 steps: 25 MB/s, where others carry 100 MB/s."
     )
     assert (link.rank, link.to, link.traffic) == (1, 2, "dp")
-    again = [judge.add(over_links([100.0, 100.0, 110.0])) for _ in range(WINDOWS)]
-    assert again[-1][0].sentence.endswith("and is no longer slow.")
+    again = [judge.add(over_links([1.0] * 3)) for _ in range(WINDOWS)]
+    assert again[-1][0].sentence.endswith("and no longer slow.")
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_a_host_all_of_whose_links_are_slow_is_named_once(ranks):
+    judge, slow = judge_of(ranks), {(1, 0), (0, 1), (1, 2), (2, 1)}
+    found = [judge.add(over_links([1.0] * ranks, slow, 20.0)) for _ in range(WINDOWS)]
+    (of_rank,) = found[-1]
+    assert of_rank.sentence == (
+        "all links of rank 1 (host h1), both ways, take 20.0 times as long as others for a byte of dp over "
+        "the last 60 steps: 5 MB/s, where others carry 100 MB/s."
+    )
+    assert (of_rank.rank, of_rank.to, of_rank.traffic) == (1, None, "dp")
+    again = [judge.add(over_links([1.0] * ranks)) for _ in range(WINDOWS)]
+    assert [(each.rank, each.is_slow) for each in again[-1]] == [(1, False)]
 
 
 def test_links_of_a_slow_rank_are_not_blamed_and_noisy_ones_neither():
     judge = judge_of(3)
-    found = [judge.add(over_links([100.0, 10.0, 10.0], (1.0, 1.0, 2.0))) for _ in range(2 * WINDOWS)]
-    assert {each.rank for each in itertools.chain(*found)} == {2}
-    assert all(each.to is None for each in itertools.chain(*found))
-    generator, judge = np.random.default_rng(), judge_of(3)
+    found = [judge.add(over_links([1.0, 1.0, 2.0], {(1, 2), (2, 0)}, 10.0)) for _ in range(2 * WINDOWS)]
+    assert {(each.rank, each.traffic) for each in itertools.chain(*found)} == {(2, None)}
+    generator, judge = np.random.default_rng(), judge_of(4)
     for _ in range(300):
-        assert judge.add(over_links((100 * generator.lognormal(0, 0.2, 3)).tolist())) == []
+        noisy = [
+            Window(1.0, links={"dp": [Link(to, 1e-8 * generator.lognormal(0, 0.15)) for to in ends]})
+            for ends in ((1, 3), (0, 2), (1, 3), (0, 2))
+        ]
+        assert judge.add(noisy) == []
