@@ -1,40 +1,53 @@
-"""Meshes of 4D tensor parallelism on as many ranks: bytes over each axis beside the formulas, and seconds.
+"""Meshes of 4D tensor parallelism on as many ranks: bytes over each axis beside the formulas, and steps
+against their limits.
 
     python -m bench.netlab --hosts 4 --ranks-per-host 1 --rate 1gbit -- \\
-        python -m bench.overlap.grid [--meshes 2x2x1 1x1x4] [--rounds 2] [--json FILE]
+        python -m bench.overlap.grid [--meshes 2x2x1 1x1x4] [--rounds 5] [--json FILE]
 
 A mesh is x, y and z (docs/4d.md). Bytes are what a rank has read from its peers, by the transport's counters,
 for one layer in one step: half the difference of models of 3 layers and of 1, and of runs of several steps
-and of one. Of a step of one micro-batch for each rank of z: forward, backward, update.
+and of one. A step is one micro-batch for each rank of z: forward, backward, update.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
-import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
-from bench.common.measuring import Report, parser_of
+from bench.common.limits import LIMITS_HEAD, Held, Turn, limits_cells
+from bench.common.measuring import Report, interleave, parser_of
+from bench.common.plain_llama import Shape
 from bench.common.tables import table
+from bench.data_parallel.run import SHAPES, ours, ours_alone
+from bench.training.workers import CLIP
 from pyruntime import comm
-from pyruntime.cli.plan_facts import of_llama
 from pyruntime.comm import Runtime
 from pyruntime.llama import Llama, LlamaConfig
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.traffic import bytes_of_step
+from pyruntime.train.planned import of_llama
 
 MESHES = ("2x2x1", "1x2x2", "2x1x2", "4x1x1", "1x1x4")
 LAYERS = (1, 3)
+COUNTED = 2
+"""Steps whose bytes are counted, after a first one."""
+ALONE, OURS = "alone", "ours"
 HOW = """\
-fp32, {hidden} features, a sequence of {seq} tokens for each rank of z. MB of a layer and step: by the rank
-that reads most, and by `bytes_of_step`, which leaves out what norms exchange. Step: the slowest rank's median
-of {rounds}, of {layers} layers."""
+MB of a layer and step: fp32, {hidden} features, a sequence of {seq} tokens for each rank of z; by the rank
+that reads most, and by `bytes_of_step`, which leaves out what norms exchange.
+
+Step: {shape} in bf16, a sequence of {tokens} tokens for each rank of z, clipped; the slowest rank's, medians
+of {rounds} rounds in which all lines take turns. T_g: every rank trains the whole model alone at the same
+time, and its seconds are divided by x y. T_c: as many bytes as ours sends, both ways, with nothing else to
+do. R = step / max(T_g, T_c). Loaded: T_g while as many bytes pass unrelated, and nobody waits for them before
+the end. Waits: share of a step, by the ledger."""
 AXES = ("x", "y", "z")
 
 
@@ -70,29 +83,40 @@ def step_of(runtime: Runtime, config: LlamaConfig, seq: int) -> tuple[Callable[[
     return step, handle.close
 
 
-def measured(runtime: Runtime, hidden: int, seq: int, rounds: int) -> tuple[list[float], float]:
-    """Of this rank: bytes of a layer over each axis, and seconds of a step of the larger model."""
+def measured(runtime: Runtime, hidden: int, seq: int) -> list[float]:
+    """Bytes that this rank reads for a layer over each axis."""
     found: list[list[float]] = []
-    seconds: list[float] = []
     for layers in LAYERS:
-        few, _ = run(runtime, config_of(layers, hidden), seq, 1)
-        many, seconds = run(runtime, config_of(layers, hidden), seq, 1 + rounds)
-        found.append([(more - less) / rounds for less, more in zip(few, many, strict=True)])
+        few = run(runtime, config_of(layers, hidden), seq, 1)
+        many = run(runtime, config_of(layers, hidden), seq, 1 + COUNTED)
+        found.append([(more - less) / COUNTED for less, more in zip(few, many, strict=True)])
     fewer, more = found
-    per_layer = [(two - one) / (LAYERS[1] - LAYERS[0]) for one, two in zip(fewer, more, strict=True)]
-    return per_layer, statistics.median(seconds[1:])
+    return [(two - one) / (LAYERS[1] - LAYERS[0]) for one, two in zip(fewer, more, strict=True)]
 
 
-def run(runtime: Runtime, config: LlamaConfig, seq: int, steps: int) -> tuple[list[int], list[float]]:
-    """Bytes of so many steps of a new model, from its beginning to its end, and seconds of each."""
-    before, seconds = counters(runtime), []
+def run(runtime: Runtime, config: LlamaConfig, seq: int, steps: int) -> list[int]:
+    """Bytes of so many steps of a new model, from its beginning to its end."""
+    before = counters(runtime)
     step, close = step_of(runtime, config, seq)
     for _ in range(steps):
-        began = time.perf_counter()
         step()
-        seconds.append(time.perf_counter() - began)
     close()  # what steps have begun has come
-    return [now - then for now, then in zip(counters(runtime), before, strict=True)], seconds
+    return [now - then for now, then in zip(counters(runtime), before, strict=True)]
+
+
+def limits(runtime: Runtime, shape: Shape, one: DeviceMesh, inside: int, rounds: int) -> dict[str, Any]:
+    """Of a step of that shape. one: this rank alone; inside: x y."""
+    torch.manual_seed(runtime.coordinate.dp)
+    ids, labels = (torch.randint(shape.vocab, (shape.micro_batch, shape.seq)) for _ in range(2))
+    alone = ours_alone(shape, torch.bfloat16, one, CLIP)
+    step, handle = ours(shape, torch.bfloat16, runtime.tp_grid, runtime.dp, stage=3)
+    turns: dict[str, Turn] = {ALONE: lambda: alone(ids, labels), OURS: lambda: step(ids, labels)}
+    for turn in turns.values():
+        turn()
+    held = Held(turns, OURS, [ALONE], shares=inside)
+    found = asdict(held.limits(interleave(turns, rounds)))
+    handle.close()
+    return found
 
 
 def expected(sizes: tuple[int, ...], hidden: int, seq: int, per_host: int) -> list[float]:
@@ -109,45 +133,51 @@ def expected(sizes: tuple[int, ...], hidden: int, seq: int, per_host: int) -> li
 
 
 def main() -> None:
-    parser = parser_of(__doc__, rounds=2)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--meshes", nargs="+", default=list(MESHES))
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--hidden-size", type=int, default=512, help="where bytes are counted; default 512")
+    parser.add_argument("--seq", type=int, default=256, help="likewise; default 256")
+    parser.add_argument("--shape", choices=SHAPES, default="dim1024", help="of the steps; default dim1024")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    pyruntime.keep_freed_memory()
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    how = HOW.format(hidden=args.hidden_size, seq=args.seq, rounds=args.rounds, layers=LAYERS[1])
-    report = Report(args, how) if os.environ["RANK"] == "0" else None
-    rows = []
+    shape = SHAPES[args.shape]
+    report = None
     for name in args.meshes:
         sizes = tuple(map(int, name.split("x")))
         x, y, z = sizes
         with Runtime.start(tp=x, tp_y=y, dp=z) as runtime:
+            if report is None:
+                how = HOW.format(
+                    hidden=args.hidden_size,
+                    seq=args.seq,
+                    shape=args.shape,
+                    tokens=shape.seq,
+                    rounds=args.rounds,
+                )
+                report = Report(args, how)
             told: list[Any] = [None] * world
-            own = measured(runtime, args.hidden_size, args.seq, args.rounds)
-            torch.distributed.all_gather_object(told, own)
-        wanted = expected(sizes, args.hidden_size, args.seq, local)
-        rows.append(
-            {
+            torch.distributed.all_gather_object(told, measured(runtime, args.hidden_size, args.seq))
+            ranks = torch.arange(world).view(world, 1)
+            one = DeviceMesh("cpu", ranks, mesh_dim_names=("others", "one"))["one"]
+            result = {
                 "mesh": name,
-                "read": [max(each[0][axis] for each in told) for axis in range(3)],
-                "expected": wanted,
-                "seconds": max(each[1] for each in told),
+                "read": [max(each[axis] for each in told) for axis in range(3)],
+                "expected": expected(sizes, args.hidden_size, args.seq, local),
+                "limits": limits(runtime, shape, one, x * y, args.rounds),
             }
-        )
-    if report is not None:
-        report.add({"rows": rows}, show(rows))
+        report.add(result, show(result))
         report.write(args.json)
 
 
-def show(rows: list[dict[str, Any]]) -> str:
-    def cells(row: dict[str, Any]) -> list[str]:
-        pairs = zip(row["read"], row["expected"], strict=True)
-        both = [f"{read / 1e6:.3f} ({wanted / 1e6:.3f})" for read, wanted in pairs]
-        return [row["mesh"], *both, f"{row['seconds'] * 1e3:.0f}"]
-
-    head = ["x, y, z", *(f"{axis}: MB read (formula)" for axis in AXES), "step ms"]
-    return table(head, [cells(row) for row in rows])
+def show(result: dict[str, Any]) -> str:
+    pairs = zip(result["read"], result["expected"], strict=True)
+    both = [f"{read / 1e6:.3f} ({wanted / 1e6:.3f})" for read, wanted in pairs]
+    found = result["limits"]
+    times = [f"{found[name]['median'] * 1e3:.0f}" for name in ("ours", "T_g")]
+    head = ["x, y, z", *(f"{axis}: MB read (formula)" for axis in AXES), "step ms", "T_g ms", *LIMITS_HEAD]
+    return table(head, [[result["mesh"], *both, *times, *limits_cells(found)]])
 
 
 if __name__ == "__main__":

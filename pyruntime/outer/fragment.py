@@ -26,7 +26,7 @@ Flat: TypeAlias = tuple[Value, Tensor, Tensor, Tensor, Tensor]
 class Fragment:
     """The arithmetic of `OuterOptimizer` on some of the values, and where their round stands."""
 
-    NUMBERS: ClassVar[int] = 4
+    NUMBERS: ClassVar[int] = 5
     """That `progress` has."""
 
     def __init__(self, values: Sequence[Value], method: Method):
@@ -44,8 +44,14 @@ class Fragment:
         """Of the inner optimizer in this round until now, and when it ends."""
         self.is_pending = False
         """Displacements have left, and the outer step with them is to come."""
+        self.has_come = True
+        """What is in `sent` is their sum."""
+        self.count = 1
+        """Replicas whose displacements that is of."""
         self.sent_steps = 0
         """Of the round that they are of."""
+        self.moved = torch.zeros(1)
+        """1 where the last outer step moved the outer iterate, 0 where there was nothing to step with."""
         self.first_square = 0.0
         """Of this round, over all parts of the replica."""
         with torch.no_grad():
@@ -65,6 +71,7 @@ class Fragment:
         none. pull: replicas go to the outer iterate. launch: displacements are written where they travel
         from, of before the outer step where replicas begin anew, otherwise of after it."""
         method = self._method
+        self.moved.fill_(0 if step is None else 1)
         for value, x, z, m, sent in self._flat():
             outer_step_(
                 x,
@@ -86,19 +93,35 @@ class Fragment:
     @torch.no_grad()
     def take_mean(self, mean: float) -> None:
         """Outer iterate and values become the mean over the replicas. mean: of the sum that has come."""
-        for value, x, z, _, sent in self._flat():
+        for _, _, z, _, sent in self._flat():
             for some, of in zip(z.split(BLOCK), sent.split(BLOCK), strict=True):
                 some.sub_(of.to(some.dtype), alpha=mean)
+        self._go_to_base()
+        self.is_pending = False
+
+    def _go_to_base(self) -> None:
+        for value, x, z, _, _ in self._flat():
             x.copy_(z)
             if value.rounded is not None:
                 value.rounded.copy_(value.tensor)
-        self.is_pending = False
 
     def begin_round(self) -> None:
         """What travels has been written."""
         self.sent[-WIDTH:] = 0
         self.sent[-WIDTH] = self.first_square
-        self.sent_steps, self.steps, self.is_pending = self.steps, 0, True
+        self.sent_steps, self.steps, self.is_pending, self.has_come = self.steps, 0, True, False
+
+    @torch.no_grad()
+    def begin_anew(self, length: int, behind: bool) -> None:
+        """The replica goes to the outer iterate, and a round of `length` steps begins. behind: with nothing
+        of its own in what is on its way; else nothing is."""
+        self._go_to_base()
+        self.steps, self.length, self.is_pending, self.has_come = 0, length, behind, not behind
+        if behind:
+            self.sent_steps = length
+            self.sent.zero_()
+        else:
+            self.moved.zero_()
 
     def sent_square(self) -> float:
         """The sum over the replicas of what `first_square` was."""
@@ -113,9 +136,9 @@ class Fragment:
         )
 
     def square_gap(self, mean: float) -> float:
-        """||z_t - (z_{t-1} - mean(d))||^2 of what this rank counts: z_t - z_{t-1} is -lr m. mean: of the sum
-        that has come."""
-        lr = self._method.lr
+        """||z_t - (z_{t-1} - mean(d))||^2 of what this rank counts: z_t - z_{t-1} is -lr m where the outer
+        iterate moved. mean: of the sum that has come."""
+        lr = self._method.lr * float(self.moved)
         return math.fsum(
             squared_gap(sent, m, mean, lr) for value, _, _, m, sent in self._flat() if value.counts
         )
@@ -129,10 +152,12 @@ class Fragment:
         return result
 
     def progress(self) -> list[float]:
-        return [self.steps, self.length, self.sent_steps if self.is_pending else 0, self.sent_square()]
+        sent_steps = self.sent_steps if self.is_pending else 0
+        return [self.steps, self.length, sent_steps, self.sent_square(), self.count]
 
     def go_on(self, numbers: Sequence[float]) -> None:
         """As another was, of whose `progress` these are."""
         self.steps, self.length, self.sent_steps = map(int, numbers[:3])
-        self.is_pending = self.sent_steps > 0
-        self.sent[-WIDTH] = numbers[3]
+        self.is_pending, self.has_come = self.sent_steps > 0, True
+        self.sent[-WIDTH], self.count = numbers[3], int(numbers[4])
+        self.moved.fill_(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -128,3 +129,13 @@ def two_by_two() -> DeviceMesh:
     if 4 not in _meshes:
         _meshes[4] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp_replicate", "dp_shard"))
     return _meshes[4]
+
+
+def mesh_of(group: dist.ProcessGroup, kind: str) -> tuple[DeviceMesh, int, int]:
+    """The mesh of `kind`, "hsdp" for `two_by_two` or else all ranks of the group; this rank in it, and its
+    size."""
+    if kind == "hsdp":
+        mesh = two_by_two()
+        return mesh, 2 * mesh.get_local_rank(0) + mesh.get_local_rank(1), 4
+    mesh = DeviceMesh.from_group(group, "cpu")
+    return mesh, mesh.get_rank(), mesh.size()

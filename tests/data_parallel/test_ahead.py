@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
 from pyruntime.data_parallel import NonFiniteGradient, ShardedAdamW, gradients
@@ -54,12 +53,7 @@ class Watch:
 
 
 def made(group, mesh_kind, stage, dtype, rounding="nearest", **options):
-    if mesh_kind == "hsdp":
-        mesh = cases.two_by_two()
-        rank, size = 2 * mesh.get_local_rank(0) + mesh.get_local_rank(1), 4
-    else:
-        mesh = DeviceMesh.from_group(group, "cpu")
-        rank, size = mesh.get_rank(), mesh.size()
+    mesh, rank, size = cases.mesh_of(group, mesh_kind)
     whole = cases.model(False, stage == 3, dtype)
     handle = pyruntime.shard(whole, mesh, stage=stage, bucket_bytes=BUCKET)
     return whole, handle, handle.adamw(lr=1e-2, rounding=rounding, **options), rank, size

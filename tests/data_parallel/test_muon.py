@@ -85,12 +85,7 @@ def reference(steady: bool, sequences: int, max_norm: float):
 
 
 def made(group, mesh_kind, stage, dtype, **options):
-    if mesh_kind == "hsdp":
-        mesh = cases.two_by_two()
-        rank, size = 2 * mesh.get_local_rank(0) + mesh.get_local_rank(1), 4
-    else:
-        mesh = DeviceMesh.from_group(group, "cpu")
-        rank, size = mesh.get_rank(), mesh.size()
+    mesh, rank, size = cases.mesh_of(group, mesh_kind)
     whole = cases.model(False, stage == 3, dtype)
     handle = pyruntime.shard(whole, mesh, stage=stage, bucket_bytes=BUCKET)
     muon = Muon(matrices_of(whole))

@@ -45,16 +45,13 @@ def trained_whole(group, *arguments):
 def trained_as_it_is(
     group, transport, mesh_kind, stage, tied, dtype, sequences, max_norm, keep=0, bucket=BUCKET
 ):
-    if mesh_kind == "hsdp":
-        mesh = cases.two_by_two()
-        rank, size = 2 * mesh.get_local_rank(0) + mesh.get_local_rank(1), 4
-    else:
+    if mesh_kind != "hsdp":
         take(group, transport)
-        mesh = DeviceMesh.from_group(group, "cpu")
-        rank, size = mesh.get_rank(), mesh.size()
-        mesh = None if mesh_kind == "alone" else mesh
+    mesh, rank, size = cases.mesh_of(group, mesh_kind)
     whole = cases.model(tied, stage == 3, dtype)
-    handle = pyruntime.shard(whole, mesh, stage=stage, bucket_bytes=bucket, keep_gathered=keep)
+    handle = pyruntime.shard(
+        whole, None if mesh_kind == "alone" else mesh, stage=stage, bucket_bytes=bucket, keep_gathered=keep
+    )
     optimizer = handle.adamw(lr=1e-2, max_norm=max_norm)
     losses, norms = cases.train(whole, handle, optimizer, cases.batches(STEPS, sequences), rank, size)
     assert all(p.grad is None for p in whole.parameters())

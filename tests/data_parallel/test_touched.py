@@ -59,12 +59,7 @@ def dense():
 
 
 def made(group, kind, stage, dtype, other, **options):
-    if kind == "hsdp":
-        mesh = cases.two_by_two()
-        rank, size = 2 * mesh.get_local_rank(0) + mesh.get_local_rank(1), 4
-    else:
-        mesh = DeviceMesh.from_group(group, "cpu")
-        rank, size = mesh.get_rank(), mesh.size()
+    mesh, rank, size = cases.mesh_of(group, kind)
     torch.manual_seed(3)
     model = Model(other).to(dtype)
     handle = pyruntime.shard(model, mesh, stage=stage, bucket_bytes=BUCKET)

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from pyruntime.train.config import Data, RunConfig, Train
 from pyruntime.train.data import corpus, documents, token_cache, tokenizing
 from pyruntime.train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from pyruntime.train.errors import ConfigError
-from tests.train.data.texts import build, everything, halves, lines_file
+from tests.train.data.texts import build, byte_level_bpe, everything, halves, lines_file
 
 
 def test_every_line_of_jsonl_is_a_document_of_its_text(tmp_path):
@@ -97,12 +96,7 @@ def test_pieces_are_the_text_and_end_between_characters(parts):
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
     """A BPE whose file also says how a model's input is cut and padded."""
-    engine = Tokenizer(models.BPE())
-    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    engine.train_from_iterator([Path(__file__).read_text()] * 2, trainer)
+    engine = byte_level_bpe(Path(__file__).read_text(), 400)
     engine.enable_truncation(7)
     engine.enable_padding(length=12)
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"

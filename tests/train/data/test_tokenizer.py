@@ -5,25 +5,19 @@ import shutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models
 
 from pyruntime.cli.generate import _decoded
 from pyruntime.train.data.tokenizer import ByteTokenizer, JsonTokenizer, load_beside, open_tokenizer
 from pyruntime.train.errors import ConfigError
+from tests.train.data.texts import byte_level_bpe
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
     """A byte-level BPE of a few hundred tokens, as a file."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator(["def main(self):\n    return self\n"] * 3, trainer)
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    tokenizer.save(str(path))
+    byte_level_bpe("def main(self):\n    return self\n", 300).save(str(path))
     return path
 
 

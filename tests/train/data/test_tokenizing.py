@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from pyruntime.cli import main
 from pyruntime.cli.tokenize import Progress
@@ -29,19 +28,13 @@ from pyruntime.train.data.workers import Workers
 from pyruntime.train.errors import ConfigError
 from tests.train import jobs
 from tests.train.data.tasks import squared
-from tests.train.data.texts import array, halves, lines_file, open_text, words
+from tests.train.data.texts import array, byte_level_bpe, halves, lines_file, open_text, words
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
-    engine = Tokenizer(models.BPE())
-    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    engine.train_from_iterator([Path(__file__).read_text()], trainer)
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    engine.save(str(path))
+    byte_level_bpe(Path(__file__).read_text(), 400).save(str(path))
     return path
 
 

@@ -6,12 +6,25 @@ import json
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pyruntime.train.config import Data
 from pyruntime.train.data import corpus
 from pyruntime.train.data.corpus import Corpus, Tokens
 from pyruntime.train.data.shards import Shard, ShardWriter
 from pyruntime.train.data.tokenizer import ByteTokenizer
+
+
+def byte_level_bpe(text: str, vocab_size: int) -> Tokenizer:
+    """Trained on that text, with the separator "</s>"."""
+    engine = Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    engine.train_from_iterator([text], trainer)
+    return engine
 
 
 def lines_file(folder: Path, texts, name="text.jsonl") -> Path:
