@@ -26,7 +26,7 @@ Flat: TypeAlias = tuple[Value, Tensor, Tensor, Tensor, Tensor]
 class Fragment:
     """The arithmetic of `OuterOptimizer` on some of the values, and where their round stands."""
 
-    NUMBERS: ClassVar[int] = 5
+    NUMBERS: ClassVar[int] = 6
     """That `progress` has."""
 
     def __init__(self, values: Sequence[Value], method: Method):
@@ -106,8 +106,9 @@ class Fragment:
                 value.rounded.copy_(value.tensor)
 
     def begin_round(self) -> None:
-        """What travels has been written."""
-        self.sent[-WIDTH:] = 0
+        """What travels has been written; between that and the last line there is nothing of the round before,
+        of whose zeros packing may have made values."""
+        self.sent[len(self.base) :] = 0
         self.sent[-WIDTH] = self.first_square
         self.sent_steps, self.steps, self.is_pending, self.has_come = self.steps, 0, True, False
 
@@ -153,11 +154,11 @@ class Fragment:
 
     def progress(self) -> list[float]:
         sent_steps = self.sent_steps if self.is_pending else 0
-        return [self.steps, self.length, sent_steps, self.sent_square(), self.count]
+        return [self.steps, self.length, sent_steps, self.sent_square(), self.count, float(self.moved)]
 
     def go_on(self, numbers: Sequence[float]) -> None:
         """As another was, of whose `progress` these are."""
         self.steps, self.length, self.sent_steps = map(int, numbers[:3])
         self.is_pending, self.has_come = self.sent_steps > 0, True
         self.sent[-WIDTH], self.count = numbers[3], int(numbers[4])
-        self.moved.fill_(1)
+        self.moved.fill_(numbers[5])

@@ -271,6 +271,34 @@ def test_what_is_saved_goes_on_bitwise(ranks, method, at):
         assert all(torch.equal(one, other) for one, other in zip(whole, resumed, strict=True))
 
 
+def test_a_round_that_stood_still_is_saved_as_one():
+    """Of co2 the first one after finish(), whose momentum is of before."""
+
+    def after_a_round(kept, weight) -> torch.Tensor:
+        module = nn.Linear(3, 3, bias=False)
+        outer_optimizer = pyruntime.OuterOptimizer(module, None, outer.co2(2, momentum=0.4))
+        with torch.no_grad():
+            module.weight.copy_(weight)
+        outer_optimizer.load_state_dict(kept)
+        return a_round(module, outer_optimizer)
+
+    def a_round(module, outer_optimizer) -> torch.Tensor:
+        for _ in range(2):
+            with torch.no_grad():
+                module.weight.mul_(0.9)
+            outer_optimizer.step()
+        return module.weight.detach().clone()
+
+    module = nn.Linear(3, 3, bias=False)
+    outer_optimizer = pyruntime.OuterOptimizer(module, None, outer.co2(2, momentum=0.4))
+    for _ in range(3):
+        a_round(module, outer_optimizer)
+    outer_optimizer.finish()
+    weight = a_round(module, outer_optimizer)
+    kept = {name: each.clone() for name, each in outer_optimizer.state_dict().items()}
+    assert torch.equal(after_a_round(kept, weight), a_round(module, outer_optimizer))
+
+
 def foreign_states(group):
     _, _, mine = cases.made(group, outer.co2(4), torch.float32)
     state, sentences = mine.state_dict(), []

@@ -116,6 +116,29 @@ def test_replicas_come_as_near_to_the_best_as_without(ranks, settings):
     assert plain < 0.3 and packed < plain + 0.02
 
 
+def one_bit(group, elements):
+    """How far this replica's parameters are in the end from where all want them."""
+    parameter = nn.Parameter(torch.zeros(elements))
+    outer_optimizer = pyruntime.OuterOptimizer(
+        nn.ParameterList([parameter]),
+        DeviceMesh.from_group(group, "cpu"),
+        outer.local_sgd(1),
+        compression=Compression("quantize", bits=1),
+    )
+    for _ in range(40):
+        with torch.no_grad():
+            parameter.lerp_(torch.ones(elements), 0.1)
+        outer_optimizer.step()
+    outer_optimizer.close()
+    return float((parameter - 1).abs().max())
+
+
+def test_what_pads_the_last_line_adds_nothing(ranks):
+    """Of one bit there is no 0."""
+    for far in ranks.run(one_bit, 2, 32 * WIDTH + 1):
+        assert far < 0.2
+
+
 def described(group):
     _, _, outer_optimizer = cases.made(group, outer.co2(3), torch.float32, compression=QUANTIZE)
     words = outer_optimizer.describe()
