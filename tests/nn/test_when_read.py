@@ -25,7 +25,8 @@ class Twice(torch.autograd.Function):
     def forward(ctx, x, read):
         def gathered():
             read.append(1)
-            return torch.cat([x.detach()] * 2, -1)
+            padded = torch.cat([x.detach()] * 2 + [x.detach()[..., :1]], -1)
+            return padded[..., :-1]  # with gaps, as of words that the ranks do not share evenly
 
         return GatheredWhenRead((*x.shape[:-1], 2 * x.shape[-1]), x, gathered)
 
@@ -55,6 +56,7 @@ def saved(y):
         lambda y: F.cross_entropy(y, LABELS),
         lambda y: y[..., :-1].double(),
         lambda y: y.view(3, 4).float(),
+        lambda y: y.reshape(-1) * y.contiguous().view(12),
         lambda y: torch.stack(list(y)),
         lambda y: y.mul_(2),
         lambda y: y.softmax(-1) @ y.T,

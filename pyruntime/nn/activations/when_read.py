@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class GatheredWhenRead(Tensor):
-    """A tensor of `shape` with the dtype and device of `like`; `gather()` gives its elements."""
+    """A contiguous tensor of `shape` with the dtype and device of `like`; `gather()` gives its elements."""
 
     _gather: Callable[[], Tensor]
     _whole: Tensor | None
@@ -31,7 +31,7 @@ class GatheredWhenRead(Tensor):
         gathers them."""
         if self._whole is None:
             with torch.no_grad():
-                self._whole = self._gather()
+                self._whole = self._gather().contiguous()  # as its strides say, by which views are chosen
         return self._whole
 
     def __reduce_ex__(self, protocol: Any) -> Any:
