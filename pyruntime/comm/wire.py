@@ -62,7 +62,7 @@ class Wire:
     def read(self, travelled: Tensor, out: Tensor) -> None:
         """out [n, width] = what was written as `travelled`."""
         if self.format == "fp8":
-            _C.unpack_fp8(travelled, out)
+            _C.unpack_fp8(travelled.contiguous(), out)
         else:
             out.copy_(travelled)
 

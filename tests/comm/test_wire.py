@@ -46,6 +46,12 @@ def test_fp8_is_torchs_in_blocks_with_the_least_power_of_two(dtype, width):
     assert torch.equal(wire.unpacked(wire.packed(values)), values)  # once rounded it stays
 
 
+def test_rows_are_read_from_between_others():
+    rows, wire = rows_of(torch.float32, 7).view(3, 3, 7), Wire("fp8", 7, torch.float32)
+    packed = wire.packed(rows)
+    assert torch.equal(wire.unpacked(packed[:, :1]), wire.unpacked(packed)[:, :1])
+
+
 def test_no_value_is_further_off_than_half_a_step():
     rows = torch.rand(64, 512, generator=torch.Generator().manual_seed(2)) + 1e-3
     wire = Wire("fp8", 512, torch.float32)
