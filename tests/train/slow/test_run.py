@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pyruntime import comm, ops
-from pyruntime.train import checkpoint_folder, manifest, validate
+from pyruntime.train import checkpoint_folder, config_file, manifest, validate
 from pyruntime.train import run as run_module
 from pyruntime.train.config import Output, RunConfig
 from pyruntime.train.errors import ConfigError
@@ -192,6 +192,8 @@ def test_layers_leave_a_slow_rank_at_a_checkpoint_and_losses_stay(ranks, tmp_pat
 def _goes_on_with_the_layers(ranks, config, after):
     config = jobs.changed(jobs.changed(config, "train", steps=21), "checkpoint", resume=config.output.run_dir)
     assert [list(map(len, held)) for held in ranks.run(moving_run, 4, config)[2:]] == [[after[1]]] * 2
+    # Who goes on with other stages, or without rebalance, has not asked for these layers.
+    assert config_file.load(Path(config.output.run_dir) / "config.toml").pipeline.layers == ()
     config = jobs.changed(jobs.changed(config, "train", steps=22), "parallel", rebalance="off")
     assert [list(map(len, held)) for held in ranks.run(moving_run, 4, config)] == [[3]] * 4
 
