@@ -1,4 +1,4 @@
-"""Bytes that a rank takes from others in a step, by what travels: as it is, rounded, or packed.
+"""Bytes that a rank takes from others in a step, by what travels: as it is, or rounded.
 
     python -m bench.data_parallel.wire [--json FILE] [--steps 12]
 
@@ -23,31 +23,16 @@ from pyruntime.train.metrics import FILE_NAME, read
 
 HOW = """\
 dim256 in bf16, {steps} steps of two ranks of one host. Bytes: what the rank that read most took in a step, as
-the transport counts it, the median over the steps of the second half; of replicas that meet every 4 steps
-(co2), in the whole run. Validation loss after the last step: one run each, so it differs by as much as a seed
-changes it."""
-WIRES = ("same", "bf16", "fp8")
-CO2 = {"parallel.dp": 2, "data_parallel.method": "co2", "data_parallel.tau": 4}
+the transport counts it, the median over the steps of the second half. Validation loss after the last step:
+one run each, so it differs by as much as a seed changes it."""
 LINES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{
-        f"zero 3, weights {wire}": (
-            "dp_bytes",
-            {"parallel.dp": 2, "parallel.zero": 3, "data_parallel.weight_wire": wire},
-        )
-        for wire in WIRES
-    },
-    **{
-        f"2 stages, activations {wire}": ("pp_bytes", {"parallel.pp": 2, "pipeline.wire": wire})
-        for wire in WIRES
-    },
-    **{f"ring of 2, keys {wire}": ("cp_bytes", {"parallel.cp": 2, "context.wire": wire}) for wire in WIRES},
-    "co2, displacements same": ("outer_bytes", CO2),
-    "co2, displacements 8 bits": (
-        "outer_bytes",
-        CO2 | {"data_parallel.compression": "quantize", "data_parallel.compression_bits": 8},
-    ),
-    "co2, displacements 4 bits": ("outer_bytes", CO2 | {"data_parallel.compression": "quantize"}),
-    "co2, displacements top 1 %": ("outer_bytes", CO2 | {"data_parallel.compression": "top_k"}),
+    f"{name} {wire}": (counted, settings | {key: wire})
+    for name, counted, key, settings in (
+        ("zero 3, weights", "dp_bytes", "data_parallel.weight_wire", {"parallel.dp": 2, "parallel.zero": 3}),
+        ("2 stages, activations", "pp_bytes", "pipeline.wire", {"parallel.pp": 2}),
+        ("ring of 2, keys", "cp_bytes", "context.wire", {"parallel.cp": 2}),
+    )
+    for wire in ("same", "fp8")
 }
 """By name what is counted, and the settings."""
 
@@ -67,8 +52,11 @@ def measure(name: str, steps: int) -> dict[str, Any]:
             sys.exit(f"{done.stdout}{done.stderr}\n{name} ended with {done.returncode}; see above.")
         found = read(Path(folder, FILE_NAME))
     taken = [step.get(counted, 0) for step in found]
-    nbytes = sum(taken) if counted == "outer_bytes" else statistics.median(taken[steps // 2 :])
-    return {"name": name, "bytes": nbytes, "val_loss": found[-1]["val_loss"]}
+    return {
+        "name": name,
+        "bytes": statistics.median(taken[steps // 2 :]),
+        "val_loss": found[-1]["val_loss"],
+    }
 
 
 def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -52,6 +52,10 @@ class Sums(Protocol):
 
     def wait(self, tensor: Tensor) -> None: ...
 
+    def used(self, tensor: Tensor, scale: float | None) -> None:
+        """The sums in `tensor` are going to be an outer step, with them times `scale`; None: they are of
+        nobody, and it is none."""
+
     def stats(self) -> tuple[float, int]:
         """Since the start, seconds in which this thread did nothing but wait for other replicas, copy and
         sum, and bytes that came from them."""
@@ -209,6 +213,9 @@ class Averaging:
             if run.then is not None:
                 self._axis.complete_up_to(run.then)
         self._rest()
+
+    def used(self, tensor: Tensor, scale: float | None) -> None:
+        """Nobody comes who would have to know."""
 
     def settle(self) -> None:
         while self._waiting:

@@ -29,6 +29,7 @@ class ShardedWeights:
                 state.master if state.has_master else state.rows,
                 state.rows.dtype,
                 self._optimizer.counts(state),
+                state.rows if state.has_master else None,
             )
             for state in self._optimizer.current()
         ]

@@ -244,8 +244,8 @@ class DataParallel:
     parallel.dp."""
     members: str = ""
     """Address (HOST:PORT) of `python -m pyruntime members`, where replicas come and go and this job is one of
-    them, by local_sgd, slowmo and diloco; train.batch_size is then of one replica. Empty: the replicas are
-    ranks of this job."""
+    them; tau is then a number, and train.batch_size of one replica. Not of streaming_diloco. Empty: the
+    replicas are ranks of this job."""
     tau: Literal["auto"] | int = "auto"
     """Steps between two meetings; auto, of co2 and overlapped_local_sgd: as few as hide the exchange, which
     is measured."""

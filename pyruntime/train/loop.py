@@ -200,6 +200,9 @@ class Trainer:
         if not join(self.member, self.outer, self.sharded, self.step, list(self._deal)):
             return False
         self.step = self.member.step
+        if self.step == self._config.train.steps:
+            self.outer.finish()  # too late for a step, but not for the last sum
+            return False
         return True
 
     def what_is_not_resumed(self, folder: Path) -> str:
@@ -453,6 +456,8 @@ class Trainer:
     def _save(self, and_wait: bool) -> None:
         """and_wait: until it is there; else it is written while the run goes on."""
         guard = self._guard
+        if self.outer is not None:
+            self.outer.settle()  # what has been dealt is of the sums that are saved
         facts = dataclasses.replace(
             self._facts,
             step=self.step,

@@ -106,6 +106,26 @@ def test_the_gap_penalty_is_that_of_the_papers_terms_and_the_same_on_all_replica
         assert list(dict.fromkeys(seen))[1:] == pytest.approx(penalties, rel=1e-9)
 
 
+@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.2), (1.0, 0.0), (0.7, 0.2)])
+def test_what_a_round_solves_swings_by_the_root_of_momentum_and_outer_rate(lr, momentum):
+    """lambda^2 - (1 + beta) lambda + beta + alpha rho = 0, where inner steps go the share rho of the way to
+    the minimum, here 0."""
+    share, tau, rounds = 0.9, 2, 60
+    module = nn.Linear(1, 1, bias=False).double()
+    outer_optimizer = pyruntime.OuterOptimizer(module, None, outer.co2(tau, lr, momentum, penalty=None))
+    found = []
+    for step in range(tau * rounds):
+        with torch.no_grad():
+            module.weight.mul_((1 - share) ** (1 / tau))
+        outer_optimizer.step()
+        if step % tau == tau - 1:
+            found.append(module.weight.item())
+    determinants = [a * c - b * b for a, b, c in zip(found[:-2], found[1:-1], found[2:], strict=True)]
+    # Of a recurrence of two terms it grows by the product of its roots, the square of their magnitude.
+    growth = (determinants[-1] / determinants[9]) ** (1 / (len(determinants) - 10))
+    assert growth == pytest.approx(momentum + lr * share, rel=1e-6)
+
+
 def half(gap: float, reach: float) -> float:
     assert gap >= 0 and reach > 0
     return 2.0

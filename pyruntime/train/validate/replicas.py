@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from pyruntime.elastic.address import split_address
-from pyruntime.outer.methods import METHODS, Method, refuse_unless_waiting
+from pyruntime.outer.methods import METHODS, Method, refuse_for_members
 from pyruntime.train.config import DataParallel, RunConfig, meets_every_step, replicas, with_steps
 from pyruntime.train.errors import refusing, require
 
@@ -82,13 +82,13 @@ def _check_members(config: RunConfig, method: Method) -> None:
     address, tau = config.data_parallel.members, method.tau
     with refusing("data_parallel.members: "):
         split_address(address)
-        refuse_unless_waiting(method)
+        refuse_for_members(method)
     require(
         config.parallel.dp_replicate == 1,
         f"data_parallel.members={address} joins replicas that are jobs of their own, and "
         f"parallel.dp_replicate={config.parallel.dp_replicate} makes some in it; leave one of them out.",
     )
-    assert isinstance(tau, int)  # a method that waits has no other
+    assert isinstance(tau, int)
     for name, steps in (
         ("train.steps", with_steps(config).train.steps),
         ("checkpoint.every_steps", config.checkpoint.every_steps),

@@ -59,6 +59,9 @@ def _check_predicted(config: RunConfig) -> None:
         ("data_parallel.method", data_parallel.method, ("every_step", "co2")),
         ("data_parallel.members", data_parallel.members, ("",)),
         ("data_parallel.compression", data_parallel.compression, ("none",)),
+        ("data_parallel.weight_wire", data_parallel.weight_wire, ("same",)),
+        ("pipeline.wire", config.pipeline.wire, ("same",)),
+        ("context.wire", config.context.wire, ("same",)),
     ):
         require(
             value in known,

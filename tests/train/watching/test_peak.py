@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pyruntime.train.config import RunConfig, Train
+from pyruntime.train.watching import peak
 from pyruntime.train.watching.peak import amount, gemm_flops, peak_of
 from tests.train import jobs
 
@@ -30,7 +31,16 @@ def test_a_stated_peak_is_taken_and_nothing_measured(ranks):
     assert ranks.run(peaks, 2, "bf16", 2e12) == [(4e12, "2.0 TFLOP/s a rank, as train.peak_flops states")] * 2
 
 
-def test_more_work_takes_as_much_longer():
-    calls = []
-    found = [gemm_flops(side, torch.float32, lambda: calls.append(1)) for side in (128, 512)]
-    assert found[1] == pytest.approx(found[0], rel=0.9) and len(calls) == 14
+def test_the_rate_is_the_median_of_gemms_that_begin_together(monkeypatch):
+    now, waited = 0.0, []
+    seconds = iter([9.0, 1.0, 2.0, 2.0, 2.0, 2.0, 3.0, 7.0])  # the first one warms up
+
+    def linear(x, w):
+        nonlocal now
+        assert x.shape == w.shape == (64, 64) and x.dtype == torch.bfloat16
+        now += next(seconds)
+
+    monkeypatch.setattr(peak, "linear", linear)
+    monkeypatch.setattr(peak.time, "perf_counter", lambda: now)
+    assert gemm_flops(64, torch.bfloat16, lambda: waited.append(1)) == pytest.approx(2 * 64**3 / 2.0)
+    assert len(waited) == 7

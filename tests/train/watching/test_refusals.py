@@ -7,7 +7,17 @@ import pytest
 
 from pyruntime.cli.train import read
 from pyruntime.train import validate
-from pyruntime.train.config import Comm, DataParallel, Output, Parallel, RunConfig, Train, steps_of
+from pyruntime.train.config import (
+    Comm,
+    Context,
+    DataParallel,
+    Output,
+    Parallel,
+    Pipeline,
+    RunConfig,
+    Train,
+    steps_of,
+)
 from pyruntime.train.errors import ConfigError
 
 
@@ -46,6 +56,9 @@ def test_what_cannot_be_is_refused(config, sentence):
         ({"parallel": Parallel(slices=2)}, "parallel.slices=2"),
         ({"data_parallel": DataParallel(method="diloco", tau=4)}, "data_parallel.method=diloco"),
         ({"data_parallel": DataParallel(compression="top_k")}, "data_parallel.compression=top_k"),
+        ({"data_parallel": DataParallel(weight_wire="fp8")}, "data_parallel.weight_wire=fp8"),
+        ({"pipeline": Pipeline(wire="bf16")}, "pipeline.wire=bf16"),
+        ({"context": Context(wire="bf16")}, "context.wire=bf16"),
     ],
 )
 def test_what_the_planner_does_not_know_is_not_predicted(change, named):

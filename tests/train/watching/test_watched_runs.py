@@ -12,6 +12,7 @@ from pyruntime.train.metrics import read
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.run import run
 from pyruntime.train.signals import StopRequest
+from pyruntime.train.watching.profile import StepProfile
 from tests.train import jobs
 
 STEPS = 3
@@ -31,6 +32,15 @@ def watched(ranks, folder, axes, **train):
     jobs.prepare(config)
     (found, *_) = ranks.run(whole_run, 4, jobs.changed(config, "parallel", **axes, tp=None))
     return found, config
+
+
+def ended_early(group, config):
+    made = jobs.trainer(group, config)
+    profile = StepProfile(jobs.runtime(group, config), Path(config.output.run_dir), range(1, 9))
+    steps = made.fit(profile=profile)
+    next(steps)
+    profile.write()
+    steps.close()
 
 
 def trace_of(run_dir: Path, rank: int) -> list[dict]:
@@ -141,3 +151,11 @@ def test_a_pipeline_s_and_context_s_ranges_are_there(cp_pp):
     assert "layers.0" in names and "layers.0 backward" in names
     last = {event["name"] for event in trace_of(cp_pp[0], 3)}
     assert "layers.1" in last and "layers.1 backward" in last and "layers.0" not in last
+
+
+def test_a_run_that_ends_among_the_steps_leaves_what_it_has(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=9, val_every=0)
+    jobs.prepare(config)
+    ranks.run(ended_early, 2, config)
+    names = {event["name"] for event in trace_of(Path(config.output.run_dir), 1)}
+    assert "step 1" in names and "step 2" not in names and "tp layers.1.qkv" in names
