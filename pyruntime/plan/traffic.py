@@ -82,9 +82,7 @@ def _bytes_of_grid(job: Job, mesh: Mesh, element: int) -> dict[str, float]:
         # Rows of the stream are gathered and scattered over x; what is as wide as the other side is over y.
         rows = all_gather(tokens * linear.travels / mesh.y, over_x)
         sums = all_reduce(tokens * linear.deciding / mesh.x, over_y)
-        # Where the GEMM hides the longer sum over y instead, what was gathered is kept (nn/linear.py).
-        hides_y = (mesh.y - 1) * linear.deciding > (mesh.x - 1) * linear.travels
-        again = linear.column and not crosses and not hides_y
+        again = linear.column and not crosses  # for dW
         of_x += rows * (passes + (2 if again else 1))
         of_y += sums * (passes if linear.column else 1)
     layers = mesh.micro_batches(job.batch) * job.model.layers * element
