@@ -80,6 +80,10 @@ void MatmulScatter::reduce() {
   reduced_ = true;
 }
 
+void MatmulScatter::reduce_if_come() {
+  if (!sums_.defined() && !reduced_ && flight_->parts_have_come()) reduce();
+}
+
 at::Tensor MatmulScatter::finish() {
   reduce();
   if (!sums_.defined()) end_with(flight_->sums());

@@ -32,6 +32,8 @@ class MatmulScatter {
 
   // Waits for the other ranks' parts of what this rank sums; with `all` the sums leave then.
   void reduce();
+  // The same where it need not wait.
+  void reduce_if_come();
   // The sums, [blocks, *, width].
   at::Tensor finish();
   // The same where `all`, into `out`.

@@ -10,9 +10,9 @@ namespace {
 
 // Fewer than a group has slots.
 constexpr size_t kMostUnderWay = 3;
-// Of a chunk. Each costs a flight; what neither the first nor the last can hide grows shorter with their
-// number.
-constexpr int64_t kMostParts = 4;
+// Of rows that are there at once. Each costs a flight and hides half of what travels in the other; where the
+// link is slower than the GEMM more of them only add waits.
+constexpr int64_t kParts = 2;
 constexpr int64_t kLeastRows = 64;  // of a rank in a part: fewer make a GEMM slow
 
 }  // namespace
@@ -37,8 +37,10 @@ MatmulSums::MatmulSums(Group& group, TierChoice choice, std::vector<Gemm> gemms,
 
 void MatmulSums::multiply(const Operand& like, const Chunk& chunk, const at::Tensor& rows) {
   if (chunk.rows == 0) return;
-  const int64_t most = chunk.rows * like.blocks * like.inner / (kLeastRows * group_.world_size());
-  const auto count = choice_.tier == Tier::kUnfused ? 1 : std::clamp<int64_t>(most, 1, kMostParts);
+  const bool at_once = choice_.tier != Tier::kUnfused && rows.size(1) == gemms_.front().out.size(1);
+  const int64_t least = kLeastRows * group_.world_size();
+  const int64_t count =
+      at_once ? std::clamp<int64_t>(rows.size(0) * rows.size(1) / least, 1, kParts) : 1;
   const ChunkPlan plan(chunk.rows, static_cast<int>(count), /*rank=*/0);
   for (int part = 0; part < count; ++part) {
     const Chunk& some = plan.of(part);
@@ -51,7 +53,7 @@ void MatmulSums::multiply(const Operand& like, const Chunk& chunk, const at::Ten
       MatmulScatter::Parts parts{{operand}, {gemms_[i].weight}, transposed_, gemms_[i].bias, &products_[i]};
       under_way_.push_back(
           {MatmulScatter(group_, std::move(parts), /*all=*/true, choice_), like.rows_of(gemms_[i].out, among_all)});
-      if (under_way_.size() > 1) under_way_[under_way_.size() - 2].parts.reduce();
+      for (Sum& sum : under_way_) sum.parts.reduce_if_come();
     }
   }
 }
