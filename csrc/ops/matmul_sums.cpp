@@ -1,6 +1,5 @@
 #include "ops/matmul_sums.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -10,10 +9,6 @@ namespace {
 
 // Fewer than a group has slots.
 constexpr size_t kMostUnderWay = 3;
-// Of rows that are there at once. Each costs a flight and hides half of what travels in the other; where the
-// link is slower than the GEMM more of them only add waits.
-constexpr int64_t kParts = 2;
-constexpr int64_t kLeastRows = 64;  // of a rank in a part: fewer make a GEMM slow
 
 }  // namespace
 
@@ -37,24 +32,15 @@ MatmulSums::MatmulSums(Group& group, TierChoice choice, std::vector<Gemm> gemms,
 
 void MatmulSums::multiply(const Operand& like, const Chunk& chunk, const at::Tensor& rows) {
   if (chunk.rows == 0) return;
-  const bool at_once = choice_.tier != Tier::kUnfused && rows.size(1) == gemms_.front().out.size(1);
-  const int64_t least = kLeastRows * group_.world_size();
-  const int64_t count =
-      at_once ? std::clamp<int64_t>(rows.size(0) * rows.size(1) / least, 1, kParts) : 1;
-  const ChunkPlan plan(chunk.rows, static_cast<int>(count), /*rank=*/0);
-  for (int part = 0; part < count; ++part) {
-    const Chunk& some = plan.of(part);
-    Operand operand = like;
-    operand.data = rows.narrow(1, some.begin * like.inner, some.rows * like.inner);
-    operand.rows = some.rows;
-    const Chunk among_all{chunk.owner, chunk.begin + some.begin, some.rows};
-    for (size_t i = 0; i < gemms_.size(); ++i) {
-      if (under_way_.size() == kMostUnderWay) take_oldest();
-      MatmulScatter::Parts parts{{operand}, {gemms_[i].weight}, transposed_, gemms_[i].bias, &products_[i]};
-      under_way_.push_back(
-          {MatmulScatter(group_, std::move(parts), /*all=*/true, choice_), like.rows_of(gemms_[i].out, among_all)});
-      for (Sum& sum : under_way_) sum.parts.reduce_if_come();
-    }
+  Operand operand = like;
+  operand.data = rows;
+  operand.rows = chunk.rows;
+  for (size_t i = 0; i < gemms_.size(); ++i) {
+    if (under_way_.size() == kMostUnderWay) take_oldest();
+    MatmulScatter::Parts parts{{operand}, {gemms_[i].weight}, transposed_, gemms_[i].bias, &products_[i]};
+    under_way_.push_back(
+        {MatmulScatter(group_, std::move(parts), /*all=*/true, choice_), like.rows_of(gemms_[i].out, chunk)});
+    for (Sum& sum : under_way_) sum.parts.reduce_if_come();
   }
 }
 

@@ -27,9 +27,8 @@ class MatmulSums {
   // weights of its own; its bias, the same on all of them, is added once.
   MatmulSums(Group& group, TierChoice choice, std::vector<Gemm> gemms, bool transposed);
 
-  // The rows of that chunk of all rows, [blocks, chunk.rows * inner, K], as a flight of their own, or two
-  // where they are all: while they are multiplied, those before them are summed, and the sums before that
-  // return. `like` has the form of the rows.
+  // The rows of that chunk of all rows, [blocks, chunk.rows * inner, K], as a flight of their own: while they
+  // are multiplied, those before them are summed and return. `like` has the form of the rows.
   void multiply(const Operand& like, const Chunk& chunk, const at::Tensor& rows);
   // All sums have come.
   void finish();

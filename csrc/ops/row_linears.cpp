@@ -84,10 +84,6 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
     dw = weight_gradient(weight, grad.data, x.rows_of(gather.own()), /*in_pieces=*/true);
   }
   Tensors result;
-  // Where all rows are here, a sink that queues them has them under the waits for sums of dX.
-  const bool later = waits_for_hosts(group, sums, x_whole.device()) && has_weight_gradient_sink(weight);
-  const bool begins = need_dw && later && group.world_size() == 1;
-  if (begins) weight_gradient(weight, gather.rows(), x.data, /*in_pieces=*/true);
   std::optional<MatmulSums> parts;
   if (need_dx) {
     result.push_back(at::empty(x.sizes, grad.data.options()));
@@ -113,8 +109,8 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
     if (need_others) result.push_back(others);
   } else {
     if (need_dw) {
-      result.push_back(begins ? at::Tensor()
-                              : weight_gradient(weight, gather.rows(), x.data, /*in_pieces=*/later));
+      const bool later = waits_for_hosts(group, sums, x_whole.device()) && has_weight_gradient_sink(weight);
+      result.push_back(weight_gradient(weight, gather.rows(), x.data, /*in_pieces=*/later));
     }
     if (need_db) result.push_back(bias_grad({gather.rows()}));
   }
