@@ -6,6 +6,9 @@
 #include <torch/library.h>
 
 #include <malloc.h>
+#include <map>
+#include <string>
+#include <tuple>
 
 #include "core/arbiter.h"
 #include "core/deadline.h"
@@ -13,7 +16,9 @@
 #include "core/failure_board.h"
 #include "core/late_report.h"
 #include "core/ledger.h"
+#include "core/peer_figures.h"
 #include "core/peers.h"
+#include "cpu/compression/fp8.h"
 #include "cpu/compression/quantize.h"
 #include "cpu/compression/top_k.h"
 #include "cpu/symmetric_memory.h"
@@ -133,6 +138,15 @@ void bind_traffic(py::module_& m) {
                       one["recent_transfer_s"] = figures.recent_transfer_s;
                       return one;
                     });
+  });
+  // (process group, class, rank of that group): (waiting_s, bytes, transfer_s)
+  def_unlocked(m, "peer_figures", [] {
+    std::map<std::tuple<std::string, std::string, int>, std::tuple<double, int64_t, double>> result;
+    for (const auto& [peer, figures] : PeerTable::instance().figures()) {
+      result[{peer.process_group, name_of(peer.traffic_class), peer.rank}] = {
+          figures.waiting_s, figures.bytes, figures.transfer_s};
+    }
+    return result;
   });
   def_unlocked(m, "reset_traffic", [] { Arbiter::instance().reset_figures(); });
   m.def("set_arbiter_fifo", [](bool fifo) {
@@ -374,6 +388,7 @@ void bind_data_parallel(py::module_& m) {
       .def("memory", &LineSend::memory, NoGil())
       .def("publish", &LineSend::publish, NoGil())
       .def("wait", &LineSend::wait, NoGil())
+      .def("has_come", &LineSend::has_come)
       .def("finish", &LineSend::finish, NoGil())
       .def("abandon", &LineSend::abandon, NoGil());
   // The sink is called in backward(), without the GIL.
@@ -428,6 +443,9 @@ void bind_compression(py::module_& m) {
   m.def("top_k", &cpu::top_k, py::arg("values"), py::arg("k"), py::arg("packed"), py::arg("residual"),
         NoGil());
   m.def("add_top_k", &cpu::add_top_k, py::arg("packed"), py::arg("out"), NoGil());
+  m.def("fp8_bytes", &cpu::fp8_bytes, py::arg("width"));
+  m.def("pack_fp8", &cpu::pack_fp8, py::arg("values"), py::arg("packed"), NoGil());
+  m.def("unpack_fp8", &cpu::unpack_fp8, py::arg("packed"), py::arg("out"), NoGil());
 }
 
 // glibc gives large freed buffers back to the system at once and page-faults them in anew on the next

@@ -41,4 +41,5 @@ def test_extras_that_texts_name_exist():
         for name in names
         if name
     }
-    assert named == {"cuda", "datasets", "docs", "nvtx", "tiles"} <= PROJECT["optional-dependencies"].keys()
+    extras = {"cuda", "datasets", "docs", "nvtx", "tensorboard", "tiles", "wandb"}
+    assert named == extras <= PROJECT["optional-dependencies"].keys()

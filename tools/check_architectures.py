@@ -2,7 +2,7 @@
 
     python tools/check_architectures.py          # plan "auto": all that transformers has a plan for
     python tools/check_architectures.py --only qwen3 opt --verbose
-    python tools/check_architectures.py --write docs/figures/architectures.md
+    python tools/check_architectures.py --write docs/figures/architectures.md   # with --only: those rows
     python tools/check_architectures.py --plans llama guessed   # causal language models without a plan too
 
 Every architecture is built small, from its own configuration class, with random weights in every parameter;
@@ -22,6 +22,7 @@ import copy
 import json
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -264,7 +265,7 @@ def run_case(class_name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
     os.close(read)
     if len(answers) < RANKS:
         silent = ("bare", f"only {len(answers)} of {RANKS} ranks answered within {CASE_S:g} s")
-        return dict.fromkeys(plans, silent) | {"kind": ("", "")}
+        return dict.fromkeys(plans, silent) | {"kind": ("unknown", "")}
     order = ("wrong", "bare", "not built", "not run", "refused", "right")
     worst = {
         plan: tuple(min((a[plan] for a in answers), key=lambda said: order.index(said[0]))) for plan in plans
@@ -298,6 +299,9 @@ def hear(read: int, until: float) -> Iterator[dict[str, tuple[str, str]]]:
         yield from map(json.loads, lines)
 
 
+KINDS = ("dense", "with experts", "unknown")
+
+
 def table(results: dict[str, dict[str, tuple[str, str]]]) -> str:
     """The page about plan "auto"."""
     said = {name: (each["kind"][0], *each["auto"]) for name, each in results.items() if "auto" in each}
@@ -306,19 +310,23 @@ def table(results: dict[str, dict[str, tuple[str, str]]]) -> str:
         '# Architectures of transformers under plan "auto"',
         "",
         "Made by `python tools/check_architectures.py --write docs/figures/architectures.md`: transformers",
-        f"{transformers.__version__}, torch {torch.__version__.split('+')[0]}, {RANKS} CPU ranks, fp32,",
-        f"{time.strftime('%-d %B %Y')}. Each is built small with random weights, and logits, loss and every",
-        f"gradient of a step on text are compared with one rank's, to {TOLERANCE:g} of each one's norm.",
+        f"{transformers.__version__}, torch {torch.__version__.split('+')[0]}, {RANKS} CPU ranks, fp32, "
+        f"{time.strftime('%-d %B %Y')}.",
+        "Each is built small with random weights, and logits, loss and every gradient of a step on text are",
+        f"compared with one rank's, to {TOLERANCE:g} of each one's norm (of gradients that are smaller than",
+        "1e-3 of the largest: of that). Parts that text does not reach, towers for pictures and sound, are",
+        "not compared.",
         "",
         "| | right | refused in a sentence | wrong | another error |",
         "|---|---|---|---|---|",
     ]
-    for kind in ("dense", "with experts"):
+    for kind in KINDS:
         counts = [
             sum(each[0] == kind and each[1] == status for each in tried.values())
             for status in ("right", "refused", "wrong", "bare")
         ]
-        lines.append(f"| {kind} | {' | '.join(map(str, counts))} |")
+        if kind != "unknown" or any(counts):
+            lines.append(f"| {kind} | {' | '.join(map(str, counts))} |")
     lines += [
         "",
         "Weights of linears, in percent: cut with the activations between them (a head that gathers logits",
@@ -345,6 +353,22 @@ def table(results: dict[str, dict[str, tuple[str, str]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def rows_of(page: str) -> dict[str, dict[str, tuple[str, str]]]:
+    """What `table` wrote, to be written again beside rows that are new."""
+    results = {}
+    for line in page.splitlines():
+        name, *cells = [each.strip() for each in re.split(r"(?<!\\)\|", line)[1:-1]] or [""]
+        if not re.fullmatch(r"[a-z]\w*", name) or name == "architecture":
+            continue
+        if len(cells) == 1:
+            results[name] = {"kind": ("", ""), "auto": ("not run", cells[0].replace("\\|", "|"))}
+        elif len(cells) == 4 and cells[0] in KINDS:
+            kind, status, weights, activations = cells
+            why = f"{weights} | {activations}" if status == "right" else weights.replace("\\|", "|")
+            results[name] = {"kind": (kind, ""), "auto": (status, why)}
+    return results
+
+
 def cell(text: str) -> str:
     return text.replace("|", "\\|")[:300]
 
@@ -354,7 +378,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="model types (default: all)")
     parser.add_argument("--plans", nargs="*", default=["auto"], choices=["auto", "llama", "guessed"])
     parser.add_argument("--seconds", type=float, default=7200.0, help="budget; what is left then is not run")
-    parser.add_argument("--write", type=Path, help="the page to write the table of plan auto to")
+    parser.add_argument(
+        "--write", type=Path, help="the page for the table of plan auto; with --only its other rows stay"
+    )
     parser.add_argument(
         "--verbose", action="store_true", help="say why, for every architecture that is not right"
     )
@@ -364,7 +390,8 @@ def main() -> int:
     known = planned() if args.plans == ["auto"] else architectures()
     chosen = {name: cls for name, cls in sorted(known.items()) if not args.only or name in args.only}
     until = time.monotonic() + args.seconds
-    results: dict[str, dict[str, tuple[str, str]]] = {}
+    partly = args.only and args.write and args.write.exists()
+    results = rows_of(args.write.read_text()) if partly else {}
     for model_type, class_name in chosen.items():
         if time.monotonic() < until:
             results[model_type] = run_case(class_name, args.plans)
@@ -377,7 +404,7 @@ def main() -> int:
     failed = False
     for plan in args.plans:
         print(
-            f"\nplan {plan!r}, {RANKS} ranks, transformers {transformers.__version__}, {len(chosen)} "
+            f"\nplan {plan!r}, {RANKS} ranks, transformers {transformers.__version__}, {len(results)} "
             "architectures"
         )
         for status in ("right", "refused", "wrong", "bare", "not run", "not built"):
@@ -385,7 +412,7 @@ def main() -> int:
             print(f"  {status:10} {len(names):4}  {' '.join(names)}")
             failed |= bool(names) and status in ("wrong", "bare")
     if args.write:
-        args.write.write_text(table(results))
+        args.write.write_text(table(dict(sorted(results.items()))))
     return int(failed)
 
 

@@ -28,20 +28,34 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
-from torch_versions import DEFAULT, KNOWN, is_known
+if __package__:
+    from tools.torch_versions import DEFAULT, KNOWN, is_known
+else:  # run as a script
+    from torch_versions import DEFAULT, KNOWN, is_known
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD_TOOLS = ("setuptools>=77", "wheel")
 PROBE = """
-import json, pathlib
+import importlib.metadata, json, pathlib
 try:
     import torch
-except Exception:  # whatever keeps it from being imported, another torch is installed then
+    for_pip = importlib.metadata.version("torch")
+except Exception:  # whatever keeps it from being imported or pip from seeing it, another is installed then
     print(json.dumps(None))
 else:
-    print(json.dumps([torch.__version__, str(pathlib.Path(torch.__file__).parent.parent)]))
+    print(json.dumps([torch.__version__, for_pip, str(pathlib.Path(torch.__file__).parent.parent)]))
 """
+
+
+class Torch(NamedTuple):
+    """version: as torch says it, "2.13.0+cu130". for_pip: as its distribution does, "2.13.0" on PyPI, which
+    is another version to pip. folder: that holds the package."""
+
+    version: str
+    for_pip: str
+    folder: str
 
 
 def main() -> None:
@@ -56,8 +70,8 @@ def main() -> None:
     check_machine()
 
     found = importable_torch(sys.executable)
-    if found is not None and not is_known(found[0]):
-        print(f"Not using torch {found[0]} of {sys.executable}: known are {', '.join(KNOWN)}.")
+    if found is not None and not is_known(found.version):
+        print(f"Not using torch {found.version} of {sys.executable}: known are {', '.join(KNOWN)}.")
         found = None
     python = create(arguments.venv, shares_system_packages=found is not None)
     if found is not None:
@@ -67,10 +81,10 @@ def main() -> None:
     torch = importable_torch(python)
     if torch is None:
         sys.exit(f"torch does not import in {arguments.venv}: see what `{python} -c 'import torch'` says.")
-    print(f"Using torch {torch[0]} from {torch[1]}.", flush=True)
+    print(f"Using torch {torch.version} from {torch.folder}.", flush=True)
 
     constraints = arguments.venv / "constraints.txt"
-    constraints.write_text(f"torch=={torch[0]}\n")
+    constraints.write_text(f"torch=={torch.for_pip}\n")
     # Programs go into this environment even where the outer one has them: only this one's bin folder is used.
     pip(python, "--quiet", "--ignore-installed", "--no-deps", *programs())
     pip(python, "--quiet", "-c", str(constraints), *BUILD_TOOLS)
@@ -104,14 +118,14 @@ def create(venv: Path, *, shares_system_packages: bool) -> str:
     return str(venv.absolute() / "bin" / "python")
 
 
-def importable_torch(python: str) -> tuple[str, str] | None:
-    """(version, folder that holds the package) of the torch that `python` imports, or None."""
+def importable_torch(python: str) -> Torch | None:
+    """The torch that `python` imports, or None."""
     probe = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
     answer = json.loads(probe.stdout.splitlines()[-1]) if probe.returncode == 0 and probe.stdout else None
-    return tuple(answer) if answer else None
+    return Torch(*answer) if answer else None
 
 
-def use_torch_of(python: str, found: tuple[str, str]) -> None:
+def use_torch_of(python: str, found: Torch) -> None:
     """Makes `python` see the found torch also where it lies in a virtual environment of its own.
 
     --system-site-packages looks into the base Python only; a .pth file adds the folder of that environment.
@@ -120,7 +134,7 @@ def use_torch_of(python: str, found: tuple[str, str]) -> None:
         return
     asked = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     packages = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
-    Path(packages, "torch_of_outer_environment.pth").write_text(found[1] + "\n")
+    Path(packages, "torch_of_outer_environment.pth").write_text(found.folder + "\n")
 
 
 def programs() -> list[str]:

@@ -44,13 +44,13 @@ losses differ by as much as a seed changes them."""
 
 METHODS: dict[str, DataParallel] = {
     "none": DataParallel(),
-    "quantize 8 bits": DataParallel("quantize", compression_bits=8),
-    "quantize 4 bits": DataParallel("quantize"),
-    "quantize 2 bits": DataParallel("quantize", compression_bits=2),
-    "quantize 1 bit": DataParallel("quantize", compression_bits=1),
-    "quantize 4 bits at random": DataParallel("quantize", error_feedback=False),
-    "top_k 1 %": DataParallel("top_k"),
-    "power_sgd rank 4": DataParallel("power_sgd"),
+    "quantize 8 bits": DataParallel(compression="quantize", compression_bits=8),
+    "quantize 4 bits": DataParallel(compression="quantize"),
+    "quantize 2 bits": DataParallel(compression="quantize", compression_bits=2),
+    "quantize 1 bit": DataParallel(compression="quantize", compression_bits=1),
+    "quantize 4 bits at random": DataParallel(compression="quantize", error_feedback=False),
+    "top_k 1 %": DataParallel(compression="top_k"),
+    "power_sgd rank 4": DataParallel(compression="power_sgd"),
 }
 PLANNED = ("quantize 4 bits", "top_k 1 %", "power_sgd rank 4")
 

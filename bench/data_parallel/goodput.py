@@ -251,7 +251,9 @@ def arguments() -> argparse.Namespace:
     add("--every", type=float, default=60.0, help="seconds between two kills; default %(default)s")
     add("--seeds", type=at_least_one, default=3, help="undisturbed runs; default %(default)s")
     add("--config", default="tiny", help="of the trainer; default %(default)s")
-    add("--method", choices=("diloco", "local_sgd", "slowmo"), default="diloco")
+    add(
+        "--method", choices=("diloco", "local_sgd", "slowmo", "co2", "overlapped_local_sgd"), default="diloco"
+    )
     return parser.parse_args()
 
 

@@ -1,10 +1,10 @@
-"""Packing gradients on one core: bytes a second, next to a plain copy of as many.
+"""Packing gradients, and rows that travel as fp8, on one core: bytes a second, next to a copy of as many.
 
     python -m bench.data_parallel.packing [--json FILE] [--elements 30000000]
 
 Bytes counted: each array that is read or written, once a direction. Packing reads a gradient, reads and
 writes what was lost of it, and writes what travels; unpacking reads that and adds it to fp32 sums, which it
-reads and writes. A copy reads and writes.
+reads and writes. A copy reads and writes. Rows of fp8 are of 2048 values.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import torch
 
 from bench.common.beside_copy import Contender, main
+from pyruntime.comm.wire import Wire
 from pyruntime.ops import compression
 
 BITS = (1, 2, 3, 4, 6, 8)
 DENSITY = 0.01
+WIDTH = 2048
 
 
 def quantizing(count: int, dtype: torch.dtype, bits: int, at_random: bool) -> Contender:
@@ -47,6 +49,20 @@ def taking_top_k(count: int, dtype: torch.dtype) -> Contender:
     return run, gradient.nbytes + 3 * residual.nbytes + packed.nbytes
 
 
+def as_fp8(count: int, dtype: torch.dtype, reads: bool) -> Contender:
+    wire = Wire("fp8", WIDTH, dtype)
+    rows = torch.randn(count // WIDTH, WIDTH).to(dtype)
+    packed = wire.packed(rows)
+
+    def run() -> None:
+        if reads:
+            wire.read(packed, rows)
+        else:
+            wire.write(rows, packed)
+
+    return run, rows.nbytes + packed.nbytes
+
+
 def contenders(count: int) -> dict[str, Contender]:
     found = {}
     for bits in BITS:
@@ -56,6 +72,9 @@ def contenders(count: int) -> dict[str, Contender]:
     for bits in BITS:
         found[f"add {bits} bits"] = dequantizing(count, bits)
     found[f"top_k {DENSITY:.0%} of bf16"] = taking_top_k(count, torch.bfloat16)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        found[f"{name} to fp8"] = as_fp8(count, dtype, reads=False)
+        found[f"fp8 to {name}"] = as_fp8(count, dtype, reads=True)
     return found
 
 

@@ -27,12 +27,12 @@ from bench.common.tables import table
 from bench.data_parallel.run import SHAPES, ours, ours_alone
 from bench.training.workers import CLIP
 from pyruntime import comm
-from pyruntime.cli.plan_facts import of_llama
 from pyruntime.comm import Runtime
 from pyruntime.llama import Llama, LlamaConfig
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.traffic import bytes_of_step
+from pyruntime.train.planned import of_llama
 
 MESHES = ("2x2x1", "1x2x2", "2x1x2", "4x1x1", "1x1x4")
 LAYERS = (1, 3)

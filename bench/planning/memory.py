@@ -13,10 +13,10 @@ from dataclasses import asdict, replace
 from bench.common.measuring import Report, parser_of
 from bench.common.tables import table
 from bench.planning.trainer_runs import SHAPES, job_of, runnable, train
-from pyruntime.cli.plan_facts import TRAINER
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.memory import memory_of_rank
 from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.train.planned import TRAINER
 
 HOW = """\
 Measured: the largest resident memory (VmHWM, shared pages included) of a rank over {steps} steps, as the

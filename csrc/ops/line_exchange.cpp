@@ -88,6 +88,13 @@ void LineSend::publish() {
   for (const Chunk& chunk : flight().own()) flight_->publish(chunk);
 }
 
+bool LineSend::has_come() {
+  const std::vector<Chunk>& order = flight().order();
+  return std::all_of(order.begin(), order.end(), [&](const Chunk& chunk) {
+    return chunk.owner != all_.owner || flight_->has_come(chunk);
+  });
+}
+
 void LineSend::wait() {
   Reading reading(transport_.context(), Op::kSend, all_.owner, begun_);
   Travelled last;

@@ -93,6 +93,8 @@ class LineSend {
   void publish();
   // They have come. Of any other rank.
   void wait();
+  // Whether wait() would return at once; false also where that cannot be told. Of any other rank.
+  bool has_come();
   // They have been read; the source calls it when it has published.
   void finish() { flight().finish(); }
   // Before what the group holds is freed: nothing may be done with it afterwards.

@@ -1,10 +1,13 @@
 """torchtitan's debug Llama, tensor parallel over CPU ranks: by its own DTensor path, and by ours in two ways.
 
-    torchrun --nproc-per-node 2 examples/torchtitan/train.py [--steps 20] [--only NAME ..]
+    torchrun --nproc-per-node 2 examples/torchtitan/train.py [--dim 256] [--layers 6] [--only NAME ..]
 
 Every way starts from the same weights, sees the same text (Python's standard library, byte by byte) and
-runs torchtitan's Trainer. Printed: losses, and tokens a second of the steps after the first three. Ends
-with code 1 where a loss curve is not that of the first way. README.md beside this file tells the rest.
+runs torchtitan's Trainer. The ways take a step in turns, in an order drawn anew for every step, so that a
+slow minute of the machine is one of all ways. Printed, of the steps after the first three: the median of the
+slowest rank's tokens a second, and the median, with quartiles, of how many times as fast as the first way's
+step that was; and losses. Ends with code 1 where a loss curve is not that of the first way. README.md beside
+this file tells the rest.
 """
 
 from __future__ import annotations
@@ -12,18 +15,21 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch._utils
 import torch.distributed as dist
+from torch._dynamo import register_backend
+from torch._inductor.compile_fx import compile_fx
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -101,6 +107,16 @@ class Losses:
         pass
 
 
+@register_backend(name="async-tp")
+def async_tp(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+    """inductor with torch's async TP. A backend of its own, because a setting of inductor's would be one of
+    all ways, whose blocks are the same code to torch.compile."""
+    return compile_fx(graph, inputs, config_patches={"_micro_pipeline_tp": True})
+
+
+BACKENDS = {"dtensor-compiled": "inductor", "symm-mem": "async-tp"}
+
+
 def parallelize(model: torch.nn.Module, parallel_dims, _: JobConfig) -> torch.nn.Module:
     return pyruntime.parallelize(model, parallel_dims.get_mesh("tp"), PLAN)
 
@@ -113,8 +129,9 @@ def configured(way: str, args: argparse.Namespace, folder: str) -> JobConfig:
     config.training.steps, config.lr_scheduler.warmup_steps = args.steps, 2
     config.parallelism.tensor_parallel_degree = dist.get_world_size()
     config.activation_checkpoint.mode = "none"
-    config.compile.enable, config.compile.components = way in ("dtensor-compiled", "symm-mem"), ["model"]
-    config.parallelism.enable_async_tensor_parallel = way == "symm-mem"
+    if way in BACKENDS:
+        config.compile.enable, config.compile.components = True, ["model"]
+        config.compile.backend = BACKENDS[way]
     config.comm.trace_buf_size = 0
     return config
 
@@ -127,16 +144,30 @@ def load(model: torch.nn.Module, whole: dict[str, torch.Tensor]) -> None:
         model.load_state_dict(whole)
 
 
-def run(
-    way: str, args: argparse.Namespace, whole: dict[str, torch.Tensor]
-) -> tuple[list[float], float, float]:
-    """Losses, tokens a second, and how many of our ops a step begins on this rank."""
-    torch._dynamo.reset()
-    if way == "symm-mem":
-        importlib.import_module("pyruntime.symm_mem")
+@dataclass
+class Way:
+    """A Trainer that takes its steps, and what they took: seconds on this rank, and ops of ours."""
+
+    trainer: Trainer
+    batches: Iterator
+    seconds: list[float] = field(default_factory=list)
+    ops: int = 0
+
+    def step(self) -> None:
+        group = self.trainer.parallel_dims.get_mesh("tp")
+        before = pyruntime.comm.stats(group).ops
+        self.trainer.step += 1
+        dist.barrier()
+        began = time.perf_counter()
+        self.trainer.train_step(self.batches)
+        self.seconds.append(time.perf_counter() - began)
+        self.ops = pyruntime.comm.stats(group).ops - before
+
+
+def made(way: str, args: argparse.Namespace, whole: dict[str, torch.Tensor], folder: str) -> Way:
     spec = replace(
         get_train_spec(),
-        model_args={"debugmodel": replace(llama3_args["debugmodel"])},
+        model_args={"debugmodel": model_args(args)},
         build_dataloader_fn=Text,
         build_tokenizer_fn=None,
         build_metrics_processor_fn=Losses,
@@ -145,29 +176,54 @@ def run(
     if way == "parallelize":
         spec.parallelize_fn = parallelize
     register_train_spec(way, spec)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(configured(way, args, folder))
-        load(trainer.model_parts[0], whole)
-        if trainer.job_config.compile.enable:
-            # Under torch 2.13 the gradient of a collective whose result a compiled block waits for comes back
-            # as no DTensor; so it is waited for before the first block.
-            trainer.model_parts[0].tok_embeddings.register_forward_hook(lambda _, __, out: out.clone())
-        group = trainer.parallel_dims.get_mesh("tp")
-        batches = trainer.batch_generator(trainer.dataloader)
-        seconds, ops = [], 0
-        for step in range(args.steps):
-            trainer.step += 1
-            if step == WARM:
-                ops = pyruntime.comm.stats(group).ops
-            dist.barrier()
-            began = time.perf_counter()
-            trainer.train_step(batches)
-            seconds.append(time.perf_counter() - began)
-        ops = pyruntime.comm.stats(group).ops - ops
-        trainer.close()
-    torch._inductor.config._micro_pipeline_tp = False
-    tokens = args.batch * args.seq / statistics.median(seconds[WARM:])
-    return trainer.metrics_processor.losses, tokens, ops / (args.steps - WARM)
+    trainer = Trainer(configured(way, args, folder))
+    load(trainer.model_parts[0], whole)
+    if way in BACKENDS:
+        # Under torch 2.13 the gradient of a collective whose result a compiled block waits for comes back
+        # as no DTensor; so it is waited for before the first block.
+        trainer.model_parts[0].tok_embeddings.register_forward_hook(lambda _, __, out: out.clone())
+    return Way(trainer, trainer.batch_generator(trainer.dataloader))
+
+
+def model_args(args: argparse.Namespace):
+    """The debug model's, of another size where that was asked for."""
+    return replace(
+        llama3_args["debugmodel"], dim=args.dim, n_layers=args.layers, n_heads=16, max_seq_len=args.seq
+    )
+
+
+def slowest(ways: dict[str, Way]) -> dict[str, list[float]]:
+    """Seconds of the slowest rank, step by step, without the first that warm up."""
+    mine = [way.seconds[WARM:] for way in ways.values()]
+    everyone: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return {
+        name: [max(steps) for steps in zip(*(each[i] for each in everyone), strict=True)]
+        for i, name in enumerate(ways)
+    }
+
+
+def report(ways: dict[str, Way], tokens: int) -> int:
+    """Prints a line for each way on rank 0. 1 where a loss curve is not the first's."""
+    seconds = slowest(ways)
+    first = next(iter(ways))
+    status = 0
+    for name, way in ways.items():
+        losses = way.trainer.metrics_processor.losses
+        expected = ways[first].trainer.metrics_processor.losses
+        apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+        status |= apart > TOLERANCE
+        ratios = [a / b for a, b in zip(seconds[first], seconds[name], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        shown = " ".join(f"{loss:.4f}" for loss in (*losses[:3], *losses[-2:]))
+        if dist.get_rank() == 0:
+            print(
+                f"{name:18}{tokens / statistics.median(seconds[name]):8.0f} tokens/s  "
+                f"{middle:.2f} times {first} ({low:.2f} to {high:.2f}) {way.ops:5} ops a step   "
+                f"losses {shown}   apart {apart:.1e}",
+                flush=True,
+            )
+    return status
 
 
 def main() -> int:
@@ -177,32 +233,31 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=2, help="sequences a step; default 2")
     parser.add_argument("--seq", type=int, default=512, help="tokens of a sequence; default 512")
+    parser.add_argument("--dim", type=int, default=256, help="features, of 16 heads; default 256")
+    parser.add_argument("--layers", type=int, default=6, help="default 6")
     parser.add_argument(
         "--only", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME", help=", ".join(WAYS)
     )
     args = parser.parse_args()
-    if args.steps <= WARM:
-        parser.error(f"--steps {args.steps}: the first {WARM} are not timed; ask for more.")
+    if args.steps < WARM + 2:
+        parser.error(f"--steps {args.steps}: the first {WARM} are not timed; ask for {WARM + 2} or more.")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    if "symm-mem" in args.only:
+        importlib.import_module("pyruntime.symm_mem")
     torch.manual_seed(0)
-    whole_model = Transformer(replace(llama3_args["debugmodel"], max_seq_len=args.seq))
+    whole_model = Transformer(model_args(args))
     with torch.no_grad():
         whole_model.init_weights()
-    whole = whole_model.state_dict()
-    first: list[float] = []
-    status = 0
-    for way in args.only:
-        losses, tokens, ops = run(way, args, whole)
-        first = first or losses
-        apart = max(abs(a - b) for a, b in zip(losses, first, strict=True))
-        status |= apart > TOLERANCE
-        if dist.get_rank() == 0:
-            shown = " ".join(f"{loss:.4f}" for loss in (*losses[:3], *losses[-2:]))
-            print(
-                f"{way:18}{tokens:8.0f} tokens/s {ops:5.0f} ops a step   losses {shown}   apart {apart:.1e}",
-                flush=True,
-            )
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {name: made(name, args, whole_model.state_dict(), folder) for name in args.only}
+        order = random.Random(0)  # the same on every rank
+        for _ in range(args.steps):
+            for name in order.sample(list(ways), len(ways)):
+                ways[name].step()
+        status = report(ways, args.batch * args.seq)
+        for way in ways.values():
+            way.trainer.close()
     dist.destroy_process_group()
     return status
 

@@ -7,7 +7,7 @@ import errno
 from pathlib import Path
 
 from pyruntime.cli.arguments import check_at_least, parse
-from pyruntime.elastic.address import DEFAULT_PORT, LARGEST_PORT
+from pyruntime.elastic.address import DEFAULT_PORT, LARGEST_PORT, is_host
 from pyruntime.elastic.coordinator import Coordinator
 from pyruntime.elastic.service import Service, say
 from pyruntime.train.errors import ConfigError
@@ -43,6 +43,8 @@ def main(argv: list[str]) -> None:
     check_at_least(options, 0, "quorum", "port")
     if options.port > LARGEST_PORT:
         raise ConfigError(f"--port={options.port} is no TCP port; name one up to {LARGEST_PORT}.")
+    if options.host and not is_host(options.host):
+        raise ConfigError(f"--host={options.host} is no name of a host, and no number of one; correct it.")
     check_seconds("--deadline_s", options.deadline_s)
     quorum = options.quorum or options.replicas // 2 + 1
     if quorum > options.replicas:

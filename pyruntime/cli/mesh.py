@@ -10,13 +10,13 @@ import torch
 from pyruntime.cli import train
 from pyruntime.cli.arguments import take_option
 from pyruntime.cli.environment import started_ranks
-from pyruntime.cli.plan_facts import planned
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.traffic import bytes_of_step
 from pyruntime.text import columns
 from pyruntime.train import dry_run
 from pyruntime.train.config import RunConfig, meets_every_step, micro_batches, replicas, tp_axes
 from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.planned import planned
 
 DESCRIPTION = """Shows who talks to whom over what in a training: the groups of ranks of every axis, the
 transport between them, and the bytes that a rank receives in a step, by the planner's formulas. Takes the
@@ -30,7 +30,7 @@ BYTES = {"bf16": 2, "fp32": 4}
 def main(argv: list[str]) -> None:
     ranks, argv = _number(argv, "ranks")
     per_host, argv = _number(argv, "ranks_per_host")
-    config, _ = train.read(argv, "mesh", DESCRIPTION, others=("ranks", "ranks_per_host"))
+    config, _ = train.read(argv, ranks, "mesh", DESCRIPTION, others=("ranks", "ranks_per_host"))
     if ranks is None:
         parallel = config.parallel
         others = parallel.pp * parallel.dp * parallel.cp
@@ -58,6 +58,16 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
             "counts the bytes of whole gradients in every step; leave both out, or read outer_bytes and "
             "dp_bytes in the metrics of a run."
         )
+    for key, wire in (
+        ("data_parallel.weight_wire", chosen.weight_wire),
+        ("pipeline.wire", config.pipeline.wire),
+        ("context.wire", config.context.wire),
+    ):
+        if wire != "same":
+            raise ConfigError(
+                f"{key}={wire}: mesh counts the bytes of what is not rounded; leave it out, or read them in "
+                "the metrics of a run."
+            )
     if ranks % per_host:
         raise ConfigError(f"--ranks_per_host={per_host} does not divide {ranks} ranks; use a divisor.")
     on_device = config.train.device == "cuda"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from pyruntime.cli.arguments import check_at_least, parse, writing
-from pyruntime.cli.plan_facts import TRAINER, Asked, find_model, toml
+from pyruntime.cli.plan_facts import Asked, find_model, toml
 from pyruntime.plan import report
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.explain import explain
@@ -21,6 +21,7 @@ from pyruntime.plan.search import Candidate, Choice, Result, each_shape, search
 from pyruntime.plan.step import Predictor
 from pyruntime.text import columns
 from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.planned import TRAINER
 
 DESCRIPTION = """Searches all legal meshes of a cluster's GPUs for a model, leaves out those that do not fit
 into 80 percent of the memory, predicts a step of the others, and shows the fastest with what stays exposed.

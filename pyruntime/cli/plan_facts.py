@@ -1,5 +1,5 @@
-"""What the planner, which knows of no code but its own, is told of this project: the models, what the
-trainer keeps in memory, and whether it would run a mesh.
+"""What the planner, which knows of no code but its own, is told of this project: the models, and whether the
+trainer would run a mesh. What a configuration is to the planner: `pyruntime.train.planned`.
 
 The trainer is asked; nothing here knows what it can do. What it has no key for is given to it under the key
 that it would have, and its refusal is the answer. Asking imports the trainer and with it torch.
@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.presets import PRESETS
 from pyruntime.plan import models
-from pyruntime.plan.cluster import Cluster
-from pyruntime.plan.memory import Rules
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import GPTS, ModelShape
 from pyruntime.text import toml_value
-
-if TYPE_CHECKING:
-    from pyruntime.train.config import DataParallel, RunConfig
+from pyruntime.train.planned import of_llama
 
 LLAMA2_13B = LlamaConfig(
     vocab_size=32000,
@@ -31,35 +27,6 @@ LLAMA2_13B = LlamaConfig(
     num_attention_heads=40,
 )
 
-
-def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
-    return ModelShape(
-        name,
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        config.intermediate_size,
-        config.vocab_size,
-        tied=config.tie_word_embeddings,
-        preset=preset,
-    )
-
-
-TRAINER = Rules(
-    gradient=2,
-    ffn_kept=1,
-    heap=0.95,
-    largest_gradients=2,
-    logits=2,
-    reduced_gradient=2,
-    workspaces=True,
-    outer=10,
-)
-"""This project's trainer in bf16 on CPU ranks of one host, by resident memory: gradients in the weights'
-type; over several data-parallel ranks sums of earlier micro-batches are fp32 and whole at every stage
-(docs/data-parallel.md). `heap` was measured (docs/planning.md)."""
 
 MODELS: dict[str, ModelShape] = {
     **{name: of_llama(name, config, preset=name) for name, config in PRESETS.items()},
@@ -131,61 +98,6 @@ def toml(job: Job, mesh: Mesh, head: str = "", layers: Sequence[int] = ()) -> st
         lines += ["", f"[{name}]"]
         lines += [f"{key} = {toml_value(value)}" for key, value in section.items()]
     return "\n".join(lines).lstrip() + "\n"
-
-
-def planned(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster) -> tuple[Job, Mesh]:
-    """What a configuration that runs on `ranks` ranks is to the planner; `settings` is the way back."""
-    from pyruntime.train.config import replicas, tp_axes, with_pieces
-
-    config = with_pieces(config)
-    train, parallel, pipeline = config.train, config.parallel, config.pipeline
-    job = Job(
-        of_llama("the run", shape),
-        cluster,
-        ranks,
-        train.batch_size,
-        train.seq_len,
-        rounding=config.optimizer.rounding,
-        optimizer=config.optimizer.name,
-    )
-    tau = _tau(config.data_parallel)
-    tp, y = tp_axes(parallel, ranks)
-    if y > 1:
-        replicated = parallel.dp_replicate if parallel.zero == 3 else parallel.dp
-        return job, Mesh(
-            x=tp,
-            y=y,
-            z=parallel.dp // replicated,
-            dp=replicated,
-            pp=parallel.pp,
-            cp=parallel.cp,
-            zero=0,
-            micro_batch=train.micro_batch_size,
-            recompute=train.activation_checkpointing,
-        )
-    mesh = Mesh(
-        tp=tp,
-        pp=parallel.pp,
-        cp=parallel.cp,
-        dp=parallel.dp,
-        zero=parallel.zero,
-        replicate=parallel.dp_replicate if tau else replicas(config),
-        kind=pipeline.kind,
-        virtual=pipeline.virtual,
-        slices=pipeline.slices,
-        micro_batch=train.micro_batch_size,
-        recompute=train.activation_checkpointing,
-        tau=tau,
-    )
-    return job, mesh
-
-
-def _tau(method: DataParallel) -> int:
-    """Of a mesh: 0 where ranks meet in every step, or in another way than CO2's; at least 1 where it will be
-    measured."""
-    if method.method != "co2":
-        return 0
-    return 1 if method.tau == "auto" else method.tau
 
 
 class Asked:

@@ -25,10 +25,10 @@ from pyruntime.plan.cluster import to_toml
 from pyruntime.plan.measured import AlphaBeta, cluster_of, fit_alpha_beta
 from pyruntime.plan.step import FLASH_BACKWARD
 from pyruntime.train.errors import ConfigError
+from pyruntime.train.watching.peak import ROUNDS, gemm_flops, median_seconds
 
 SIZES = tuple(2**power for power in range(14, 25, 2))
 """Bytes of an all-gather, over all ranks."""
-ROUNDS = 7
 GEMMS_OVER_WAIT = 2.5
 """Seconds of the GEMMs that an all-gather travels under, over those it takes alone."""
 ATTEMPTS = 3
@@ -42,7 +42,7 @@ def main(path: str) -> None:
     ranks = started_ranks()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     fitted, received, together = (None, 0.0, lambda: None) if ranks == 1 else _links(ranks)
-    flops, attention, copied = _gemm(together), _attention(together), _copies(together)
+    flops, attention, copied = _gemms(together), _attention(together), _copies(together)
     share = _core_share(flops)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
     if started_rank():
@@ -76,22 +76,9 @@ def main(path: str) -> None:
     print(f"{path} is a cluster for --cluster.")
 
 
-def _median(run: Callable[[], object], together: Callable[[], object]) -> float:
-    """Seconds of `run`, on all ranks at the same time."""
-    run()
-    seconds = []
-    for _ in range(ROUNDS):
-        together()
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
-
-
-def _gemm(together: Callable[[], object]) -> float:
-    """Operations/s of bf16 GEMMs, as the trainer runs them."""
-    x, w = (torch.randn(1024, 1024).bfloat16() for _ in range(2))
-    return 2 * 1024**3 / _median(lambda: linear(x, w), together)
+def _gemms(together: Callable[[], object]) -> float:
+    """Operations/s of bf16 GEMMs."""
+    return gemm_flops(1024, torch.bfloat16, together)
 
 
 def _core_share(flops: float) -> float:
@@ -99,7 +86,7 @@ def _core_share(flops: float) -> float:
     nothing. At most 1."""
     if not dist.is_initialized():
         return 1.0
-    alone = torch.tensor(_gemm(lambda: None) if dist.get_rank() == 0 else 0.0)
+    alone = torch.tensor(_gemms(lambda: None) if dist.get_rank() == 0 else 0.0)
     dist.broadcast(alone, 0)  # the others wait in it
     return min(1.0, flops / float(alone))
 
@@ -110,13 +97,13 @@ def _attention(together: Callable[[], object]) -> float:
     heads, seq, width = 8, 512, 64
     q, k, v = (torch.randn(1, heads, seq, width).bfloat16().requires_grad_() for _ in range(3))
     flops = 2.0 * seq * heads * width * seq * (1 + FLASH_BACKWARD)
-    return flops / _median(lambda: causal_attention(q, k, v).sum().backward(), together)
+    return flops / median_seconds(lambda: causal_attention(q, k, v).sum().backward(), together)
 
 
 def _copies(together: Callable[[], object]) -> float:
 
     source, target = torch.ones(2**24), torch.empty(2**24)
-    return 2 * source.nbytes / _median(lambda: target.copy_(source), together)
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), together)
 
 
 def _links(ranks: int) -> tuple[AlphaBeta, float, Callable[[], object]]:
@@ -131,7 +118,7 @@ def _links(ranks: int) -> tuple[AlphaBeta, float, Callable[[], object]]:
         def gather(shard: torch.Tensor = shard) -> None:
             pyruntime.all_gather(shard, group)
 
-        mine = torch.tensor(_median(gather, dist.barrier))
+        mine = torch.tensor(median_seconds(gather, dist.barrier))
         dist.all_reduce(mine, dist.ReduceOp.MAX)
         seconds.append(float(mine))
     received = SIZES[-1] * (ranks - 1) / ranks
@@ -148,7 +135,7 @@ def _own_seconds(group: dist.ProcessGroup, shard: torch.Tensor, wait: float) -> 
         for _ in range(times):
             linear(x, w)
 
-    one = torch.tensor(_median(lambda: multiply(8), dist.barrier) / 8)
+    one = torch.tensor(median_seconds(lambda: multiply(8), dist.barrier) / 8)
     dist.all_reduce(one, dist.ReduceOp.MAX)
     times = 1 + int(GEMMS_OVER_WAIT * wait / float(one))
     whole = torch.empty(comm.group_size(group) * len(shard), 1)

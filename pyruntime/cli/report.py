@@ -12,7 +12,6 @@ from typing import Annotated
 import tyro
 
 from pyruntime.cli.arguments import parse, writing
-from pyruntime.cli.plan_facts import TRAINER, planned
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.hf import read_config
 from pyruntime.overlap.files import RankLedger, read
@@ -21,10 +20,10 @@ from pyruntime.overlap.trace import chrome_trace
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.measured import PROCESS_BYTES
 from pyruntime.plan.memory import memory_of_rank
-from pyruntime.plan.step import Predictor
 from pyruntime.train import config_file, metrics
 from pyruntime.train.config import tp_axes, with_pieces
 from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.planned import TRAINER, planned, predicted
 
 DESCRIPTION = """Writes RUN_DIR/report.html: curves, and of a run with --train.ledger true where a step's time
 went, which bytes were hidden behind which operators, and the timeline of the last step. It needs no network.
@@ -37,8 +36,8 @@ class Options:
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """Folder of a run, as train names it."""
     cluster: str = ""
-    """TOML file of `plan --measure`, or the name of a known cluster, to predict the step by; empty: memory
-    alone is predicted."""
+    """TOML file of `plan --measure`, or the name of a known cluster, to predict the step by; empty: the run's
+    output.cluster, and where it has none memory alone is predicted."""
 
 
 def main(argv: list[str]) -> None:
@@ -65,6 +64,7 @@ def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: 
     if not (run_dir / "model" / "config.json").is_file():
         return Plan(words="The planner's estimate needs the model that a run leaves at its end.")
     config = with_pieces(config_file.load(run_dir / "config.toml"))
+    cluster = cluster or config.output.cluster
     if config.train.dtype != "bf16":
         return Plan(words="The planner's estimates are of bf16.")
     if not ledgers and config.parallel.tp is None:
@@ -78,7 +78,7 @@ def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: 
         (memory_of_rank(job, mesh, rank, TRAINER, process) for rank in range(mesh.pp)),
         key=lambda each: each.total,
     )
-    seconds = Predictor(job, sums_whole=TRAINER.sums_whole).step(mesh) if cluster else None
+    seconds = predicted(job, mesh) if cluster else None
     return Plan(
         words=""
         if cluster

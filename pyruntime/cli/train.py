@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from pyruntime.cli.arguments import flag_name, parse, take_option
-from pyruntime.cli.environment import check_started, started_ranks
+from pyruntime.cli.environment import check_started, started_rank, started_ranks
 from pyruntime.train import checkpoint_folder, config_file, validate
 from pyruntime.train.config import Model, RunConfig, replicas, ring_orders, tp_axes, with_pieces
 from pyruntime.train.errors import ConfigError, refusing
@@ -18,14 +19,15 @@ DESCRIPTION = """Trains a Llama on text with tensor parallelism over all ranks t
 torchrun --nproc-per-node N -m pyruntime train --config FILE.toml [--section.key value ...]. --config takes
 a TOML file or the name of a preset ({presets}); left out it is main, or with --checkpoint.resume the run's
 own config.toml. Flags change single values of it; --model.init_from replaces its whole [model] section.
---dry_run RANKS checks all of it for so many ranks, and starts nothing."""
+--dry_run RANKS checks all of it for so many ranks, prints mesh, shapes, memory and schedule, and starts
+nothing. --profile 10-12 is short for --train.profile 10-12."""
 
 
 def main(argv: list[str], stop: StopRequest) -> None:
     ranks, argv = _dry_run(argv)
-    config, name = read(argv)
+    config, name = read(argv, ranks)
     if ranks is not None:
-        from pyruntime.train import dry_run  # imports the model, which --help can do without
+        from pyruntime.cli import dry_run  # imports the model, which --help can do without
 
         print(dry_run.report(config, ranks))
         return
@@ -50,24 +52,31 @@ def _dry_run(argv: list[str]) -> tuple[int | None, list[str]]:
 
 def read(
     argv: list[str],
+    ranks: int | None = None,
     command: str = "train",
     description: str = DESCRIPTION,
     others: Sequence[str] = ("dry_run",),
 ) -> tuple[RunConfig, str]:
-    """The configuration of a command line, and its name. `others` are flags of the command that have been
-    taken out of it. Raises ConfigError."""
+    """The configuration of a command line for so many ranks (None: those that were started), and its name.
+    `others` are flags of the command that have been taken out of it. Raises ConfigError."""
+    argv = [_spelled_out(argument) for argument in argv]
     asked, flags = take_option(argv, "config")
     resumed, _ = take_option(argv, "checkpoint.resume")
     if asked is None and resumed is not None and os.path.isdir(resumed):
         path, default = _of_run(Path(resumed))
     else:
         path = config_file.find(asked or "main")
-        default = config_file.load(path)
+        default = config_file.load(path, ranks or started_ranks())
     if "model.init_from" in map(flag_name, flags):  # the checkpoint's shape in place of the file's
         default = dataclasses.replace(default, model=Model())
     description = description.format(presets=", ".join(config_file.preset_names()))
     config = parse(RunConfig, flags, command, description, default=default, others=("config", *others))
     return with_pieces(config), path.stem
+
+
+def _spelled_out(argument: str) -> str:
+    name, equals, steps = argument.partition("=")
+    return f"--train.profile{equals}{steps}" if name == "--profile" else argument
 
 
 def _of_run(folder: Path) -> tuple[Path, RunConfig]:
@@ -84,6 +93,8 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
     from pyruntime.train.device import Device, check_device
     from pyruntime.train.run import run as train
 
+    if world_size > 1:
+        _name_rank()
     torch.set_num_threads(threads(config.train.threads, world_size))
     parallel = config.parallel
     tp, tp_y = tp_axes(parallel, world_size)
@@ -102,6 +113,12 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
         if config.comm.rings:
             configure(runtime.tp, rings=ring_orders(config.comm))
         train(config, name, runtime, stop)
+
+
+def _name_rank() -> None:
+    """Whatever this rank logs, or Python warns of, begins with its number from now on."""
+    logging.basicConfig(format=f"pyruntime: rank {started_rank()}: %(message)s")
+    logging.captureWarnings(True)
 
 
 def device_of(key: str, asked: str) -> str:

@@ -110,7 +110,7 @@ def job_of(options: Options, ranks: int) -> Job:
     from pyruntime.train.model import llama_config
 
     if options.config:
-        config = config_file.load(config_file.find(options.config))
+        config = config_file.load(config_file.find(options.config), ranks)
     else:
         seq_len = options.seq_len or DEFAULT_SEQ_LEN
         config = RunConfig(train=Train(micro_batch_size=1, seq_len=seq_len, dtype="bf16"))

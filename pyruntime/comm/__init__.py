@@ -6,6 +6,7 @@ from pyruntime.comm.errors import CommError, CommTimeout, PeerLost
 from pyruntime.comm.exchange import named_failures, post_failure
 from pyruntime.comm.groups import (
     Group,
+    Peer,
     Traffic,
     bytes_read,
     configure,
@@ -14,6 +15,7 @@ from pyruntime.comm.groups import (
     group_name,
     group_rank,
     group_size,
+    peers,
     process_group,
     set_deadline,
     stats,
@@ -21,12 +23,14 @@ from pyruntime.comm.groups import (
     transport_of,
     workspace_bytes,
 )
+from pyruntime.comm.rendezvous import keep, kept
 from pyruntime.comm.runtime import Runtime
 
 __all__ = [
     "CommError",
     "CommTimeout",
     "Group",
+    "Peer",
     "PeerLost",
     "Runtime",
     "Traffic",
@@ -39,8 +43,11 @@ __all__ = [
     "group_name",
     "group_rank",
     "group_size",
+    "keep",
     "keep_freed_memory",
+    "kept",
     "named_failures",
+    "peers",
     "post_failure",
     "process_group",
     "set_deadline",

@@ -17,6 +17,7 @@ from torch import Tensor
 from pyruntime.comm.companions import companion
 from pyruntime.comm.core import _C
 from pyruntime.comm.groups import Group, group_rank
+from pyruntime.comm.wire import Wire, WireFormat
 
 ROOM = 4
 """Messages of a channel that may be under way."""
@@ -26,7 +27,7 @@ AHEAD = 3
 
 class Channels:
     """The channels of this rank among `edges` (sender, receiver) of a group, for messages of up to
-    [rows, width] of one dtype.
+    [rows, width] of one dtype, which travel as `wire` says.
 
     Every rank of the group makes them alike, with all edges; where two ranks meet for the first time they
     wait for each other. Raises CommTimeout and PeerLost, as its methods do.
@@ -41,8 +42,9 @@ class Channels:
         width: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        wire: WireFormat = "same",
     ):
-        self._width, self._dtype, self._device = width, dtype, str(device)
+        self._device, self._wire = str(device), Wire(wire, width, dtype, device)
         rank = group_rank(group)
         # In one order on all ranks, so that no wait of two ranks for each other goes round.
         self._edges = {
@@ -67,7 +69,8 @@ class Channels:
             message.finish()
 
     def _message(self, edge: tuple[int, int], rows: int) -> _C.LineSend:
-        return self._edges[edge].send(rows, self._width, self._dtype, self._device)
+        wire = self._wire
+        return self._edges[edge].send(rows, wire.travelling_width, wire.travels_as, self._device)
 
     def expect(self, sender: int, rows: Iterable[int]) -> None:
         """Messages of so many rows each will come from that rank, and receive() will take them."""
@@ -81,17 +84,27 @@ class Channels:
 
     def send(self, receiver: int, x: Tensor) -> None:
         """x, of any shape with the channel's width last, is on its way when this returns."""
-        rows = x.reshape(-1, self._width)
+        rows = x.reshape(-1, self._wire.width)
         message = self._message((self._rank, receiver), len(rows))
-        message.memory().copy_(rows)
+        self._wire.write(rows, message.memory())
         message.publish()
         message.finish()
+
+    def has_come(self, sender: int) -> bool:
+        """Whether receive() would not wait; false also where that cannot be told."""
+        return self._posted[sender][0].has_come()
+
+    def stats(self) -> list[_C.CommStats]:
+        """Of this rank's channels, as `pyruntime.comm.stats`."""
+        return [_C.stats(edge.name) for edge in self._edges.values()]
 
     def receive(self, sender: int) -> Tensor:
         """The next message from that rank, [rows, width], in memory of its own."""
         message = self._posted[sender].popleft()
         message.wait()
-        x = message.memory().clone()
+        memory = message.memory()
+        x = torch.empty(len(memory), self._wire.width, dtype=self._wire.dtype, device=memory.device)
+        self._wire.read(memory, x)
         message.finish()
         self._post(sender)
         return x

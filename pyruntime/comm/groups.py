@@ -175,7 +175,12 @@ class Traffic:
 def exposed_s() -> float:
     """Seconds in which this rank has done nothing but wait for peers, copy and sum, over all its open groups
     and their companions."""
-    return sum(stats.waiting_s + stats.moving_s for stats in _C.group_stats_by_class().values())
+    return sum(exposed_by_class().values())
+
+
+def exposed_by_class() -> dict[str, float]:
+    """The same by class of traffic."""
+    return {name: stats.waiting_s + stats.moving_s for name, stats in _C.group_stats_by_class().items()}
 
 
 def bytes_read(traffic_class: str) -> int:
@@ -208,6 +213,33 @@ def traffic() -> dict[str, Traffic]:
                 "recent_transfer_s": tuple(sent[name]["recent_transfer_s"]),
             }
         result[name] = Traffic(**figures)
+    return result
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What another rank has cost this one since the start. Seconds and bytes."""
+
+    waiting_s: float = 0.0
+    """In which this rank's thread waited for it."""
+    bytes_sent: int = 0
+    """To it, on another host."""
+    transfer_s: float = 0.0
+    """Of them, from leaving to being acknowledged, summed over chunks."""
+
+
+def peers() -> dict[tuple[str, int], Peer]:
+    """The figures of this process by class of traffic and rank of the job, over the process groups that there
+    are. A wait that is for several ranks at once, as in the backend's own collectives, is in none of them."""
+    there = set(dist.distributed_c10d._world.pg_names.values())
+    result: dict[tuple[str, int], Peer] = {}
+    for (name, traffic_class, rank), figures in _C.peer_figures().items():
+        if name in there:
+            key = traffic_class, dist.get_global_rank(process_group(name), rank)
+            known, (waiting_s, size, transfer_s) = result.get(key, Peer()), figures
+            result[key] = Peer(
+                known.waiting_s + waiting_s, known.bytes_sent + size, known.transfer_s + transfer_s
+            )
     return result
 
 

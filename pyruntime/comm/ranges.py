@@ -40,6 +40,32 @@ def nvtx_domain() -> Any:
     return None if isinstance(domain, DummyDomain) else domain
 
 
+class BackwardRanges:
+    """Ranges of a backward pass, one after the other: each from the moment when the gradient of a tensor is
+    complete until the next one begins, the last until the pass ends."""
+
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._is_open = False
+
+    def begin_at(self, tensor: torch.Tensor, label: str) -> None:
+        """The range `label` begins with the gradient of `tensor`, unless that has none."""
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(lambda _: self._begin(label))
+
+    def _begin(self, label: str) -> None:
+        if not self._is_open:
+            # Called by the thread that takes the pass, to which ranges belong.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._end()
+        self._is_open = True
+        self._open.enter_context(marked(label))
+
+    def _end(self) -> None:
+        self._is_open = False
+        self._open.close()
+
+
 @contextlib.contextmanager
 def _range(label: str) -> Iterator[None]:
     domain = nvtx_domain()

@@ -42,7 +42,7 @@ def open_store(deadline_s: float) -> dist.Store:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     doing = f"Start-up, rank {rank}"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    run = f"pyruntime/{os.environ.get('TORCHELASTIC_RUN_ID', '-')}"
+    run = _run_id()
     too_late = (
         f"{doing}: the job's store at {host}:{port} (MASTER_ADDR:MASTER_PORT), which torchrun or rank 0 "
         f"serves, did not answer within {deadline_s:g} s; see whether it runs, and whether this host reaches "
@@ -69,6 +69,47 @@ def open_store(deadline_s: float) -> dist.Store:
             _C.join_job(store, watched, rank, world_size)
             _meet(rank, world_size, doing, deadline_s)
     return store
+
+
+def keep(name: str, value: str) -> None:
+    """Keeps `value` for the processes that torchrun starts in the place of this job's, where it is torchrun
+    that serves the job's store. Raises CommTimeout."""
+    if (store := _store_of_torchrun()) is not None:
+        with _answering():
+            store.set(f"{_run_id()}/kept/{name}", value)
+
+
+def kept(name: str) -> str:
+    """What processes that had the place of this job's before have kept under `name`; empty where there were
+    none, or they kept nothing. Raises CommTimeout."""
+    if (store := _store_of_torchrun()) is None:
+        return ""
+    key = f"{_run_id()}/kept/{name}"
+    with _answering():
+        return store.get(key).decode() if store.check([key]) else ""
+
+
+def _run_id() -> str:
+    """What all keys of a job begin with."""
+    return f"pyruntime/{os.environ.get('TORCHELASTIC_RUN_ID', '-')}"
+
+
+def _store_of_torchrun() -> dist.Store | None:
+    """The job's store, where it lives longer than the job's processes. Once `open_store` has connected."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or _serves(0):
+        return None
+    return _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), False)[0]
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise CommTimeout(
+            "The job's store, which torchrun serves, did not answer when it was asked for the run folder; "
+            "see whether torchrun still runs on the host of MASTER_ADDR."
+        ) from error
 
 
 def _meet(rank: int, world_size: int, doing: str, deadline_s: float) -> None:

@@ -20,7 +20,14 @@ from pyruntime.comm import companions
 from pyruntime.comm.core import _C
 from pyruntime.comm.devices import Host, place
 from pyruntime.comm.exchange import first_line, is_of_connection
-from pyruntime.comm.groups import check_deadline, group_name, process_group, set_deadline, stats
+from pyruntime.comm.groups import (
+    check_deadline,
+    exposed_by_class,
+    group_name,
+    process_group,
+    set_deadline,
+    stats,
+)
 from pyruntime.comm.launcher import check_launcher
 from pyruntime.comm.rendezvous import open_store
 
@@ -230,6 +237,18 @@ class Runtime:
     def tp_sizes(self) -> tuple[int, int]:
         """Ranks of both axes of tensor parallelism; the second is 1 where there is one axis."""
         return self.tp_size, self.sizes.tp // self.tp_size
+
+    def exposed_by_axis(self) -> dict[str, float]:
+        """Seconds in which this rank has done nothing but wait for peers, copy and sum, over all its open
+        groups and their companions, by class of traffic: "tp", "cp", "pp", "dp", "checkpoint". What all ranks
+        of several axes tell each other is "all". They add up to `comm.exposed_s()`."""
+        seconds = exposed_by_class()
+        if self.mesh.ndim > 1:
+            # The group of all ranks belongs to no axis, and is in the class that a group has by default.
+            own = stats(self.world)
+            seconds["all"] = own.waiting_s + own.moving_s
+            seconds["tp"] = max(0.0, seconds.get("tp", 0.0) - seconds["all"])
+        return seconds
 
     def stats(self) -> _C.CommStats:
         """Cumulative communication figures of the tensor-parallel group on this rank."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from pyruntime.comm import Group, group_name, group_rank, group_size
+from pyruntime.comm.wire import WireFormat
 from pyruntime.context.layouts import check_layout
 from pyruntime.context.mask import mask_of
 from pyruntime.context.variants import Attended, attend, attend_backward
@@ -26,6 +29,7 @@ def ring_attention(
     document_ids: Tensor | None = None,
     scale: float | None = None,
     variant: str = "ring",
+    wire: WireFormat = "same",
 ) -> Tensor:
     """softmax(scale q k^T + mask) v over the sequence of all ranks -> [B, n, H, d], of q's dtype.
 
@@ -45,6 +49,9 @@ def ring_attention(
         scale: of the scores; 1 / sqrt(d) by default.
         variant: "ring", "all_gather_kv", "ulysses" (see `pyruntime.context.variants`), or "auto", which is
             the ring: wherever they were measured it was the fastest (docs/performance.md).
+        wire: of the ring, what K and V are rounded to, this rank's own alike: then it is exact attention to
+            the rounded ones, whose gradients are taken for those of k and v. "same", "bf16" or "fp8"
+            (pyruntime/comm/wire.py).
 
     Raises ValueError for shapes that do not fit or that the layout cannot cut, TypeError for dtypes;
     CommTimeout or PeerLost where a rank does not come.
@@ -57,8 +64,10 @@ def ring_attention(
     _check_tensors(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     variant = "ring" if variant == "auto" else variant
+    if wire != "same" and variant != "ring":
+        raise ValueError(f'wire="{wire}" is of the ring, and variant="{variant}"; leave one of them out.')
     out, _, _ = torch.ops.pyruntime.ring_attention(
-        q, k, v, document_ids, name, causal, layout, scale, variant
+        q, k, v, document_ids, name, causal, layout, scale, variant, wire
     )
     return out
 
@@ -122,14 +131,16 @@ def _op(
     layout: str,
     scale: float,
     variant: str,
+    wire: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(q, k, v, document_ids, layout, variant, group_size(group))
-    done = attend(variant, q, k, v, group, _mask(q, k, document_ids, group, causal, layout), scale)
+    mask = _mask(q, k, document_ids, group, causal, layout)
+    done = attend(variant, q, k, v, group, mask, scale, cast(WireFormat, wire))
     return done.out, done.lse, done.kept
 
 
 @_op.register_fake
-def _(q, k, v, document_ids, group, causal, layout, scale, variant):
+def _(q, k, v, document_ids, group, causal, layout, scale, variant, wire):
     ranks = group_size(group)
     _check(q, k, v, document_ids, layout, variant, ranks)
     batch, queries, heads, dim = q.shape
@@ -155,10 +166,11 @@ def _backward_op(
     layout: str,
     scale: float,
     variant: str,
+    wire: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = _mask(q, k, document_ids, group, causal, layout)
     done = Attended(out, lse, kept)
-    dq, dk, dv = attend_backward(variant, grad_out, q, k, v, done, group, mask, scale)
+    dq, dk, dv = attend_backward(variant, grad_out, q, k, v, done, group, mask, scale, cast(WireFormat, wire))
     return _result(dq, q), _result(dk, k), _result(dv, v)
 
 
@@ -167,7 +179,7 @@ def _result(grad: Tensor, like: Tensor) -> Tensor:
 
 
 @_backward_op.register_fake
-def _(grad_out, q, k, v, out, lse, kept, document_ids, group, causal, layout, scale, variant):
+def _(grad_out, q, k, v, out, lse, kept, document_ids, group, causal, layout, scale, variant, wire):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -179,7 +191,7 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad_out, *_):
     grads = torch.ops.pyruntime.ring_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, *6 * [None])
+    return (*grads, *7 * [None])
 
 
 _op.register_autograd(_differentiate, setup_context=_save)

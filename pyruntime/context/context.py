@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyruntime import ops
 from pyruntime.comm import Group, companion, group_name, group_rank, group_size
+from pyruntime.comm.wire import WireFormat
 from pyruntime.context.attention import VARIANTS, ring_attention
 from pyruntime.context.layouts import check_layout, positions, take_shard
 
@@ -18,8 +19,8 @@ MODEL_LAYOUTS = ("contiguous", "zigzag", "striped")
 class Context:
     """The ranks that share a sequence, and which of its tokens each holds.
 
-    group: of the ranks. layout, variant: as `ring_attention` takes them; the layout is one that needs no
-    documents.
+    group: of the ranks. layout, variant, wire: as `ring_attention` takes them; the layout is one that needs
+    no documents.
 
     Raises ValueError for another layout or variant. Every rank of the group makes one alike.
     """
@@ -27,6 +28,7 @@ class Context:
     group: Group
     layout: str = "zigzag"
     variant: str = "ring"
+    wire: WireFormat = "same"
     rank: int = field(init=False)
     size: int = field(init=False)
 
@@ -55,7 +57,14 @@ class Context:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Causal attention over the whole sequence, in each document; see `ring_attention`."""
         return ring_attention(
-            q, k, v, self.group, layout=self.layout, variant=self.variant, document_ids=document_ids
+            q,
+            k,
+            v,
+            self.group,
+            layout=self.layout,
+            variant=self.variant,
+            document_ids=document_ids,
+            wire=self.wire,
         )
 
     def of_first(self, tokens: int, share: int) -> Context:

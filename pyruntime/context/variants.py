@@ -33,6 +33,7 @@ from pyruntime.comm import CommTimeout, companion, deadline, group_name, process
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
 from pyruntime.comm.ring import Ring, Shift
+from pyruntime.comm.wire import Wire, WireFormat
 from pyruntime.context.agreement import agree
 from pyruntime.context.mask import Mask, Run
 from pyruntime.context.ways import NONE, Tokens, Way
@@ -56,11 +57,14 @@ class Attended:
     """What the backward pass would have to fetch again; empty where that is nothing."""
 
 
-def attend(variant: str, q: Tensor, k: Tensor, v: Tensor, group: str, mask: Mask, scale: float) -> Attended:
-    """Forward by `variant`, which is none of "auto". Raises ValueError where the ranks' arguments differ."""
+def attend(
+    variant: str, q: Tensor, k: Tensor, v: Tensor, group: str, mask: Mask, scale: float, wire: WireFormat
+) -> Attended:
+    """Forward by `variant`, which is none of "auto". wire: of the ring. Raises ValueError where the ranks'
+    arguments differ."""
     agreement = agree(variant, q, k, group, mask, scale)
     if variant == "ring":
-        out, lse = _ring(q, k, v, group, agreement, mask, scale)
+        out, lse = _ring(q, k, v, group, agreement, mask, scale, wire)
         return Attended(out.to(q.dtype), lse, q.new_empty(0))
     if variant == "all_gather_kv":
         keys, values = _gather(k, v, group, mask)
@@ -86,6 +90,7 @@ def attend_backward(
     group: str,
     mask: Mask,
     scale: float,
+    wire: WireFormat,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of the forward pass `done`, in fp32 (fp64)."""
     agreement = agree(variant, q, k, group, mask, scale)
@@ -102,7 +107,7 @@ def attend_backward(
         return dq, dk, dv
     backward = _Backward(grad_out, q, delta.transpose(1, 2).contiguous(), done.lse, scale)
     if variant == "ring":
-        dkv = _ring_backward(backward, k, v, group, agreement, mask)
+        dkv = _ring_backward(backward, k, v, group, agreement, mask, wire)
     else:
         keys, values = _gather(k, v, group, mask)
         whole = backward.zeros((2, *keys.shape))
@@ -162,10 +167,17 @@ def _of_batch(run: Run, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ring(
-    q: Tensor, k: Tensor, v: Tensor, group: str, agreement: int, mask: Mask, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: str,
+    agreement: int,
+    mask: Mask,
+    scale: float,
+    wire: WireFormat,
 ) -> tuple[Tensor, Tensor]:
     out, lse = nothing_seen(q)
-    rounds = _rounds(group, agreement, k, v, mask)
+    rounds, k, v = _rounds(group, agreement, k, v, mask, wire)
     rank = rounds[0].rank
     for each in rounds:
         each.start()
@@ -182,12 +194,12 @@ def _ring(
 
 
 def _ring_backward(
-    backward: _Backward, k: Tensor, v: Tensor, group: str, agreement: int, mask: Mask
+    backward: _Backward, k: Tensor, v: Tensor, group: str, agreement: int, mask: Mask, wire: WireFormat
 ) -> Tensor:
     """dK and dV [2, B, S/P, G, d]. This rank's own keys come first and last: the others' K and V arrive under
     the one, the sums of its own gradients under the other."""
     own = backward.zeros((2, *k.shape))
-    rounds = _rounds(group, agreement, k, v, mask)
+    rounds, k, v = _rounds(group, agreement, k, v, mask, wire)
     rank, size = rounds[0].rank, rounds[0].size
     first = k.shape[1] if size == 1 else int(k.shape[1] * FIRST_KEYS)
     begin, end = mask.of_rank(rank)
@@ -213,8 +225,14 @@ def _ring_backward(
     return own
 
 
-def _rounds(group: str, agreement: int, k: Tensor, v: Tensor, mask: Mask) -> list[_KeysRound]:
-    return [_KeysRound(Ring(group, CLASS, agreement, way.step), way, k, v) for way in mask.ways]
+def _rounds(
+    group: str, agreement: int, k: Tensor, v: Tensor, mask: Mask, wire: WireFormat
+) -> tuple[list[_KeysRound], Tensor, Tensor]:
+    """One for each way; and K and V as all ranks read them."""
+    travel = Wire(wire, k.shape[-1], k.dtype, k.device)
+    sent = travel.packed(k), travel.packed(v)
+    rounds = [_KeysRound(Ring(group, CLASS, agreement, way.step), way, sent, travel) for way in mask.ways]
+    return rounds, travel.unpacked(sent[0]), travel.unpacked(sent[1])
 
 
 @dataclass(frozen=True)
@@ -232,11 +250,13 @@ class _Block:
 
 
 class _KeysRound:
-    """K and V of all ranks as they come on one way, from ever farther off: start, then take and done."""
+    """K and V of all ranks as they come on one way, from ever farther off: start, then take and done.
 
-    def __init__(self, ring: Ring, way: Way, k: Tensor, v: Tensor):
+    own: this rank's, as they travel by `wire`; ranks pass on what came as it is."""
+
+    def __init__(self, ring: Ring, way: Way, own: tuple[Tensor, Tensor], wire: Wire):
         self.rank, self.size, self.way = ring.rank, ring.size, way
-        self.ring, self._own = ring, (k, v)
+        self.ring, self._own, self._wire = ring, own, wire
         self.distance = 0
         """Of the owner of what came last."""
         self._current: Shift | None = None
@@ -263,7 +283,8 @@ class _KeysRound:
         seen = self.way.seen(self.rank, self.owner)
         if seen == NONE:
             return None
-        return _Block(self.owner, seen, _of_tokens(k, seen, tokens), _of_tokens(v, seen, tokens))
+        keys, values = (self._wire.unpacked(_of_tokens(each, seen, tokens)) for each in (k, v))
+        return _Block(self.owner, seen, keys, values)
 
     def _pass_on(self, kv: tuple[Tensor, Tensor], tokens: Tokens) -> None:
         """Of K and V of these tokens, what ranks further on want."""

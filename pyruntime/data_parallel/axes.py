@@ -118,12 +118,12 @@ class Axis:
     def complete_all(self) -> None:
         self.make_room(self.most)
 
-    def take_what_has_come(self) -> None:
-        """Completes the oldest flights of which all has come, but the latest. Ranks see that at different
-        moments, and so begin others at different ones, if in the same order: for MOST_ANY_TIME flights, until
-        leave_latest()."""
+    def take_what_has_come(self, but: int = 1) -> None:
+        """Completes the oldest flights of which all has come, but so many of the latest. Ranks see that at
+        different moments, and so begin others at different ones, if in the same order: for MOST_ANY_TIME
+        flights, until leave_latest()."""
         self._advance()
-        while len(self._flights) > 1 and self._flights[0].has_landed():
+        while len(self._flights) > but and self._flights[0].has_landed():
             self._complete_oldest()
 
     def leave_latest(self) -> None:

@@ -159,6 +159,10 @@ class Bucket:
         is."""
         return segment[self.marks :, 0] != 0
 
+    def mark(self, segment: Tensor, got: Tensor) -> None:
+        """The inverse of got(), which becomes the marks of a reduced segment."""
+        segment[self.marks :, 0] = got.to(segment.dtype)
+
 
 def _rows(parameter: Tensor) -> int:
     return parameter.shape[0] if parameter.dim() else 1

@@ -424,7 +424,8 @@ class ShardedAdamW:
 
     def current(self) -> list[State]:
         """This rank's rows of all parameters, with masters and moments of all steps until now. What is then
-        written into masters, or into rows without one, reaches the model by `written()`."""
+        written into rows, and first into the masters of those that have one, reaches the model by
+        `written()`."""
         self._update.catch_up(self._all_states())
         return list(self._all_states())
 
@@ -434,11 +435,8 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def written(self) -> None:
-        """Something was written into what `current()` gave; before the next backward pass. Every rank calls
-        it."""
-        for state in self._all_states():
-            if state.has_master:
-                state.rows.copy_(state.master)
+        """Something was written into what `current()` gave, rows with masters too; before the next backward
+        pass. Every rank calls it."""
         self._send_all({})
 
     def _all_states(self) -> Iterator[State]:

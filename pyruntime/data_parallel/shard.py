@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pyruntime.comm.wire import WireFormat
 from pyruntime.data_parallel.axes import Axes, axes_of
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
 from pyruntime.data_parallel.compression.compressor import Compressor
@@ -46,6 +47,7 @@ def shard(
     bucket_bytes: int | None = None,
     keep_gathered: int = 0,
     compression: Compression | None = None,
+    weight_wire: WireFormat = "same",
 ) -> Sharded:
     """Makes `model`, which is the same on every rank of `mesh`, train on different data on each of them.
 
@@ -72,6 +74,8 @@ def shard(
             its backward pass has read them.
         compression: how gradients of matrices travel in fewer bytes, at stages 0 to 2 over one axis of
             several ranks on the CPU (docs/compression.md); None: as they are.
+        weight_wire: at stage 3 on the CPU, what matrices are rounded to where they are gathered: "bf16" or
+            "fp8"; all ranks compute with the rounded values, and update those that they keep.
 
     Raises ValueError for another stage, a mesh that does not fit it, a mesh with several ranks of a group
     that the model is cut over already, a model without trainable parameters, or where nothing can be
@@ -89,9 +93,23 @@ def shard(
     axes = axes_of(mesh, stage)
     if compression is not None:
         _check_compression(stage, axes)
+    if weight_wire != "same":
+        _check_weight_wire(weight_wire, stage, axes)
     bucket_bytes = BUCKET_BYTES[stage] if bucket_bytes is None else bucket_bytes
     buckets = cut_into_buckets(named, axes.shard.size, bucket_bytes)
-    return Sharded(model, stage, axes, buckets, reduce_dtype, keep_gathered, compression)
+    return Sharded(model, stage, axes, buckets, reduce_dtype, keep_gathered, compression, weight_wire)
+
+
+def _check_weight_wire(wire: WireFormat, stage: int, axes: Axes) -> None:
+    if stage != 3:
+        raise ValueError(
+            f'weight_wire="{wire}" at stage={stage}, where what is gathered is what ranks keep; use stage 3, '
+            "or leave it out."
+        )
+    if axes.shard.size == 1:
+        raise ValueError(
+            f'weight_wire="{wire}" was asked for, and one rank alone gathers nothing; leave it out.'
+        )
 
 
 def _check_compression(stage: int, axes: Axes) -> None:
@@ -135,9 +153,12 @@ class Sharded:
         reduce_dtype: torch.dtype | None,
         keep_gathered: int,
         compression: Compression | None = None,
+        weight_wire: WireFormat = "same",
     ):
         self.model, self.stage, self.axes, self.buckets = model, stage, axes, buckets
-        self._weights = [BucketWeights(bucket, axes.weights, apart=stage == 3) for bucket in buckets]
+        self._weights = [
+            BucketWeights(bucket, axes.weights, apart=stage == 3, wire=weight_wire) for bucket in buckets
+        ]
         self._gatherer: GatherPerUse | GatherAhead
         if stage == 3:
             self._gatherer = GatherPerUse(model, self._weights, axes.shard, keep_gathered)
@@ -164,6 +185,8 @@ class Sharded:
                 launch if self.compressor is None else self.compressor.launch,
             )
             self._patched = patch_linears(model)
+        if weight_wire != "same":
+            self._gatherer.loaded()  # the first forward pass reads rounded weights too
         model._pyruntime_sharded = True
 
     def adamw(self, **options: Any) -> ShardedAdamW:

@@ -8,9 +8,10 @@ forward announces are gathered before the step returns.
 
 Stage 3 keeps the whole of a weight only while it is read: gathered before the module's forward and again
 before its backward, the next ones of the order on their way meanwhile, its memory given back afterwards; the
-first ones leave when they have been updated. The
-backward pass of an embedding does not read the table, so it is not gathered again; what the forward pass
-reads last stays, as the backward pass begins with it.
+first ones leave when they have been updated. What travels of a matrix may be rounded: then all ranks compute
+with the rounded values, and who has the rows keeps them as they are. The backward pass of an embedding does
+not read the table, so it is not gathered again; what the forward pass reads last stays, as the backward pass
+begins with it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from pyruntime import ops
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
+from pyruntime.comm.wire import Wire, WireFormat
 from pyruntime.data_parallel.axes import MOST_FLIGHTS, PLACES, Axis
 from pyruntime.data_parallel.buckets import Bucket, Part
 from pyruntime.nn import VocabParallelEmbedding
@@ -39,11 +41,18 @@ def _reads_again(module: nn.Module) -> bool:
 class BucketWeights:
     """One bucket's parameters, and which rows of them are this rank's. Under way it is a flight of its axis.
 
-    apart: this rank's rows have memory of their own, because that of the parameters comes and goes.
+    apart: this rank's rows have memory of their own, because that of the parameters comes and goes. wire: of
+    a matrix that is alone and apart, what its rows travel as; this rank's are rounded alike in the parameter.
     """
 
-    def __init__(self, bucket: Bucket, axis: Axis, *, apart: bool):
+    def __init__(self, bucket: Bucket, axis: Axis, *, apart: bool, wire: WireFormat = "same"):
         self.bucket, self.axis = bucket, axis
+        self._exact = Wire("same", bucket.width, bucket.dtype, bucket.device)
+        self._rounding = self._exact
+        if bucket.is_matrix:
+            self._rounding = Wire(wire, bucket.width, bucket.dtype, bucket.device)
+        self._wire = self._rounding
+        """Of the gather that is under way."""
         self.is_cut = axis.size > 1
         self.is_under_way = False
         self._gather: _C.LineGather | None = None
@@ -82,9 +91,10 @@ class BucketWeights:
 
     def _begin(self, rows: Sequence[Tensor]) -> None:
         self.axis.make_room()
-        bucket = self.bucket
-        device = str(bucket.device)
-        self._gather = _C.LineGather(self.axis.name, bucket.lines, bucket.width, bucket.dtype, device)
+        bucket, wire = self.bucket, self._wire
+        self._gather = _C.LineGather(
+            self.axis.name, bucket.lines, wire.travelling_width, wire.travels_as, str(bucket.device)
+        )
         with marked("dp send weights", bucket.name):
             self._send(self._gather, rows)
         self.is_under_way = True
@@ -94,6 +104,18 @@ class BucketWeights:
         """The parameters are current when it returns."""
         self.begin()
         self._land()
+
+    def bring_exact(self) -> None:
+        """The parameters hold the values of all ranks' rows, not rounded, when it returns; modules will
+        gather them anew as they travel."""
+        if self._rounding is self._exact or not self.is_cut:
+            self.bring()
+            return
+        self._land()
+        self._wire = self._exact
+        self.begin_again()
+        self._land()
+        self._wire, self.is_current = self._rounding, False
 
     def free(self) -> None:
         """Gives the parameters' memory back; their shapes stay."""
@@ -134,7 +156,9 @@ class BucketWeights:
             for part, lines in zip(bucket.parts, own, strict=True):
                 low, high = max(start, part.offset), min(start + count, part.offset + len(lines))
                 if low < high:
-                    chunk[low - start : high - start].copy_(lines[low - part.offset : high - part.offset])
+                    self._wire.write(
+                        lines[low - part.offset : high - part.offset], chunk[low - start : high - start]
+                    )
             gather.publish(index)
 
     def _take(self, gather: _C.LineGather) -> None:
@@ -145,13 +169,15 @@ class BucketWeights:
                 _allocate(parameter)
             if self._apart:
                 for part, rows in zip(bucket.parts, self.rows, strict=True):
-                    self._own_rows(part).copy_(rows)
+                    own = self._wire.packed(rows.view(-1, bucket.width))
+                    self._wire.read(own, self._own_rows(part).view(-1, bucket.width))
             whole = [bucket.lines_of(parameter.data) for parameter in bucket.parameters]
             for index, (begin, count) in enumerate(gather.chunks()):
                 chunk = gather.chunk(index)
                 for span in bucket.spans(begin, count):
-                    whole[span.owner][span.source : span.source + span.count].copy_(
-                        chunk[span.place : span.place + span.count]
+                    self._wire.read(
+                        chunk[span.place : span.place + span.count],
+                        whole[span.owner][span.source : span.source + span.count],
                     )
             gather.finish()
         self._gather = None
@@ -428,6 +454,10 @@ class GatherPerUse(Gatherer):
 
     def begin_rest(self) -> None:
         """None: weights are gathered where they are used."""
+
+    def complete(self) -> None:
+        for each in dict.fromkeys([*self._order, *self._weights]):
+            each.bring_exact()
 
     def _before(self, module: nn.Module, read: list[BucketWeights]) -> None:
         in_forward = torch._C._current_graph_task_id() == -1

@@ -9,9 +9,21 @@ LARGEST_PORT = (1 << 16) - 1
 def split_address(address: str) -> tuple[str, int]:
     """HOST:PORT. Raises ValueError for what is none."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) <= LARGEST_PORT:
+    if not (is_host(host) and _is_port(port)):
         raise ValueError(f"{address!r} is no address; write HOST:PORT, such as host1:{DEFAULT_PORT}.")
     return host, int(port)
+
+
+def is_host(text: str) -> bool:
+    """Whether it can be a name or a number of a host."""
+    try:
+        return bool(text) and bool(text.encode("idna"))
+    except UnicodeError:
+        return False
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) <= LARGEST_PORT
 
 
 def is_loopback(host: str) -> bool:

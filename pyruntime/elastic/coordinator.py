@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyruntime.elastic.address import is_loopback
@@ -32,7 +32,7 @@ class State(enum.Enum):
     READY = "ready"
     """It has the state at the beginning of a round."""
     ENTERING = "entering"
-    """It has a block, and may still wait for sums of its donor's."""
+    """It is to take part in the round, and may still wait for sums of its donor's."""
     MEMBER = "member"
     LEAVING = "leaving"
     """It has been told that the run is over."""
@@ -60,7 +60,7 @@ class Replica:
     label: str
     """Where it runs, for people."""
     places: int
-    job: Mapping[str, Any]
+    job: dict[str, Any]
     """What has to be the same for all."""
     own: dict[int, Own] = dataclasses.field(default_factory=dict)
     """The state that it has, by place."""
@@ -70,7 +70,9 @@ class Replica:
     donor: str | None = None
     broken: str | None = None
     """A donor that did not do."""
-    block: int | None = None
+    blocks: list[int | None] = dataclasses.field(default_factory=list)
+    """That have not counted, of the round under way first, and where averages are a round late of the next
+    one; None: it has come too late for that round, and adds nothing to its sum."""
     ready: dict[int, int] = dataclasses.field(default_factory=dict)
     """The round whose beginning a place has the state of."""
     said: set[int] = dataclasses.field(default_factory=set)
@@ -99,6 +101,11 @@ class Replica:
         return self.step == other.step >= 0 and all(
             own.weights == other.own[place].weights for place, own in self.own.items()
         )
+
+
+def _late(replica: Replica) -> int:
+    """Rounds from when a displacement leaves until its average is used."""
+    return replica.job.get("late", 0)
 
 
 class Phase(enum.Enum):
@@ -171,6 +178,15 @@ class Coordinator:
             self._refuse_unreachable(replica, now)
         self._settle(now)
 
+    def why_not(self, name: str, place: int, facts: Mapping[str, Any]) -> str:
+        """Why a rank that has connected is none of that replica, in words; empty where it may be."""
+        known = self.replicas.get(name)
+        if known is None:
+            return ""
+        if facts["places"] != known.places:
+            return f"it says that its replica has {facts['places']} ranks, and another of them {known.places}"
+        return f"rank {place} of its replica is here already" if place in known.addresses else ""
+
     def _is_here(self, replica: Replica, now: float) -> None:
         replica.state = State.NEW
         self._since = now if self.phase is Phase.GATHERING else self._since
@@ -193,7 +209,7 @@ class Coordinator:
         elif kind == "broken" and message["donor"] == replica.donor:
             replica.broken = replica.donor
             self._start_over(replica)
-        elif kind == "begun" and replica.state is State.ENTERING and message["block"] == replica.block:
+        elif kind == "begun" and replica.state is State.ENTERING and message["round"] == self.round:
             self._said(replica, place)
             if replica.has_said:
                 replica.state, replica.donor, replica.said = State.MEMBER, None, set()
@@ -218,8 +234,10 @@ class Coordinator:
         if len(replica.addresses) == replica.places:
             event = "left" if self.phase is Phase.OVER else "lost"
             self._tell_event(event, replica, reason=reason)
-        self._order(replica, {"type": "expelled", "reason": f"its replica left: {reason}"})
-        was_member = replica.block is not None
+        has_ended = self.phase is Phase.OVER and replica.state in (State.MEMBER, State.LEAVING)
+        if not has_ended:  # else its other ranks have what they need, and read no more
+            self._order(replica, {"type": "expelled", "reason": f"its replica left: {reason}"})
+        was_member = replica.state in (State.ENTERING, State.MEMBER)
         self._free(replica)
         if was_member and self.phase is Phase.EXCHANGING:
             self._begin_anew()
@@ -290,23 +308,31 @@ class Coordinator:
 
     def _refuse_another_job(self, replica: Replica, now: float) -> None:
         """All have to be of the job of the one that came first of those that are here."""
-        others = [each for each in self._whole() if each is not replica]
+        others = self._others(replica)
         if not others:
             return
-        job = others[0].job
-        for key in [*job, *replica.job]:
-            if job.get(key) != replica.job.get(key):
+        job, own = (each.job | {"ranks": each.places} for each in (others[0], replica))
+        for key in [*job, *own]:
+            if job.get(key) != own.get(key):
                 self._expel(
                     replica,
-                    f"it was started with {key}={replica.job.get(key)}, and those that are here with "
+                    f"it was started with {key}={own.get(key)}, and those that are here with "
                     f"{key}={job.get(key)}",
                     now,
                 )
                 return
 
+    def _others(self, replica: Replica) -> list[Replica]:
+        """All of whose ranks are here."""
+        return [
+            each
+            for each in self.replicas.values()
+            if each is not replica and len(each.addresses) == each.places
+        ]
+
     def _refuse_unreachable(self, replica: Replica, now: float) -> None:
         """One that answers at a loopback address, and others of another host, would call themselves."""
-        others = [each for each in self._whole() if each is not replica]
+        others = self._others(replica)
         if replica.name not in self.replicas or not others or replica.is_local == others[0].is_local:
             return
         (local, other) = ("it", "others") if replica.is_local else (others[0].label, "it")
@@ -327,11 +353,12 @@ class Coordinator:
                 )
             return
         first_block, *again = next(iter(first.own.values())).deal
-        self.round, self._deal = first.step // first.job["tau"], Deal(first_block, again)
+        self.round, self._deal, self._since = first.step // first.job["tau"], Deal(first_block, again), now
+        if self.round >= first.job["rounds"]:
+            self.phase = Phase.OVER
+            return
         self.phase = Phase.COMPUTING
-        for each in [each for each in self._whole() if each.has_what(first)]:
-            self._enter(each)
-        self._since = now
+        self._enter([each for each in self._whole() if each.has_what(first)], behind=False)
         self.events.append({"event": "start", "round": self.round, "members": len(self.members)})
         self._find_donors()
 
@@ -346,30 +373,44 @@ class Coordinator:
 
     def _enter_now(self, names: set[str]) -> None:
         """Those of them that have the state of this round's beginning are members of it."""
-        for each in list(self.replicas.values()):
-            if each.name in names and self._is_ready(each):
-                self._enter(each)
-                each.donor = None
+        ready = [each for each in self.replicas.values() if each.name in names and self._is_ready(each)]
+        self._enter(ready, behind=bool(self.members))
+        for each in ready:
+            each.donor = None
 
     def _is_ready(self, replica: Replica) -> bool:
         return replica.state is State.READY and set(replica.ready.values()) == {self.round}
 
-    def _enter(self, replica: Replica) -> None:
-        replica.block, replica.state, replica.said = self._deal.take(), State.ENTERING, set()
-        self._order(replica, {"type": "enter", "round": self.round, "block": replica.block, **self._dealt()})
-        self._tell_event("enter", replica, round=self.round, block=replica.block)
+    def _enter(self, replicas: Sequence[Replica], behind: bool) -> None:
+        """behind: others may have displacements already, which where averages are late are not from the state
+        that these have."""
+        for each in replicas:
+            each.blocks = [None] if behind and _late(each) else [self._deal.take()]
+            each.state, each.said = State.ENTERING, set()
+        for each in replicas:
+            if _late(each) and self.round + 1 < each.job["rounds"]:
+                each.blocks.append(self._deal.take())
+        for each in replicas:
+            blocks = [block for block in each.blocks if block is not None]
+            message = {
+                "type": "enter", "round": self.round, "blocks": blocks, "behind": each.blocks[0] is None,
+                **self._dealt(),
+            }  # fmt: skip
+            self._order(each, message)
+            self._tell_event("enter", each, round=self.round, blocks=blocks)
 
     def _dealt(self) -> dict[str, Any]:
         """For a checkpoint of the state at the beginning of the round. A block that is dealt a moment later
         is above the first of the list, or in it."""
-        in_work = [each.block for each in self.members if each.block is not None]
+        in_work = [block for each in self.members for block in each.blocks if block is not None]
         return {"deal": self._deal.to_list(in_work)}
 
     def _free(self, replica: Replica) -> None:
-        """Its block has not counted."""
-        if replica.block is not None:
-            self._deal.give_back(replica.block)
-            replica.block = None
+        """Its blocks have not counted."""
+        for block in replica.blocks:
+            if block is not None:
+                self._deal.give_back(block)
+        replica.blocks = []
 
     def _start_over(self, replica: Replica) -> None:
         """It is to take its state from another donor."""
@@ -416,31 +457,28 @@ class Coordinator:
 
     def _commit(self, now: float) -> None:
         members = self.members
+        counted = [(each.label, block) for each in members if (block := each.blocks.pop(0)) is not None]
         self.events.append(
-            {
-                "event": "round",
-                "round": self.round,
-                "blocks": {each.label: each.block for each in members},
-                "attempt": self._attempt,
-            }
+            {"event": "round", "round": self.round, "blocks": dict(counted), "attempt": self._attempt}
         )
-        coming = [each for each in self.replicas.values() if self._is_ready(each)]
+        late, rounds = _late(members[0]), members[0].job["rounds"]
+        coming = [
+            each
+            for each in self.replicas.values()
+            if each.state is State.READY and min(each.ready.values()) >= self.round - late
+        ]
         self.round, self.phase, self._since = self.round + 1, Phase.COMPUTING, now
-        is_last = self.round == members[0].job["rounds"]
+        has_more = self.round + late < rounds
+        dealt = {each.name: [self._deal.take()] if has_more else [] for each in members}
         for each in members:
-            each.block, each.said = None if is_last else self._deal.take(), set()
-        if is_last:
+            each.blocks += dealt[each.name]
+            each.said = set()
+        if self.round == rounds:
             self.phase = Phase.OVER
+        commit = {"type": "commit", "round": self.round, "count": len(counted), **self._dealt()}
         for each in members:
-            self._order(
-                each,
-                {
-                    "type": "commit", "round": self.round, "count": len(members), "block": each.block,
-                    **self._dealt(),
-                },
-            )  # fmt: skip
-        for each in [] if is_last else coming:
-            self._enter(each)
+            self._order(each, commit | {"blocks": dealt[each.name]})
+        self._enter(coming if has_more else [], behind=True)
 
     def _blamed(self) -> Replica:
         """Whom most exchanges failed with; of several the one that came last."""

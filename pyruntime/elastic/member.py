@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
+import selectors
 import socket
 import threading
 import time
@@ -18,10 +20,13 @@ from pyruntime.elastic.address import split_address
 from pyruntime.elastic.deal import step_of_data
 from pyruntime.elastic.exchange import Interrupted, PeerFailed, meet, sum_over
 from pyruntime.elastic.transfer import Stream, Taken, fetch, fetch_sums, sizes
-from pyruntime.elastic.wire import Messages, encode, read_message, readable
+from pyruntime.elastic.wire import Messages, encode, readable
 
 HEADER_S = 5.0
-"""For the first message of a connection from another replica."""
+"""For the first message of a connection from another replica, all of it."""
+MOST_HEADER = 1 << 12
+"""Bytes of such a message."""
+LOOK_S = 0.05
 ALIVE_S = 1.0
 
 
@@ -33,8 +38,12 @@ class Member:
     """This rank of a replica, at the service at `address` (HOST:PORT).
 
     replica: a name that its ranks share and no other replica has; place: this rank among `places`. job: what
-    has to be the same for all replicas, with tau and rounds, the number of them in the run. deadline_s: how
-    long the service may be silent, and others may make no progress.
+    has to be the same for all replicas, with tau, rounds, the number of them in the run, and late, the rounds
+    from when a displacement leaves until its average is used (`Method.rounds_late`). deadline_s: how long the
+    service may be silent, and others may make no progress.
+
+    From `begin` on a thread of its own takes part in the exchange, and is alone in talking to the service,
+    until the round has counted; between `wait` and `begin` the caller's thread is.
 
     Raises ValueError for what is no address, PeerLost where the service does not answer, CommTimeout where it
     is silent, `Expelled` where it puts this replica out, as its methods do.
@@ -58,13 +67,25 @@ class Member:
         self._deadline_s = deadline_s
         self.size = 1
         """Replicas whose displacements the last sum is of."""
-        self.round, self.block = 0, 0
-        """The round under way, and this replica's block in it."""
-        self.deal: list[int] = [0]
-        """What had been dealt at the beginning of the round, as `Deal.to_list`."""
+        self.round = 0
+        """Whose displacements are summed next, or now."""
+        self.block = -1
+        """Of the sequences of this replica's steps; -1: it has taken the last of them."""
+        self.is_behind = False
+        """Of one that has joined: whether the others have displacements on their way, to whose sum it adds
+        nothing."""
+        self._blocks: collections.deque[int] = collections.deque()
+        """Of its rounds that follow."""
+        self._begun = 0
+        """Rounds of steps before the one under way."""
+        self._held, self._deal = 0, [0]
+        """Rounds whose sums the outer iterate has, and what had been dealt when the last of them counted."""
+        self._landed: dict[str, Any] | None = None
+        """The message that the round counts whose sum has come and has not been used."""
         self._seconds, self._bytes = 0.0, 0
         self._taken: Taken | None = None
-        self._pending: Tensor | None = None
+        self._flight: concurrent.futures.Future[dict[str, Any]] | None = None
+        """What the thread finds that takes part in an exchange."""
         self._sums: Tensor | None = None
         self._streams: list[Stream] = []
         self._inbox: collections.deque[dict[str, Any]] = collections.deque()
@@ -86,46 +107,78 @@ class Member:
 
     @property
     def is_busy(self) -> bool:
-        return self._pending is not None
+        return self._flight is not None
 
     def begin(self, tensor: Tensor) -> None:
-        """The round has ended for this replica; these are its displacements."""
-        self._pending = tensor
-
-    def pump(self) -> None:
-        """Between two steps: sends the state to replicas that have asked for it."""
-        self._read_control(0.0)
-        self._refuse_expulsion()
-        self._donate()
-
-    def wait(self, tensor: Tensor) -> None:
-        """`tensor` holds the sums, of `size` replicas, and the next round begins."""
-        if not self.is_busy:
-            return
-        began = time.perf_counter()
+        """The round has ended for this replica; these are its displacements, which nobody writes until they
+        have been waited for."""
         self._tell({"type": "arrived", "round": self.round})
+        flight: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        self._flight = flight
+
+        def fly() -> None:
+            try:
+                flight.set_result(self._summed(tensor))
+            except BaseException as error:
+                flight.set_exception(error)  # raised where the caller looks next
+
+        threading.Thread(target=fly, daemon=True, name="pyr-members").start()
+        if self._is_late:
+            self._begin_round()
+
+    def _summed(self, tensor: Tensor) -> dict[str, Any]:
+        """The message that the round counts; the sum is in `_sums`."""
         while (message := self._next())["type"] != "commit":
             if message["type"] == "exchange":
                 self._take_part(message, tensor)
+        return message
+
+    def pump(self) -> None:
+        """Between two steps: sends the state to replicas that have asked for it."""
+        if self._flight is None or self._flight.done():
+            if self._flight is not None:
+                self._flight.result()
+            self._read_control(0.0)
+            self._refuse_expulsion()
+        self._donate()
+
+    def wait(self, tensor: Tensor) -> None:
+        """`tensor` holds the sums, of `size` replicas, of which the caller makes a step next (`used`)."""
+        if self._flight is None:
+            return
+        began = time.perf_counter()
+        while not self._flight.done():
+            concurrent.futures.wait([self._flight], LOOK_S)
+            self._donate()
+        message = self._flight.result()
         assert self._sums is not None
         tensor.copy_(self._sums)
-        for stream in self._streams:
-            head = {"type": "sums", "round": self.round, "count": message["count"], "deal": message["deal"]}
-            stream.add(head, tensor.clone())
-        self._streams = [stream for stream in self._streams if not stream.is_over]
-        self.size, self._pending = message["count"], None
-        self.round, self.deal = message["round"], message["deal"]
-        self.block = -1 if message["block"] is None else message["block"]
+        self._flight, self._landed = None, message
+        self.round, self.size = message["round"], message["count"]
+        self._blocks += message["blocks"]
+        if not self._is_late:
+            self._begin_round()
         self._door.forget()
         self._seconds += time.perf_counter() - began
 
-    def settle(self) -> None:
-        """Nothing is on its way but inside `wait`."""
+    def used(self, tensor: Tensor, scale: float | None) -> None:
+        """Those that come are sent the step. Of sums that a checkpoint held, nobody has to know."""
+        if self._landed is None:
+            return
+        for stream in self._streams:
+            head = {"type": "sums", "round": self._held, "scale": scale, "deal": self._landed["deal"]}
+            stream.add(head, tensor.clone())
+        self._streams = [stream for stream in self._streams if not stream.is_over]
+        self._held, self._deal, self._landed = self._held + 1, self._landed["deal"], None
 
     def close(self) -> None:
         """This replica leaves. What it sends to one that comes still goes."""
         for stream in self._streams:
             stream.close()
+        if self._flight is not None and not self._flight.done():
+            with contextlib.suppress(OSError):
+                self._control.shutdown(socket.SHUT_RDWR)  # which ends the thread
+            concurrent.futures.wait([self._flight], self._deadline_s)
         self._door.close()
         self._control.close()
 
@@ -135,8 +188,23 @@ class Member:
 
     @property
     def step(self) -> int:
-        """Steps of a replica before the round under way."""
-        return self.round * self._job["tau"]
+        """Steps of a replica before the round of steps under way."""
+        return self._begun * self._job["tau"]
+
+    @property
+    def deal(self) -> list[int]:
+        """What had been dealt when the last round counted whose sum has come, as `Deal.to_list`: for a
+        checkpoint with that sum."""
+        return self._deal if self._landed is None else self._landed["deal"]
+
+    @property
+    def _is_late(self) -> bool:
+        return self._job.get("late", 0) > 0
+
+    def _begin_round(self) -> None:
+        """Of steps."""
+        self._begun += 1
+        self.block = self._blocks.popleft() if self._blocks else -1
 
     def step_of_data(self, step: int) -> int:
         """Whose sequences this replica takes in its `step`, from 1."""
@@ -145,14 +213,14 @@ class Member:
     # How a replica comes.
 
     def join(self, taken: Taken, sums: Tensor, step: int, deal: list[int]) -> bool:
-        """Returns when this replica is a member, at the beginning of `round`; `taken` has the state of then.
-        False: the run is over.
+        """Returns when this replica is a member; `taken` has the state at the beginning of `round`. False:
+        the run is over. The outer optimizer begins anew then.
 
         sums: a tensor like those that will be summed. step, deal: of the state that is there, which is a
         round's beginning: its steps, and what had been dealt.
         """
         self._taken, self._sums = taken, torch.empty_like(sums)
-        self.round, self.deal = step // self._job["tau"], deal
+        self._has(step // self._job["tau"], deal)
         self._tell(
             {
                 "type": "hello",
@@ -168,9 +236,15 @@ class Member:
         with contextlib.ExitStack() as connections:
             return self._come(taken, sums, connections)
 
+    def _has(self, round_: int, deal: list[int]) -> None:
+        """The state that is there is of the beginning of that round."""
+        self.round = self._held = round_
+        self._deal = deal
+
     def _own(self, taken: Taken) -> dict[str, Any]:
         """The state that is there."""
-        return {"step": self.step, "weights": taken.checksum(), "deal": self.deal}
+        step = self.round * self._job["tau"]
+        return {"step": step, "weights": taken.checksum(), "deal": self._deal}
 
     def _come(self, taken: Taken, sums: Tensor, connections: contextlib.ExitStack) -> bool:
         donor, stream = "", None
@@ -185,7 +259,12 @@ class Member:
                 entered, stream = None, None
                 self._tell({"type": "here", **self._own(taken)})
             if kind == "go" and entered is not None:
-                self.block, self.deal = entered["block"], entered["deal"]
+                self._blocks.extend(entered["blocks"])
+                self._deal, self.is_behind = entered["deal"], entered["behind"]
+                self._begun = self.round
+                if not self.is_behind:  # else its first round begins once it has said that it has arrived
+                    self._begun -= 1
+                    self._begin_round()
                 return True
             try:
                 if message is not None and kind == "fetch":
@@ -194,11 +273,11 @@ class Member:
                     header = encode({"type": "state"})
                     stream = connections.enter_context(self._call(message["address"], header))
                     head = fetch(stream, taken)
-                    self.round, self.deal = head["round"], head["deal"]
+                    self._has(head["round"], head["deal"])
                     self._tell({"type": "ready", "round": self.round})
                 elif message is None and stream is not None:
                     head = fetch_sums(stream, taken, sums)
-                    self.round, self.deal = head["round"] + 1, head["deal"]
+                    self._has(head["round"] + 1, head["deal"])
                     self._tell({"type": "ready", "round": self.round})
             except (OSError, ValueError, Interrupted):
                 stream = None
@@ -206,7 +285,7 @@ class Member:
             if kind == "enter":
                 entered = message
             if entered is not None and kind in ("enter", None) and entered["round"] == self.round:
-                self._tell({"type": "begun", "block": entered["block"]})
+                self._tell({"type": "begun", "round": self.round})
 
     # How a replica helps another one to come.
 
@@ -214,7 +293,7 @@ class Member:
         assert self._taken is not None
         for connection in self._door.asking():
             tensors = self._taken.tensors()
-            head = {"type": "state", "round": self.round, "sizes": sizes(tensors), "deal": self.deal}
+            head = {"type": "state", "round": self._held, "sizes": sizes(tensors), "deal": self._deal}
             copies = [tensor.detach().clone() for tensor in tensors]
             self._streams.append(Stream(connection, head, copies, self._deadline_s))
 
@@ -300,8 +379,7 @@ class Member:
             raise self._lost(error.strerror or str(error)) from error
 
     def _next(self, stream: socket.socket | None = None) -> Any:
-        """The next message of the service; None where `stream` has something before that. State is given
-        away meanwhile."""
+        """The next message of the service; None where `stream` has something before that."""
         self._heard = time.monotonic()
         while True:
             self._refuse_expulsion()
@@ -309,9 +387,7 @@ class Member:
                 return self._inbox.popleft()
             if stream is not None and readable(stream, 0.0):
                 return None
-            if self._pending is not None:
-                self._donate()
-            self._read_control(0.05)
+            self._read_control(LOOK_S)
             if time.monotonic() - self._heard > self._deadline_s:
                 raise CommTimeout(
                     f"The service of replicas at {self._address} has been silent for {self._deadline_s:g} s; "
@@ -348,35 +424,87 @@ class Member:
         )
 
 
+class _Caller:
+    """One that has connected, until its first message is there."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection, self.end = connection, time.monotonic() + HEADER_S
+        self._line = bytearray()
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def read(self) -> dict[str, Any] | None:
+        """Its message, with nothing read past it; None where all of it has not come. Raises OSError, or
+        ValueError for what is no message."""
+        while not self._line.endswith(b"\n"):
+            try:
+                byte = self.connection.recv(1)
+            except BlockingIOError:
+                return None
+            if not byte or len(self._line) > MOST_HEADER:
+                raise ValueError("it ended, or is too long")
+            self._line += byte
+        (message,) = Messages().feed(bytes(self._line))
+        return message
+
+
+def _key(message: Mapping[str, Any]) -> tuple[int, str]:
+    """Of an exchange: attempt, and who calls. Raises ValueError for another message."""
+    attempt, name = message.get("attempt"), message.get("from")
+    if message["type"] != "exchange" or type(attempt) is not int or type(name) is not str:
+        raise ValueError("no message of a replica")
+    return attempt, name
+
+
 class _Door:
     """Where other replicas call: for an exchange, or for the state."""
 
     def __init__(self, host: str, family: int):
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self._listener.setblocking(False)
+        self._is_closed = False
         self.address = self._listener.getsockname()[:2]
         self._lock = threading.Lock()
         self._callers: dict[tuple[int, str], socket.socket] = {}
         self._asking: list[socket.socket] = []
         self._kept: list[tuple[int, socket.socket]] = []
-        threading.Thread(target=self._work, daemon=True, name="pyr-door").start()
+        self._thread = threading.Thread(target=self._work, daemon=True, name="pyr-door")
+        self._thread.start()
 
     def _work(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            try:
-                connection.settimeout(HEADER_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                message = read_message(connection)
-                with self._lock:
-                    if message["type"] == "state":
-                        self._asking.append(connection)
-                    else:
-                        self._callers[message["attempt"], message["from"]] = connection
-            except (OSError, ValueError, KeyError, TypeError):
-                connection.close()  # whoever called hears of it
+        """Nobody who has called and not yet said why keeps another one waiting."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._is_closed:
+                for key, _ in selector.select(LOOK_S):
+                    with contextlib.suppress(OSError):  # it has gone before it was let in
+                        if key.data is None:
+                            caller = _Caller(self._listener.accept()[0])
+                            selector.register(caller.connection, selectors.EVENT_READ, caller)
+                        else:
+                            self._let_in(key.data, selector)
+                now = time.monotonic()
+                for caller in [each.data for each in selector.get_map().values() if each.data]:
+                    if now > caller.end or self._is_closed:
+                        selector.unregister(caller.connection)
+                        caller.connection.close()
+
+    def _let_in(self, caller: _Caller, selector: selectors.BaseSelector) -> None:
+        """Once its first message is there; it is sent away where that is none, and hears of it."""
+        try:
+            message = caller.read()
+            key = None if message is None or message["type"] == "state" else _key(message)
+        except (OSError, ValueError):
+            caller.end = 0.0
+            return
+        if message is None:
+            return
+        selector.unregister(caller.connection)  # who takes it may close it
+        with self._lock:
+            if key is None:
+                self._asking.append(caller.connection)
+            else:
+                self._callers[key] = caller.connection
 
     def asking(self) -> list[socket.socket]:
         """Those who want the state, who are the caller's from here on."""
@@ -406,8 +534,8 @@ class _Door:
             each.close()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        self._is_closed = True
+        self._thread.join()
         self._listener.close()
         self.forget()
         with self._lock:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from pyruntime.elastic.checks import check
 from pyruntime.elastic.coordinator import Coordinator, Phase
 from pyruntime.elastic.wire import Messages, encode
 
@@ -110,25 +111,45 @@ class Service:
             data = connection.socket.recv(1 << 16)
             if not data:
                 raise ConnectionError("its process ended")
-            for message in connection.messages.feed(data):
-                self._hear(connection, message)
         except BlockingIOError:
             return
         except OSError as error:
             self._lose(connection, error.strerror or str(error))
-        except (ValueError, KeyError, TypeError) as error:
-            self._lose(connection, f"it sent what is no message of ours ({error})")
+            return
+        if connection.is_ending:
+            return  # it has been told why nobody listens any more
+        try:
+            for message in connection.messages.feed(data):
+                self._hear(connection, message)
+        except ValueError as error:
+            self._refuse(connection, f"it sent what is no message of a replica: {error}")
 
     def _hear(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Raises ValueError for what no rank sends."""
         if connection.is_ending:
             return
+        check(message)
         now = time.monotonic()
-        if message["type"] == "hello":
+        if (message["type"] == "hello") == bool(connection.name):
+            raise ValueError("its first message is hello, and no other one")
+        if connection.name:
+            self._coordinator.hear(connection.name, connection.place, message, now)
+        elif reason := self._coordinator.why_not(message["replica"], message["place"], message):
+            self._refuse(connection, reason)
+        else:
             connection.name, connection.place = message["replica"], message["place"]
             self._coordinator.hello(connection.name, connection.place, message, now)
-        else:
-            self._coordinator.hear(connection.name, connection.place, message, now)
         self._carry_out()
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        """It is told why, and its replica, where it is of one, has lost it."""
+        name, connection.name = connection.name, ""
+        connection.unsent += encode({"type": "expelled", "reason": reason})
+        connection.is_ending = True
+        self._send(connection)
+        if name:
+            self._coordinator.lost(name, reason, time.monotonic())
+            self._carry_out()
 
     def _carry_out(self) -> None:
         """What the coordinator has decided."""

@@ -22,8 +22,8 @@ class OuterState:
     def tensors(self) -> list[Tensor]:
         return [*self._outer.common(), *self._inner()]
 
-    def advance(self, sums: Tensor, count: int) -> None:
-        self._outer.advance(sums, count)
+    def advance(self, sums: Tensor, scale: float | None) -> None:
+        self._outer.advance(sums, scale)
 
     def checksum(self) -> int:
         """Of what all replicas have in common."""

@@ -1,7 +1,7 @@
 """The state of a replica on its way to one that comes, and the sums of the rounds that follow.
 
 First a message that names round, sizes and what has been dealt, with the bytes of all tensors behind it.
-Then, for every round that is committed, a message and the bytes of the sum.
+Then, for every round whose sum the donor takes an outer step with, a message and the bytes of the sum.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Taken(Protocol):
         """What is copied, contiguous, on the CPU: the outer state of the round under way, and the inner
         optimizer's of this moment. The same sizes and dtypes on every replica."""
 
-    def advance(self, sums: Tensor, count: int) -> None:
-        """The round has ended: these are the sums of `count` displacements."""
+    def advance(self, sums: Tensor, scale: float | None) -> None:
+        """The donor's next outer step is with these sums times `scale`; None: with none."""
 
     def checksum(self) -> int:
         """Of what all replicas have in common."""
@@ -93,5 +93,5 @@ def fetch_sums(connection: socket.socket, taken: Taken, like: Tensor) -> dict[st
         raise ValueError(f"a message {head['type']} in place of sums")
     sums = torch.empty_like(like)
     read_into(connection, sums)
-    taken.advance(sums, head["count"])
+    taken.advance(sums, head["scale"])
     return head

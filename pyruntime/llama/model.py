@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pyruntime import ops
+from pyruntime.comm.ranges import BackwardRanges, is_heard, marked
 from pyruntime.context import Context
 from pyruntime.context.layouts import document_bounds
 from pyruntime.llama import slices as sliced
@@ -366,19 +367,29 @@ class Llama(nn.Module):
                 raise ValueError(f"slices={self.slices} under torch.compile; build the model with slices=1.")
             blocks = [self.layer(number) for number in layers]
             return sliced.run(blocks, x, norms, step, parts, config.rms_norm_eps, self.recompute)
+        backward = None if torch.compiler.is_compiling() or not is_heard() else BackwardRanges()
+        if backward is not None and layers[0] == 0:
+            backward.begin_at(x, "embed backward")
         normed = rms_norm(x, norms[0], config.rms_norm_eps, config.hidden_size, self.group.y)
         for index, number in enumerate(layers):
             cache = None if caches is None else caches[index]
             following = norms[2 * index + 2] if 2 * index + 2 < len(norms) else None
             arguments = (normed, x, norms[2 * index + 1], following, step, cache)
-            if self.recompute and torch.is_grad_enabled():
-                # Nothing in a layer is random.
-                normed, x = checkpoint(
-                    self.layer(number), *arguments, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                normed, x = self.layer(number)(*arguments)
+            if backward is None:
+                normed, x = self._through(number, arguments)
+                continue
+            with marked(f"layers.{number}"):
+                normed, x = self._through(number, arguments)
+            backward.begin_at(normed, f"layers.{number} backward")
         return normed
+
+    def _through(self, number: int, arguments: tuple) -> tuple[Tensor, Tensor]:
+        """A layer; in recomputation its backward pass computes it anew."""
+        layer = self.layer(number)
+        if self.recompute and torch.is_grad_enabled():
+            # Nothing in a layer is random.
+            return checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return layer(*arguments)
 
     def _parts(self, seq: int) -> tuple[int, ...]:
         return sliced.lengths(seq, self.slices, self.group.size, self.context)

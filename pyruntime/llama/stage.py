@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -16,12 +17,22 @@ class LlamaStage(nn.Module):
     """Layers `layers` of `model`, with the embedding before the first layer and norm and head after the last.
 
     seqs: tokens of each slice of a sequence, all of them where sequences are whole; with a context those of
-    this rank. `batch`, the number of sequences in a micro-batch, may be changed between steps.
+    this rank. `batch`, the number of sequences in a micro-batch, may be changed between steps. clock: in
+    seconds, by which forward passes are timed.
     """
 
-    def __init__(self, model: Llama, layers: Sequence[int], batch: int, seqs: Sequence[int]):
+    def __init__(
+        self,
+        model: Llama,
+        layers: Sequence[int],
+        batch: int,
+        seqs: Sequence[int],
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         super().__init__()
-        self.batch = batch
+        self.batch, self._clock = batch, clock
+        self.layers_s = self.rest_s = 0.0
+        """What layers, and embedding, norm and head, have taken in forward passes."""
         # In a list, as the stage holds its own layers of the model and no others.
         self._model, self._numbers, self._seqs = [model], tuple(layers), tuple(seqs)
         self.is_first = layers[0] == 0
@@ -38,13 +49,19 @@ class LlamaStage(nn.Module):
         slices before this one. documents: of the whole sequences, as `Llama.forward` takes them."""
         (model,) = self._model
         seq = self._seqs[0 if carry is None else carry.part]
+        began = self._clock()
         if self.is_first:
             x = model.embed(x.reshape(-1) if carry is not None else model.in_rows(x))
         caches = None if carry is None else carry.of_layers(len(self._numbers))
         start = 0 if carry is None else carry.length
         share = sum(self._seqs)
+        embedded = self._clock()
         x = model.run(x, self._numbers, self.batch, seq, start, caches, share=share, documents=documents)
-        return model.head(x, self.batch * seq) if self.is_last else x
+        through = self._clock()
+        y = model.head(x, self.batch * seq) if self.is_last else x
+        self.layers_s += through - embedded
+        self.rest_s += embedded - began + self._clock() - through
+        return y
 
     def loss(self, logits: Tensor, labels: Tensor, count: Tensor | None = None) -> Tensor:
         """Of the last stage: see `Llama.loss`."""

@@ -1,4 +1,4 @@
-"""Which tier every parallel layer ran on, and why not a faster one."""
+"""Which tier every parallel layer ran on, why not a faster one, and what else a plan has changed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import astuple, dataclass, field, replace
 from torch import nn
 
 from pyruntime.comm import transport_of
+from pyruntime.nn.activations.causal_loss import logits_read
+from pyruntime.nn.activations.fused_norms import fused_norms
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.linear import ParallelLinear
 from pyruntime.nn.plans import LEFT_WHOLE
@@ -52,7 +54,9 @@ class Report:
     found. left_whole: {module or parameter: why plan "auto" has not cut it}. packed: {layer: the parts of its
     features, each cut by itself}. shared: layers that read one input and run as one op where gradients are
     on. form: whether norms and residuals are on a rank's rows, or
-    why not; "" before the first call, and under plans other than "auto"."""
+    why not; "" before the first call, and under plans other than "auto". norms: {RMS norm that plan "auto"
+    has given the one kernel: why its last call ran the model's code instead, or ""}. loss: which logits the
+    loss of a causal model has read when it was last taken, "" before and where it is not ours."""
 
     rows: tuple[LayerReport, ...]
     gave_way: Mapping[str, str] = field(default_factory=dict)
@@ -60,6 +64,8 @@ class Report:
     shared: tuple[tuple[str, ...], ...] = ()
     form: str = ""
     packed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    norms: Mapping[str, str] = field(default_factory=dict)
+    loss: str = ""
 
     def __str__(self) -> str:
         if not self.rows:
@@ -75,7 +81,12 @@ class Report:
         shared = [f"one op for what reads one input: {names}" for names in kinds]
         form = [f"activations: {self.form}"] if self.form else []
         left = _by_reason("left whole", self.left_whole)
-        return "\n".join([table, *notes, *shared, *form, *packed, *gave_way, *left])
+        fused = dict.fromkeys(block_name(name) for name, why in self.norms.items() if not why)
+        norms = [f"norm by one kernel: {', '.join(fused)}"] if fused else []
+        unfused = {name: why for name, why in self.norms.items() if why}
+        norms += _by_reason("norm by the model's code", unfused)
+        loss = [f"loss: {self.loss}"] if self.loss else []
+        return "\n".join([table, *notes, *shared, *form, *norms, *loss, *packed, *gave_way, *left])
 
 
 def _by_reason(what: str, reasons: Mapping[str, str]) -> list[str]:
@@ -110,6 +121,8 @@ def explain(model: nn.Module) -> Report:
         tuple(tuple(layer.label for layer in each.layers) for each in inputs if each and each.layers),
         "; ".join(form.said for form in forms if form.said),
         {name: layer.packed for name, layer in layers.items() if getattr(layer, "packed", ())},
+        fused_norms(model),
+        logits_read(model),
     )
 
 

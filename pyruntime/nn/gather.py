@@ -10,21 +10,28 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyruntime import ops
+from pyruntime.nn.activations.when_read import GatheredWhenRead
 from pyruntime.nn.packed.order import in_order, ranges_of
 from pyruntime.nn.parameters import TensorGroup, shard_bounds
 
 
 def gather_features(
-    y_shard: Tensor, group: TensorGroup, features: int, packed: tuple[int, ...] = ()
+    y_shard: Tensor,
+    group: TensorGroup,
+    features: int,
+    packed: tuple[int, ...] = (),
+    *,
+    when_read: bool = False,
 ) -> Tensor:
     """y_shard [..., N_r], rank r's features of the same rows -> y [..., N], the same on every rank. packed:
-    sizes of the parts of N that are cut by themselves.
+    sizes of the parts of N that are cut by themselves. when_read: nothing travels before something reads y,
+    which all ranks must do or none.
 
     Whatever reads y is replicated, so its gradient is already whole on every rank and the backward keeps this
     rank's features of it without communication (the backward of all_gather would sum P copies)."""
     if group.size == 1:
         return y_shard
-    return _GatherFeatures.apply(y_shard, group.name, group.size, group.rank, features, packed)
+    return _GatherFeatures.apply(y_shard, group.name, group.size, group.rank, features, packed, when_read)
 
 
 def split_features(x: Tensor, group: TensorGroup, features: int) -> Tensor:
@@ -75,20 +82,32 @@ def _gather(local: Tensor, name: str, size: int, dim: int, total: int) -> Tensor
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, y_shard: Tensor, name: str, size: int, rank: int, features: int, packed: tuple[int, ...]
+        ctx,
+        y_shard: Tensor,
+        name: str,
+        size: int,
+        rank: int,
+        features: int,
+        packed: tuple[int, ...],
+        when_read: bool,
     ) -> Tensor:
         ctx.ranges = (
             ranges_of(packed, size, rank, "features") if packed else [shard_bounds(features, size, rank)]
         )
-        y = _gather(y_shard, name, size, y_shard.dim() - 1, features)
-        # No view of what was gathered: autograd lets nobody write to a view that was made in here.
-        return in_order(y, -1, size, packed) if packed else y.data
+        own = y_shard.detach()
+
+        def gathered() -> Tensor:
+            y = _gather(own, name, size, own.dim() - 1, features)
+            # No view of what was gathered: autograd lets nobody write to a view that was made in here.
+            return in_order(y, -1, size, packed) if packed else y.data
+
+        return GatheredWhenRead((*own.shape[:-1], features), own, gathered) if when_read else gathered()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         own = [grad[..., start:stop] for start, stop in ctx.ranges]
         dy = torch.cat(own, -1) if len(own) > 1 else own[0].contiguous()
-        return dy, None, None, None, None, None
+        return dy, None, None, None, None, None, None
 
 
 class _SplitFeatures(torch.autograd.Function):

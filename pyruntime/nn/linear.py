@@ -311,10 +311,12 @@ class ColumnParallelLinear(_ColumnLinear):
             mark_whole(x)
         y = super().compute(x, rows)
         if self.gather_output:
-            own, y = y, gather_features(y, self.group, self.out_features, self.packed)
+            leaves_own = self.leaves_own and not is_compiling()
+            when_read = leaves_own and torch.is_grad_enabled()  # in training the loss reads each rank's own
+            own, y = y, gather_features(y, self.group, self.out_features, self.packed, when_read=when_read)
             if self.region is not None:
                 mark_whole(y)
-            if self.leaves_own and y is not own and not is_compiling():
+            if leaves_own and y is not own:
                 leave_own(y, self, own)
             return y
         return y if self.region is None else self.region.begin(y)

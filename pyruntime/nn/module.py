@@ -84,11 +84,12 @@ class ParallelModule(nn.Module):
         return self.train(next(iter(sources.values())).training)
 
     def forward(self, *args, **kwargs) -> Tensor:
-        """What the module computes, in a range named `label` where a profiler is watching. Calls pay less
-        than a microsecond where none is. In place of arguments, a `Step` of it."""
+        """What the module computes, in a range "tp LABEL" (of a rank alone, "LABEL") where a profiler is
+        watching. Calls pay less than a microsecond where none is. In place of arguments, a `Step` of it."""
         compute = args[0].take if args and isinstance(args[0], Step) else self.compute
         if not is_compiling() and is_heard():
-            with marked(self.label or type(self).__name__):
+            name = self.label or type(self).__name__
+            with marked("tp", name) if self.group.size > 1 else marked(name):
                 return compute(*args, **kwargs)
         return compute(*args, **kwargs)
 

@@ -4,15 +4,15 @@ begin(tensor)    it will be summed over the ranks, in place, in runs that leave 
 pump()           takes what has come and lets go what there is room for; waits for nobody
 wait(tensor)     it holds the sums
 
-What is summed is a snapshot: nobody else reads or writes the tensor in between, least of all a training step.
-Runs travel in the class of data parallelism, behind its gradients and weights, two at a time. They begin in
-one order on all ranks, but at moments of each rank's own (`Axis`).
+Runs may travel packed (packing.py). What is summed is a snapshot: nobody else reads or writes the tensor in
+between, least of all a training step. Runs travel in the class of data parallelism, behind its gradients and
+weights, two at a time. They begin in one order on all ranks, but at moments of each rank's own (`Axis`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -22,7 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime import comm
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel.axes import MOST_ANY_TIME, PLACES, Axis
+from pyruntime.data_parallel.axes import MOST_ANY_TIME, PLACES, Axis, Flight
+from pyruntime.data_parallel.compression import Compression
+from pyruntime.data_parallel.compression.packets import PackedSum
+from pyruntime.outer import packing
 
 WIDTH = 64
 """Elements of a line; the tensors are as many lines."""
@@ -49,6 +52,10 @@ class Sums(Protocol):
 
     def wait(self, tensor: Tensor) -> None: ...
 
+    def used(self, tensor: Tensor, scale: float | None) -> None:
+        """The sums in `tensor` are going to be an outer step, with them times `scale`; None: they are of
+        nobody, and it is none."""
+
     def stats(self) -> tuple[float, int]:
         """Since the start, seconds in which this thread did nothing but wait for other replicas, copy and
         sum, and bytes that came from them."""
@@ -58,6 +65,9 @@ class Sums(Protocol):
 
 class _Run:
     """Part of a tensor, which is summed in one flight."""
+
+    then: Flight | None = None
+    """No other has to land."""
 
     def __init__(self, lines: Tensor, axis: Axis):
         self._lines = lines
@@ -96,37 +106,55 @@ class _Run:
 class Averaging:
     """Sums over the ranks of `mesh`, which all make it alike, and call its methods alike but for pump().
 
-    sizes: [(elements, dtype)] of the tensors that will be summed. Raises CommTimeout and PeerLost, as its
+    sizes: [(elements, dtype)] of the tensors that will be summed. compression: how they travel but for their
+    last line; None: as they are. Raises ValueError where they cannot, CommTimeout and PeerLost, as its
     methods do.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, sizes: Iterable[tuple[int, torch.dtype]]):
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        sizes: Sequence[tuple[int, torch.dtype]],
+        compression: Compression | None = None,
+    ):
         self._axis = axis = Axis(None) if mesh is None else Axis.of(mesh, OUTER, MOST_ANY_TIME)
         self.size, self.rank, self.name = axis.size, axis.rank, axis.name
         self._waiting: deque[tuple[Tensor, Tensor]] = deque()
         """Lines of a tensor that are still to leave, and the tensor."""
-        self._last: dict[int, _Run] = {}
+        self._last: dict[int, _Run | PackedSum] = {}
         """Of every tensor that has begun to leave, by its id, the run that left last."""
         self._has_failed = False
         self._run_bytes = RUN_BYTES
+        self._packer: packing.Packer | None = None
+        self._lost: dict[int, Tensor] = {}
+        """Of every tensor, by its id."""
+        if compression is not None:
+            packing.check(compression, {dtype for _, dtype in sizes}, axis.size)
         if axis.size > 1:
             axis.turn_to(self)
-            self._claim(sizes)
+            self._claim(sizes, compression)
 
-    def _claim(self, sizes: Iterable[tuple[int, torch.dtype]]) -> None:
+    def _claim(self, sizes: Sequence[tuple[int, torch.dtype]], compression: Compression | None) -> None:
         """Every place gets its memory here, where all ranks meet: later they begin at different moments. What
         chunks of a smaller run are aligned to may add to it, so nearly the largest count too."""
+        packs = compression is not None
         runs = {
             (len(lines), dtype)
             for elements, dtype in sizes
-            for lines in self._cut(torch.empty(elements, dtype=dtype, device="meta"))
+            for lines in self._cut(torch.empty(elements, dtype=dtype, device="meta"), packs)
         }
+        if compression is not None:
+            lengths = [lines * WIDTH for lines, _ in runs]
+            self._packer = packing.Packer(compression, self._axis, lengths, WIDTH)
         most = max((lines * dtype.itemsize for lines, dtype in runs), default=0)
         for lines, dtype in sorted(runs, key=str):
             if lines * dtype.itemsize > 0.9 * most:
                 nothing = torch.zeros(lines, WIDTH, dtype=dtype)
                 for _ in range(PLACES):
-                    _Run(nothing, self._axis)
+                    if self._packer is None:
+                        _Run(nothing, self._axis)
+                    else:
+                        self._packer.begin(nothing.view(-1), None, None)
                 self._axis.complete_all()
 
     def begin(self, tensor: Tensor) -> None:
@@ -135,7 +163,7 @@ class Averaging:
             return
         self._axis.turn_to(self)
         self._axis.held = self
-        self._waiting.extend((lines, tensor) for lines in self._cut(tensor))
+        self._waiting.extend((lines, tensor) for lines in self._cut(tensor, self._packer is not None))
         self.pump()
 
     @property
@@ -147,13 +175,28 @@ class Averaging:
     def pump(self) -> None:
         if not self.is_busy:
             return
-        self._axis.take_what_has_come()
+        self._axis.take_what_has_come(but=0)
         while self._waiting and self._axis.has_room():
             self._begin_next()
 
     def _begin_next(self) -> None:
         lines, tensor = self._waiting.popleft()
-        self._last[id(tensor)] = _Run(lines, self._axis)
+        if self._packer is None:
+            self._last[id(tensor)] = _Run(lines, self._axis)
+            return
+        lost = self.lost_of(tensor)
+        assert lost is not None
+        begin = lines.storage_offset() - tensor.storage_offset()
+        end = begin + lines.numel()
+        last = tensor[-WIDTH:] if end == len(tensor) - WIDTH else None
+        self._last[id(tensor)] = self._packer.begin(lines.view(-1), lost[begin:end], last)
+
+    def lost_of(self, tensor: Tensor) -> Tensor | None:
+        """What packing has lost of that tensor's values, fp32, flat, in memory that stays; None where they
+        travel as they are."""
+        if self._packer is not None and id(tensor) not in self._lost:
+            self._lost[id(tensor)] = torch.zeros(len(tensor) - WIDTH)
+        return self._lost.get(id(tensor))
 
     @torch.no_grad()
     def wait(self, tensor: Tensor) -> None:
@@ -165,8 +208,14 @@ class Averaging:
         while any(each is tensor for _, each in self._waiting):
             self._begin_next()
         if id(tensor) in self._last:
-            self._axis.complete_up_to(self._last.pop(id(tensor)))
+            run = self._last.pop(id(tensor))
+            self._axis.complete_up_to(run)
+            if run.then is not None:
+                self._axis.complete_up_to(run.then)
         self._rest()
+
+    def used(self, tensor: Tensor, scale: float | None) -> None:
+        """Nobody comes who would have to know."""
 
     def settle(self) -> None:
         while self._waiting:
@@ -196,10 +245,13 @@ class Averaging:
         """As `Sums` has it."""
         if self.size == 1:
             return 0.0, 0
-        found = comm.stats(self.name)
-        return found.waiting_s + found.moving_s, found.bytes
+        found = [comm.stats(self.name)]
+        if self._packer is not None:
+            found += self._packer.channels.stats()
+        return sum(each.waiting_s + each.moving_s for each in found), sum(each.bytes for each in found)
 
-    def _cut(self, tensor: Tensor) -> list[Tensor]:
-        """Its lines [*, WIDTH], in runs that are alike but for one line."""
+    def _cut(self, tensor: Tensor, packs: bool) -> list[Tensor]:
+        """Its lines [*, WIDTH], in runs that are alike but for one line; where they are packed, but for the
+        last one, which goes beside."""
         lines = tensor.view(-1, WIDTH)
-        return list(lines.tensor_split(max(1, -(-tensor.nbytes // self._run_bytes))))
+        return list(lines[: -1 if packs else None].tensor_split(max(1, -(-tensor.nbytes // self._run_bytes))))

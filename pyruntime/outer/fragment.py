@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 
 from pyruntime.ops.attention import statistics_dtype
+from pyruntime.ops.outer_step import outer_step_, squared_displacement, squared_gap
 from pyruntime.outer.averaging import WIDTH
 from pyruntime.outer.methods import Method
 from pyruntime.outer.weights import Value
 
 BLOCK = 1 << 16
-"""Elements that one pass of several operations goes over at once, so that they stay in the cache."""
+"""Elements that operations of torch go over at once, so that what lies between them is small."""
 
-Block: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of the same elements: the replica's value x, the outer iterate z, the momentum m, what travels."""
+Flat: TypeAlias = tuple[Value, Tensor, Tensor, Tensor, Tensor]
+"""Of the same elements: a value, its numbers x, the outer iterate z, the momentum m, what travels."""
 
 
 class Fragment:
     """The arithmetic of `OuterOptimizer` on some of the values, and where their round stands."""
 
-    NUMBERS: ClassVar[int] = 4
+    NUMBERS: ClassVar[int] = 5
     """That `progress` has."""
 
     def __init__(self, values: Sequence[Value], method: Method):
@@ -43,100 +44,120 @@ class Fragment:
         """Of the inner optimizer in this round until now, and when it ends."""
         self.is_pending = False
         """Displacements have left, and the outer step with them is to come."""
+        self.has_come = True
+        """What is in `sent` is their sum."""
+        self.count = 1
+        """Replicas whose displacements that is of."""
         self.sent_steps = 0
         """Of the round that they are of."""
+        self.moved = torch.zeros(1)
+        """1 where the last outer step moved the outer iterate, 0 where there was nothing to step with."""
         self.first_square = 0.0
         """Of this round, over all parts of the replica."""
         with torch.no_grad():
-            for x, z, _, _ in self._blocks():
+            for _, x, z, _, _ in self._flat():
                 z.copy_(x)
 
-    def _of_values(self) -> Iterator[tuple[Value, Tensor, Tensor, Tensor]]:
+    def _flat(self) -> Iterator[Flat]:
         first = 0
         for value in self._values:
             last = first + value.tensor.numel()
-            yield value, self.base[first:last], self.momentum[first:last], self.sent[first:last]
+            z, m, sent = (each[first:last] for each in (self.base, self.momentum, self.sent))
+            yield value, value.tensor.detach().view(-1), z, m, sent
             first = last
 
-    def _blocks(self, only_counted: bool = False) -> Iterator[Block]:
-        for value, *flat in self._of_values():
-            if value.counts or not only_counted:
-                x = value.tensor.detach().view(-1)
-                yield from zip(*(each.split(BLOCK) for each in (x, *flat)), strict=True)
-
-    def _moved(self, x: Tensor, z: Tensor) -> Tensor:
-        """The displacement. A round that began at the outer iterate began at what x can hold of it."""
-        return (z.to(x.dtype) if self._method.pull == 1 else z) - x
-
-    @torch.no_grad()
     def pass_(self, step: float | None, pull: bool, launch: bool) -> None:
         """One pass over all values. step: the outer step, with the sum of displacements times that; None:
         none. pull: replicas go to the outer iterate. launch: displacements are written where they travel
         from, of before the outer step where replicas begin anew, otherwise of after it."""
         method = self._method
-        for x, z, m, sent in self._blocks():
-            moved = self._moved(x, z) if launch and method.restarts else None
-            if step is not None:
-                gradient = sent.to(z.dtype) * step
-                m.mul_(method.momentum).add_(gradient)
-                if method.clip < math.inf:
-                    m.clamp_(-method.clip, method.clip)
-                if method.nesterov:
-                    z.sub_(gradient.add_(m, alpha=method.momentum), alpha=method.lr)
-                else:
-                    z.sub_(m, alpha=method.lr)
-            if pull:
-                x.copy_(z if method.pull == 1 else torch.lerp(x.to(z.dtype), z, method.pull))
-            if launch:
-                sent.copy_(self._moved(x, z) if moved is None else moved)
+        self.moved.fill_(0 if step is None else 1)
+        for value, x, z, m, sent in self._flat():
+            outer_step_(
+                x,
+                z,
+                m,
+                sent,
+                value.rounded,
+                step=step,
+                pulls=pull,
+                launches=launch,
+                lr=method.lr,
+                momentum=method.momentum,
+                nesterov=method.nesterov,
+                clip=method.clip,
+                pull=method.pull,
+                restarts=method.restarts,
+            )
 
     @torch.no_grad()
     def take_mean(self, mean: float) -> None:
         """Outer iterate and values become the mean over the replicas. mean: of the sum that has come."""
-        for x, z, _, sent in self._blocks():
-            z.sub_(sent.to(z.dtype), alpha=mean)
-            x.copy_(z)
+        for _, _, z, _, sent in self._flat():
+            for some, of in zip(z.split(BLOCK), sent.split(BLOCK), strict=True):
+                some.sub_(of.to(some.dtype), alpha=mean)
+        self._go_to_base()
         self.is_pending = False
+
+    def _go_to_base(self) -> None:
+        for value, x, z, _, _ in self._flat():
+            x.copy_(z)
+            if value.rounded is not None:
+                value.rounded.copy_(value.tensor)
 
     def begin_round(self) -> None:
         """What travels has been written."""
         self.sent[-WIDTH:] = 0
         self.sent[-WIDTH] = self.first_square
-        self.sent_steps, self.steps, self.is_pending = self.steps, 0, True
+        self.sent_steps, self.steps, self.is_pending, self.has_come = self.steps, 0, True, False
+
+    @torch.no_grad()
+    def begin_anew(self, length: int, behind: bool) -> None:
+        """The replica goes to the outer iterate, and a round of `length` steps begins. behind: with nothing
+        of its own in what is on its way; else nothing is."""
+        self._go_to_base()
+        self.steps, self.length, self.is_pending, self.has_come = 0, length, behind, not behind
+        if behind:
+            self.sent_steps = length
+            self.sent.zero_()
+        else:
+            self.moved.zero_()
 
     def sent_square(self) -> float:
         """The sum over the replicas of what `first_square` was."""
         return float(self.sent[-WIDTH])
 
-    @torch.no_grad()
     def square_moved(self) -> float:
-        """||z - x||^2 of what this rank counts."""
-        blocks = self._blocks(only_counted=True)
-        return math.fsum(float(self._moved(x, z).double().square().sum()) for x, z, _, _ in blocks)
+        """||z - x||^2 of what this rank counts. A round that began at the outer iterate began at what x can
+        hold of it."""
+        rounds = self._method.pull == 1
+        return math.fsum(
+            squared_displacement(z, x, rounds) for value, x, z, _, _ in self._flat() if value.counts
+        )
 
-    @torch.no_grad()
     def square_gap(self, mean: float) -> float:
-        """||z_t - (z_{t-1} - mean(d))||^2 of what this rank counts: z_t - z_{t-1} is -lr m. mean: of the sum
-        that has come."""
-        lr, squares = self._method.lr, []
-        for _, _, m, sent in self._blocks(only_counted=True):
-            apart = (sent.to(m.dtype) * mean).sub_(m, alpha=lr)
-            squares.append(float(apart.double().square().sum()))
-        return math.fsum(squares)
+        """||z_t - (z_{t-1} - mean(d))||^2 of what this rank counts: z_t - z_{t-1} is -lr m where the outer
+        iterate moved. mean: of the sum that has come."""
+        lr = self._method.lr * float(self.moved)
+        return math.fsum(
+            squared_gap(sent, m, mean, lr) for value, _, _, m, sent in self._flat() if value.counts
+        )
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """base, momentum and sent, by the names of the values and in their shapes."""
         result: dict[str, dict[str, Tensor]] = {"base": {}, "momentum": {}, "sent": {}}
-        for value, *flat in self._of_values():
+        for value, _, *flat in self._flat():
             for kind, tensor in zip(result, flat, strict=True):
                 result[kind][value.name] = tensor.view(value.tensor.shape)
         return result
 
     def progress(self) -> list[float]:
-        return [self.steps, self.length, self.sent_steps if self.is_pending else 0, self.sent_square()]
+        sent_steps = self.sent_steps if self.is_pending else 0
+        return [self.steps, self.length, sent_steps, self.sent_square(), self.count]
 
     def go_on(self, numbers: Sequence[float]) -> None:
         """As another was, of whose `progress` these are."""
         self.steps, self.length, self.sent_steps = map(int, numbers[:3])
-        self.is_pending = self.sent_steps > 0
-        self.sent[-WIDTH] = numbers[3]
+        self.is_pending, self.has_come = self.sent_steps > 0, True
+        self.sent[-WIDTH], self.count = numbers[3], int(numbers[4])
+        self.moved.fill_(1)

@@ -95,6 +95,16 @@ class Method:
         """Whether the average is waited for, and a round begins where all replicas are alike."""
         return self.delay == 0 and self.pull == 1 and self.fragments == 1
 
+    @property
+    def meets_at_ends(self) -> bool:
+        """Whether averages are used at the ends of rounds alone, of the whole model."""
+        return self.fragments == 1 and (self.delay is None or self.waits)
+
+    @property
+    def rounds_late(self) -> int:
+        """Whole rounds from when a displacement leaves until its average is used: 0 or 1."""
+        return int(self.delay is None)
+
     def length(self, tau: int, fragment: int) -> int:
         """Steps of the first round of a fragment: they take turns evenly."""
         return tau - fragment * tau // self.fragments
@@ -105,12 +115,17 @@ def _require(condition: bool, sentence: str) -> None:
         raise ValueError(sentence)
 
 
-def refuse_unless_waiting(method: Method) -> None:
+def refuse_for_members(method: Method) -> None:
     """Raises ValueError for a method that replicas cannot come to, or leave, between two rounds."""
     _require(
-        method.waits,
-        f"Replicas that come and go meet by methods that wait for their average, and {method.name} uses it "
-        "late or in fragments; use local_sgd, slowmo or diloco.",
+        method.meets_at_ends,
+        f"Replicas that come and go meet at the end of a round, and {method.name} uses an average in its "
+        "midst; use local_sgd, slowmo, diloco, overlapped_local_sgd or co2.",
+    )
+    _require(
+        method.tau != "auto",
+        'tau="auto" is measured in a first round, and replicas that come later share blocks of tau steps '
+        "with those of the first; give a number, such as the one that a run of fixed replicas has logged.",
     )
 
 

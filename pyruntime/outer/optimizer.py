@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime import ops
 from pyruntime.comm import Group
 from pyruntime.comm.ranges import marked
+from pyruntime.data_parallel.compression import Compression
 from pyruntime.outer.averaging import Averaging, Sums
 from pyruntime.outer.fragment import Fragment
-from pyruntime.outer.methods import Method, fragments_of, refuse_unless_waiting
+from pyruntime.outer.methods import Method, fragments_of, refuse_for_members
 from pyruntime.outer.weights import ModuleWeights, Weights
 from pyruntime.plan.co2 import least_tau, usual_tau
 
@@ -71,9 +72,11 @@ class OuterOptimizer:
             over all of it.
         sums: what takes the sums over the replicas, where these come and go (`pyruntime.elastic.Member`); by
             default the ranks of `mesh` do.
+        compression: how displacements travel in fewer bytes, by "quantize" or "top_k"; what is lost of them,
+            fp32, is added to the next round's (docs/compression.md). None: as they are.
 
     Raises ValueError for a module without trainable parameters, parameters on a device or not contiguous,
-    fragments without a layer, and a method that does not wait for its average where replicas come and go;
+    fragments without a layer, and a method that averages amid a round where replicas come and go;
     CommTimeout and PeerLost, on all ranks, as its methods do.
     """
 
@@ -86,6 +89,7 @@ class OuterOptimizer:
         weights: Weights | None = None,
         parts: Sequence[Group] = (),
         sums: Sums | None = None,
+        compression: Compression | None = None,
     ):
         self.method, self._parts = method, tuple(parts)
         self._weights = ModuleWeights(module) if weights is None else weights
@@ -105,11 +109,21 @@ class OuterOptimizer:
         for number, fragment in enumerate(self._fragments):
             fragment.length = MEASURED_STEPS if self.tau is None else method.length(self.tau, number)
         self._averaging: Sums
+        self._lost: list[Tensor] = []
+        """Of each fragment what compression has lost of its displacements."""
+        self._compression = compression
         if sums is None:
             sizes = [(each.sent.numel(), each.sent.dtype) for each in self._fragments]
-            self._averaging = Averaging(mesh, sizes)
+            self._averaging = averaging = Averaging(mesh, sizes, compression)
+            lost = [averaging.lost_of(each.sent) for each in self._fragments]
+            self._lost = [each for each in lost if each is not None]
         else:
-            refuse_unless_waiting(method)
+            refuse_for_members(method)
+            if compression is not None:
+                raise ValueError(
+                    "compression was asked for, and replicas that come and go send displacements as they "
+                    "are; leave it out."
+                )
             self._averaging = sums
         self.last_penalty = 1.0
         """Of the last outer step; the same on all ranks."""
@@ -168,10 +182,22 @@ class OuterOptimizer:
         fragment.is_pending = False
         self._weights.written()
 
-    def _awaited(self, fragment: Fragment) -> float:
-        """Waits for the sums of the displacements. Returns what makes of them the outer gradient."""
-        self._averaging.wait(fragment.sent)
-        mean = 1.0 / self.replicas
+    def _wait(self, fragment: Fragment) -> None:
+        """For the sums of the displacements."""
+        if not fragment.has_come:
+            self._averaging.wait(fragment.sent)
+            fragment.has_come, fragment.count = True, self._averaging.size
+
+    def _awaited(self, fragment: Fragment) -> float | None:
+        """Waits for the sums of the displacements. Returns what makes of them the outer gradient; None where
+        all that had displacements have left."""
+        self._wait(fragment)
+        scale = self._scale(fragment) if fragment.count else None
+        self._averaging.used(fragment.sent, scale)
+        return scale
+
+    def _scale(self, fragment: Fragment) -> float:
+        mean = 1.0 / fragment.count
         if self.method.penalty is None:
             return mean
         gap = math.sqrt(self._over_parts(fragment.square_gap(mean)))
@@ -192,7 +218,7 @@ class OuterOptimizer:
     def _settle_tau(self, fragment: Fragment, began: float) -> None:
         """The first round has been taken: its steps are timed, and its exchange, which nothing hides and
         which has begun at `began`."""
-        self._averaging.wait(fragment.sent)
+        self._wait(fragment)
         exchange_s = time.perf_counter() - began
         ends = self._step_ends
         steps = sorted(end - start for start, end in itertools.pairwise(ends))
@@ -217,32 +243,47 @@ class OuterOptimizer:
         round begins then."""
         self._weights.current()
         for fragment in self._fragments:
-            if self.method.waits and fragment.steps == 0:
-                continue  # they met after the last step
             pending = fragment.is_pending and self.method.restarts
+            if fragment.steps == 0 and self.method.meets_at_ends:  # after the last step
+                if pending:
+                    fragment.pass_(step=self._awaited(fragment), pull=True, launch=False)
+                    fragment.is_pending = False
+                elif fragment.is_pending:
+                    self._finish_with(fragment)
+                continue
             if fragment.is_pending:
-                self._averaging.wait(fragment.sent)
+                self._wait(fragment)
             fragment.pass_(step=self._awaited(fragment) if pending else None, pull=False, launch=True)
             self._launch(fragment)
-            self._averaging.wait(fragment.sent)
-            fragment.take_mean(1.0 / self.replicas)
+            self._finish_with(fragment)
         self._weights.written()
+
+    def _finish_with(self, fragment: Fragment) -> None:
+        """What is on its way is all that replicas have moved from the outer iterate."""
+        self._wait(fragment)
+        fragment.take_mean(1.0 / fragment.count if fragment.count else 0.0)
+
+    def settle(self) -> None:
+        """What is on its way has come. Every rank calls it."""
+        for fragment in self._fragments:
+            if fragment.is_pending:
+                self._wait(fragment)
 
     def state_dict(self) -> dict[str, Tensor]:
         """base.NAME (z), momentum.NAME and sent.NAME (the sum of displacements that are to be used), over the
-        storage; `progress`, the same on all replicas, and `first_steps`, a replica's own. Waits for what is
-        on its way, so every rank calls it."""
+        storage; `progress`, the same on all replicas; `first_steps`, a replica's own, and lost.NUMBER, a
+        rank's own: of each fragment what compression has lost, flat. Waits for what is on its way, so every
+        rank calls it."""
         state: dict[str, Tensor] = {}
+        self.settle()
         for fragment in self._fragments:
-            if fragment.is_pending:
-                self._averaging.wait(fragment.sent)
             for kind, tensors in fragment.tensors().items():
                 state |= {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
         rounds = [number for each in self._fragments for number in each.progress()]
         state["progress"] = torch.tensor([self.tau or 0, *rounds], dtype=torch.float64)
         squares = [each.first_square for each in self._fragments]
         state["first_steps"] = torch.tensor(squares, dtype=torch.float64)
-        return state
+        return state | {f"lost.{number}": lost for number, lost in enumerate(self._lost)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Goes on as the one that gave `state_dict()`, with the parameters of that moment.
@@ -266,6 +307,14 @@ class OuterOptimizer:
                 f"and {len(self._fragments)} were asked for; use those that it was taken with."
             )
         self.tau, self._step_ends = int(tau) or None, []
+        for number, lost in enumerate(self._lost):
+            found = state.get(f"lost.{number}")
+            if found is None or found.shape != lost.shape:
+                raise ValueError(
+                    f"The state has no lost.{number} of {len(lost)} elements: it was taken without "
+                    "compression, or over other ranks."
+                )
+            lost.copy_(found)
         for number, fragment in enumerate(self._fragments):
             fragment.go_on(numbers[number * each : (number + 1) * each])
             fragment.first_square = float(state["first_steps"][number])
@@ -273,27 +322,38 @@ class OuterOptimizer:
                 fragment.length = fragment.steps + MEASURED_STEPS
 
     def common(self) -> list[Tensor]:
-        """Outer iterate and outer momentum, which all replicas have alike; of no method whose average is
-        late."""
-        return [tensor for each in self._fragments for tensor in (each.base, each.momentum)]
+        """What all replicas have alike: outer iterate, outer momentum, and whether the last step moved."""
+        return [tensor for each in self._fragments for tensor in (each.base, each.momentum, each.moved)]
 
     def travelling(self) -> list[Tensor]:
         """What displacements travel in."""
         return [each.sent for each in self._fragments]
 
-    def advance(self, sums: Tensor, count: int) -> None:
-        """The outer step of a round that `count` others have taken, whose displacements add up to `sums`, as
-        in `travelling()`; `begin_anew` is to follow."""
+    def advance(self, sums: Tensor, scale: float | None) -> None:
+        """The outer step that others have taken with `sums`, as in `travelling()`, times `scale`; None: with
+        none. `begin_anew` is to follow."""
         (fragment,) = self._fragments
         fragment.sent.copy_(sums)
-        fragment.pass_(step=1.0 / count, pull=False, launch=False)
+        fragment.pass_(step=scale, pull=False, launch=False)
 
-    def begin_anew(self) -> None:
-        """The replica goes to the outer iterate, and a round begins. All ranks of the replica call it."""
+    def use_what_has_come(self) -> None:
+        """The outer step with the sums that a state which was loaded holds; `begin_anew` is to follow. All
+        ranks of the replica call it."""
         self._weights.current()
         for fragment in self._fragments:
-            fragment.pass_(step=None, pull=True, launch=False)
-            fragment.steps, fragment.length, fragment.is_pending = 0, self._settled_tau(), False
+            if fragment.is_pending:
+                fragment.pass_(step=self._awaited(fragment), pull=False, launch=False)
+                fragment.is_pending = False
+
+    def begin_anew(self, behind: bool) -> None:
+        """The replica goes to the outer iterate, and a round begins. behind: displacements of others are on
+        their way, and it takes part in their sum with nothing of its own. All ranks of the replica call
+        it."""
+        self._weights.current()
+        for fragment in self._fragments:
+            fragment.begin_anew(self._settled_tau(), behind)
+            if behind:
+                self._averaging.begin(fragment.sent)
         self._weights.written()
 
     def close(self) -> None:
@@ -312,8 +372,9 @@ class OuterOptimizer:
         """For a log, in one line."""
         fragments = f" in {self.method.fragments} fragments" if self.method.fragments > 1 else ""
         tau = "measured" if self.tau is None else self.tau
+        packed = "" if self._compression is None else f", displacements {self._compression.words()}"
         measured = f" ({self._measured})" if self._measured else ""
-        return f"{self.method.name}: {self.replicas} replica(s){fragments}, tau {tau}{measured}"
+        return f"{self.method.name}: {self.replicas} replica(s){fragments}, tau {tau}{measured}{packed}"
 
     def _watch(self, module: nn.Module) -> None:
         """Modules with parameters of their own let flights begin and end, before their forward and before

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime.comm import Group
-from pyruntime.data_parallel import Sharded
+from pyruntime.data_parallel import Compression, Sharded
 from pyruntime.data_parallel.states import as_dtensor
 from pyruntime.outer.averaging import Sums
 from pyruntime.outer.methods import Method
@@ -29,6 +29,7 @@ class ShardedWeights:
                 state.master if state.has_master else state.rows,
                 state.rows.dtype,
                 self._optimizer.counts(state),
+                state.rows if state.has_master else None,
             )
             for state in self._optimizer.current()
         ]
@@ -45,7 +46,7 @@ class ShardedOuter(OuterOptimizer):
     """An OuterOptimizer of `sharded`, which has its optimizer and is over ranks that share a replica.
 
     replicas: the ranks that hold what this one holds, each of another replica; None where `sums` takes the
-    sums. parts, sums: as OuterOptimizer's.
+    sums. parts, sums, compression: as OuterOptimizer's.
     """
 
     def __init__(
@@ -55,10 +56,13 @@ class ShardedOuter(OuterOptimizer):
         method: Method,
         parts: Sequence[Group],
         sums: Sums | None = None,
+        compression: Compression | None = None,
     ):
         self._sharded = sharded
         weights = ShardedWeights(sharded)
-        super().__init__(sharded.model, replicas, method, weights=weights, parts=parts, sums=sums)
+        super().__init__(
+            sharded.model, replicas, method, weights=weights, parts=parts, sums=sums, compression=compression
+        )
         self.own_name = f"replica-{self._averaging.rank}"
         """Of what a checkpoint holds for this replica alone."""
 

@@ -20,6 +20,9 @@ class Value:
     """Its displacement."""
     counts: bool = True
     """In norms over all parts of a replica: of ranks that hold the same, one counts it."""
+    rounded: Tensor | None = None
+    """Its copy of lower precision, of the same shape, which whoever writes it writes too; None: it has
+    none."""
 
 
 class Weights(Protocol):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pyruntime.overlap.account import Account, Axis, Entry, Hidden, Kind
+from pyruntime.text import short_repr
 
 FOLDER = "ledger"
 
@@ -79,8 +80,9 @@ def _read(path: Path) -> RankLedger:
         return RankLedger(
             account=_account(given), saved=saved and _account(saved), entries=entries, **document
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} does not hold the ledger of a rank: {error!r}.") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        cause = f"{type(error).__name__} {short_repr(str(error))}"
+        raise ValueError(f"{path} does not hold the ledger of a rank: {cause}.") from error
 
 
 def _account(facts: dict[str, Any]) -> Account:

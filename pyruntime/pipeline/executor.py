@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pyruntime.comm import Group, group_rank, group_size
 from pyruntime.comm.channel import Channels
 from pyruntime.comm.ranges import marked
+from pyruntime.comm.wire import WireFormat
 from pyruntime.nn.weight_sinks import AddedToGrad
 from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers
 from pyruntime.pipeline.slices import Carry
@@ -52,6 +53,8 @@ class Pipeline:
         dtype, device: of what travels.
         gradients: the handle of `pyruntime.shard`, which takes them instead of `.grad` where they are reduced
             over further ranks.
+        wire: what activations, and gradients of them, are rounded to on their way between ranks
+            (pyruntime/comm/wire.py); a gradient passes the rounding of its activation as it is.
 
     Raises ValueError where schedule, stages and group do not fit together, `ScheduleError` for a schedule
     that would not end, CommTimeout and PeerLost. Every rank of the group makes one alike.
@@ -67,6 +70,7 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         gradients: Sharded | None = None,
+        wire: WireFormat = "same",
     ):
         self.schedule = schedule
         self._rank = group_rank(group)
@@ -96,7 +100,7 @@ class Pipeline:
             for action in actions
             if action.kind.is_send
         ]
-        self._channels = Channels(group, "pp", edges, most, self._shapes[0][-1], dtype, device)
+        self._channels = Channels(group, "pp", edges, most, self._shapes[0][-1], dtype, device, wire)
         self._gradients = gradients
         self._actions = schedule.actions[self._rank]
         self._last_gemms = _last_of_stages(self._actions, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)

@@ -47,6 +47,11 @@ class Rules:
     derived)."""
     workspaces: bool = False
     """Whether chunks travel through symmetric memory: four slots of the largest operand of an axis."""
+    peers_resident: bool = True
+    """Whether the slots of peers of an axis, which are read where they lie, count as this rank's memory too,
+    as pages do on CPUs."""
+    element: float = 2
+    """Of an activation."""
 
     @property
     def sums_whole(self) -> bool:
@@ -194,12 +199,13 @@ def memory_of_rank(
     else:
         # Where weights' gradients wait, about as much is kept as for the backward pass.
         activations = held * layers * one
+    activations *= rules.element / 2  # the formulas are of 16 bits
     logits = 0.0
     if rank == last:
         # Of one micro-batch: the last stage goes backward right after it went forward.
         logits = tokens * model.vocab / (mesh.tp * mesh.x * mesh.slices) * rules.logits
-        logits += 4 * tokens * model.hidden / (mesh.tp * mesh.y)
-        logits += math.ceil(waiting) * 2 * tokens * (model.hidden + model.vocab) / mesh.tp
+        logits += 2 * rules.element * tokens * model.hidden / (mesh.tp * mesh.y)
+        logits += math.ceil(waiting) * rules.element * tokens * (model.hidden + model.vocab) / mesh.tp
     return Memory(
         weights,
         gradients,
@@ -257,16 +263,15 @@ def _workspaces(job: Job, mesh: Mesh, tokens: float, rules: Rules) -> float:
     if mesh.z > 1:
         bytes_ += 2 * rules.weight * model.layer_matrices / (mesh.x * mesh.y)
     if mesh.pp > 1:
-        bytes_ += 2 * SLOTS * 2 * tokens * model.hidden / (mesh.tp * mesh.slices)
+        bytes_ += 2 * SLOTS * rules.element * tokens * model.hidden / (mesh.tp * mesh.slices)
     if rules.workspaces:
         if mesh.tp > 1:
-            bytes_ += SLOTS * 2 * tokens * model.hidden
+            bytes_ += SLOTS * rules.element * tokens * model.hidden
         if mesh.dp * mesh.cp > 1:
-            # Peers' slots are read where they lie, and their pages count as resident here too.
             bucket = rules.weight * model.largest / mesh.tp
             if mesh.zero < 3:
                 bucket = max(bucket, min(BUCKET_BYTES, rules.weight * model.parameters / (mesh.tp * mesh.pp)))
-            bytes_ += SLOTS * bucket * mesh.dp * mesh.cp
+            bytes_ += SLOTS * bucket * (mesh.dp * mesh.cp if rules.peers_resident else 1)
             if mesh.zero:
                 bytes_ += SLOTS * bucket  # weights have slots of their own, of each rank's rows
     return bytes_

@@ -11,6 +11,8 @@ from pyruntime.llama import Llama
 from pyruntime.ops.placements import PlacementCheck
 from pyruntime.train.config import RunConfig
 from pyruntime.train.errors import ConfigError
+from pyruntime.train.pipelined import Pipelined
+from pyruntime.train.slow.windows import EVERY, SlowReport
 
 
 def check_trains(model: Llama, runtime: Runtime) -> None:
@@ -63,8 +65,29 @@ def muon_of(config: RunConfig, model: Llama) -> Muon | None:
     return Muon([p for p in of_layers if p.dim() == 2 and p.requires_grad], config.optimizer.momentum)
 
 
+def slow_every(config: RunConfig, runtime: Runtime) -> int:
+    """Steps between two looks at which rank is slow; 0: none."""
+    if runtime.world.size() == 1:
+        return 0
+    every = config.train.slow_every
+    return (EVERY if runtime.device.type == "cpu" else 0) if every is None else every
+
+
+def slow_report(
+    config: RunConfig, model: Llama, runtime: Runtime, pipelined: Pipelined | None
+) -> SlowReport | None:
+    """What looks for slow ranks and links; None where nothing does."""
+    every, by_place = slow_every(config, runtime), config.context.layout == "contiguous"
+    if not every:
+        return None
+    if pipelined is None:
+        return SlowReport(runtime, every, by_place=by_place)
+    return SlowReport(runtime, every, len(model.part.layers), pipelined.layer_seconds, by_place)
+
+
 def compression_of(config: RunConfig) -> Compression | None:
-    """What the [data_parallel] section asks for."""
+    """What the [data_parallel] section asks for: of gradients, or where replicas do not meet in every step of
+    their displacements."""
     chosen = config.data_parallel
     if chosen.compression == "none":
         return None

@@ -48,10 +48,15 @@ def state_of(sharded: Sharded, with_residuals: bool = True) -> dict:
     return state
 
 
-def state_of_all(sharded: Sharded, outer: ShardedOuter, local: dict[str, Tensor]) -> dict:
+def state_of_all(
+    sharded: Sharded, outer: ShardedOuter, local: dict[str, Tensor], with_residuals: bool = True
+) -> dict:
     """The same of replicas that do not meet in every step, each under its own name; and what they share.
     local: the outer optimizer's own state."""
     own = state_of(sharded) | {"first_steps": local["first_steps"]}
+    lost = {f"{dist.get_rank()}.{name}": local[name] for name in local if name.startswith("lost.")}
+    if lost and with_residuals:
+        own["compression"] = lost
     return {outer.own_name: own, "outer": outer.states_of(local)}
 
 
@@ -71,11 +76,12 @@ def load(
     found = check_files(checkpoint, group, facts)
     doing = f"Loading the checkpoint {checkpoint}"
     local = {} if outer is None else outer.state_dict()
+    with_residuals = found.compression == facts.compression
     if outer is None:
-        state = state_of(sharded, with_residuals=found.compression == facts.compression)
+        state = state_of(sharded, with_residuals=with_residuals)
     else:
         _check_fragments(checkpoint, outer, group, doing)
-        state = state_of_all(sharded, outer, local)
+        state = state_of_all(sharded, outer, local, with_residuals)
     _load(checkpoint, state, group, doing)
     sharded.loaded()
     assert sharded.optimizer is not None

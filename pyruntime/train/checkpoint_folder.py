@@ -56,7 +56,10 @@ class Facts:
     """Where replicas come and go: the lowest block of sequences that had never been dealt, then those that
     had not counted."""
     compression: str = ""
-    """How gradients were compressed over which ranks, of which there is what was lost; empty: they were
+    """How gradients, or displacements of replicas, were compressed over which ranks, of which there is what
+    was lost; empty: they were not."""
+    layers: Sequence[int] = ()
+    """Of each stage of the pipeline that goes on, where layers were moved between stages; empty: they were
     not."""
     saved_at: float = 0.0
     """When, in seconds since 1970."""
@@ -173,8 +176,8 @@ def why_residuals_are_left(checkpoint: Path, wanted: Facts) -> str:
     if found == wanted.compression:
         return ""
     return (
-        f"{checkpoint} was saved with gradients compressed by {found or 'nothing'}, and this run compresses "
-        f"them by {wanted.compression or 'nothing'}: what was lost is not taken up"
+        f"{checkpoint} was saved with compression by {found or 'nothing'}, and this run compresses by "
+        f"{wanted.compression or 'nothing'}: what was lost is not taken up"
     )
 
 
@@ -212,6 +215,7 @@ def read(checkpoint: Path) -> Facts:
         whole = whole and type(facts.in_a_row) is int and 0 <= facts.in_a_row <= facts.skipped
         whole = whole and type(facts.samples) is int and facts.samples >= 0
         whole = whole and all(type(block) is int and block >= 0 for block in facts.deal)
+        whole = whole and all(type(count) is int and count >= 1 for count in facts.layers)
         whole = whole and all(isinstance(norm, float) and math.isfinite(norm) for norm in facts.norms)
         whole = whole and isinstance(facts.dtype, str) and isinstance(facts.compression, str)
         whole = whole and isinstance(facts.saved_at, float)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Literal
 
+from pyruntime.text import short_repr
 from pyruntime.train.errors import ConfigError
 
 Tier = Literal["auto", "unfused", "chunked", "fused"]
@@ -31,6 +33,7 @@ DataParallelMethod = Literal[
     "streaming_diloco",
 ]
 CompressionMethod = Literal["none", "quantize", "top_k", "power_sgd"]
+WireFormat = Literal["same", "bf16", "fp8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +172,16 @@ class Train:
     ledger: bool = False
     """Enter what every rank computes, waits for, reads and sends; the account of the last 20 steps is kept in
     RUN_DIR/ledger, for `python -m pyruntime report RUN_DIR`. Ranks on the CPU only."""
+    profile: str = ""
+    """Steps, "10-12" or "10", of which every rank writes a trace for ui.perfetto.dev,
+    RUN_DIR/profile/rank-N.json (docs/watching.md); empty: none. `--profile 10-12` is short for it."""
+    peak_flops: float | None = None
+    """FLOP/s of one rank at its best, which MFU is a share of; None: a GPU's data sheet, where it is known,
+    and of ranks on the CPU what GEMMs of dtype reach, which is measured as the run starts."""
+    slow_every: int | None = None
+    """Steps between two looks at which rank computes, and which link sends, slower than the others
+    (docs/slow-ranks.md), at least 5; 0: none; None: 20, and none where ranks compute on devices, where
+    the host does not see for how long."""
     check_types: bool = False
     """Check in every step that nothing which is a rank's own, or its term of a sum, is used as if all ranks
     had it alike (docs/placements.md); slower."""
@@ -212,6 +225,9 @@ class Parallel:
     """Causal slices of every sequence inside a tensor-parallel group: one computes while the rows of another
     travel. auto is 2 where tensor-parallel ranks are on several hosts, sequences are not cut over ranks and
     nothing forbids it, else 1."""
+    rebalance: Literal["off", "on"] = "off"
+    """on: where a rank of a pipeline stays slow, layers move between the stages when a checkpoint is saved
+    (docs/slow-ranks.md), wherever they began (pipeline.layers). Ranks on the CPU only."""
     dp_replicate: int = 1
     """Groups of data-parallel ranks that each hold everything once (hybrid sharding); divides dp."""
 
@@ -228,8 +244,8 @@ class DataParallel:
     parallel.dp."""
     members: str = ""
     """Address (HOST:PORT) of `python -m pyruntime members`, where replicas come and go and this job is one of
-    them, by local_sgd, slowmo and diloco; train.batch_size is then of one replica. Empty: the replicas are
-    ranks of this job."""
+    them; tau is then a number, and train.batch_size of one replica. Not of streaming_diloco. Empty: the
+    replicas are ranks of this job."""
     tau: Literal["auto"] | int = "auto"
     """Steps between two meetings; auto, of co2 and overlapped_local_sgd: as few as hide the exchange, which
     is measured."""
@@ -250,7 +266,8 @@ class DataParallel:
     """Of streaming_diloco: parts of the model, of whole layers, that meet in turn."""
     compression: CompressionMethod = "none"
     """What gradients of matrices travel as: none, as they are; quantize, in a few bits a value; top_k, the
-    largest values alone; power_sgd, of low rank."""
+    largest values alone; power_sgd, of low rank. Of replicas that do not meet in every step it is of what
+    they send each other, by quantize or top_k."""
     compression_bits: int = 4
     """Bits of a value that is quantised, 1 to 8."""
     compression_density: float = 0.01
@@ -263,6 +280,9 @@ class DataParallel:
     compression_plan_every: int = 0
     """Steps between two plans (L-GreCo) that give each matrix bits, a density or a rank of its own, in as few
     bytes as the error of one setting for all allows; 0: that one setting."""
+    weight_wire: WireFormat = "same"
+    """What matrices are rounded to where ranks gather them for use (parallel.zero = 3): same, not at all;
+    bf16; fp8, a byte a value. All ranks compute with the rounded values and update those that they keep."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,6 +301,9 @@ class Pipeline:
     layers: tuple[int, ...] = ()
     """Layers of each stage, in order; empty: shared out so that the stages take alike, by `costs`, or without
     by the GEMMs that layers and head compute."""
+    wire: WireFormat = "same"
+    """What activations, and gradients of them, are rounded to between stages: same, not at all; bf16; fp8, a
+    byte a value."""
     costs: str = ""
     """File that `python -m pyruntime profile --json` wrote for this model on this machine; empty: none."""
 
@@ -293,6 +316,9 @@ class Context:
     """Which tokens a rank holds: zigzag and striped share causal attention evenly, contiguous does not."""
     variant: ContextVariant = "ring"
     """How queries see the keys of other ranks; auto is ring."""
+    wire: WireFormat = "same"
+    """Of the ring: what keys and values are rounded to, on all ranks alike: same, not at all; bf16; fp8, a
+    byte a value. Their gradients travel as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,6 +364,14 @@ class Output:
     """Folder of metrics, plot and checkpoints; empty: runs/<configuration>-<n>, the first free n."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """bar: one line that is rewritten; lines: one line a step; auto: bar on a terminal, else lines."""
+    tensorboard: bool = False
+    """Write what metrics.jsonl has of a step to RUN_DIR/tensorboard as well (extra tensorboard)."""
+    wandb: str = ""
+    """Project of Weights & Biases that is sent it as well, or with WANDB_MODE=offline keeps it in
+    RUN_DIR/wandb (extra wandb); empty: none."""
+    cluster: str = ""
+    """TOML file of `plan --measure`, or the name of a known cluster, by which the planner predicts a step's
+    seconds beside the measured ones; empty: nothing is predicted."""
     log_every: int = 10
     """Steps between two printed lines where there is no bar (metrics.jsonl holds every step)."""
     sample_tokens: int = 200
@@ -368,6 +402,15 @@ class RunConfig:
 def ring_orders(comm: Comm) -> list[list[int]]:
     """Of comm.rings. Raises ValueError for what is no order of ranks."""
     return [[int(rank) for rank in order.split("-")] for order in comm.rings]
+
+
+def steps_of(profile: str) -> range:
+    """Of train.profile. Raises ValueError for what names no steps."""
+    found = re.fullmatch(r"(\d{1,10})(?:-(\d{1,10}))?", profile, re.ASCII)
+    steps = range(0) if found is None else range(int(found[1]), int(found[2] or found[1]) + 1)
+    if not steps or steps[0] < 1:
+        raise ValueError(f"{short_repr(profile)} names no steps; write them as 10, or 10-12")
+    return steps
 
 
 def meets_every_step(config: RunConfig) -> bool:

@@ -1,7 +1,8 @@
 """A run's configuration from a TOML file or preset, and back.
 
 A file holds sections named as the fields of `RunConfig` (`[train] steps = 300`). What it leaves out keeps its
-default.
+default. A file for several numbers of ranks says what is different on each in tables [ranks.N], whose keys
+are sections: `[ranks.16]` and below `parallel = {tp = 8, dp = 2}`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
 import types
 import typing
@@ -20,6 +22,8 @@ from pyruntime.train.config import Grid, RunConfig
 from pyruntime.train.errors import ConfigError
 
 PRESET_DIR = Path(__file__).parent / "presets"
+BY_RANKS = "ranks"
+"""The tables of a file for several numbers of ranks."""
 
 
 def preset_names() -> list[str]:
@@ -40,16 +44,56 @@ def find(name_or_path: str) -> Path:
     )
 
 
-def load(path: Path) -> RunConfig:
-    """The configuration in a TOML file. Raises ConfigError with the file's name, the key and what was
-    expected."""
+def load(path: Path, ranks: int = 1) -> RunConfig:
+    """The configuration in a TOML file for so many ranks. Raises ConfigError with the file's name, the key
+    and what was expected."""
+    return from_dict(_for_ranks(_values(path), ranks, str(path)), source=str(path))
+
+
+def ranks_of(path: Path) -> list[int]:
+    """The numbers of ranks that a file has tables for, ascending; none where it is the same for all. Raises
+    ConfigError."""
+    return sorted(map(int, _tables(_values(path), str(path))))
+
+
+def _values(path: Path) -> dict:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
-    return from_dict(values, source=str(path))
+
+
+def _tables(values: dict, source: str) -> dict[str, dict]:
+    """[ranks.N] by N."""
+    found = values.get(BY_RANKS, {})
+    numbers = isinstance(found, dict) and all(re.fullmatch("[1-9][0-9]{0,8}", key) for key in found)
+    if not numbers or not all(isinstance(each, dict) for each in found.values()):
+        raise ConfigError(
+            f"{source}: {BY_RANKS} must hold a table for each number of ranks, as [{BY_RANKS}.8], found "
+            f"{short_repr(found)}."
+        )
+    return found
+
+
+def _for_ranks(values: dict, ranks: int, source: str) -> dict:
+    """`values` with what [ranks.N] says in the place of what stands for all numbers of ranks."""
+    tables = _tables(values, source)
+    values = {section: content for section, content in values.items() if section != BY_RANKS}
+    if not tables:
+        return values
+    if str(ranks) not in tables:
+        numbers = ", ".join(sorted(tables, key=int))
+        raise ConfigError(
+            f"{source} says how {numbers} ranks share the work, and not how {ranks} would; start one of "
+            f"these numbers, or have `python -m pyruntime plan --gpus {ranks} --config FILE` write a file."
+        )
+    for section, content in tables[str(ranks)].items():
+        common = values.get(section)
+        both = isinstance(common, dict) and isinstance(content, dict)
+        values[section] = common | content if both else content
+    return values
 
 
 def grid(text: str) -> Grid:

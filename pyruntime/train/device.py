@@ -110,13 +110,30 @@ def check_device(config: RunConfig, device: Device) -> None:
             f"data_parallel.compression={config.data_parallel.compression} is done on the CPU alone, and "
             f"train.device is {device.device}; leave it out, or use train.device=cpu."
         )
-    parallel = config.parallel
-    several_hosts = Host.here().ranks != int(os.environ.get("WORLD_SIZE", "1"))
-    for name, size in (("dp", parallel.dp), ("cp", parallel.cp), ("pp", parallel.pp)):
-        if size > 1 and several_hosts and name != "dp":
+    for key, wire in (
+        ("data_parallel.weight_wire", config.data_parallel.weight_wire),
+        ("pipeline.wire", config.pipeline.wire),
+        ("context.wire", config.context.wire),
+    ):
+        if wire != "same":
+            raise ConfigError(
+                f"{key}={wire} is done on the CPU alone, and train.device is {device.device}; leave it out, "
+                "or use train.device=cpu."
+            )
+    if Host.here().ranks != int(os.environ.get("WORLD_SIZE", "1")):
+        check_between_hosts(config)
+    elif reason := _C.why_no_device_library("cuda"):
+        parallel = config.parallel
+        for name, size in (("dp", parallel.dp), ("cp", parallel.cp), ("pp", parallel.pp)):
+            if size > 1:
+                raise ConfigError(f"parallel.{name}={size} on GPUs: {reason}.")
+
+
+def check_between_hosts(config: RunConfig) -> None:
+    """Raises ConfigError for what GPUs of several hosts cannot do yet."""
+    for name, size in (("cp", config.parallel.cp), ("pp", config.parallel.pp)):
+        if size > 1:
             raise ConfigError(
                 f"parallel.{name}={size}: GPUs of several hosts have no way yet for its messages; start all "
                 "ranks on one host, or use parallel.tp and parallel.dp alone."
             )
-        if size > 1 and not several_hosts and (reason := _C.why_no_device_library("cuda")):
-            raise ConfigError(f"parallel.{name}={size} on GPUs: {reason}.")

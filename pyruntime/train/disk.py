@@ -118,9 +118,10 @@ def writing(path: Path, so: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _is_of_disk(error):
+        cause = _refusal_of_disk(error)
+        if cause is None:
             raise
-        raise TrainingError(cannot_write(path, cause_of(error), so)) from error
+        raise TrainingError(cannot_write(path, cause_of(cause), so)) from error
 
 
 def cannot_write(path: Path, cause: str, so: str = "") -> str:
@@ -133,15 +134,17 @@ def free_space(path: Path) -> str:
     return f"{shutil.disk_usage(there).free / 1e6:,.0f} MB are free there"
 
 
-def _is_of_disk(error: BaseException | None) -> bool:
-    # safetensors raises a type of its own.
+def _refusal_of_disk(error: BaseException | None) -> BaseException | None:
+    """What a file system said first, of an exception and its causes; None where it said nothing."""
+    found = None
     while error is not None:
-        if isinstance(error, OSError) and error.errno in FULL:
-            return True
-        if any(os.strerror(number) in str(error) for number in FULL):
-            return True
+        # Connections are no files, and what nobody reads any more is none either.
+        of_files = isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError)
+        # safetensors raises a type of its own.
+        if of_files or any(os.strerror(number) in str(error) for number in FULL):
+            found = error
         error = error.__cause__ or error.__context__
-    return False
+    return found
 
 
 def cause_of(error: BaseException) -> str:

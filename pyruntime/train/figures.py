@@ -37,15 +37,22 @@ class StepFigures:
     step_time_s: float
     exposed_comm_s: float | None
     memory_bytes: int
+    exposed_by_axis_s: dict[str, float] | None = None
     outer_exposed_s: float | None = None
     outer_bytes: int | None = None
     dp_bytes: int | None = None
+    pp_bytes: int | None = None
+    cp_bytes: int | None = None
 
     @property
     def is_finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+AXES = ("tp", "cp", "pp", "dp", "checkpoint", "all")
+"""Of `Runtime.exposed_by_axis`, in the order in which ranks tell each other what it says."""
+COUNTED = ("dp", "pp", "cp")
+"""Classes of traffic whose bytes a step has."""
 SPIKE_OVER = 20
 """Steps, whose mean gradient norm a spike is measured by."""
 MOST_IN_A_ROW = 10
@@ -106,8 +113,8 @@ class Guard:
 
 
 class ExchangedFigures:
-    """Every rank tells all others its [loss, square, exposed seconds, memory, stop request, bytes] in every
-    step; with that ends what counts as the step's exposed communication and bytes."""
+    """Every rank tells all others its [loss, square, memory, stop request, bytes] and exposed seconds of each
+    axis in every step; with that ends what counts as the step's exposed communication and bytes."""
 
     is_late = False
 
@@ -115,8 +122,8 @@ class ExchangedFigures:
         self._runtime, self._device = runtime, device
         self.signum = 0
         """Signal that a rank was sent, the same on all; 0: none."""
-        self._memory_bytes, self._exposed_s, self._started = 0, 0.0, 0.0
-        self._bytes_read = 0
+        self._memory_bytes, self._started = 0, 0.0
+        self._exposed_s, self._bytes_read = _no_seconds(), [0] * len(COUNTED)
         self._found: StepFigures | None = None
 
     def begin(self) -> None:
@@ -125,20 +132,23 @@ class ExchangedFigures:
 
     def forget_exposed(self) -> None:
         """What ranks have waited up to now is not the next step's."""
-        self._exposed_s = comm.exposed_s()
-        self._bytes_read = comm.bytes_read("dp")
+        self._exposed_s = _exposed(self._runtime)
+        self._bytes_read = [comm.bytes_read(each) for each in COUNTED]
 
     def add(self, step: int, lr: float, loss: Tensor | float, square: Tensor, signum: int) -> float | Tensor:
         """Keeps a step's figures. Returns the gradient's norm, NaN where the loss is not finite."""
-        exposed_s = comm.exposed_s()
+        exposed_s = _exposed(self._runtime)
         # The kernel's figure of the CPU is not exact.
         self._memory_bytes = max(self._memory_bytes, self._device.peak_memory_bytes())
-        bytes_read = comm.bytes_read("dp")
+        bytes_read = [comm.bytes_read(each) for each in COUNTED]
         exposed_s, self._exposed_s = exposed_s - self._exposed_s, exposed_s
-        read, self._bytes_read = bytes_read - self._bytes_read, bytes_read
-        mine = [float(loss), float(square), exposed_s, self._memory_bytes, signum, read]
+        read = [now - before for now, before in zip(bytes_read, self._bytes_read, strict=True)]
+        self._bytes_read = bytes_read
+        mine = [float(loss), float(square), self._memory_bytes, signum, *read, *exposed_s.tolist()]
         told = exchange(mine, self._runtime)
-        losses, squares, exposed, memory, stops, reads = told.unbind(-1)
+        losses, squares, memory, stops, *reads = told[..., : -len(AXES)].unbind(-1)
+        exposed_s = _most_exposed(told[..., -len(AXES) :])
+        of_dp, of_pp, of_cp = (int(each.max()) for each in reads)
         self.signum = int(stops.max())
         sizes = self._runtime.sizes
         self._found = StepFigures(
@@ -147,9 +157,12 @@ class ExchangedFigures:
             loss=math.fsum(losses[..., 0].flatten().tolist()) / (sizes.dp * sizes.cp),
             grad_norm=math.sqrt(math.fsum(squares.flatten().tolist())),
             step_time_s=0.0,
-            exposed_comm_s=None if self._device.is_cuda else float(exposed.max()),
+            exposed_comm_s=None if self._device.is_cuda else float(exposed_s.sum()),
             memory_bytes=int(memory.max()),
-            dp_bytes=int(reads.max()) if sizes.dp * sizes.cp > 1 else None,
+            exposed_by_axis_s=None if self._device.is_cuda else _by_axis(exposed_s, self._runtime),
+            dp_bytes=of_dp if sizes.dp * sizes.cp > 1 else None,
+            pp_bytes=of_pp if sizes.pp > 1 else None,
+            cp_bytes=of_cp if sizes.cp > 1 else None,
         )
         return self._found.grad_norm if math.isfinite(self._found.loss) else math.nan
 
@@ -173,7 +186,7 @@ class RoundFigures:
     """
 
     is_late = True
-    NUMBERS = 7
+    NUMBERS = 6 + len(AXES)
 
     def __init__(
         self,
@@ -193,7 +206,7 @@ class RoundFigures:
         self._signal = 0
         self._steps: list[tuple[int, float]] = []
         self._found: list[list[float]] = []
-        self._before = (0.0, 0.0, 0)
+        self._before = (_no_seconds(), 0.0, 0)
         self._started = 0.0
 
     def begin(self) -> None:
@@ -209,13 +222,16 @@ class RoundFigures:
         before, self._before = self._before, now
         memory = self._device.peak_memory_bytes()
         self._found[-1] += [
-            time.perf_counter() - self._started, exposed - before[0], memory, outer - before[1],
-            nbytes - before[2],
+            time.perf_counter() - self._started, memory, outer - before[1], nbytes - before[2],
+            *(exposed - before[0]).tolist(),
         ]  # fmt: skip
 
-    def _counted(self) -> tuple[float, float, int]:
+    def _counted(self) -> tuple[Tensor, float, int]:
         seconds, nbytes = self._outer_stats()
-        return comm.exposed_s() + (seconds if self._counts_apart else 0.0), seconds, nbytes
+        exposed = _exposed(self._runtime)
+        if self._counts_apart:
+            exposed[AXES.index("dp")] += seconds
+        return exposed, seconds, nbytes
 
     def forget_exposed(self) -> None:
         """What ranks have waited up to now is not the next step's."""
@@ -252,15 +268,17 @@ class RoundFigures:
 
     def _figures(self, step: int, lr: float, ranks: Tensor) -> StepFigures:
         """ranks: float64 [ranks, NUMBERS]."""
-        loss, norm, seconds, exposed, memory, outer, nbytes = ranks.unbind(-1)
+        loss, norm, seconds, memory, outer, nbytes = ranks[:, : -len(AXES)].unbind(-1)
+        exposed_s = _most_exposed(ranks[:, -len(AXES) :])
         return StepFigures(
             step,
             lr,
             loss=math.fsum(loss.tolist()) / len(ranks),
             grad_norm=math.fsum(norm.tolist()) / len(ranks),
             step_time_s=float(seconds[0]),
-            exposed_comm_s=float(exposed.max()),
+            exposed_comm_s=float(exposed_s.sum()),
             memory_bytes=int(memory.max()),
+            exposed_by_axis_s=_by_axis(exposed_s, self._runtime),
             outer_exposed_s=float(outer.max()),
             outer_bytes=int(nbytes.max()),
         )
@@ -316,6 +334,30 @@ class LateFigures:
         self._steps, self._figures = [], []
         bad = next((index for index, each in enumerate(found) if not each.is_finite), len(found))
         return found[: bad + 1]
+
+
+def _no_seconds() -> Tensor:
+    """Of each of AXES."""
+    return torch.zeros(len(AXES), dtype=torch.float64)
+
+
+def _exposed(runtime: Runtime) -> Tensor:
+    """Seconds of this rank since the start, float64 [AXES]."""
+    seconds = runtime.exposed_by_axis()
+    return torch.tensor([seconds.get(axis, 0.0) for axis in AXES], dtype=torch.float64)
+
+
+def _most_exposed(told: Tensor) -> Tensor:
+    """The seconds [AXES] of the rank that has the most in all, of ranks' [..., AXES]."""
+    of_ranks = told.flatten(0, -2)
+    return of_ranks[int(of_ranks.sum(-1).argmax())]
+
+
+def _by_axis(exposed_s: Tensor, runtime: Runtime) -> dict[str, float] | None:
+    """Of the axes that there are; None where none is."""
+    sizes = {**runtime.sizes._asdict(), "all": runtime.world.size() if runtime.mesh.ndim > 1 else 1}
+    seconds = dict(zip(AXES, exposed_s.tolist(), strict=True))
+    return {axis: each for axis, each in seconds.items() if each or sizes.get(axis, 1) > 1} or None
 
 
 def exchange(mine: list[float], runtime: Runtime) -> Tensor:

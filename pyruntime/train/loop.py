@@ -44,6 +44,8 @@ from pyruntime.train.assembly import (
     compression_of,
     muon_of,
     placement_check,
+    slow_every,
+    slow_report,
     within_and_between,
 )
 from pyruntime.train.checkpoint_folder import Facts
@@ -62,12 +64,15 @@ from pyruntime.train.figures import (
     exchange,
 )
 from pyruntime.train.metrics import StepMetrics
-from pyruntime.train.pipelined import Pipelined, shared_weights
+from pyruntime.train.pipelined import Pipelined, move_of, shared_weights
 from pyruntime.train.ranks import on_every_rank
 from pyruntime.train.replicas import join, open_member
 from pyruntime.train.saving.saver import Saver
 from pyruntime.train.signals import Stopped, StopRequest
+from pyruntime.train.slow.judge import Finding
+from pyruntime.train.slow.rebalance import Move
 from pyruntime.train.validate.replicas import outer_method
+from pyruntime.train.watching.profile import StepProfile
 
 MOST_NAMES = 3
 """Of parameters, in the sentence about a gradient that is not finite."""
@@ -96,11 +101,18 @@ class Trainer:
         self._device = device = Device(runtime.device, runtime.why_device)
         self.model = model
         on_every_rank(runtime.world, "Sharding the model", lambda: check_trains(model, runtime))
+        compression, every_step = compression_of(config), meets_every_step(config)
         over, between = runtime.replicas, None
         comes_and_goes = bool(config.data_parallel.members)
-        if not (meets_every_step(config) or comes_and_goes):
+        if not (every_step or comes_and_goes):
             over, between = within_and_between(over)
-        self.sharded = shard(model, over, stage=config.parallel.zero, compression=compression_of(config))
+        self.sharded = shard(
+            model,
+            over,
+            stage=config.parallel.zero,
+            compression=compression if every_step else None,
+            weight_wire=config.data_parallel.weight_wire,
+        )
         pp = runtime.pp
         self._guard, self._skips = Guard(optimizer.spike_factor), optimizer.on_bad_step == "skip"
         self.optimizer = self.sharded.adamw(
@@ -119,10 +131,19 @@ class Trainer:
         """Of a run whose replicas come and go."""
         if comes_and_goes:
             self.member = open_member(config, model.config, corpus, runtime)
-        if not meets_every_step(config):
+        if not every_step:
             parts = [axis for axis in (runtime.tp, runtime.tp_y, over, pp) if axis is not None]
-            self.outer = ShardedOuter(self.sharded, between, outer_method(config), parts, self.member)
-        self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded)
+            self.outer = ShardedOuter(
+                self.sharded, between, outer_method(config), parts, self.member, compression
+            )
+        is_timed = slow_every(config, runtime) > 0
+        self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded, is_timed)
+        self._slow = slow_report(config, model, runtime, self._pipelined)
+        self._moved: Sequence[int] = ()
+        """Layers of each stage, where they have been moved to these."""
+        self.move: Move | None = None
+        """What `fit` has ended for before the last step: layers that move between stages, as the checkpoint
+        says that it has saved."""
         self._types = placement_check(model, self.sharded, runtime) if train.check_types else None
         self.step = self._samples = 0
         self.tiers = Report(())
@@ -154,9 +175,6 @@ class Trainer:
             self._figures = RoundFigures(runtime, device, over, self.outer.stats, comes_and_goes)
         else:
             self._figures = LateFigures(device) if is_late else ExchangedFigures(runtime, device)
-        peak, flops = device.peak_flops(train.dtype), model.config.flops_per_token(train.seq_len)
-        self._mfu_of_one = None if peak is None else flops / (peak * ranks)
-        """MFU at one token per second."""
 
     def resume(self, folder: Path) -> None:
         """Loads weights, optimizer state, what compression lost, and step of the checkpoint in `folder`."""
@@ -164,6 +182,8 @@ class Trainer:
         self.step, self._deal = found.step, found.deal
         self._samples = found.samples
         self._guard.resume(found.norms, found.skipped, found.in_a_row)
+        moves, layers = self._config.parallel.rebalance == "on", self._config.pipeline.layers
+        self._moved = layers if moves and tuple(found.layers) == layers else ()
         self._resumed = folder, self.step
 
     @property
@@ -180,6 +200,9 @@ class Trainer:
         if not join(self.member, self.outer, self.sharded, self.step, list(self._deal)):
             return False
         self.step = self.member.step
+        if self.step == self._config.train.steps:
+            self.outer.finish()  # too late for a step, but not for the last sum
+            return False
         return True
 
     def what_is_not_resumed(self, folder: Path) -> str:
@@ -194,9 +217,12 @@ class Trainer:
             self.outer.close()
         self.sharded.close()
 
-    def fit(self, ledger: StepLedger | None = None) -> Iterator[StepMetrics]:
-        """Runs the steps that are left, each entered in `ledger`, and yields what was measured after each, on
-        every rank.
+    def fit(
+        self, ledger: StepLedger | None = None, profile: StepProfile | None = None
+    ) -> Iterator[StepMetrics]:
+        """Runs the steps that are left, each entered in `ledger` and recorded by `profile` where it wants it,
+        and yields what was measured after each, on every rank. Ends before them, at a checkpoint, where
+        layers are to move: see `move`.
 
         Leaves a resumable checkpoint behind. Raises `Stopped` on all ranks after a step in which any of them
         was sent a signal, and TrainingError where loss or gradient are no longer finite, or spike, and such
@@ -209,9 +235,12 @@ class Trainer:
             while self.step < train.steps:
                 number = self.step + 1
                 entered = contextlib.nullcontext() if ledger is None else ledger.step(number)
-                with entered, marked("step", str(number)):
+                recorded = contextlib.nullcontext() if profile is None else profile.step(number)
+                timed = contextlib.nullcontext() if self._slow is None else self._slow.step()
+                with recorded, entered, marked("step", str(number)), timed:
                     known, signum = self._train_step(number)
                 self.step += 1
+                news = [] if signum else self._look_for_slow()
                 if self.step == train.steps:
                     self.tiers = explain(self.model)  # before validation runs other sizes
                     if self.outer is not None:
@@ -220,6 +249,8 @@ class Trainer:
                     if not (figures.is_finite or self._skips):
                         raise self._bad(figures, self._guard.why_bad(figures))
                     metrics = self._metrics(figures)
+                    if figures.step == self.step:
+                        metrics = self._with_news(metrics, news)
                     if figures.step == self.step and self._is_due(train.val_every) and not signum:
                         metrics = self._with_validation(metrics)
                     yield metrics
@@ -227,13 +258,32 @@ class Trainer:
                     self._saver.finish()
                 if self._is_due(every_steps) or (signum and self._config.checkpoint.save_on_stop):
                     with contextlib.nullcontext() if ledger is None else ledger.saving(self.step):
-                        self._save(and_wait=bool(signum) or self.step == train.steps)
+                        is_last = signum or self.move is not None or self.step == train.steps
+                        self._save(and_wait=bool(is_last))
                 if signum:
                     with self._stop.saving():
                         self._saver.finish()
                     raise Stopped(signum, self._stop_sentence())
+                if self.move is not None:
+                    break
             if signum := int(exchange([self._stop.signum], self._runtime).max()):  # since the last exchange
                 raise Stopped(signum, self._stop_sentence())
+
+    def _look_for_slow(self) -> list[Finding]:
+        """What is new of slow ranks and links after this step, where a look is due. Where a checkpoint is
+        too, and the run goes on, decides whether layers move."""
+        slow, every_steps = self._slow, self._config.checkpoint.every_steps
+        if slow is None:
+            return []
+        news = []
+        if self.step % slow.every == 0:
+            news = slow.look()
+            self._figures.forget_exposed()  # waiting in it is not the next step's
+        is_last = self.step == self._config.train.steps
+        if self._config.parallel.rebalance == "on" and self._is_due(every_steps) and not is_last:
+            is_moved = bool(self._moved)
+            self.move = move_of(self._config, self.model.config, self._runtime, slow, is_moved)
+        return news
 
     def _train_step(self, step: int) -> tuple[list[StepFigures], int]:
         """Takes one step. Returns what is known of the steps since the last that were, and a signal."""
@@ -368,14 +418,19 @@ class Trainer:
     def _is_wanted(self, step: int) -> bool:
         """Whether the log, a validation or a checkpoint wants the figures of that step."""
         config = self._config
-        intervals = (config.output.log_every, config.train.val_every, config.checkpoint.every_steps)
+        looks = 0 if self._slow is None else self._slow.every
+        intervals = (config.output.log_every, config.train.val_every, config.checkpoint.every_steps, looks)
         return any(self._is_due(every, step) for every in intervals)
 
     def _metrics(self, figures: StepFigures) -> StepMetrics:
         tokens_per_second = tokens_per_step(self._config) / figures.step_time_s
-        mfu = None if self._mfu_of_one is None else tokens_per_second * self._mfu_of_one
         skipped = self._guard.skipped if self._guard.in_a_row else None
-        return StepMetrics(**vars(figures), tokens_per_second=tokens_per_second, mfu=mfu, skipped=skipped)
+        return StepMetrics(**vars(figures), tokens_per_second=tokens_per_second, skipped=skipped)
+
+    def _with_news(self, metrics: StepMetrics, news: Sequence[Finding]) -> StepMetrics:
+        slow = [dataclasses.asdict(each) for each in news]
+        moved = None if self.move is None else dataclasses.asdict(self.move)
+        return dataclasses.replace(metrics, slow=slow or None, moved=moved)
 
     def _bad(self, figures: StepFigures, why: str, parameters: Sequence[str] = ()) -> TrainingError:
         names = ", ".join(parameters[:MOST_NAMES])
@@ -401,6 +456,8 @@ class Trainer:
     def _save(self, and_wait: bool) -> None:
         """and_wait: until it is there; else it is written while the run goes on."""
         guard = self._guard
+        if self.outer is not None:
+            self.outer.settle()  # what has been dealt is of the sums that are saved
         facts = dataclasses.replace(
             self._facts,
             step=self.step,
@@ -409,6 +466,7 @@ class Trainer:
             in_a_row=guard.in_a_row,
             norms=tuple(guard.norms),
             deal=() if self.member is None else tuple(self.member.deal),
+            layers=tuple(self._moved if self.move is None else self.move.after),
         )
         with self._stop.saving():
             self._saver.begin(facts)

@@ -26,6 +26,7 @@ class StepMetrics:
     """Of the whole model, before clipping."""
     lr: float
     tokens_per_second: float
+    """Of all ranks."""
     step_time_s: float
     """Wall clock of the step on rank 0, which meets all others in it; without validation and checkpoint."""
     exposed_comm_s: float | None
@@ -34,6 +35,9 @@ class StepMetrics:
     memory_bytes: int
     """Peak memory of a rank so far: resident, workspaces shared with other ranks included, or on a device
     in torch's tensors."""
+    exposed_by_axis_s: dict[str, float] | None = None
+    """exposed_comm_s of the rank that it is of, by axis ("tp", "cp", "pp", "dp"); "all" is the exchange of
+    figures that ends a step. None for a rank alone."""
     outer_exposed_s: float | None = None
     """Of exposed_comm_s, what was for replicas that do not meet in every step; None where they do."""
     outer_bytes: int | None = None
@@ -41,8 +45,20 @@ class StepMetrics:
     dp_bytes: int | None = None
     """Gradients and weights that a data-parallel rank took from others in the step, in bytes as they
     travelled; None where there is one such rank."""
+    tokens_per_second_per_device: float | None = None
+    """Of one rank."""
+    pp_bytes: int | None = None
+    """Activations, and gradients of them, that a stage took from others in the step, alike; None without a
+    pipeline."""
+    cp_bytes: int | None = None
+    """Keys, values and their gradients that a context-parallel rank took from others, alike; None where there
+    is one such rank."""
     mfu: float | None = None
-    """Model FLOP/s as a share of the devices' peak, where that is known."""
+    """Model FLOP/s as a share of the ranks' peak, where that is known."""
+    predicted_step_s: float | None = None
+    """step_time_s as the planner predicts it, where it is told of a cluster."""
+    eta_s: float | None = None
+    """Seconds to go after this step, at the pace of this process so far."""
     val_loss: float | None = None
     """Validation loss in nats per token, where it was measured after this step."""
     val_loss_per_byte: float | None = None
@@ -51,6 +67,10 @@ class StepMetrics:
     """val_loss of each set to validate on, where there are several; val_loss is the mean over all tokens."""
     skipped: int | None = None
     """Steps of the run that updated nothing so far, where this is one."""
+    slow: list[dict] | None = None
+    """What is new after this step of ranks and links that are slow, as `slow.judge.Finding`."""
+    moved: dict | None = None
+    """Which layers move between stages after this step, as `slow.rebalance.Move`."""
 
     def to_json(self) -> str:
         """Figures that are not finite, as null: the loss of a step that was skipped, or a validation's."""
@@ -70,7 +90,7 @@ class MetricsFile:
     step."""
 
     def __init__(self, run_dir: Path, resume_at: int = 0):
-        path = run_dir / FILE_NAME
+        self.path = path = run_dir / FILE_NAME
         kept = (
             [line for line in read(path) if line["step"] <= resume_at] if resume_at and path.exists() else []
         )

@@ -98,7 +98,7 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
     where the mesh does not fit the model, or its first weights cannot be read."""
     cp, context = runtime.sizes.cp, None
     if runtime.cp is not None:
-        context = Context(runtime.cp, config.context.layout, config.context.variant)
+        context = Context(runtime.cp, config.context.layout, config.context.variant, config.context.wire)
         heads = shape.num_key_value_heads // runtime.tp_size
         if context.variant == "ulysses" and heads % cp:
             raise ConfigError(

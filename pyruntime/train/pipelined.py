@@ -23,9 +23,13 @@ from pyruntime.pipeline import Schedule, make_schedule
 from pyruntime.pipeline.executor import Pipeline
 from pyruntime.pipeline.split import split_layers
 from pyruntime.plan import stage_costs
+from pyruntime.train import checkpoint_folder
 from pyruntime.train.config import RunConfig, micro_batches
 from pyruntime.train.data.batches import Batch
 from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.slow.judge import WINDOWS
+from pyruntime.train.slow.rebalance import Move, best_move
+from pyruntime.train.slow.windows import SlowReport, own_seconds
 
 
 def schedule_of(config: RunConfig) -> Schedule:
@@ -54,6 +58,7 @@ def resolved(config: RunConfig, shape: LlamaConfig) -> RunConfig:
     and, where pipeline.slices is 0, tokens of the slices. One rank calls it for all, whose files might
     differ. Raises ConfigError where the file cannot be read, or is of another model or sequence."""
     pipeline = config.pipeline
+    _check_movable(config, shape)
     if not pipeline.costs:
         return config
     file = Path(pipeline.costs)
@@ -82,8 +87,30 @@ def resolved(config: RunConfig, shape: LlamaConfig) -> RunConfig:
     layers, stages = shape.num_hidden_layers, schedule_of(config).stages
     with refusing("parallel.pp: "):
         runs = split_layers([found.layer] * layers, stages, first=found.embedding, last=found.head)
-    pipeline = dataclasses.replace(config.pipeline, layers=tuple(len(run) for run in runs))
+    return with_layers(config, [len(run) for run in runs])
+
+
+def _check_movable(config: RunConfig, shape: LlamaConfig) -> None:
+    """Raises ConfigError where layers are to move between stages that each hold but one."""
+    layers = shape.num_hidden_layers
+    if config.parallel.rebalance == "on" and layers == schedule_of(config).stages:
+        raise ConfigError(
+            f"parallel.rebalance=on moves layers between stages, and the model's {layers} layers are one for "
+            "each; use fewer stages, or leave it out."
+        )
+
+
+def with_layers(config: RunConfig, layers: Sequence[int]) -> RunConfig:
+    """The same configuration with so many layers in each stage."""
+    pipeline = dataclasses.replace(config.pipeline, layers=tuple(layers))
     return dataclasses.replace(config, pipeline=pipeline)
+
+
+def with_moved_layers(config: RunConfig, folder: Path) -> RunConfig:
+    """The same configuration with the layers of the stages that the checkpoint in `folder` goes on with,
+    where they had been moved, between as many stages."""
+    layers = checkpoint_folder.read(folder).layers
+    return with_layers(config, layers) if len(layers) == schedule_of(config).stages else config
 
 
 def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
@@ -120,19 +147,44 @@ def shared_weights(config: RunConfig, model: Llama, pp: comm.Group) -> dict[nn.P
     return {model.embed.weight: Holders(companion(pp, "dp", ends).name, counts=rank == ends[0])}
 
 
+def move_of(
+    config: RunConfig, shape: LlamaConfig, runtime: comm.Runtime, slow: SlowReport, is_moved: bool
+) -> Move | None:
+    """Which layers are to move between stages now, the same on all ranks; None: none are. They stay while no
+    rank is slow, unless they have been moved before (is_moved): then they may move back."""
+    if len(slow.windows) < WINDOWS or not (slow.slow_ranks or is_moved):
+        return None
+    ranks = runtime.by_axes(torch.arange(runtime.world.size())).flatten(1).tolist()
+    counts = [len(run) for run in layers_of_stages(config, shape)]
+    placement = schedule_of(config).placement
+    return best_move(slow.windows, ranks, placement, counts, slow.slow_ranks, slow.hosts)
+
+
+def _no_time() -> float:
+    return 0.0
+
+
 class Pipelined:
     """This rank's stages of `model`, which has the `part_of` this rank; over the pipeline's ranks `pp`.
 
-    sharded: takes the gradients of the model.
+    sharded: takes the gradients of the model. is_timed: `layer_seconds` is asked for.
     """
 
-    def __init__(self, config: RunConfig, model: Llama, pp: comm.Group, sharded: Sharded):
+    def __init__(
+        self,
+        config: RunConfig,
+        model: Llama,
+        pp: comm.Group,
+        sharded: Sharded,
+        is_timed: bool = False,
+    ):
         schedule = schedule_of(config)
-        self._model = model
+        self._clock = clock = own_seconds if is_timed else _no_time
+        self._model, self._step_s, self._loss_s = model, 0.0, 0.0
         self._slices, self._batch = slice_lengths(config), config.train.micro_batch_size
         runs = layers_of_stages(config, model.config)
         self._stages = {
-            number: LlamaStage(model, runs[number], self._batch, self._slices)
+            number: LlamaStage(model, runs[number], self._batch, self._slices, clock)
             for number in schedule.stages_of(comm.group_rank(pp))
         }
         weight = next(model.parameters())
@@ -144,6 +196,7 @@ class Pipelined:
             dtype=weight.dtype,
             device=weight.device,
             gradients=sharded,
+            wire=config.pipeline.wire,
         )
 
     def _shapes(self, batch: int) -> list[tuple[int, int]]:
@@ -155,11 +208,13 @@ class Pipelined:
     def step(self, micro_batches: Sequence[Batch], scale: float) -> float:
         """Forward and backward of all micro-batches; the gradients are those of `scale` times the losses.
         Returns their sum, of which the last stage alone has any."""
+        began = self._clock()
         losses = self._pipeline.step(
             self._cut([each.ids for each in micro_batches]),
             self._loss(micro_batches, scale),
             [{"documents": each.documents} for each in micro_batches],
         )
+        self._step_s += self._clock() - began
         return sum(float(part) for parts in losses for part in parts)
 
     @torch.no_grad()
@@ -180,6 +235,18 @@ class Pipelined:
                 each.batch = self._batch
         return sum(float(part) for parts in losses for part in parts)
 
+    def layer_seconds(self) -> float:
+        """What this rank did for layers since the last call, of what it did in `step`: their share of it is
+        that in forward passes, as backward passes take twice as long for either, and layers that are
+        computed anew are so once more."""
+        stages = self._stages.values()
+        layers = sum(each.layers_s for each in stages) * (4 / 3 if self._model.recompute else 1)
+        rest = sum(each.rest_s for each in stages) + self._loss_s
+        own, self._step_s, self._loss_s = self._step_s, 0.0, 0.0
+        for each in stages:
+            each.layers_s = each.rest_s = 0.0
+        return own * layers / (layers + rest) if own > 0 else 0.0
+
     def close(self) -> None:
         self._pipeline.close()
 
@@ -191,7 +258,10 @@ class Pipelined:
         cut = self._cut([each.labels for each in micro_batches])
 
         def loss(logits: Tensor, micro_batch: int, part: int) -> Tensor:
+            began = self._clock()
             count = torch.tensor(sum(each.numel() for each in cut[micro_batch]))
-            return self._model.loss(logits, cut[micro_batch][part].contiguous(), count) * scale
+            value = self._model.loss(logits, cut[micro_batch][part].contiguous(), count) * scale
+            self._loss_s += self._clock() - began
+            return value
 
         return loss

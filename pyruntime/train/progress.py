@@ -34,18 +34,15 @@ class Progress:
         self._steps, self._log_every, self._stream = steps, log_every, stream
         self._mode = ("bar" if stream.isatty() else "lines") if mode == "auto" else mode
         self._shown_at = 0.0
-        self._first_step, self._started = 0, 0.0
         self._open_line = False
 
     def show(self, metrics: StepMetrics) -> None:
         now = time.monotonic()
-        if not self._first_step:
-            self._first_step, self._started = metrics.step, now - metrics.step_time_s
         last = metrics.step == self._steps
         if self._mode == "bar":
             if last or metrics.val_loss is not None or now - self._shown_at >= 0.1:
                 self._shown_at = now
-                self._rewrite_step(metrics, self._eta(metrics, now))
+                self._rewrite_step(metrics)
         elif self._mode == "lines" and (
             last
             or metrics.val_loss is not None
@@ -53,27 +50,22 @@ class Progress:
             or metrics.step % self._log_every == 0
             or metrics.step == 1
         ):
-            self._write(describe(metrics, self._steps, self._eta(metrics, now)) + "\n")
+            self._write(describe(metrics, self._steps) + "\n")
 
     def say(self, text: str) -> None:
         """Prints a line of its own."""
         self._end_line()
         self._write(text + "\n")
 
-    def _eta(self, metrics: StepMetrics, now: float) -> float:
-        """Seconds to go, at the pace of this process so far (validation and checkpoints included)."""
-        done = metrics.step - self._first_step + 1
-        return (now - self._started) / done * (self._steps - metrics.step)
-
-    def _rewrite_step(self, metrics: StepMetrics, eta_s: float) -> None:
+    def _rewrite_step(self, metrics: StepMetrics) -> None:
         """The fullest form of a step that fits the terminal. One with a validation stays; where it does not
         fit with it, the validation has a line of its own."""
         columns = shutil.get_terminal_size().columns - 1
-        line = describe(metrics, self._steps, eta_s)
+        line = describe(metrics, self._steps)
         drawn = f"{self._bar(metrics.step)} {line}"
         narrow = len(line) > columns
         if narrow:
-            forms = [describe_briefly(metrics, self._steps, eta_s, label) for label in ("exposed", "exp")]
+            forms = [describe_briefly(metrics, self._steps, label) for label in ("exposed", "exp")]
         else:
             forms = [drawn, line]
         shown = next((form for form in forms if len(form) <= columns), forms[-1])
@@ -104,33 +96,53 @@ class Progress:
             self._on_closed()
 
 
-def describe(metrics: StepMetrics, steps: int, eta_s: float) -> str:
+def describe(metrics: StepMetrics, steps: int) -> str:
     """One step in one line."""
+    predicted = metrics.predicted_step_s
     parts = [
         f"step {metrics.step:>{len(str(steps))}}/{steps}",
         f"loss {metrics.loss:.4f}",
         f"norm {metrics.grad_norm:.3f}",
         f"lr {metrics.lr:.2e}",
-        f"{metrics.tokens_per_second:,.0f} tok/s",
+        f"{metrics.tokens_per_second:,.0f} tok/s{_of_a_device(metrics)}",
         *([] if metrics.mfu is None else [f"MFU {metrics.mfu:.1%}"]),
-        *exposed(metrics, "exposed", 1),
+        *([] if predicted is None else [f"step {metrics.step_time_s:.3g} s ({predicted:.3g} predicted)"]),
+        *[each + _by_axis(metrics) for each in exposed(metrics, "exposed", 1)],
         f"{metrics.memory_bytes / 1e6:,.0f} MB",
         *([] if metrics.skipped is None else [f"skipped, {metrics.skipped} so far"]),
-        f"ETA {clock(eta_s)}",
+        *time_to_go(metrics),
     ]
     if metrics.val_loss is not None:
         parts.insert(2, validation(metrics))
     return " | ".join(parts)
 
 
-def describe_briefly(metrics: StepMetrics, steps: int, eta_s: float, exposed_label: str) -> str:
+def _of_a_device(metrics: StepMetrics) -> str:
+    """Where there are several."""
+    own = metrics.tokens_per_second_per_device
+    return "" if own is None or own == metrics.tokens_per_second else f" ({own:,.0f} a rank)"
+
+
+def _by_axis(metrics: StepMetrics) -> str:
+    """The share of each axis, where there are several."""
+    seconds = metrics.exposed_by_axis_s or {}
+    shares = [f"{axis} {each / metrics.step_time_s:.1%}" for axis, each in seconds.items()]
+    return f" ({', '.join(shares)})" if len(shares) > 1 else ""
+
+
+def time_to_go(metrics: StepMetrics) -> list[str]:
+    """Where it is known."""
+    return [] if metrics.eta_s is None else [f"ETA {clock(metrics.eta_s)}"]
+
+
+def describe_briefly(metrics: StepMetrics, steps: int, exposed_label: str) -> str:
     """One step without its validation, in a line for a terminal of 80 columns."""
     parts = [
         f"{metrics.step}/{steps} loss {metrics.loss:.3f} norm {metrics.grad_norm:.3g} lr {metrics.lr:.1e}",
         f"{metrics.tokens_per_second:.0f} tok/s",
         *exposed(metrics, exposed_label, 0),
         *([] if metrics.skipped is None else [f"skipped {metrics.skipped}"]),
-        f"ETA {clock(eta_s)}",
+        *time_to_go(metrics),
     ]
     return " ".join(parts)
 

@@ -19,6 +19,7 @@ from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.train.config import RunConfig
 from pyruntime.train.data.corpus import Corpus
 from pyruntime.train.ranks import on_rank_0
+from pyruntime.train.validate.replicas import outer_method
 
 OF_TRAIN = ("steps", "batch_size", "micro_batch_size", "seq_len", "dtype", "z_loss", "seed")
 """Of the [train] section, what all replicas have alike."""
@@ -50,6 +51,7 @@ def job_of(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: Runti
     files lie, and the number of its tokens to learn from."""
     tau = config.data_parallel.tau
     assert isinstance(tau, int)
+    late = outer_method(config).rounds_late
     job = {f"train.{name}": getattr(config.train, name) for name in OF_TRAIN}
     job |= {f"optimizer.{name}": value for name, value in vars(config.optimizer).items()}
     job |= {
@@ -65,12 +67,13 @@ def job_of(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: Runti
         "data.paths of": [[source.text.facts.name, len(source.train)] for source in corpus.sources],
     }
     job |= {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()}
-    return job | {"tau": tau, "rounds": config.train.steps // tau}
+    return job | {"tau": tau, "rounds": config.train.steps // tau, "late": late}
 
 
 def join(member: Member, outer: ShardedOuter, sharded: Sharded, step: int, deal: list[int]) -> bool:
     """Returns when this replica is a member, with the state of the beginning of a round; False: the run is
-    over. step, deal: of what is there already; the steps of a round that has not ended are taken anew."""
+    over. step, deal: of what is there already; the steps of a round that has not ended are taken anew, from
+    an outer iterate with all sums that had come."""
     optimizer = sharded.optimizer
     assert optimizer is not None
 
@@ -79,9 +82,10 @@ def join(member: Member, outer: ShardedOuter, sharded: Sharded, step: int, deal:
 
     state, tau = OuterState(outer, moments), outer.tau
     assert tau is not None
+    outer.use_what_has_come()
     (sent,) = outer.travelling()
     if not member.join(state, sent, step // tau * tau, deal or [0]):
         return False
-    outer.begin_anew()
+    outer.begin_anew(member.is_behind)
     optimizer.resume(member.step)
     return True

@@ -30,6 +30,10 @@ class Scorecard:
     for several ranks on devices, where it is not measured."""
     exposed_share: float | None
     """exposed_comm_s / step_time_s."""
+    exposed_by_axis_s: dict[str, float]
+    """Its parts, each a median of its own, so that they need not add up; empty where there are none."""
+    predicted_step_s: float | None
+    """step_time_s as the planner predicted it; None where it was not asked."""
     hidden_bound: float | None
     """step_time_s / (step_time_s - exposed_comm_s): 1.0 is a step with nothing exposed."""
     bytes_per_step: float
@@ -61,6 +65,8 @@ def scorecard(
         step_time_s=step_time,
         exposed_comm_s=exposed,
         exposed_share=None if exposed is None else exposed / step_time,
+        exposed_by_axis_s=_by_axis(warm),
+        predicted_step_s=warm[-1].predicted_step_s,
         hidden_bound=None if exposed is None else step_time / (step_time - exposed),
         bytes_per_step=bytes_moved / len(history),
         tokens_per_second=tokens_per_second,
@@ -72,15 +78,26 @@ def scorecard(
     )
 
 
+def _by_axis(steps: list[StepMetrics]) -> dict[str, float]:
+    found = [m.exposed_by_axis_s or {} for m in steps]
+    axes = dict.fromkeys(axis for each in found for axis in each)
+    return {axis: statistics.median(each.get(axis, 0.0) for each in found) for axis in axes}
+
+
 def format_scorecard(card: Scorecard) -> str:
     exposed = [("exposed communication", "not measured between devices")]
     if card.exposed_comm_s is not None and card.hidden_bound is not None:
         share = f"{card.exposed_comm_s * 1e3:,.1f} ms a step, {card.exposed_share:.1%} of it"
+        if len(card.exposed_by_axis_s) > 1:
+            parts = [f"{axis} {seconds * 1e3:,.1f}" for axis, seconds in card.exposed_by_axis_s.items()]
+            share += f" ({', '.join(parts)})"
         bound = ("step / step with nothing exposed", f"{card.hidden_bound:.3f}")
         exposed = [("exposed communication", share), bound]
+    planned = card.predicted_step_s
+    predicted = "" if planned is None else f", {planned * 1e3:,.1f} ms predicted"
     rows = [
         ("ranks", f"{card.ranks}"),
-        ("step", f"{card.step_time_s * 1e3:,.1f} ms (median of {card.steps})"),
+        ("step", f"{card.step_time_s * 1e3:,.1f} ms (median of {card.steps}){predicted}"),
         *exposed,
         ("bytes moved by a rank", f"{card.bytes_per_step / 1e6:,.1f} MB a step"),
         (

@@ -6,6 +6,8 @@ RUN_DIR/checkpoints/     resumable checkpoints
 RUN_DIR/model/           the weights in Hugging Face's format, with the tokenizer
 RUN_DIR/lock             the process that writes all this, while it lives
 RUN_DIR/ledger/          what every rank waited for, and behind what bytes were hidden (train.ledger)
+RUN_DIR/profile/         traces of single steps (train.profile)
+RUN_DIR/tensorboard/, wandb/
 RUN_DIR/loss.png, scorecard.json, scorecard.txt, sample.txt
 """
 
@@ -13,9 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
+import json
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -29,8 +34,16 @@ from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger, forget
 from pyruntime.overlap.record import ledger
 from pyruntime.overlap.steps import StepLedger
+from pyruntime.plan.cluster import find_cluster
 from pyruntime.train import checkpoint, checkpoint_folder, config_file, metrics, report
-from pyruntime.train.config import RunConfig, meets_every_step, replicas, tokens_per_step, with_steps
+from pyruntime.train.config import (
+    RunConfig,
+    meets_every_step,
+    replicas,
+    steps_of,
+    tokens_per_step,
+    with_steps,
+)
 from pyruntime.train.data import corpus
 from pyruntime.train.data.corpus import Corpus
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
@@ -41,14 +54,30 @@ from pyruntime.train.loop import Trainer
 from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile, StepMetrics
 from pyruntime.train.model import DTYPES, llama_config, make_model
-from pyruntime.train.pipelined import resolved
+from pyruntime.train.pipelined import resolved, with_layers, with_moved_layers
+from pyruntime.train.planned import planned, predicted
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_every_rank, on_rank_0
 from pyruntime.train.signals import Stopped, StopRequest
+from pyruntime.train.watching.peak import peak_of
+from pyruntime.train.watching.profile import StepProfile
+from pyruntime.train.watching.sinks import Sink, open_sinks
+from pyruntime.train.watching.watch import Watch
 from pyruntime.tuning.apply import device_name, find, library, use
 from pyruntime.tuning.cache import default_path
 
 MODEL_FOLDER, SAMPLE_FILE = "model", "sample.txt"
+LIFE = "run"
+"""Under which a job keeps, for the one that its launcher starts in its place, what `Life` says."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """A job that its launcher has ended since, to start this one in its place."""
+
+    run_dir: str
+    began: float
+    """When the first of them made that folder, in seconds since 1970."""
 
 
 def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Path:
@@ -73,9 +102,13 @@ def _run(
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from, config.data.paths)
     shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, *runtime.tp_sizes)
     config = on_rank_0(ranks, "Settling the pipeline", lambda: resolved(config, shape))
-    saved = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
+    before, saved = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
     start_at = saved[0] if saved else None
-    run_dir = on_rank_0(ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held))
+    if start_at and config.parallel.rebalance == "on":
+        config = on_rank_0(ranks, "Settling the layers", lambda: with_moved_layers(config, saved[0]))
+    run_dir = on_rank_0(
+        ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held, before)
+    )
     on_every_rank(ranks, "Opening the run folder", lambda: _check_seen(run_dir, ranks.rank()))
     progress = Progress(
         config.train.steps,
@@ -90,6 +123,9 @@ def _run(
         progress.say(_first_lines(config, shape, text, run_dir, runtime))
         if tuned:
             progress.say(f"tuning {tuned}")
+        if before:
+            progress.say(_words_of_restart(before, start_at))
+    watch = _watch(config, shape, runtime, progress.say if is_rank_0 else lambda _: None)
 
     trainer = Trainer(config, model, text, runtime, run_dir, stop)
     if start_at:
@@ -107,21 +143,42 @@ def _run(
             progress.say(f"joins  {config.data_parallel.members} after step {steps_done}")
     history: list[StepMetrics] = []
     said = ""
+    sinks: list[Sink] = []
+    on_rank_0(
+        ranks,
+        "Opening what the run is watched by",
+        lambda: sinks.extend(_opened(config, run_dir, trainer, held)),
+    )
     bytes_before = _bytes_read()
     with (
         _metrics_file(run_dir, trainer) if is_rank_0 else contextlib.nullcontext() as file,
         _step_ledger(config, runtime, run_dir) as entered,
+        _step_profile(config, runtime, run_dir) as profile,
     ):
-        for step in trainer.fit(entered):
-            history.append(step)
-            news = "" if trainer.outer is None else trainer.outer.describe()
-            if is_rank_0 and news != said:
-                progress.say(news)
-            said = news
-            if file:
-                with _told_to_all(), writing(run_dir / metrics.FILE_NAME, trainer.what_is_saved()):
-                    file.write(step)
-                progress.show(step)
+        while True:
+            for measured in trainer.fit(entered, profile):
+                step = watch.complete(measured)
+                history.append(step)
+                news = "" if trainer.outer is None else trainer.outer.describe()
+                if is_rank_0 and news != said:
+                    progress.say(news)
+                said = news
+                if file:
+                    for sink in (file, *sinks):
+                        with _told_to_all(), writing(sink.path, trainer.what_is_saved()):
+                            sink.write(step)
+                    progress.show(step)
+                    for news_of_step in (*(step.slow or ()), *filter(None, (step.moved,))):
+                        progress.say(f"step {step.step}: {news_of_step['sentence']}")
+            if trainer.move is None:
+                break
+            start_at = trainer.saved
+            assert start_at is not None  # that is where layers move
+            config = with_layers(config, trainer.move.after)
+            trainer.close()
+            del trainer, model
+            gc.collect()  # the weights and states of the old stages, before there are those of the new ones
+            model, trainer = _anew(config, shape, text, runtime, run_dir, stop, start_at)
     bytes_moved = _bytes_read() - bytes_before
     trainer.close()
     if runtime.pp is not None and is_first_tp:
@@ -155,6 +212,23 @@ def _run(
     return run_dir
 
 
+def _anew(
+    config: RunConfig,
+    shape: LlamaConfig,
+    text: Corpus,
+    runtime: Runtime,
+    run_dir: Path,
+    stop: StopRequest,
+    start_at: Path,
+) -> tuple[Llama, Trainer]:
+    """This rank's part of the model and its trainer, from the checkpoint in `start_at`, as `config` has them
+    now."""
+    model = on_every_rank(runtime.world, "Moving layers", lambda: make_model(config, shape, runtime))
+    trainer = Trainer(config, model, text, runtime, run_dir, stop)
+    trainer.resume(start_at)
+    return model, trainer
+
+
 def _written(entered: StepLedger, run_dir: Path, runtime: Runtime) -> RankLedger | None:
     try:
         return entered.write(run_dir, runtime)
@@ -163,12 +237,18 @@ def _written(entered: StepLedger, run_dir: Path, runtime: Runtime) -> RankLedger
 
 
 def check_ledger(config: RunConfig, runtime: Runtime) -> None:
-    """Raises ConfigError where a ledger is asked for and ranks compute on devices."""
-    if config.train.ledger and runtime.device.type != "cpu":
-        raise ConfigError(
-            f"train.ledger enters what the host does, and these ranks compute on {runtime.device}; leave it "
-            "out, or add --train.device cpu."
-        )
+    """Raises ConfigError where ranks compute on devices, and what was asked for is what the host does."""
+    asked = {
+        "train.ledger": config.train.ledger,
+        "train.slow_every": config.train.slow_every,
+        "parallel.rebalance": config.parallel.rebalance == "on",
+    }
+    for name, is_asked in asked.items():
+        if is_asked and runtime.device.type != "cpu":
+            raise ConfigError(
+                f"{name} goes by what the host does, and these ranks compute on {runtime.device}; leave it "
+                "out, or add --train.device cpu."
+            )
 
 
 @contextlib.contextmanager
@@ -184,6 +264,39 @@ def _step_ledger(config: RunConfig, runtime: Runtime, run_dir: Path) -> Iterator
         except Stopped:
             steps.write(run_dir, runtime)
             raise
+
+
+@contextlib.contextmanager
+def _step_profile(config: RunConfig, runtime: Runtime, run_dir: Path) -> Iterator[StepProfile | None]:
+    """None where `train.profile` does not ask for one. A run that is stopped leaves its trace behind too."""
+    if not config.train.profile:
+        yield None
+        return
+    profile = StepProfile(runtime, run_dir, steps_of(config.train.profile))
+    try:
+        yield profile
+    except Stopped:
+        profile.write()
+        raise
+
+
+def _watch(config: RunConfig, shape: LlamaConfig, runtime: Runtime, say: Callable[[str], None]) -> Watch:
+    """What the run's steps are compared with, which `say` is told. Every rank calls it."""
+    ranks = runtime.world.size()
+    peak = peak_of(config, runtime)
+    say(f"peak   {peak.words if peak else 'not known, so no MFU is; train.peak_flops states it'}")
+    predicted_s = None
+    if config.output.cluster:
+        cluster = find_cluster(config.output.cluster)
+        predicted_s = predicted(*planned(config, shape, ranks, cluster)).total
+        say(f"plan   {predicted_s:.3g} s a step, by {config.output.cluster} ({cluster.description})")
+    flops = shape.flops_per_token(config.train.seq_len)
+    return Watch(config.train.steps, ranks, flops, peak, predicted_s)
+
+
+def _opened(config: RunConfig, run_dir: Path, trainer: Trainer, held: contextlib.ExitStack) -> list[Sink]:
+    with writing(run_dir, trainer.what_is_saved()):
+        return open_sinks(config, run_dir, trainer.step, held)
 
 
 def _metrics_file(run_dir: Path, trainer: Trainer) -> MetricsFile:
@@ -205,17 +318,33 @@ def _bytes_read() -> int:
     return sum(figures.bytes_read for figures in comm.traffic().values())
 
 
-def _checkpoints(config: RunConfig, shape: LlamaConfig) -> list[Path]:
-    """Those to go on with, if any, the first that is whole."""
-    resume = config.checkpoint.resume
+def _checkpoints(config: RunConfig, shape: LlamaConfig) -> tuple[Life | None, list[Path]]:
+    """The job in whose place this one was started, if any, and checkpoints to go on with, the first that is
+    whole: those that it has saved, else those that are asked for."""
+    resume, before = config.checkpoint.resume, _life_before()
     facts = checkpoint_folder.Facts.of(config, shape)
+    if before is not None:
+        found = checkpoint_folder.to_go_on_with(Path(before.run_dir), facts)
+        # Older ones are of a run that this job may have left at an earlier step.
+        if own := [path for path in found if checkpoint_folder.read(path).saved_at >= before.began]:
+            return before, own
     if resume == checkpoint_folder.AUTO:
-        return checkpoint_folder.to_go_on_with(Path(config.output.run_dir), facts)
+        return before, checkpoint_folder.to_go_on_with(Path(config.output.run_dir), facts)
     if not resume:
-        return []
+        return before, []
     folder = checkpoint_folder.find(Path(resume))
     checkpoint_folder.read_matching(folder, facts)
-    return [folder]
+    return before, [folder]
+
+
+def _life_before() -> Life | None:
+    kept = comm.kept(LIFE)
+    return Life(**json.loads(kept)) if kept else None
+
+
+def _words_of_restart(before: Life, start_at: Path | None) -> str:
+    goes = f"goes on with {start_at}" if start_at else f"begins anew in {before.run_dir}"
+    return f"again  its launcher has started this job anew, which {goes}"
 
 
 def _resume(trainer: Trainer, saved: Sequence[Path], say: Callable[[str], None] | None) -> Path:
@@ -232,11 +361,21 @@ def _resume(trainer: Trainer, saved: Sequence[Path], say: Callable[[str], None] 
     raise ValueError("There is no checkpoint to go on with.")
 
 
-def _make_run_dir(config: RunConfig, name: str, start_at: Path | None, held: contextlib.ExitStack) -> Path:
-    """Rank 0 makes the run folder: the one asked for, that of the checkpoint, or the first free
-    runs/<name>-<n>. No other run may use it before `held` is closed."""
+def _make_run_dir(
+    config: RunConfig,
+    name: str,
+    start_at: Path | None,
+    held: contextlib.ExitStack,
+    before: Life | None = None,
+) -> Path:
+    """Rank 0 makes the run folder: that of the job in whose place this one was started, the one asked for,
+    that of the checkpoint, or the first free runs/<name>-<n>. No other run may use it before `held` is
+    closed."""
     try:
-        if config.output.run_dir:
+        if before:
+            run_dir = Path(before.run_dir)
+            run_dir.mkdir(parents=True, exist_ok=True)
+        elif config.output.run_dir:
             run_dir = Path(config.output.run_dir)
             same = start_at is not None and start_at.resolve().is_relative_to(run_dir.resolve())
             again = config.checkpoint.resume == checkpoint_folder.AUTO
@@ -259,6 +398,8 @@ def _make_run_dir(config: RunConfig, name: str, start_at: Path | None, held: con
         if config.train.ledger:
             forget(run_dir)
         (run_dir / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
+        if not before:
+            comm.keep(LIFE, json.dumps(dataclasses.asdict(Life(str(run_dir), time.time()))))
     except OSError as error:
         raise ConfigError(f"output.run_dir: {error.filename} cannot be written: {error.strerror}.") from error
     return run_dir
@@ -334,7 +475,10 @@ def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: P
     if parallel.dp > 1:
         axes += f", dp={parallel.dp} at zero {parallel.zero}"
     if config.data_parallel.compression != "none":
-        axes += f", gradients by {config.data_parallel.compression}"
+        what = "gradients" if meets_every_step(config) else "displacements"
+        axes += f", {what} by {config.data_parallel.compression}"
+    if config.data_parallel.weight_wire != "same":
+        axes += f", weights gathered as {config.data_parallel.weight_wire}"
     if replicas(config) > 1:
         axes += f" in {replicas(config)} replicas"
     if config.data_parallel.members:
@@ -342,9 +486,13 @@ def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: P
     if not meets_every_step(config):
         axes += f" that meet by {config.data_parallel.method}"
     if parallel.pp > 1:
-        axes += f", pp={parallel.pp} ({config.pipeline.kind})"
+        wire = config.pipeline.wire
+        rounded = "" if wire == "same" else f", activations and their gradients sent as {wire}"
+        axes += f", pp={parallel.pp} ({config.pipeline.kind}{rounded})"
     if parallel.cp > 1:
-        axes += f", cp={parallel.cp} ({config.context.layout}, {config.context.variant})"
+        wire = config.context.wire
+        rounded = "" if wire == "same" else f", keys and values as {wire}"
+        axes += f", cp={parallel.cp} ({config.context.layout}, {config.context.variant}{rounded})"
     return "\n".join(
         [
             f"model  {shape.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, {axes}, "

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pyruntime import pipeline
-from pyruntime.cli import main, plan, schedule
+from pyruntime.cli import convert, generate, main, plan, report, schedule, tokenize
 from pyruntime.pipeline import make_schedule
 from pyruntime.plan.cluster import FOLDER
 from pyruntime.train.config import RunConfig
@@ -58,6 +58,13 @@ SCHEDULE = flags(schedule.Options, leave_out=("plot", "csv"))
 PLAN = flags(plan.Options, leave_out=("plot", "json", "config", "measure"))
 SMALL = ("--model=gpt-1.7b", "--gpus=4", "--tokens_per_step=64K", "--seq=2048", "--axonn=False")
 TRAIN = flags(RunConfig)
+OTHERS = {
+    "convert": flags(convert.Options),
+    "generate": flags(generate.Options),
+    "tokenize": flags(tokenize.Options, leave_out=("workers", "paths")),
+    "report": flags(report.Options),
+}
+"""Commands that end at once where the file or folder that they read is not there."""
 
 
 @given(command_lines(SCHEDULE))
@@ -90,6 +97,26 @@ def test_plan(argv):
 @FEW
 def test_train(argv):
     check_ending("train", "--dry_run=2", *argv)
+
+
+@given(command_lines(TRAIN))
+@FEW
+def test_mesh(argv):
+    check_ending("mesh", "--ranks=4", *argv)
+
+
+@pytest.mark.parametrize("command", OTHERS)
+def test_commands_that_read_files(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text")
+    paths = ["--paths", "text.txt"] if command == "tokenize" else []
+
+    @given(command_lines(OTHERS[command]))
+    @FEW
+    def check(argv):
+        check_ending(command, *paths, *argv)
+
+    check()
 
 
 @pytest.fixture(scope="module")

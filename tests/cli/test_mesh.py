@@ -6,11 +6,11 @@ import re
 import pytest
 
 from pyruntime.cli import main
-from pyruntime.cli.plan_facts import of_llama, planned
 from pyruntime.llama.presets import preset
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.traffic import bytes_of_step
 from pyruntime.train.config import Grid, Parallel, Pipeline, RunConfig, Train, tp_axes, with_pieces
+from pyruntime.train.planned import of_llama, planned
 
 SMALL = ["mesh", "--config", "dim256", "--train.batch_size", "16"]
 
@@ -84,6 +84,10 @@ def test_what_would_not_run_is_refused(capsys):
             "mesh counts",
         ),
         (["--parallel.dp", "2", "--data_parallel.compression", "quantize"], "leave both out, or read"),
+        (
+            ["--parallel.pp", "2", "--pipeline.wire", "fp8"],
+            "pipeline.wire=fp8: mesh counts the bytes",
+        ),
         (["--ranks", "none"], "--ranks must be a number of at least 1, found none."),
         (["--rank", "2"], "There is no option --rank; the nearest is --ranks"),
     ]:

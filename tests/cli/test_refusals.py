@@ -65,10 +65,10 @@ def test_a_switch_takes_truth_as_configurations_and_as_python_write_it(word):
         (["train", "--model.hidden_size", "wide"], "model.hidden_size"),
         (["train", "stray"], "stray"),
         (["train", "--parallel.tp", "3"], "parallel.tp=3 but 1 rank(s) were started"),
-        (["train", "--data.paths", "/nowhere"], "data.paths: /nowhere does not exist."),
+        (["train", "--data.paths", "/nowhere"], "data.paths: /nowhere does not exist; name files"),
         (
             ["train", "--checkpoint.resume", "/nowhere"],
-            "checkpoint.resume: the folder /nowhere does not exist.",
+            "checkpoint.resume: the folder /nowhere does not exist; name a run folder",
         ),
         (["generate"], "checkpoint"),
         (["generate", "--checkpoint", "/nowhere"], "--checkpoint /nowhere: there is no such folder."),

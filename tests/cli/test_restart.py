@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 from pyruntime.cli import main
-from tests.cli.test_processes import LIMIT_S, finish, processes_naming, start, wait_for_steps
+from tests.cli.test_processes import LIMIT_S, finish, start, wait_for_steps
 
 SIZES = ["--config", "tiny", "--train.steps", "40", "--train.val_every", "20", "--output.sample_tokens", "0"]
+AGAIN = "again  its launcher has started this job anew, which "
 
 
 def kill_rank_1(process):
@@ -34,18 +38,16 @@ def run_command(_group, *argv):
 
 
 def test_a_killed_job_restarts_and_ends_as_if_nothing_had_been(tmp_path, ranks):
-    arguments = [*SIZES, "--checkpoint.every_steps", "15", "--checkpoint.resume", "auto"]
+    arguments = [*SIZES, "--checkpoint.every_steps", "15"]
     undisturbed = ["train", *arguments, "--output.run_dir", str(tmp_path / "undisturbed")]
     for ended in ranks.launch(run_command, 2, *undisturbed, init=False, timeout=LIMIT_S):
         assert (ended.exit_code, ended.value) == (0, 0), ended
 
-    run_dir = tmp_path / "killed"
+    run_dir = tmp_path / "runs" / "tiny-1"
     process = start(
         2,
         "train",
         *arguments,
-        "--output.run_dir",
-        run_dir,
         "--comm.deadline_s",
         "60",
         cwd=tmp_path,
@@ -55,8 +57,13 @@ def test_a_killed_job_restarts_and_ends_as_if_nothing_had_been(tmp_path, ranks):
     kill_rank_1(process)  # before the first checkpoint
     wait_for(process, lambda: (run_dir / "checkpoints" / "step-000015").exists())
     kill_rank_1(process)  # behind it
-    code, _, err = finish(process)
+    code, out, err = finish(process)
     assert code == 0, err
+    assert re.findall(f"^{AGAIN}(.*)$", out, re.MULTILINE) == [
+        "begins anew in runs/tiny-1",
+        "goes on with runs/tiny-1/checkpoints/step-000015",
+    ]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-1"]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 41))
     whole = [
@@ -65,4 +72,31 @@ def test_a_killed_job_restarts_and_ends_as_if_nothing_had_been(tmp_path, ranks):
     assert [line["loss"] for line in lines] == [line["loss"] for line in whole]
     weights = [folder / "model" / "model.safetensors" for folder in (run_dir, tmp_path / "undisturbed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert processes_naming(str(run_dir)) == []
+
+
+def live(_group, port, *argv):
+    """One life of the only rank of a job, whose launcher serves its store on that port."""
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="none")
+    return main(list(argv))
+
+
+def lives(ranks, *argv):
+    """How two lives of a job end, and what they print."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = [ranks.launch(live, 1, store.port, *argv, init=False, timeout=LIMIT_S)[0] for _ in range(2)]
+    return [(life.value, life.output) for life in found]
+
+
+def test_a_job_that_is_started_anew_goes_on_with_nothing_but_its_own(ranks, tmp_path):
+    run_dir = str(tmp_path / "run")
+    short = ["train", *SIZES, "--data.paths", str(Path(__file__).parent), "--train.val_every", "0"]
+    new = [*short, "--train.steps", "2", "--output.run_dir", run_dir, "--checkpoint.every_steps", "1"]
+    (first, _), (second, said) = lives(ranks, *new)
+    assert (first, second) == (0, 0), said
+    assert f"{AGAIN}goes on with {run_dir}/checkpoints/step-000002\n" in said
+    for code, said in lives(ranks, *new):  # another job, in its folder by mistake
+        assert code == 2 and "holds a run already" in said
+    branch = ["--checkpoint.resume", f"{run_dir}/checkpoints/step-000001", "--train.steps", "1"]
+    (first, _), (second, said) = lives(ranks, *short, *branch)
+    assert (first, second) == (0, 0), said
+    assert f"{AGAIN}goes on with {run_dir}/checkpoints/step-000001\n" in said

@@ -36,6 +36,7 @@ PROGRAMS = {
     "core/test_deadline": ["core/deadline.cpp", "core/error.cpp"],
     "core/test_host_process": ["core/host_process.cpp"],
     "core/test_rings": ["core/chunk_plan.cpp", "core/rings.cpp"],
+    "cpu/test_fp8": [],
     "cpu/test_reduce": ["cpu/reduce.cpp"],
     "cpu/test_symmetric_memory": [
         "core/deadline.cpp",

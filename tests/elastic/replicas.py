@@ -5,6 +5,7 @@ They run in processes of their own, which may be killed, below a service in the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -52,10 +53,10 @@ def service(
         made.close()
 
 
-def rounds(folder: Path) -> list[list[int]]:
-    """The blocks of every round, of the record."""
+def shares(folder: Path) -> list[dict[str, int]]:
+    """Of every round on record, the block of each replica that counted."""
     lines = [json.loads(line) for line in (folder / "record").read_text().splitlines()]
-    return [sorted(line["blocks"].values()) for line in lines if line["event"] == "round"]
+    return [line["blocks"] for line in lines if line["event"] == "round"]
 
 
 def data(step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -67,21 +68,61 @@ def start() -> np.ndarray:
     return np.random.default_rng(0).standard_normal(SIZE)
 
 
-def expected(of_rounds: list[list[int]], method: Method) -> np.ndarray:
+@dataclasses.dataclass
+class Moved:
+    """What replicas moved in a round."""
+
+    base: np.ndarray
+    """The outer iterate that it is measured from."""
+    moved: list[np.ndarray]
+    first: list[float]
+    """Length of each one's first step."""
+
+
+def train(x: np.ndarray, block: int) -> tuple[np.ndarray, float]:
+    """Where a round's steps lead, and how far the first one."""
+    first = 0.0
+    for step in range(block * TAU + 1, block * TAU + TAU + 1):
+        a, c = data(step)
+        moved = LR * a * (x - c)
+        first = first or float(np.linalg.norm(moved))
+        x = x - moved
+    return x, first
+
+
+def outer_step(z: np.ndarray, m: np.ndarray, of: Moved, method: Method) -> tuple[np.ndarray, np.ndarray]:
+    if not of.moved:
+        return z, m
+    d = np.mean(of.moved, 0)
+    if method.penalty is not None:
+        reach = TAU * np.sqrt(np.mean(np.square(of.first)))
+        d = d / method.penalty(float(np.linalg.norm(z - (of.base - d))), float(reach))
+    m = method.momentum * m + d
+    return z - method.lr * (d + method.momentum * m if method.nesterov else m), m
+
+
+def expected(of_rounds: list[dict[str, int]], method: Method) -> np.ndarray:
     """The outer iterate after these rounds, by its definition."""
     z, m = start(), np.zeros(SIZE)
+    at: dict[str, np.ndarray] = {}
+    coming: Moved | None = None
     for blocks in of_rounds:
-        moved = []
-        for block in blocks:
-            x = z.copy()
-            for step in range(block * TAU + 1, block * TAU + TAU + 1):
-                a, c = data(step)
-                x -= LR * a * (x - c)
-            moved.append(z - x)
-        d = np.mean(moved, 0)
-        m = method.momentum * m + d
-        z = z - method.lr * (d + method.momentum * m if method.nesterov else m)
-    return z
+        begins = z
+        ends = {name: train(at.get(name, z), block) for name, block in blocks.items()}
+        first = [length for _, length in ends.values()]
+        if method.delay == 0:
+            z, m = outer_step(z, m, Moved(z, [z - x for x, _ in ends.values()], first), method)
+            continue
+        if coming is not None:
+            z, m = outer_step(z, m, coming, method)
+        if method.pull < 1:
+            begins = z
+            at = {name: x + method.pull * (z - x) for name, (x, _) in ends.items()}
+        there = at or {name: x for name, (x, _) in ends.items()}
+        coming = Moved(begins, [begins - x for x in there.values()], first)
+    if coming is None:
+        return z
+    return outer_step(z, m, coming, method)[0] if method.pull == 1 else z - np.mean(coming.moved, 0)
 
 
 def die_at(moment: str, number: int, die: Callable[[], None]) -> None:
@@ -193,16 +234,15 @@ def replica(_group, folder, address, method, of_rounds, deaths, late, how=signal
     module.x = nn.Parameter(torch.tensor(start()))
     inner = torch.optim.SGD([module.x], LR)
     deadline_s = 2.0 if how == signal.SIGSTOP else LONG_S
-    joined = Member(
-        address, f"replica-{rank}", {"tau": TAU, "rounds": of_rounds}, label=f"r{rank}", deadline_s=deadline_s
-    )
+    job = {"tau": TAU, "rounds": of_rounds, "late": method.rounds_late}
+    joined = Member(address, f"replica-{rank}", job, label=f"r{rank}", deadline_s=deadline_s)
     outer = OuterOptimizer(module, None, method, sums=joined)
     state = OuterState(outer)
     (sent,) = outer.travelling()
     if not joined.join(state, sent, 0, [0]):
         joined.close()
         return None
-    outer.begin_anew()
+    outer.begin_anew(joined.is_behind)
     first = joined.round
     for step in range(joined.step + 1, of_rounds * TAU + 1):
         if step > (of_rounds - LAST) * TAU:

@@ -2,7 +2,8 @@
 scheduler that delivers messages in any order that connections allow, and kills whom it likes.
 
 The outer iterate is the list of rounds that made it: [(round, blocks that were summed)]. So two ranks that
-have the same list have the same iterate, and what is counted, and how often, can be read in it.
+have the same list have the same iterate, and what is counted, and how often, can be read in it. What is
+summed has to be measured from one iterate, and where averages are a round late (`late`) from the one before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class Rank:
     place: int
     places: int
     rounds: int
+    late: int = 0
     iterate: list = field(default_factory=list)
+    moved: bool = False
+    """Whether the last round in it had any blocks since the run began, or began anew."""
     inbox: collections.deque = field(default_factory=collections.deque)
     outbox: collections.deque = field(default_factory=collections.deque)
     is_alive: bool = True
@@ -35,9 +39,15 @@ class Rank:
     is_member: bool = False
     is_finished: bool = False
     expelled: str = ""
-    block: int | None = None
+    blocks: collections.deque = field(default_factory=collections.deque)
+    """To take, the first of them now."""
+    base: int = 0
+    """Rounds in the iterate from which it takes its steps."""
     deal: list = field(default_factory=lambda: [0])
-    has_arrived: bool = False
+    sent: tuple | None = None
+    """(block, base) of the displacement on its way; block None: of one that takes part with nothing."""
+    landed: dict | None = None
+    """The message that the round of it counts."""
     steps: int = 0
     attempt: tuple | None = None
     """(number, names) of the exchange that it takes part in."""
@@ -55,6 +65,14 @@ class Rank:
     def round(self) -> int:
         return len(self.iterate)
 
+    @property
+    def is_computing(self) -> bool:
+        return self.is_member and bool(self.blocks) and (self.late > 0 or self.sent is None)
+
+    @property
+    def is_flying(self) -> bool:
+        return self.sent is not None and self.landed is None
+
     def own(self) -> dict[str, Any]:
         """The state that it has. Shards of several places differ."""
         weights = hash((str(self.iterate), self.place))
@@ -65,14 +83,15 @@ class Rank:
 
 
 class World:
-    def __init__(self, seed: int, replicas: int, quorum: int, rounds: int, places: int = 1):
+    def __init__(self, seed: int, replicas: int, quorum: int, rounds: int, places: int = 1, late: int = 0):
         self.random = random.Random(seed)
         self.coordinator = Coordinator(replicas, quorum, DEADLINE_S)
-        self.rounds, self.places = rounds, places
+        self.rounds, self.places, self.late = rounds, places, late
         self.now, self.moves = 0.0, 0
         self.ranks: list[Rank] = []
-        self.posted: dict[tuple[int, str, int], int] = {}
-        """By attempt, replica and place, the block whose displacement it has given to the others."""
+        self.posted: dict[tuple[int, str, int], tuple] = {}
+        """By attempt, replica and place, block and base of the displacement that it has given to the
+        others."""
         self.born = 0
         for _ in range(replicas):
             self.start()
@@ -83,8 +102,8 @@ class World:
         self.born += 1
         name = f"replica-{self.born}"
         for place in range(self.places):
-            rank = Rank(name, place, self.places, self.rounds)
-            job = {"tau": TAU, "rounds": self.rounds}
+            rank = Rank(name, place, self.places, self.rounds, self.late)
+            job = {"tau": TAU, "rounds": self.rounds, "late": self.late}
             rank.tell(
                 type="hello", label=name, places=self.places, address=[name, place], job=job, **rank.own()
             )
@@ -118,10 +137,14 @@ class World:
                 found.append(("send", rank))
             if rank.is_stopped or rank.is_finished:
                 continue
-            if rank.inbox and not (rank.is_member and not rank.has_arrived):
+            if rank.inbox and (rank.is_flying or not rank.is_member):
                 found.append(("hear", rank))
-            if rank.is_member and not rank.has_arrived:
+            if rank.is_computing and rank.steps < TAU:
                 found.append(("step", rank))
+            if rank.is_computing and rank.steps == TAU and not rank.is_flying:
+                found.append(("meet", rank))
+            if rank.landed is not None and not rank.is_computing:
+                found.append(("use", rank))
             if rank.donor is not None and (rank.items or not rank.donor.is_alive):
                 found.append(("take", rank))
             if rank.asking and rank.is_member:
@@ -136,9 +159,9 @@ class World:
             return any(not each.is_alive for name in names for each in self.of(name))
         return True
 
-    def move(self) -> bool:
-        """Something happens; False where nothing can but time passes."""
-        possible = self.possible()
+    def move(self, but: tuple[str, str] = ("", "")) -> bool:
+        """Something happens; False where nothing can but time passes. but: (what, replica) does not."""
+        possible = [(what, rank) for what, rank in self.possible() if (what, rank.replica) != but]
         if not possible:
             return False
         self.moves += 1
@@ -156,15 +179,42 @@ class World:
 
     def step(self, rank: Rank) -> None:
         rank.steps += 1
-        if rank.steps == TAU:
-            rank.has_arrived, rank.steps = True, 0
-            rank.tell(type="arrived", round=rank.round)
+
+    def meet(self, rank: Rank) -> None:
+        """Its round of steps has ended, and the average of the one before has come, where there is one."""
+        base = rank.base
+        if rank.landed is not None:
+            self.use(rank)
+        self.launch(rank, (rank.blocks.popleft(), base))
+
+    def launch(self, rank: Rank, sent: tuple) -> None:
+        rank.tell(type="arrived", round=rank.round)
+        rank.sent, rank.steps, rank.base = sent, 0, rank.round
+
+    def use(self, rank: Rank) -> None:
+        """The outer step."""
+        message, blocks = rank.landed, tuple(block for block, _ in rank.result)
+        bases = {base for _, base in rank.result}
+        assert len(bases) <= 1, "displacements are measured from one iterate"
+        if rank.late:
+            for base in bases:  # what the penalty for staleness takes for a fact
+                between = rank.iterate[base:]
+                assert len(between) <= 1 and rank.moved == any(blocks for _, blocks in between)
+        rank.iterate.append((rank.round, blocks))
+        rank.moved = bool(blocks)
+        for other in rank.taking:
+            if other.donor is rank:
+                other.items.append(("sums", rank.iterate[-1], message["deal"]))
+        rank.blocks.extend(message["blocks"])
+        rank.sent = rank.landed = rank.result = None
+        rank.deal, rank.base = message["deal"], rank.round
+        rank.is_finished = rank.round == rank.rounds
 
     def give(self, rank: Rank) -> None:
         """Between two steps, or while it waits at the end of a round."""
         other = rank.asking.pop(0)
         if other.donor is rank:
-            other.items.append(("state", list(rank.iterate), rank.deal))
+            other.items.append(("state", (list(rank.iterate), rank.moved), rank.deal))
             rank.taking.append(other)
 
     def take(self, rank: Rank) -> None:
@@ -174,23 +224,26 @@ class World:
             rank.donor = None
             return
         kind, value, deal = rank.items.popleft()
-        rank.iterate = list(value) if kind == "state" else [*rank.iterate, value]
+        if kind == "state":
+            rank.iterate, rank.moved = list(value[0]), value[1]
+        else:
+            rank.iterate, rank.moved = [*rank.iterate, value], bool(value[1])
         rank.deal = deal
         rank.tell(type="ready", round=rank.round)
         self.begin_if_there(rank)
 
     def begin_if_there(self, rank: Rank) -> None:
         if rank.entered is not None and rank.entered["round"] == rank.round:
-            rank.tell(type="begun", block=rank.entered["block"])
+            rank.tell(type="begun", round=rank.round)
 
     def sum(self, rank: Rank) -> None:
         number, names = rank.attempt
-        blocks = [self.posted.get((number, name, rank.place)) for name in names]
+        found = [self.posted.get((number, name, rank.place)) for name in names]
         rank.attempt = None
-        if None in blocks:
-            rank.tell(type="failed", attempt=number, peer=names[blocks.index(None)])
+        if None in found:
+            rank.tell(type="failed", attempt=number, peer=names[found.index(None)])
         else:
-            rank.result = sorted(blocks)
+            rank.result = sorted(each for each in found if each[0] is not None)
             rank.tell(type="done", attempt=number)
 
     def hear(self, rank: Rank) -> None:
@@ -214,25 +267,24 @@ class World:
             self.begin_if_there(rank)
         elif kind == "go":
             assert rank.entered["round"] == rank.round
-            rank.is_member, rank.block, rank.deal = True, rank.entered["block"], rank.entered["deal"]
-            rank.donor = None
+            rank.is_member, rank.deal, rank.donor = True, rank.entered["deal"], None
+            rank.blocks.extend(rank.entered["blocks"])
+            rank.base = rank.round
+            if rank.entered["behind"]:
+                self.launch(rank, (None, rank.round))
+            else:
+                rank.moved = False
         elif kind == "exchange":
-            assert rank.has_arrived
+            assert rank.is_flying
             names = [name for name, _ in message["members"]]
             assert rank.replica in names
             rank.attempt, rank.result = (message["attempt"], names), None
-            self.posted[message["attempt"], rank.replica, rank.place] = rank.block
+            self.posted[message["attempt"], rank.replica, rank.place] = rank.sent
         elif kind == "commit":
             assert rank.result is not None, "a round counts for those who have its sum"
             assert message["count"] == len(rank.result)
-            rank.iterate.append((rank.round, tuple(rank.result)))
-            for other in rank.taking:
-                if other.donor is rank:
-                    other.items.append(("sums", rank.iterate[-1], message["deal"]))
-            rank.has_arrived, rank.attempt, rank.result = False, None, None
-            rank.block, rank.deal = message["block"], message["deal"]
-            rank.is_finished = message["block"] is None
-            assert message["round"] == rank.round
+            assert message["round"] == rank.round + 1
+            rank.landed, rank.attempt = message, None
         else:
             raise AssertionError(message)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyruntime.elastic.coordinator import Phase
+from pyruntime.elastic.coordinator import Phase, State
 from tests.elastic.simulation import DEADLINE_S, World
 
 
@@ -17,8 +17,9 @@ def moves_of(seed: int, **world) -> int:
     return one.moves
 
 
-def test_undisturbed_replicas_share_the_blocks_in_order():
-    one = World(0, replicas=3, quorum=2, rounds=4)
+@pytest.mark.parametrize("late", [0, 1])
+def test_undisturbed_replicas_share_the_blocks_in_order(late):
+    one = World(0, replicas=3, quorum=2, rounds=4, late=late)
     one.run()
     assert one.check() == list(range(12))
     assert all(rank.is_finished for rank in one.ranks)
@@ -29,6 +30,10 @@ SHAPES = [
     {"replicas": 3, "quorum": 2, "rounds": 3},
     {"replicas": 2, "quorum": 2, "rounds": 3},
     {"replicas": 3, "quorum": 2, "rounds": 3, "places": 2},
+    {"replicas": 3, "quorum": 1, "rounds": 4, "late": 1},
+    {"replicas": 3, "quorum": 2, "rounds": 4, "late": 1},
+    {"replicas": 2, "quorum": 2, "rounds": 4, "late": 1},
+    {"replicas": 3, "quorum": 2, "rounds": 4, "places": 2, "late": 1},
 ]
 
 
@@ -91,10 +96,140 @@ def test_no_step_of_the_others_is_lost():
     one = World(2, replicas=3, quorum=2, rounds=1)
     while one.coordinator.phase is not Phase.EXCHANGING:
         one.move()
-    blocks = {rank.replica: rank.block for rank in one.ranks}
+    blocks = {rank.replica: rank.sent[0] for rank in one.ranks}
     one.kill("replica-2")
     one.run()
     assert one.check() == [blocks["replica-1"], blocks["replica-3"]]
+
+
+def flying() -> World:
+    """Averages are a round late, and the first sum is on its way while a replica takes its next steps."""
+    for seed in range(50):
+        one = World(seed, replicas=3, quorum=1, rounds=4, late=1)
+        while one.coordinator.round == 0 and one.move():
+            is_exchanging = one.coordinator.phase is Phase.EXCHANGING
+            if is_exchanging and one.of("replica-1")[0].steps == 1 and not one.posted:
+                return one
+    raise AssertionError("no seed has come there")
+
+
+def test_no_step_of_the_others_is_lost_where_one_dies_in_its_steps_beside_the_sum():
+    """The sum is taken again among the others, from the snapshots that they keep; the two blocks of the one
+    that died are dealt again."""
+    one = flying()
+    blocks = {rank.replica: (rank.sent[0], rank.blocks[0]) for rank in one.ranks}
+    one.kill("replica-2")
+    one.run()
+    counted = one.check()
+    for number in range(2):
+        of_others = {blocks["replica-1"][number], blocks["replica-3"][number]}
+        assert set(counted[2 * number : 2 * number + 2]) == of_others
+    assert set(blocks["replica-2"]) <= set(counted)
+
+
+def test_one_that_comes_while_a_sum_is_on_its_way_adds_nothing_to_it_and_takes_it():
+    one = flying()
+    name = one.start()
+    one.run()
+    one.check()
+    entered = next(e for e in one.coordinator.events if e.get("replica") == name and e["event"] == "enter")
+    rounds = [e for e in one.coordinator.events if e["event"] == "round"]
+    assert name not in rounds[entered["round"]]["blocks"]
+    assert rounds[entered["round"] + 1]["blocks"][name] == entered["blocks"][0]
+
+
+def test_all_that_had_displacements_may_die_beside_the_sum():
+    """One that has come with the state alone goes on, from an outer iterate that has not moved."""
+    for seed in range(40):
+        one = World(seed, replicas=2, quorum=1, rounds=5, late=1)
+        while not (one.coordinator.phase is Phase.EXCHANGING and one.coordinator.round == 1):
+            one.move()
+        name = one.start()
+        while one.coordinator.phase is not Phase.OVER and not (
+            one.of(name)[0].is_member and one.of(name)[0].sent == (None, one.of(name)[0].round)
+        ):
+            one.move()
+        if one.coordinator.phase is Phase.OVER:
+            continue
+        one.kill("replica-1")
+        one.kill("replica-2")
+        one.run()
+        one.check()
+        if any(e["event"] == "round" and not e["blocks"] for e in one.coordinator.events):
+            return
+    raise AssertionError("no seed has come to a round without a displacement")
+
+
+def test_one_that_comes_does_not_have_to_be_faster_than_the_sums():
+    """It enters a round with the next but one sum of its donor's still to come."""
+    one = World(4, replicas=2, quorum=1, rounds=6, late=1)
+    while one.coordinator.round < 1:
+        one.move()
+    name = one.start()
+    while one.coordinator.replicas.get(name) is None or not one.coordinator.replicas[name].ready:
+        one.move()
+    while one.coordinator.replicas[name].state is State.READY:
+        assert one.move(but=("take", name)), "it is never let in"
+    assert one.coordinator.replicas[name].state is State.ENTERING
+    one.run()
+    one.check()
+    assert one.of(name)[0].is_member
+
+
+def test_where_all_others_have_died_one_that_has_come_begins_as_at_the_start_of_a_run():
+    for seed in range(40):
+        one = World(seed, replicas=2, quorum=1, rounds=5, late=1)
+        while one.coordinator.round < 1:
+            one.move()
+        name = one.start()
+        replica = None
+        while one.coordinator.phase is not Phase.OVER and not (
+            replica and one.coordinator._is_ready(replica)
+        ):
+            one.move()
+            replica = one.coordinator.replicas.get(name)
+        if one.coordinator.phase is Phase.OVER:
+            continue
+        number = one.coordinator.round
+        one.kill("replica-1")
+        one.kill("replica-2")
+        one.run()
+        one.check()
+        assert list(one.of(name)[0].iterate[number][1]), "its first round counts"
+        return
+    raise AssertionError("no seed has come there")
+
+
+def test_the_last_sum_waits_for_its_quorum_and_one_that_is_too_late_for_a_step_makes_it():
+    one = World(9, replicas=2, quorum=2, rounds=2, late=1)
+    while not (one.coordinator.round == 1 and one.coordinator.phase is Phase.EXCHANGING):
+        one.move()
+    one.kill("replica-1")
+    name = one.start()
+    one.run()
+    assert one.of(name)[0].is_finished and one.of(name)[0].iterate == one.of("replica-2")[0].iterate
+    assert len(one.coordinator.events[-1]["blocks"]) == 1
+
+
+def test_replicas_that_have_all_rounds_are_told_that_the_run_is_over():
+    one = World(0, replicas=2, quorum=1, rounds=2)
+    for rank in one.ranks:
+        rank.iterate, rank.deal = [(0, (0, 1)), (1, (2, 3))], [4]
+        rank.outbox[0] |= rank.own()
+    while one.move() or one.coordinator.phase is not Phase.OVER:
+        one.pass_time(1.0)
+    assert all(rank.is_finished and not rank.is_member for rank in one.ranks)
+
+
+def test_ranks_of_a_replica_that_has_taken_the_last_sum_are_not_put_out_when_one_leaves():
+    """The others may not have read yet that it counted."""
+    one = World(3, replicas=2, quorum=1, rounds=1, places=2)
+    while one.coordinator.phase is not Phase.OVER:
+        one.move()
+    one.coordinator.lost("replica-1", "its process ended", one.now)
+    assert not one.coordinator.orders
+    one.run()
+    assert all(rank.is_finished and not rank.expelled for rank in one.ranks)
 
 
 def test_the_slow_one_is_left_behind_only_past_the_deadline():

@@ -3,6 +3,7 @@ what its definition says of the rounds that counted."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import signal
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from pyruntime.comm import PeerLost
 from pyruntime.elastic.member import Expelled, Member
 from pyruntime.elastic.state import OuterState
-from pyruntime.outer import co2, diloco, local_sgd, slowmo
+from pyruntime.outer import co2, diloco, local_sgd, overlapped_local_sgd, slowmo, streaming_diloco
 from pyruntime.outer.optimizer import OuterOptimizer
 from tests.elastic import replicas
 from tests.elastic.replicas import TAU
@@ -21,9 +22,10 @@ ROUNDS = 8
 
 
 def check(tmp_path, outcomes, method, survivors) -> list[list[int]]:
-    of_rounds = replicas.rounds(tmp_path)
-    assert len(of_rounds) == ROUNDS
-    exact = replicas.expected(of_rounds, method)
+    shares = replicas.shares(tmp_path)
+    assert len(shares) == ROUNDS
+    of_rounds = [sorted(blocks.values()) for blocks in shares]
+    exact = replicas.expected(shares, method)
     for rank in survivors:
         assert outcomes[rank].error is None, outcomes[rank].output
         found, _ = outcomes[rank].value
@@ -34,7 +36,14 @@ def check(tmp_path, outcomes, method, survivors) -> list[list[int]]:
     return of_rounds
 
 
-@pytest.mark.parametrize("method", [diloco(TAU), slowmo(TAU)], ids=lambda each: each.name)
+def in_words(each) -> str:
+    return getattr(each, "name", str(each))
+
+
+UNDISTURBED = [diloco(TAU), slowmo(TAU), co2(TAU, lr=0.9, momentum=0.4)]
+
+
+@pytest.mark.parametrize("method", UNDISTURBED, ids=in_words)
 def test_undisturbed_replicas_are_the_method_by_its_definition(ranks, tmp_path, method):
     with replicas.service(tmp_path, 3) as address:
         outcomes = ranks.launch(replicas.replica, 3, tmp_path, address, method, ROUNDS, {}, (), init=False)
@@ -66,18 +75,42 @@ def test_one_that_is_killed_leaves_and_one_comes_in_its_place(ranks, tmp_path, m
     assert outcomes[3].value[1] < ROUNDS
 
 
-def test_donor_and_one_that_comes_are_killed_on_the_way(ranks, tmp_path):
+LATE = [
+    (co2(TAU, lr=0.9, momentum=0.4), "steps", 4),  # beside the first sum
+    (co2(TAU, lr=0.9, momentum=0.4), "sums", 9),
+    (co2(TAU, lr=0.9, momentum=0.4), "tells done", 2),
+    (overlapped_local_sgd(TAU, momentum=0.5), "steps", 5),
+]
+
+
+@pytest.mark.parametrize(("method", "moment", "number"), LATE, ids=in_words)
+def test_one_that_is_killed_beside_a_sum_that_is_on_its_way(ranks, tmp_path, method, moment, number):
+    """The others take it again, from the snapshots that they keep, while they take their steps; one that
+    comes adds nothing to the first sum that it takes."""
+    deaths = {1: (moment, number)}
+    with replicas.service(tmp_path, 3) as address:
+        outcomes = ranks.launch(
+            replicas.replica, 4, tmp_path, address, method, ROUNDS, deaths, (3,), init=False
+        )
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    of_rounds = check(tmp_path, outcomes, method, [0, 2, 3])
+    sizes = [len(blocks) for blocks in of_rounds]
+    assert min(sizes) == 2 and sizes[-1] == 3, sizes
+
+
+@pytest.mark.parametrize("method", [diloco(TAU), co2(TAU)], ids=in_words)
+def test_donor_and_one_that_comes_are_killed_on_the_way(ranks, tmp_path, method):
     """The first dies in its steps, its successor takes the state from one that dies while it sends, and
     another one dies while it takes it."""
     gives = ("gives", 2)  # the first of these that is asked
     deaths = {0: ("steps", 2), 1: gives, 2: gives, 3: gives, 4: ("takes", 1)}
     with replicas.service(tmp_path, 4) as address:
         outcomes = ranks.launch(
-            replicas.replica, 6, tmp_path, address, diloco(TAU), ROUNDS, deaths, (4, 5), init=False
+            replicas.replica, 6, tmp_path, address, method, ROUNDS, deaths, (4, 5), init=False
         )
     killed = [rank for rank, outcome in enumerate(outcomes) if outcome.exit_code == -signal.SIGKILL]
     assert len(killed) == 3 and {0, 4} < set(killed), killed
-    check(tmp_path, outcomes, diloco(TAU), sorted({1, 2, 3, 5} - set(killed)))
+    check(tmp_path, outcomes, method, sorted({1, 2, 3, 5} - set(killed)))
 
 
 def test_several_die_at_once_and_the_last_one_goes_on(ranks, tmp_path):
@@ -112,7 +145,7 @@ def test_a_replica_of_other_settings_is_put_out_in_a_sentence_that_names_the_key
         jobs = [{"tau": 1, "rounds": 1, "train.seq_len": length} for length in (32, 64)]
         mine, other = (Member(address, f"of {job['train.seq_len']}", job, deadline_s=5.0) for job in jobs)
         mine._tell({"type": "hello", "label": "mine", "replica": "mine", "place": 0, "places": 1, "step": 0,
-                    "address": ["", 0], "job": jobs[0], "weights": 0, "deal": [0]})  # fmt: skip
+                    "address": ["127.0.0.1", 1], "job": jobs[0], "weights": 0, "deal": [0]})  # fmt: skip
         outer = OuterOptimizer(module, None, local_sgd(1), sums=other)
         sentence = "it was started with train.seq_len=64, and those that are here with train.seq_len=32"
         with pytest.raises(Expelled, match=sentence):
@@ -121,16 +154,49 @@ def test_a_replica_of_other_settings_is_put_out_in_a_sentence_that_names_the_key
         mine.close()
 
 
-def test_methods_whose_average_is_late_are_refused(tmp_path):
+REFUSED = [
+    (streaming_diloco(4, fragments=1), "streaming_diloco uses an average in its midst; use local_sgd"),
+    (co2(), 'tau="auto" is measured in a first round'),
+]
+
+
+def test_methods_that_replicas_cannot_come_to_are_refused(tmp_path):
     with replicas.service(tmp_path, 1, ends=False) as address:
         mine = Member(address, "mine", {"tau": 4, "rounds": 1})
-        with pytest.raises(ValueError, match="co2 uses it late or in fragments; use local_sgd, slowmo or"):
-            OuterOptimizer(torch.nn.Linear(2, 2), None, co2(4), sums=mine)
+        for method, sentence in REFUSED:
+            with pytest.raises(ValueError, match=sentence):
+                OuterOptimizer(torch.nn.Linear(2, 2), None, method, sums=mine)
         mine.close()
 
 
-@pytest.mark.parametrize(("moment", "number"), [("steps", 5), ("sums", 9), ("tells done", 2)], ids=str)
-def test_one_that_is_stopped_is_left_behind_by_the_deadline_and_told(ranks, tmp_path, moment, number):
+def test_a_sum_is_taken_beside_the_steps(tmp_path):
+    """Nothing of this thread's is needed for it: it comes while that is in its steps."""
+
+    def train(address: str, name: str) -> None:
+        mine = Member(address, name, {"tau": 2, "rounds": 2, "late": 1}, deadline_s=10.0)
+        module = torch.nn.Linear(300, 300)
+        for parameter in module.parameters():
+            torch.nn.init.zeros_(parameter)  # both have the same
+        outer = OuterOptimizer(module, None, co2(2), sums=mine)
+        assert mine.join(OuterState(outer), *outer.travelling(), 0, [0])
+        outer.begin_anew(mine.is_behind)
+        for _ in range(2):
+            outer.step()
+        replicas.wait_until(mine._flight.done)
+        outer.step()
+        outer.step()
+        outer.finish()
+        outer.close()
+
+    with replicas.service(tmp_path, 2) as address, concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(train, [address] * 2, ["one", "other"]))
+
+
+STOPPED = [(diloco(TAU), "steps", 5), (diloco(TAU), "sums", 9), (co2(TAU), "tells done", 2)]
+
+
+@pytest.mark.parametrize(("method", "moment", "number"), STOPPED, ids=in_words)
+def test_one_that_is_stopped_is_left_behind_by_the_deadline_and_told(ranks, tmp_path, method, moment, number):
     deaths = {1: (moment, number)}
     with replicas.service(tmp_path, 3, deadline_s=3.0) as address:
         outcomes = ranks.launch(
@@ -138,14 +204,14 @@ def test_one_that_is_stopped_is_left_behind_by_the_deadline_and_told(ranks, tmp_
             3,
             tmp_path,
             address,
-            diloco(TAU),
+            method,
             ROUNDS,
             deaths,
             (),
             signal.SIGSTOP,
             init=False,
         )
-    of_rounds = check(tmp_path, outcomes, diloco(TAU), [0, 2])
+    of_rounds = check(tmp_path, outcomes, method, [0, 2])
     assert [len(blocks) for blocks in of_rounds][-1] == 2
     assert isinstance(outcomes[1].error, Expelled), outcomes[1]
     assert "This replica was put out of the run in round " in str(outcomes[1].error)

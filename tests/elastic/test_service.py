@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import random
 import socket
 import time
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from pyruntime.cli import main
 from pyruntime.elastic.address import split_address
+from pyruntime.elastic.checks import check
+from pyruntime.elastic.coordinator import Coordinator
 from pyruntime.elastic.member import Member
 from pyruntime.elastic.state import OuterState
 from pyruntime.outer import local_sgd
@@ -21,7 +28,7 @@ def take_the_only_round(address: str) -> Member:
     mine = Member(address, "mine", {"tau": 1, "rounds": 1}, deadline_s=5.0)
     outer = OuterOptimizer(module, None, local_sgd(1), sums=mine)
     assert mine.join(OuterState(outer), *outer.travelling(), 0, [0])
-    outer.begin_anew()
+    outer.begin_anew(mine.is_behind)
     outer.step()
     outer.finish()
     assert mine.round == 1
@@ -41,10 +48,157 @@ def test_a_replica_that_does_not_leave_keeps_it_alive_until_the_deadline(tmp_pat
     mine.close()
 
 
-@pytest.mark.parametrize("line", [b"[" * 100_000 + b"\n", b"3\n", b"\xff\n", b'{"type": "hello"}\n'])
-def test_a_line_that_is_no_message_ends_its_connection_alone(tmp_path, line):
+HELLO = {
+    "type": "hello", "replica": "stranger", "label": "stranger", "place": 0, "places": 2, "step": 0,
+    "address": ["127.0.0.1", 9], "job": {"tau": 1, "rounds": 1}, "weights": 0, "deal": [0],
+}  # fmt: skip
+
+
+def answer(address: str, *lines: bytes) -> str:
+    """What the service says before it closes: one sentence."""
+    with socket.create_connection(split_address(address), 5) as stranger:
+        stranger.sendall(b"".join(lines))
+        stranger.settimeout(5)
+        told = b""
+        while part := stranger.recv(1 << 16):
+            told += part
+    messages = [json.loads(line) for line in told.splitlines()]
+    (refusal,) = [each for each in messages if each["type"] != "alive"]
+    assert refusal["type"] == "expelled"
+    return refusal["reason"]
+
+
+def line(message: dict) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def test_what_is_no_message_ends_its_connection_alone_in_a_sentence(tmp_path):
     with replicas.service(tmp_path, 1) as address:
-        with socket.create_connection(split_address(address), 5) as stranger:
-            stranger.sendall(line)
-            assert stranger.recv(1) == b""
+        for sent in (b"[" * 100_000 + b"\n", b"3\n", b"\xff\n", b"GET / HTTP/1.1\r\n"):
+            assert answer(address, sent).startswith("it sent what is no message of a replica: ")
+        for change, sentence in (
+            ({"deal": []}, "its hello says deal=[]"),
+            ({"deal": [1, 2]}, "its hello says deal=[1, 2]"),
+            ({"deal": None}, "its hello says deal=None"),
+            ({"step": "3"}, "its hello says step='3'"),
+            ({"step": 9}, "its hello says step=9 of a run that has fewer"),
+            ({"weights": True}, "its hello says weights=True"),
+            ({"place": 2}, "its hello is of rank 2 of 2"),
+            ({"places": 0}, "its hello says places=0"),
+            ({"address": ["a..b", 1]}, "its hello says address=['a..b', 1]"),
+            ({"address": 5}, "its hello says address=5"),
+            ({"job": {"tau": 0, "rounds": 1}}, "its hello says job={'tau': 0, 'rounds': 1}"),
+            ({"label": ["x"] * 100}, "its hello says label=['x', "),
+            ({"type": ["x"]}, "['x'] is the type of none; start it with the version of the service"),
+        ):
+            assert sentence in answer(address, line(HELLO | change))
+        assert "its first message is hello" in answer(address, line({"type": "alive"}))
+        assert "its first message is hello" in answer(address, line(HELLO), line(HELLO))
+        assert "its failed says peer=[]" in answer(
+            address, line(HELLO), line({"type": "failed", "attempt": 1, "peer": []})
+        )
         take_the_only_round(address).close()
+
+
+def test_who_says_that_it_is_a_rank_that_is_here_is_refused_and_that_one_stays(tmp_path):
+    with replicas.service(tmp_path, 1) as address:
+        with socket.create_connection(split_address(address), 5) as first:
+            first.sendall(line(HELLO))
+            assert json.loads(first.makefile().readline())["type"] == "alive"
+            assert answer(address, line(HELLO)) == "rank 0 of its replica is here already"
+            other = answer(address, line(HELLO | {"place": 1, "places": 3}))
+            assert other == "it says that its replica has 3 ranks, and another of them 2"
+            assert json.loads(first.makefile().readline())["type"] == "alive"
+        take_the_only_round(address).close()
+
+
+def test_noise_does_not_keep_it_from_its_work(tmp_path):
+    """Whatever bytes, and messages with some of them changed."""
+    draw = random.Random(0)
+    with replicas.service(tmp_path, 1) as address:
+        for _ in range(100):
+            data = bytearray(line(HELLO) + line({"type": "ready", "round": 3}))
+            for _ in range(draw.randrange(1, 5)):
+                data[draw.randrange(len(data))] = draw.randrange(256)
+            noise = draw.randbytes(draw.randrange(200)) if draw.random() < 0.3 else bytes(data)
+            with socket.create_connection(split_address(address), 5) as stranger:
+                stranger.sendall(noise)
+        time.sleep(0.5)  # what they were is over
+        take_the_only_round(address).close()
+
+
+NAMES = st.sampled_from(["a", "b", "c"])
+SMALL = st.integers(0, 3)
+SAID = st.one_of(
+    st.fixed_dictionaries({"type": st.sampled_from(["ready", "begun", "arrived"]), "round": SMALL}),
+    st.fixed_dictionaries({"type": st.just("done"), "attempt": SMALL}),
+    st.fixed_dictionaries({"type": st.just("failed"), "attempt": SMALL, "peer": NAMES}),
+    st.fixed_dictionaries({"type": st.just("broken"), "donor": NAMES}),
+    st.fixed_dictionaries(
+        {"type": st.just("here"), "step": SMALL, "weights": SMALL, "deal": st.just([5, 1])}
+    ),
+    st.just({"type": "alive"}),
+)
+HELLOS = st.fixed_dictionaries(
+    {
+        "type": st.just("hello"), "replica": NAMES, "label": NAMES, "places": st.integers(1, 2),
+        "place": st.integers(0, 1), "address": st.just(["127.0.0.1", 1]), "step": SMALL, "weights": SMALL,
+        "deal": st.sampled_from([[0], [3, 1], [9, 0, 4]]),
+        "job": st.fixed_dictionaries(
+            {"tau": st.integers(1, 2), "rounds": SMALL, "late": st.integers(0, 1)}
+        ),
+    }
+)  # fmt: skip
+MOVES = st.one_of(
+    HELLOS,
+    st.tuples(NAMES, st.integers(0, 1), SAID),
+    st.sampled_from(["obey"] * 4 + ["lost", "tick"]),
+)
+
+
+def places_of(coordinator: Coordinator, name: str) -> list[int]:
+    """Of its ranks that are here."""
+    return list(coordinator.replicas[name].addresses) if name in coordinator.replicas else []
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(MOVES, max_size=60), st.integers(1, 2), st.randoms(use_true_random=False))
+def test_whatever_ranks_say_the_coordinator_goes_on(moves, quorum, draw):
+    """What is well-formed, in any order; some of it is what was asked for."""
+    made, now, orders = Coordinator(2, quorum, 5.0), 0.0, []
+    replies = {"enter": ("begun", "round"), "exchange": ("done", "attempt"), "commit": ("arrived", "round")}
+    for move in moves:
+        now += 0.5
+        if move == "tick":
+            now += 6.0
+        elif move == "lost":
+            made.lost(draw.choice("abc"), "", now)
+        elif move == "obey" and orders:
+            order = orders.pop(0)
+            message = order.message
+            kind, key = replies.get(message["type"], ("arrived", ""))
+            value = message.get(key, made.round)
+            for place in places_of(made, order.replica):
+                made.hear(order.replica, place, {"type": kind, key or "round": value}, now)
+        elif isinstance(move, tuple):
+            name, place, message = move
+            check(message)
+            if place in places_of(made, name):
+                made.hear(name, place, message, now)
+        elif isinstance(move, dict):
+            try:
+                check(move)
+            except ValueError:
+                continue
+            if not made.why_not(move["replica"], move["place"], move):
+                made.hello(move["replica"], move["place"], move, now)
+        made.tick(now)
+        orders, made.orders = orders + made.orders, []
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, "host.."])
+def test_what_can_be_no_host_is_refused_in_a_sentence(capsys, host):
+    assert main(["members", "--replicas", "1", "--port", "0", "--host", host]) == 2
+    assert f"--host={host} is no name of a host, and no number of one; correct it." in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is no address; write HOST:PORT"):
+        split_address(f"{host}:29600")

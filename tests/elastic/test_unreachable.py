@@ -1,5 +1,5 @@
 """A member that nobody reaches, as of a host that has lost power: it is named, and those that call it are not
-put out with it."""
+put out with it. And who calls a member and says nothing keeps no other caller waiting."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+from pyruntime.elastic import member as members
 from pyruntime.elastic.coordinator import Phase
 from pyruntime.elastic.member import Member
 from tests.elastic.simulation import DEADLINE_S, World
@@ -66,6 +67,54 @@ def test_an_order_of_the_service_ends_the_call(hole, member):
     mine._take_part(order(hole), torch.ones(10))
     assert time.monotonic() - began < 1.5
     assert mine._next()["attempt"] == 2
+
+
+def call(mine, data: bytes) -> socket.socket:
+    caller = socket.create_connection(mine._door.address, 5)
+    caller.sendall(data)
+    return caller
+
+
+def found(mine, attempt: int, name: str) -> socket.socket:
+    end = time.monotonic() + 5
+    while (connection := mine._door.caller(attempt, name)) is None:
+        assert time.monotonic() < end, "it was not let in"
+        time.sleep(0.01)
+    return connection
+
+
+def test_callers_that_say_nothing_keep_nobody_waiting_and_are_sent_away(member, monkeypatch):
+    monkeypatch.setattr(members, "HEADER_S", 1.5)
+    mine, _ = member
+    with contextlib.ExitStack() as held:
+        silent = [held.enter_context(call(mine, data)) for data in (b"", b'{"type": "exch', b"{")]
+        began = time.monotonic()
+        message = {"type": "exchange", "attempt": 3, "from": "other"}
+        held.enter_context(call(mine, json.dumps(message).encode() + b"\nwhat follows"))
+        connection = held.enter_context(found(mine, 3, "other"))
+        assert time.monotonic() - began < 1.0
+        connection.settimeout(5)
+        assert connection.recv(100) == b"what follows", "nothing past the message is read"
+        silent[2].sendall(b"}")  # still no whole message, and no more time for it
+        for each in silent:
+            each.settimeout(5)
+            assert each.recv(1) == b""
+
+
+def test_callers_whose_message_is_none_are_sent_away(member):
+    mine, _ = member
+    strange = [
+        {"type": "exchange", "attempt": [1], "from": "x"},
+        {"type": "exchange", "attempt": 1, "from": 2},
+    ]
+    strange += [{"type": "exchange", "attempt": "1", "from": "x"}, {"type": "other"}]
+    for data in [b"3\n", b"\xff\n", b"x" * 5000, b"\n", *(json.dumps(s).encode() + b"\n" for s in strange)]:
+        with call(mine, data) as caller:
+            caller.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):  # it was closed with bytes that nobody has read
+                assert caller.recv(1) == b""
+    with call(mine, b'{"type": "exchange", "attempt": 1, "from": "x"}\n'), found(mine, 1, "x"):
+        mine._door.keep(2, [])
 
 
 def test_of_several_silent_ones_the_first_leaves_and_the_others_are_heard_anew():

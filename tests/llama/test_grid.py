@@ -8,11 +8,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from pyruntime import comm
-from pyruntime.cli.plan_facts import of_llama
 from pyruntime.llama import Llama, generate, load_hf, save_hf
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.traffic import bytes_of_step
+from pyruntime.train.planned import of_llama
 from tests.llama.cases import CASES, full_tensors, logits_loss_gradients
 from tests.transports import take
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ import transformers
 from torch import nn
 
 from pyruntime import parallelize, verify
+from tools.check_architectures import rows_of, table
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "figures" / "architectures.md"
 
 COMMON = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE = {**COMMON, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
@@ -90,3 +94,13 @@ def test_loss_and_every_gradient_are_those_of_the_whole(ranks, name):
 def test_what_cannot_be_cut_is_refused_in_a_sentence(ranks, name):
     for message in ranks.run(refused, 2, name):
         assert REFUSED[name][2] in message
+
+
+def test_the_page_is_as_the_tool_writes_it():
+    """Counts too, so rows that are run anew (--only) leave no figure behind that another row has made."""
+    page = PAGE.read_text()
+    written = table(rows_of(page))
+    assert len(rows_of(page)) > 200
+    assert [line for line in written.splitlines() if line.startswith("|")] == [
+        line for line in page.splitlines() if line.startswith("|")
+    ]

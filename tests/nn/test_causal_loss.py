@@ -12,17 +12,24 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSNorm
 
-from pyruntime import parallelize, verify
+from pyruntime import explain, parallelize, verify
 from pyruntime.nn.activations.causal_loss import CausalLoss
-from pyruntime.nn.activations.fused_norms import FusedNorm, fuse_norms
+from pyruntime.nn.activations.fused_norms import FusedNorm, fuse_norms, fused_norms
 from tests.nn.cases import assert_near
 from tests.nn.test_auto import BATCH, IDS, MODELS, build
+
+NORMS = (
+    "model.layers.*.input_layernorm",
+    "model.layers.*.post_attention_layernorm",
+    "model.norm",
+)
 
 
 def of_own_logits(group) -> None:
     """Each way to name labels gives transformers' loss and gradients, and its own loss is not called."""
     whole = build("Llama").train()
     model = parallelize(copy.deepcopy(whole), group, "auto")
+    assert "loss: " not in str(explain(model))  # it has not been taken
     model(**BATCH)  # the first call compares, with transformers' loss
     some = torch.where(IDS % 3 == 0, -100, IDS)
     for batch in (
@@ -35,6 +42,8 @@ def of_own_logits(group) -> None:
         assert isinstance(model.loss_function, CausalLoss)
         with mock.patch.object(model.loss_function, "loss", side_effect=AssertionError("of whole logits")):
             verify(model, whole, batch, tolerance=1e-5)
+    assert "\nloss: of each rank's own logits of lm_head" in str(explain(model))
+    assert f"\nnorm by one kernel: {', '.join(NORMS)}" in str(explain(model))
     with pytest.raises(IndexError):
         model(input_ids=IDS, labels=IDS + 101)
     none = {"input_ids": IDS, "labels": torch.full_like(IDS, -100)}
@@ -46,8 +55,9 @@ def test_the_loss_is_taken_of_a_ranks_own_logits(ranks):
     ranks.run(of_own_logits, 3)
 
 
-def of_other_logits(group) -> int:
-    """How often the loss of whole logits is called where the model makes others of the head's."""
+def of_other_logits(group) -> tuple[int, str]:
+    """How often the loss of whole logits is called where the model makes others of the head's, and what
+    explain() says."""
     whole = build("Gemma3Text", {"Gemma3Text": MODELS["Gemma3Text"] | {"tie_word_embeddings": False}})
     whole.config.final_logit_softcapping = 5.0
     model = parallelize(copy.deepcopy(whole), group, "auto")
@@ -55,11 +65,14 @@ def of_other_logits(group) -> int:
     loss = model.loss_function.loss
     with mock.patch.object(model.loss_function, "loss", side_effect=loss) as called:
         verify(model, whole, BATCH, tolerance=1e-5)
-    return called.call_count
+    return called.call_count, str(explain(model))
 
 
 def test_the_loss_of_logits_that_the_model_has_changed_is_its_own(ranks):
-    assert ranks.run(of_other_logits, 2) == [1, 1]
+    for calls, said in ranks.run(of_other_logits, 2):
+        assert calls == 1
+        assert "\nloss: of whole logits: the model has made others of its head's" in said
+        assert "norm by" not in said  # Gemma's adds one to its weight
 
 
 class Masked(LlamaForCausalLM):
@@ -84,6 +97,7 @@ def of_written_logits(group) -> None:
                 found, wanted = model(**BATCH), whole(**BATCH)
                 assert_near(found.loss, wanted.loss, f"loss in {without.__name__}")
                 assert_near(found.logits, wanted.logits, "logits")
+    assert "inference mode" in explain(model).loss
 
 
 def test_the_loss_of_logits_that_were_written_to_in_place(ranks):
@@ -133,4 +147,13 @@ def test_which_modules_are_rms_norms_is_told_by_their_numbers():
     again.weight.data.fill_(3.0)
     x = torch.randn(2, 24)
     assert_near(again(x), 3 * before[0](x), "a copy reads its own weight")
+    assert fused_norms(model) == {"0": "", "1": "", "2": "", "8": ""}
     assert_near(model[0](x.double()), before[0](x.double()), "another dtype than the weight's")
+    with torch.autocast("cpu", torch.bfloat16):
+        model[2](x)
+    assert fused_norms(model) == {
+        **{"0": "it reads torch.float64, and its weight is torch.float32", "1": ""},
+        **{"2": "autocast chooses the dtypes", "8": ""},
+    }
+    model[2](x)
+    assert fused_norms(model)["2"] == ""

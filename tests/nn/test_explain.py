@@ -192,4 +192,4 @@ def test_a_model_without_parallel_layers_says_so():
 
 def test_layers_show_in_a_profile_by_name(ranks):
     for names in ranks.run(names_in_a_profile, 2):
-        assert "blocks.7.up" in names and "2" in names
+        assert "tp blocks.7.up" in names and "tp 2" in names

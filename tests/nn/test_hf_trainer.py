@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer wraps models in DistributedDataParallel: a tensor-parallel one refuses, at once."""
+"""Hugging Face's Trainer and accelerate wrap models in DistributedDataParallel: a parallel one refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import pyruntime
 
 
-def trains(_group, folder: str) -> str:
+def trains(_group, folder: str) -> list[str]:
+    from accelerate import Accelerator
     from transformers import Trainer, TrainingArguments
 
     torch.manual_seed(0)
@@ -27,15 +28,24 @@ def trains(_group, folder: str) -> str:
             "disable_tqdm": True,
         }
         arguments = TrainingArguments(folder, per_device_train_batch_size=1, **options)
-        with pytest.raises(ValueError) as caught:
-            Trainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}] * 4).train()
+        data = [{"input_ids": ids, "labels": ids}] * 4
+        said = []
+        for attempt in (
+            lambda: Trainer(model, arguments, train_dataset=data).train(),
+            lambda: Accelerator().prepare(model, torch.optim.AdamW(model.parameters())),
+        ):
+            with pytest.raises(ValueError) as caught:
+                attempt()
+            said.append(str(caught.value))
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-        return str(caught.value)
+        return said
 
 
-def test_the_trainer_is_refused_before_it_changes_a_weight(ranks, tmp_path):
+def test_the_trainer_and_accelerate_are_refused_before_they_change_a_weight(ranks, tmp_path):
     pytest.importorskip("accelerate")
     for outcome in ranks.launch(trains, 2, str(tmp_path), init=False):
         assert outcome.error is None and outcome.exit_code == 0, outcome.output
-        assert "DistributedDataParallel was asked to wrap a tensor-parallel model" in outcome.value
-        assert "pyruntime.shard(model, runtime.dp)" in outcome.value
+        assert len(outcome.value) == 2
+        for said in outcome.value:
+            assert "DistributedDataParallel was asked to wrap a tensor-parallel model" in said
+            assert "pyruntime.shard(model, runtime.dp)" in said

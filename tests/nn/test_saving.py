@@ -62,6 +62,7 @@ def saves_whole(group, folder: str, tied: bool) -> None:
     whole = llama(tie_word_embeddings=tied)
     model = parallelize(copy.deepcopy(whole), group, "llama")
     model.save_pretrained(folder)
+    assert {path.suffix for path in Path(folder).iterdir()} == {".json", ".safetensors"}
     again = LlamaForCausalLM.from_pretrained(folder)
     for name, value in whole.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name

@@ -69,13 +69,13 @@ class Quadratic(nn.Module):
         return loss
 
 
-def made(group, method: Method, dtype: torch.dtype, transport: str = "symmetric_memory"):
+def made(group, method: Method, dtype: torch.dtype, transport: str = "symmetric_memory", compression=None):
     """(model, inner optimizer, outer optimizer) of this rank, in runs so short that there are many."""
     take(group, transport)
     model = Quadratic(group.rank(), dtype)
     mesh = DeviceMesh.from_group(group, "cpu") if group.size() > 1 else None
     with patch.object(averaging, "RUN_BYTES", RUN_BYTES):
-        outer = pyruntime.OuterOptimizer(model, mesh, method)
+        outer = pyruntime.OuterOptimizer(model, mesh, method, compression=compression)
     return model, torch.optim.SGD(model.parameters(), lr=LR), outer
 
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
 from pyruntime import comm, outer
+from pyruntime.data_parallel import Compression
 from pyruntime.outer import averaging, optimizer
 from tests.outer import cases
 from tests.ranks import check_others_lost_rank_1
@@ -103,6 +104,26 @@ def test_the_gap_penalty_is_that_of_the_papers_terms_and_the_same_on_all_replica
     for _, seen in results:
         assert seen == results[0][1]
         assert list(dict.fromkeys(seen))[1:] == pytest.approx(penalties, rel=1e-9)
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.2), (1.0, 0.0), (0.7, 0.2)])
+def test_what_a_round_solves_swings_by_the_root_of_momentum_and_outer_rate(lr, momentum):
+    """lambda^2 - (1 + beta) lambda + beta + alpha rho = 0, where inner steps go the share rho of the way to
+    the minimum, here 0."""
+    share, tau, rounds = 0.9, 2, 60
+    module = nn.Linear(1, 1, bias=False).double()
+    outer_optimizer = pyruntime.OuterOptimizer(module, None, outer.co2(tau, lr, momentum, penalty=None))
+    found = []
+    for step in range(tau * rounds):
+        with torch.no_grad():
+            module.weight.mul_((1 - share) ** (1 / tau))
+        outer_optimizer.step()
+        if step % tau == tau - 1:
+            found.append(module.weight.item())
+    determinants = [a * c - b * b for a, b, c in zip(found[:-2], found[1:-1], found[2:], strict=True)]
+    # Of a recurrence of two terms it grows by the product of its roots, the square of their magnitude.
+    growth = (determinants[-1] / determinants[9]) ** (1 / (len(determinants) - 10))
+    assert growth == pytest.approx(momentum + lr * share, rel=1e-6)
 
 
 def half(gap: float, reach: float) -> float:
@@ -206,13 +227,13 @@ def test_the_buffer_under_all_reduce_is_never_the_live_parameters(ranks):
         assert under_way[4] and not under_way[2]
 
 
-def saved_and_resumed(group, method, at):
+def saved_and_resumed(group, method, at, compression):
     """Parameters after all steps, without a break and with one after step `at`."""
 
     def adam(model):
         return torch.optim.AdamW(model.parameters(), lr=0.05)
 
-    model, _, outer_optimizer = cases.made(group, method, torch.bfloat16)
+    model, _, outer_optimizer = cases.made(group, method, torch.bfloat16, compression=compression)
     inner, state = adam(model), None
     for step in range(1, cases.STEPS + 1):
         cases.inner_step(model, inner)
@@ -225,7 +246,7 @@ def saved_and_resumed(group, method, at):
             state = buffer | {"inner": states}
     whole = [p.detach().clone() for p in model.parameters()]
     outer_optimizer.close()
-    model, _, outer_optimizer = cases.made(group, method, torch.bfloat16)
+    model, _, outer_optimizer = cases.made(group, method, torch.bfloat16, compression=compression)
     inner = adam(model)
     model.load_state_dict(state["model"])
     for p, each in zip(model.parameters(), state["inner"], strict=True):
@@ -245,7 +266,8 @@ def saved_and_resumed(group, method, at):
     ids=lambda method: method.name,
 )
 def test_what_is_saved_goes_on_bitwise(ranks, method, at):
-    for whole, resumed in ranks.run(saved_and_resumed, 2, method, at):
+    compression = Compression("quantize") if at == 7 else None
+    for whole, resumed in ranks.run(saved_and_resumed, 2, method, at, compression):
         assert all(torch.equal(one, other) for one, other in zip(whole, resumed, strict=True))
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import pyruntime
 from pyruntime.cli import report
-from pyruntime.cli.plan_facts import find_model, planned, settings
+from pyruntime.cli.plan_facts import find_model, settings
 from pyruntime.llama.presets import PRESETS
 from pyruntime.overlap import Kind
 from pyruntime.overlap.files import read
@@ -24,6 +24,7 @@ from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.train import config_file
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.loop import Trainer
+from pyruntime.train.planned import planned
 from pyruntime.train.run import check_ledger, run
 from pyruntime.train.signals import Stopped, StopRequest
 from tests.overlap.test_page import data_of

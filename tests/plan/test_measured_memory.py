@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import pyruntime
-from pyruntime.cli.plan_facts import TRAINER, of_llama
 from pyruntime.llama import Llama, LlamaConfig
 from pyruntime.plan.memory import memory_of_rank
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.train.metrics import peak_memory_bytes
+from pyruntime.train.planned import TRAINER, of_llama
 from tests.plan.jobs import job
 
 SEQ, STEPS = 1024, 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyruntime.cli.plan_facts import TRAINER, find_model
+from pyruntime.cli.plan_facts import find_model
 from pyruntime.data_parallel.shard import BUCKET_BYTES as OF_STAGES
 from pyruntime.pipeline import make_schedule
 from pyruntime.plan.memory import (
@@ -23,6 +23,7 @@ from pyruntime.plan.memory import (
 from pyruntime.plan.mesh import Mesh
 from pyruntime.plan.pipelines import in_flight
 from pyruntime.plan.step import Predictor
+from pyruntime.train.planned import TRAINER
 from tests.plan.jobs import job, pipe
 
 

@@ -85,8 +85,9 @@ def test_what_knows_of_one_axis_is_refused_over_two(asked):
 
 @pytest.mark.parametrize("name", config_file.preset_names())
 def test_every_preset_is_valid(name):
-    config = config_file.load(config_file.find(name))
-    validate.check(config, world_size=2)
+    path = config_file.find(name)
+    for ranks in config_file.ranks_of(path) or [2]:
+        validate.check(config_file.load(path, ranks), ranks)
 
 
 def test_the_main_job_is_as_promised():
@@ -144,3 +145,42 @@ def test_a_path_and_a_preset_are_found_and_nothing_else(tmp_path, monkeypatch):
     assert config_file.find("main").parent == config_file.PRESET_DIR
     with pytest.raises(ConfigError, match=r"nothing\.toml: there is no such file and no such preset; .*main"):
         config_file.find("nothing.toml")
+
+
+def test_a_file_may_hold_several_numbers_of_ranks(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        "[train]\nsteps = 7\nbatch_size = 4\n"
+        "[ranks.2]\nparallel = {dp = 2}\n[ranks.16.train]\nbatch_size = 32\n"
+    )
+    two, many = config_file.load(path, 2), config_file.load(path, 16)
+    assert (two.parallel.dp, two.train.batch_size, two.train.steps) == (2, 4, 7)
+    assert (many.parallel.dp, many.train.batch_size, many.train.steps) == (1, 32, 7)
+    assert config_file.ranks_of(path) == [2, 16]
+    assert config_file.ranks_of(config_file.find("main")) == []
+    with pytest.raises(ConfigError, match=r"mine\.toml says how 2, 16 ranks share the work, and not how 8"):
+        config_file.load(path, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("ranks = 3\n", "ranks must hold a table for each number of ranks, as [ranks.8], found 3."),
+        ("[ranks.many]\n", "ranks must hold a table for each number of ranks, as [ranks.8], found {'many'"),
+        (
+            "[ranks]\n1 = 2\n",
+            "ranks must hold a table for each number of ranks, as [ranks.8], found {'1': 2}.",
+        ),
+        ("[ranks.1.trian]\n", "there is no section [trian]; the nearest is train."),
+        (
+            "[train]\nsteps = 3\n[ranks.1]\ntrain = 3\n",
+            "train must be a section of keys, as [train], found 3.",
+        ),
+    ],
+)
+def test_wrong_tables_of_ranks_are_refused_in_one_sentence(tmp_path, text, sentence):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        config_file.load(path)
+    assert sentence in str(refused.value) and str(path) in str(refused.value)

@@ -12,7 +12,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from pyruntime.train import checkpoint_folder, config_file, manifest, metrics, report, validate
 from pyruntime.train.checkpoint_folder import Facts
 from pyruntime.train.config import Data, RunConfig
-from pyruntime.train.data.tokenizer import JsonTokenizer
+from pyruntime.train.data import tokenizing
+from pyruntime.train.data.documents import survey
+from pyruntime.train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.metrics import MetricsFile, StepMetrics
 from pyruntime.train.model import llama_config
@@ -233,3 +235,56 @@ def test_changed_bytes_of_text(folder, content):
         assert is_one_sentence(error)
         return
     assert text.sources[0].text.facts.documents <= content.count(b"\n") + 1
+
+
+@pytest.fixture(scope="module")
+def tables(folder):
+    """Text as files of a table, by their suffix."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"text": [f"some text {n}" for n in range(30)], "id": list(range(30))})
+    parquet.write_table(table, folder / "a.parquet", row_group_size=8)
+    with (
+        pyarrow.OSFile(str(folder / "a.arrow"), "wb") as file,
+        pyarrow.ipc.new_stream(file, table.schema) as out,
+    ):
+        out.write_table(table)
+    return {suffix: (folder / f"a{suffix}").read_bytes() for suffix in (".parquet", ".arrow")}
+
+
+def use_text(folder, *paths, **rest) -> None:
+    try:
+        data = Data(paths=tuple(map(str, paths)), cache=str(folder / "tokens"), val_fraction=0.5, **rest)
+        halves(open_text(data, seq_len=1))
+    except ConfigError as error:
+        assert is_one_sentence(error)
+
+
+@given(st.data())
+@BOUNDED
+def test_changed_bytes_of_a_table(folder, tables, data):
+    suffix = data.draw(st.sampled_from(sorted(tables)))
+    path = folder / f"table{suffix}"
+    path.write_bytes(data.draw(contents(tables[suffix]) | st.binary(max_size=60)))
+    use_text(folder, path)
+
+
+@given(st.data())
+@BOUNDED
+def test_changed_files_of_a_folder_of_tokens(folder, data):
+    tokens = folder / "a folder of tokens"
+    if not tokens.exists():
+        (folder / "words.txt").write_text("some words " * 20)
+        tokens.mkdir()
+        tokenizing.write(tokens, *survey([str(folder / "words.txt")], "*"), ByteTokenizer(), "text")
+    path = data.draw(st.sampled_from(sorted(tokens.iterdir())))
+    whole = path.read_bytes()
+    how = data.draw(st.sampled_from(["bytes", "values", "gone"]))
+    path.unlink()
+    try:
+        if how == "values" and path.suffix == ".json":
+            path.write_text(json.dumps(data.draw(documents(json.loads(whole)))))
+        elif how != "gone":
+            path.write_bytes(data.draw(contents(whole)))
+        use_text(folder, tokens)
+    finally:
+        path.write_bytes(whole)

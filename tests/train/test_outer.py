@@ -117,14 +117,27 @@ def test_metrics_say_what_meetings_cost_and_hide(ranks, alone):
             assert 0 <= metrics.outer_exposed_s <= metrics.exposed_comm_s
 
 
+def test_quantised_displacements_are_fewer_bytes_and_learn_alike(ranks, alone):
+    config, expected = alone
+    config = jobs.changed(config, "data_parallel", compression="quantize")
+    found = run(ranks, jobs.history, 2, config)
+    assert jobs.curve(found[0], "loss") == jobs.curve(found[1], "loss")
+    assert found[0][-1].val_loss == pytest.approx(expected[-1].val_loss, abs=0.05)
+    taken, plainly = (sum(jobs.curve(each, "outer_bytes")) for each in (found[0], expected))
+    assert 0 < taken < 0.15 * plainly
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("data_parallel", "parallel"),
     [
         (CO2, {"dp": 2}),
-        ({"method": "streaming_diloco", "tau": 4, "fragments": 2, "delay": 2}, {"dp": 4, "dp_replicate": 2}),
+        (
+            {"method": "streaming_diloco", "tau": 4, "fragments": 2, "delay": 2, "compression": "quantize"},
+            {"dp": 4, "dp_replicate": 2},
+        ),
     ],
-    ids=["co2 with tp", "streaming_diloco with zero"],
+    ids=["co2 with tp", "streaming_diloco with zero, quantised"],
 )
 def test_a_run_goes_on_bitwise_from_the_midst_of_a_round(ranks, tmp_path, data_parallel, parallel, dtype):
     config = job(tmp_path, data_parallel, parallel, dtype=dtype)
@@ -208,6 +221,29 @@ def test_a_gradient_that_is_not_finite_on_one_replica_ends_all(ranks, tmp_path):
                 "train": Train(micro_batch_size=4, device="cuda"),
             },
             "data_parallel.method=co2 is of ranks on the CPU, and train.device=cuda",
+        ),
+        (
+            {
+                "data_parallel": DataParallel(method="co2", compression="power_sgd"),
+                "parallel": Parallel(dp=2),
+            },
+            "data_parallel.compression=power_sgd, which is of matrices, and displacements travel in runs",
+        ),
+        (
+            {
+                "data_parallel": DataParallel(method="co2", compression="quantize", error_feedback=False),
+                "parallel": Parallel(dp=2),
+            },
+            "data_parallel.error_feedback=false: what a round loses would never be sent",
+        ),
+        (
+            {
+                "data_parallel": DataParallel(
+                    method="slowmo", tau=4, compression="quantize", members="host:1"
+                ),
+                "train": Train(micro_batch_size=4, steps=8),
+            },
+            "data_parallel.members, whose replicas send displacements as they are",
         ),
         (
             {"data_parallel": DataParallel(method="diloco", tau=8, clip=1.0), "parallel": Parallel(dp=2)},

@@ -19,13 +19,28 @@ def step(number, **more):
 
 
 def test_one_line_tells_all_of_a_step():
-    line = describe(step(20), steps=300, eta_s=75)
+    line = describe(step(20, eta_s=75.0), steps=300)
     assert line == (
         "step  20/300 | loss 2.5000 | norm 1.250 | lr 1.00e-03 | 4,096 tok/s | exposed 5.0% | 200 MB | ETA "
         "1:15"
     )
-    measured = describe(step(20, val_loss=2.25, val_loss_per_byte=1.125), steps=300, eta_s=75)
+    measured = describe(step(20, val_loss=2.25, val_loss_per_byte=1.125), steps=300)
     assert "val 2.2500 (1.1250 nats/byte)" in measured
+
+
+def test_of_several_ranks_and_axes_a_line_tells_the_parts():
+    compared = step(
+        20,
+        exposed_by_axis_s={"tp": 0.02, "dp": 0.005},
+        tokens_per_second_per_device=1024.1,
+        mfu=0.375,
+        predicted_step_s=0.4375,
+        eta_s=3661.0,
+    )
+    assert describe(compared, steps=300) == (
+        "step  20/300 | loss 2.5000 | norm 1.250 | lr 1.00e-03 | 4,096 tok/s (1,024 a rank) | MFU 37.5% | "
+        "step 0.5 s (0.438 predicted) | exposed 5.0% (tp 4.0%, dp 1.0%) | 200 MB | ETA 1:01:01"
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +85,7 @@ def test_80_columns_hold_all_that_matters(monkeypatch, number, steps, values):
     monkeypatch.setenv("COLUMNS", "80")
     out = Terminal()
     Progress(steps, "bar", 10, out).show(
-        StepMetrics(number, *values, 2 * 10**8, val_loss=2.25, val_loss_per_byte=1.125)
+        StepMetrics(number, *values, 2 * 10**8, val_loss=2.25, val_loss_per_byte=1.125, eta_s=3661.0)
     )
     drawn, said = out.getvalue().removeprefix("\r\x1b[K").splitlines()
     assert len(drawn) < 80 and len(said) < 80

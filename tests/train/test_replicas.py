@@ -28,8 +28,6 @@ from tests.train import jobs
 
 TAU = 4
 SETTINGS = [
-    "--data_parallel.method",
-    "diloco",
     "--data_parallel.tau",
     str(TAU),
     "--output.sample_tokens",
@@ -69,11 +67,10 @@ def service(tmp_path):
         process.communicate()
 
 
-def replica(address, run_dir, steps, cwd, ranks=0, launcher_options=(), more=()):
+def replica(address, run_dir, steps, cwd, method="diloco", ranks=0, launcher_options=(), more=()):
     arguments = ["train", *SIZES, *SETTINGS, "--data_parallel.members", address, "--train.steps", steps]
-    return start(
-        ranks, *arguments, "--output.run_dir", run_dir, *more, cwd=cwd, launcher_options=launcher_options
-    )
+    arguments += ["--data_parallel.method", method, "--output.run_dir", run_dir]
+    return start(ranks, *arguments, *more, cwd=cwd, launcher_options=launcher_options)
 
 
 def events(folder: Path) -> list[dict]:
@@ -97,12 +94,13 @@ def last_weights(run_dir: Path) -> bytes:
     return (run_dir / "model" / "model.safetensors").read_bytes()
 
 
-def check_counted_once(folder: Path, of_rounds: int) -> None:
+def check_counted_once(folder: Path, of_rounds: int, without: int = 0) -> None:
+    """without: rounds that counted without one of the two."""
     found = rounds(folder)
     assert [each["round"] for each in found] == list(range(of_rounds))
     counted = [block for each in found for block in each["blocks"].values()]
     assert len(counted) == len(set(counted))
-    assert set(counted) == set(range(2 * of_rounds))
+    assert set(counted) == set(range(2 * of_rounds - without))
 
 
 def check_came_back(folder: Path) -> None:
@@ -110,7 +108,6 @@ def check_came_back(folder: Path) -> None:
     kinds = [each["event"] for each in events(folder)]
     lost = kinds.index("lost")
     assert "enter" in kinds[lost:] and "round" in kinds[lost:]
-    assert all(len(each["blocks"]) == 2 for each in rounds(folder))
 
 
 def test_a_replica_that_is_killed_and_started_again_goes_on_with_the_others(tmp_path, service):
@@ -134,11 +131,12 @@ def test_a_replica_that_is_killed_and_started_again_goes_on_with_the_others(tmp_
 
 
 def test_torchrun_starts_a_replica_of_two_ranks_anew(tmp_path, service):
-    """A rank of it dies: the replica ends as strictly as ever, comes back, and the others go on."""
+    """A rank of it dies: the replica ends as strictly as ever, comes back, and the others go on. The first
+    sum that it takes part in has nothing of its own."""
     address, steps = service(2), 60
     folders = [tmp_path / "a", tmp_path / "b"]
     processes = [
-        replica(address, folder, steps, tmp_path, ranks=2, launcher_options=["--max-restarts", "2"])
+        replica(address, folder, steps, tmp_path, "co2", 2, launcher_options=["--max-restarts", "2"])
         for folder in folders
     ]
     wait_for_steps(processes[1], folders[1], TAU + 1)
@@ -148,16 +146,17 @@ def test_torchrun_starts_a_replica_of_two_ranks_anew(tmp_path, service):
     for process in processes:
         code, _, err = finish(process)
         assert code == 0, err
-    check_counted_once(tmp_path, steps // TAU)
+    check_counted_once(tmp_path, steps // TAU, without=1)
     check_came_back(tmp_path)
     assert last_weights(folders[0]) == last_weights(folders[1])
 
 
-def test_a_run_goes_on_from_the_checkpoints_of_its_replicas(tmp_path, service):
+@pytest.mark.parametrize("method", ["diloco", "co2"])
+def test_a_run_goes_on_from_the_checkpoints_of_its_replicas(tmp_path, service, method):
     """All of it is ended, service and replica; what that saved, and what had been dealt, is taken up."""
     more, run_dir = ["--checkpoint.every_steps", "8", "--checkpoint.resume", "auto"], tmp_path / "a"
     for _ in range(2):
-        process = replica(service(1), run_dir, 4000, tmp_path, more=more)
+        process = replica(service(1), run_dir, 4000, tmp_path, method, more=more)
         before = len(rounds(tmp_path))
         wait_for_rounds(tmp_path, before + 5, process)
         os.killpg(process.pid, signal.SIGKILL)
@@ -174,8 +173,8 @@ def test_a_run_goes_on_from_the_checkpoints_of_its_replicas(tmp_path, service):
     ("settings", "sentence"),
     [
         ({"members": "host"}, r"data_parallel\.members: 'host' is no address; write HOST:PORT"),
-        ({"method": "co2"}, r"data_parallel\.members: .* co2 uses it late or in fragments; use local_sgd"),
-        ({"method": "streaming_diloco"}, "streaming_diloco uses it late"),
+        ({"method": "co2", "tau": "auto"}, r'members: tau="auto" is measured in a first round'),
+        ({"method": "streaming_diloco"}, "streaming_diloco uses an average in its midst; use local_sgd"),
         ({"tau": 7}, r"train\.steps=40 ends in the midst of a round of data_parallel\.tau=7 steps.* use 42"),
         (
             {"method": "every_step", "tau": "auto"},

@@ -38,6 +38,19 @@ def test_medians_leave_the_first_tenth_out():
     assert card.flops_per_second == 6e9
     assert card.memory_bytes == 2 * 10**8
     assert card.val_loss_per_byte == 1.25
+    assert card.exposed_by_axis_s == {} and card.predicted_step_s is None
+
+
+def test_parts_of_what_was_exposed_and_the_prediction_are_said():
+    steps = [
+        dataclasses.replace(each, exposed_by_axis_s={"tp": 0.04, "dp": 0.01}, predicted_step_s=0.45)
+        for each in history()
+    ]
+    card = scorecard(steps, ranks=4, bytes_moved=20 * 10**6, flops_per_token=6e6, tiers=[])
+    assert card.exposed_by_axis_s == {"tp": 0.04, "dp": 0.01}
+    text = format_scorecard(card)
+    assert "500.0 ms (median of 18), 450.0 ms predicted" in text
+    assert "50.0 ms a step, 10.0% of it (tp 40.0, dp 10.0)" in text
 
 
 def test_layers_that_do_the_same_share_a_line():

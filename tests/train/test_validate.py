@@ -48,7 +48,11 @@ def with_value(key, value):
         ("train.z_loss", -1.0, "train.z_loss must be a finite number of at least 0, found -1.0."),
         ("train.steps", 0, "train.steps must be at least 1, found 0."),
         ("train.batch_size", -4, "train.batch_size must be at least 1, found -4."),
-        ("train.micro_batch_size", 3, "train.micro_batch_size=3 does not divide train.batch_size=8."),
+        (
+            "train.micro_batch_size",
+            3,
+            "train.micro_batch_size=3 does not divide train.batch_size=8; use a train.batch_size of 9, or",
+        ),
         ("train.seq_len", 0, "train.seq_len must be at least 1, found 0."),
         ("train.seed", -1, "train.seed must be at least 0 and below 2**63, found -1."),
         ("train.seed", 2**63, "train.seed must be at least 0 and below 2**63, found 9223372036854775808."),
@@ -57,16 +61,16 @@ def with_value(key, value):
         ("data.val_fraction", 0.0, "data.val_fraction must be above 0 and at most 0.5, found 0.0."),
         ("data.val_fraction", math.nan, "data.val_fraction"),
         ("data.weights", (1.0,), "data.weights are 1 and data.paths 0; give one for each."),
-        ("data.val_paths", ("/nowhere",), "data.val_paths: /nowhere does not exist."),
+        ("data.val_paths", ("/nowhere",), "data.val_paths: /nowhere does not exist;"),
         ("data.field", "", "data.field must be the name of a key or a column, found ''."),
-        ("data.paths", ("/nowhere/at/all",), "data.paths: /nowhere/at/all does not exist."),
+        ("data.paths", ("/nowhere/at/all",), "data.paths: /nowhere/at/all does not exist;"),
         (
             "data.tokenizer",
             "/nowhere/tokenizer.json",
             "data.tokenizer: /nowhere/tokenizer.json is not a file;",
         ),
         ("model.init_from", "/nowhere", "model.init_from: /nowhere holds no config.json;"),
-        ("checkpoint.resume", "/nowhere", "checkpoint.resume: the folder /nowhere does not exist."),
+        ("checkpoint.resume", "/nowhere", "checkpoint.resume: the folder /nowhere does not exist;"),
         ("checkpoint.keep", 0, "checkpoint.keep must be at least 1, found 0."),
         ("checkpoint.every_steps", -1, "checkpoint.every_steps must not be negative, found -1."),
         (
@@ -85,14 +89,18 @@ def with_value(key, value):
             "as '0-1', or leave it out.",
         ),
         ("comm.rings", ("0-x",), "comm.rings holds '0-x', which does not name each of the 2"),
-        ("data.paths", ("/dev/null",), "data.paths: /dev/null is neither a file nor a folder."),
+        (
+            "data.paths",
+            ("/dev/null",),
+            "data.paths: /dev/null is neither a file nor a folder; name files or folders",
+        ),
         ("parallel.tp", 0, "parallel.tp must be at least 1, found 0."),
         ("parallel.tp", 3, "parallel.tp=3 but 2 rank(s) were started,"),
         ("parallel.dp", 0, "parallel.dp must be at least 1, found 0."),
-        ("parallel.dp", 2, "micro_batch_size=8 times parallel.dp=2 does not divide train.batch_size=8."),
+        ("parallel.dp", 2, "micro_batch_size=8 times parallel.dp=2 does not divide train.batch_size=8; use"),
         ("parallel.zero", 4, "parallel.zero must be one of 0, 1, 2, 3, found 4."),
-        ("parallel.dp_replicate", 2, "parallel.dp_replicate=2 does not divide parallel.dp=1."),
-        ("output.run_dir", __file__, f"output.run_dir: {__file__} exists and is not a folder."),
+        ("parallel.dp_replicate", 2, "parallel.dp_replicate=2 does not divide parallel.dp=1; use 1,"),
+        ("output.run_dir", __file__, f"output.run_dir: {__file__} exists and is not a folder; name another."),
         ("output.sample_tokens", -1, "output.sample_tokens must not be negative, found -1."),
         ("output.temperature", math.nan, "output.temperature must be a finite number of at least 0,"),
         ("output.log_every", 0, "output.log_every must be at least 1, found 0."),
@@ -165,7 +173,7 @@ def test_two_warm_ups_are_refused():
 
 def test_a_pipe_is_no_text(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=r"data\.paths: .*pipe is neither a file nor a folder\."):
+    with pytest.raises(ConfigError, match=r"data\.paths: .*pipe is neither a file nor a folder;"):
         validate.check(with_value("data.paths", (str(tmp_path / "pipe"),)), world_size=1)
 
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/deadline.h"
+#include "core/peer_figures.h"
 #include "core/text.h"
 
 namespace pyruntime {
@@ -112,8 +113,10 @@ void Sender::acknowledge(const ControlMessage& message, FlightSlots& slots) {
   const double now = monotonic_seconds();
   parts_.arbiter->acknowledge(context_.traffic_class, *windows_.at(stream.stream.downstream), sent.bytes,
                               now - sent.at);
-  enter_transfer(Entered::kSent, context_, flight->announced().op,
-                 parts_.layout.on_rail(stream.stream.downstream), sent.bytes, sent.at, now);
+  const int peer = parts_.layout.on_rail(stream.stream.downstream);
+  PeerTable::instance().sent({context_.process_group, context_.traffic_class, context_.told(peer)},
+                             sent.bytes, now - sent.at);
+  enter_transfer(Entered::kSent, context_, flight->announced().op, peer, sent.bytes, sent.at, now);
   stream.acknowledged.fetch_add(1);
 }
 

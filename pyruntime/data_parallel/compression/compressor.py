@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,14 @@ class Compressor:
         if self._channels is None:
             LowRankSum(self._low_rank(one), self._axis, gradient, dtype, on_reduced)
         else:
-            PackedSum(self._packing(one), self._axis, self._channels, gradient, dtype, on_reduced)
+            got = bucket.got(gradient[: bucket.segment_lines]).byte()
+
+            def summed(sums: Tensor, tails: Tensor) -> None:
+                lines = sums.view(bucket.segment_lines, bucket.width)
+                bucket.mark(lines, (tails != 0).any(0))
+                on_reduced(bucket, lines.to(dtype))
+
+            PackedSum(self._packing(one), self._axis, self._channels, gradient.view(-1), got, summed)
         return lambda: None
 
     def end_step(self) -> None:
@@ -130,8 +138,9 @@ class Compressor:
     def _packing(self, one: _Packed) -> Packing:
         assert self._codec is not None
         random = "" if self.settings.error_feedback else f"{self.settings.seed} {self._axis.rank}"
-        step = int(self._steps)
-        return Packing(one.bucket, one.units, self._numbers_of(one), self._codec, one.residual, random, step)
+        return _packing_of(
+            one, self._numbers_of(one), self._codec, one.residual, rounding=random, step=int(self._steps)
+        )
 
     def _low_rank(self, one: _Packed) -> LowRank:
         assert one.residual is not None
@@ -143,7 +152,7 @@ class Compressor:
         rows = 1
         for one in self._packed.values():
             numbers = [codec.finest if unit.is_small else most for unit in one.units]
-            rows = max(rows, rows_needed(Packing(one.bucket, one.units, numbers, codec, None, "", 0), size))
+            rows = max(rows, rows_needed(_packing_of(one, numbers, codec, None), size))
         edges = [(sender, to) for sender in range(size) for to in range(size) if sender != to]
         assert self._axis.mesh is not None
         return Channels(self._axis.mesh, "dp", edges, rows, ROW, torch.uint8)
@@ -202,6 +211,16 @@ class Compressor:
         if self._codec is None:
             return power_sgd.nbytes(unit, number)
         return sum(self._codec.nbytes(count, number) for _, count in unit.stretches)
+
+
+def _packing_of(
+    one: _Packed, numbers: Sequence[int], codec: Codec, residual: Tensor | None, **random: Any
+) -> Packing:
+    """With a mark for each parameter that this rank had a gradient for."""
+    bucket = one.bucket
+    elements, is_cut = bucket.lines * bucket.width, bucket.segments > 1
+    marks = len(bucket.parameters)
+    return Packing(bucket.name, elements, is_cut, one.units, numbers, codec, residual, marks, **random)
 
 
 def _only_axis(axes: Axes) -> Axis:

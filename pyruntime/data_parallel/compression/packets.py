@@ -1,18 +1,20 @@
-"""A bucket's gradient that travels packed: each rank packs what another sums, and sums what is its own.
+"""Values that are summed over ranks and travel packed: each rank packs what another sums, and sums what is
+its own.
 
-    begin       every other rank is sent what it sums of this rank's gradient, packed (with what was lost of
-                it before), and a mark for each parameter that this rank had a gradient for
+    begin       every other rank is sent what it sums of this rank's values, packed (with what was lost of
+                them before), and a few bytes as they are, the tail
     complete    what the others sent is added up in the order of the ranks, this rank's own values exactly
-    and then    where every rank keeps the whole gradient, the sums are packed, with what was lost of them
-                before, and gathered: all ranks read the same bytes, and so have the same bits
+    and then    where every rank keeps all sums, they are packed, with what was lost of them before, and
+                gathered: all ranks read the same bytes, and so have the same bits
 
 Messages go from rank to rank (`comm.channel`), sums by a gather; both in the class of traffic "dp".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,58 +22,60 @@ from torch import Tensor
 from pyruntime.comm.channel import Channels
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel.axes import Axis
-from pyruntime.data_parallel.buckets import Bucket
+from pyruntime.data_parallel.axes import Axis, Flight
 from pyruntime.data_parallel.compression.codecs import Codec
 from pyruntime.data_parallel.compression.units import ROW, Unit, places_of
-from pyruntime.data_parallel.reduction import Reduced
 from pyruntime.ops.layers import add_, random_rounding
+
+OnSums: TypeAlias = Callable[[Tensor, Tensor], None]
+"""(sums fp32, flat, of all values or of this rank's segment; tails uint8 [S, tail], by rank)."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How the values of one bucket are packed in this step."""
+    """How flat memory of `elements` values is packed in this step."""
 
-    bucket: Bucket
+    name: str
+    """For a ledger."""
+    elements: int
+    is_cut: bool
+    """Whether memory is S segments of one size, of which each rank keeps its own alone; else all keep all."""
     units: Sequence[Unit]
     numbers: Sequence[int]
     """Of each unit."""
     codec: Codec
     residual: Tensor | None
-    """fp32, flat, of the bucket's lines: what was lost of each value; of the stretches that this rank sums,
-    what was lost of the sums."""
-    rounding: str
+    """fp32, flat, of the memory: what was lost of each value; of the stretches that this rank sums, what was
+    lost of the sums."""
+    tail: int = 0
+    """Bytes that each rank tells all others beside."""
+    rounding: str = ""
     """Names the random numbers of this rank and step; empty: to the nearest."""
-    step: int
+    step: int = 0
 
-    @property
-    def is_cut(self) -> bool:
-        return self.bucket.segments > 1
-
-    def sizes(self, rank: int, with_marks: bool) -> list[int]:
-        """Bytes of what rank `rank` sums of each unit, and of the marks."""
+    def sizes(self, rank: int, with_tail: bool) -> list[int]:
+        """Bytes of what rank `rank` sums of each unit, and of the tail."""
         packed = [
             self.codec.nbytes(unit.stretches[rank][1], number)
             for unit, number in zip(self.units, self.numbers, strict=True)
         ]
-        return packed + [len(self.bucket.parameters)] * with_marks
+        return packed + [self.tail] * with_tail
 
-    def pack(self, values: Tensor, offset: int, rank: int, message: Tensor) -> None:
-        """The stretches of rank `rank`, of `values`, whose first element is that of the bucket's memory at
-        `offset`, into `message` uint8."""
-        sizes = self.sizes(rank, with_marks=False)
+    def pack(self, values: Tensor, rank: int, message: Tensor) -> None:
+        """The stretches of rank `rank`, of all `values`, into `message` uint8."""
+        sizes = self.sizes(rank, with_tail=False)
         places, _ = places_of(sizes)
         for unit, number, place, size in zip(self.units, self.numbers, places, sizes, strict=True):
             first, count = unit.stretches[rank]
             residual = None if self.residual is None else self.residual[first : first + count]
             own = random_rounding(f"{self.rounding} {unit.key} {rank}", self.step) if self.rounding else None
             packed = message[place : place + size]
-            self.codec.pack(values[first - offset : first - offset + count], number, packed, residual, own)
+            self.codec.pack(values[first : first + count], number, packed, residual, own)
 
     def add(self, message: Tensor, rank: int, sums: Tensor, offset: int) -> None:
-        """`sums`, fp32, whose first element is that of the bucket's memory at `offset`, += what was packed of
-        the stretches of rank `rank`."""
-        sizes = self.sizes(rank, with_marks=False)
+        """`sums`, fp32, whose first element is that of the memory at `offset`, += what was packed of the
+        stretches of rank `rank`."""
+        sizes = self.sizes(rank, with_tail=False)
         places, _ = places_of(sizes)
         for unit, number, place, size in zip(self.units, self.numbers, places, sizes, strict=True):
             first, count = unit.stretches[rank]
@@ -81,75 +85,79 @@ class Packing:
 
 def rows_needed(packing: Packing, ranks: int) -> int:
     """Of the longest message of that packing."""
-    return max(places_of(packing.sizes(rank, with_marks=True))[1] for rank in range(ranks))
+    return max(places_of(packing.sizes(rank, with_tail=True))[1] for rank in range(ranks))
 
 
 class PackedSum:
-    """A bucket under way over one axis, packed. gradient [lines, width]: this rank's, with its marks; its
-    values may be read until the flight has landed."""
+    """Values under way over one axis, packed: a flight that begins another where all ranks keep all sums.
+
+    values: this rank's, flat, as many as the packing says; they may be read until the flight has landed.
+    tail: uint8, what all ranks are told beside."""
 
     def __init__(
         self,
         packing: Packing,
         axis: Axis,
         channels: Channels,
-        gradient: Tensor,
-        dtype: torch.dtype,
-        on_reduced: Reduced,
+        values: Tensor,
+        tail: Tensor,
+        on_sums: OnSums,
     ):
         self._packing, self._axis, self._channels = packing, axis, channels
-        self._gradient: Tensor | None = gradient
-        self._dtype, self._on_reduced = dtype, on_reduced
-        bucket = packing.bucket
-        self._got = bucket.got(gradient[: bucket.segment_lines])
-        own = places_of(packing.sizes(axis.rank, with_marks=True))[1]
-        others = [rank for rank in range(axis.size) if rank != axis.rank]
-        for rank in others:
+        self._values: Tensor | None = values
+        self._on_sums = on_sums
+        self._tails = tail.new_zeros(axis.size, packing.tail)
+        self._tails[axis.rank] = tail
+        self.then: Flight | None = None
+        """Of the sums, once this one has landed."""
+        own = places_of(packing.sizes(axis.rank, with_tail=True))[1]
+        self._others = [rank for rank in range(axis.size) if rank != axis.rank]
+        for rank in self._others:
             channels.expect(rank, [own])
-        for rank in others:
-            with marked("dp pack", bucket.name):
-                message = self._message_to(rank)
+        for rank in self._others:
+            with marked("dp pack", packing.name):
+                message = self._message_to(values, rank)
             channels.send(rank, message)
         axis.add(self)
 
-    def _message_to(self, rank: int) -> Tensor:
-        assert self._gradient is not None
-        sizes = self._packing.sizes(rank, with_marks=True)
+    def _message_to(self, values: Tensor, rank: int) -> Tensor:
+        sizes = self._packing.sizes(rank, with_tail=True)
         places, rows = places_of(sizes)
         message = torch.zeros(rows * ROW, dtype=torch.uint8)
-        self._packing.pack(self._gradient.view(-1), 0, rank, message)
-        message[places[-1] : places[-1] + sizes[-1]] = self._got
+        self._packing.pack(values, rank, message)
+        message[places[-1] : places[-1] + sizes[-1]] = self._tails[self._axis.rank]
         return message.view(rows, ROW)
 
     def advance(self) -> None:
         """A message has memory of its own until it is received: no rank waits for its place."""
 
     def has_landed(self) -> bool:
-        return self._gradient is None
+        """Of the oldest flight: a later one's messages are behind it in the same channels."""
+        return self._values is None or all(map(self._channels.has_come, self._others))
 
     def drop(self) -> None:
-        self._gradient = None
+        self._values = None
 
     def complete(self) -> None:
-        packing, rank = self._packing, self._axis.rank
-        gradient, self._gradient = self._gradient, None
-        assert gradient is not None
-        bucket, width = packing.bucket, packing.bucket.width
-        offset = rank * bucket.segment_lines * width if packing.is_cut else 0
-        sums = torch.zeros(bucket.segment_lines, width)
-        *_, marks = places_of(packing.sizes(rank, with_marks=True))[0]
-        for sender in range(self._axis.size):
-            if sender == rank:
-                self._add_own(gradient.view(-1), sums.view(-1), offset)
+        packing, axis = self._packing, self._axis
+        values, self._values = self._values, None
+        assert values is not None
+        count = packing.elements // axis.size if packing.is_cut else packing.elements
+        offset = axis.rank * count if packing.is_cut else 0
+        sums = torch.zeros(count)
+        *_, place = places_of(packing.sizes(axis.rank, with_tail=True))[0]
+        for sender in range(axis.size):
+            if sender == axis.rank:
+                self._add_own(values, sums, offset)
                 continue
             message = self._channels.receive(sender).view(-1)
-            with marked("dp sum", bucket.name):
-                packing.add(message, rank, sums.view(-1), offset)
-            self._got = self._got | (message[marks : marks + len(self._got)] != 0)
+            with marked("dp sum", packing.name):
+                packing.add(message, axis.rank, sums, offset)
+            self._tails[sender] = message[place : place + packing.tail]
         if packing.is_cut:
-            _finish(bucket, sums, self._got, self._dtype, self._on_reduced)
+            self._on_sums(sums, self._tails)
         else:
-            _Sums(packing, self._axis, sums, self._got, self._dtype, self._on_reduced)
+            self.then = _Sums(packing, axis, sums, self._tails, self._on_sums)
 
     def _add_own(self, values: Tensor, sums: Tensor, offset: int) -> None:
         for unit in self._packing.units:
@@ -160,23 +168,15 @@ class PackedSum:
 class _Sums:
     """Under way: every rank's sums of its stretches, to all."""
 
-    def __init__(
-        self,
-        packing: Packing,
-        axis: Axis,
-        sums: Tensor,
-        got: Tensor,
-        dtype: torch.dtype,
-        on_reduced: Reduced,
-    ):
-        self._packing, self._axis, self._sums, self._got = packing, axis, sums, got
-        self._dtype, self._on_reduced = dtype, on_reduced
-        rows = [places_of(packing.sizes(rank, with_marks=False))[1] for rank in range(axis.size)]
-        self._rows = max(rows)
+    def __init__(self, packing: Packing, axis: Axis, sums: Tensor, tails: Tensor, on_sums: OnSums):
+        self._packing, self._axis, self._sums, self._tails = packing, axis, sums, tails
+        self._on_sums = on_sums
+        rows = [places_of(packing.sizes(rank, with_tail=False))[1] for rank in range(axis.size)]
+        self._rows = max(1, *rows)
         self._packed = torch.zeros(axis.size, self._rows * ROW, dtype=torch.uint8)
         own = self._packed[axis.rank]
-        with marked("dp pack", packing.bucket.name):
-            packing.pack(sums.view(-1), 0, axis.rank, own)
+        with marked("dp pack", packing.name):
+            packing.pack(sums, axis.rank, own)
         axis.make_room()
         gather = _C.LineGather(axis.name, axis.size * self._rows, ROW, torch.uint8, "cpu")
         for index, (begin, count) in enumerate(gather.own_chunks()):
@@ -209,17 +209,7 @@ class _Sums:
         if self._gather is not None:
             self._take(self._gather)
         sums = torch.zeros_like(self._sums)
-        with marked("dp sum", self._packing.bucket.name):
+        with marked("dp sum", self._packing.name):
             for rank in range(self._axis.size):
-                self._packing.add(self._packed[rank], rank, sums.view(-1), 0)
-        _finish(self._packing.bucket, sums, self._got, self._dtype, self._on_reduced)
-
-
-def _finish(bucket: Bucket, sums: Tensor, got: Tensor, dtype: torch.dtype, on_reduced: Reduced) -> None:
-    with_marks(bucket, sums, got)
-    on_reduced(bucket, sums.to(dtype))
-
-
-def with_marks(bucket: Bucket, sums: Tensor, got: Tensor) -> None:
-    """Marks the parameters that some rank had a gradient for in a reduced segment."""
-    sums[bucket.marks :, 0] = got.to(sums.dtype)
+                self._packing.add(self._packed[rank], rank, sums, 0)
+        self._on_sums(sums, self._tails)

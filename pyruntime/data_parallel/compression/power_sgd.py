@@ -25,7 +25,6 @@ from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axis
 from pyruntime.data_parallel.buckets import Bucket
-from pyruntime.data_parallel.compression.packets import with_marks
 from pyruntime.data_parallel.compression.settings import Compression
 from pyruntime.data_parallel.compression.units import Unit
 from pyruntime.data_parallel.reduction import Reduced
@@ -245,7 +244,7 @@ class _Right(_Flight):
                 q[:, :rank] = right
             else:  # what some rank had was not finite, on all ranks alike: begin anew
                 low.store(low.residual, unit, torch.zeros(unit.rows, unit.columns))
-        with_marks(bucket, sums, self._got)
+        bucket.mark(sums, self._got)
         self._on_reduced(bucket, sums.to(self._dtype))
 
 

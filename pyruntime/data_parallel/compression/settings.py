@@ -10,7 +10,8 @@ Method = Literal["quantize", "top_k", "power_sgd"]
 
 @dataclass(frozen=True)
 class Compression:
-    """How the gradients of matrices travel. Vectors, and the touched rows of embeddings, travel as they are.
+    """How the gradients of matrices travel, or the displacements of an `OuterOptimizer`. Gradients of
+    vectors, and the touched rows of embeddings, travel as they are.
 
     Raises ValueError for what is no such setting.
     """
@@ -47,6 +48,15 @@ class Compression:
             f"method={self.method} without error_feedback never sends most of a gradient; leave it on, or "
             "use method=quantize.",
         )
+
+    def words(self) -> str:
+        """For a log."""
+        how = {
+            "quantize": f"in {self.bits} bits a value",
+            "top_k": f"by the largest {self.density:.2%} of their values",
+            "power_sgd": f"of rank {self.rank}",
+        }
+        return how[self.method]
 
 
 def _require(condition: bool, sentence: str) -> None:

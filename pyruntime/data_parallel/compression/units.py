@@ -51,13 +51,18 @@ def units_of(bucket: Bucket, ranks: int) -> list[Unit]:
             segment = bucket.segment_lines * bucket.width
             stretches = tuple((rank * segment + begin, count) for rank in range(ranks))
         else:
-            share = -(-count // (ranks * BLOCK)) * BLOCK
-            cuts = [min(rank * share, count) for rank in range(ranks + 1)]
-            stretches = tuple((begin + low, high - low) for low, high in pairwise(cuts))
+            stretches = shared_out(begin, count, ranks)
         rows = bucket.segments * part.share
         columns = part.lines * bucket.width // part.share
         result.append(Unit(part.key, rows, columns, rows * columns < LEAST, stretches))
     return result
+
+
+def shared_out(begin: int, count: int, ranks: int) -> tuple[tuple[int, int], ...]:
+    """The elements [begin, begin + count) over ranks, as stretches of a unit, each of whole blocks."""
+    share = -(-count // (ranks * BLOCK)) * BLOCK
+    cuts = [min(rank * share, count) for rank in range(ranks + 1)]
+    return tuple((begin + low, high - low) for low, high in pairwise(cuts))
 
 
 def places_of(sizes: Sequence[int]) -> tuple[list[int], int]:

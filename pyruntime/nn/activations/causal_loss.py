@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 from pyruntime.nn.cross_entropy import vocab_parallel_cross_entropy
@@ -34,11 +35,25 @@ def _own_of(logits: Tensor) -> tuple[ColumnParallelLinear, Tensor] | None:
     return None if head is None or logits._version != version else (head, own)
 
 
+def _said(left: tuple[ColumnParallelLinear, Tensor] | None, logits: Tensor, vocab_size: int) -> str:
+    if left is None and logits.is_inference():
+        return "of whole logits: inference mode does not count what is written to them"
+    if left is None:
+        return "of whole logits: the model has made others of its head's, or has written to them"
+    head, _ = left
+    if head.out_features != vocab_size:
+        return f"of whole logits: it is over {vocab_size} words and {head.label} gives {head.out_features}"
+    return f"of each rank's own logits of {head.label}"
+
+
 class CausalLoss:
-    """Instead of `loss`, which is transformers' ForCausalLMLoss."""
+    """Instead of `loss`, which is transformers' ForCausalLMLoss.
+
+    said: for explain(), which logits the last eager call has read; "" before the first."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
+        self.said = ""
 
     def __call__(
         self,
@@ -54,6 +69,8 @@ class CausalLoss:
         targets = shift_labels
         if targets is None and labels is not None:
             targets = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if not is_compiling():
+            self.said = _said(left, logits, vocab_size)
         if left is None or targets is None or left[0].out_features != vocab_size:
             return self.loss(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
@@ -81,6 +98,12 @@ def read_own_logits(model: nn.Module) -> None:
         if getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss":
             head.leaves_own = True
             module.loss_function = CausalLoss(module.loss_function)
+
+
+def logits_read(model: nn.Module) -> str:
+    """What explain() says of the losses in `model` that read_own_logits() has put there; "" where none."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    return "; ".join(dict.fromkeys(v.said for v in values if isinstance(v, CausalLoss) and v.said))
 
 
 def _head(module: nn.Module) -> Any:

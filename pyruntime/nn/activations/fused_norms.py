@@ -9,21 +9,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from pyruntime.ops.layers import rms_norm
 
 
 class FusedNorm:
-    """The forward of one norm. The kernel rounds once, the model's code after the division too."""
+    """The forward of one norm. The kernel rounds once, the model's code after the division too.
+
+    why_not: for explain(), why the last eager call ran the model's code; "" where it ran the kernel, or
+    before the first."""
 
     def __init__(self, module: nn.Module, eps: float) -> None:
         self.module, self.eps = module, eps
+        self.why_not = ""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         weight = self.module.weight
-        if args or kwargs or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
+        why_not = ""
+        if args or kwargs:
+            why_not = "it is called with more than one tensor"
+        elif torch.is_autocast_enabled(x.device.type):
+            why_not = "autocast chooses the dtypes"
+        elif x.dtype != weight.dtype:
+            why_not = f"it reads {x.dtype}, and its weight is {weight.dtype}"
+        if not is_compiling():
+            self.why_not = why_not
+        if why_not:
             return type(self.module).forward(self.module, x, *args, **kwargs)
         return rms_norm(x, weight, self.eps)
+
+
+def fused_norms(model: nn.Module) -> dict[str, str]:
+    """{RMS norm of `model` that has the kernel: why its last call did not run it, or ""}."""
+    forwards = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    return {name: forward.why_not for name, forward in forwards.items() if isinstance(forward, FusedNorm)}
 
 
 def fuse_norms(model: nn.Module) -> None:

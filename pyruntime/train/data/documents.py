@@ -164,7 +164,8 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror or error}.") from error
+        first = (str(error).splitlines() or [""])[0].rstrip(".")  # pyarrow's have several lines
+        raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror or first}.") from error
 
 
 def units(sources: Sequence[Source]) -> list[Unit]:

@@ -20,8 +20,10 @@ from pyruntime.train.config import (
 )
 from pyruntime.train.data.order import BLOCK
 from pyruntime.train.errors import require
-from pyruntime.train.validate.replicas import check_compression, check_data_parallel
+from pyruntime.train.validate.rebalance import check_rebalance
+from pyruntime.train.validate.replicas import check_compression, check_data_parallel, check_weight_wire
 from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices
+from pyruntime.train.validate.watching import check_watching
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
 SEEDS = 2**63
@@ -60,7 +62,11 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "output.sample_tokens",
         ),
     ),
-    (lambda x: 0 < x < math.inf, "be a positive finite number", ("optimizer.lr", "optimizer.eps")),
+    (
+        lambda x: 0 < x < math.inf,
+        "be a positive finite number",
+        ("optimizer.lr", "optimizer.eps", "train.peak_flops"),
+    ),
     (
         lambda x: 0 <= x < math.inf,
         "be a finite number of at least 0",
@@ -83,6 +89,7 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         ("optimizer.min_lr_fraction", "optimizer.warmup_fraction", "optimizer.decay_fraction"),
     ),
     (lambda x: x == 0 or 1 < x < math.inf, "be 0, or finite and above 1", ("optimizer.spike_factor",)),
+    (lambda x: x == 0 or x >= 5, "be 0 or at least 5", ("train.slow_every",)),
     (lambda x: 0 < x <= 1, "be above 0 and at most 1", ("data_parallel.compression_density",)),
     (lambda x: 1 <= x <= 8, "be between 1 and 8", ("data_parallel.compression_bits",)),
 )
@@ -101,12 +108,15 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_train(config)
     _check_data(config)
     _check_files(config)
+    check_watching(config)
     check_context(config)
     check_pipeline(config)
+    check_rebalance(config)
     check_data_parallel(config)
     _check_ranks(config, world_size)
     _check_two_axes(config)
     check_compression(config)
+    check_weight_wire(config)
     _check_rings(config, world_size)
     check_slices(config, world_size)
 
@@ -160,10 +170,12 @@ def _check_train(config: RunConfig) -> None:
         f"optimizer.rounding=stochastic is of bf16 weights, and train.dtype={train.dtype}; leave it out.",
     )
     ranks = f" times parallel.dp={dp}" if dp > 1 else ""
+    unit = train.micro_batch_size * dp
     require(
-        train.batch_size % (train.micro_batch_size * dp) == 0,
+        train.batch_size % unit == 0,
         f"train.micro_batch_size={train.micro_batch_size}{ranks} does not divide "
-        f"train.batch_size={train.batch_size}.",
+        f"train.batch_size={train.batch_size}; use a train.batch_size of "
+        f"{-(-train.batch_size // unit) * unit}, or another multiple.",
     )
     require(
         optimizer.warmup_steps is None or optimizer.warmup_fraction is None,
@@ -239,10 +251,11 @@ def _check_files(config: RunConfig) -> None:
     for key, path in [("paths", path) for path in data.paths] + [
         ("val_paths", path) for path in data.val_paths
     ]:
-        require(os.path.exists(path), f"data.{key}: {path} does not exist.")
+        kinds = "name files or folders of text, or folders that `python -m pyruntime tokenize` wrote"
+        require(os.path.exists(path), f"data.{key}: {path} does not exist; {kinds}.")
         require(
             os.path.isfile(path) or os.path.isdir(path),
-            f"data.{key}: {path} is neither a file nor a folder.",
+            f"data.{key}: {path} is neither a file nor a folder; {kinds}.",
         )
     tokenizer = config.data.tokenizer
     require(
@@ -265,12 +278,13 @@ def _check_files(config: RunConfig) -> None:
     )
     require(
         not resume or auto or os.path.isdir(resume),
-        f"checkpoint.resume: the folder {resume} does not exist.",
+        f"checkpoint.resume: the folder {resume} does not exist; name a run folder, one of its "
+        "checkpoints/step-N, or auto.",
     )
     for name, folder in (("output.run_dir", config.output.run_dir), ("data.cache", config.data.cache)):
         require(
             not os.path.exists(folder) or os.path.isdir(folder),
-            f"{name}: {folder} exists and is not a folder.",
+            f"{name}: {folder} exists and is not a folder; name another.",
         )
 
 
@@ -280,7 +294,7 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
     zero, replicate = parallel.zero, parallel.dp_replicate
     require(
         replicate >= 1 and dp % replicate == 0,
-        f"parallel.dp_replicate={replicate} does not divide parallel.dp={dp}.",
+        f"parallel.dp_replicate={replicate} does not divide parallel.dp={dp}; use 1, {dp}, or a divisor.",
     )
     require(
         zero > 0 or replicate == 1 or not meets_every_step(config),

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from pyruntime.elastic.address import split_address
-from pyruntime.outer.methods import METHODS, Method, refuse_unless_waiting
+from pyruntime.outer.methods import METHODS, Method, refuse_for_members
 from pyruntime.train.config import DataParallel, RunConfig, meets_every_step, replicas, with_steps
 from pyruntime.train.errors import refusing, require
 
@@ -64,11 +64,6 @@ def check_data_parallel(config: RunConfig) -> None:
         parallel.zero < 3,
         f"{method} with parallel.zero=3, which keeps no whole weights for the outer step; use 0, 1 or 2.",
     )
-    require(
-        asked.compression == "none",
-        f"{method} with data_parallel.compression={asked.compression}, which is of gradients that are summed "
-        "in every step; leave one of them out.",
-    )
     asked_of_steps = config.optimizer
     require(
         asked_of_steps.on_bad_step == "stop" and not asked_of_steps.spike_factor,
@@ -87,13 +82,13 @@ def _check_members(config: RunConfig, method: Method) -> None:
     address, tau = config.data_parallel.members, method.tau
     with refusing("data_parallel.members: "):
         split_address(address)
-        refuse_unless_waiting(method)
+        refuse_for_members(method)
     require(
         config.parallel.dp_replicate == 1,
         f"data_parallel.members={address} joins replicas that are jobs of their own, and "
         f"parallel.dp_replicate={config.parallel.dp_replicate} makes some in it; leave one of them out.",
     )
-    assert isinstance(tau, int)  # a method that waits has no other
+    assert isinstance(tau, int)
     for name, steps in (
         ("train.steps", with_steps(config).train.steps),
         ("checkpoint.every_steps", config.checkpoint.every_steps),
@@ -103,6 +98,24 @@ def _check_members(config: RunConfig, method: Method) -> None:
             f"{name}={steps} ends in the midst of a round of data_parallel.tau={tau} steps, and with "
             f"data_parallel.members rounds are whole; use {-(-steps // tau) * tau}.",
         )
+
+
+def check_weight_wire(config: RunConfig) -> None:
+    """What weights that are rounded where they are gathered do not go together with."""
+    parallel, wire = config.parallel, config.data_parallel.weight_wire
+    if wire == "same":
+        return
+    asked = f"data_parallel.weight_wire={wire}"
+    require(
+        parallel.zero == 3,
+        f"{asked} with parallel.zero={parallel.zero}, where what is gathered is what ranks keep; use "
+        "parallel.zero=3, or leave it out.",
+    )
+    require(
+        parallel.dp * parallel.cp // parallel.dp_replicate > 1,
+        f"{asked} is of weights that several ranks gather, and there is one; set parallel.dp, or leave it "
+        "out.",
+    )
 
 
 def check_compression(config: RunConfig) -> None:
@@ -116,6 +129,18 @@ def check_compression(config: RunConfig) -> None:
                 value == getattr(DataParallel, name),
                 f"data_parallel.{name}={value} without data_parallel.compression; set that, or leave it out.",
             )
+        return
+    require(
+        config.train.device != "cuda",
+        f"{asked} is done on the CPU alone; leave it out with train.device=cuda.",
+    )
+    require(
+        chosen.error_feedback or chosen.compression == "quantize",
+        f"{asked} with data_parallel.error_feedback=false would never send most of a gradient; leave it on, "
+        "or use quantize.",
+    )
+    if not meets_every_step(config):
+        _check_compressed_displacements(chosen)
         return
     require(
         parallel.dp * parallel.cp > 1,
@@ -133,16 +158,31 @@ def check_compression(config: RunConfig) -> None:
         "of them out.",
     )
     require(
-        config.train.device != "cuda",
-        f"{asked} is done on the CPU alone; leave it out with train.device=cuda.",
-    )
-    require(
         config.optimizer.on_bad_step == "stop",
         f"{asked} with optimizer.on_bad_step=skip: when a step is known to be bad, what compression keeps "
         "has it already; leave one of them out.",
     )
+
+
+def _check_compressed_displacements(chosen: DataParallel) -> None:
+    """Of replicas that do not meet in every step."""
+    asked = f"data_parallel.method={chosen.method} with data_parallel.compression={chosen.compression}"
     require(
-        chosen.error_feedback or chosen.compression == "quantize",
-        f"{asked} with data_parallel.error_feedback=false would never send most of a gradient; leave it on, "
-        "or use quantize.",
+        not chosen.members,
+        f"{asked} and data_parallel.members, whose replicas send displacements as they are; leave "
+        "compression out.",
+    )
+    require(
+        chosen.compression != "power_sgd",
+        f"{asked}, which is of matrices, and displacements travel in runs; use quantize or top_k.",
+    )
+    require(
+        chosen.error_feedback,
+        f"{asked} and data_parallel.error_feedback=false: what a round loses would never be sent; leave it "
+        "on.",
+    )
+    require(
+        chosen.compression_plan_every == 0,
+        f"{asked} and data_parallel.compression_plan_every={chosen.compression_plan_every}, which is of the "
+        "matrices of gradients; leave that out.",
     )

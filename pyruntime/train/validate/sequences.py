@@ -16,6 +16,13 @@ def check_context(config: RunConfig) -> None:
         f"train.seq_len={seq_len} does not divide into the {parts} parts of the {context.layout} layout over "
         f"parallel.cp={cp}; use {-(-seq_len // parts) * parts}.",
     )
+    if context.wire != "same":
+        require(cp > 1, f"context.wire={context.wire} without context-parallel ranks; set parallel.cp.")
+        require(
+            context.variant in ("ring", "auto"),
+            f"context.wire={context.wire} is of the ring, and context.variant={context.variant}; leave one "
+            "of them out.",
+        )
 
 
 def check_pipeline(config: RunConfig) -> None:
@@ -35,7 +42,7 @@ def check_pipeline(config: RunConfig) -> None:
         f"pipeline.slice_tokens={list(tokens)} must be pipeline.slices={pipeline.slices} numbers of at least "
         f"1 that add up to train.seq_len={config.train.seq_len}.",
     )
-    for name in ("costs", "virtual", "slices", "layers"):
+    for name in ("costs", "virtual", "slices", "layers", "wire"):
         value = getattr(pipeline, name)
         shown = list(value) if name == "layers" else value
         without = pp > 1 or value == getattr(Pipeline, name)

@@ -1,0 +1,277 @@
+"""Validation losses of replicas that seldom meet, beside those of replicas that meet in every step.
+
+    python -m bench.data_parallel.quality [--json FILE] [--minutes 60] [--seeds 3] [--steps 1488]
+        [--methods "CO2 12" ...] [--plot FILE]
+
+The trainer on a Llama of 2 layers of 64 in bf16 and the standard library's sources, two replicas of one rank
+each, as many tokens for every method. Runs are made seed by seed; each is added to FILE as it ends, and a
+program that is called again goes on behind the last. With --minutes 0 it shows, and plots, what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.common.launch import on_one_host
+from bench.common.measuring import at_least_one, facts, parser_of, started, write_json
+from bench.common.tables import table
+from pyruntime.comm import Runtime
+from pyruntime.train import config_file
+from pyruntime.train.config import DataParallel, RunConfig
+from pyruntime.train.data import corpus
+from pyruntime.train.data.tokenizer import open_tokenizer
+from pyruntime.train.loop import Trainer
+from pyruntime.train.model import llama_config, make_model
+from pyruntime.train.ranks import on_rank_0
+from pyruntime.train.signals import StopRequest
+
+PRESET, RANKS = "tiny", 2
+SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 176}
+BATCH, VALIDATIONS, VAL_SEQUENCES = 16, 6, 512
+CLIP = 0.01
+"""Largest element of the outer momentum, where it is clipped: some three steps at the peak learning rate."""
+
+HOW = """\
+The preset {preset} with {sizes}, in bf16: {steps} steps of {tokens:,}
+tokens over {ranks} replicas of one rank each, {total:,} tokens a run; the inner optimizer, its learning rates
+and its batches are the same for all. Loss: of validation, in nats a byte, on {held_out:,} held-out tokens,
+after the last step, of the one model that is left then; mean over seeds, and half the distance between the
+highest and the lowest. Over AdamW: by how much it is above that of AdamW with a sum of gradients in every
+step and the same seed, the mean over those seeds. Penalty: median over the steps."""
+
+ADAMW = "AdamW, every step"
+
+
+def _co2(tau: int, **settings: Any) -> DataParallel:
+    return DataParallel("co2", tau=tau, **settings)
+
+
+METHODS: dict[str, DataParallel] = {
+    ADAMW: DataParallel(),
+    **{f"CO2 {tau}": _co2(tau) for tau in (12, 4, 48)},
+    **{f"CO2 {tau}, no penalty": _co2(tau, penalty=False) for tau in (12, 4, 48)},
+    **{f"DiLoCo {tau}": DataParallel("diloco", tau=tau) for tau in (12, 48)},
+    **{f"Streaming DiLoCo {tau}": DataParallel("streaming_diloco", tau=tau) for tau in (12, 48)},
+    **{f"CO2 {tau}, clip": _co2(tau, clip=CLIP) for tau in (12, 4, 48)},
+    **{f"CO2 {tau}, clip, no penalty": _co2(tau, clip=CLIP, penalty=False) for tau in (12, 4, 48)},
+}
+SWEEP: dict[str, DataParallel] = {
+    f"CO2 12, outer lr {lr}, momentum {momentum}": _co2(12, outer_lr=lr, outer_momentum=momentum)
+    for lr, momentum in ((0.5, 0.2), (0.7, 0.2), (0.7, 0.0), (1.0, 0.0), (1.0, 0.5))
+}
+"""Taken with the first seed alone."""
+
+Results = list[dict[str, Any]]
+
+
+def runs(names: Sequence[str], seeds: int, found: Results) -> Iterator[tuple[int, str]]:
+    """What is still to be run, seed by seed."""
+    done = {(one["seed"], one["name"]) for one in found}
+    for seed in range(seeds):
+        for name in names:
+            if (seed, name) not in done and (name in METHODS or seed == 0):
+                yield seed, name
+
+
+def config_of(name: str, seed: int, steps: int) -> RunConfig:
+    config = config_file.load(config_file.find(PRESET))
+    train = dataclasses.replace(
+        config.train,
+        steps=steps,
+        seed=seed,
+        dtype="bf16",
+        batch_size=BATCH,
+        micro_batch_size=BATCH // RANKS,
+        val_every=math.ceil(steps / VALIDATIONS),
+        val_sequences=VAL_SEQUENCES,
+    )
+    output = dataclasses.replace(config.output, log_every=max(1, steps // 30))
+    parallel = dataclasses.replace(config.parallel, dp=RANKS, dp_replicate=RANKS, tp=1)
+    data_parallel = (METHODS | SWEEP)[name]
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **SIZES),
+        train=train,
+        output=output,
+        parallel=parallel,
+        data_parallel=data_parallel,
+    )
+
+
+def run(name: str, seed: int, steps: int, runtime: Runtime) -> dict[str, Any]:
+    """One run, from random weights to the last step."""
+    config, began = config_of(name, seed, steps), time.perf_counter()
+    tokenizer = open_tokenizer("bytes")
+    shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, 1)
+    text = corpus.open_everywhere(config, tokenizer, runtime.world, lambda _: None)
+    folder = on_rank_0(runtime.world, "Making a folder", lambda: Path(tempfile.mkdtemp(prefix="quality-")))
+    try:
+        model = make_model(config, shape, runtime)
+        trainer = Trainer(config, model, text, runtime, folder, StopRequest())
+        losses, curve, penalties = [], [], []
+        for step in trainer.fit():
+            losses.append(step.loss)
+            penalties.append(1.0 if trainer.outer is None else trainer.outer.last_penalty)
+            if step.val_loss is not None:
+                curve.append((step.step, step.val_loss))
+        trainer.close()
+    finally:
+        on_rank_0(runtime.world, "Removing the folder", lambda: shutil.rmtree(folder))
+    return {
+        "seed": seed,
+        "name": name,
+        "val_loss": curve[-1][1],
+        "train_loss": statistics.fmean(losses[-len(losses) // 10 :]),
+        "penalty": statistics.median(penalties),
+        "curve": curve,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def read(path: Path, steps: int) -> Results:
+    """What earlier calls have found. Ends the program where that is of other runs."""
+    if not path.exists():
+        return []
+    document = json.loads(path.read_text())
+    if document["settings"]["steps"] != steps:
+        sys.exit(
+            f"{path} holds runs of {document['settings']['steps']} steps, and {steps} were asked for; name "
+            "another file, or as many steps."
+        )
+    return document["results"]
+
+
+def summary(found: Results) -> list[dict[str, Any]]:
+    """By method, in the order of METHODS and SWEEP."""
+    lines = []
+    base = {one["seed"]: one["val_loss"] for one in found if one["name"] == ADAMW}
+    for name in METHODS | SWEEP:
+        of = [one for one in found if one["name"] == name]
+        if not of:
+            continue
+        losses = [one["val_loss"] for one in of]
+        over = [one["val_loss"] / base[one["seed"]] - 1 for one in of if one["seed"] in base]
+        lines.append(
+            {
+                "name": name,
+                "seeds": len(of),
+                "val_loss": statistics.fmean(losses),
+                "half_range": (max(losses) - min(losses)) / 2,
+                "over": over,
+                "penalty": statistics.fmean(one["penalty"] for one in of),
+            }
+        )
+    return lines
+
+
+def show(found: Results) -> str:
+    head = ["", "loss", "+-", "over AdamW", "penalty", "seeds"]
+    rows = [
+        [
+            line["name"],
+            f"{line['val_loss']:.4f}",
+            f"{line['half_range']:.4f}",
+            f"{statistics.fmean(line['over']):+.2%}" if line["over"] else "",
+            f"{line['penalty']:.2f}" if line["penalty"] > 1 else "",
+            str(line["seeds"]),
+        ]
+        for line in summary(found)
+    ]
+    return table(head, rows)
+
+
+def plot(path: str, found: Results) -> None:
+    """A PNG: losses over AdamW's of each method and seed, and validation curves of the first seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
+    curves, dots = figure.subplots(1, 2, width_ratios=(1, 1.2))
+    lines = [line for line in summary(found) if line["over"] and line["name"] in METHODS]
+    for row, line in enumerate(lines):
+        dots.plot(
+            [100 * each for each in line["over"]], [row] * len(line["over"]), "o", ms=4, color="#2e4057"
+        )
+    dots.axvline(0, color="#888888", lw=0.8)
+    dots.axvline(1, color="#d1495b", lw=0.8, ls="--")
+    dots.set_yticks(range(len(lines)), [line["name"] for line in lines], fontsize=8)
+    dots.invert_yaxis()
+    dots.set_xscale("symlog", linthresh=2)
+    dots.set_xlabel("% above AdamW's loss; a dot a seed; dashed: 1 %")
+    for name in (ADAMW, "CO2 4", "CO2 12", "CO2 48", "DiLoCo 12", "Streaming DiLoCo 12"):
+        for one in found:
+            if one["name"] == name and one["seed"] == 0:
+                curves.plot(*zip(*one["curve"], strict=True), "o-", ms=3, lw=1, label=name)
+    curves.set_xlabel("step")
+    curves.set_ylabel("validation loss (nats a byte), seed 0")
+    curves.grid(alpha=0.3)
+    curves.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--json", metavar="FILE", default="quality.json", help="of all runs; default %(default)s")
+    add("--minutes", type=float, default=60.0, help="no run begins that would end later; default %(default)s")
+    add("--seeds", type=at_least_one, default=3, help="default %(default)s")
+    add("--steps", type=at_least_one, default=1488, help="of a run; default %(default)s, which is 31 * 48")
+    add("--methods", nargs="+", choices=[*METHODS, *SWEEP], default=list(METHODS), metavar="METHOD")
+    add("--plot", metavar="FILE", help="PNG to write")
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace, found: Results, runtime: Runtime) -> None:
+    """Adds runs to `found` and to the file until all are made or the time is over."""
+    began, longest, where = time.monotonic(), 0.0, facts()
+    tokens = BATCH * config_file.load(config_file.find(PRESET)).train.seq_len
+    how = HOW.format(
+        preset=PRESET,
+        sizes=", ".join(f"{name} {size}" for name, size in SIZES.items()),
+        steps=args.steps,
+        tokens=tokens,
+        ranks=RANKS,
+        total=args.steps * tokens,
+        held_out=VAL_SEQUENCES * tokens // BATCH,
+    )
+    for seed, name in runs(args.methods, args.seeds, found):
+        left = 60 * args.minutes - (time.monotonic() - began)
+        fits = left > longest
+        if not on_rank_0(runtime.world, "Looking at the clock", lambda fits=fits: fits):
+            return
+        result = run(name, seed, args.steps, runtime)
+        longest = max(longest, result["seconds"])
+        found.append(result)
+        if runtime.rank == 0:
+            write_json(args.json, where, {**vars(args), "how": how}, found)
+            print(f"seed {seed}  {name}: {result['val_loss']:.4f}  ({result['seconds']:.0f} s)", flush=True)
+
+
+def main() -> None:
+    args = arguments()
+    found = read(Path(args.json), args.steps)
+    if args.minutes > 0 and "RANK" not in os.environ:
+        command = on_one_host("bench.data_parallel.quality", sys.argv[1:])
+        os.execve(command[0], command, os.environ | {"OMP_NUM_THREADS": "1"})
+    if args.minutes > 0:
+        with started({"dp": RANKS, "dp_replicate": RANKS}) as runtime:
+            measure(args, found, runtime)
+    if os.environ.get("RANK", "0") == "0":
+        print(show(found))
+        if args.plot:
+            plot(args.plot, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+// What each peer has cost this process since it began: the seconds in which its thread waited for that peer,
+// and what it sent there. Beside the sums by group (CommStats), which do not say whom a rank waited for.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+
+#include "core/traffic.h"
+
+namespace pyruntime {
+
+struct PeerFigures {
+  double waiting_s = 0;
+  int64_t bytes = 0;      // sent to another host, and acknowledged
+  double transfer_s = 0;  // from leaving to being acknowledged, summed over chunks
+};
+
+// A rank of a process group, in a class of traffic.
+struct PeerKey {
+  std::string process_group;
+  TrafficClass traffic_class;
+  int rank;
+
+  bool operator<(const PeerKey& other) const {
+    return std::tie(process_group, traffic_class, rank) <
+           std::tie(other.process_group, other.traffic_class, other.rank);
+  }
+};
+
+class PeerTable {
+ public:
+  static PeerTable& instance();
+
+  // Any thread.
+  void waited(const PeerKey& peer, double seconds);
+  void sent(const PeerKey& peer, int64_t bytes, double seconds);
+  std::map<PeerKey, PeerFigures> figures() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<PeerKey, PeerFigures> figures_;
+};
+
+}  // namespace pyruntime

@@ -1,0 +1,155 @@
+// The loops of fp8.h, which alone decide every bit: each step is exact or rounded once, so that all levels of
+// instructions give the same (tests/cpp/cpu/test_fp8.cpp).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/layers/simd.h"
+
+namespace pyruntime::cpu {
+
+inline constexpr int64_t kFp8Block = 128;
+
+inline int64_t fp8_blocks(int64_t width) {
+  return (width + kFp8Block - 1) / kFp8Block;
+}
+
+// Of a value of magnitude at most 448: sign, 4 bits of exponent, 3 of mantissa; to the nearest, ties to even.
+PYRUNTIME_INLINE uint8_t to_e4m3(float value) {
+  const uint32_t bits = layers::float_bits(value);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude - 0x3c000000u + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
+  // Adding 2^14 leaves a float whose last bit is worth 2^-9, the step of what is below 2^-6.
+  const uint32_t subnormal = layers::float_bits(layers::bits_float(magnitude) + 0x1p14f) - 0x46800000u;
+  const uint32_t code = magnitude < 0x3c800000u ? subnormal : normal;
+  return static_cast<uint8_t>((bits >> 24 & 0x80u) | code);
+}
+
+PYRUNTIME_INLINE float from_e4m3(uint8_t code) {
+  const uint32_t magnitude = code & 0x7fu;
+  const float subnormal = static_cast<float>(static_cast<int>(magnitude)) * 0x1p-9f;
+  const uint32_t normal = (magnitude << 20) + 0x3c000000u;
+  const uint32_t bits = magnitude < 8 ? layers::float_bits(subnormal) : normal;
+  return layers::bits_float(bits | (code & 0x80u) << 24);
+}
+
+// The exponent of a block's scale, as a float has it: the least power of two that times 448 is not below the
+// largest magnitude, of which these are the bits. 0: all values are 0. 255: one is not finite.
+PYRUNTIME_INLINE int scale_of(uint32_t largest) {
+  if (largest >= 0x7f800000u) return 255;
+  const int exponent = static_cast<int>(largest >> 23) - 8 + ((largest & 0x7fffffu) > 0x600000u ? 1 : 0);
+  return std::max(exponent, 0);
+}
+
+PYRUNTIME_INLINE float power_of_two(int exponent) {
+  return layers::bits_float(static_cast<uint32_t>(exponent) << 23);
+}
+
+// The blocks [begin, end) of values [rows, width], counted over all rows.
+struct PackFp8 {
+  template <typename T>
+  static PYRUNTIME_INLINE void run(const T* values, int64_t width, uint8_t* packed, int64_t begin,
+                                   int64_t end) {
+    const int64_t blocks = fp8_blocks(width);
+    int64_t block = begin % blocks;
+    values += begin / blocks * width;
+    packed += begin / blocks * (width + blocks);
+    for (int64_t at = begin; at < end; ++at) {
+      const int64_t first = block * kFp8Block;
+      const int count = static_cast<int>(std::min(kFp8Block, width - first));
+      pack(values + first, count, packed + first, packed + width + block);
+      if (++block == blocks) {
+        block = 0;
+        values += width;
+        packed += width + blocks;
+      }
+    }
+  }
+
+ private:
+  template <typename T>
+  static PYRUNTIME_INLINE void pack(const T* values, int count, uint8_t* codes, uint8_t* scale) {
+    alignas(64) float x[kFp8Block];
+    const uint32_t largest = count == kFp8Block ? read(x, values, kFp8Block) : read(x, values, count);
+    const int exponent = scale_of(largest);
+    *scale = static_cast<uint8_t>(exponent);
+    if (exponent == 0 || exponent == 255) {
+      std::memset(codes, 0, static_cast<size_t>(count));
+      return;
+    }
+    const float inverse = power_of_two(254 - exponent);
+    if (count == kFp8Block) {
+      PYRUNTIME_SIMD
+      for (int i = 0; i < kFp8Block; ++i) codes[i] = to_e4m3(x[i] * inverse);
+    } else {
+      PYRUNTIME_SIMD
+      for (int i = 0; i < count; ++i) codes[i] = to_e4m3(x[i] * inverse);
+    }
+  }
+
+  // x = values; returns the bits of the largest magnitude, of which those of NaN and infinity are the
+  // largest.
+  static PYRUNTIME_INLINE uint32_t read(float* x, const float* values, int count) {
+    uint32_t largest = 0;
+    PYRUNTIME_SIMD_REDUCE(max, largest)
+    for (int i = 0; i < count; ++i) {
+      x[i] = values[i];
+      const uint32_t magnitude = layers::float_bits(x[i]) & 0x7fffffffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+  }
+
+  // Of 16 bits; in loops of their own, or vectors of the one width would wait for those of the other.
+  template <typename T>
+  static PYRUNTIME_INLINE uint32_t read(float* x, const T* values, int count) {
+    PYRUNTIME_SIMD
+    for (int i = 0; i < count; ++i) x[i] = layers::load(values[i]);
+    uint16_t largest = 0;
+    PYRUNTIME_SIMD_REDUCE(max, largest)
+    for (int i = 0; i < count; ++i) {
+      const uint16_t magnitude = values[i].x & 0x7fffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    T found;
+    found.x = largest;
+    return layers::float_bits(layers::load(found));
+  }
+};
+
+struct UnpackFp8 {
+  template <typename T>
+  static PYRUNTIME_INLINE void run(const uint8_t* packed, int64_t width, T* out, int64_t begin, int64_t end) {
+    const int64_t blocks = fp8_blocks(width);
+    int64_t block = begin % blocks;
+    out += begin / blocks * width;
+    packed += begin / blocks * (width + blocks);
+    for (int64_t at = begin; at < end; ++at) {
+      const int64_t first = block * kFp8Block;
+      const int count = static_cast<int>(std::min(kFp8Block, width - first));
+      unpack(packed + first, count, power_of_two(packed[width + block]), out + first);
+      if (++block == blocks) {
+        block = 0;
+        out += width;
+        packed += width + blocks;
+      }
+    }
+  }
+
+ private:
+  // An infinite scale, times the codes 0 that go with it, is NaN.
+  template <typename T>
+  static PYRUNTIME_INLINE void unpack(const uint8_t* codes, int count, float scale, T* out) {
+    if (count == kFp8Block) {
+      PYRUNTIME_SIMD
+      for (int i = 0; i < kFp8Block; ++i) layers::store(out[i], from_e4m3(codes[i]) * scale);
+    } else {
+      PYRUNTIME_SIMD
+      for (int i = 0; i < count; ++i) layers::store(out[i], from_e4m3(codes[i]) * scale);
+    }
+  }
+};
+
+}  // namespace pyruntime::cpu

@@ -1,0 +1,115 @@
+"""What a configuration of the trainer is to the planner, and what it says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.plan.cluster import Cluster
+from pyruntime.plan.memory import Rules
+from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.plan.models import ModelShape
+from pyruntime.plan.step import Predictor, StepSeconds
+from pyruntime.train.config import DataParallel, RunConfig, replicas, tp_axes, with_pieces
+
+TRAINER = Rules(
+    gradient=2,
+    ffn_kept=1,
+    heap=0.95,
+    largest_gradients=2,
+    logits=2,
+    reduced_gradient=2,
+    workspaces=True,
+    outer=10,
+)
+"""This project's trainer in bf16 on CPU ranks of one host, by resident memory: gradients in the weights'
+type; over several data-parallel ranks sums of earlier micro-batches are fp32 and whole at every stage
+(docs/data-parallel.md). `heap` was measured (docs/planning.md)."""
+DEVICE = dataclasses.replace(TRAINER, heap=0, peers_resident=False)
+"""The same on GPUs, where torch's allocator uses freed pieces again and memory of peers is not a rank's own.
+Derived; no GPU has been measured."""
+
+
+def trainer_rules(config: RunConfig) -> Rules:
+    """What the trainer keeps in memory of a run of that type on that device, `auto` taken for CPUs. fp32
+    weights need no masters."""
+    rules = DEVICE if config.train.device == "cuda" else TRAINER
+    if config.train.dtype == "bf16":
+        return rules
+    return dataclasses.replace(
+        rules, weight=4, gradient=4, optimizer=8, logits=4, reduced_gradient=4, element=4
+    )
+
+
+def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
+    return ModelShape(
+        name,
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.intermediate_size,
+        config.vocab_size,
+        tied=config.tie_word_embeddings,
+        preset=preset,
+    )
+
+
+def planned(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster) -> tuple[Job, Mesh]:
+    """What a configuration that runs on `ranks` ranks is to the planner; the way back is `settings` of
+    `pyruntime.cli.plan_facts`."""
+    config = with_pieces(config)
+    train, parallel, pipeline = config.train, config.parallel, config.pipeline
+    job = Job(
+        of_llama("the run", shape),
+        cluster,
+        ranks,
+        train.batch_size,
+        train.seq_len,
+        rounding=config.optimizer.rounding,
+        optimizer=config.optimizer.name,
+    )
+    tau = _tau(config.data_parallel)
+    tp, y = tp_axes(parallel, ranks)
+    if y > 1:
+        replicated = parallel.dp_replicate if parallel.zero == 3 else parallel.dp
+        return job, Mesh(
+            x=tp,
+            y=y,
+            z=parallel.dp // replicated,
+            dp=replicated,
+            pp=parallel.pp,
+            cp=parallel.cp,
+            zero=0,
+            micro_batch=train.micro_batch_size,
+            recompute=train.activation_checkpointing,
+        )
+    mesh = Mesh(
+        tp=tp,
+        pp=parallel.pp,
+        cp=parallel.cp,
+        dp=parallel.dp,
+        zero=parallel.zero,
+        replicate=parallel.dp_replicate if tau else replicas(config),
+        kind=pipeline.kind,
+        virtual=pipeline.virtual,
+        slices=pipeline.slices,
+        micro_batch=train.micro_batch_size,
+        recompute=train.activation_checkpointing,
+        tau=tau,
+    )
+    return job, mesh
+
+
+def _tau(method: DataParallel) -> int:
+    """Of a mesh: 0 where ranks meet in every step, or in another way than CO2's; at least 1 where it will be
+    measured."""
+    if method.method != "co2":
+        return 0
+    return 1 if method.tau == "auto" else method.tau
+
+
+def predicted(job: Job, mesh: Mesh) -> StepSeconds:
+    """A step of this project's trainer."""
+    return Predictor(job, sums_whole=TRAINER.sums_whole).step(mesh)

@@ -1,0 +1,237 @@
+"""Says which rank computes longer than its peers, and which link sends slower than the others.
+
+Pure functions of what all ranks measured, so every rank that is told the same says the same. After each
+window of steps a rank is late whose seconds (of a layer, in a pipeline) are above FACTOR times the median of
+its peers', by more than ERRORS standard errors of both; who is late in WINDOWS windows one after the other is
+said to be slow, until it has not been late for as many. To find what slows a job down by measuring apart
+what ranks compute and what links carry is from FALCON (Wu et al. 2024, arXiv 2410.12588); how many times as
+long as others a rank computes is what Malleus (Li et al. 2024, arXiv 2410.13333) plans by.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+
+FACTOR = 1.3
+"""Times as long as its peers that a slow rank computes, at least."""
+LINK_FACTOR = 2.0
+"""Times as long as others that a slow link takes for a byte, at least: as the one that is slower than a
+quarter of them, as a host whose links are slow has four of a ring's, both ways to either neighbour."""
+WINDOWS = 3
+"""Windows in a row that are late before it is said, and not late before it is taken back."""
+ERRORS = 4.0
+"""Standard errors of two medians by which they differ, at least."""
+WORSE = 1.5
+"""Times what was said last, at which it is said again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """One that a rank sends over to another host, in one class of traffic."""
+
+    to: int
+    """Rank of the job."""
+    seconds_per_byte: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """What one rank measured in the steps of a window."""
+
+    layer_s: float
+    """Median over the steps of the seconds in which it did not wait for peers, copy or sum: of a pipeline's
+    rank those for each layer that it holds, of others those of the step."""
+    error_s: float = 0.0
+    """Standard error of that median."""
+    rest_s: float = 0.0
+    """Of a pipeline's rank, what it does beside layers: embedding, head, loss, weights, reading text."""
+    waited_for: int = -1
+    """The rank of the job that it waited for most; -1: none."""
+    waited_s: float = 0.0
+    """For that one, since the last window."""
+    links: Mapping[str, Sequence[Link]] = dataclasses.field(default_factory=dict)
+    """By class of traffic: the slowest and the fastest, which are all that a ring has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What is new of a rank or a link, for people and for metrics.jsonl."""
+
+    rank: int
+    """That computes or sends."""
+    host: str
+    times: float
+    """As long as the median of its peers, over the last WINDOWS windows."""
+    sentence: str
+    is_slow: bool = True
+    """False: no longer."""
+    to: int | None = None
+    """Of one link: the rank at its other end."""
+    traffic: str | None = None
+    """Of links: their class; without `to`, all links of the rank, both ways."""
+
+
+class _Lateness:
+    """What was seen of one rank or link."""
+
+    def __init__(self) -> None:
+        self.times: collections.deque[float] = collections.deque(maxlen=WINDOWS)
+        self._late = self._in_time = 0
+        self.is_slow, self._said = False, 0.0
+
+    def add(self, times: float, is_late: bool) -> bool:
+        """One window. Returns whether there is something to say."""
+        self.times.append(times)
+        self._late = self._late + 1 if is_late else 0
+        self._in_time = 0 if is_late else self._in_time + 1
+        if self.is_slow and self._in_time >= WINDOWS:
+            self.is_slow = False
+            return True
+        if self._late < WINDOWS or (self.is_slow and median(self.times) < WORSE * self._said):
+            return False
+        self.is_slow, self._said = True, median(self.times)
+        return True
+
+
+class _Others:
+    """Numbers, and for each of them the median of all others, without looking at them one by one."""
+
+    def __init__(self, numbers: Iterable[float]):
+        self._ordered = sorted(numbers)
+
+    def median(self, of: float) -> float:
+        """Of all numbers but `of`, which is one of at least two."""
+        last = len(self._ordered) - 2
+        return (self._at(last // 2, of) + self._at((last + 1) // 2, of)) / 2
+
+    def lower_quartile(self, of: float) -> float:
+        return self._at((len(self._ordered) - 2) // 4, of)
+
+    def _at(self, place: int, of: float) -> float:
+        return self._ordered[place + (place >= bisect_left(self._ordered, of))]
+
+
+class Judge:
+    """hosts: their names, by rank. roles: ranks that are compared with each other. every: steps of a window.
+    by_layer: ranks hold layers of a pipeline."""
+
+    def __init__(
+        self, hosts: Sequence[str], roles: Sequence[Sequence[int]], every: int, by_layer: bool = False
+    ):
+        self.hosts, self._roles, self._steps, self._by_layer = hosts, roles, WINDOWS * every, by_layer
+        self._ranks = [_Lateness() for _ in hosts]
+        self._links: collections.defaultdict[tuple[str, int, int], _Lateness] = collections.defaultdict(
+            _Lateness
+        )
+
+    @property
+    def slow_ranks(self) -> list[int]:
+        """Those that are slow as of the last window."""
+        return [rank for rank, seen in enumerate(self._ranks) if seen.is_slow]
+
+    def add(self, windows: Sequence[Window]) -> list[Finding]:
+        """What the next window of every rank, by rank, says that is new."""
+        found = []
+        late = set()
+        for role in self._roles:
+            seconds = _Others(windows[rank].layer_s for rank in role)
+            errors = _Others(windows[rank].error_s for rank in role)
+            for rank in role if len(role) > 1 else ():
+                window = windows[rank]
+                usual = seconds.median(window.layer_s)
+                beyond = ERRORS * math.hypot(window.error_s, errors.median(window.error_s))
+                is_late = window.layer_s > max(FACTOR * usual, usual + beyond)
+                if is_late:
+                    late.add(rank)
+                if self._ranks[rank].add(window.layer_s / usual if usual > 0 else 1.0, is_late):
+                    found.append(self._of_rank(rank, windows, usual))
+        return found + self._look_at_links(windows, late)
+
+    def _look_at_links(self, windows: Sequence[Window], late: set[int]) -> list[Finding]:
+        """late: ranks that compute for long, whose links wait for them."""
+        found = []
+        for traffic in sorted({name for window in windows for name in window.links}):
+            links = {
+                (rank, link.to): link.seconds_per_byte
+                for rank, window in enumerate(windows)
+                for link in window.links.get(traffic, ())
+            }
+            seconds = _Others(links.values())
+            news: dict[bool, dict[tuple[int, int], float]] = {True: {}, False: {}}
+            for ends, own in links.items() if len(links) > 1 else ():
+                usual, seen = seconds.lower_quartile(own), self._links[traffic, *ends]
+                is_late = own > LINK_FACTOR * usual and not late.intersection(ends)
+                if seen.add(own / usual, is_late):
+                    news[seen.is_slow][ends] = usual
+            for is_slow, of_links in news.items():
+                found += self._of_links(traffic, links, of_links, is_slow)
+        return found
+
+    def _of_links(
+        self,
+        traffic: str,
+        links: Mapping[tuple[int, int], float],
+        news: Mapping[tuple[int, int], float],
+        is_slow: bool,
+    ) -> list[Finding]:
+        """One finding for a rank all of whose links are new, both ways, and one for each other link. links:
+        all there are, seconds for a byte; news: what that is compared with, of those that are."""
+        found, told = [], set()
+        for rank in sorted({end for ends in news for end in ends}):
+            own = [ends for ends in links if rank in ends]
+            if len(own) > 2 and all(ends in news for ends in own):
+                told.update(own)
+                found.append(self._of_link(traffic, own, links, news, is_slow, rank))
+        for ends in news:
+            if ends not in told:
+                found.append(self._of_link(traffic, [ends], links, news, is_slow, ends[0], ends[1]))
+        return found
+
+    def _of_rank(self, rank: int, windows: Sequence[Window], usual: float) -> Finding:
+        seen, host = self._ranks[rank], self.hosts[rank]
+        times = median(seen.times)
+        if not seen.is_slow:
+            sentence = (
+                f"rank {rank} (host {host}) computes {times:.1f} times as long as its peers over the last "
+                f"{self._steps} steps, and is no longer slow."
+            )
+            return Finding(rank, host, times, sentence, is_slow=False)
+        per = "a step and layer" if self._by_layer else "a step"
+        waits = [
+            (each.waited_s, other) for other, each in enumerate(windows) if each.waited_for == rank != other
+        ]
+        seconds, waiting = max(waits, default=(0.0, -1))
+        waited = f"; rank {waiting} waited {seconds:.3g} s for it since the last look" if waits else ""
+        sentence = (
+            f"rank {rank} (host {host}) computes {times:.1f} times as long as its peers over the last "
+            f"{self._steps} steps: {windows[rank].layer_s:.3g} s {per} without waiting, where they take "
+            f"{usual:.3g} s{waited}."
+        )
+        return Finding(rank, host, times, sentence)
+
+    def _of_link(
+        self,
+        traffic: str,
+        told: Sequence[tuple[int, int]],
+        links: Mapping[tuple[int, int], float],
+        news: Mapping[tuple[int, int], float],
+        is_slow: bool,
+        rank: int,
+        to: int | None = None,
+    ) -> Finding:
+        times = median(median(self._links[traffic, *ends].times) for ends in told)
+        rate, others = 1e-6 / median(links[ends] for ends in told), 1e-6 / median(news[ends] for ends in told)
+        host, again = self.hosts[rank], "" if is_slow else ", and no longer slow"
+        what = f"all links of rank {rank} (host {host}), both ways, take"
+        if to is not None:
+            what = f"the link from rank {rank} (host {host}) to rank {to} (host {self.hosts[to]}) takes"
+        sentence = (
+            f"{what} {times:.1f} times as long as others for a byte of {traffic} over the last {self._steps} "
+            f"steps: {rate:.3g} MB/s, where others carry {others:.3g} MB/s{again}."
+        )
+        return Finding(rank, host, times, sentence, is_slow, to, traffic)

@@ -1,0 +1,40 @@
+"""What layers that move between stages go together with."""
+
+from __future__ import annotations
+
+from pyruntime.train.config import RunConfig, meets_every_step
+from pyruntime.train.errors import require
+
+
+def check_rebalance(config: RunConfig) -> None:
+    if config.parallel.rebalance == "off":
+        return
+    asked, data_parallel = "parallel.rebalance=on", config.data_parallel
+    require(
+        config.parallel.pp > 1,
+        f"{asked} moves layers between the stages of a pipeline, and parallel.pp=1; set that, or leave it "
+        "out.",
+    )
+    require(
+        config.checkpoint.every_steps > 0,
+        f"{asked} moves layers when a checkpoint is saved, and checkpoint.every_steps=0 saves none before "
+        "the end; set it.",
+    )
+    require(
+        config.train.slow_every != 0,
+        f"{asked} goes by which rank is slow, and train.slow_every=0 looks at none; leave one of them out.",
+    )
+    require(
+        meets_every_step(config),
+        f"{asked} with data_parallel.method={data_parallel.method}: replicas that seldom meet would wait for "
+        "each other when layers move; leave one of them out.",
+    )
+    require(
+        data_parallel.compression == "none",
+        f"{asked} with data_parallel.compression={data_parallel.compression}: what compression has lost is "
+        "kept by the rank that holds the layer, and does not move; leave one of them out.",
+    )
+    require(
+        config.train.device != "cuda",
+        f"{asked} is of ranks on the CPU, and train.device=cuda; leave one of them out.",
+    )

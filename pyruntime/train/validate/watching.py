@@ -1,0 +1,70 @@
+"""What is wrong with how a run is to be watched."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from pyruntime.plan.cluster import find_cluster
+from pyruntime.train.config import RunConfig, steps_of, with_steps
+from pyruntime.train.errors import refusing, require
+
+
+def check_watching(config: RunConfig) -> None:
+    """Raises ConfigError where a package is missing, there are no such steps to record, or the planner cannot
+    predict what such a run does."""
+    _check_sinks(config)
+    _check_profile(config)
+    _check_predicted(config)
+
+
+def _check_sinks(config: RunConfig) -> None:
+    for name in ("tensorboard", "wandb"):
+        asked = getattr(config.output, name)
+        require(
+            not asked or find_spec(name) is not None,
+            f"output.{name} writes through the package {name}, which is not installed; install "
+            f"pyruntime[{name}].",
+        )
+
+
+def _check_profile(config: RunConfig) -> None:
+    train = config.train
+    if not train.profile:
+        return
+    with refusing("train.profile: "):
+        last = steps_of(train.profile)[-1]
+    steps = with_steps(config).train.steps
+    require(
+        last <= steps,
+        f"train.profile={train.profile} goes beyond the last step, {steps}; name earlier ones.",
+    )
+    require(
+        not train.ledger,
+        f"train.profile={train.profile} switches on the ledger of its own steps, and train.ledger that of "
+        "all; leave one of them out.",
+    )
+
+
+def _check_predicted(config: RunConfig) -> None:
+    cluster = config.output.cluster
+    if not cluster:
+        return
+    with refusing("output.cluster: "):
+        find_cluster(cluster)
+    data_parallel = config.data_parallel
+    for name, value, known in (
+        ("train.dtype", config.train.dtype, ("bf16",)),
+        ("comm.tier", config.comm.tier, ("auto", "chunked", "fused")),
+        ("parallel.slices", config.parallel.slices, (1,)),
+        ("data_parallel.method", data_parallel.method, ("every_step", "co2")),
+        ("data_parallel.members", data_parallel.members, ("",)),
+        ("data_parallel.compression", data_parallel.compression, ("none",)),
+        ("data_parallel.weight_wire", data_parallel.weight_wire, ("same",)),
+        ("pipeline.wire", config.pipeline.wire, ("same",)),
+        ("context.wire", config.context.wire, ("same",)),
+    ):
+        require(
+            value in known,
+            f"output.cluster={cluster}: the planner does not know {name}={value}, and would predict another "
+            "step; leave one of them out.",
+        )

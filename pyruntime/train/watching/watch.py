@@ -1,0 +1,44 @@
+"""What a step is compared with. All that is shown or kept of a step is in the record that leaves here."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from pyruntime.train.metrics import StepMetrics
+from pyruntime.train.watching.peak import Peak
+
+
+class Watch:
+    """Of a run of `steps` on `ranks` ranks. flops_per_token: as MFU counts them, see
+    `LlamaConfig.flops_per_token`. peak: None where it is not known. predicted_step_s: seconds of a step, by
+    the planner; None where it was not asked."""
+
+    def __init__(
+        self,
+        steps: int,
+        ranks: int,
+        flops_per_token: float,
+        peak: Peak | None = None,
+        predicted_step_s: float | None = None,
+    ):
+        self._steps, self._ranks, self._predicted_step_s = steps, ranks, predicted_step_s
+        self._mfu_of_one = None if peak is None else flops_per_token / peak.flops
+        """MFU at one token per second."""
+        self._first_step, self._started = 0, 0.0
+
+    def complete(self, measured: StepMetrics) -> StepMetrics:
+        """The step that has just ended, with all that it is compared with. To be called in order."""
+        now = time.monotonic()
+        if not self._first_step:
+            self._first_step, self._started = measured.step, now - measured.step_time_s
+        done = measured.step - self._first_step + 1
+        per_second = measured.tokens_per_second
+        return dataclasses.replace(
+            measured,
+            tokens_per_second_per_device=per_second / self._ranks,
+            mfu=None if self._mfu_of_one is None else per_second * self._mfu_of_one,
+            predicted_step_s=self._predicted_step_s,
+            # Of this process so far: validation and checkpoints count.
+            eta_s=(now - self._started) / done * (self._steps - measured.step),
+        )

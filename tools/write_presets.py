@@ -1,0 +1,144 @@
+"""Writes the presets of published Llamas for clusters, pyruntime/train/presets/llama3-*.toml, by our planner:
+
+    .venv/bin/python tools/write_presets.py
+
+For every number of GPUs the fastest mesh by prediction of those that the trainer runs on GPUs of several
+hosts (tensor- and data-parallel ranks alone) and whose memory, by the trainer's own rules, leaves a fifth of
+a GPU free, in a step and while the model is made. Where nothing fits, half as many tokens a step, and so on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pyruntime.cli.dry_run import Estimate, estimate  # noqa: E402
+from pyruntime.cli.plan_facts import find_model, settings  # noqa: E402
+from pyruntime.plan.cluster import Cluster, find_cluster  # noqa: E402
+from pyruntime.plan.memory import SAFE  # noqa: E402
+from pyruntime.plan.mesh import Job  # noqa: E402
+from pyruntime.plan.report import GB, mfu  # noqa: E402
+from pyruntime.plan.search import Candidate, Choice, search  # noqa: E402
+from pyruntime.text import toml_value  # noqa: E402
+from pyruntime.train import config_file, dry_run  # noqa: E402
+from pyruntime.train.config import RunConfig  # noqa: E402
+from pyruntime.train.device import check_between_hosts  # noqa: E402
+from pyruntime.train.errors import ConfigError  # noqa: E402
+from pyruntime.train.planned import DEVICE  # noqa: E402
+
+SEQ = 8192
+TOKENS = tuple(2**power for power in range(22, 17, -1))
+"""Of a step: the first with which something fits."""
+GPUS = tuple(2**power for power in range(3, 11))
+CHOICE = Choice(axonn=False, co2=False, hybrid=False, kinds=())
+HERE = "parallel", "train"
+"""Sections of [ranks.N]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    model: str
+    cluster: str
+    lr: float
+    """Peak learning rate, arXiv 2407.21783, table 3."""
+
+
+PRESETS = (
+    Preset("llama3-8b", "dgx-h100", 3e-4),
+    Preset("llama3-70b", "dgx-h100", 1.5e-4),
+    # On 80 GB the 101 GB of a rank's weights before ZeRO 3 cuts them do not fit, at tp 8.
+    Preset("llama3-405b", "dgx-h200", 8e-5),
+)
+
+
+def config_of(job: Job, candidate: Candidate) -> RunConfig:
+    """The trainer's, on GPUs."""
+    sections = settings(job, candidate.mesh)
+    sections["train"]["device"] = "cuda"
+    return config_file.from_dict(sections, "the planner")
+
+
+def held(job: Job, candidate: Candidate) -> Estimate | None:
+    """What the fullest rank holds; None where the trainer does not run the mesh on these GPUs."""
+    try:
+        config = config_of(job, candidate)
+        if job.gpus > job.cluster.gpus_per_node:
+            check_between_hosts(config)
+        return estimate(config, dry_run.check(config, job.gpus), job.gpus)
+    except ConfigError:
+        return None
+
+
+def fastest(model: str, cluster: Cluster, gpus: int) -> tuple[Job, Candidate, Estimate] | None:
+    """The mesh for so many GPUs; None where none fits."""
+    for tokens in TOKENS:
+        job = Job(find_model(model), cluster, gpus, tokens // SEQ, SEQ)
+        for candidate in search(job, CHOICE, rules=DEVICE).candidates:
+            found = held(job, candidate)
+            if found is not None and found.total <= SAFE * cluster.memory_bytes:
+                return job, candidate, found
+    return None
+
+
+def table(job: Job, candidate: Candidate, found: Estimate) -> str:
+    """[ranks.N] of a preset."""
+    sections = settings(job, candidate.mesh)
+    parallel, train = (sections[name] for name in HERE)
+    parallel = {key: value for key, value in parallel.items() if value != 1 or key in ("tp", "dp", "zero")}
+    keys = ("batch_size", "micro_batch_size", "activation_checkpointing")
+    train = {key: train[key] for key in keys if key in train}
+    return (
+        f"# {candidate.total:.2f} s a step, {mfu(job, candidate):.0%} of the peak, "
+        f"{found.total / GB:.0f} GB a GPU\n"
+        f"[{config_file.BY_RANKS}.{job.gpus}]\n"
+        f"parallel = {toml_value(parallel)}\ntrain = {toml_value(train)}\n"
+    )
+
+
+def text(preset: Preset) -> str:
+    cluster = find_cluster(preset.cluster)
+    tables = [table(*found) for gpus in GPUS if (found := fastest(preset.model, cluster, gpus))]
+    shape = find_model(preset.model)
+    return f"""\
+# {preset.model} on {cluster.gpu} in nodes of {cluster.gpus_per_node} (cluster {cluster.name}): meshes that \
+tools/write_presets.py has our planner
+# choose, seconds and memory by its formulas. Not run on a GPU. Peak learning rate: arXiv 2407.21783, table 3.
+# torchrun ... -m pyruntime train --config {preset.model} --data.paths TOKENS --output.run_dir RUNS/NAME
+
+[model]
+preset = "{preset.model}"
+vocab_size = {shape.vocab}
+
+[optimizer]
+lr = {preset.lr:g}
+warmup_steps = 8000
+
+[train]
+tokens = 1_000_000_000_000
+seq_len = {SEQ}
+dtype = "bf16"
+device = "cuda"
+val_every = 1000
+
+[comm]
+tier = "auto"
+deadline_s = 600
+
+[checkpoint]
+every_steps = 500
+
+[output]
+sample_tokens = 0
+
+""" + "\n".join(tables)
+
+
+if __name__ == "__main__":
+    for each in PRESETS:
+        path = config_file.PRESET_DIR / f"{each.model}.toml"
+        path.write_text(text(each), encoding="utf-8")
+        print(path)
