@@ -73,7 +73,8 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
     gather.multiply(gemms, /*transposed=*/true);
   } else {
     MatmulSums parts(*over, choice_of_sums(*over, x, rows, weights, asked), gemms, /*transposed=*/true);
-    gather.for_each_chunk([&](const Chunk& chunk, const at::Tensor& part) { parts.multiply(x, chunk, part); });
+    gather.for_each_chunk(
+        [&](const Chunk& chunk, const at::Tensor& part) { parts.multiply(x, chunk, part); });
     parts.finish();
   }
   if (return_gathered) {
@@ -88,8 +89,7 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
 // The shards of x come back while dX is computed and leaves, and dW runs while the parts of dX travel.
 Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_given, bool gathered,
                                    at::TensorList weights, c10::string_view group_name, int64_t dim,
-                                   bool need_dx, bool need_dw, c10::string_view tier,
-                                   c10::string_view sums) {
+                                   bool need_dx, bool need_dw, c10::string_view tier, c10::string_view sums) {
   const Operand x = Operand::of(x_given, dim, "x");
   std::vector<Operand> dy;
   for (const at::Tensor& grad : grads) dy.push_back(Operand::of(grad, dim, "grad"));
@@ -347,7 +347,8 @@ void register_column_linears(torch::Library& m) {
       "int dim, bool need_dx, bool need_dw, str tier, str sums=\"\") -> Tensor[]");
   Operator<replicated_matmul>::define_differentiable<replicated_matmul_autograd>(
       m,
-      "replicated_matmul(Tensor x, Tensor[] weights, Tensor?[] biases, str group, str tier, str sums=\"\") -> "
+      "replicated_matmul(Tensor x, Tensor[] weights, Tensor?[] biases, str group, str tier, str sums=\"\") "
+      "-> "
       "Tensor[]");
   Operator<replicated_matmul_backward>::define(
       m,

@@ -49,7 +49,7 @@ class MatmulScatter {
 
   Parts parts_;
   TierChoice choice_;
-  at::Tensor sums_;                   // once they are there
+  at::Tensor sums_;  // once they are there
   bool reduced_ = false;
   std::optional<RowScatter> flight_;  // none in a group of one rank
 };

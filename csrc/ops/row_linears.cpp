@@ -69,8 +69,8 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
   const c10::DeviceGuard on(x_whole.device());
   const TierChoice asked = tier_named(std::string(tier));
   Group* const over = group_of_sums(sums);
-  TierChoice choice = choose_tier(group, "matmul_reduce_scatter_backward", x, x.rows, weight.size(0), x.width,
-                                  asked);
+  TierChoice choice =
+      choose_tier(group, "matmul_reduce_scatter_backward", x, x.rows, weight.size(0), x.width, asked);
   if (over != nullptr) choice = in_few_chunks(group, choice, x_whole.device());
   const bool in_two_parts =
       (need_dw || need_others) && sums_in_two_parts(group, x_whole, weight, choice.tier);
@@ -91,9 +91,10 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
     if (over == nullptr) {
       gather.multiply(gemms, /*transposed=*/false);
     } else {
-      parts.emplace(*over,
-                    choose_tier(*over, "replicated_matmul_backward", grad, x.rows, weight.size(0), x.width, asked),
-                    gemms, /*transposed=*/false);
+      parts.emplace(
+          *over,
+          choose_tier(*over, "replicated_matmul_backward", grad, x.rows, weight.size(0), x.width, asked),
+          gemms, /*transposed=*/false);
       gather.for_each_chunk(
           [&](const Chunk& chunk, const at::Tensor& rows) { parts->multiply(grad, chunk, rows); });
     }
