@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -420,7 +420,8 @@ class RowParallelLinear(ParallelLinear):
         if self.region is not None and not self.split_input:
             x = self.region.end(x)
         x, weight, bias = self._operands(x)
-        group, options = self.group.name, {"bias": bias, "tier": self.tier, "sums": self._sums}
+        group = self.group.name
+        options: dict[str, Any] = {"bias": bias, "tier": self.tier, "sums": self._sums}
         form = self.region.form if self.region is not None and x.dim() > 1 else None
         form = form if form is not None and form.gives_rows else None
         if self._alone:
