@@ -80,7 +80,8 @@ def trained(config: Any, runtime: Any, kind: type[Timed]) -> list[Timed]:
         made.append(kind(*args))
         return made[-1]
 
-    with patch.object(run_module, "Trainer", make):
+    # As if it were a job of its own, and not one that its launcher has started anew.
+    with patch.object(run_module, "Trainer", make), patch.object(run_module, "_life_before", lambda: None):
         run(config, "slow", runtime, StopRequest())
     return made
 

@@ -59,7 +59,7 @@ def measure(config: Any, runtime: Any, folder: Path, rounds: int) -> dict[str, A
         for _ in range(WARM + rounds):
             measured = timed("step", lambda: next(steps))
             timed("by axis", runtime.exposed_by_axis)
-            record = timed("record", lambda measured=measured: watch.complete(measured))
+            record = timed("record", lambda measured=measured: watch.complete(measured, made.step))
             for sink in sinks:
                 timed(type(sink).__name__, lambda sink=sink, record=record: sink.write(record))
         steps.close()

@@ -13,6 +13,7 @@
 #include "ops/gather_matmul.h"
 #include "ops/gemm.h"
 #include "ops/matmul_scatter.h"
+#include "ops/matmul_sums.h"
 #include "ops/operators.h"
 #include "ops/weight_gradient.h"
 
@@ -29,16 +30,22 @@ int64_t total_width(at::TensorList weights) {
 }
 
 void append_wgrads(Tensors& result, at::TensorList weights, const std::vector<Operand>& grads,
-                   const at::Tensor& x, Group& group) {
-  const bool in_pieces = group.crosses_hosts(x.device());
+                   const at::Tensor& x, bool in_pieces) {
   for (size_t i = 0; i < weights.size(); ++i)
     result.push_back(weight_gradient(weights[i], grads[i].data, x, in_pieces));
+}
+
+// Of the sums over `over` of products of x, of which all ranks of its own group have `rows` rows.
+TierChoice choice_of_sums(Group& over, const Operand& x, int64_t rows, at::TensorList weights,
+                          const TierChoice& asked) {
+  return choose_tier(over, "matmul_all_reduce", x, rows, total_width(weights), x.width, asked);
 }
 
 Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
                           const OptionalTensorList& optional_biases, c10::string_view group_name, int64_t dim,
                           c10::SymInt all_rows, bool return_gathered,
-                          std::optional<bool> /*keep_gathered: what autograd saves*/, c10::string_view tier) {
+                          std::optional<bool> /*keep_gathered: what autograd saves*/, c10::string_view tier,
+                          c10::string_view sums) {
   constexpr const char* kOp = "all_gather_matmul";
   const Tensors biases = optional_tensors(optional_biases, weights.size(), kOp);
   check_linear(kOp, x_shard, weights, biases);
@@ -51,7 +58,9 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
                     "; pass the rows over all ranks, or None.");
   const int64_t rows = agreed_rows(group, x, asked_rows);
   check_shard_rows(kOp, ChunkPlan(rows, group.world_size(), group.rank()), x);
-  const TierChoice choice = choose_tier(group, kOp, x, rows, total_width(weights), x.width, asked);
+  Group* const over = group_of_sums(sums);
+  TierChoice choice = choose_tier(group, kOp, x, rows, total_width(weights), x.width, asked);
+  if (over != nullptr) choice = in_few_chunks(group, choice, x_shard.device());
   GatherMatmul gather(group, Op::kAllGatherMatmul, x, rows, choice, /*keep_rows=*/return_gathered);
   Tensors outputs;
   std::vector<GatherMatmul::Gemm> gemms;
@@ -60,7 +69,14 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
     outputs.push_back(at::empty(x.sizes_with(rows, width), x_shard.options()));
     gemms.push_back({outputs[i].view({x.blocks, rows * x.inner, width}), weights[i], biases[i]});
   }
-  gather.multiply(gemms, /*transposed=*/true);
+  if (over == nullptr) {
+    gather.multiply(gemms, /*transposed=*/true);
+  } else {
+    MatmulSums parts(*over, choice_of_sums(*over, x, rows, weights, asked), gemms, /*transposed=*/true);
+    gather.for_each_chunk(
+        [&](const Chunk& chunk, const at::Tensor& part) { parts.multiply(x, chunk, part); });
+    parts.finish();
+  }
   if (return_gathered) {
     const at::Tensor gathered = group.world_size() == 1 ? x_shard.clone() : gather.rows();
     outputs.push_back(gathered.view(x.sizes_with(rows, x.width)));
@@ -73,7 +89,7 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
 // The shards of x come back while dX is computed and leaves, and dW runs while the parts of dX travel.
 Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_given, bool gathered,
                                    at::TensorList weights, c10::string_view group_name, int64_t dim,
-                                   bool need_dx, bool need_dw, c10::string_view tier) {
+                                   bool need_dx, bool need_dw, c10::string_view tier, c10::string_view sums) {
   const Operand x = Operand::of(x_given, dim, "x");
   std::vector<Operand> dy;
   for (const at::Tensor& grad : grads) dy.push_back(Operand::of(grad, dim, "grad"));
@@ -91,7 +107,10 @@ Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_giv
     scatter.emplace(group, MatmulScatter::Parts{dy, weights.vec(), /*transposed=*/false}, /*all=*/false,
                     choice);
   Tensors dw;
-  if (need_dw) append_wgrads(dw, weights, dy, gather ? gather->rows() : x.data, group);
+  if (need_dw) {
+    append_wgrads(dw, weights, dy, gather ? gather->rows() : x.data,
+                  waits_for_hosts(group, sums, x.data.device()));
+  }
   if (gather) gather->finish();
   Tensors result;
   if (scatter) {
@@ -103,19 +122,32 @@ Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_giv
 }
 
 Tensors replicated_matmul(const at::Tensor& x, at::TensorList weights,
-                          const OptionalTensorList& optional_biases, c10::string_view /*group*/,
-                          c10::string_view /*tier: only the backward travels*/) {
+                          const OptionalTensorList& optional_biases, c10::string_view /*group: backward*/,
+                          c10::string_view tier, c10::string_view sums) {
   constexpr const char* kOp = "replicated_matmul";
   const Tensors biases = optional_tensors(optional_biases, weights.size(), kOp);
   check_linear(kOp, x, weights, biases);
   const Operand rows = Operand::of_rows(x, "x");
+  const TierChoice asked = tier_named(std::string(tier));
+  const c10::DeviceGuard on(x.device());
   Tensors outputs;
+  std::vector<GatherMatmul::Gemm> gemms;
   for (size_t i = 0; i < weights.size(); ++i) {
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = weights[i].size(0);
     outputs.push_back(at::empty(sizes, x.options()));
-    WeightGemm(weights[i], /*transposed=*/true, rows.rows)
-        .write(outputs[i].view({1, rows.rows, sizes.back()}), rows.data, biases[i], /*accumulate=*/false);
+    gemms.push_back({outputs[i].view({1, rows.rows, sizes.back()}), weights[i], biases[i]});
+  }
+  if (Group* const over = group_of_sums(sums)) {
+    MatmulSums parts(*over, choice_of_sums(*over, rows, rows.rows, weights, asked), gemms,
+                     /*transposed=*/true);
+    parts.multiply(rows, Chunk{0, 0, rows.rows}, rows.data);
+    parts.finish();
+    return outputs;
+  }
+  for (const GatherMatmul::Gemm& gemm : gemms) {
+    WeightGemm(gemm.weight, /*transposed=*/true, rows.rows)
+        .write(gemm.out, rows.data, gemm.bias, /*accumulate=*/false);
   }
   return outputs;
 }
@@ -124,7 +156,7 @@ Tensors replicated_matmul(const at::Tensor& x, at::TensorList weights,
 // runs.
 Tensors replicated_matmul_backward(at::TensorList grads, const at::Tensor& x, at::TensorList weights,
                                    c10::string_view group_name, bool need_dx, bool need_dw,
-                                   c10::string_view tier) {
+                                   c10::string_view tier, c10::string_view sums) {
   const Operand rows = Operand::of_rows(x, "x");
   std::vector<Operand> dy;
   for (const at::Tensor& grad : grads) dy.push_back(Operand::of_rows(grad, "grad"));
@@ -138,7 +170,7 @@ Tensors replicated_matmul_backward(at::TensorList grads, const at::Tensor& x, at
                     choice);
   }
   Tensors dw;
-  if (need_dw) append_wgrads(dw, weights, dy, rows.data, group);
+  if (need_dw) append_wgrads(dw, weights, dy, rows.data, waits_for_hosts(group, sums, x.device()));
   Tensors result;
   if (scatter) result.push_back(scatter->finish().view(x.sizes()));
   result.insert(result.end(), dw.begin(), dw.end());
@@ -156,6 +188,7 @@ struct ColumnCall {
   int64_t dim = -1;  // along which x is gathered; -1: it is whole
   bool return_gathered = false;
   bool keep_gathered = false;
+  c10::string_view sums = "";  // over which results are summed
 };
 
 // Of all column linears; autograd wants their tensors in one list: x, the weights, the biases that are there.
@@ -172,6 +205,7 @@ struct ColumnLinear : Function<ColumnLinear> {
     ctx->save_for_backward(saved);
     ctx->saved_data["group"] = std::string(call.group);
     ctx->saved_data["tier"] = std::string(call.tier);
+    ctx->saved_data["sums"] = std::string(call.sums);
     ctx->saved_data["dim"] = call.dim;
     ctx->saved_data["gathered"] = call.keep_gathered;
     ctx->saved_data["has_bias"] = call.has_bias;
@@ -216,7 +250,9 @@ struct ColumnLinear : Function<ColumnLinear> {
     const at::TensorList weights = at::TensorList(saved).slice(1);
     const int64_t dim = ctx->saved_data["dim"].toInt();
     if (dim >= 0 && !ctx->saved_data["gathered"].toBool()) return false;
-    if (!Group::get(ctx->saved_data["group"].toStringRef()).crosses_hosts(saved[0].device())) return false;
+    if (!waits_for_hosts(Group::get(ctx->saved_data["group"].toStringRef()),
+                         ctx->saved_data["sums"].toStringRef(), saved[0].device()))
+      return false;
     for (size_t i = 0; i < weights.size(); ++i) {
       if (!ctx->needs_input_grad(1 + i) || !may_come_later(weights[i])) return false;
     }
@@ -237,12 +273,13 @@ struct ColumnLinear : Function<ColumnLinear> {
     const at::TensorList weights = at::TensorList(saved).slice(1);
     const std::string group = ctx->saved_data["group"].toStringRef();
     const std::string tier = ctx->saved_data["tier"].toStringRef();
+    const std::string sums = ctx->saved_data["sums"].toStringRef();
     const int64_t dim = ctx->saved_data["dim"].toInt();
     if (dim < 0)
       return Operator<replicated_matmul_backward>::call(grads, saved[0], weights, group, need_dx, need_dw,
-                                                        tier);
+                                                        tier, sums);
     return Operator<all_gather_matmul_backward>::call(grads, saved[0], ctx->saved_data["gathered"].toBool(),
-                                                      weights, group, dim, need_dx, need_dw, tier);
+                                                      weights, group, dim, need_dx, need_dw, tier, sums);
   }
 };
 
@@ -260,24 +297,27 @@ Tensors apply(const char* op, const at::Tensor& x, at::TensorList weights, const
 Tensors all_gather_matmul_autograd(const at::Tensor& x, at::TensorList weights,
                                    const OptionalTensorList& biases, c10::string_view group, int64_t dim,
                                    c10::SymInt rows, bool return_gathered, std::optional<bool> keep_gathered,
-                                   c10::string_view tier) {
+                                   c10::string_view tier, c10::string_view sums) {
   // On one host gathering again costs next to nothing; over a network it costs a transfer.
   const bool keep =
       keep_gathered.has_value() ? *keep_gathered : Group::get(std::string(group)).crosses_hosts(x.device());
   const auto forward = [&] {
     return Operator<all_gather_matmul>::call(x, weights, biases, group, dim, rows, keep || return_gathered,
-                                             false, tier);
+                                             false, tier, sums);
   };
   const int64_t cut = dim < 0 ? dim + x.dim() : dim;
   return apply("all_gather_matmul", x, weights, biases,
-               {forward, {}, group, tier, cut, return_gathered, keep});
+               {forward, {}, group, tier, cut, return_gathered, keep, sums});
 }
 
 Tensors replicated_matmul_autograd(const at::Tensor& x, at::TensorList weights,
                                    const OptionalTensorList& biases, c10::string_view group,
-                                   c10::string_view tier) {
-  const auto forward = [&] { return Operator<replicated_matmul>::call(x, weights, biases, group, tier); };
-  return apply("replicated_matmul", x, weights, biases, {forward, {}, group, tier});
+                                   c10::string_view tier, c10::string_view sums) {
+  const auto forward = [&] {
+    return Operator<replicated_matmul>::call(x, weights, biases, group, tier, sums);
+  };
+  return apply("replicated_matmul", x, weights, biases,
+               {.forward = forward, .has_bias = {}, .group = group, .tier = tier, .sums = sums});
 }
 
 }  // namespace
@@ -286,7 +326,13 @@ Tensors call_all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights
                                int64_t dim, c10::SymInt rows, bool return_gathered,
                                std::optional<bool> keep_gathered) {
   return Operator<all_gather_matmul>::call(x_shard, weights, OptionalTensorList(), group, dim,
-                                           std::move(rows), return_gathered, keep_gathered, "auto");
+                                           std::move(rows), return_gathered, keep_gathered, "auto", "");
+}
+
+Tensors call_replicated_matmul_backward(at::TensorList grads, const at::Tensor& x, at::TensorList weights,
+                                        c10::string_view group, bool need_dx, bool need_dw,
+                                        c10::string_view tier) {
+  return Operator<replicated_matmul_backward>::call(grads, x, weights, group, need_dx, need_dw, tier, "");
 }
 
 void register_column_linears(torch::Library& m) {
@@ -294,17 +340,20 @@ void register_column_linears(torch::Library& m) {
       m,
       "all_gather_matmul(Tensor x_shard, Tensor[] weights, Tensor?[] biases, str group, int dim, SymInt "
       "rows, "
-      "bool return_gathered, bool? keep_gathered, str tier) -> Tensor[]");
+      "bool return_gathered, bool? keep_gathered, str tier, str sums=\"\") -> Tensor[]");
   Operator<all_gather_matmul_backward>::define(
       m,
       "all_gather_matmul_backward(Tensor[] grads, Tensor x, bool gathered, Tensor[] weights, str group, "
-      "int dim, bool need_dx, bool need_dw, str tier) -> Tensor[]");
+      "int dim, bool need_dx, bool need_dw, str tier, str sums=\"\") -> Tensor[]");
   Operator<replicated_matmul>::define_differentiable<replicated_matmul_autograd>(
-      m, "replicated_matmul(Tensor x, Tensor[] weights, Tensor?[] biases, str group, str tier) -> Tensor[]");
+      m,
+      "replicated_matmul(Tensor x, Tensor[] weights, Tensor?[] biases, str group, str tier, str sums=\"\") "
+      "-> "
+      "Tensor[]");
   Operator<replicated_matmul_backward>::define(
       m,
       "replicated_matmul_backward(Tensor[] grads, Tensor x, Tensor[] weights, str group, bool need_dx, "
-      "bool need_dw, str tier) -> Tensor[]");
+      "bool need_dw, str tier, str sums=\"\") -> Tensor[]");
 }
 
 }  // namespace pyruntime

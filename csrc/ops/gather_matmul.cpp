@@ -39,16 +39,24 @@ void GatherMatmul::multiply(const std::vector<Gemm>& gemms, bool transposed) {
 }
 
 void GatherMatmul::multiply_chunks(const std::vector<Gemm>& gemms, bool transposed) {
-  if (keep_rows_) rows_ = flight_->empty_rows();
   std::vector<WeightGemm> products;
   for (const Gemm& gemm : gemms) {
     products.emplace_back(gemm.weight, transposed, gemm.out.size(0) * gemm.out.size(1));
   }
-  for (const Chunk& chunk : flight_->order()) {
-    const at::Tensor rows = flight_->chunk(chunk);
+  for_each_chunk([&](const Chunk& chunk, const at::Tensor& rows) {
     for (size_t i = 0; i < gemms.size(); ++i) {
       products[i].write(shard_.rows_of(gemms[i].out, chunk), rows, gemms[i].bias, /*accumulate=*/false);
     }
+  });
+}
+
+void GatherMatmul::for_each_chunk(
+    const std::function<void(const Chunk& chunk, const at::Tensor& rows)>& use) {
+  if (!flight_) return use({own_.owner, 0, rows_.size(1) / shard_.inner}, rows_);
+  if (keep_rows_) rows_ = flight_->empty_rows();
+  for (const Chunk& chunk : flight_->order()) {
+    const at::Tensor rows = flight_->chunk(chunk);
+    use(chunk, rows);
     if (keep_rows_) flight_->copy_chunk(rows_, chunk, rows);
   }
 }

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -27,6 +28,8 @@ class GatherMatmul {
 
   // The GEMMs of all rows, every one of them; rows @ weight where it is not `transposed`.
   void multiply(const std::vector<Gemm>& gemms, bool transposed);
+  // Calls `use` with each chunk of all rows as it comes, [blocks, chunk.rows * inner, width].
+  void for_each_chunk(const std::function<void(const Chunk& chunk, const at::Tensor& rows)>& use);
   // All rows in order, [blocks, rows * inner, width]; the shard itself in a group of one rank.
   const at::Tensor& rows();
   // This rank's rows among all.

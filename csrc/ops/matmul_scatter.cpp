@@ -25,7 +25,8 @@ MatmulScatter::MatmulScatter(Group& group, Parts parts, bool all, TierChoice cho
     flight_->publish_all(multiply_all({}));
     end_with(flight_->reduce(parts_.bias));
   } else {
-    const std::vector<WeightGemm> products = gemms();
+    const std::vector<WeightGemm> own = parts_.products == nullptr ? gemms() : std::vector<WeightGemm>();
+    const std::vector<WeightGemm>& products = parts_.products == nullptr ? own : *parts_.products;
     for (const Chunk& chunk : flight_->order()) {
       write(products, flight_->part(chunk), chunk, {});
       flight_->publish(chunk);
@@ -73,9 +74,30 @@ void MatmulScatter::end_with(at::Tensor sums) {
   flight_.reset();  // its memory is free for what the op does next
 }
 
+void MatmulScatter::reduce() {
+  if (sums_.defined() || reduced_) return;
+  flight_->reduce_own(parts_.bias);
+  reduced_ = true;
+}
+
+void MatmulScatter::reduce_if_come() {
+  if (!sums_.defined() && !reduced_ && flight_->parts_have_come()) reduce();
+}
+
 at::Tensor MatmulScatter::finish() {
-  if (!sums_.defined()) end_with(flight_->reduce(parts_.bias));
+  reduce();
+  if (!sums_.defined()) end_with(flight_->sums());
   return sums_;
+}
+
+void MatmulScatter::finish(const at::Tensor& out) {
+  reduce();
+  if (sums_.defined()) {
+    out.copy_(sums_);
+  } else {
+    flight_->sums(out);
+    end_with(out);
+  }
 }
 
 }  // namespace pyruntime

@@ -22,6 +22,7 @@ class MatmulScatter {
     std::vector<at::Tensor> weights;
     bool transposed;  // then there is one
     at::Tensor bias = {};
+    const std::vector<WeightGemm>* products = nullptr;  // with the weights, where others have arranged them
 
     int64_t width() const { return weights.front().size(transposed ? 0 : 1); }
   };
@@ -29,8 +30,14 @@ class MatmulScatter {
   // Multiplies, and the parts leave as they are made. `all`: every rank gets all sums, not those of its rows.
   MatmulScatter(Group& group, Parts parts, bool all, TierChoice choice);
 
-  // The sums, [blocks, *, width]; waits for the other ranks' parts.
+  // Waits for the other ranks' parts of what this rank sums; with `all` the sums leave then.
+  void reduce();
+  // The same where it need not wait.
+  void reduce_if_come();
+  // The sums, [blocks, *, width].
   at::Tensor finish();
+  // The same where `all`, into `out`.
+  void finish(const at::Tensor& out);
 
  private:
   std::vector<WeightGemm> gemms() const;
@@ -42,7 +49,8 @@ class MatmulScatter {
 
   Parts parts_;
   TierChoice choice_;
-  at::Tensor sums_;                   // once they are there
+  at::Tensor sums_;  // once they are there
+  bool reduced_ = false;
   std::optional<RowScatter> flight_;  // none in a group of one rank
 };
 

@@ -35,6 +35,9 @@ Tensors call_all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights
                                std::optional<bool> keep_gathered);
 at::Tensor call_matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight, c10::string_view group,
                                       int64_t dim);
+Tensors call_replicated_matmul_backward(at::TensorList grads, const at::Tensor& x, at::TensorList weights,
+                                        c10::string_view group, bool need_dx, bool need_dw,
+                                        c10::string_view tier);
 at::Tensor call_linear(const at::Tensor& x, const at::Tensor& weight);
 at::Tensor call_all_gather(const at::Tensor& x_shard, c10::string_view group, int64_t dim, c10::SymInt rows);
 at::Tensor call_reduce_scatter(const at::Tensor& x, c10::string_view group, int64_t dim);

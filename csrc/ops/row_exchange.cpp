@@ -151,6 +151,11 @@ bool RowScatter::sums_have_come() const {
 at::Tensor RowScatter::sums() {
   if (!all_) return own_sums_;
   at::Tensor all = empty(like_.rows);
+  sums(all);
+  return all;
+}
+
+void RowScatter::sums(const at::Tensor& out) {
   for (const Chunk& chunk : flight_->sums_order()) {
     Reading reading(transport_.context(), op_, chunk.owner, begun_);
     flight_->wait_for_sum(chunk);
@@ -159,9 +164,8 @@ at::Tensor RowScatter::sums() {
       reading.came(static_cast<int64_t>(sums.nbytes()), flight_->travelled(chunk));
     }
     const Spending copying(transport_.context(), Entered::kCopy, name_of(op_));
-    like_.rows_of(all, chunk).copy_(sums);
+    like_.rows_of(out, chunk).copy_(sums);
   }
-  return all;
 }
 
 }  // namespace pyruntime

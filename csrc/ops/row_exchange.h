@@ -82,6 +82,8 @@ class RowScatter {
   // The same in two steps, each of which waits for the others.
   void reduce_own(const at::Tensor& bias);
   at::Tensor sums();
+  // Those of all rows into `out`, which has their form.
+  void sums(const at::Tensor& out);
   // Whether reduce_own() or sums() would not wait; false also where that cannot be told.
   bool parts_have_come() const { return flight_->parts_have_come(); }
   bool sums_have_come() const;

@@ -13,6 +13,7 @@
 #include "ops/gather_matmul.h"
 #include "ops/gemm.h"
 #include "ops/matmul_scatter.h"
+#include "ops/matmul_sums.h"
 #include "ops/operators.h"
 #include "ops/weight_gradient.h"
 
@@ -24,7 +25,7 @@ namespace {
 
 at::Tensor matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
                                  const std::optional<at::Tensor>& optional_bias, c10::string_view group_name,
-                                 int64_t dim, c10::string_view tier) {
+                                 int64_t dim, c10::string_view tier, c10::string_view /*sums: backward*/) {
   constexpr const char* kOp = "matmul_reduce_scatter";
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
   check_linear(kOp, x, {weight}, {bias});
@@ -58,16 +59,19 @@ bool sums_in_two_parts(Group& group, const at::Tensor& x, const at::Tensor& weig
 }
 
 // [dX if need_dx] + [dW if need_dw] + [dbias if need_db] + [the other ranks' rows of dY if need_others].
-// need_others: instead of need_dw, where dW is summed in two parts.
+// need_others: instead of need_dw, where dW is summed in two parts. dW runs while sums of dX travel.
 Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::Tensor& x_whole,
                                        const at::Tensor& weight, c10::string_view group_name, int64_t dim,
                                        bool need_dx, bool need_dw, bool need_db, c10::string_view tier,
-                                       bool need_others) {
+                                       bool need_others, c10::string_view sums) {
   const Operand grad = Operand::of(grad_shard, dim, "grad"), x = Operand::of(x_whole, dim, "x");
   Group& group = Group::get(std::string(group_name));
   const c10::DeviceGuard on(x_whole.device());
-  const TierChoice choice = choose_tier(group, "matmul_reduce_scatter_backward", x, x.rows, weight.size(0),
-                                        x.width, tier_named(std::string(tier)));
+  const TierChoice asked = tier_named(std::string(tier));
+  Group* const over = group_of_sums(sums);
+  TierChoice choice =
+      choose_tier(group, "matmul_reduce_scatter_backward", x, x.rows, weight.size(0), x.width, asked);
+  if (over != nullptr) choice = in_few_chunks(group, choice, x_whole.device());
   const bool in_two_parts =
       (need_dw || need_others) && sums_in_two_parts(group, x_whole, weight, choice.tier);
   TORCH_CHECK(in_two_parts || !need_others,
@@ -80,9 +84,20 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
     dw = weight_gradient(weight, grad.data, x.rows_of(gather.own()), /*in_pieces=*/true);
   }
   Tensors result;
+  std::optional<MatmulSums> parts;
   if (need_dx) {
     result.push_back(at::empty(x.sizes, grad.data.options()));
-    gather.multiply({{result[0].view(x.data.sizes()), weight}}, /*transposed=*/false);
+    const std::vector<GatherMatmul::Gemm> gemms{{result[0].view(x.data.sizes()), weight}};
+    if (over == nullptr) {
+      gather.multiply(gemms, /*transposed=*/false);
+    } else {
+      parts.emplace(
+          *over,
+          choose_tier(*over, "replicated_matmul_backward", grad, x.rows, weight.size(0), x.width, asked),
+          gemms, /*transposed=*/false);
+      gather.for_each_chunk(
+          [&](const Chunk& chunk, const at::Tensor& rows) { parts->multiply(grad, chunk, rows); });
+    }
   }
   if (in_two_parts) {
     const at::Tensor others = gather.other_rows();
@@ -95,18 +110,19 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
     if (need_others) result.push_back(others);
   } else {
     if (need_dw) {
-      const bool later = group.crosses_hosts(x_whole.device()) && has_weight_gradient_sink(weight);
+      const bool later = waits_for_hosts(group, sums, x_whole.device()) && has_weight_gradient_sink(weight);
       result.push_back(weight_gradient(weight, gather.rows(), x.data, /*in_pieces=*/later));
     }
     if (need_db) result.push_back(bias_grad({gather.rows()}));
   }
+  if (parts) parts->finish();
   gather.finish();
   return result;
 }
 
 at::Tensor matmul_all_reduce(const at::Tensor& x, const at::Tensor& weight,
                              const std::optional<at::Tensor>& optional_bias, c10::string_view group_name,
-                             c10::string_view tier) {
+                             c10::string_view tier, c10::string_view /*sums: backward*/) {
   constexpr const char* kOp = "matmul_all_reduce";
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
   check_linear(kOp, x, {weight}, {bias});
@@ -126,14 +142,15 @@ at::Tensor matmul_all_reduce(const at::Tensor& x, const at::Tensor& weight,
 struct MatmulReduceScatter : Function<MatmulReduceScatter> {
   static Variable forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
                           const std::optional<at::Tensor>& bias, c10::string_view group, int64_t dim,
-                          c10::string_view tier) {
+                          c10::string_view tier, c10::string_view sums) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({x, weight});
     ctx->saved_data["group"] = std::string(group);
     ctx->saved_data["tier"] = std::string(tier);
+    ctx->saved_data["sums"] = std::string(sums);
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
-    return Operator<matmul_reduce_scatter>::call(x, weight, bias, group, dim, tier);
+    return Operator<matmul_reduce_scatter>::call(x, weight, bias, group, dim, tier, sums);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -144,13 +161,14 @@ struct MatmulReduceScatter : Function<MatmulReduceScatter> {
     const bool need_db = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2);
     const std::string group = ctx->saved_data["group"].toStringRef();
     const std::string tier = ctx->saved_data["tier"].toStringRef();
+    const std::string sums = ctx->saved_data["sums"].toStringRef();
     const int64_t dim = ctx->saved_data["dim"].toInt();
     const bool later = need_dw && comes_later(saved[0], saved[1], group, dim, tier);
     const at::Tensor dy = later ? grads[0].contiguous() : grads[0];
     if (later) add_own_rows(dy, saved[0], saved[1], group, dim);
     const Tensors found = Operator<matmul_reduce_scatter_backward>::call(
-        dy, saved[0], saved[1], group, dim, need_dx, need_dw && !later, need_db, tier, later);
-    variable_list result(6);
+        dy, saved[0], saved[1], group, dim, need_dx, need_dw && !later, need_db, tier, later, sums);
+    variable_list result(7);
     size_t next = 0;
     if (need_dx) result[0] = found[next++];
     if (need_dw && !later) result[1] = found[next++];
@@ -194,23 +212,35 @@ struct MatmulReduceScatter : Function<MatmulReduceScatter> {
 struct MatmulAllReduce : Function<MatmulAllReduce> {
   static Variable forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
                           const std::optional<at::Tensor>& bias, c10::string_view group,
-                          c10::string_view tier) {
+                          c10::string_view tier, c10::string_view sums) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({x, weight});
     ctx->saved_data["group"] = std::string(group);
+    ctx->saved_data["tier"] = std::string(tier);
+    ctx->saved_data["sums"] = std::string(sums);
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
-    return Operator<matmul_all_reduce>::call(x, weight, bias, group, tier);
+    return Operator<matmul_all_reduce>::call(x, weight, bias, group, tier, sums);
   }
 
-  // dY is the same on every rank, so the gradients of this rank's columns of x and W need no communication.
+  // dY is the same on every rank, so the gradients of this rank's columns of x and W need no communication
+  // over the group; over that of the sums it is the backward of a linear whose input every rank holds.
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivatives("matmul_all_reduce");
     const Tensors saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
     const at::Tensor& weight = saved[1];
-    variable_list result(5);
-    if (ctx->needs_input_grad(0)) result[0] = at::matmul(grads[0], weight);
-    if (ctx->needs_input_grad(1)) {
+    variable_list result(6);
+    const bool need_dx = ctx->needs_input_grad(0), need_dw = ctx->needs_input_grad(1);
+    const std::string sums = ctx->saved_data["sums"].toStringRef();
+    if (!sums.empty() && (need_dx || need_dw)) {
+      const Tensors found = call_replicated_matmul_backward({grads[0]}, x, {weight}, sums, need_dx, need_dw,
+                                                            ctx->saved_data["tier"].toStringRef());
+      if (need_dx) result[0] = found.front();
+      if (need_dw) result[1] = found.back();
+    } else if (need_dx) {
+      result[0] = at::matmul(grads[0], weight);
+    }
+    if (need_dw && sums.empty()) {
       const at::Tensor dy = grads[0].reshape_symint({-1, grads[0].sym_size(-1)});
       const at::Tensor rows = x.reshape_symint({-1, x.sym_size(-1)});
       if (has_weight_gradient_sink(weight)) {
@@ -229,19 +259,23 @@ struct MatmulAllReduce : Function<MatmulAllReduce> {
 
 at::Tensor call_matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight, c10::string_view group,
                                       int64_t dim) {
-  return Operator<matmul_reduce_scatter>::call(x, weight, std::nullopt, group, dim, "auto");
+  return Operator<matmul_reduce_scatter>::call(x, weight, std::nullopt, group, dim, "auto", "");
 }
 
 void register_row_linears(torch::Library& m) {
   Operator<matmul_reduce_scatter>::define_differentiable<MatmulReduceScatter>(
       m,
-      "matmul_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, str group, int dim, str tier) -> Tensor");
+      "matmul_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, str group, int dim, str tier, str "
+      "sums=\"\") -> Tensor");
   Operator<matmul_reduce_scatter_backward>::define(
       m,
       "matmul_reduce_scatter_backward(Tensor grad_shard, Tensor x, Tensor weight, str group, int dim, "
-      "bool need_dx, bool need_dw, bool need_db, str tier, bool need_others=False) -> Tensor[]");
+      "bool need_dx, bool need_dw, bool need_db, str tier, bool need_others=False, str sums=\"\") -> "
+      "Tensor[]");
   Operator<matmul_all_reduce>::define_differentiable<MatmulAllReduce>(
-      m, "matmul_all_reduce(Tensor x, Tensor weight, Tensor? bias, str group, str tier) -> Tensor");
+      m,
+      "matmul_all_reduce(Tensor x, Tensor weight, Tensor? bias, str group, str tier, str sums=\"\") -> "
+      "Tensor");
 }
 
 }  // namespace pyruntime

@@ -76,18 +76,11 @@ struct SlicedFlight : torch::CustomClassHolder {
 using Weight = c10::intrusive_ptr<SlicedWeight>;
 using Flight = c10::intrusive_ptr<SlicedFlight>;
 
-// Of rows that travel under another slice's work: as few chunks as may be, unless a number was tuned or asked
-// for.
+// Of rows that travel under another slice's work.
 TierChoice choose(const SlicedFlight& flight, const char* op, const Operand& x, int64_t n, int64_t k) {
   Group& group = Group::get(flight.group);
-  TierChoice choice = choose_tier(group, op, x, flight.rows, n, k, tier_named(flight.tier));
-  if (choice.tier == Tier::kChunked && choice.chunks == 0 && group.crosses_hosts(x.data.device())) {
-    const Transport& transport = group.transport(x.data.device());
-    for (int chunks = 1; chunks <= 2 && choice.chunks == 0; ++chunks) {
-      if (transport.why_not_pieces(chunks).empty()) choice.chunks = chunks;
-    }
-  }
-  return choice;
+  return in_few_chunks(group, choose_tier(group, op, x, flight.rows, n, k, tier_named(flight.tier)),
+                       x.data.device());
 }
 
 // Stands between two steps.

@@ -202,6 +202,15 @@ TierChoice choose_tier(Group& group, const char* op, const Operand& operand, int
   return {Tier::kChunked, chunks};
 }
 
+TierChoice in_few_chunks(Group& group, TierChoice choice, c10::Device device) {
+  if (choice.tier != Tier::kChunked || !group.crosses_hosts(device)) return choice;
+  const Transport& transport = group.transport(device);
+  for (int chunks = 1; chunks <= 2 && choice.chunks == 0; ++chunks) {
+    if (transport.why_not_pieces(chunks).empty()) choice.chunks = chunks;
+  }
+  return choice;
+}
+
 std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& key, c10::Device device,
                                                  const TierChoice& asked) {
   if (group.world_size() == 1) return {"local", "the group has one rank, so nothing travels"};

@@ -64,6 +64,10 @@ struct TierKey {
 TierChoice choose_tier(Group& group, const char* op, const Operand& operand, int64_t rows, int64_t n,
                        int64_t k, const TierChoice& asked);
 
+// That choice for rows that travel under other work: in as few chunks as may be, unless a number was tuned or
+// asked for.
+TierChoice in_few_chunks(Group& group, TierChoice choice, c10::Device device);
+
 // The tier that `asked` means for this key now, and why not a faster one. Not collective. `device`: of the
 // kind that the key names.
 std::pair<std::string, std::string> explain_tier(Group& group, const TierKey& key, c10::Device device,

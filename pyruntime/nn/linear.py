@@ -21,15 +21,14 @@ A group of two axes, x and y, cuts the residual stream's features over y, and W 
     row, W_sr [N/Y, K/X]       y_s [M/X, N/Y]   = scatter_x(sum over r of x_r @ W_sr^T)
 
 A column layer's result and a row layer's input are the same for every s. So a row layer's dX is summed over
-y, and that of a column layer over x, as without y. A GEMM hides one of its two exchanges, the longer: what
-travels over x, by the primitives above, or the sum over y, by matmul_all_reduce (column) and
-replicated_matmul (row)."""
+y, and that of a column layer over x, as without y. The primitives take both groups: rows come over x while
+those before them are multiplied and their sums travel over y."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -168,11 +167,10 @@ class ParallelLinear(ParallelModule):
         dtype = torch.get_autocast_dtype(device)
         return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
-    def _hides_y(self, wide: int, stream: int) -> bool:
-        """Whether the GEMM runs beside the sum over y, of `wide` features cut over x, and not beside what
-        travels over x, of `stream` features cut over y: each is 2 (P - 1) / P of its rows."""
-        y = self.group.y
-        return y is not None and (y.size - 1) * wide > (self.group.size - 1) * stream
+    @property
+    def _sums(self) -> str | None:
+        """The group over which the features of the stream are cut."""
+        return None if self.group.y is None else self.group.y.name
 
     def op_uses(self) -> list[OpUse]:
         """The primitives that one forward and one backward of this layer run."""
@@ -237,29 +235,11 @@ class _ColumnLinear(ParallelLinear):
         self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], rows: int | None = None
     ) -> list[Tensor]:
         """x @ W_i^T + b_i, of this linear and of others that read x with it."""
-        y = self.group.y
-        if y is None:
-            return self._multiply(x, weights, biases, rows)
-        if self.whole_features:
-            x = split_features(x, y, self.in_features)
-        if not self._hides_y(sum(self._parts.values()), self.in_features):
-            parts = self._multiply(x, weights, [None] * len(weights), rows)
-            sums = (ops.all_reduce(part, y.name) for part in parts)
-            return [each if b is None else each + b for each, b in zip(sums, biases, strict=True)]
-        if self.group.size > 1 and self.sequence_parallel:
-            x = ops.all_gather(x, self.group.name, dim=self.dim, rows=rows)
-        elif self.group.size > 1:
-            x = ops.replicate_grad(x, self.group.name)
-        pairs = zip(weights, biases, strict=True)
-        return [ops.matmul_all_reduce(x, w, y.name, bias=b, tier=self.tier) for w, b in pairs]
-
-    def _multiply(
-        self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], rows: int | None
-    ) -> list[Tensor]:
-        """The same over this rank's features of x."""
+        if self.group.y is not None and self.whole_features:
+            x = split_features(x, self.group.y, self.in_features)
         group, on_rows, dim = self.group.name, isinstance(x, RowShard), self.dim
         if not (on_rows or self.sequence_parallel):
-            return ops.replicated_matmul(x, weights, group, bias=biases, tier=self.tier)
+            return ops.replicated_matmul(x, weights, group, bias=biases, tier=self.tier, sums=self._sums)
         shard = x
         if on_rows:
             x.form.reads += len(weights)
@@ -273,6 +253,7 @@ class _ColumnLinear(ParallelLinear):
             bias=biases,
             tier=self.tier,
             keep_gathered=self.keep_gathered,
+            sums=self._sums,
         )
         return [y.view(*x.shape[:-1], -1) for y in ys] if on_rows else ys
 
@@ -280,14 +261,11 @@ class _ColumnLinear(ParallelLinear):
         n, k = self.matrix.shape
         if self.shared_input is not None and self.shared_input.layers:
             n = sum(layer.matrix.shape[0] for layer in self.shared_input.layers)
-        y = self.group.y
-        if self._hides_y(sum(self._parts.values()), self.in_features):
-            return [
-                OpUse("forward", "matmul_all_reduce", n, k, group=y),
-                OpUse("backward", "matmul_all_reduce_backward", n, k, travels=False, group=y),
-            ]
         op = "all_gather_matmul" if self.on_rows else "replicated_matmul"
-        return [OpUse("forward", op, n, k, travels=self.on_rows), OpUse("backward", f"{op}_backward", n, k)]
+        uses = [OpUse("forward", op, n, k, travels=self.on_rows), OpUse("backward", f"{op}_backward", n, k)]
+        if self.group.y is not None:
+            uses.append(OpUse("forward", "matmul_all_reduce", n, k, group=self.group.y))
+        return uses
 
 
 class ColumnParallelLinear(_ColumnLinear):
@@ -442,26 +420,22 @@ class RowParallelLinear(ParallelLinear):
         if self.region is not None and not self.split_input:
             x = self.region.end(x)
         x, weight, bias = self._operands(x)
-        group, axis = self.group.name, self.group.y
+        group = self.group.name
+        options: dict[str, Any] = {"bias": bias, "tier": self.tier, "sums": self._sums}
         form = self.region.form if self.region is not None and x.dim() > 1 else None
         form = form if form is not None and form.gives_rows else None
-        hides_y = self._hides_y(self.in_features, self.out_features)
-        if axis is not None and not hides_y:
-            x = ops.replicate_grad(x, axis.name)
         if self._alone:
             y = primitives.linear(x, weight, bias)
-        elif axis is not None and hides_y:
-            y = self._scattered(ops.replicated_matmul(x, weight, axis.name, tier=self.tier), bias)
         elif self.sequence_parallel:
-            y = ops.matmul_reduce_scatter(x, weight, group, dim=self.dim, bias=bias, tier=self.tier)
+            y = ops.matmul_reduce_scatter(x, weight, group, dim=self.dim, **options)
         elif form is not None:
-            y = ops.matmul_reduce_scatter(x.flatten(0, -2), weight, group, bias=bias, tier=self.tier)
+            y = ops.matmul_reduce_scatter(x.flatten(0, -2), weight, group, **options)
             y = form.shard(y, (*x.shape[:-1], weight.size(0)))
         else:
-            y = ops.matmul_all_reduce(x, weight, group, bias=bias, tier=self.tier)
+            y = ops.matmul_all_reduce(x, weight, group, **options)
         self._note(x.numel() // x.size(-1), self.sequence_parallel or form is not None)
-        if axis is not None and self.whole_features:
-            y = gather_features(y, axis, self.out_features)
+        if self.group.y is not None and self.whole_features:
+            y = gather_features(y, self.group.y, self.out_features)
         if self.region is None:
             return y
         if self.split_input:
@@ -469,26 +443,13 @@ class RowParallelLinear(ParallelLinear):
             return y
         return self.region.whole(y)
 
-    def _scattered(self, part: Tensor, bias: Tensor | None) -> Tensor:
-        """The sum over x of its ranks' parts [.., M, .., N/Y], of which each takes its rows or all, and b."""
-        group, several = self.group.name, self.group.size > 1
-        if several and self.sequence_parallel:
-            part = ops.reduce_scatter(part, group, dim=self.dim)
-            bias = bias if bias is None else ops.replicate_grad(bias, group)
-        elif several:
-            part = ops.all_reduce(part, group)
-        return part if bias is None else part + bias
-
     def op_uses(self) -> list[OpUse]:
         n, k = self.matrix.shape
-        y = self.group.y
-        if self._hides_y(self.in_features, self.out_features):
-            return [
-                OpUse("forward", "replicated_matmul", n, k, travels=False, group=y),
-                OpUse("backward", "replicated_matmul_backward", n, k, group=y),
-            ]
         op = "matmul_reduce_scatter" if self.on_rows else "matmul_all_reduce"
-        return [
+        uses = [
             OpUse("forward", op, n, k),
             OpUse("backward", f"{op}_backward", n, k, travels=self.on_rows),
         ]
+        if self.group.y is not None:
+            uses.append(OpUse("backward", "replicated_matmul_backward", n, k, group=self.group.y))
+        return uses

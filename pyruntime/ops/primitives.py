@@ -27,6 +27,10 @@ backwards, where rows lie in one block (dim 0, or batches of one) and what trave
 Elsewhere it raises ValueError, and "auto" leaves it out. Where other fused kernels, or CUDA graphs with some,
 hold the device, "fused" waits for them and "auto", where fused was tuned, takes the chunked tier, which
 tier_of tells (docs/cuda.md).
+
+sums    a second group, whose ranks have the same rows of other features (of what a column linear reads, of
+        what a row linear writes): what is a part of a sum over it, a column linear's results and a row
+        linear's dX, is summed over it while the next rows are multiplied (docs/4d.md); not "fused"
 """
 
 from __future__ import annotations
@@ -49,6 +53,10 @@ def _as_lists(weights: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor
     return False, list(weights), [] if bias is None else list(bias)
 
 
+def _name(sums: Group | None) -> str:
+    return "" if sums is None else group_name(sums)
+
+
 def all_gather_matmul(
     x_shard: Tensor,
     weights: Tensor | Sequence[Tensor],
@@ -60,6 +68,7 @@ def all_gather_matmul(
     return_gathered: bool = False,
     keep_gathered: bool | None = None,
     tier: str = "auto",
+    sums: Group | None = None,
 ) -> Tensor | list[Tensor]:
     """Y_i [M, N_i] = gather(X_shard [M_r, K]) @ W_i [N_i, K]^T (+ b_i [N_i]), on every rank with its own W_i.
 
@@ -81,6 +90,7 @@ def all_gather_matmul(
         return_gathered: also return gather(X_shard), as the last element of a list.
         keep_gathered: keep gather(X_shard) for the backward: less communication, P times the memory. None:
             where the group's chunks travel between hosts.
+        sums: also sum Y_i over its ranks.
 
     Returns:
         Y, or [Y_1, ..] for a list of weights (and always a list with return_gathered).
@@ -96,12 +106,20 @@ def all_gather_matmul(
         return_gathered,
         keep_gathered,
         tier,
+        _name(sums),
     )
     return outputs[0] if single and not return_gathered else outputs
 
 
 def matmul_reduce_scatter(
-    x: Tensor, weight: Tensor, group: Group, *, dim: int = 0, bias: Tensor | None = None, tier: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    group: Group,
+    *,
+    dim: int = 0,
+    bias: Tensor | None = None,
+    tier: str = "auto",
+    sums: Group | None = None,
 ) -> Tensor:
     """Y_shard [M_r, N] = this rank's rows of sum over ranks of X [M, K] @ W [N, K]^T (+ b [N], added once).
 
@@ -115,19 +133,30 @@ def matmul_reduce_scatter(
     Args:
         x: all rows of this rank's columns, [.., M, .., K] with M at `dim`.
         bias: replicated over the ranks.
+        sums: X is the same on its ranks: dX is also summed over them.
     """
-    return torch.ops.pyruntime.matmul_reduce_scatter(x, weight, bias, group_name(group), dim, tier)
+    return torch.ops.pyruntime.matmul_reduce_scatter(
+        x, weight, bias, group_name(group), dim, tier, _name(sums)
+    )
 
 
 def matmul_all_reduce(
-    x: Tensor, weight: Tensor, group: Group, *, bias: Tensor | None = None, tier: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    group: Group,
+    *,
+    bias: Tensor | None = None,
+    tier: str = "auto",
+    sums: Group | None = None,
 ) -> Tensor:
     """Y [.., N] = sum over ranks of X [.., K] @ W [N, K]^T (+ b [N], added once), on every rank.
 
     Rows are reduced by an owner each and read back chunk by chunk. The backward needs no communication: dY
     is the same on every rank, dX = dY @ W and dW = dY^T @ X.
+
+    sums: X is the same on its ranks: dX is summed over them, while dW runs.
     """
-    return torch.ops.pyruntime.matmul_all_reduce(x, weight, bias, group_name(group), tier)
+    return torch.ops.pyruntime.matmul_all_reduce(x, weight, bias, group_name(group), tier, _name(sums))
 
 
 def replicated_matmul(
@@ -137,15 +166,20 @@ def replicated_matmul(
     *,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     tier: str = "auto",
+    sums: Group | None = None,
 ) -> Tensor | list[Tensor]:
     """Y_i [.., N_i] = X [.., K] @ W_i [N_i, K]^T (+ b_i), for an X that every rank holds whole: a column
     linear without sequence parallelism. Nothing travels forward.
 
         backward   dX   = sum over ranks and i of dY_i @ W_i      matmul_all_reduce
                    dW_i = dY_i^T @ X                              runs while the parts of dX travel
+
+    sums: also sum Y_i over its ranks.
     """
     single, weight_list, biases = _as_lists(weights, bias)
-    outputs = torch.ops.pyruntime.replicated_matmul(x, weight_list, biases, group_name(group), tier)
+    outputs = torch.ops.pyruntime.replicated_matmul(
+        x, weight_list, biases, group_name(group), tier, _name(sums)
+    )
     return outputs[0] if single else outputs
 
 

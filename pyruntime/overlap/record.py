@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,13 +137,18 @@ def _layers_named() -> Iterator[None]:
     In the place of nn.Module.__call__, as torch.fx traces: a module with hooks, be they global ones, takes
     four times as long to call."""
     numbers: dict[int, int] = {}
-    kept: list[nn.Module] = []  # as long as their ids are used
+    seen: dict[int, weakref.ref] = {}  # which forget an id before another module can have it
     plain = nn.Module.__call__
 
+    def forget(module: int, _: weakref.ref) -> None:
+        del numbers[module], seen[module]
+
     def name_all(root: nn.Module) -> None:
-        kept.append(root)
         for path, module in root.named_modules():
-            numbers.setdefault(id(module), _C.ledger_number_of(path or type(root).__name__))
+            key = id(module)
+            if key not in numbers:
+                numbers[key] = _C.ledger_number_of(path or type(root).__name__)
+                seen[key] = weakref.ref(module, functools.partial(forget, key))
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         number = numbers.get(id(module))

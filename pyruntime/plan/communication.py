@@ -6,6 +6,7 @@ Bandwidth is the effective one of nested groups, see `Cluster.bandwidth`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pyruntime.plan.cluster import Cluster
@@ -25,6 +26,10 @@ class Link:
     """Whether it leaves the node, and shares its adapters with other axes that do."""
     core: float = 0.0
     """Seconds of its own that a rank spends on a byte; see `Cluster.core_bandwidth`."""
+
+
+ALONE = Link(1, math.inf, 0.0, False)
+"""Of a group of one rank."""
 
 
 def link(cluster: Cluster, inner: int, size: int) -> Link:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pyruntime.plan.cluster import Cluster
@@ -71,6 +71,15 @@ class Mesh:
     @property
     def is_axonn(self) -> bool:
         return self.x * self.y * self.z > 1
+
+    @property
+    def as_zero(self) -> Mesh:
+        """The mesh of tensor and data parallelism whose gradients and weights travel as this project's grids
+        have them: blocks over x and y, of which z is ZeRO 3, inside each of dp groups."""
+        zero, replicate = (3, self.dp) if self.z > 1 else (1, 1)
+        return replace(
+            self, tp=self.x * self.y, x=1, y=1, z=1, dp=self.dp * self.z, zero=zero, replicate=replicate
+        )
 
     @property
     def ranks(self) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pyruntime.plan.communication import Link, all_gather, own_seconds
+from pyruntime.plan.communication import ALONE, Link, all_gather, all_reduce, own_seconds
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
 
@@ -93,26 +93,36 @@ def exposed_of(
     flops: float,
     overlap: Overlap = "fused",
     regather: bool = True,
+    sums: Link = ALONE,
 ) -> Exposed:
-    """Of `linear` for `tokens` tokens over the tensor-parallel group; flops: operations/s of its GEMM.
+    """Of `linear` for `tokens` tokens over the tensor-parallel group; flops: operations/s of its GEMM. sums:
+    the group that cuts the features of the stream (y, docs/4d.md).
 
     A column linear's backward pass gathers its input again (`regather`; between hosts it is kept) and
-    reduce-scatters dX, under dX and dW; a row linear's gathers dY, under dX.
+    reduce-scatters dX, under dX and dW; a row linear's gathers dY, under dX. Over `sums` a column linear's
+    results are summed, under its GEMM, and a row linear's dX, under dX and dW.
     """
-    ranks = over.size
+    ranks = over.size * sums.size
     compute = 2.0 * tokens * linear.k * linear.n / ranks / flops
-    transfer = all_gather(2 * tokens * linear.travels, over)
-    backward = transfer * (2 if linear.column and regather else 1)
+    stream, wide = 2 * tokens * linear.travels / sums.size, 2 * tokens * linear.deciding / over.size
+    rows, added = all_gather(stream, over), all_reduce(wide, sums)
+    own_rows, own_added = own_seconds(stream, over), 2 * own_seconds(wide, sums)
+    again = 2 if linear.column and regather else 1
+    if linear.column:
+        transfer, own = rows + added, own_rows + own_added
+        backward, own_backward = rows * again, own_rows * again
+    else:
+        transfer, own = rows, own_rows
+        backward, own_backward = rows + added, own_rows + own_added
     if overlap == "none":
         return Exposed(linear, compute, transfer, transfer, backward, backward)
-    under = compute * (2 if linear.column else 1)
-    own = own_seconds(2 * tokens * linear.travels, over)
+    under = compute * (2 if linear.column or sums.size > 1 else 1)
     return Exposed(
         linear,
         compute,
         transfer,
         min(transfer, own + exposed(transfer, compute, ranks)),
-        min(backward, own * backward / transfer + exposed(backward, under, ranks)) if transfer else 0.0,
+        min(backward, own_backward + exposed(backward, under, ranks)),
         backward,
     )
 

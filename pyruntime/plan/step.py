@@ -21,6 +21,7 @@ from pyruntime.plan.touched import travelling_share
 
 FLASH_BACKWARD = 2.5
 """GEMMs of flash attention's backward pass over those of its forward pass."""
+NORMS_OF_A_LAYER = 2
 BUCKETS_OF_A_LAYER = 4
 """Weights that travel one by one, where they are not small."""
 OPTIMIZER_BYTES = {"nearest": 28, "stochastic": 22}
@@ -86,8 +87,9 @@ class Predictor:
     overlap: see `pyruntime.plan.overlap`. reduce_bytes: of an element of a gradient that travels.
     regather: column linears gather their input again in the backward pass instead of keeping it; None: inside
     nodes, as this project does. sums_whole: gradients of all micro-batches are summed before they travel, at
-    every ZeRO stage, by passes over memory of their own, as in this project; otherwise stages 2 and 3, which
-    hold none whole, reduce them every time, and GEMMs add to what is there.
+    every ZeRO stage, by passes over memory of their own, and of x, y and z the first is tp, the last ZeRO 3,
+    as in this project (docs/4d.md); otherwise stages 2 and 3, which hold none whole, reduce them every time,
+    GEMMs add to what is there, and x, y and z are AxoNN's.
     """
 
     def __init__(
@@ -109,7 +111,8 @@ class Predictor:
         """Of one layer and one micro-batch."""
         key = (mesh.tp, mesh.cp, mesh.x, mesh.y, mesh.z, mesh.micro_batch, mesh.slices)
         if key not in self._layers:
-            self._layers[key] = self._axonn_layer(mesh) if mesh.is_axonn else self._layer(mesh)
+            axonn = mesh.is_axonn and not self.sums_whole
+            self._layers[key] = self._axonn_layer(mesh) if axonn else self._layer(mesh)
         found = self._layers[key]
         if not mesh.recompute:
             return found
@@ -124,31 +127,34 @@ class Predictor:
     def _layer(self, mesh: Mesh) -> LayerSeconds:
         job, model, cluster = self.job, self.job.model, self.job.cluster
         tokens = mesh.micro_batch * job.seq / mesh.cp
-        tp = self.link(mesh, "tp", mesh.tp)
+        # Of this project's grids x is tp, and y is another axis beside it.
+        ranks = mesh.tp * mesh.x
+        tp, over_y = self.link(mesh, "x" if mesh.is_axonn else "tp", ranks), self.link(mesh, "y", mesh.y)
         regather = not tp.crosses if self.regather is None else self.regather
         # A slice is multiplied and sent by itself, which costs its latencies each time.
         of_slice = tokens / mesh.slices
         found = tuple(
-            exposed_of(each, of_slice, tp, self._flops(each, mesh.tp), self.overlap, regather)
+            exposed_of(each, of_slice, tp, self._flops(each, ranks, mesh.y), self.overlap, regather, over_y)
             for each in linears(model)
         )
-        weights = sum(each.linear.k * each.linear.n for each in found) / mesh.tp
+        weights = sum(each.linear.k * each.linear.n for each in found) / (ranks * mesh.y)
         gemms = mesh.slices * (sum(each.compute for each in found) + self._loading(weights))
-        attention = model.attention_flops(int(tokens), job.seq, causal=job.causal) / mesh.tp
+        attention = model.attention_flops(int(tokens), job.seq, causal=job.causal) / ranks
         attention /= cluster.attention_flops
         backward = FLASH_BACKWARD if job.causal else 2.0
         # Norms, rotations, activation and residual sums read and write about what is kept for the backward
         # pass.
-        moved = layer_activations(model, tokens, mesh.tp) / cluster.memory_bandwidth
+        moved = layer_activations(model, tokens, ranks) / cluster.memory_bandwidth
         overhead = cluster.layer_overhead * mesh.slices
-        tp_forward = mesh.slices * sum(each.forward for each in found)
-        tp_backward = mesh.slices * sum(each.backward for each in found)
-        transfers = mesh.slices * sum(each.transfer for each in found)
-        back = mesh.slices * sum(each.transfers_backward for each in found)
+        norms = NORMS_OF_A_LAYER * self._square_sums(mesh, tokens)
+        tp_forward = mesh.slices * sum(each.forward for each in found) + norms
+        tp_backward = mesh.slices * sum(each.backward for each in found) + norms
+        transfers = mesh.slices * sum(each.transfer for each in found) + norms
+        back = mesh.slices * sum(each.transfers_backward for each in found) + norms
         if self.overlap == "filler":
             tp_backward = max(0.0, back - 2 * gemms - backward * attention)
         cp_forward, cp_backward, ring = self._ring(mesh, tokens, attention, backward)
-        cp_crosses = self.link(mesh, "cp", mesh.cp).crosses
+        cp_crosses, crosses = self.link(mesh, "cp", mesh.cp).crosses, tp.crosses or over_y.crosses
         return LayerSeconds(
             forward=gemms + attention + 2 * moved + overhead,
             backward_input=gemms + backward * attention + 3 * moved + overhead,
@@ -158,15 +164,27 @@ class Predictor:
             tp_backward=tp_backward,
             cp_forward=cp_forward,
             cp_backward=cp_backward,
-            between_forward=transfers * tp.crosses + ring * cp_crosses,
-            between_backward=back * tp.crosses + 2 * ring * cp_crosses,
+            between_forward=transfers * crosses + ring * cp_crosses,
+            between_backward=back * crosses + 2 * ring * cp_crosses,
             linears=found,
         )
 
-    def _flops(self, linear: Linear, tp: int) -> float:
+    def _flops(self, linear: Linear, tp: int, y: int = 1) -> float:
         """Operations/s of a rank's part of it."""
-        k, n = (linear.k, linear.n / tp) if linear.column else (linear.k / tp, linear.n)
+        k, n = (linear.k / y, linear.n / tp) if linear.column else (linear.k / tp, linear.n / y)
         return self.job.cluster.gemm_flops(k, n)
+
+    def _head_sums(self, mesh: Mesh, tokens: float, head: float) -> float:
+        """Exposed seconds of the logits' sums over y, under `head` seconds of their GEMM."""
+        over, logits = self.link(mesh, "y", mesh.y), 2 * tokens * self.job.model.vocab / mesh.x
+        transfer = all_reduce(logits, over)
+        if self.overlap == "none":
+            return transfer
+        return min(transfer, 2 * own_seconds(logits, over) + exposed(transfer, head, mesh.y))
+
+    def _square_sums(self, mesh: Mesh, tokens: float) -> float:
+        """Seconds in which a norm waits for the others' sums of squares, fp32, where y cuts its features."""
+        return all_gather(4 * mesh.y * tokens / mesh.x, self.link(mesh, "y", mesh.y))
 
     def _loading(self, weights: float) -> float:
         """Seconds in which bf16 weights of a GEMM come from memory, or their gradient goes there. GPUs do
@@ -230,7 +248,8 @@ class Predictor:
 
     def step(self, mesh: Mesh) -> StepSeconds:
         job, model, cluster = self.job, self.job.model, self.job.cluster
-        micro_batches = mesh.micro_batches(job.batch)
+        micro_batches = times = mesh.micro_batches(job.batch)
+        as_run = mesh.as_zero if mesh.is_axonn and self.sums_whole else mesh
         one = self.layer(mesh)
         counts = layers_by_rank(model, mesh)
         last = last_stage_rank(mesh)
@@ -238,22 +257,23 @@ class Predictor:
         cut = mesh.tp * mesh.x * mesh.y
         head = model.head_flops(int(tokens)) / cut / cluster.flops
         head += mesh.slices * self._loading(model.hidden * model.vocab / cut)
+        head_sums = self._head_sums(mesh, tokens, head)
         # Loss and its gradient read and write the logits a few times.
-        head_moved = 6 * tokens * model.vocab / cut / cluster.memory_bandwidth
+        head_moved = 6 * tokens * model.vocab / (mesh.tp * mesh.x) / cluster.memory_bandwidth
 
         def forward_of(rank: int) -> float:
             own = counts[rank] * (one.forward + one.tp_forward + one.cp_forward)
-            return own + (head + head_moved if rank == last else 0.0)
+            return own + (head + head_moved + head_sums if rank == last else 0.0)
 
         slowest = max(range(mesh.pp), key=forward_of)
         layers, has_head = counts[slowest], slowest == last
         base = one.backward_input - (one.forward if mesh.recompute else 0.0)
         compute = layers * (one.forward + base + one.backward_weight)
         compute += (3 * head + 2 * head_moved) if has_head else 0.0
-        sums = self._sums(mesh, micro_batches)
+        sums = self._sums(as_run, micro_batches)
         compute += sums
         recompute = layers * one.forward if mesh.recompute else 0.0
-        tp = layers * (one.tp_forward + one.tp_backward)
+        tp = layers * (one.tp_forward + one.tp_backward) + (head_sums if has_head else 0.0)
         ring = layers * (one.cp_forward + one.cp_backward)
         pp_exposed, idle = 0.0, 0.0
         if mesh.pp > 1:
@@ -270,15 +290,17 @@ class Predictor:
             pp_exposed = 2 * (mesh.pp - 1) * hop
             if mesh.kind == "zb-v" or mesh.virtual > 1:
                 pp_exposed *= 2 if mesh.kind == "zb-v" else mesh.virtual
-        dp, optimizer = self._reduction(mesh, micro_batches, one, layers, head if has_head else 0.0)
-        times = micro_batches
+        dp, optimizer = self._reduction(as_run, micro_batches, one, layers, head if has_head else 0.0)
+        weights = times * ring if mesh.is_axonn else 0.0
+        if as_run.zero == 3 and mesh.z > 1:
+            dp, weights = 0.0, dp
         return StepSeconds(
             compute=times * compute,
             recompute=times * recompute,
             tp=times * tp,
             cp=0.0 if mesh.is_axonn else times * ring,
             pp=pp_exposed,
-            z=times * ring if mesh.is_axonn else 0.0,
+            z=weights,
             dp=self._averaging(mesh, times * (compute + recompute + tp + ring) + idle) if mesh.tau else dp,
             bubble=idle,
             optimizer=optimizer + self._muon(mesh),

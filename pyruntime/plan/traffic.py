@@ -66,14 +66,6 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
 def _bytes_of_grid(job: Job, mesh: Mesh, element: int) -> dict[str, float]:
     """The same of x, y and z, as docs/4d.md has them: activations over x and y, and over z and dp what the
     same blocks cause as ZeRO's weights."""
-    as_zero = Mesh(
-        tp=mesh.x * mesh.y,
-        dp=mesh.dp * mesh.z,
-        replicate=mesh.dp if mesh.z > 1 else 1,
-        zero=3 if mesh.z > 1 else 1,
-        micro_batch=mesh.micro_batch,
-        recompute=mesh.recompute,
-    )
     tokens, passes = mesh.micro_batch * job.seq, 2 if mesh.recompute else 1
     over_x, over_y = _bytes_over(mesh.x), _bytes_over(mesh.y)
     crosses = Predictor(job).link(mesh, "x", mesh.x).crosses
@@ -82,11 +74,9 @@ def _bytes_of_grid(job: Job, mesh: Mesh, element: int) -> dict[str, float]:
         # Rows of the stream are gathered and scattered over x; what is as wide as the other side is over y.
         rows = all_gather(tokens * linear.travels / mesh.y, over_x)
         sums = all_reduce(tokens * linear.deciding / mesh.x, over_y)
-        # Where the GEMM hides the longer sum over y instead, what was gathered is kept (nn/linear.py).
-        hides_y = (mesh.y - 1) * linear.deciding > (mesh.x - 1) * linear.travels
-        again = linear.column and not crosses and not hides_y
+        again = linear.column and not crosses  # for dW
         of_x += rows * (passes + (2 if again else 1))
         of_y += sums * (passes if linear.column else 1)
     layers = mesh.micro_batches(job.batch) * job.model.layers * element
-    found = bytes_of_step(job, as_zero, element)
+    found = bytes_of_step(job, mesh.as_zero, element)
     return {**found, "tp": layers * of_x, "y": layers * of_y}

@@ -104,11 +104,11 @@ def _run(
     config = on_rank_0(ranks, "Settling the pipeline", lambda: resolved(config, shape))
     before, saved = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
     start_at = saved[0] if saved else None
-    if start_at and config.parallel.rebalance == "on":
-        config = on_rank_0(ranks, "Settling the layers", lambda: with_moved_layers(config, saved[0]))
     run_dir = on_rank_0(
         ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held, before)
     )
+    if start_at and config.parallel.rebalance == "on":  # config.toml has the layers that were asked for
+        config = on_rank_0(ranks, "Settling the layers", lambda: with_moved_layers(config, saved[0]))
     on_every_rank(ranks, "Opening the run folder", lambda: _check_seen(run_dir, ranks.rank()))
     progress = Progress(
         config.train.steps,
@@ -157,7 +157,7 @@ def _run(
     ):
         while True:
             for measured in trainer.fit(entered, profile):
-                step = watch.complete(measured)
+                step = watch.complete(measured, trainer.step)
                 history.append(step)
                 news = "" if trainer.outer is None else trainer.outer.describe()
                 if is_rank_0 and news != said:

@@ -80,8 +80,10 @@ class StopRequest:
             yield
         finally:
             self._defer = False
+            said = self._where()
+            self._where = lambda: said  # whose sentence it is may be freed
         if self.signum:
-            raise Stopped(self.signum, self._where())
+            raise Stopped(self.signum, said)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

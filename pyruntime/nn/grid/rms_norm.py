@@ -40,11 +40,17 @@ def add_rms_norm(
     return _RMSNorm.apply(summed, weight, eps, features, y.name), summed
 
 
+def _sum_over(numbers: Tensor, group: str) -> Tensor:
+    """Of a few numbers, on every rank in rank order: all of them travel, once, which takes half as long as
+    an all-reduce of them, that waits twice."""
+    return ops.all_gather_stats(numbers, group).sum(0)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float, features: int, group: str) -> Tensor:
         wide = x.to(statistics_dtype(x))
-        square = ops.all_reduce(wide.square().sum(-1, keepdim=True), group)
+        square = _sum_over(wide.square().sum(-1, keepdim=True), group)
         rstd = (square / features + eps).rsqrt()
         ctx.save_for_backward(x, weight, rstd)
         ctx.over = features, group
@@ -57,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
         features, group = ctx.over
         xhat, grad = x.to(rstd.dtype) * rstd, grad.to(rstd.dtype)
         scaled = grad * weight
-        mean = ops.all_reduce((scaled * xhat).sum(-1, keepdim=True), group) / features
+        mean = _sum_over((scaled * xhat).sum(-1, keepdim=True), group) / features
         dx = (scaled - xhat * mean) * rstd
         dweight = (grad * xhat).flatten(0, -2).sum(0)
         return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None

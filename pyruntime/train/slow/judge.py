@@ -225,13 +225,15 @@ class Judge:
         to: int | None = None,
     ) -> Finding:
         times = median(median(self._links[traffic, *ends].times) for ends in told)
-        rate, others = 1e-6 / median(links[ends] for ends in told), 1e-6 / median(news[ends] for ends in told)
+        # No bandwidth: chunks of a link that are under way together count each.
+        own, others = (1e6 * median(each[ends] for ends in told) for each in (links, news))
         host, again = self.hosts[rank], "" if is_slow else ", and no longer slow"
         what = f"all links of rank {rank} (host {host}), both ways, take"
         if to is not None:
             what = f"the link from rank {rank} (host {host}) to rank {to} (host {self.hosts[to]}) takes"
         sentence = (
             f"{what} {times:.1f} times as long as others for a byte of {traffic} over the last {self._steps} "
-            f"steps: {rate:.3g} MB/s, where others carry {others:.3g} MB/s{again}."
+            f"steps: {own:.3g} s for a MB until it is acknowledged, where others take {others:.3g} s"
+            f"{again}."
         )
         return Finding(rank, host, times, sentence, is_slow, to, traffic)

@@ -62,8 +62,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = run_dir / TENSORBOARD
-        purge_step = step + 1 if step else None
-        self._writer = SummaryWriter(str(self.path), purge_step=purge_step, flush_secs=FLUSH_S)
+        # Also of step 0: a job that its launcher starts anew may have ended before it saved anything.
+        self._writer = SummaryWriter(str(self.path), purge_step=step + 1, flush_secs=FLUSH_S)
 
     def write(self, metrics: StepMetrics) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary

@@ -27,12 +27,14 @@ class Watch:
         """MFU at one token per second."""
         self._first_step, self._started = 0, 0.0
 
-    def complete(self, measured: StepMetrics) -> StepMetrics:
-        """The step that has just ended, with all that it is compared with. To be called in order."""
+    def complete(self, measured: StepMetrics, newest: int) -> StepMetrics:
+        """A step with all that it is compared with. To be called in order, once step `newest` has ended: what
+        steps measured may be read later, of several at once."""
         now = time.monotonic()
         if not self._first_step:
-            self._first_step, self._started = measured.step, now - measured.step_time_s
-        done = measured.step - self._first_step + 1
+            self._first_step = measured.step
+            self._started = now - measured.step_time_s * (newest - measured.step + 1)
+        done = newest - self._first_step + 1
         per_second = measured.tokens_per_second
         return dataclasses.replace(
             measured,

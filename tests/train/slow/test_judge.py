@@ -132,14 +132,14 @@ def over_links(seconds, slow=(), times=1.0):
     return windows
 
 
-def test_a_slow_link_is_named_with_its_ends_and_rates():
+def test_a_slow_link_is_named_with_its_ends_and_seconds():
     judge = judge_of(3)
     found = [judge.add(over_links([1.0] * 3, {(1, 2)}, 4.0)) for _ in range(WINDOWS)]
     assert found[:-1] == [[]] * (WINDOWS - 1)
     (link,) = found[-1]
     assert link.sentence == (
         "the link from rank 1 (host h1) to rank 2 (host h2) takes 4.0 times as long as others for a byte of "
-        "dp over the last 60 steps: 25 MB/s, where others carry 100 MB/s."
+        "dp over the last 60 steps: 0.04 s for a MB until it is acknowledged, where others take 0.01 s."
     )
     assert (link.rank, link.to, link.traffic) == (1, 2, "dp")
     again = [judge.add(over_links([1.0] * 3)) for _ in range(WINDOWS)]
@@ -153,7 +153,7 @@ def test_a_host_all_of_whose_links_are_slow_is_named_once(ranks):
     (of_rank,) = found[-1]
     assert of_rank.sentence == (
         "all links of rank 1 (host h1), both ways, take 20.0 times as long as others for a byte of dp over "
-        "the last 60 steps: 5 MB/s, where others carry 100 MB/s."
+        "the last 60 steps: 0.2 s for a MB until it is acknowledged, where others take 0.01 s."
     )
     assert (of_rank.rank, of_rank.to, of_rank.traffic) == (1, None, "dp")
     again = [judge.add(over_links([1.0] * ranks)) for _ in range(WINDOWS)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from pyruntime import comm, ops
-from pyruntime.train import checkpoint_folder, manifest, validate
+from pyruntime.train import checkpoint_folder, config_file, manifest, validate
 from pyruntime.train import run as run_module
 from pyruntime.train.config import Output, RunConfig
 from pyruntime.train.errors import ConfigError
@@ -151,12 +152,15 @@ class Slowed(Trainer):
 
 def moving_run(group, config):
     """The layers that this rank held at the end."""
-    trainers = []
+    trainers, before = [], []
 
     class Kept(Slowed):
         def __init__(self, *args, **kwargs):
+            # There is room for one of them: weights and states of the old stages are gone.
+            assert [each() for each in before] == [None] * len(before)
             super().__init__(*args, **kwargs)
             trainers.append(self.model.part.layers)
+            before.extend(map(weakref.ref, (self, self.model, self.optimizer)))
 
     with patch.object(run_module, "Trainer", Kept):
         run(config, "job", jobs.runtime(group, config), StopRequest())
@@ -167,6 +171,7 @@ def test_layers_leave_a_slow_rank_at_a_checkpoint_and_losses_stay(ranks, tmp_pat
     config = job(tmp_path, 20, 6, pp=2, dp=2)
     config = jobs.changed(config, "optimizer", lr=3e-4, clip_grad_norm=0.0)
     config = jobs.changed(config, "checkpoint", every_steps=18)
+    config = jobs.changed(config, "train", profile="17-19")
     stayed = [step.loss for step in ranks.run(jobs.history, 4, config)[0]]
     config = jobs.changed(jobs.changed(config, "parallel", rebalance="on"), "output", run_dir=str(tmp_path))
     validate.check(config, 4)
@@ -192,6 +197,8 @@ def test_layers_leave_a_slow_rank_at_a_checkpoint_and_losses_stay(ranks, tmp_pat
 def _goes_on_with_the_layers(ranks, config, after):
     config = jobs.changed(jobs.changed(config, "train", steps=21), "checkpoint", resume=config.output.run_dir)
     assert [list(map(len, held)) for held in ranks.run(moving_run, 4, config)[2:]] == [[after[1]]] * 2
+    # Who goes on with other stages, or without rebalance, has not asked for these layers.
+    assert config_file.load(Path(config.output.run_dir) / "config.toml").pipeline.layers == ()
     config = jobs.changed(jobs.changed(config, "train", steps=22), "parallel", rebalance="off")
     assert [list(map(len, held)) for held in ranks.run(moving_run, 4, config)] == [[3]] * 4
 

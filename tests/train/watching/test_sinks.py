@@ -89,6 +89,9 @@ def test_tensorboard_shows_every_step_and_a_resumed_run_without_what_it_repeats(
         (1, 5.0), (2, 2.5), (3, 7.0), (4, 1.25),
     ]  # fmt: skip
     assert [event.value for event in found.Scalars("exposed_by_axis_s/dp")] == pytest.approx([0.01] * 4)
+    written(config, tmp_path, [dataclasses.replace(step(1), loss=9.0)])  # anew: nothing had been saved
+    found = accumulators.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 9.0)]
 
 
 def test_wandb_goes_on_with_the_run_that_is_resumed(tmp_path, wandb):
