@@ -126,7 +126,7 @@ def test_bytes_are_those_of_what_travels():
     found, shape = bytes_of(tp=Grid(2, 2))
     layers, tokens, heads = shape.num_hidden_layers, 8 * 512, shape.num_attention_heads * shape.head_dim
     qkv = heads + 2 * shape.num_key_value_heads * shape.head_dim
-    assert found["tp"] == pytest.approx(layers * tokens * shape.hidden_size * 2 / 4 * (2 * 2 + 2 * 2))
+    assert found["tp"] == pytest.approx(layers * tokens * shape.hidden_size * 2 / 4 * (2 * 3 + 2 * 2))
     wide = qkv + heads + 3 * shape.intermediate_size
     assert found["y"] == pytest.approx(layers * tokens * wide * 2 / 2)
     found, _ = bytes_of(tp=Grid(y=2, z=2), dp=2)
