@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pyruntime import explain, parallelize, verify
 from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.activations.row_shard import RowShard, from_rows, to_whole
+from pyruntime.nn.activations.when_read import GatheredWhenRead
 from pyruntime.nn.parameters import TensorGroup
 from pyruntime.ops.layers import rms_norm
 from tests.nn.cases import assert_near, my_rows
@@ -130,12 +131,14 @@ def test_any_number_of_rows(ranks, world_size):
 
 
 def whole_again(group) -> list[str]:
-    """What users get is plain; without gradients activations are whole."""
+    """What users get is plain, but logits that are gathered when they are read (test_when_read.py); without
+    gradients activations are whole."""
     model, whole = cut(group, "Qwen3")
     assert form_of(model).startswith(ROWS), form_of(model)
     output, expected = (each(**BATCH, output_hidden_states=True) for each in (model, whole))
-    tensors = [output.loss, output.logits, *output.hidden_states]
-    assert {type(t) for t in tensors} == {Tensor}
+    assert {type(t) for t in (output.loss, *output.hidden_states)} == {Tensor}
+    assert isinstance(output.logits, GatheredWhenRead)
+    assert_near(output.logits, expected.logits, "logits", 1e-4)
     for mine, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
         assert_near(mine, theirs, "hidden states", 1e-4)
     inner = model.model(input_ids=IDS).last_hidden_state
