@@ -160,7 +160,7 @@ def test_changed_bytes_of_a_checkpoints_facts_or_manifest(checkpoint, data):
     (path / name).write_bytes(data.draw(contents(whole)))
     try:
         found = read_checkpoint(path)
-        assert found is None or found == Facts(3, "fp32", {"hidden_size": 64}, norms=[], deal=[])
+        assert found is None or found == Facts(3, "fp32", {"hidden_size": 64}, norms=[], deal=[], layers=[])
     finally:
         (path / name).write_bytes(whole)
 
