@@ -70,6 +70,9 @@ METHODS: dict[str, DataParallel] = {
 SWEEP: dict[str, DataParallel] = {
     f"CO2 12, outer lr {lr}, momentum {momentum}": _co2(12, outer_lr=lr, outer_momentum=momentum)
     for lr, momentum in ((0.5, 0.2), (0.7, 0.2), (0.7, 0.0), (1.0, 0.0), (1.0, 0.5))
+} | {
+    "Local SGD 12": DataParallel("local_sgd", tau=12),
+    "Overlapped local SGD 12": DataParallel("overlapped_local_sgd", tau=12),
 }
 """Taken with the first seed alone."""
 
