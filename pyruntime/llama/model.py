@@ -179,7 +179,8 @@ class Llama(nn.Module):
         tied, a part with one of the two holds the weight, as `embed.weight`.
 
     Raises ValueError where the group does not divide the heads or the feed-forward columns, or leaves a rank
-    without features, for a wire of one rank alone, and for slices that nothing travels between or that cannot be.
+    without features, for a wire of one rank alone, and for slices that nothing travels between or that cannot
+    be.
     """
 
     def __init__(

@@ -32,9 +32,9 @@ sums    a second group, whose ranks have the same rows of other features (of wha
         what a row linear writes): what is a part of a sum over it, a column linear's results and a row
         linear's dX, is summed over it while the next rows are multiplied (docs/4d.md); not "fused"
 
-wire    what rows that are gathered travel as: "same", "bf16" or "fp8" (docs/compression.md). Their owner rounds
-        them once, and all ranks compute with the rounded ones, it too; sums travel as they are. float32,
-        bfloat16 and float16 of several ranks on the CPU; all of them give the same
+wire    what rows that are gathered travel as: "same", "bf16" or "fp8" (docs/compression.md). Their owner
+        rounds them once, and all ranks compute with the rounded ones, it too; sums travel as they are.
+        float32, bfloat16 and float16, several ranks on the CPU, which all give the same
 """
 
 from __future__ import annotations

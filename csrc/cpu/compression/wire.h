@@ -27,8 +27,8 @@ class Wire {
   void write(const at::Tensor& rows, const at::Tensor& travelled) const;
   // rows = what was written as `travelled`.
   void read(const at::Tensor& travelled, const at::Tensor& rows) const;
-  // What is read of rows [.., width] once they have travelled, in new memory; `rows` where nothing is rounded.
-  // Rounding it again changes nothing.
+  // What is read of rows [.., width] once they have travelled, in new memory; `rows` where nothing is
+  // rounded. Rounding it again changes nothing.
   at::Tensor rounded(const at::Tensor& rows) const;
 
  private:

@@ -128,6 +128,6 @@ def check_tp_wire(config: RunConfig, world_size: int) -> None:
     tp, _ = tp_axes(config.parallel, world_size)
     require(
         tp > 1,
-        f"parallel.tp_wire={wire} is of rows that several tensor-parallel ranks gather, and there is one; set "
-        "parallel.tp, or leave it out.",
+        f"parallel.tp_wire={wire} is of rows that several tensor-parallel ranks gather, and there is one; "
+        "set parallel.tp, or leave it out.",
     )
