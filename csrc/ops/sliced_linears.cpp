@@ -291,14 +291,13 @@ void register_sliced_linears(torch::Library& m) {
   Operator<share_weight>::define_differentiable<ShareWeight>(
       m, "share_weight(Tensor tensor, " + weight + ") -> Tensor");
   Operator<begin_column>::define_differentiable<BeginColumn>(
-      m,
-      "begin_column(Tensor x_shard, Tensor weight, str group, int rows, str tier, str wire, " + flight +
-          ") -> Tensor");
+      m, "begin_column(Tensor x_shard, Tensor weight, str group, int rows, str tier, str wire, " + flight +
+             ") -> Tensor");
   Operator<end_column>::define_differentiable<EndColumn>(
       m, "end_column(Tensor begun, Tensor shared, Tensor? bias, " + weight + ", " + flight + ") -> Tensor");
   Operator<begin_row>::define_differentiable<BeginRow>(
-      m, "begin_row(Tensor x, Tensor shared, Tensor? bias, " + weight +
-             ", str group, str tier, str wire, " + flight + ") -> Tensor");
+      m, "begin_row(Tensor x, Tensor shared, Tensor? bias, " + weight + ", str group, str tier, str wire, " +
+             flight + ") -> Tensor");
   Operator<end_row>::define_differentiable<EndRow>(m, "end_row(Tensor begun, " + flight + ") -> Tensor");
 }
 

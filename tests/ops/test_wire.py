@@ -82,9 +82,7 @@ def rows_(group, transport, wire) -> None:
         weight, bias = operand(generator, dtype, size, K, N), operand(generator, dtype, K)
         grad = operand(generator, dtype, *activation_shape(rows, K, dim, 3))
         leaves = [leaf(x[rank], dtype), leaf(weight[rank], dtype), leaf(bias, dtype)]
-        y = ops.matmul_reduce_scatter(
-            *leaves[:2], group, dim=dim, bias=leaves[2], tier=tier, wire=wire
-        )
+        y = ops.matmul_reduce_scatter(*leaves[:2], group, dim=dim, bias=leaves[2], tier=tier, wire=wire)
         exact = sum(x[r] @ weight[r].T for r in range(size)) + bias
         assert_close(y.detach(), exact.tensor_split(size, dim)[rank], dtype, "y")
         dy = grad.tensor_split(size, dim)[rank].to(dtype)

@@ -52,9 +52,8 @@ void Wire::read(const at::Tensor& travelled, const at::Tensor& rows) const {
 at::Tensor Wire::rounded(const at::Tensor& rows) const {
   if (!rounds()) return rows;
   const at::Tensor block = rows.contiguous().flatten(0, -2).unsqueeze(0);
-  const at::Tensor travelled =
-      at::empty({1, block.size(1), travelling_width(block.size(2))},
-                rows.options().dtype(travels_as(rows.scalar_type())));
+  const at::Tensor travelled = at::empty({1, block.size(1), travelling_width(block.size(2))},
+                                         rows.options().dtype(travels_as(rows.scalar_type())));
   write(block, travelled);
   const at::Tensor result = at::empty_like(block);
   read(travelled, result);
