@@ -104,6 +104,25 @@ def test_it_is_the_linear_of_rows_rounded_by_hand(ranks, linear, world, transpor
     ranks.run(linear, world, transport, wire)
 
 
+def by_collectives(group) -> None:
+    """Rows that the process group's own collectives move, whole."""
+    comm.close(group)
+    comm.configure(group, transport="collectives")
+    rank, size, rows = group_rank(group), group_size(group), 7
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = operand(generator, torch.float32, rows, K), operand(generator, torch.float32, size, N, K)
+    shard, own = leaf(x.tensor_split(size)[rank], torch.float32), leaf(weight[rank], torch.float32)
+    y = ops.all_gather_matmul(shard, own, group, rows=rows, wire="fp8")
+    y.sum().backward()
+    read = rounded(x.float(), "fp8").double()
+    assert_close(y.detach(), read @ weight[rank].T, torch.float32, "y")
+    assert_close(own.grad, read.sum(0).expand(N, K), torch.float32, "dW")
+
+
+def test_they_are_rounded_where_they_travel_whole_too(ranks):
+    ranks.run(by_collectives, 3)
+
+
 def bytes_taken(group, transport, wire) -> tuple[int, int, int]:
     """That this rank reads of 37 rows of 256 features: X forward, X and dX backward, dY backward."""
     take(group, transport)
