@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,28 @@ def test_metrics_say_what_meetings_cost_and_hide(ranks, alone):
             assert 0 <= metrics.outer_exposed_s <= metrics.exposed_comm_s
 
 
+def waited_for(group, config):
+    """Metrics of every step, of which rank 0 takes 0.2 s longer for the first of a round."""
+    made = jobs.trainer(group, config)
+    late = made.model.layers[0].register_forward_pre_hook(
+        lambda *_: time.sleep(0.2 * (group.rank() == 0 and made.step % config.data_parallel.tau == 0))
+    )
+    steps = list(made.fit())
+    late.remove()
+    made.close()
+    return steps
+
+
+def test_what_a_replica_waits_for_another_is_a_share_of_the_step(ranks, tmp_path):
+    """Of that of the one that waits for most of its time, whose step takes longer than the other's."""
+    config = job(tmp_path, {"method": "diloco", "tau": 3}, {"dp": 2}, steps=6)
+    jobs.prepare(config)
+    for steps in run(ranks, waited_for, 2, config):
+        for step in steps:
+            assert 0 <= step.outer_exposed_s <= step.exposed_comm_s < step.step_time_s
+        assert steps[2].outer_exposed_s > 0.5 * steps[2].step_time_s
+
+
 def test_quantised_displacements_are_fewer_bytes_and_learn_alike(ranks, alone):
     config, expected = alone
     config = jobs.changed(config, "data_parallel", compression="quantize")
@@ -220,7 +243,7 @@ def test_a_gradient_that_is_not_finite_on_one_replica_ends_all(ranks, tmp_path):
                 "parallel": Parallel(dp=2),
                 "train": Train(micro_batch_size=4, device="cuda"),
             },
-            "data_parallel.method=co2 is of ranks on the CPU, and train.device=cuda",
+            "data_parallel.method=co2 is done on the CPU alone; use every_step on GPUs",
         ),
         (
             {

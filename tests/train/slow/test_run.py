@@ -238,7 +238,7 @@ def rebalanced(**changes):
         ({"train.slow_every": 3}, "train.slow_every must be 0 or at least 5, found 3"),
         ({"data_parallel.method": "diloco"}, "data_parallel.method=diloco: replicas that"),
         ({"data_parallel.compression": "top_k"}, "data_parallel.compression=top_k: what"),
-        ({"train.device": "cuda"}, "is of ranks on the CPU, and train.device=cuda"),
+        ({"train.device": "cuda"}, "parallel.rebalance=on is done on the CPU alone; use off on GPUs"),
     ],
 )
 def test_what_layers_that_move_do_not_go_together_with(changes, sentence):
