@@ -119,10 +119,10 @@ def test_metrics_say_what_meetings_cost_and_hide(ranks, alone):
 
 
 def waited_for(group, config):
-    """Metrics of every step, of which rank 0 takes 0.2 s longer for the first of a round."""
+    """Metrics of every step, of which rank 0 takes longer for the first of a round."""
     made = jobs.trainer(group, config)
     late = made.model.layers[0].register_forward_pre_hook(
-        lambda *_: time.sleep(0.2 * (group.rank() == 0 and made.step % config.data_parallel.tau == 0))
+        lambda *_: time.sleep(0.05 * (group.rank() == 0 and made.step % config.data_parallel.tau == 0))
     )
     steps = list(made.fit())
     late.remove()
