@@ -90,7 +90,8 @@ def test_what_gpus_of_several_hosts_cannot_do_does_not_run_there():
         co2 = asked.refusal(Mesh(tp=4, dp=asked.job.gpus // 4, tau=3))
         assert "data_parallel.method=co2 is done on the CPU alone" in co2
         assert settings(asked.job, Mesh(tp=8))["train"]["device"] == "cuda"
-    assert "device" not in settings(dataclasses.replace(one.job, cluster=of_cpus("dgx-h100")), Mesh())["train"]
+    on_cpus = dataclasses.replace(one.job, cluster=of_cpus("dgx-h100"))
+    assert "device" not in settings(on_cpus, Mesh(tp=8))["train"]
 
 
 def test_a_plan_without_master_weights_trains_without_them(capsys, tmp_path):

@@ -205,8 +205,8 @@ def mark_progress(path: Path) -> None:
 def replica(_group, folder, address, method, of_rounds, deaths, late, how=signal.SIGKILL):
     """One replica of the run. deaths: {rank: (moment, number)}, by the signal `how`; of those that die while
     they give a state, the first one alone. late: ranks that come once a round has counted without one that
-    died, or all have. None takes the last rounds before these are there, or have died. Returns the parameters in the end,
-    and how many rounds it has taken part in; None where the run was over."""
+    died, or all have. None takes the last rounds before these are there, or have died. Returns the parameters
+    in the end, and how many rounds it has taken part in; None where the run was over."""
     rank = int(os.environ["RANK"])
     if rank in late:
         wait_until(lambda: has_gone_on(folder, int(os.environ["WORLD_SIZE"]) - len(late)))
