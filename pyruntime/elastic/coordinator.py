@@ -283,9 +283,12 @@ class Coordinator:
             if late and len(missing) < len(members) and len(members) - len(missing) + ready >= self.quorum:
                 for each in missing:
                     self._expel(each, f"it did not come to the end of round {self.round} in time", now)
-        elif self.phase is Phase.EXCHANGING:
-            if self._failed_at is not None and now - self._failed_at > SETTLES_S:
-                self._expel(self._blamed(), "others made no progress with it in an exchange", now)
+        elif (
+            self.phase is Phase.EXCHANGING
+            and self._failed_at is not None
+            and now - self._failed_at > SETTLES_S
+        ):
+            self._expel(self._blamed(), "others made no progress with it in an exchange", now)
         self._settle(now)
 
     def _settle(self, now: float) -> None:

@@ -123,8 +123,7 @@ def _layers_by_rank(
 ) -> tuple[int, ...]:
     stages = ranks * stages_of_a_rank
     layers = chosen or [
-        len(run)
-        for run in split_layers([1.0] * model.layers, stages, last=model.head / model.layer_matrices)
+        len(run) for run in split_layers([1.0] * model.layers, stages, last=model.head / model.layer_matrices)
     ]
     held = [0] * ranks
     for stage, count in enumerate(layers):

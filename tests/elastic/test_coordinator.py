@@ -271,7 +271,8 @@ def test_where_all_are_stopped_all_are_put_out_and_one_that_comes_takes_the_run_
     assert all(rank.is_finished for name in again for rank in one.of(name))
     for name in names:
         (rank,) = one.of(name)
-        assert rank.inbox[-1]["reason"] == f"nothing was heard of it for {DEADLINE_S:g} s"
+        reason = next(message["reason"] for message in rank.inbox if message["type"] == "expelled")
+        assert reason == f"nothing was heard of it for {DEADLINE_S:g} s"
 
 
 @pytest.mark.parametrize("is_there", [True, False])
