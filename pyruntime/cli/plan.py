@@ -226,7 +226,7 @@ def _join(options: Options, rules: Rules) -> None:
     mesh = dataclasses.replace(best.mesh, layers=best.layers)
     of_both = dataclasses.replace(clusters[0], gpus_per_node=min(own, clusters[0].gpus_per_node))
     why = Asked(dataclasses.replace(job, cluster=of_both)).refusal(mesh)
-    print(f"\nThe trainer does not run it: {why}" if why else "\nThe trainer runs it.")
+    print(f"\nThe trainer does not run the first: {why}" if why else "\nThe trainer runs the first.")
     if options.config:
         if why:
             raise ConfigError(f"--config: the trainer does not run the first: {why}")

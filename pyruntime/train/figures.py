@@ -197,7 +197,7 @@ class RoundFigures:
     """
 
     is_late = True
-    NUMBERS = 6 + len(AXES)
+    NUMBERS = 7 + len(AXES)
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class RoundFigures:
         self._signal = 0
         self._steps: list[tuple[int, float]] = []
         self._found: list[list[float]] = []
-        self._before = (_no_seconds(), 0.0, 0)
+        self._since, self._before = time.perf_counter(), (_no_seconds(), 0.0, 0)
         self._started = 0.0
 
     def begin(self) -> None:
@@ -229,11 +229,12 @@ class RoundFigures:
         """Enters what the step that was added last has taken, unless that is done."""
         if not self._found or len(self._found[-1]) == self.NUMBERS:
             return
+        until, memory = time.perf_counter(), self._device.peak_memory_bytes()
         exposed, outer, nbytes = now = self._counted()
         before, self._before = self._before, now
-        memory = self._device.peak_memory_bytes()
+        since, self._since = self._since, until
         self._found[-1] += [
-            time.perf_counter() - self._started, memory, outer - before[1], nbytes - before[2],
+            until - self._started, until - since, memory, outer - before[1], nbytes - before[2],
             *(exposed - before[0]).tolist(),
         ]  # fmt: skip
 
@@ -246,7 +247,7 @@ class RoundFigures:
 
     def forget_exposed(self) -> None:
         """What ranks have waited up to now is not the next step's."""
-        self._before = self._counted()
+        self._since, self._before = time.perf_counter(), self._counted()
 
     def add(self, step: int, lr: float, loss: Tensor | float, square: Tensor, signum: int) -> float:
         """Keeps a step's figures. Returns the norm of this replica's gradient, NaN where its loss is not
@@ -279,8 +280,8 @@ class RoundFigures:
 
     def _figures(self, step: int, lr: float, ranks: Tensor) -> StepFigures:
         """ranks: float64 [ranks, NUMBERS]."""
-        loss, norm, seconds, memory, outer, nbytes = ranks[:, : -len(AXES)].unbind(-1)
-        shares = ranks[:, -len(AXES) :] / seconds[:, None]
+        loss, norm, seconds, since, memory, outer, nbytes = ranks[:, : -len(AXES)].unbind(-1)
+        shares = ranks[:, -len(AXES) :] / since[:, None]
         most, step_time_s = _most_exposed(shares), float(seconds[0])
         exposed_s = shares[most] * step_time_s
         return StepFigures(
@@ -292,7 +293,7 @@ class RoundFigures:
             exposed_comm_s=float(exposed_s.sum()),
             memory_bytes=int(memory.max()),
             exposed_by_axis_s=_by_axis(exposed_s, self._runtime),
-            outer_exposed_s=float(outer[most] / seconds[most]) * step_time_s,
+            outer_exposed_s=float(outer[most] / since[most]) * step_time_s,
             outer_bytes=int(nbytes.max()),
         )
 

@@ -45,7 +45,7 @@ def test_curves_equal_those_of_one_rank(ranks, whole, mesh):
 @pytest.mark.parametrize("method", ["quantize", "top_k", "power_sgd"])
 def test_it_takes_gradients_that_were_compressed(ranks, whole, method):
     config, expected = whole
-    settings = {"compression": method, "compression_bits": 8, "compression_density": 0.5}
+    settings = {"compression": method, "compression_bits": 8, "compression_density": 0.25}
     found = ranks.run(
         jobs.history, 4, on(jobs.changed(config, "data_parallel", **settings), {"dp": 4, "zero": 2})
     )
@@ -57,18 +57,18 @@ def test_it_takes_gradients_that_were_compressed(ranks, whole, method):
 
 
 def test_replicas_that_seldom_meet_move_by_its_steps(ranks, tmp_path):
-    """A replica of several ranks as one of one rank, also on from the midst of a round."""
+    """The same over any mesh of two replicas, also on from the midst of a round."""
     config = job(tmp_path, steps=7, val_every=0)
     config = jobs.changed(config, "data_parallel", method="co2", tau=3, outer_momentum=0.3)
     config = jobs.changed(config, "checkpoint", every_steps=4)
     folder = jobs.prepare(config)
-    expected = ranks.run(jobs.history, 2, on(config, {"dp": 2}))[0]
+    expected = ranks.run(jobs.history, 4, on(config, {"dp": 4, "dp_replicate": 2, "zero": 2}))[0]
     assert expected[-1].loss < expected[0].loss
-    for mesh in ({"dp": 4, "dp_replicate": 2, "zero": 2}, {"tp": 2, "dp": 2}):
-        found = ranks.run(jobs.history, 4, on(config, mesh))
-        jobs.check_curves(found, expected)
+    config = on(config, {"tp": 2, "dp": 2})
+    found = ranks.run(jobs.history, 4, config)
+    jobs.check_curves(found, expected)
     saved = checkpoint_folder.complete(folder / "checkpoints")[0]
-    rest = ranks.run(jobs.history, 4, on(config, mesh), saved)[0]
+    rest = ranks.run(jobs.history, 4, config, saved)[0]
     assert jobs.curve(rest, "loss") == jobs.curve(found[0], "loss")[4:]
 
 
