@@ -439,9 +439,12 @@ void bind_compression(py::module_& m) {
         py::arg("residual"), py::arg("rounding"), NoGil());
   m.def("dequantize", &cpu::dequantize, py::arg("packed"), py::arg("bits"), py::arg("out"), py::arg("add"),
         NoGil());
+  m.def("quantization_errors", &cpu::quantization_errors, py::arg("values"), py::arg("bits"),
+        py::arg("residual"), NoGil());
   m.def("top_k_bytes", &cpu::top_k_bytes, py::arg("k"));
   m.def("top_k", &cpu::top_k, py::arg("values"), py::arg("k"), py::arg("packed"), py::arg("residual"),
         NoGil());
+  m.def("top_k_errors", &cpu::top_k_errors, py::arg("values"), py::arg("ks"), py::arg("residual"), NoGil());
   m.def("add_top_k", &cpu::add_top_k, py::arg("packed"), py::arg("out"), NoGil());
   m.def("fp8_bytes", &cpu::fp8_bytes, py::arg("width"));
   m.def("pack_fp8", &cpu::pack_fp8, py::arg("values"), py::arg("packed"), NoGil());

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "cpu/compression/checks.h"
 #include "cpu/layers/simd.h"
@@ -18,21 +19,28 @@ using layers::load;
 using layers::random_bits;
 
 constexpr int kBlock = kQuantizedBlock;
-constexpr int kPlane = kBlock / 8;           // bytes of a plane of a whole block
+constexpr int kGroup = 8;                    // values of which the largest alone travels in half a bit
+constexpr int kPlane = kBlock / 8;           // bytes of a plane of a whole block, and its groups
 constexpr int64_t kBlocksPerTask = 32;       // fixed, and large enough that waking a thread is worth it
 constexpr uint32_t kInfinity = 0x7f800000u;  // as bits
 constexpr float kStepsOf2Bits = 2;           // of the mean magnitude; near the least loss of gradients
 constexpr float kSmallest = 1e-30f;          // below it a block is zero, and its values are lost of
 
-// value = (code * stride - middle) * step; a code is at most `top`.
+// value = (code * stride - middle) * step; a code is at most `top`. Not of half a bit.
 struct Grid {
   int bits, stride, middle, top;
 
   static Grid of(int64_t bits) {
+    if (bits == kHalfABit) return {0, 0, 0, 0};
     if (bits == 1) return {1, 2, 1, 1};
     const int middle = (1 << (bits - 1)) - 1;
     return {static_cast<int>(bits), 1, middle, 2 * middle};
   }
+};
+
+// Of a block: its step, and what values are multiplied by to find their codes.
+struct Step {
+  float step, scale;
 };
 
 struct Noise {
@@ -44,9 +52,9 @@ int64_t blocks_of(int64_t count) {
   return (count + kBlock - 1) / kBlock;
 }
 
-// Where the codes of a block begin, in bytes behind the steps.
-int64_t codes_at(int64_t block, int64_t bits) {
-  return block * kPlane * bits;
+// Bytes of a block's codes. size: of a plane.
+int64_t code_bytes(int64_t size, int64_t bits) {
+  return bits == kHalfABit ? (size + 1) / 2 : size * bits;
 }
 
 template <typename T>
@@ -79,16 +87,39 @@ PYRUNTIME_INLINE float sum_of_magnitudes(const float* x) {
   return sum;
 }
 
+PYRUNTIME_INLINE float sum_of_squares(const float* x) {
+  float sum = 0;
+  PYRUNTIME_SIMD_REDUCE(+, sum)
+  for (int i = 0; i < kBlock; ++i) sum += x[i] * x[i];
+  return sum;
+}
+
+// largest, mean: of the magnitudes of a block.
+PYRUNTIME_INLINE Step step_of(const Grid& grid, float largest, float mean, bool is_random) {
+  if (largest < kSmallest) return {0, 0};
+  float step = largest / static_cast<float>(grid.middle);
+  if (!is_random && grid.bits == 1) step = mean;
+  if (!is_random && grid.bits == 2) step = std::min(largest, kStepsOf2Bits * mean);
+  return {step, 1 / (grid.bits == 1 ? 2 * largest : step)};
+}
+
+PYRUNTIME_INLINE int code_of(const Grid& grid, float x, float scale, float up) {
+  int code = static_cast<int>(x * scale + (0.5f * static_cast<float>(grid.top) + up));
+  code = code < 0 ? 0 : code;
+  return code > grid.top ? grid.top : code;
+}
+
+PYRUNTIME_INLINE float value_of(const Grid& grid, int code, float step) {
+  return static_cast<float>(code * grid.stride - grid.middle) * step;
+}
+
 // x becomes what is lost.
-PYRUNTIME_INLINE void encode_block(float* x, uint8_t* codes, const Grid& grid, float step, float scale,
+PYRUNTIME_INLINE void encode_block(float* x, uint8_t* codes, const Grid& grid, const Step& of,
                                    const Noise& noise) {
-  const float middle = 0.5f * static_cast<float>(grid.top);
   const auto encode = [&](int i, float up) __attribute__((always_inline)) {
-    int code = static_cast<int>(x[i] * scale + (middle + up));
-    code = code < 0 ? 0 : code;
-    code = code > grid.top ? grid.top : code;
+    const int code = code_of(grid, x[i], of.scale, up);
     codes[i] = static_cast<uint8_t>(code);
-    x[i] -= static_cast<float>(code * grid.stride - grid.middle) * step;
+    x[i] -= value_of(grid, code, of.step);
   };
   if (noise.is_random) {
     PYRUNTIME_SIMD
@@ -99,6 +130,76 @@ PYRUNTIME_INLINE void encode_block(float* x, uint8_t* codes, const Grid& grid, f
   } else {
     PYRUNTIME_SIMD
     for (int i = 0; i < kBlock; ++i) encode(i, 0.5f);
+  }
+}
+
+// ||x - Q(x)||^2 of a block, rounded to the nearest.
+PYRUNTIME_INLINE float lost_of_block(const float* x, int count, const Grid& grid, const Step& of) {
+  float sum = 0;
+  PYRUNTIME_SIMD_REDUCE(+, sum)
+  for (int i = 0; i < count; ++i) {
+    const float lost = x[i] - value_of(grid, code_of(grid, x[i], of.scale, 0.5f), of.step);
+    sum += lost * lost;
+  }
+  return sum;
+}
+
+// ---- half a bit: group i of a block is the values j size + i, j < 8 ----
+
+// codes [size], of each group: which value is the largest, plus 8 where that is negative. Returns the mean
+// of their magnitudes.
+PYRUNTIME_INLINE float find_largest(const float* x, int size, uint8_t* codes) {
+  alignas(64) float largest[kPlane];
+  alignas(64) int code[kPlane];
+  PYRUNTIME_SIMD
+  for (int i = 0; i < size; ++i) {
+    largest[i] = std::fabs(x[i]);
+    code[i] = x[i] < 0 ? kGroup : 0;
+  }
+  for (int j = 1; j < kGroup; ++j) {
+    const float* of = x + j * size;
+    PYRUNTIME_SIMD
+    for (int i = 0; i < size; ++i) {
+      const float magnitude = std::fabs(of[i]);
+      const int here = of[i] < 0 ? kGroup + j : j;
+      code[i] = magnitude > largest[i] ? here : code[i];
+      largest[i] = magnitude > largest[i] ? magnitude : largest[i];
+    }
+  }
+  float sum = 0;
+  PYRUNTIME_SIMD_REDUCE(+, sum)
+  for (int i = 0; i < size; ++i) sum += largest[i];
+  PYRUNTIME_SIMD
+  for (int i = 0; i < size; ++i) codes[i] = static_cast<uint8_t>(code[i]);
+  return sum / static_cast<float>(size);
+}
+
+// f(place in the block, its code: 0, 1 or -1 of the step), by vectors.
+template <typename F>
+PYRUNTIME_INLINE void for_groups(const uint8_t* codes, int size, int count, const F& f) {
+  for (int j = 0; j < kGroup; ++j) {
+    const int first = j * size, in_block = std::min(size, count - first);
+    PYRUNTIME_SIMD
+    for (int i = 0; i < in_block; ++i) {
+      const int code = codes[i], level = (code & (kGroup - 1)) == j ? 1 - (code >> 3) * 2 : 0;
+      f(first + i, static_cast<float>(level));
+    }
+  }
+}
+
+PYRUNTIME_INLINE void write_pairs(uint8_t* pairs, uint8_t* codes, int size) {
+  const int half = (size + 1) / 2;
+  codes[size] = 0;  // the last of an odd number has none beside it
+  PYRUNTIME_SIMD
+  for (int i = 0; i < half; ++i) pairs[i] = static_cast<uint8_t>(codes[i] | codes[half + i] << 4);
+}
+
+PYRUNTIME_INLINE void read_pairs(uint8_t* codes, const uint8_t* pairs, int size) {
+  const int half = (size + 1) / 2;
+  PYRUNTIME_SIMD
+  for (int i = 0; i < half; ++i) {
+    codes[i] = pairs[i] & 15;
+    codes[half + i] = static_cast<uint8_t>(pairs[i] >> 4);
   }
 }
 
@@ -152,40 +253,40 @@ void read_short_planes(uint8_t* codes, const uint8_t* planes, int bits, int size
 struct QuantizeBlocks {
   template <typename T>
   static PYRUNTIME_INLINE void run(const T* values, float* residual, int64_t total, const Grid* grid_at,
-                                   uint8_t* steps, uint8_t* planes, const Noise* noise_at) {
+                                   uint8_t* steps, uint8_t* packed, const Noise* noise_at) {
     const Grid grid = *grid_at;
     Noise noise = *noise_at;
     alignas(64) float x[kBlock];
     alignas(64) uint8_t codes[kBlock];
     for (int64_t at = 0; at < total; at += kBlock) {
-      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at));
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at)), size = (count + 7) / 8;
       read_block(x, values + at, residual == nullptr ? nullptr : residual + at, count);
       const uint32_t bits = largest_bits(x);
-      const float largest = layers::bits_float(bits);
-      float step = largest / static_cast<float>(grid.middle);
-      if (grid.bits <= 2 && !noise.is_random) {
-        const float mean = sum_of_magnitudes(x) / static_cast<float>(count);
-        step = grid.bits == 1 ? mean : std::min(largest, kStepsOf2Bits * mean);
-      }
-      float scale = 1 / (grid.bits == 1 ? 2 * largest : step);
+      float step = std::numeric_limits<float>::quiet_NaN();
       if (bits >= kInfinity) {
-        step = std::numeric_limits<float>::quiet_NaN();
         std::memset(codes, 0, sizeof(codes));
         std::memset(x, 0, sizeof(x));  // what is lost of it, or no later step would be finite
+      } else if (grid.bits == kHalfABit) {
+        step = find_largest(x, size, codes);
+        for_groups(codes, size, kBlock, [&](int i, float level)
+                                            __attribute__((always_inline)) { x[i] -= level * step; });
       } else {
-        if (largest < kSmallest) step = scale = 0;
-        encode_block(x, codes, grid, step, scale, noise);
+        const float mean = grid.bits <= 2 ? sum_of_magnitudes(x) / static_cast<float>(count) : 0;
+        const Step of = step_of(grid, layers::bits_float(bits), mean, noise.is_random);
+        encode_block(x, codes, grid, of, noise);
+        step = of.step;
       }
       std::memcpy(steps, &step, sizeof(step));
-      const int size = (count + 7) / 8;
-      if (count == kBlock) {
-        write_planes(planes, codes, grid.bits);
+      if (grid.bits == kHalfABit) {
+        write_pairs(packed, codes, size);
+      } else if (count == kBlock) {
+        write_planes(packed, codes, grid.bits);
       } else {
-        write_short_planes(planes, codes, grid.bits, size);
+        write_short_planes(packed, codes, grid.bits, size);
       }
       if (residual != nullptr) std::memcpy(residual + at, x, static_cast<size_t>(count) * sizeof(float));
       steps += sizeof(step);
-      planes += grid.bits * size;
+      packed += code_bytes(size, grid.bits);
       noise.first += kBlock;
     }
   }
@@ -193,32 +294,63 @@ struct QuantizeBlocks {
 
 struct DequantizeBlocks {
   static PYRUNTIME_INLINE void run(float* out, int64_t total, bool add, const Grid* grid_at,
-                                   const uint8_t* steps, const uint8_t* planes) {
+                                   const uint8_t* steps, const uint8_t* packed) {
     const Grid grid = *grid_at;
     alignas(64) uint8_t codes[kBlock];
     for (int64_t at = 0; at < total; at += kBlock) {
-      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at));
-      const int size = (count + 7) / 8;
-      if (count == kBlock) {
-        read_planes(codes, planes, grid.bits);
-      } else {
-        read_short_planes(codes, planes, grid.bits, size);
-      }
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at)), size = (count + 7) / 8;
       float step;
       std::memcpy(&step, steps, sizeof(step));
       float* to = out + at;
-      const auto value = [&](int i) __attribute__((always_inline)) {
-        return static_cast<float>(codes[i] * grid.stride - grid.middle) * step;
-      };
-      if (add) {
-        PYRUNTIME_SIMD
-        for (int i = 0; i < count; ++i) to[i] += value(i);
+      if (grid.bits == kHalfABit) {
+        read_pairs(codes, packed, size);
+        if (!add) std::fill_n(to, count, 0.0f);
+        for_groups(codes, size, count, [&](int i, float level)
+                                           __attribute__((always_inline)) { to[i] += level * step; });
       } else {
-        PYRUNTIME_SIMD
-        for (int i = 0; i < count; ++i) to[i] = value(i);
+        if (count == kBlock) {
+          read_planes(codes, packed, grid.bits);
+        } else {
+          read_short_planes(codes, packed, grid.bits, size);
+        }
+        if (add) {
+          PYRUNTIME_SIMD
+          for (int i = 0; i < count; ++i) to[i] += value_of(grid, codes[i], step);
+        } else {
+          PYRUNTIME_SIMD
+          for (int i = 0; i < count; ++i) to[i] = value_of(grid, codes[i], step);
+        }
       }
       steps += sizeof(step);
-      planes += grid.bits * size;
+      packed += code_bytes(size, grid.bits);
+    }
+  }
+};
+
+// errors [grids] += what would be lost of these values.
+struct MeasureBlocks {
+  template <typename T>
+  static PYRUNTIME_INLINE void run(const T* values, const float* residual, int64_t total, const Grid* grids,
+                                   int64_t number, double* errors) {
+    alignas(64) float x[kBlock];
+    alignas(64) uint8_t codes[kBlock];
+    for (int64_t at = 0; at < total; at += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at)), size = (count + 7) / 8;
+      read_block(x, values + at, residual == nullptr ? nullptr : residual + at, count);
+      const uint32_t bits = largest_bits(x);
+      const float mean = sum_of_magnitudes(x) / static_cast<float>(count);
+      for (int64_t i = 0; i < number; ++i) {
+        const Grid grid = grids[i];
+        if (bits >= kInfinity) {
+          errors[i] = std::numeric_limits<double>::quiet_NaN();
+        } else if (grid.bits == kHalfABit) {
+          const float step = find_largest(x, size, codes);  // their mean: of a group its square less is lost
+          errors[i] += sum_of_squares(x) - static_cast<double>(step) * step * size;
+        } else {
+          const Step of = step_of(grid, layers::bits_float(bits), mean, false);
+          errors[i] += lost_of_block(x, count, grid, of);
+        }
+      }
     }
   }
 };
@@ -229,7 +361,7 @@ void for_blocks(int64_t count, int64_t bits, const F& f) {
   const int64_t blocks = blocks_of(count), codes = blocks * static_cast<int64_t>(sizeof(float));
   at::parallel_for(0, blocks, kBlocksPerTask, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kBlock, size = std::min(count, end * kBlock) - first;
-    f(first, size, begin * static_cast<int64_t>(sizeof(float)), codes + codes_at(begin, bits));
+    f(first, size, begin * static_cast<int64_t>(sizeof(float)), codes + begin * code_bytes(kPlane, bits));
   });
 }
 
@@ -245,7 +377,29 @@ void quantize_values(const at::Tensor& values, const Grid& grid, uint8_t* packed
 }
 
 void check_bits(int64_t bits) {
-  TORCH_CHECK_VALUE(bits >= 1 && bits <= 8, "quantize: bits=", bits, "; a value takes 1 to 8 bits.");
+  TORCH_CHECK_VALUE(bits == kHalfABit || (bits >= 1 && bits <= 8), "quantize: bits=", bits,
+                    "; a value takes 1 to 8 bits, or half a bit, which is ", kHalfABit, ".");
+}
+
+// A task's errors lie together; they are added up in its order, whichever thread measured them.
+template <typename T>
+std::vector<double> errors_of(const at::Tensor& values, const std::vector<Grid>& grids,
+                              const float* residual) {
+  const T* data = values.const_data_ptr<T>();
+  const int64_t count = values.numel(), per_task = kBlocksPerTask * kBlock;
+  const int64_t tasks = (count + per_task - 1) / per_task, number = static_cast<int64_t>(grids.size());
+  std::vector<double> found(static_cast<size_t>(tasks * number));
+  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t first = task * per_task;
+      layers::simd_run<MeasureBlocks>(data + first, residual == nullptr ? nullptr : residual + first,
+                                      std::min(per_task, count - first), grids.data(), number,
+                                      found.data() + task * number);
+    }
+  });
+  std::vector<double> errors(grids.size());
+  for (size_t i = 0; i < found.size(); ++i) errors[i % grids.size()] += found[i];
+  return errors;
 }
 
 }  // namespace
@@ -254,8 +408,8 @@ int64_t quantized_bytes(int64_t count, int64_t bits) {
   check_bits(bits);
   TORCH_CHECK_VALUE(count >= 0, "quantized_bytes: count=", count, "; there cannot be fewer than 0 values.");
   const int64_t whole = count / kBlock, rest = count % kBlock;
-  return blocks_of(count) * static_cast<int64_t>(sizeof(float)) + codes_at(whole, bits) +
-         (rest + 7) / 8 * bits;
+  return blocks_of(count) * static_cast<int64_t>(sizeof(float)) + whole * code_bytes(kPlane, bits) +
+         code_bytes((rest + 7) / 8, bits);
 }
 
 void quantize(const at::Tensor& values, int64_t bits, const at::Tensor& packed,
@@ -264,6 +418,8 @@ void quantize(const at::Tensor& values, int64_t bits, const at::Tensor& packed,
   check_values(values, residual, "quantize");
   check_flat(packed, at::kByte, "quantize", "packed");
   check_size(packed, quantized_bytes(values.numel(), bits), "quantize", "packed");
+  TORCH_CHECK_VALUE(!rounding || bits != kHalfABit, "quantize: half a bit with rounding at random; of ",
+                    kGroup, " values one travels, whose mean is not theirs. Leave rounding out.");
   const Grid grid = Grid::of(bits);
   const auto [seed, first] = rounding.value_or(std::pair<int64_t, int64_t>{0, 0});
   const Noise noise{rounding.has_value(), static_cast<uint32_t>(seed), static_cast<uint32_t>(first)};
@@ -289,6 +445,25 @@ void dequantize(const at::Tensor& packed, int64_t bits, const at::Tensor& out, b
   for_blocks(out.numel(), bits, [&](int64_t first, int64_t size, int64_t steps, int64_t codes) {
     layers::simd_run<DequantizeBlocks>(to + first, size, add, &grid, from + steps, from + codes);
   });
+}
+
+std::vector<double> quantization_errors(const at::Tensor& values, const std::vector<int64_t>& bits,
+                                        const std::optional<at::Tensor>& residual) {
+  check_values(values, residual, "quantization_errors");
+  std::vector<Grid> grids;
+  for (const int64_t each : bits) {
+    check_bits(each);
+    grids.push_back(Grid::of(each));
+  }
+  const float* before = residual ? residual->const_data_ptr<float>() : nullptr;
+  switch (values.scalar_type()) {
+    case at::kFloat:
+      return errors_of<float>(values, grids, before);
+    case at::kBFloat16:
+      return errors_of<c10::BFloat16>(values, grids, before);
+    default:
+      return errors_of<c10::Half>(values, grids, before);
+  }
 }
 
 }  // namespace pyruntime::cpu

@@ -18,7 +18,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 LEVELS = 10_000
 """Of the paper."""
@@ -72,24 +71,21 @@ def _steps(error: float, budget: float, levels: int, rounded) -> int:
 
 def _solve(sizes: Sequence[Sequence[float]], steps: Sequence[Sequence[int]], levels: int) -> list[int] | None:
     """The choices of least size whose steps add up to at most `levels`; None where there are none."""
-    least = torch.zeros(levels + 1, dtype=torch.float64)  # by the steps that may be used
-    chosen: list[Tensor] = []
+    least = [torch.zeros(levels + 1, dtype=torch.float64)]  # of the first layers, by the steps they may use
     for size, step in zip(sizes, steps, strict=True):
-        found = torch.full_like(least, math.inf)
-        choice = torch.zeros(levels + 1, dtype=torch.int64)
-        for c, (bytes_, used) in enumerate(zip(size, step, strict=True)):
-            if used > levels:
-                continue
-            with_it = least[: levels + 1 - used] + bytes_
-            better = with_it < found[used:]
-            found[used:] = torch.where(better, with_it, found[used:])
-            choice[used:] = torch.where(better, c, choice[used:])
-        least = found
-        chosen.append(choice)
-    if not math.isfinite(float(least[levels])):
+        found = torch.full_like(least[0], math.inf)
+        for bytes_, used in zip(size, step, strict=True):
+            if used <= levels:
+                with_it = least[-1][: levels + 1 - used] + bytes_
+                torch.minimum(found[used:], with_it, out=found[used:])
+        least.append(found)
+    if not math.isfinite(float(least[-1][levels])):
         return None
-    result, left = [], levels
-    for choice, step in zip(reversed(chosen), reversed(steps), strict=True):
-        result.append(int(choice[left]))
+    result: list[int] = []
+    left = levels
+    for layer in reversed(range(len(sizes))):
+        before, size, step = least[layer], sizes[layer], steps[layer]
+        totals = {c: float(before[left - used]) + size[c] for c, used in enumerate(step) if used <= left}
+        result.append(min(totals, key=totals.__getitem__))
         left -= step[result[-1]]
     return result[::-1]

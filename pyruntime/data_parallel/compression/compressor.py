@@ -71,8 +71,8 @@ class Compressor:
 
     @property
     def plan(self) -> dict[str, int]:
-        """What each matrix is compressed by, by its name in a state dict: bits, how many of a million values
-        travel, or the rank. The same on all ranks."""
+        """What each matrix is compressed by, by its name in a state dict: bits (0: half a bit), how many of a
+        million values travel, or the rank. The same on all ranks."""
         numbers = self._numbers.tolist()
         return {unit.key: number for unit, number in zip(self._units, numbers, strict=True)}
 
@@ -167,12 +167,12 @@ class Compressor:
         return [unit for unit in one.units if not unit.is_small]
 
     def _errors(self, one: _Packed, unit: Unit, gradient: Tensor) -> list[float]:
-        """Of what this rank sends of the unit in this step, by candidate; NaN where that is not finite."""
-        if not math.isfinite(float(sum_of_squares([gradient]))):
-            return [math.nan] * len(self._candidates)
+        """Of what this rank sends of the unit in this step, by candidate; not finite where that is not."""
         if self._codec is None:
             low = self._low_rank(one)
             matrix = low.matrix(gradient.view(-1), unit).float() + low.matrix(low.residual, unit)
+            if not math.isfinite(float(sum_of_squares([matrix]))):
+                return [math.nan] * len(self._candidates)
             found = power_sgd.errors(matrix, self._candidates, one.qs[one.units.index(unit)])
             return [
                 0.0 if power_sgd.travels_whole(unit, rank) else error
