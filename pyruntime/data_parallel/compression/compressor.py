@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ from pyruntime.data_parallel.compression.power_sgd import LowRank, LowRankSum
 from pyruntime.data_parallel.compression.settings import Compression
 from pyruntime.data_parallel.compression.units import ROW, Unit, is_compressed, units_of
 from pyruntime.data_parallel.reduction import Reduced, Touched, WriteChunk
-from pyruntime.ops.layers import sum_of_squares
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -171,8 +169,6 @@ class Compressor:
         if self._codec is None:
             low = self._low_rank(one)
             matrix = low.matrix(gradient.view(-1), unit).float() + low.matrix(low.residual, unit)
-            if not math.isfinite(float(sum_of_squares([matrix]))):
-                return [math.nan] * len(self._candidates)
             found = power_sgd.errors(matrix, self._candidates, one.qs[one.units.index(unit)])
             return [
                 0.0 if power_sgd.travels_whole(unit, rank) else error

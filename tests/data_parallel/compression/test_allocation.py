@@ -73,12 +73,6 @@ def test_bytes_go_where_they_save_most_error():
     assert allocate([[2, 4, 6]] * 3, [[1600.0, 100.0, 10.0], quiet, quiet], [1, 1, 1]) == [2, 0, 0]
 
 
-def test_of_choices_as_good_the_same_is_taken_on_every_rank():
-    """Nothing but the numbers decides: what is found twice is found alike."""
-    sizes, errors = [[4, 2, 2, 1]] * 4, [[0.1, 0.3, 0.3, 0.9]] * 4
-    assert allocate(sizes, errors, [1] * 4) == allocate(sizes, errors, [1] * 4) == [1] * 4
-
-
 def test_without_any_error_to_spend_the_smallest_exact_choices_are_taken():
     assert allocate([[4, 3, 1], [2, 1, 0]], [[0.0, 0.0, 1.0], [0.0, 1.0, 1.0]], [0, 0]) == [1, 0]
 
