@@ -187,6 +187,12 @@ PYRUNTIME_INLINE void for_groups(const uint8_t* codes, int size, int count, cons
   }
 }
 
+// x becomes what is lost.
+PYRUNTIME_INLINE void keep_lost(float* x, const uint8_t* codes, int size, float step) {
+  for_groups(codes, size, kBlock,
+             [&](int i, float level) __attribute__((always_inline)) { x[i] -= level * step; });
+}
+
 PYRUNTIME_INLINE void write_pairs(uint8_t* pairs, uint8_t* codes, int size) {
   const int half = (size + 1) / 2;
   codes[size] = 0;  // the last of an odd number has none beside it
@@ -268,8 +274,7 @@ struct QuantizeBlocks {
         std::memset(x, 0, sizeof(x));  // what is lost of it, or no later step would be finite
       } else if (grid.bits == kHalfABit) {
         step = find_largest(x, size, codes);
-        for_groups(codes, size, kBlock, [&](int i, float level)
-                                            __attribute__((always_inline)) { x[i] -= level * step; });
+        keep_lost(x, codes, size, step);
       } else {
         const float mean = grid.bits <= 2 ? sum_of_magnitudes(x) / static_cast<float>(count) : 0;
         const Step of = step_of(grid, layers::bits_float(bits), mean, noise.is_random);
@@ -332,7 +337,7 @@ struct MeasureBlocks {
   template <typename T>
   static PYRUNTIME_INLINE void run(const T* values, const float* residual, int64_t total, const Grid* grids,
                                    int64_t number, double* errors) {
-    alignas(64) float x[kBlock];
+    alignas(64) float x[kBlock], lost[kBlock];
     alignas(64) uint8_t codes[kBlock];
     for (int64_t at = 0; at < total; at += kBlock) {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at)), size = (count + 7) / 8;
@@ -344,8 +349,10 @@ struct MeasureBlocks {
         if (bits >= kInfinity) {
           errors[i] = std::numeric_limits<double>::quiet_NaN();
         } else if (grid.bits == kHalfABit) {
-          const float step = find_largest(x, size, codes);  // their mean: of a group its square less is lost
-          errors[i] += sum_of_squares(x) - static_cast<double>(step) * step * size;
+          const float step = find_largest(x, size, codes);
+          std::memcpy(lost, x, sizeof(lost));
+          keep_lost(lost, codes, size, step);
+          errors[i] += sum_of_squares(lost);
         } else {
           const Step of = step_of(grid, layers::bits_float(bits), mean, false);
           errors[i] += lost_of_block(x, count, grid, of);

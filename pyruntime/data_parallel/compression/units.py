@@ -58,6 +58,22 @@ def units_of(bucket: Bucket, ranks: int) -> list[Unit]:
     return result
 
 
+def pieces_of(unit: Unit, most: int) -> list[Unit]:
+    """The unit, where it has at most so many elements; else runs of what each rank sums of it, of at most as many,
+    in whole blocks. Of a piece all ranks but one sum nothing."""
+    if sum(count for _, count in unit.stretches) <= most:
+        return [unit]
+    most = -(-most // BLOCK) * BLOCK
+    pieces = []
+    for rank, (first, count) in enumerate(unit.stretches):
+        for begin in range(0, count, most):
+            size = min(most, count - begin)
+            stretches = [(low, 0) for low, _ in unit.stretches]
+            stretches[rank] = (first + begin, size)
+            pieces.append(Unit(f"{unit.key}[{len(pieces)}]", 1, size, False, tuple(stretches)))
+    return pieces
+
+
 def shared_out(begin: int, count: int, ranks: int) -> tuple[tuple[int, int], ...]:
     """The elements [begin, begin + count) over ranks, as stretches of a unit, each of whole blocks."""
     share = -(-count // (ranks * BLOCK)) * BLOCK

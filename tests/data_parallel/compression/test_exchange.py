@@ -17,7 +17,7 @@ import pyruntime
 from pyruntime import comm
 from pyruntime.data_parallel.compression import Compression, power_sgd
 from pyruntime.data_parallel.compression.compressor import Compressor
-from pyruntime.data_parallel.compression.units import Unit, units_of
+from pyruntime.data_parallel.compression.units import Unit, pieces_of, units_of
 from pyruntime.ops.compression import quantized_bytes
 from tests.data_parallel.cases import two_by_two
 from tests.data_parallel.compression import cases
@@ -112,6 +112,34 @@ def test_ranks_agree_on_a_plan_and_what_is_lost_still_telescopes(ranks, stage, m
     uniform = {"quantize": 4, "top_k": 50_000, "power_sgd": 8}[method]
     assert set(numbers) == {"w0", "w1", "w2", "w3"}
     assert any(number != uniform for name, number in numbers.items() if name != "w2"), numbers
+
+
+@pytest.mark.parametrize("method", ["quantize", "top_k"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_large_matrix_is_planned_in_pieces(ranks, stage, method):
+    """Of which each is summed by one rank; rows of very different size get different numbers."""
+    settings = Compression(method, density=0.05, plan_every=2)
+    shapes = [(500, 401), (33, 64)]
+    sent = ranks.run(cases.send, 3, "symmetric_memory", stage, settings, True, torch.float32, (), shapes)
+    check_telescopes(sent, stage)
+    numbers = sent[0].numbers
+    assert all(each.numbers == numbers for each in sent)
+    assert set(numbers) == {"w1", *(f"w0[{i}]" for i in range(9))}
+    assert len({numbers[f"w0[{i}]"] for i in range(9)}) > 1
+
+
+@pytest.mark.parametrize("most", [1, 512, 1000, 5_000])
+def test_pieces_are_all_of_a_matrix_in_whole_blocks(most):
+    unit = Unit("w", 70, 100, False, ((0, 3_584), (3_584, 3_000), (6_584, 416)))
+    pieces = pieces_of(unit, most)
+    assert len({piece.key for piece in pieces}) == len(pieces)
+    for rank, (first, count) in enumerate(unit.stretches):
+        runs = [piece.stretches[rank] for piece in pieces if piece.stretches[rank][1]]
+        assert [begin for begin, _ in runs] == [first + sum(n for _, n in runs[:i]) for i in range(len(runs))]
+        assert sum(size for _, size in runs) == count
+        assert all(size % 512 == 0 for _, size in runs[:-1])
+        assert all(size <= max(512, -(-most // 512) * 512) for _, size in runs)
+    assert pieces_of(unit, 7_000) == [unit]
 
 
 def bytes_of_a_step(group, transport, settings):
