@@ -15,7 +15,7 @@ from bench.common.beside_copy import Contender, main
 from pyruntime.comm.wire import Wire
 from pyruntime.ops import compression
 
-BITS = {compression.HALF_A_BIT: "half a bit", **{bits: f"{bits} bits" for bits in (1, 2, 3, 4, 6, 8)}}
+BITS = (1, 2, 3, 4, 6, 8)
 DENSITY = 0.01
 WIDTH = 2048
 
@@ -65,12 +65,12 @@ def as_fp8(count: int, dtype: torch.dtype, reads: bool) -> Contender:
 
 def contenders(count: int) -> dict[str, Contender]:
     found = {}
-    for bits, name in BITS.items():
-        found[f"quantize bf16 to {name}"] = quantizing(count, torch.bfloat16, bits, at_random=False)
+    for bits in BITS:
+        found[f"quantize bf16 to {bits} bits"] = quantizing(count, torch.bfloat16, bits, at_random=False)
     found["quantize fp32 to 4 bits"] = quantizing(count, torch.float32, 4, at_random=False)
     found["quantize bf16 to 4 bits, at random"] = quantizing(count, torch.bfloat16, 4, at_random=True)
-    for bits, name in BITS.items():
-        found[f"add {name}"] = dequantizing(count, bits)
+    for bits in BITS:
+        found[f"add {bits} bits"] = dequantizing(count, bits)
     found[f"top_k {DENSITY:.0%} of bf16"] = taking_top_k(count, torch.bfloat16)
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         found[f"{name} to fp8"] = as_fp8(count, dtype, reads=False)

@@ -1,4 +1,4 @@
-"""Values in fewer bytes: quantised to half a bit or 1 to 8 bits, or the largest alone, with what is lost kept.
+"""Values in fewer bytes: quantised to 1 to 8 bits, or the largest alone, with what is lost kept.
 
 Vectorised C++ (csrc/cpu/compression) on flat, contiguous CPU tensors. Values are float32, bfloat16 or
 float16 [n]; what is packed is uint8; sums and residuals are float32 [n]. Where a residual is given,
@@ -20,13 +20,10 @@ from pyruntime.comm.core import _C
 
 BLOCK = 512
 """Values that share a step, where they are quantised."""
-HALF_A_BIT = 0
-"""Its name where bits are whole numbers: of every eight values the largest alone travels, as + or - the mean of
-the block's largest."""
 
 
 def quantized_bytes(count: int, bits: int) -> int:
-    """Bytes of `count` values: 4 for each block of 512, and `bits` bits a value, or HALF_A_BIT."""
+    """Bytes of `count` values: 4 for each block of 512, and `bits` bits a value."""
     return _C.quantized_bytes(count, bits)
 
 
@@ -38,14 +35,13 @@ def quantize(
     rounding: tuple[int, int] | None = None,
 ) -> None:
     """packed [quantized_bytes] = x in `bits` bits a value, as multiples of its block's step: max|x| /
-    (2^(bits-1) - 1), of 2 bits at most twice the mean magnitude; of 1 bit + or - the mean magnitude. Or in
-    HALF_A_BIT.
+    (2^(bits-1) - 1), of 2 bits at most twice the mean magnitude; of 1 bit + or - the mean magnitude.
 
     rounding: None, to the nearest: less is lost than there was, which error feedback asks for. Or (seed,
     index of the first value): at random so that the mean is exact (Alistarh et al. 2017, arXiv 1610.02132),
     by a generator that gives each seed and index one number (`pyruntime.ops.layers.random_rounding`); the
-    step is then max|x| of 1 and 2 bits, and HALF_A_BIT raises ValueError. A block in which a value is not
-    finite is NaN where it is read, and leaves no residual.
+    step is then max|x| of 1 and 2 bits. A block in which a value is not finite is NaN where it is read, and
+    leaves no residual.
     """
     _C.quantize(values, bits, packed, residual, rounding)
 
@@ -56,8 +52,8 @@ def dequantize(packed: Tensor, bits: int, out: Tensor, add: bool = False) -> Non
 
 
 def quantization_errors(values: Tensor, bits: Sequence[int], residual: Tensor | None = None) -> list[float]:
-    """||x - Q(x)||^2 at each of `bits`, to the nearest, in one pass that changes nothing; NaN where a value is
-    not finite."""
+    """||x - Q(x)||^2 at each of `bits`, to the nearest, in one pass that changes nothing; NaN where a value
+    is not finite."""
     return _C.quantization_errors(values, bits, residual)
 
 

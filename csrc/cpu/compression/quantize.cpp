@@ -19,19 +19,17 @@ using layers::load;
 using layers::random_bits;
 
 constexpr int kBlock = kQuantizedBlock;
-constexpr int kGroup = 8;                    // values of which the largest alone travels in half a bit
-constexpr int kPlane = kBlock / 8;           // bytes of a plane of a whole block, and its groups
+constexpr int kPlane = kBlock / 8;           // bytes of a plane of a whole block
 constexpr int64_t kBlocksPerTask = 32;       // fixed, and large enough that waking a thread is worth it
 constexpr uint32_t kInfinity = 0x7f800000u;  // as bits
 constexpr float kStepsOf2Bits = 2;           // of the mean magnitude; near the least loss of gradients
 constexpr float kSmallest = 1e-30f;          // below it a block is zero, and its values are lost of
 
-// value = (code * stride - middle) * step; a code is at most `top`. Not of half a bit.
+// value = (code * stride - middle) * step; a code is at most `top`.
 struct Grid {
   int bits, stride, middle, top;
 
   static Grid of(int64_t bits) {
-    if (bits == kHalfABit) return {0, 0, 0, 0};
     if (bits == 1) return {1, 2, 1, 1};
     const int middle = (1 << (bits - 1)) - 1;
     return {static_cast<int>(bits), 1, middle, 2 * middle};
@@ -52,9 +50,9 @@ int64_t blocks_of(int64_t count) {
   return (count + kBlock - 1) / kBlock;
 }
 
-// Bytes of a block's codes. size: of a plane.
-int64_t code_bytes(int64_t size, int64_t bits) {
-  return bits == kHalfABit ? (size + 1) / 2 : size * bits;
+// Where the codes of a block begin, in bytes behind the steps.
+int64_t codes_at(int64_t block, int64_t bits) {
+  return block * kPlane * bits;
 }
 
 template <typename T>
@@ -84,13 +82,6 @@ PYRUNTIME_INLINE float sum_of_magnitudes(const float* x) {
   float sum = 0;
   PYRUNTIME_SIMD_REDUCE(+, sum)
   for (int i = 0; i < kBlock; ++i) sum += std::fabs(x[i]);
-  return sum;
-}
-
-PYRUNTIME_INLINE float sum_of_squares(const float* x) {
-  float sum = 0;
-  PYRUNTIME_SIMD_REDUCE(+, sum)
-  for (int i = 0; i < kBlock; ++i) sum += x[i] * x[i];
   return sum;
 }
 
@@ -144,71 +135,6 @@ PYRUNTIME_INLINE float lost_of_block(const float* x, int count, const Grid& grid
   return sum;
 }
 
-// ---- half a bit: group i of a block is the values j size + i, j < 8 ----
-
-// codes [size], of each group: which value is the largest, plus 8 where that is negative. Returns the mean
-// of their magnitudes.
-PYRUNTIME_INLINE float find_largest(const float* x, int size, uint8_t* codes) {
-  alignas(64) float largest[kPlane];
-  alignas(64) int code[kPlane];
-  PYRUNTIME_SIMD
-  for (int i = 0; i < size; ++i) {
-    largest[i] = std::fabs(x[i]);
-    code[i] = x[i] < 0 ? kGroup : 0;
-  }
-  for (int j = 1; j < kGroup; ++j) {
-    const float* of = x + j * size;
-    PYRUNTIME_SIMD
-    for (int i = 0; i < size; ++i) {
-      const float magnitude = std::fabs(of[i]);
-      const int here = of[i] < 0 ? kGroup + j : j;
-      code[i] = magnitude > largest[i] ? here : code[i];
-      largest[i] = magnitude > largest[i] ? magnitude : largest[i];
-    }
-  }
-  float sum = 0;
-  PYRUNTIME_SIMD_REDUCE(+, sum)
-  for (int i = 0; i < size; ++i) sum += largest[i];
-  PYRUNTIME_SIMD
-  for (int i = 0; i < size; ++i) codes[i] = static_cast<uint8_t>(code[i]);
-  return sum / static_cast<float>(size);
-}
-
-// f(place in the block, its code: 0, 1 or -1 of the step), by vectors.
-template <typename F>
-PYRUNTIME_INLINE void for_groups(const uint8_t* codes, int size, int count, const F& f) {
-  for (int j = 0; j < kGroup; ++j) {
-    const int first = j * size, in_block = std::min(size, count - first);
-    PYRUNTIME_SIMD
-    for (int i = 0; i < in_block; ++i) {
-      const int code = codes[i], level = (code & (kGroup - 1)) == j ? 1 - (code >> 3) * 2 : 0;
-      f(first + i, static_cast<float>(level));
-    }
-  }
-}
-
-// x becomes what is lost.
-PYRUNTIME_INLINE void keep_lost(float* x, const uint8_t* codes, int size, float step) {
-  for_groups(codes, size, kBlock,
-             [&](int i, float level) __attribute__((always_inline)) { x[i] -= level * step; });
-}
-
-PYRUNTIME_INLINE void write_pairs(uint8_t* pairs, uint8_t* codes, int size) {
-  const int half = (size + 1) / 2;
-  codes[size] = 0;  // the last of an odd number has none beside it
-  PYRUNTIME_SIMD
-  for (int i = 0; i < half; ++i) pairs[i] = static_cast<uint8_t>(codes[i] | codes[half + i] << 4);
-}
-
-PYRUNTIME_INLINE void read_pairs(uint8_t* codes, const uint8_t* pairs, int size) {
-  const int half = (size + 1) / 2;
-  PYRUNTIME_SIMD
-  for (int i = 0; i < half; ++i) {
-    codes[i] = pairs[i] & 15;
-    codes[half + i] = static_cast<uint8_t>(pairs[i] >> 4);
-  }
-}
-
 // A plane of a whole block. The compiler does not find these operations in loops over bytes.
 using Plane [[gnu::vector_size(kPlane)]] = uint8_t;
 
@@ -259,7 +185,7 @@ void read_short_planes(uint8_t* codes, const uint8_t* planes, int bits, int size
 struct QuantizeBlocks {
   template <typename T>
   static PYRUNTIME_INLINE void run(const T* values, float* residual, int64_t total, const Grid* grid_at,
-                                   uint8_t* steps, uint8_t* packed, const Noise* noise_at) {
+                                   uint8_t* steps, uint8_t* planes, const Noise* noise_at) {
     const Grid grid = *grid_at;
     Noise noise = *noise_at;
     alignas(64) float x[kBlock];
@@ -272,9 +198,6 @@ struct QuantizeBlocks {
       if (bits >= kInfinity) {
         std::memset(codes, 0, sizeof(codes));
         std::memset(x, 0, sizeof(x));  // what is lost of it, or no later step would be finite
-      } else if (grid.bits == kHalfABit) {
-        step = find_largest(x, size, codes);
-        keep_lost(x, codes, size, step);
       } else {
         const float mean = grid.bits <= 2 ? sum_of_magnitudes(x) / static_cast<float>(count) : 0;
         const Step of = step_of(grid, layers::bits_float(bits), mean, noise.is_random);
@@ -282,16 +205,14 @@ struct QuantizeBlocks {
         step = of.step;
       }
       std::memcpy(steps, &step, sizeof(step));
-      if (grid.bits == kHalfABit) {
-        write_pairs(packed, codes, size);
-      } else if (count == kBlock) {
-        write_planes(packed, codes, grid.bits);
+      if (count == kBlock) {
+        write_planes(planes, codes, grid.bits);
       } else {
-        write_short_planes(packed, codes, grid.bits, size);
+        write_short_planes(planes, codes, grid.bits, size);
       }
       if (residual != nullptr) std::memcpy(residual + at, x, static_cast<size_t>(count) * sizeof(float));
       steps += sizeof(step);
-      packed += code_bytes(size, grid.bits);
+      planes += grid.bits * size;
       noise.first += kBlock;
     }
   }
@@ -299,35 +220,28 @@ struct QuantizeBlocks {
 
 struct DequantizeBlocks {
   static PYRUNTIME_INLINE void run(float* out, int64_t total, bool add, const Grid* grid_at,
-                                   const uint8_t* steps, const uint8_t* packed) {
+                                   const uint8_t* steps, const uint8_t* planes) {
     const Grid grid = *grid_at;
     alignas(64) uint8_t codes[kBlock];
     for (int64_t at = 0; at < total; at += kBlock) {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at)), size = (count + 7) / 8;
+      if (count == kBlock) {
+        read_planes(codes, planes, grid.bits);
+      } else {
+        read_short_planes(codes, planes, grid.bits, size);
+      }
       float step;
       std::memcpy(&step, steps, sizeof(step));
       float* to = out + at;
-      if (grid.bits == kHalfABit) {
-        read_pairs(codes, packed, size);
-        if (!add) std::fill_n(to, count, 0.0f);
-        for_groups(codes, size, count, [&](int i, float level)
-                                           __attribute__((always_inline)) { to[i] += level * step; });
+      if (add) {
+        PYRUNTIME_SIMD
+        for (int i = 0; i < count; ++i) to[i] += value_of(grid, codes[i], step);
       } else {
-        if (count == kBlock) {
-          read_planes(codes, packed, grid.bits);
-        } else {
-          read_short_planes(codes, packed, grid.bits, size);
-        }
-        if (add) {
-          PYRUNTIME_SIMD
-          for (int i = 0; i < count; ++i) to[i] += value_of(grid, codes[i], step);
-        } else {
-          PYRUNTIME_SIMD
-          for (int i = 0; i < count; ++i) to[i] = value_of(grid, codes[i], step);
-        }
+        PYRUNTIME_SIMD
+        for (int i = 0; i < count; ++i) to[i] = value_of(grid, codes[i], step);
       }
       steps += sizeof(step);
-      packed += code_bytes(size, grid.bits);
+      planes += grid.bits * size;
     }
   }
 };
@@ -337,26 +251,19 @@ struct MeasureBlocks {
   template <typename T>
   static PYRUNTIME_INLINE void run(const T* values, const float* residual, int64_t total, const Grid* grids,
                                    int64_t number, double* errors) {
-    alignas(64) float x[kBlock], lost[kBlock];
-    alignas(64) uint8_t codes[kBlock];
+    alignas(64) float x[kBlock];
     for (int64_t at = 0; at < total; at += kBlock) {
-      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at)), size = (count + 7) / 8;
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at));
       read_block(x, values + at, residual == nullptr ? nullptr : residual + at, count);
       const uint32_t bits = largest_bits(x);
+      if (bits >= kInfinity) {
+        std::fill_n(errors, number, std::numeric_limits<double>::quiet_NaN());
+        return;
+      }
       const float mean = sum_of_magnitudes(x) / static_cast<float>(count);
       for (int64_t i = 0; i < number; ++i) {
         const Grid grid = grids[i];
-        if (bits >= kInfinity) {
-          errors[i] = std::numeric_limits<double>::quiet_NaN();
-        } else if (grid.bits == kHalfABit) {
-          const float step = find_largest(x, size, codes);
-          std::memcpy(lost, x, sizeof(lost));
-          keep_lost(lost, codes, size, step);
-          errors[i] += sum_of_squares(lost);
-        } else {
-          const Step of = step_of(grid, layers::bits_float(bits), mean, false);
-          errors[i] += lost_of_block(x, count, grid, of);
-        }
+        errors[i] += lost_of_block(x, count, grid, step_of(grid, layers::bits_float(bits), mean, false));
       }
     }
   }
@@ -368,7 +275,7 @@ void for_blocks(int64_t count, int64_t bits, const F& f) {
   const int64_t blocks = blocks_of(count), codes = blocks * static_cast<int64_t>(sizeof(float));
   at::parallel_for(0, blocks, kBlocksPerTask, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kBlock, size = std::min(count, end * kBlock) - first;
-    f(first, size, begin * static_cast<int64_t>(sizeof(float)), codes + begin * code_bytes(kPlane, bits));
+    f(first, size, begin * static_cast<int64_t>(sizeof(float)), codes + codes_at(begin, bits));
   });
 }
 
@@ -384,8 +291,7 @@ void quantize_values(const at::Tensor& values, const Grid& grid, uint8_t* packed
 }
 
 void check_bits(int64_t bits) {
-  TORCH_CHECK_VALUE(bits == kHalfABit || (bits >= 1 && bits <= 8), "quantize: bits=", bits,
-                    "; a value takes 1 to 8 bits, or half a bit, which is ", kHalfABit, ".");
+  TORCH_CHECK_VALUE(bits >= 1 && bits <= 8, "quantize: bits=", bits, "; a value takes 1 to 8 bits.");
 }
 
 // A task's errors lie together; they are added up in its order, whichever thread measured them.
@@ -415,8 +321,8 @@ int64_t quantized_bytes(int64_t count, int64_t bits) {
   check_bits(bits);
   TORCH_CHECK_VALUE(count >= 0, "quantized_bytes: count=", count, "; there cannot be fewer than 0 values.");
   const int64_t whole = count / kBlock, rest = count % kBlock;
-  return blocks_of(count) * static_cast<int64_t>(sizeof(float)) + whole * code_bytes(kPlane, bits) +
-         code_bytes((rest + 7) / 8, bits);
+  return blocks_of(count) * static_cast<int64_t>(sizeof(float)) + codes_at(whole, bits) +
+         (rest + 7) / 8 * bits;
 }
 
 void quantize(const at::Tensor& values, int64_t bits, const at::Tensor& packed,
@@ -425,8 +331,6 @@ void quantize(const at::Tensor& values, int64_t bits, const at::Tensor& packed,
   check_values(values, residual, "quantize");
   check_flat(packed, at::kByte, "quantize", "packed");
   check_size(packed, quantized_bytes(values.numel(), bits), "quantize", "packed");
-  TORCH_CHECK_VALUE(!rounding || bits != kHalfABit, "quantize: half a bit with rounding at random; of ",
-                    kGroup, " values one travels, whose mean is not theirs. Leave rounding out.");
   const Grid grid = Grid::of(bits);
   const auto [seed, first] = rounding.value_or(std::pair<int64_t, int64_t>{0, 0});
   const Noise noise{rounding.has_value(), static_cast<uint32_t>(seed), static_cast<uint32_t>(first)};

@@ -1,4 +1,4 @@
-// Uniform quantisation of values to 1 to 8 bits, or half a bit, block by block, fused with error feedback.
+// Uniform quantisation of values to 1 to 8 bits, block by block, fused with error feedback.
 //
 // A block is 512 values, the last one what is left. It has one float32, its step, and codes of `bits` bits:
 //
@@ -13,14 +13,9 @@
 // al. 2019, arXiv 1901.09847, assumption A). Rounded at random the mean is exact (Alistarh et al. 2017, QSGD,
 // arXiv 1610.02132). A block that holds NaN or infinity has the step NaN, and is NaN where it is read.
 //
-// Half a bit: of every eight values the first of largest magnitude is plus or minus the mean of those
-// magnitudes, the others are zero; what is lost is less than the block by as many squares of that mean as
-// there are eights.
-//
 // In memory: the steps of all blocks, then each block's codes as `bits` planes of a bit each. Of a block of n
 // values, bit j of byte i of a plane belongs to the value j s + i, with s = ceil(n / 8): a layout that every
-// width shares, and that is packed and unpacked by whole vectors. Of half a bit the values j s + i are eight
-// that belong together, with 4 bits, j and a sign; byte i has those of i, and of i + ceil(s / 2) above.
+// width shares, and that is packed and unpacked by whole vectors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +28,6 @@
 namespace pyruntime::cpu {
 
 inline constexpr int64_t kQuantizedBlock = 512;
-inline constexpr int64_t kHalfABit = 0;  // what half a bit is called where bits are whole numbers
 
 // Bytes that so many values take.
 int64_t quantized_bytes(int64_t count, int64_t bits);

@@ -206,7 +206,8 @@ std::vector<double> top_k_errors(const at::Tensor& values, const std::vector<int
   auto* x = own.mutable_data_ptr<float>();
   read_values(values, x, residual.has_value());
   const auto is_larger = [](float one, float other) { return magnitude(one) > magnitude(other); };
-  // From the largest k on, the k largest are sought among those of the k before, and what lies behind is lost.
+  // From the largest k on, the k largest are sought among those of the k before, and what lies behind is
+  // lost.
   std::vector<size_t> order(ks.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::sort(order.begin(), order.end(), [&](size_t one, size_t other) { return ks[one] > ks[other]; });

@@ -20,8 +20,8 @@ int64_t top_k_bytes(int64_t k);
 void top_k(const at::Tensor& values, int64_t k, const at::Tensor& packed,
            const std::optional<at::Tensor>& residual);
 
-// ||x - Q(x)||^2 of x = values (+ residual) for each of so many k; nothing is changed. Not finite where a value
-// is not.
+// ||x - Q(x)||^2 of x = values (+ residual) for each of so many k; nothing is changed. Not finite where a
+// value is not.
 std::vector<double> top_k_errors(const at::Tensor& values, const std::vector<int64_t>& ks,
                                  const std::optional<at::Tensor>& residual);
 

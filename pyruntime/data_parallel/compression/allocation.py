@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
+from pyruntime.comm.core import _C
 
 LEVELS = 10_000
 """Of the paper."""
@@ -35,7 +35,7 @@ def allocate(
         sizes: of each layer the size of each of its choices, such as bytes.
         errors: of each layer the error of each choice, not negative, such as a squared norm.
         uniform: of each layer the choice whose errors add up to E.
-        levels: time and memory are in proportion to it.
+        levels: time and memory are in proportion to it: 8 bytes for each of them and each layer.
 
     Raises ValueError where an error is negative or not finite.
     """
@@ -51,8 +51,8 @@ def allocate(
     best = list(uniform)
     for rounded in (math.floor, math.ceil):
         steps = [[_steps(error, budget, levels, rounded) for error in row] for row in errors]
-        found = _solve(sizes, steps, levels)
-        if found is None or _total(errors, found) > budget:
+        found = _C.least_choices(sizes, steps, levels)
+        if not found or _total(errors, found) > budget:
             continue
         if _total(sizes, found) < _total(sizes, best):
             best = found
@@ -67,25 +67,3 @@ def _total(of: Sequence[Sequence[float]], choices: Sequence[int]) -> float:
 def _steps(error: float, budget: float, levels: int, rounded) -> int:
     """More than `levels`, and no more of it, where one layer alone goes beyond the budget."""
     return min(rounded(min(error / budget, 2.0) * levels), levels + 1)
-
-
-def _solve(sizes: Sequence[Sequence[float]], steps: Sequence[Sequence[int]], levels: int) -> list[int] | None:
-    """The choices of least size whose steps add up to at most `levels`; None where there are none."""
-    least = [torch.zeros(levels + 1, dtype=torch.float64)]  # of the first layers, by the steps they may use
-    for size, step in zip(sizes, steps, strict=True):
-        found = torch.full_like(least[0], math.inf)
-        for bytes_, used in zip(size, step, strict=True):
-            if used <= levels:
-                with_it = least[-1][: levels + 1 - used] + bytes_
-                torch.minimum(found[used:], with_it, out=found[used:])
-        least.append(found)
-    if not math.isfinite(float(least[-1][levels])):
-        return None
-    result: list[int] = []
-    left = levels
-    for layer in reversed(range(len(sizes))):
-        before, size, step = least[layer], sizes[layer], steps[layer]
-        totals = {c: float(before[left - used]) + size[c] for c, used in enumerate(step) if used <= left}
-        result.append(min(totals, key=totals.__getitem__))
-        left -= step[result[-1]]
-    return result[::-1]

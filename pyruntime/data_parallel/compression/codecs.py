@@ -49,17 +49,15 @@ class Codec(Protocol):
 
 
 class Quantized:
-    """`number` bits a value, or half a bit."""
+    """`number` bits a value."""
 
     finest = 8
 
     def __init__(self, settings: Compression):
         self.uniform = settings.bits
-        # Of half a bit the mean is not exact, however it is rounded: only what keeps what is lost may use it.
-        self._candidates = [compression.HALF_A_BIT] * settings.error_feedback + list(range(1, 9))
 
     def candidates(self) -> list[int]:
-        return self._candidates
+        return list(range(1, 9))
 
     def nbytes(self, count: int, number: int) -> int:
         return compression.quantized_bytes(count, number)
@@ -78,7 +76,7 @@ class Quantized:
         compression.dequantize(packed, number, out, add=True)
 
     def errors(self, values: Tensor, residual: Tensor | None) -> list[float]:
-        return compression.quantization_errors(values, self._candidates, residual)
+        return compression.quantization_errors(values, self.candidates(), residual)
 
 
 class TopK:

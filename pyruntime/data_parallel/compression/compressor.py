@@ -82,9 +82,9 @@ class Compressor:
 
     @property
     def plan(self) -> dict[str, int]:
-        """What each matrix is compressed by, by its name in a state dict: bits (0: half a bit), how many of a
-        million values travel, or the rank. Of a large matrix that is planned in pieces, by name[0], name[1]...
-        The same on all ranks."""
+        """What each matrix is compressed by, by its name in a state dict: bits, how many of a million values
+        travel, or the rank. Of a large matrix that is planned in pieces, by name[0], name[1] and so on. The
+        same on all ranks."""
         numbers = self._numbers.tolist()
         return {unit.key: number for unit, number in zip(self._units, numbers, strict=True)}
 

@@ -59,12 +59,12 @@ def units_of(bucket: Bucket, ranks: int) -> list[Unit]:
 
 
 def pieces_of(unit: Unit, most: int) -> list[Unit]:
-    """The unit, where it has at most so many elements; else runs of what each rank sums of it, of at most as many,
-    in whole blocks. Of a piece all ranks but one sum nothing."""
+    """The unit, where it has at most so many elements; else runs of what each rank sums of it, of at most as
+    many, in whole blocks. Of a piece all ranks but one sum nothing."""
     if sum(count for _, count in unit.stretches) <= most:
         return [unit]
     most = -(-most // BLOCK) * BLOCK
-    pieces = []
+    pieces: list[Unit] = []
     for rank, (first, count) in enumerate(unit.stretches):
         for begin in range(0, count, most):
             size = min(most, count - begin)

@@ -69,8 +69,8 @@ TEST(a_block_of_bfloat16_is_what_its_values_are) {
       std::vector<uint8_t> packed(cpu::kFp8Block + 1);
       layers::simd_run<cpu::PackFp8>(static_cast<const c10::BFloat16*>(values.data()), cpu::kFp8Block,
                                      packed.data(), int64_t{0}, int64_t{1});
-      layers::simd_run<cpu::UnpackFp8>(static_cast<const uint8_t*>(packed.data()), cpu::kFp8Block, read.data(),
-                                       int64_t{0}, int64_t{1});
+      layers::simd_run<cpu::UnpackFp8>(static_cast<const uint8_t*>(packed.data()), cpu::kFp8Block,
+                                       read.data(), int64_t{0}, int64_t{1});
       const int exponent = cpu::scale_of(largest);
       EXPECT_EQ(static_cast<int>(packed.back()), exponent);
       for (size_t i = 0; i < values.size(); ++i) {
