@@ -32,7 +32,7 @@ from pyruntime.ops.compression import BLOCK
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PIECES = 64
-"""Of what is planned none has more elements than all divided by this, or LEAST_PIECE."""
+"""Of what is given bits by a plan none has more elements than all divided by this, or LEAST_PIECE."""
 LEAST_PIECE = 64 * BLOCK
 
 
@@ -42,8 +42,9 @@ class _Packed:
     def __init__(self, bucket: Bucket, ranks: int, settings: Compression, most: int):
         self.bucket = bucket
         self.units = units_of(bucket, ranks)
-        if settings.plan_every and settings.method != "power_sgd":
-            self.units = [piece for unit in self.units for piece in pieces_of(unit, most)]
+        if settings.plan_every and settings.method == "quantize":
+            is_cut = bucket.segments > 1
+            self.units = [piece for unit in self.units for piece in pieces_of(unit, most, is_cut)]
         self.residual = torch.zeros(bucket.lines * bucket.width) if settings.error_feedback else None
         self.qs: list[Tensor] = []
         if settings.method == "power_sgd":
