@@ -37,7 +37,8 @@ std::vector<int64_t> least_choices(const std::vector<std::vector<double>>& sizes
   const auto row = [&](size_t layer) { return least.data() + layer * width; };
   for (size_t layer = 0; layer < number; ++layer) {
     TORCH_CHECK_VALUE(steps[layer].size() == sizes[layer].size(), "least_choices: layer ", layer, " has ",
-                      sizes[layer].size(), " sizes and ", steps[layer].size(), " steps; give each choice both.");
+                      sizes[layer].size(), " sizes and ", steps[layer].size(),
+                      " steps; give each choice both.");
     for (size_t choice = 0; choice < sizes[layer].size(); ++choice) {
       const int64_t used = steps[layer][choice];
       TORCH_CHECK_VALUE(used >= 0, "least_choices: steps[", layer, "][", choice, "]=", used,
