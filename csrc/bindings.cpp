@@ -19,6 +19,7 @@
 #include "core/peer_figures.h"
 #include "core/peers.h"
 #include "cpu/compression/fp8.h"
+#include "cpu/compression/knapsack.h"
 #include "cpu/compression/quantize.h"
 #include "cpu/compression/top_k.h"
 #include "cpu/symmetric_memory.h"
@@ -439,10 +440,14 @@ void bind_compression(py::module_& m) {
         py::arg("residual"), py::arg("rounding"), NoGil());
   m.def("dequantize", &cpu::dequantize, py::arg("packed"), py::arg("bits"), py::arg("out"), py::arg("add"),
         NoGil());
+  m.def("quantization_errors", &cpu::quantization_errors, py::arg("values"), py::arg("bits"),
+        py::arg("residual"), NoGil());
   m.def("top_k_bytes", &cpu::top_k_bytes, py::arg("k"));
   m.def("top_k", &cpu::top_k, py::arg("values"), py::arg("k"), py::arg("packed"), py::arg("residual"),
         NoGil());
+  m.def("top_k_errors", &cpu::top_k_errors, py::arg("values"), py::arg("ks"), py::arg("residual"), NoGil());
   m.def("add_top_k", &cpu::add_top_k, py::arg("packed"), py::arg("out"), NoGil());
+  m.def("least_choices", &cpu::least_choices, py::arg("sizes"), py::arg("steps"), py::arg("levels"), NoGil());
   m.def("fp8_bytes", &cpu::fp8_bytes, py::arg("width"));
   m.def("pack_fp8", &cpu::pack_fp8, py::arg("values"), py::arg("packed"), NoGil());
   m.def("unpack_fp8", &cpu::unpack_fp8, py::arg("packed"), py::arg("out"), NoGil());

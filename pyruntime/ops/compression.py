@@ -12,6 +12,8 @@ from run to run, at any number of threads. Raises ValueError (sizes, devices) an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from pyruntime.comm.core import _C
@@ -49,6 +51,12 @@ def dequantize(packed: Tensor, bits: int, out: Tensor, add: bool = False) -> Non
     _C.dequantize(packed, bits, out, add)
 
 
+def quantization_errors(values: Tensor, bits: Sequence[int], residual: Tensor | None = None) -> list[float]:
+    """||x - Q(x)||^2 at each of `bits`, to the nearest, in one pass that changes nothing; NaN where a value
+    is not finite."""
+    return _C.quantization_errors(values, bits, residual)
+
+
 def top_k_bytes(k: int) -> int:
     """Bytes of k values: 8 each."""
     return _C.top_k_bytes(k)
@@ -58,6 +66,12 @@ def top_k(values: Tensor, k: int, packed: Tensor, residual: Tensor | None = None
     """packed [top_k_bytes] = the k values of x of largest magnitude, exactly, with their places; of equal
     ones the first."""
     _C.top_k(values, k, packed, residual)
+
+
+def top_k_errors(values: Tensor, ks: Sequence[int], residual: Tensor | None = None) -> list[float]:
+    """||x - Q(x)||^2 of the k values of largest magnitude, for each of `ks`; nothing is changed. Not finite
+    where a value is not."""
+    return _C.top_k_errors(values, ks, residual)
 
 
 def add_top_k(packed: Tensor, out: Tensor) -> None:

@@ -136,6 +136,43 @@ def test_to_the_nearest_less_is_kept_than_at_random(bits):
     assert bits > 1 or kept["random"] > 1e6
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", SIZES)
+def test_what_would_be_lost_is_what_is_lost(dtype, count):
+    x, residual = (torch.randn(count) * torch.logspace(-3, 1, count)).to(dtype), torch.randn(count)
+    before = residual.clone()
+    bits = [4, *reversed(BITS)]
+    for found, own in (
+        (compression.quantization_errors(x, bits, residual), residual),
+        (compression.quantization_errors(x, bits), torch.zeros(count)),
+    ):
+        for each, error in zip(bits, found, strict=True):
+            lost = own.clone()
+            packed_of(x, each, lost)
+            assert error == pytest.approx(float(lost.double().square().sum()), rel=1e-4)
+    assert torch.equal(residual, before)
+
+
+def test_what_would_be_lost_is_the_same_at_any_number_of_threads():
+    x, threads = torch.randn(300_001), torch.get_num_threads()
+    found = []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            found.append(compression.quantization_errors(x, BITS))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_would_be_lost_of_what_is_not_finite_is_not(bad):
+    x = torch.randn(3 * BLOCK)
+    x[BLOCK + 5] = bad
+    for found in (compression.quantization_errors(x, BITS), compression.top_k_errors(x, [3, 0, 7])):
+        assert not torch.tensor(found).isfinite().any()
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_rounded_at_random_the_mean_is_exact(bits):
     x = torch.randn(BLOCK)
@@ -219,6 +256,22 @@ def test_the_largest_values_travel_exactly(dtype, count, k):
     assert k in (0, count) or float(found[found != 0].abs().min()) >= float(residual.abs().max())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 63, 5_001])
+def test_what_would_be_lost_of_the_others_is_what_is_lost(dtype, count):
+    x, residual = torch.randn(count).to(dtype), torch.randn(count)
+    before, ks = residual.clone(), [count // 7, 0, count, count // 2, count // 7, min(1, count)]
+    for found, own in (
+        (compression.top_k_errors(x, ks, residual), residual),
+        (compression.top_k_errors(x, ks), torch.zeros(count)),
+    ):
+        for k, error in zip(ks, found, strict=True):
+            lost = own.clone()
+            top_k_of(x, k, lost)
+            assert error == pytest.approx(float(lost.double().square().sum()), rel=1e-6)
+    assert torch.equal(residual, before)
+
+
 def test_of_equal_magnitudes_the_first_travel():
     x = torch.tensor([1.0, -2.0, 2.0, 0.5, -2.0, 2.0] * 50)
     places = top_k_of(x, 7)[:28].view(torch.int32).tolist()
@@ -237,6 +290,8 @@ def test_values_that_are_not_finite_are_the_largest():
     [
         (lambda: compression.quantized_bytes(4, 9), ValueError, "bits=9; a value takes 1 to 8 bits"),
         (lambda: packed_of(torch.zeros(4), 0), ValueError, "bits=0; a value takes 1 to 8 bits"),
+        (lambda: compression.quantization_errors(torch.zeros(4), [4, 9]), ValueError, "bits=9; a value"),
+        (lambda: compression.top_k_errors(torch.zeros(4), [5]), ValueError, "top_k_errors: k=5 of 4 values"),
         (lambda: packed_of(torch.zeros(4).double(), 4), TypeError, "it must be float32, bfloat16 or float16"),
         (lambda: packed_of(torch.zeros(4, 2).t()[0], 4), ValueError, "it must have one dimension and be"),
         (

@@ -71,42 +71,31 @@ struct PackFp8 {
  private:
   template <typename T>
   static PYRUNTIME_INLINE void pack(const T* values, int count, uint8_t* codes, uint8_t* scale) {
-    alignas(64) float x[kFp8Block];
-    const uint32_t largest = count == kFp8Block ? read(x, values, kFp8Block) : read(x, values, count);
-    const int exponent = scale_of(largest);
+    const bool is_whole = count == kFp8Block;
+    const int exponent = scale_of(is_whole ? largest_of(values, kFp8Block) : largest_of(values, count));
     *scale = static_cast<uint8_t>(exponent);
     if (exponent == 0 || exponent == 255) {
       std::memset(codes, 0, static_cast<size_t>(count));
-      return;
-    }
-    const float inverse = power_of_two(254 - exponent);
-    if (count == kFp8Block) {
-      PYRUNTIME_SIMD
-      for (int i = 0; i < kFp8Block; ++i) codes[i] = to_e4m3(x[i] * inverse);
-    } else {
-      PYRUNTIME_SIMD
-      for (int i = 0; i < count; ++i) codes[i] = to_e4m3(x[i] * inverse);
+    } else if (!is_whole) {
+      encode(values, count, exponent, codes);
+    } else if (!encode_normal(values, exponent, codes)) {
+      encode(values, kFp8Block, exponent, codes);
     }
   }
 
-  // x = values; returns the bits of the largest magnitude, of which those of NaN and infinity are the
-  // largest.
-  static PYRUNTIME_INLINE uint32_t read(float* x, const float* values, int count) {
+  // The bits of the largest magnitude, of which those of NaN and infinity are the largest.
+  static PYRUNTIME_INLINE uint32_t largest_of(const float* values, int count) {
     uint32_t largest = 0;
     PYRUNTIME_SIMD_REDUCE(max, largest)
     for (int i = 0; i < count; ++i) {
-      x[i] = values[i];
-      const uint32_t magnitude = layers::float_bits(x[i]) & 0x7fffffffu;
+      const uint32_t magnitude = layers::float_bits(values[i]) & 0x7fffffffu;
       largest = magnitude > largest ? magnitude : largest;
     }
     return largest;
   }
 
-  // Of 16 bits; in loops of their own, or vectors of the one width would wait for those of the other.
   template <typename T>
-  static PYRUNTIME_INLINE uint32_t read(float* x, const T* values, int count) {
-    PYRUNTIME_SIMD
-    for (int i = 0; i < count; ++i) x[i] = layers::load(values[i]);
+  static PYRUNTIME_INLINE uint32_t largest_of(const T* values, int count) {
     uint16_t largest = 0;
     PYRUNTIME_SIMD_REDUCE(max, largest)
     for (int i = 0; i < count; ++i) {
@@ -116,6 +105,46 @@ struct PackFp8 {
     T found;
     found.x = largest;
     return layers::float_bits(layers::load(found));
+  }
+
+  template <typename T>
+  static PYRUNTIME_INLINE void encode(const T* values, int count, int exponent, uint8_t* codes) {
+    // Widened in a loop of its own, or vectors of the one width would wait for those of the other.
+    alignas(64) float x[kFp8Block];
+    const float inverse = power_of_two(254 - exponent);
+    PYRUNTIME_SIMD
+    for (int i = 0; i < count; ++i) x[i] = layers::load(values[i]) * inverse;
+    PYRUNTIME_SIMD
+    for (int i = 0; i < count; ++i) codes[i] = to_e4m3(x[i]);
+  }
+
+  template <typename T>
+  static PYRUNTIME_INLINE bool encode_normal(const T*, int, uint8_t*) {
+    return false;
+  }
+
+  // A whole block of bfloat16 in 16 bits, which twice as many values of fit a vector as of 32. False where it
+  // has codes that are subnormal, magnitudes from 2^-10 to 2^-6 of the scale, which few blocks have.
+  static PYRUNTIME_INLINE bool encode_normal(const c10::BFloat16* values, int exponent, uint8_t* codes) {
+    if (exponent < 10) return false;  // 2^-10 of the scale would be subnormal itself
+    const auto zero = static_cast<uint16_t>((exponent - 7) << 7);  // of which the code would be 0
+    const auto subnormal = static_cast<uint16_t>(zero - 383);      // the least
+    uint16_t nearest = 0xffff;
+    PYRUNTIME_SIMD_REDUCE(min, nearest)
+    for (int i = 0; i < kFp8Block; ++i) {
+      const uint16_t magnitude = values[i].x & 0x7fffu;
+      const auto above = static_cast<uint16_t>(magnitude - subnormal);
+      nearest = above < nearest ? above : nearest;
+    }
+    if (nearest < 511) return false;
+    PYRUNTIME_SIMD
+    for (int i = 0; i < kFp8Block; ++i) {
+      const uint16_t bits = values[i].x, magnitude = bits & 0x7fffu;
+      const auto rounded = static_cast<uint16_t>(magnitude + 7 + (magnitude >> 4 & 1));
+      const auto above = static_cast<uint16_t>((rounded > zero ? rounded : zero) - zero);
+      codes[i] = static_cast<uint8_t>((bits >> 8 & 0x80) | above >> 4);
+    }
+    return true;
   }
 };
 
@@ -129,7 +158,7 @@ struct UnpackFp8 {
     for (int64_t at = begin; at < end; ++at) {
       const int64_t first = block * kFp8Block;
       const int count = static_cast<int>(std::min(kFp8Block, width - first));
-      unpack(packed + first, count, power_of_two(packed[width + block]), out + first);
+      unpack(packed + first, count, packed[width + block], out + first);
       if (++block == blocks) {
         block = 0;
         out += width;
@@ -139,16 +168,46 @@ struct UnpackFp8 {
   }
 
  private:
+  template <typename T>
+  static PYRUNTIME_INLINE void unpack(const uint8_t* codes, int count, int exponent, T* out) {
+    if (count < kFp8Block) {
+      decode(codes, count, exponent, out);
+    } else if (!decode_normal(codes, exponent, out)) {
+      decode(codes, kFp8Block, exponent, out);
+    }
+  }
+
   // An infinite scale, times the codes 0 that go with it, is NaN.
   template <typename T>
-  static PYRUNTIME_INLINE void unpack(const uint8_t* codes, int count, float scale, T* out) {
-    if (count == kFp8Block) {
-      PYRUNTIME_SIMD
-      for (int i = 0; i < kFp8Block; ++i) layers::store(out[i], from_e4m3(codes[i]) * scale);
-    } else {
-      PYRUNTIME_SIMD
-      for (int i = 0; i < count; ++i) layers::store(out[i], from_e4m3(codes[i]) * scale);
+  static PYRUNTIME_INLINE void decode(const uint8_t* codes, int count, int exponent, T* out) {
+    const float scale = power_of_two(exponent);
+    PYRUNTIME_SIMD
+    for (int i = 0; i < count; ++i) layers::store(out[i], from_e4m3(codes[i]) * scale);
+  }
+
+  template <typename T>
+  static PYRUNTIME_INLINE bool decode_normal(const uint8_t*, int, T*) {
+    return false;
+  }
+
+  // The inverse of encode_normal(): all codes are zero or normal, and so is what they stand for.
+  static PYRUNTIME_INLINE bool decode_normal(const uint8_t* codes, int exponent, c10::BFloat16* out) {
+    if (exponent < 7 || exponent > 246) return false;
+    uint8_t nearest = 0xff;
+    PYRUNTIME_SIMD_REDUCE(min, nearest)
+    for (int i = 0; i < kFp8Block; ++i) {
+      const auto above = static_cast<uint8_t>((codes[i] & 0x7f) - 1);
+      nearest = above < nearest ? above : nearest;
     }
+    if (nearest < 7) return false;
+    const auto zero = static_cast<uint16_t>((exponent - 7) << 7);
+    PYRUNTIME_SIMD
+    for (int i = 0; i < kFp8Block; ++i) {
+      const uint16_t code = codes[i], magnitude = code & 0x7fu;
+      const auto normal = static_cast<uint16_t>((magnitude << 4) + zero);
+      out[i].x = static_cast<uint16_t>((code & 0x80u) << 8 | (magnitude == 0 ? 0 : normal));
+    }
+    return true;
   }
 };
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "cpu/compression/checks.h"
 #include "cpu/layers/simd.h"
@@ -33,6 +34,11 @@ struct Grid {
     const int middle = (1 << (bits - 1)) - 1;
     return {static_cast<int>(bits), 1, middle, 2 * middle};
   }
+};
+
+// Of a block: its step, and what values are multiplied by to find their codes.
+struct Step {
+  float step, scale;
 };
 
 struct Noise {
@@ -79,16 +85,32 @@ PYRUNTIME_INLINE float sum_of_magnitudes(const float* x) {
   return sum;
 }
 
+// largest, mean: of the magnitudes of a block.
+PYRUNTIME_INLINE Step step_of(const Grid& grid, float largest, float mean, bool is_random) {
+  if (largest < kSmallest) return {0, 0};
+  float step = largest / static_cast<float>(grid.middle);
+  if (!is_random && grid.bits == 1) step = mean;
+  if (!is_random && grid.bits == 2) step = std::min(largest, kStepsOf2Bits * mean);
+  return {step, 1 / (grid.bits == 1 ? 2 * largest : step)};
+}
+
+PYRUNTIME_INLINE int code_of(const Grid& grid, float x, float scale, float up) {
+  int code = static_cast<int>(x * scale + (0.5f * static_cast<float>(grid.top) + up));
+  code = code < 0 ? 0 : code;
+  return code > grid.top ? grid.top : code;
+}
+
+PYRUNTIME_INLINE float value_of(const Grid& grid, int code, float step) {
+  return static_cast<float>(code * grid.stride - grid.middle) * step;
+}
+
 // x becomes what is lost.
-PYRUNTIME_INLINE void encode_block(float* x, uint8_t* codes, const Grid& grid, float step, float scale,
+PYRUNTIME_INLINE void encode_block(float* x, uint8_t* codes, const Grid& grid, const Step& of,
                                    const Noise& noise) {
-  const float middle = 0.5f * static_cast<float>(grid.top);
   const auto encode = [&](int i, float up) __attribute__((always_inline)) {
-    int code = static_cast<int>(x[i] * scale + (middle + up));
-    code = code < 0 ? 0 : code;
-    code = code > grid.top ? grid.top : code;
+    const int code = code_of(grid, x[i], of.scale, up);
     codes[i] = static_cast<uint8_t>(code);
-    x[i] -= static_cast<float>(code * grid.stride - grid.middle) * step;
+    x[i] -= value_of(grid, code, of.step);
   };
   if (noise.is_random) {
     PYRUNTIME_SIMD
@@ -100,6 +122,17 @@ PYRUNTIME_INLINE void encode_block(float* x, uint8_t* codes, const Grid& grid, f
     PYRUNTIME_SIMD
     for (int i = 0; i < kBlock; ++i) encode(i, 0.5f);
   }
+}
+
+// ||x - Q(x)||^2 of a block, rounded to the nearest.
+PYRUNTIME_INLINE float lost_of_block(const float* x, int count, const Grid& grid, const Step& of) {
+  float sum = 0;
+  PYRUNTIME_SIMD_REDUCE(+, sum)
+  for (int i = 0; i < count; ++i) {
+    const float lost = x[i] - value_of(grid, code_of(grid, x[i], of.scale, 0.5f), of.step);
+    sum += lost * lost;
+  }
+  return sum;
 }
 
 // A plane of a whole block. The compiler does not find these operations in loops over bytes.
@@ -158,26 +191,20 @@ struct QuantizeBlocks {
     alignas(64) float x[kBlock];
     alignas(64) uint8_t codes[kBlock];
     for (int64_t at = 0; at < total; at += kBlock) {
-      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at));
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at)), size = (count + 7) / 8;
       read_block(x, values + at, residual == nullptr ? nullptr : residual + at, count);
       const uint32_t bits = largest_bits(x);
-      const float largest = layers::bits_float(bits);
-      float step = largest / static_cast<float>(grid.middle);
-      if (grid.bits <= 2 && !noise.is_random) {
-        const float mean = sum_of_magnitudes(x) / static_cast<float>(count);
-        step = grid.bits == 1 ? mean : std::min(largest, kStepsOf2Bits * mean);
-      }
-      float scale = 1 / (grid.bits == 1 ? 2 * largest : step);
+      float step = std::numeric_limits<float>::quiet_NaN();
       if (bits >= kInfinity) {
-        step = std::numeric_limits<float>::quiet_NaN();
         std::memset(codes, 0, sizeof(codes));
         std::memset(x, 0, sizeof(x));  // what is lost of it, or no later step would be finite
       } else {
-        if (largest < kSmallest) step = scale = 0;
-        encode_block(x, codes, grid, step, scale, noise);
+        const float mean = grid.bits <= 2 ? sum_of_magnitudes(x) / static_cast<float>(count) : 0;
+        const Step of = step_of(grid, layers::bits_float(bits), mean, noise.is_random);
+        encode_block(x, codes, grid, of, noise);
+        step = of.step;
       }
       std::memcpy(steps, &step, sizeof(step));
-      const int size = (count + 7) / 8;
       if (count == kBlock) {
         write_planes(planes, codes, grid.bits);
       } else {
@@ -197,8 +224,7 @@ struct DequantizeBlocks {
     const Grid grid = *grid_at;
     alignas(64) uint8_t codes[kBlock];
     for (int64_t at = 0; at < total; at += kBlock) {
-      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at));
-      const int size = (count + 7) / 8;
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at)), size = (count + 7) / 8;
       if (count == kBlock) {
         read_planes(codes, planes, grid.bits);
       } else {
@@ -207,18 +233,38 @@ struct DequantizeBlocks {
       float step;
       std::memcpy(&step, steps, sizeof(step));
       float* to = out + at;
-      const auto value = [&](int i) __attribute__((always_inline)) {
-        return static_cast<float>(codes[i] * grid.stride - grid.middle) * step;
-      };
       if (add) {
         PYRUNTIME_SIMD
-        for (int i = 0; i < count; ++i) to[i] += value(i);
+        for (int i = 0; i < count; ++i) to[i] += value_of(grid, codes[i], step);
       } else {
         PYRUNTIME_SIMD
-        for (int i = 0; i < count; ++i) to[i] = value(i);
+        for (int i = 0; i < count; ++i) to[i] = value_of(grid, codes[i], step);
       }
       steps += sizeof(step);
       planes += grid.bits * size;
+    }
+  }
+};
+
+// errors [grids] += what would be lost of these values.
+struct MeasureBlocks {
+  template <typename T>
+  static PYRUNTIME_INLINE void run(const T* values, const float* residual, int64_t total, const Grid* grids,
+                                   int64_t number, double* errors) {
+    alignas(64) float x[kBlock];
+    for (int64_t at = 0; at < total; at += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, total - at));
+      read_block(x, values + at, residual == nullptr ? nullptr : residual + at, count);
+      const uint32_t bits = largest_bits(x);
+      if (bits >= kInfinity) {
+        std::fill_n(errors, number, std::numeric_limits<double>::quiet_NaN());
+        return;
+      }
+      const float mean = sum_of_magnitudes(x) / static_cast<float>(count);
+      for (int64_t i = 0; i < number; ++i) {
+        const Grid grid = grids[i];
+        errors[i] += lost_of_block(x, count, grid, step_of(grid, layers::bits_float(bits), mean, false));
+      }
     }
   }
 };
@@ -246,6 +292,27 @@ void quantize_values(const at::Tensor& values, const Grid& grid, uint8_t* packed
 
 void check_bits(int64_t bits) {
   TORCH_CHECK_VALUE(bits >= 1 && bits <= 8, "quantize: bits=", bits, "; a value takes 1 to 8 bits.");
+}
+
+// A task's errors lie together; they are added up in its order, whichever thread measured them.
+template <typename T>
+std::vector<double> errors_of(const at::Tensor& values, const std::vector<Grid>& grids,
+                              const float* residual) {
+  const T* data = values.const_data_ptr<T>();
+  const int64_t count = values.numel(), per_task = kBlocksPerTask * kBlock;
+  const int64_t tasks = (count + per_task - 1) / per_task, number = static_cast<int64_t>(grids.size());
+  std::vector<double> found(static_cast<size_t>(tasks * number));
+  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t first = task * per_task;
+      layers::simd_run<MeasureBlocks>(data + first, residual == nullptr ? nullptr : residual + first,
+                                      std::min(per_task, count - first), grids.data(), number,
+                                      found.data() + task * number);
+    }
+  });
+  std::vector<double> errors(grids.size());
+  for (size_t i = 0; i < found.size(); ++i) errors[i % grids.size()] += found[i];
+  return errors;
 }
 
 }  // namespace
@@ -289,6 +356,25 @@ void dequantize(const at::Tensor& packed, int64_t bits, const at::Tensor& out, b
   for_blocks(out.numel(), bits, [&](int64_t first, int64_t size, int64_t steps, int64_t codes) {
     layers::simd_run<DequantizeBlocks>(to + first, size, add, &grid, from + steps, from + codes);
   });
+}
+
+std::vector<double> quantization_errors(const at::Tensor& values, const std::vector<int64_t>& bits,
+                                        const std::optional<at::Tensor>& residual) {
+  check_values(values, residual, "quantization_errors");
+  std::vector<Grid> grids;
+  for (const int64_t each : bits) {
+    check_bits(each);
+    grids.push_back(Grid::of(each));
+  }
+  const float* before = residual ? residual->const_data_ptr<float>() : nullptr;
+  switch (values.scalar_type()) {
+    case at::kFloat:
+      return errors_of<float>(values, grids, before);
+    case at::kBFloat16:
+      return errors_of<c10::BFloat16>(values, grids, before);
+    default:
+      return errors_of<c10::Half>(values, grids, before);
+  }
 }
 
 }  // namespace pyruntime::cpu

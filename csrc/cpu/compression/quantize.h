@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace pyruntime::cpu {
 
@@ -40,5 +41,10 @@ void quantize(const at::Tensor& values, int64_t bits, const at::Tensor& packed,
 
 // out float32 [n] = the values of the codes, or += them.
 void dequantize(const at::Tensor& packed, int64_t bits, const at::Tensor& out, bool add);
+
+// ||x - Q(x)||^2 of x = values (+ residual) at each of so many bits, rounded to the nearest, in one pass that
+// changes nothing; NaN where a value is not finite.
+std::vector<double> quantization_errors(const at::Tensor& values, const std::vector<int64_t>& bits,
+                                        const std::optional<at::Tensor>& residual);
 
 }  // namespace pyruntime::cpu

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "cpu/compression/checks.h"
@@ -20,6 +22,7 @@ using layers::float_bits;
 using layers::load;
 
 constexpr int64_t kRun = 16;         // values that are looked at together
+constexpr size_t kAhead = 16;        // runs that are fetched before they are looked at
 constexpr int64_t kPiece = 1 << 12;  // that stay in the cache between two passes
 constexpr int kBinBits = 12;         // of a magnitude, the highest ones
 constexpr int kBins = 1 << kBinBits, kShift = 31 - kBinBits;
@@ -72,19 +75,28 @@ struct Candidate {
   int32_t index;
 };
 
-// All values of at least that magnitude, in order. Most runs need no look.
+// All values of at least that magnitude, in order. Nothing is asked of a value: which one is large enough
+// nobody can predict.
 std::vector<Candidate> values_from(uint32_t least, const float* x, int64_t count,
                                    const std::vector<uint32_t>& largest, int64_t expected) {
-  std::vector<Candidate> found;
-  found.reserve(static_cast<size_t>(expected));
+  std::vector<int32_t> runs(largest.size());
+  size_t looked_at = 0;
   for (size_t run = 0; run < largest.size(); ++run) {
-    if (largest[run] < least) continue;
-    const int64_t begin = static_cast<int64_t>(run) * kRun, end = std::min(count, begin + kRun);
+    runs[looked_at] = static_cast<int32_t>(run);
+    looked_at += largest[run] >= least ? 1 : 0;
+  }
+  std::vector<Candidate> found(static_cast<size_t>(expected));
+  size_t number = 0;
+  for (size_t at = 0; at < looked_at; ++at) {
+    if (at + kAhead < looked_at) __builtin_prefetch(x + runs[at + kAhead] * kRun);
+    if (number + kRun > found.size()) found.resize(2 * found.size() + kRun);
+    const int64_t begin = runs[at] * kRun, end = std::min(count, begin + kRun);
     for (int64_t i = begin; i < end; ++i) {
-      const uint32_t bits = magnitude(x[i]);
-      if (bits >= least) found.push_back({bits, static_cast<int32_t>(i)});
+      found[number] = {magnitude(x[i]), static_cast<int32_t>(i)};
+      number += found[number].bits >= least ? 1 : 0;
     }
   }
+  found.resize(number);
   return found;
 }
 
@@ -110,8 +122,10 @@ void take(float* x, int64_t count, const std::vector<uint32_t>& largest, int64_t
   const auto candidates = values_from(lower_bound_of(largest, k), x, count, largest, k + k / 4);
   Threshold taken = threshold_of(candidates, k);
   uint8_t *indices = packed, *values = packed + k * static_cast<int64_t>(sizeof(int32_t));
+  bool is_finite = true;
   for (const auto& [bits, index] : candidates) {
     if (bits < taken.least || (bits == taken.least && taken.ties-- <= 0)) continue;
+    is_finite = is_finite && bits < kInfinity;
     std::memcpy(indices, &index, sizeof(index));
     std::memcpy(values, x + index, sizeof(float));
     indices += sizeof(index);
@@ -119,21 +133,48 @@ void take(float* x, int64_t count, const std::vector<uint32_t>& largest, int64_t
     x[index] = 0;
   }
   // The receiver learns of a value that is not finite by the largest, which is taken; nothing of it is kept.
-  const bool is_finite = *std::max_element(largest.begin(), largest.end()) < kInfinity;
   if (!is_finite) std::fill_n(x, count, 0.0F);
 }
 
-template <typename T>
-void top_k_values(const at::Tensor& values, int64_t k, uint8_t* packed, float* x, bool add) {
+// x = values (+ x, where they are added); the largest magnitude of every run.
+std::vector<uint32_t> read_values(const at::Tensor& values, float* x, bool add) {
   const int64_t count = values.numel();
   std::vector<uint32_t> largest(static_cast<size_t>((count + kRun - 1) / kRun));
-  const T* from = values.const_data_ptr<T>();
-  for (int64_t at = 0; at < count; at += kPiece) {
-    layers::simd_run<ReadValues>(from + at, x + at, add, std::min(kPiece, count - at),
-                                 largest.data() + at / kRun);
+  const auto read = [&](const auto* from) {
+    for (int64_t at = 0; at < count; at += kPiece) {
+      layers::simd_run<ReadValues>(from + at, x + at, add, std::min(kPiece, count - at),
+                                   largest.data() + at / kRun);
+    }
+  };
+  switch (values.scalar_type()) {
+    case at::kFloat:
+      read(values.const_data_ptr<float>());
+      break;
+    case at::kBFloat16:
+      read(values.const_data_ptr<c10::BFloat16>());
+      break;
+    default:
+      read(values.const_data_ptr<c10::Half>());
   }
-  if (k > 0) take(x, count, largest, k, packed);
+  return largest;
 }
+
+void check_k(const at::Tensor& values, int64_t k, std::string_view op) {
+  const int64_t count = values.numel();
+  TORCH_CHECK_VALUE(k >= 0 && k <= count, op, ": k=", k, " of ", count,
+                    " values; use at most as many, and at least 0.");
+  TORCH_CHECK_VALUE(count <= std::numeric_limits<int32_t>::max(), op, ": ", count,
+                    " values; an index takes 32 bits, so use fewer than 2**31.");
+}
+
+struct AddSquares {
+  static PYRUNTIME_INLINE void run(const float* x, int64_t count, double* sum) {
+    double total = 0;
+    PYRUNTIME_SIMD_REDUCE(+, total)
+    for (int64_t i = 0; i < count; ++i) total += static_cast<double>(x[i]) * x[i];
+    *sum += total;
+  }
+};
 
 }  // namespace
 
@@ -145,23 +186,43 @@ int64_t top_k_bytes(int64_t k) {
 void top_k(const at::Tensor& values, int64_t k, const at::Tensor& packed,
            const std::optional<at::Tensor>& residual) {
   check_values(values, residual, "top_k");
-  const int64_t count = values.numel();
-  TORCH_CHECK_VALUE(k <= count, "top_k: k=", k, " of ", count, " values; use at most as many.");
-  TORCH_CHECK_VALUE(count <= std::numeric_limits<int32_t>::max(), "top_k: ", count,
-                    " values; an index takes 32 bits, so use fewer than 2**31.");
+  check_k(values, k, "top_k");
   check_flat(packed, at::kByte, "top_k", "packed");
   check_size(packed, top_k_bytes(k), "top_k", "packed");
+  const int64_t count = values.numel();
   const at::Tensor own = residual ? *residual : at::empty({count}, values.options().dtype(at::kFloat));
   auto* x = own.mutable_data_ptr<float>();
-  auto* to = packed.mutable_data_ptr<uint8_t>();
-  switch (values.scalar_type()) {
-    case at::kFloat:
-      return top_k_values<float>(values, k, to, x, residual.has_value());
-    case at::kBFloat16:
-      return top_k_values<c10::BFloat16>(values, k, to, x, residual.has_value());
-    default:
-      return top_k_values<c10::Half>(values, k, to, x, residual.has_value());
+  const auto largest = read_values(values, x, residual.has_value());
+  if (k > 0) take(x, count, largest, k, packed.mutable_data_ptr<uint8_t>());
+}
+
+std::vector<double> top_k_errors(const at::Tensor& values, const std::vector<int64_t>& ks,
+                                 const std::optional<at::Tensor>& residual) {
+  check_values(values, residual, "top_k_errors");
+  for (const int64_t k : ks) check_k(values, k, "top_k_errors");
+  const int64_t count = values.numel();
+  const at::Tensor own =
+      residual ? residual->clone() : at::empty({count}, values.options().dtype(at::kFloat));
+  auto* x = own.mutable_data_ptr<float>();
+  read_values(values, x, residual.has_value());
+  const auto is_larger = [](float one, float other) { return magnitude(one) > magnitude(other); };
+  // From the largest k on, the k largest are sought among those of the k before, and what lies behind is
+  // lost.
+  std::vector<size_t> order(ks.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::sort(order.begin(), order.end(), [&](size_t one, size_t other) { return ks[one] > ks[other]; });
+  std::vector<double> errors(ks.size());
+  int64_t end = count;
+  double lost = 0;
+  for (const size_t i : order) {
+    if (ks[i] < end) std::nth_element(x, x + ks[i], x + end, is_larger);
+    layers::simd_run<AddSquares>(static_cast<const float*>(x + ks[i]), end - ks[i], &lost);
+    errors[i] = lost;
+    end = ks[i];
   }
+  layers::simd_run<AddSquares>(static_cast<const float*>(x), end, &lost);
+  if (!std::isfinite(lost)) std::fill(errors.begin(), errors.end(), lost);
+  return errors;
 }
 
 void add_top_k(const at::Tensor& packed, const at::Tensor& out) {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace pyruntime::cpu {
 
@@ -18,6 +19,11 @@ int64_t top_k_bytes(int64_t k);
 // without them). values [n], n < 2^31, float32, bfloat16 or float16; residual float32 [n].
 void top_k(const at::Tensor& values, int64_t k, const at::Tensor& packed,
            const std::optional<at::Tensor>& residual);
+
+// ||x - Q(x)||^2 of x = values (+ residual) for each of so many k; nothing is changed. Not finite where a
+// value is not.
+std::vector<double> top_k_errors(const at::Tensor& values, const std::vector<int64_t>& ks,
+                                 const std::optional<at::Tensor>& residual);
 
 // out float32 [n] += the values at their places. Raises IndexError for a place that out does not have.
 void add_top_k(const at::Tensor& packed, const at::Tensor& out);

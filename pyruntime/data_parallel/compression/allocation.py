@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+from pyruntime.comm.core import _C
 
 LEVELS = 10_000
 """Of the paper."""
@@ -36,7 +35,7 @@ def allocate(
         sizes: of each layer the size of each of its choices, such as bytes.
         errors: of each layer the error of each choice, not negative, such as a squared norm.
         uniform: of each layer the choice whose errors add up to E.
-        levels: time and memory are in proportion to it.
+        levels: time and memory are in proportion to it: 8 bytes for each of them and each layer.
 
     Raises ValueError where an error is negative or not finite.
     """
@@ -52,8 +51,8 @@ def allocate(
     best = list(uniform)
     for rounded in (math.floor, math.ceil):
         steps = [[_steps(error, budget, levels, rounded) for error in row] for row in errors]
-        found = _solve(sizes, steps, levels)
-        if found is None or _total(errors, found) > budget:
+        found = _C.least_choices(sizes, steps, levels)
+        if not found or _total(errors, found) > budget:
             continue
         if _total(sizes, found) < _total(sizes, best):
             best = found
@@ -68,28 +67,3 @@ def _total(of: Sequence[Sequence[float]], choices: Sequence[int]) -> float:
 def _steps(error: float, budget: float, levels: int, rounded) -> int:
     """More than `levels`, and no more of it, where one layer alone goes beyond the budget."""
     return min(rounded(min(error / budget, 2.0) * levels), levels + 1)
-
-
-def _solve(sizes: Sequence[Sequence[float]], steps: Sequence[Sequence[int]], levels: int) -> list[int] | None:
-    """The choices of least size whose steps add up to at most `levels`; None where there are none."""
-    least = torch.zeros(levels + 1, dtype=torch.float64)  # by the steps that may be used
-    chosen: list[Tensor] = []
-    for size, step in zip(sizes, steps, strict=True):
-        found = torch.full_like(least, math.inf)
-        choice = torch.zeros(levels + 1, dtype=torch.int64)
-        for c, (bytes_, used) in enumerate(zip(size, step, strict=True)):
-            if used > levels:
-                continue
-            with_it = least[: levels + 1 - used] + bytes_
-            better = with_it < found[used:]
-            found[used:] = torch.where(better, with_it, found[used:])
-            choice[used:] = torch.where(better, c, choice[used:])
-        least = found
-        chosen.append(choice)
-    if not math.isfinite(float(least[levels])):
-        return None
-    result, left = [], levels
-    for choice, step in zip(reversed(chosen), reversed(steps), strict=True):
-        result.append(int(choice[left]))
-        left -= step[result[-1]]
-    return result[::-1]

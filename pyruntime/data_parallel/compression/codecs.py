@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from pyruntime.data_parallel.compression.settings import Compression
 from pyruntime.ops import compression
-from pyruntime.ops.layers import sum_of_squares
 
 MILLION = 1_000_000
 
@@ -46,7 +44,8 @@ class Codec(Protocol):
         """out, fp32, += what was packed."""
 
     def errors(self, values: Tensor, residual: Tensor | None) -> list[float]:
-        """||x - Q(x)||^2 of x = values + residual, by candidate; nothing is changed."""
+        """||x - Q(x)||^2 of x = values + residual, by candidate; nothing is changed. Not finite where x is
+        not."""
 
 
 class Quantized:
@@ -77,13 +76,7 @@ class Quantized:
         compression.dequantize(packed, number, out, add=True)
 
     def errors(self, values: Tensor, residual: Tensor | None) -> list[float]:
-        found = []
-        for bits in self.candidates():
-            packed = torch.empty(self.nbytes(len(values), bits), dtype=torch.uint8)
-            lost = torch.zeros(len(values)) if residual is None else residual.clone()
-            compression.quantize(values, bits, packed, lost)
-            found.append(float(sum_of_squares([lost])))
-        return found
+        return compression.quantization_errors(values, self.candidates(), residual)
 
 
 class TopK:
@@ -118,19 +111,8 @@ class TopK:
         compression.add_top_k(packed, out)
 
     def errors(self, values: Tensor, residual: Tensor | None) -> list[float]:
-        counts = [self._k(len(values), number) for number in self.candidates()]
-        lost = torch.zeros(len(values)) if residual is None else residual.clone()
-        packed = torch.empty(compression.top_k_bytes(counts[-1]), dtype=torch.uint8)
-        compression.top_k(values, counts[-1], packed, lost)
-        taken = packed[4 * counts[-1] :].view(torch.float32).double().square()
-        taken = taken.sort(descending=True).values.cumsum(0)
-        rest = float(sum_of_squares([lost]))
-        whole = rest + (float(taken[-1]) if len(taken) else 0.0)
-        return [rest if k == counts[-1] else max(0.0, whole - _at(taken, k)) for k in counts]
-
-
-def _at(sums: Tensor, k: int) -> float:
-    return float(sums[k - 1]) if k else 0.0
+        ks = [self._k(len(values), number) for number in self.candidates()]
+        return compression.top_k_errors(values, ks, residual)
 
 
 def codec_of(settings: Compression) -> Codec | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,19 +20,31 @@ from pyruntime.data_parallel.compression.codecs import Codec, codec_of
 from pyruntime.data_parallel.compression.packets import PackedSum, Packing, rows_needed
 from pyruntime.data_parallel.compression.power_sgd import LowRank, LowRankSum
 from pyruntime.data_parallel.compression.settings import Compression
-from pyruntime.data_parallel.compression.units import ROW, Unit, is_compressed, units_of
+from pyruntime.data_parallel.compression.units import (
+    ROW,
+    Unit,
+    is_compressed,
+    pieces_of,
+    units_of,
+)
 from pyruntime.data_parallel.reduction import Reduced, Touched, WriteChunk
-from pyruntime.ops.layers import sum_of_squares
+from pyruntime.ops.compression import BLOCK
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PIECES = 64
+"""Of what is given bits by a plan none has more elements than all divided by this, or LEAST_PIECE."""
+LEAST_PIECE = 64 * BLOCK
 
 
 class _Packed:
     """A bucket that is compressed, and what this rank keeps of it from step to step."""
 
-    def __init__(self, bucket: Bucket, ranks: int, settings: Compression):
+    def __init__(self, bucket: Bucket, ranks: int, settings: Compression, most: int):
         self.bucket = bucket
         self.units = units_of(bucket, ranks)
+        if settings.plan_every and settings.method == "quantize":
+            is_cut = bucket.segments > 1
+            self.units = [piece for unit in self.units for piece in pieces_of(unit, most, is_cut)]
         self.residual = torch.zeros(bucket.lines * bucket.width) if settings.error_feedback else None
         self.qs: list[Tensor] = []
         if settings.method == "power_sgd":
@@ -58,7 +69,8 @@ class Compressor:
         self._axis = _only_axis(axes)
         packed = [bucket for bucket in buckets if is_compressed(bucket, tables)]
         _check_dtypes(packed)
-        self._packed = {id(bucket): _Packed(bucket, self._axis.size, settings) for bucket in packed}
+        most = max(LEAST_PIECE, sum(bucket.lines * bucket.width for bucket in packed) // PIECES)
+        self._packed = {id(bucket): _Packed(bucket, self._axis.size, settings, most) for bucket in packed}
         self._codec = codec_of(settings)
         self._candidates = power_sgd.candidates(settings) if self._codec is None else self._codec.candidates()
         self._uniform = settings.rank if self._codec is None else self._codec.uniform
@@ -72,7 +84,8 @@ class Compressor:
     @property
     def plan(self) -> dict[str, int]:
         """What each matrix is compressed by, by its name in a state dict: bits, how many of a million values
-        travel, or the rank. The same on all ranks."""
+        travel, or the rank. Of a large matrix that is planned in pieces, by name[0], name[1] and so on. The
+        same on all ranks."""
         numbers = self._numbers.tolist()
         return {unit.key: number for unit, number in zip(self._units, numbers, strict=True)}
 
@@ -167,9 +180,7 @@ class Compressor:
         return [unit for unit in one.units if not unit.is_small]
 
     def _errors(self, one: _Packed, unit: Unit, gradient: Tensor) -> list[float]:
-        """Of what this rank sends of the unit in this step, by candidate; NaN where that is not finite."""
-        if not math.isfinite(float(sum_of_squares([gradient]))):
-            return [math.nan] * len(self._candidates)
+        """Of what this rank sends of the unit in this step, by candidate; not finite where that is not."""
         if self._codec is None:
             low = self._low_rank(one)
             matrix = low.matrix(gradient.view(-1), unit).float() + low.matrix(low.residual, unit)

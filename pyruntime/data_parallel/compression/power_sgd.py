@@ -14,6 +14,7 @@ the marks.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.compression.settings import Compression
 from pyruntime.data_parallel.compression.units import Unit
 from pyruntime.data_parallel.reduction import Reduced
+from pyruntime.ops.layers import sum_of_squares
 
 WIDTH = 16
 """Numbers of a line of a sum."""
@@ -60,11 +62,13 @@ def first_q(unit: Unit, rank: int, seed: int) -> Tensor:
 
 def errors(matrix: Tensor, ranks: Sequence[int], q: Tensor) -> list[float]:
     """||M - its best approximation of that rank||^2, by one subspace iteration from q [m, the largest of
-    `ranks`]: not below the true one."""
+    `ranks`]: not below the true one; NaN where M is not finite."""
+    whole = float(sum_of_squares([matrix]))
+    if not math.isfinite(whole):
+        return [math.nan] * len(ranks)
     basis = torch.linalg.qr(matrix.t() @ (matrix @ q)).Q
-    values = torch.linalg.svdvals(matrix @ basis).double().square()
-    whole = float(matrix.double().square().sum())
-    sums = values.cumsum(0)
+    image = (matrix @ basis).double()
+    sums = torch.linalg.eigvalsh(image.t() @ image).flip(0).cumsum(0)  # of squares of singular values
     return [max(0.0, whole - float(sums[min(rank, len(sums)) - 1])) for rank in ranks]
 
 

@@ -58,6 +58,29 @@ def units_of(bucket: Bucket, ranks: int) -> list[Unit]:
     return result
 
 
+def pieces_of(unit: Unit, most: int, is_cut: bool) -> list[Unit]:
+    """The unit, where it has at most so many elements; else runs of at most as many, in whole blocks. is_cut:
+    of what each rank sums, as its segment has it, and all other ranks sum nothing of a piece. Else all ranks
+    sum equal parts of each piece, so that none has longer messages than others."""
+    total = sum(count for _, count in unit.stretches)
+    if total <= most:
+        return [unit]
+    most, ranks = -(-most // BLOCK) * BLOCK, len(unit.stretches)
+    runs: list[tuple[tuple[int, int], ...]] = []
+    if is_cut:
+        for rank, (first, count) in enumerate(unit.stretches):
+            for low in range(0, count, most):
+                none = [(begin, 0) for begin, _ in unit.stretches]
+                none[rank] = (first + low, min(most, count - low))
+                runs.append(tuple(none))
+    else:
+        begin = unit.stretches[0][0]
+        runs = [shared_out(begin + low, min(most, total - low), ranks) for low in range(0, total, most)]
+    return [
+        Unit(f"{unit.key}[{i}]", 1, sum(count for _, count in run), False, run) for i, run in enumerate(runs)
+    ]
+
+
 def shared_out(begin: int, count: int, ranks: int) -> tuple[tuple[int, int], ...]:
     """The elements [begin, begin + count) over ranks, as stretches of a unit, each of whole blocks."""
     share = -(-count // (ranks * BLOCK)) * BLOCK

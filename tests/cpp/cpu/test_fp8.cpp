@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <random>
@@ -49,6 +50,38 @@ TEST(every_level_of_instructions_gives_the_same_bits) {
   check_levels<float>();
   check_levels<c10::BFloat16>();
   check_levels<c10::Half>();
+}
+
+// Blocks of bfloat16 are packed in 16 bits where no code is subnormal: at every scale, with values that are
+// near the largest, and with some that are far from it, it is what each value alone is packed as.
+TEST(a_block_of_bfloat16_is_what_its_values_are) {
+  std::mt19937 generator(std::random_device{}());
+  for (int top = 1; top < 255; ++top) {
+    for (const int range : {1, 9, 15, 17, 30}) {
+      std::vector<c10::BFloat16> values(cpu::kFp8Block), read(cpu::kFp8Block);
+      uint32_t largest = 0;
+      for (c10::BFloat16& value : values) {
+        const auto exponent = static_cast<uint32_t>(std::max(0, top - static_cast<int>(generator() % range)));
+        value.x = static_cast<uint16_t>((generator() & 0x807fu) | exponent << 7);
+        if (generator() % 16 == 0) value.x &= 0x8000u;
+        largest = std::max(largest, static_cast<uint32_t>(value.x & 0x7fffu) << 16);
+      }
+      std::vector<uint8_t> packed(cpu::kFp8Block + 1);
+      layers::simd_run<cpu::PackFp8>(static_cast<const c10::BFloat16*>(values.data()), cpu::kFp8Block,
+                                     packed.data(), int64_t{0}, int64_t{1});
+      layers::simd_run<cpu::UnpackFp8>(static_cast<const uint8_t*>(packed.data()), cpu::kFp8Block,
+                                       read.data(), int64_t{0}, int64_t{1});
+      const int exponent = cpu::scale_of(largest);
+      EXPECT_EQ(static_cast<int>(packed.back()), exponent);
+      for (size_t i = 0; i < values.size(); ++i) {
+        const float scaled = layers::load(values[i]) * cpu::power_of_two(254 - exponent);
+        EXPECT_EQ(static_cast<int>(packed[i]), exponent == 0 ? 0 : static_cast<int>(cpu::to_e4m3(scaled)));
+        c10::BFloat16 expected;
+        layers::store(expected, cpu::from_e4m3(packed[i]) * cpu::power_of_two(exponent));
+        EXPECT_EQ(read[i].x, expected.x);
+      }
+    }
+  }
 }
 
 TEST(every_code_is_what_its_value_is_packed_as) {

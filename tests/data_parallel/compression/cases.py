@@ -35,9 +35,9 @@ class Sent:
     marks: list[list[bool]]
 
 
-def buckets_of(together: bool, segments: int, dtype: torch.dtype) -> list[Bucket]:
+def buckets_of(together: bool, segments: int, dtype: torch.dtype, shapes=SHAPES) -> list[Bucket]:
     """The matrices in one bucket, or each in one of its own."""
-    named = [(f"w{i}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for i, shape in enumerate(SHAPES)]
+    named = [(f"w{i}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for i, shape in enumerate(shapes)]
     return cut_into_buckets(named, segments, 1 << 30 if together else 1)
 
 
@@ -54,12 +54,13 @@ def send(
     together: bool = True,
     dtype: torch.dtype = torch.float32,
     got: tuple[int, ...] = (),
+    shapes=SHAPES,
 ) -> Sent:
     """Steps of random gradients, of which some values are far larger than others. got: ranks that have a
     gradient for the first matrix; empty: all."""
     axes = opened(group, transport, stage)
     axis = axes.shard if axes.shard.size > 1 else axes.replicate
-    buckets = buckets_of(together, axes.shard.size, dtype)
+    buckets = buckets_of(together, axes.shard.size, dtype, shapes)
     compressor = Compressor(settings, buckets, [], axes)
     generator = torch.Generator().manual_seed(17 + axis.rank)
     places = {id(bucket): i for i, bucket in enumerate(buckets)}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyruntime.comm.core import _C
 from pyruntime.data_parallel.compression import allocate
 
 LEVELS = 200  # few, so that rounding matters
@@ -75,6 +76,20 @@ def test_bytes_go_where_they_save_most_error():
 
 def test_without_any_error_to_spend_the_smallest_exact_choices_are_taken():
     assert allocate([[4, 3, 1], [2, 1, 0]], [[0.0, 0.0, 1.0], [0.0, 1.0, 1.0]], [0, 0]) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "levels", "sentence"),
+    [
+        ([[1, -1]], 5, r"steps\[0\]\[1\]=-1; they must not be negative"),
+        ([[1, 1], [1, 1]], 5, "sizes of 1 layers and steps of 2"),
+        ([[1]], 5, "layer 0 has 2 sizes and 1 steps"),
+        ([[1, 1]], -1, "levels=-1"),
+    ],
+)
+def test_what_is_no_knapsack_is_refused(steps, levels, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        _C.least_choices([[1.0, 2.0]], steps, levels)
 
 
 @pytest.mark.parametrize("error", [-1.0, math.nan, math.inf])

@@ -17,7 +17,7 @@ import pyruntime
 from pyruntime import comm
 from pyruntime.data_parallel.compression import Compression, power_sgd
 from pyruntime.data_parallel.compression.compressor import Compressor
-from pyruntime.data_parallel.compression.units import Unit, units_of
+from pyruntime.data_parallel.compression.units import Unit, pieces_of, units_of
 from pyruntime.ops.compression import quantized_bytes
 from tests.data_parallel.cases import two_by_two
 from tests.data_parallel.compression import cases
@@ -112,6 +112,40 @@ def test_ranks_agree_on_a_plan_and_what_is_lost_still_telescopes(ranks, stage, m
     uniform = {"quantize": 4, "top_k": 50_000, "power_sgd": 8}[method]
     assert set(numbers) == {"w0", "w1", "w2", "w3"}
     assert any(number != uniform for name, number in numbers.items() if name != "w2"), numbers
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_large_matrix_is_planned_in_pieces(ranks, stage):
+    """Rows of very different size get different bits."""
+    settings = Compression("quantize", plan_every=2)
+    shapes = [(500, 401), (33, 64)]
+    sent = ranks.run(cases.send, 3, "symmetric_memory", stage, settings, True, torch.float32, (), shapes)
+    check_telescopes(sent, stage)
+    numbers = sent[0].numbers
+    assert all(each.numbers == numbers for each in sent)
+    pieces = 9 if stage else 7
+    assert set(numbers) == {"w1", *(f"w0[{i}]" for i in range(pieces))}
+    assert len({numbers[f"w0[{i}]"] for i in range(pieces)}) > 1
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("most", [1, 512, 1000, 5_000])
+def test_pieces_are_all_of_a_matrix_in_whole_blocks(most, is_cut):
+    unit = Unit("w", 70, 100, False, ((64, 3_584), (3_648, 3_000), (6_648, 416)))
+    pieces, whole = pieces_of(unit, most, is_cut), max(512, -(-most // 512) * 512)
+    assert len({piece.key for piece in pieces}) == len(pieces)
+    runs = sorted(run for piece in pieces for run in piece.stretches if run[1])
+    ends = [begin + size for begin, size in runs]
+    assert [begin for begin, _ in runs] == [64, *ends[:-1]] and ends[-1] == 64 + 7_000
+    assert all(sum(size for _, size in piece.stretches) <= whole for piece in pieces)
+    if is_cut:
+        for rank, (first, count) in enumerate(unit.stretches):
+            own = [piece.stretches[rank] for piece in pieces if piece.stretches[rank][1]]
+            assert own[0][0] == first and sum(size for _, size in own) == count
+            assert all(size % 512 == 0 for _, size in own[:-1])
+    else:
+        assert all(size % 512 == 0 for piece in pieces[:-1] for _, size in piece.stretches)
+    assert pieces_of(unit, 7_000, is_cut) == [unit]
 
 
 def bytes_of_a_step(group, transport, settings):
