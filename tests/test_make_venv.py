@@ -43,7 +43,9 @@ def test_torchrun_of_an_environment_whose_torch_is_an_outer_ones_starts_its_pyth
     python.write_text('#!/bin/sh\nprintf "%s|" "$0" "$@"\n')
     python.chmod(0o755)
     put_torchrun(str(python))
-    started = subprocess.run([folder / "torchrun", "--nproc-per-node", "2", "a b.py"], capture_output=True, text=True)
+    started = subprocess.run(
+        [folder / "torchrun", "--nproc-per-node", "2", "a b.py"], capture_output=True, text=True
+    )
     assert started.stdout == f"{python}|-m|torch.distributed.run|--nproc-per-node|2|a b.py|"
     (folder / "torchrun").write_text("torch's own")
     put_torchrun(str(python))
@@ -53,5 +55,7 @@ def test_torchrun_of_an_environment_whose_torch_is_an_outer_ones_starts_its_pyth
 def test_a_python_without_headers_is_refused_in_a_sentence(tmp_path, monkeypatch):
     python_headers.refuse_without()
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(SystemExit, match=r"has no C headers \(no Python.h in .*apt-get install python3.*-dev`\.$"):
+    with pytest.raises(
+        SystemExit, match=r"has no C headers \(no Python.h in .*apt-get install python3.*-dev`\.$"
+    ):
         python_headers.refuse_without()

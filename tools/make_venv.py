@@ -147,8 +147,8 @@ def use_torch_of(python: str, found: Torch) -> None:
 
 
 def put_torchrun(python: str) -> None:
-    """Gives the environment of `python` a torchrun where it has none: that of an outer environment would start
-    ranks on the outer Python, which does not have this package."""
+    """Gives the environment of `python` a torchrun where it has none: that of an outer environment would
+    start ranks on the outer Python, which does not have this package."""
     program = Path(python).parent / "torchrun"
     if not program.exists():
         program.write_text(TORCHRUN)

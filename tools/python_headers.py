@@ -13,6 +13,6 @@ def refuse_without() -> None:
     if not (folder / "Python.h").is_file():
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
         raise SystemExit(
-            f"{sys.executable} has no C headers (no Python.h in {folder}), which pyruntime's core is compiled "
-            f"with: install them, on Debian and Ubuntu with `apt-get install python{version}-dev`."
+            f"{sys.executable} has no C headers (no Python.h in {folder}), which pyruntime's core is "
+            f"compiled with: install them, on Debian and Ubuntu with `apt-get install python{version}-dev`."
         )

@@ -44,7 +44,8 @@ try:
     from torchtitan.tools.utils import NoColor
     from torchtitan.train import Trainer
 except ModuleNotFoundError as error:
-    sys.exit(f"{error.name} is not installed: run the two lines of pip in README.md beside this program first.")
+    name = str(error.name).partition(".")[0]
+    sys.exit(f"{name} is not installed: run the two lines of pip in README.md beside this program first.")
 
 import pyruntime  # noqa: E402
 

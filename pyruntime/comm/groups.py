@@ -27,8 +27,8 @@ def process_group(group: Group) -> dist.ProcessGroup:
             return dist.distributed_c10d._resolve_process_group(group)
         except (LookupError, RuntimeError) as error:
             raise ValueError(
-                f"No process group has the name {group!r}; pass the group itself, or one axis of a mesh, such "
-                "as runtime.tp."
+                f"No process group has the name {group!r}; pass the group itself, or one axis of a mesh, "
+                "such as runtime.tp."
             ) from error
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:

@@ -80,9 +80,9 @@ def check_same_arguments(
     if other.any():
         rank, i = other.nonzero()[0].tolist()
         raise ValueError(
-            f"The ranks are given different batches: {names[i] or 'an argument'} of rank {rank} is not that of "
-            "rank 0. Ranks of a tensor-parallel group compute one batch together: give all of them the same, "
-            "by the same seed and without a DistributedSampler over them."
+            f"The ranks are given different batches: {names[i] or 'an argument'} of rank {rank} is not that "
+            "of rank 0. Ranks of a tensor-parallel group compute one batch together: give all of them the "
+            "same, by the same seed and without a DistributedSampler over them."
         )
 
 

@@ -73,8 +73,8 @@ class TensorGroup:
             names = mesh.mesh_dim_names or ()
             if others := [name for axis in AXES[:-1] for name in axis if name in names]:
                 raise ValueError(
-                    f"The mesh has axes {names}, and tensor parallelism cuts nothing over {others[0]}; pass the "
-                    'axis to cut over, as in mesh["tp"].'
+                    f"The mesh has axes {names}, and tensor parallelism cuts nothing over {others[0]}; pass "
+                    'the axis to cut over, as in mesh["tp"].'
                 )
             x, y = (cls.of(mesh.get_group(axis)) for axis in (0, 1))
             if y.size > 1:

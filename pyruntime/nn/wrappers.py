@@ -40,15 +40,15 @@ def check_unwrapped(model: nn.Module) -> None:
         if kinds:
             where = f" ({name})" if name else ""
             raise ValueError(
-                f"The model is wrapped in {kinds[0]}{where}, which keeps the parameters that would be cut; give "
-                f"parallelize() what is inside, and {INSTEAD}."
+                f"The model is wrapped in {kinds[0]}{where}, which keeps the parameters that would be cut; "
+                f"give parallelize() what is inside, and {INSTEAD}."
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"{name} is a DTensor: another tool has cut this model already (from_pretrained with tp_plan, "
-                "fully_shard, parallelize_module); give parallelize() the whole model, as from_pretrained "
-                f"without tp_plan loads it, and {INSTEAD}."
+                f"{name} is a DTensor: another tool has cut this model already (from_pretrained with "
+                "tp_plan, fully_shard, parallelize_module); give parallelize() the whole model, as "
+                f"from_pretrained without tp_plan loads it, and {INSTEAD}."
             )
 
 

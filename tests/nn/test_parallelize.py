@@ -273,8 +273,8 @@ def test_refusals_are_sentences(ranks):
         "tied dims": "embed.weight and head.weight are one tied tensor, but the plan cuts them along "
         "different",
         "twice": "embed (pattern 'embed') is parallel already",
-        "wrapped": "wrapped in DistributedDataParallel (of), which keeps the parameters that would be cut; give",
-        "cut": "head.weight is a DTensor: another tool has cut this model already (from_pretrained with tp_plan",
+        "wrapped": "wrapped in DistributedDataParallel (of), which keeps the parameters that would be cut",
+        "cut": "head.weight is a DTensor: another tool has cut this model already (from_pretrained",
         "weights": "0.weight of rank 1 is not that of rank 0",
         "permuted": "0.weight of rank 1 is not that of rank 0",
         "shapes": "where rank 0 has 0.weight [4, 4] torch.float32, rank 1 has 0.weight [5, 4] torch.float32",
@@ -300,10 +300,10 @@ def test_other_things_than_a_model_a_group_and_a_plan_are_refused(ranks):
             "class": "parallelize() cuts a model that is built, an nn.Module; found: the class Transformer.",
             "group": "A group is a process group, its name, or one axis of a DeviceMesh, such as runtime.tp; "
             "found: int.",
-            "name": "No process group has the name 'tp'; pass the group itself, or one axis of a mesh, such as "
-            "runtime.tp.",
-            "axes": "The mesh has axes ('dp', 'tp'), and tensor parallelism cuts nothing over dp; pass the axis "
-            'to cut over, as in mesh["tp"].',
+            "name": "No process group has the name 'tp'; pass the group itself, or one axis of a mesh, such "
+            "as runtime.tp.",
+            "axes": "The mesh has axes ('dp', 'tp'), and tensor parallelism cuts nothing over dp; pass the "
+            'axis to cut over, as in mesh["tp"].',
             "plan": "A plan is 'auto', a plan's name, or a mapping such as {'*.up_proj': 'column', "
             "'*.down_proj': 'row'}; found: list.",
         }
