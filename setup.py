@@ -30,9 +30,9 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise SystemExit(
-        f"pyruntime is built against the torch of its environment and {sys.executable} has none: run "
-        f"`pip install torch=={torch_versions.DEFAULT} setuptools wheel ninja && pip install "
-        "--no-build-isolation .` instead."
+        "pyruntime is built against the torch of its environment, and none is seen here: pip hides it from a "
+        f"build unless told not to. Run `pip install torch=={torch_versions.DEFAULT} setuptools wheel ninja` "
+        "and then pip again with --no-build-isolation."
     ) from None
 
 
