@@ -68,9 +68,11 @@ METHODS: dict[str, DataParallel] = {
     **{f"CO2 {tau}, clip, no penalty": _co2(tau, clip=CLIP, penalty=False) for tau in (12, 4, 48)},
 }
 SWEEP: dict[str, DataParallel] = {
-    f"CO2 12, outer lr {lr}, momentum {momentum}": _co2(12, outer_lr=lr, outer_momentum=momentum)
-    for lr, momentum in ((0.5, 0.2), (0.7, 0.2), (0.7, 0.0), (1.0, 0.0), (1.0, 0.5))
-} | {
+    **{f"CO2 12, outer lr {lr}": _co2(12, outer_lr=lr) for lr in (0.5, 0.6, 0.8, 1.0)},
+    "CO2 12, outer lr 1.0, no penalty": _co2(12, outer_lr=1.0, penalty=False),
+    "CO2 12, outer lr 1.0, momentum 0.0": _co2(12, outer_lr=1.0, outer_momentum=0.0),
+    "CO2 12, momentum 0.0": _co2(12, outer_momentum=0.0),
+    "CO2 4, outer lr 0.5": _co2(4, outer_lr=0.5),
     "Local SGD 12": DataParallel("local_sgd", tau=12),
     "Overlapped local SGD 12": DataParallel("overlapped_local_sgd", tau=12),
 }

@@ -155,13 +155,14 @@ def overlapped_local_sgd(tau: Tau, pull: float = 0.6, momentum: float = 0.0) -> 
 
 def co2(
     tau: Tau = "auto",
-    lr: float = 1.0,
+    lr: float = 0.7,
     momentum: float = 0.2,
     penalty: Penalty | None = gap_penalty,
     clip: float = math.inf,
 ) -> Method:
     """An outer step with momentum, one round late, which hides the exchange behind a whole round (Sun et al.
-    2024, arXiv 2401.16265)."""
+    2024, arXiv 2401.16265). The paper's outer learning rate is 1; ours keeps an average that is late from
+    swinging (docs/thin-networks.md)."""
     return Method("co2", tau, delay=None, lr=lr, momentum=momentum, penalty=penalty, clip=clip)
 
 

@@ -29,6 +29,9 @@ OPTIMIZER_BYTES = {"nearest": 28, "stochastic": 22}
 both ways and weight, or the weight both ways."""
 ORTHOGONAL_STEPS = 5
 """Of Newton-Schulz, of 4 n^2 k + 2 n^3 operations for a matrix of sides n and k."""
+OWN_IN_WAITS = 0.4
+"""Of the seconds that a rank spends itself on stage 3's transfers, the share that passes while it would wait for
+them anyway. Fitted to meshes between hosts (docs/figures/planning-time.md)."""
 SUM_BYTES = 10
 """Read and written to add a gradient of a parameter, of a micro-batch or of a slice of it, to the fp32 sum of
 those before."""
@@ -401,10 +404,12 @@ class Predictor:
         times = 1 if self.sums_whole else micro_batches
         if zero == 3:
             # Weights come ahead of their use, for every micro-batch in both directions, and gradients go.
-            each = left(weights, window_forward)
             share = 1 - self._not_read_again(mesh) / parameters
-            again = share * weights
-            without, reducing = left(again, window_backward), left(again + gradients, window_backward)
+            again, own_again = share * weights, share * own_weights
+            each = left(weights, window_forward + OWN_IN_WAITS * own_weights)
+            without = left(again, window_backward + OWN_IN_WAITS * own_again)
+            own_reducing = OWN_IN_WAITS * (own_again + own_gradients)
+            reducing = left(again + gradients, window_backward + own_reducing)
             in_all = micro_batches * each + (micro_batches - times) * without + times * reducing
             own = (1 + share) * micro_batches * own_weights + times * own_gradients
             return in_all + own, optimizer

@@ -77,7 +77,7 @@ def test_co2_is_its_definition(ranks, world, transport):
 
 def test_co2_without_momentum_is_averaging_a_round_late(ranks):
     """z moves by what replicas moved on average, in the round after."""
-    tau, results = 2, ranks.run(cases.trajectory, 2, outer.co2(2, momentum=0.0, penalty=None))
+    tau, results = 2, ranks.run(cases.trajectory, 2, outer.co2(2, lr=1.0, momentum=0.0, penalty=None))
     x = [cases.flat(found) for found, _ in results]
     start = np.concatenate([np.ravel(value) for value in cases.start().values()])
     np.testing.assert_array_equal(x[0][tau - 1], start)  # the first displacement has only left
@@ -156,7 +156,7 @@ def test_finishing_leaves_one_model_the_mean_of_all(ranks):
 def test_finishing_co2_takes_what_is_on_its_way(ranks):
     """14 steps are four rounds of 3 and 2 steps: the displacements of round 4 and of the rest are not
     lost."""
-    results = ranks.run(cases.trajectory, 2, outer.co2(3, momentum=0.0, penalty=None))
+    results = ranks.run(cases.trajectory, 2, outer.co2(3, lr=1.0, momentum=0.0, penalty=None))
     x = np.stack([cases.flat(found) for found, _ in results])
     begun = x[:, [2, 5, 8, 11]]  # where rounds 2 to 5 began, the same on both
     alone = cases.Replicas(2)
