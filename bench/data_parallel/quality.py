@@ -212,7 +212,6 @@ def plot(path: str, found: Results) -> None:
     dots.axvline(1, color="#d1495b", lw=0.8, ls="--")
     dots.set_yticks(range(len(lines)), [line["name"] for line in lines], fontsize=8)
     dots.invert_yaxis()
-    dots.set_xscale("symlog", linthresh=2)
     dots.set_xlabel("% above AdamW's loss; a dot a seed; dashed: 1 %")
     for name in (ADAMW, "CO2 4", "CO2 12", "CO2 48", "DiLoCo 12", "Streaming DiLoCo 12"):
         for one in found:

@@ -29,6 +29,7 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {
     f"{name} {wire}": (counted, settings | {key: wire})
     for name, counted, key, settings in (
         ("zero 3, weights", "dp_bytes", "data_parallel.weight_wire", {"parallel.dp": 2, "parallel.zero": 3}),
+        ("tp 2, rows", "tp_bytes", "parallel.tp_wire", {"parallel.tp": 2}),
         ("2 stages, activations", "pp_bytes", "pipeline.wire", {"parallel.pp": 2}),
         ("ring of 2, keys", "cp_bytes", "context.wire", {"parallel.cp": 2}),
     )

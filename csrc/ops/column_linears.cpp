@@ -45,13 +45,14 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
                           const OptionalTensorList& optional_biases, c10::string_view group_name, int64_t dim,
                           c10::SymInt all_rows, bool return_gathered,
                           std::optional<bool> /*keep_gathered: what autograd saves*/, c10::string_view tier,
-                          c10::string_view sums) {
+                          c10::string_view sums, c10::string_view wire) {
   constexpr const char* kOp = "all_gather_matmul";
   const Tensors biases = optional_tensors(optional_biases, weights.size(), kOp);
   check_linear(kOp, x_shard, weights, biases);
   const Operand x = Operand::of(x_shard, dim, "x_shard");
   const TierChoice asked = tier_named(std::string(tier));
   Group& group = Group::get(std::string(group_name));
+  const cpu::Wire travel = wire_named(wire, x, group);
   const c10::DeviceGuard on(x_shard.device());
   const int64_t asked_rows = all_rows.expect_int();
   TORCH_CHECK_VALUE(asked_rows >= kUnknownRows, kOp, " was given rows=", asked_rows,
@@ -61,7 +62,7 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
   Group* const over = group_of_sums(sums);
   TierChoice choice = choose_tier(group, kOp, x, rows, total_width(weights), x.width, asked);
   if (over != nullptr) choice = in_few_chunks(group, choice, x_shard.device());
-  GatherMatmul gather(group, Op::kAllGatherMatmul, x, rows, choice, /*keep_rows=*/return_gathered);
+  GatherMatmul gather(group, Op::kAllGatherMatmul, x, rows, choice, /*keep_rows=*/return_gathered, travel);
   Tensors outputs;
   std::vector<GatherMatmul::Gemm> gemms;
   for (size_t i = 0; i < weights.size(); ++i) {
@@ -89,7 +90,8 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
 // The shards of x come back while dX is computed and leaves, and dW runs while the parts of dX travel.
 Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_given, bool gathered,
                                    at::TensorList weights, c10::string_view group_name, int64_t dim,
-                                   bool need_dx, bool need_dw, c10::string_view tier, c10::string_view sums) {
+                                   bool need_dx, bool need_dw, c10::string_view tier, c10::string_view sums,
+                                   c10::string_view wire) {
   const Operand x = Operand::of(x_given, dim, "x");
   std::vector<Operand> dy;
   for (const at::Tensor& grad : grads) dy.push_back(Operand::of(grad, dim, "grad"));
@@ -101,7 +103,8 @@ Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_giv
   std::optional<GatherMatmul> gather;
   // A tuned number of chunks is of the rows that are multiplied, and not of these.
   if (need_dw && !gathered)
-    gather.emplace(group, Op::kAllGather, x, rows.rows, TierChoice{choice.tier}, /*keep_rows=*/true);
+    gather.emplace(group, Op::kAllGather, x, rows.rows, TierChoice{choice.tier}, /*keep_rows=*/true,
+                   wire_named(wire, x, group));
   std::optional<MatmulScatter> scatter;
   if (need_dx)
     scatter.emplace(group, MatmulScatter::Parts{dy, weights.vec(), /*transposed=*/false}, /*all=*/false,
@@ -189,6 +192,7 @@ struct ColumnCall {
   bool return_gathered = false;
   bool keep_gathered = false;
   c10::string_view sums = "";  // over which results are summed
+  c10::string_view wire = "same";
 };
 
 // Of all column linears; autograd wants their tensors in one list: x, the weights, the biases that are there.
@@ -206,6 +210,7 @@ struct ColumnLinear : Function<ColumnLinear> {
     ctx->saved_data["group"] = std::string(call.group);
     ctx->saved_data["tier"] = std::string(call.tier);
     ctx->saved_data["sums"] = std::string(call.sums);
+    ctx->saved_data["wire"] = std::string(call.wire);
     ctx->saved_data["dim"] = call.dim;
     ctx->saved_data["gathered"] = call.keep_gathered;
     ctx->saved_data["has_bias"] = call.has_bias;
@@ -279,7 +284,8 @@ struct ColumnLinear : Function<ColumnLinear> {
       return Operator<replicated_matmul_backward>::call(grads, saved[0], weights, group, need_dx, need_dw,
                                                         tier, sums);
     return Operator<all_gather_matmul_backward>::call(grads, saved[0], ctx->saved_data["gathered"].toBool(),
-                                                      weights, group, dim, need_dx, need_dw, tier, sums);
+                                                      weights, group, dim, need_dx, need_dw, tier, sums,
+                                                      ctx->saved_data["wire"].toStringRef());
   }
 };
 
@@ -297,17 +303,17 @@ Tensors apply(const char* op, const at::Tensor& x, at::TensorList weights, const
 Tensors all_gather_matmul_autograd(const at::Tensor& x, at::TensorList weights,
                                    const OptionalTensorList& biases, c10::string_view group, int64_t dim,
                                    c10::SymInt rows, bool return_gathered, std::optional<bool> keep_gathered,
-                                   c10::string_view tier, c10::string_view sums) {
+                                   c10::string_view tier, c10::string_view sums, c10::string_view wire) {
   // On one host gathering again costs next to nothing; over a network it costs a transfer.
   const bool keep =
       keep_gathered.has_value() ? *keep_gathered : Group::get(std::string(group)).crosses_hosts(x.device());
   const auto forward = [&] {
     return Operator<all_gather_matmul>::call(x, weights, biases, group, dim, rows, keep || return_gathered,
-                                             false, tier, sums);
+                                             false, tier, sums, wire);
   };
   const int64_t cut = dim < 0 ? dim + x.dim() : dim;
   return apply("all_gather_matmul", x, weights, biases,
-               {forward, {}, group, tier, cut, return_gathered, keep, sums});
+               {forward, {}, group, tier, cut, return_gathered, keep, sums, wire});
 }
 
 Tensors replicated_matmul_autograd(const at::Tensor& x, at::TensorList weights,
@@ -326,7 +332,8 @@ Tensors call_all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights
                                int64_t dim, c10::SymInt rows, bool return_gathered,
                                std::optional<bool> keep_gathered) {
   return Operator<all_gather_matmul>::call(x_shard, weights, OptionalTensorList(), group, dim,
-                                           std::move(rows), return_gathered, keep_gathered, "auto", "");
+                                           std::move(rows), return_gathered, keep_gathered, "auto", "",
+                                           "same");
 }
 
 Tensors call_replicated_matmul_backward(at::TensorList grads, const at::Tensor& x, at::TensorList weights,
@@ -340,11 +347,11 @@ void register_column_linears(torch::Library& m) {
       m,
       "all_gather_matmul(Tensor x_shard, Tensor[] weights, Tensor?[] biases, str group, int dim, SymInt "
       "rows, "
-      "bool return_gathered, bool? keep_gathered, str tier, str sums=\"\") -> Tensor[]");
+      "bool return_gathered, bool? keep_gathered, str tier, str sums=\"\", str wire=\"same\") -> Tensor[]");
   Operator<all_gather_matmul_backward>::define(
       m,
       "all_gather_matmul_backward(Tensor[] grads, Tensor x, bool gathered, Tensor[] weights, str group, "
-      "int dim, bool need_dx, bool need_dw, str tier, str sums=\"\") -> Tensor[]");
+      "int dim, bool need_dx, bool need_dw, str tier, str sums=\"\", str wire=\"same\") -> Tensor[]");
   Operator<replicated_matmul>::define_differentiable<replicated_matmul_autograd>(
       m,
       "replicated_matmul(Tensor x, Tensor[] weights, Tensor?[] biases, str group, str tier, str sums=\"\") "

@@ -10,14 +10,14 @@
 namespace pyruntime {
 
 GatherMatmul::GatherMatmul(Group& group, Op op, const Operand& shard, int64_t rows, TierChoice choice,
-                           bool keep_rows)
+                           bool keep_rows, cpu::Wire wire)
     : shard_(shard), choice_(std::move(choice)), keep_rows_(keep_rows) {
   if (group.world_size() == 1) {
     rows_ = shard.data;
     own_ = {0, 0, shard.rows};
     return;
   }
-  flight_.emplace(group.transport(shard.data.device()), op, shard, rows, choice_.chunks);
+  flight_.emplace(group.transport(shard.data.device()), op, shard, rows, choice_.chunks, wire);
   own_ = flight_->order().front();
   if (choice_.tier != Tier::kUnfused) return;
   rows_ = flight_->collect();

@@ -23,8 +23,10 @@ class GatherMatmul {
     at::Tensor bias = {};
   };
 
-  // This rank's rows leave at once. `keep_rows`: all rows will be asked for.
-  GatherMatmul(Group& group, Op op, const Operand& shard, int64_t rows, TierChoice choice, bool keep_rows);
+  // This rank's rows leave at once. `keep_rows`: all rows will be asked for. `wire`: what they travel as, of
+  // which the GEMMs, and whoever asks for rows, get what is read.
+  GatherMatmul(Group& group, Op op, const Operand& shard, int64_t rows, TierChoice choice, bool keep_rows,
+               cpu::Wire wire = {});
 
   // The GEMMs of all rows, every one of them; rows @ weight where it is not `transposed`.
   void multiply(const std::vector<Gemm>& gemms, bool transposed);
@@ -34,6 +36,8 @@ class GatherMatmul {
   const at::Tensor& rows();
   // This rank's rows among all.
   const Chunk& own() const { return own_; }
+  // These, [blocks, own rows * inner, width]. Between ranks.
+  at::Tensor own_rows() { return flight_->chunk(own_); }
   // All rows but this rank's, [blocks, (rows - own rows) * inner, width]. Between ranks.
   at::Tensor other_rows() { return flight_->collect_others(); }
   // The rows have been read; nothing may be asked afterwards.

@@ -1,6 +1,7 @@
 #include "ops/row_exchange.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <vector>
@@ -34,30 +35,65 @@ int64_t agreed_rows(Group& group, const Operand& x_shard, int64_t rows) {
   return total;
 }
 
-RowGather::RowGather(Transport& transport, Op op, const Operand& x_shard, int64_t rows, int pieces)
-    : transport_(transport), op_(op), shard_(x_shard), rows_(rows) {
-  FlightDescriptor descriptor = flight_of(op, x_shard, rows, x_shard.width);
+cpu::Wire wire_named(c10::string_view format, const Operand& rows, const Group& group) {
+  const cpu::Wire wire = cpu::Wire::named(format, rows.data);
+  TORCH_CHECK_VALUE(!wire.rounds() || group.world_size() > 1, "wire='", format,
+                    "' was asked for, and one rank alone gathers nothing; leave it out.");
+  return wire;
+}
+
+RowGather::RowGather(Transport& transport, Op op, const Operand& x_shard, int64_t rows, int pieces,
+                     cpu::Wire wire)
+    : transport_(transport), op_(op), shard_(x_shard), rows_(rows), wire_(wire) {
+  FlightDescriptor descriptor = flight_of(op, x_shard, rows, wire.travelling_width(x_shard.width));
+  descriptor.dtype = static_cast<int32_t>(wire.travels_as(x_shard.data.scalar_type()));
   descriptor.pieces = pieces;
   flight_ = transport.gather(descriptor);
   const int64_t first = flight_->order().front().begin;
+  const auto own_rows = [&](const at::Tensor& all, const Chunk& chunk) {
+    return all.narrow(1, (chunk.begin - first) * shard_.inner, chunk.rows * shard_.inner);
+  };
   for (const Chunk& chunk : flight_->own()) {
     {
       const Spending copying(transport.context(), Entered::kCopy, name_of(op));
-      flight_->memory(chunk).copy_(
-          shard_.data.narrow(1, (chunk.begin - first) * shard_.inner, chunk.rows * shard_.inner));
+      wire.write(own_rows(shard_.data, chunk), flight_->memory(chunk));
     }
     flight_->publish(chunk);
   }
+  if (!wire.rounds()) return;
+  // When all of it has left.
+  const Spending rounding(transport.context(), Entered::kCopy, name_of(op));
+  shard_.data = at::empty_like(shard_.data);
+  for (const Chunk& chunk : flight_->own()) wire.read(flight_->memory(chunk), own_rows(shard_.data, chunk));
 }
 
-at::Tensor RowGather::chunk(const Chunk& chunk) {
-  if (chunk.owner == transport_.rank()) return shard_.data;
+at::Tensor RowGather::arrived(const Chunk& chunk) {
   Reading reading(transport_.context(), op_, chunk.owner, begun_);
   flight_->wait(chunk);
   at::Tensor rows = flight_->memory(chunk);
   const bool is_new = counted_.insert(chunk.begin).second;
   reading.came(is_new ? static_cast<int64_t>(rows.nbytes()) : 0, flight_->travelled(chunk));
   return rows;
+}
+
+at::Tensor RowGather::chunk(const Chunk& chunk) {
+  if (chunk.owner == transport_.rank()) return shard_.data;
+  if (!wire_.rounds()) return arrived(chunk);
+  at::Tensor rows =
+      at::empty({shard_.blocks, chunk.rows * shard_.inner, shard_.width}, shard_.data.options());
+  read(chunk, rows);
+  return rows;
+}
+
+void RowGather::read(const Chunk& chunk, const at::Tensor& out) {
+  const bool is_own = chunk.owner == transport_.rank();
+  const at::Tensor rows = is_own ? shard_.data : arrived(chunk);
+  const Spending copying(transport_.context(), Entered::kCopy, name_of(op_));
+  if (is_own) {
+    out.copy_(rows);
+  } else {
+    wire_.read(rows, out);
+  }
 }
 
 at::Tensor RowGather::empty_rows() const {
@@ -71,7 +107,7 @@ void RowGather::copy_chunk(const at::Tensor& all, const Chunk& chunk, const at::
 
 at::Tensor RowGather::collect() {
   at::Tensor all = empty_rows();
-  for (const Chunk& part : order()) copy_chunk(all, part, chunk(part));
+  for (const Chunk& part : order()) read(part, shard_.rows_of(all, part));
   return all;
 }
 
@@ -81,11 +117,9 @@ at::Tensor RowGather::collect_others() {
       at::empty({shard_.blocks, (rows_ - own.rows) * shard_.inner, shard_.width}, shard_.data.options());
   for (const Chunk& part : order()) {
     if (part.owner == transport_.rank()) continue;
-    const at::Tensor rows = chunk(part);
-    const Spending copying(transport_.context(), Entered::kCopy, name_of(op_));
     Chunk place = part;
     if (part.begin > own.begin) place.begin -= own.rows;
-    shard_.rows_of(others, place).copy_(rows);
+    read(part, shard_.rows_of(others, place));
   }
   return others;
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/chunk_plan.h"
+#include "cpu/compression/wire.h"
 #include "ops/operand.h"
 #include "transport/group.h"
 
@@ -23,14 +24,21 @@ namespace pyruntime {
 // rank when the ranks' shares are not those of torch.tensor_split.
 int64_t agreed_rows(Group& group, const Operand& x_shard, int64_t rows);
 
+// What rows like these travel as between the ranks of the group, by name. Raises ValueError as Wire::named()
+// does, and where one rank alone would round them.
+cpu::Wire wire_named(c10::string_view format, const Operand& rows, const Group& group);
+
 class RowGather {
  public:
   // Copies this rank's rows into its workspace and publishes them. `pieces`: FlightDescriptor::pieces.
-  RowGather(Transport& transport, Op op, const Operand& x_shard, int64_t rows, int pieces = 0);
+  // `wire`: what they travel as, in which all ranks agree; this rank reads its own as the others do.
+  RowGather(Transport& transport, Op op, const Operand& x_shard, int64_t rows, int pieces = 0,
+            cpu::Wire wire = {});
 
   // The chunks in the order in which they are expected.
   const std::vector<Chunk>& order() const { return flight_->order(); }
-  // The rows of one chunk where the transport has them, [blocks, chunk.rows * inner, width]; waits for them.
+  // The rows of one chunk, [blocks, chunk.rows * inner, width], where the transport has them, or, where they
+  // were rounded, in new memory; waits for them.
   at::Tensor chunk(const Chunk& chunk);
   // All rows in order, [blocks, rows * inner, width], in new memory; or chunk by chunk, beside other work.
   at::Tensor collect();
@@ -46,11 +54,17 @@ class RowGather {
   void finish() { flight_->finish(); }
 
  private:
+  // Another rank's chunk as it travelled, once it is here.
+  at::Tensor arrived(const Chunk& chunk);
+  // out, in the form of the chunk's rows, = these.
+  void read(const Chunk& chunk, const at::Tensor& out);
+
   Transport& transport_;
   Op op_;
   double begun_ = monotonic_seconds();
-  Operand shard_;
+  Operand shard_;  // as all ranks read it
   int64_t rows_;
+  cpu::Wire wire_;
   bool multiplied_ = false;
   std::set<int64_t> counted_;  // where the chunks begin that have come: they are read again, and come once
   std::unique_ptr<GatherFlight> flight_;

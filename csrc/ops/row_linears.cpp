@@ -25,13 +25,15 @@ namespace {
 
 at::Tensor matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
                                  const std::optional<at::Tensor>& optional_bias, c10::string_view group_name,
-                                 int64_t dim, c10::string_view tier, c10::string_view /*sums: backward*/) {
+                                 int64_t dim, c10::string_view tier, c10::string_view /*sums: backward*/,
+                                 c10::string_view wire) {
   constexpr const char* kOp = "matmul_reduce_scatter";
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
   check_linear(kOp, x, {weight}, {bias});
   const Operand operand = Operand::of(x, dim, "x");
   const TierChoice asked = tier_named(std::string(tier));
   Group& group = Group::get(std::string(group_name));
+  wire_named(wire, operand, group);  // of the backward, and refused before it
   const c10::DeviceGuard on(x.device());
   const int64_t width = weight.size(0);
   const TierChoice choice = choose_tier(group, kOp, operand, operand.rows, width, operand.width, asked);
@@ -63,7 +65,7 @@ bool sums_in_two_parts(Group& group, const at::Tensor& x, const at::Tensor& weig
 Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::Tensor& x_whole,
                                        const at::Tensor& weight, c10::string_view group_name, int64_t dim,
                                        bool need_dx, bool need_dw, bool need_db, c10::string_view tier,
-                                       bool need_others, c10::string_view sums) {
+                                       bool need_others, c10::string_view sums, c10::string_view wire) {
   const Operand grad = Operand::of(grad_shard, dim, "grad"), x = Operand::of(x_whole, dim, "x");
   Group& group = Group::get(std::string(group_name));
   const c10::DeviceGuard on(x_whole.device());
@@ -78,10 +80,10 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
               "matmul_reduce_scatter_backward: need_others asks for rows of dY "
               "that a weight gradient in two parts needs, and this one is one GEMM.");
   GatherMatmul gather(group, Op::kAllGatherMatmul, grad, x.rows, choice,
-                      /*keep_rows=*/(need_dw || need_db) && !in_two_parts);
+                      /*keep_rows=*/(need_dw || need_db) && !in_two_parts, wire_named(wire, grad, group));
   at::Tensor dw;
   if (in_two_parts && need_dw) {
-    dw = weight_gradient(weight, grad.data, x.rows_of(gather.own()), /*in_pieces=*/true);
+    dw = weight_gradient(weight, gather.own_rows(), x.rows_of(gather.own()), /*in_pieces=*/true);
   }
   Tensors result;
   std::optional<MatmulSums> parts;
@@ -106,7 +108,7 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
       write_in_pieces(dw, as_matrix(others), as_matrix(others_of_x), /*accumulate=*/true);
       result.push_back(dw);
     }
-    if (need_db) result.push_back(bias_grad({grad.data, others}));
+    if (need_db) result.push_back(bias_grad({gather.own_rows(), others}));
     if (need_others) result.push_back(others);
   } else {
     if (need_dw) {
@@ -142,15 +144,16 @@ at::Tensor matmul_all_reduce(const at::Tensor& x, const at::Tensor& weight,
 struct MatmulReduceScatter : Function<MatmulReduceScatter> {
   static Variable forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
                           const std::optional<at::Tensor>& bias, c10::string_view group, int64_t dim,
-                          c10::string_view tier, c10::string_view sums) {
+                          c10::string_view tier, c10::string_view sums, c10::string_view wire) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({x, weight});
     ctx->saved_data["group"] = std::string(group);
     ctx->saved_data["tier"] = std::string(tier);
     ctx->saved_data["sums"] = std::string(sums);
+    ctx->saved_data["wire"] = std::string(wire);
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
-    return Operator<matmul_reduce_scatter>::call(x, weight, bias, group, dim, tier, sums);
+    return Operator<matmul_reduce_scatter>::call(x, weight, bias, group, dim, tier, sums, wire);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -162,13 +165,18 @@ struct MatmulReduceScatter : Function<MatmulReduceScatter> {
     const std::string group = ctx->saved_data["group"].toStringRef();
     const std::string tier = ctx->saved_data["tier"].toStringRef();
     const std::string sums = ctx->saved_data["sums"].toStringRef();
+    const std::string wire = ctx->saved_data["wire"].toStringRef();
     const int64_t dim = ctx->saved_data["dim"].toInt();
     const bool later = need_dw && comes_later(saved[0], saved[1], group, dim, tier);
-    const at::Tensor dy = later ? grads[0].contiguous() : grads[0];
-    if (later) add_own_rows(dy, saved[0], saved[1], group, dim);
+    at::Tensor dy = grads[0];
+    if (later) {
+      // As the op below would round it, which it changes no more.
+      dy = cpu::Wire::named(wire, dy).rounded(dy.contiguous());
+      add_own_rows(dy, saved[0], saved[1], group, dim);
+    }
     const Tensors found = Operator<matmul_reduce_scatter_backward>::call(
-        dy, saved[0], saved[1], group, dim, need_dx, need_dw && !later, need_db, tier, later, sums);
-    variable_list result(7);
+        dy, saved[0], saved[1], group, dim, need_dx, need_dw && !later, need_db, tier, later, sums, wire);
+    variable_list result(8);
     size_t next = 0;
     if (need_dx) result[0] = found[next++];
     if (need_dw && !later) result[1] = found[next++];
@@ -259,19 +267,19 @@ struct MatmulAllReduce : Function<MatmulAllReduce> {
 
 at::Tensor call_matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight, c10::string_view group,
                                       int64_t dim) {
-  return Operator<matmul_reduce_scatter>::call(x, weight, std::nullopt, group, dim, "auto", "");
+  return Operator<matmul_reduce_scatter>::call(x, weight, std::nullopt, group, dim, "auto", "", "same");
 }
 
 void register_row_linears(torch::Library& m) {
   Operator<matmul_reduce_scatter>::define_differentiable<MatmulReduceScatter>(
       m,
       "matmul_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, str group, int dim, str tier, str "
-      "sums=\"\") -> Tensor");
+      "sums=\"\", str wire=\"same\") -> Tensor");
   Operator<matmul_reduce_scatter_backward>::define(
       m,
       "matmul_reduce_scatter_backward(Tensor grad_shard, Tensor x, Tensor weight, str group, int dim, "
-      "bool need_dx, bool need_dw, bool need_db, str tier, bool need_others=False, str sums=\"\") -> "
-      "Tensor[]");
+      "bool need_dx, bool need_dw, bool need_db, str tier, bool need_others=False, str sums=\"\", "
+      "str wire=\"same\") -> Tensor[]");
   Operator<matmul_all_reduce>::define_differentiable<MatmulAllReduce>(
       m,
       "matmul_all_reduce(Tensor x, Tensor weight, Tensor? bias, str group, str tier, str sums=\"\") -> "

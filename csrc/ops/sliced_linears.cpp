@@ -66,6 +66,7 @@ struct SlicedWeight : torch::CustomClassHolder {
 struct SlicedFlight : torch::CustomClassHolder {
   std::string group;
   std::string tier;
+  std::string wire;                      // of the rows of dY
   int64_t rows = 0;                      // of the slice, over all ranks
   int64_t width = 0;                     // of x
   at::Tensor x;                          // until the second step has read it; gathered, where it is kept
@@ -96,7 +97,7 @@ at::Tensor share_weight(const at::Tensor& weight, const Weight& shared) {
 }
 
 at::Tensor begin_column(const at::Tensor& x_shard, const at::Tensor& weight, c10::string_view group,
-                        int64_t rows, c10::string_view tier, const Flight& flight) {
+                        int64_t rows, c10::string_view tier, c10::string_view wire, const Flight& flight) {
   constexpr const char* kOp = "all_gather_matmul";
   const Operand x = Operand::of(x_shard, 0, "x_shard");
   check_linear(kOp, x_shard, {weight}, {at::Tensor()});
@@ -108,7 +109,8 @@ at::Tensor begin_column(const at::Tensor& x_shard, const at::Tensor& weight, c10
   flight->rows = rows;
   flight->width = x.width;
   const TierChoice choice = choose(*flight, kOp, x, weight.size(0), x.width);
-  flight->gather.emplace(ranks, Op::kAllGatherMatmul, x, rows, choice, /*keep_rows=*/true);
+  flight->gather.emplace(ranks, Op::kAllGatherMatmul, x, rows, choice, /*keep_rows=*/true,
+                         wire_named(wire, x, ranks));
   return mark_like(x_shard);
 }
 
@@ -126,7 +128,7 @@ at::Tensor end_column(const at::Tensor& /*begun*/, const at::Tensor& /*shared*/,
 
 at::Tensor begin_row(const at::Tensor& x, const at::Tensor& /*shared*/, const std::optional<at::Tensor>& bias,
                      const Weight& weight, c10::string_view group, c10::string_view tier,
-                     const Flight& flight) {
+                     c10::string_view wire, const Flight& flight) {
   constexpr const char* kOp = "matmul_reduce_scatter";
   const at::Tensor added = bias.value_or(at::Tensor());
   check_linear(kOp, x, {weight->weight}, {added});
@@ -134,6 +136,8 @@ at::Tensor begin_row(const at::Tensor& x, const at::Tensor& /*shared*/, const st
   const c10::DeviceGuard on(x.device());
   flight->group = std::string(group);
   flight->tier = std::string(tier);
+  flight->wire = std::string(wire);
+  wire_named(wire, rows, Group::get(flight->group));  // of the backward, and refused before it
   flight->rows = rows.rows;
   flight->width = rows.width;
   const TierChoice choice = choose(*flight, kOp, rows, weight->weight.size(0), rows.width);
@@ -171,14 +175,15 @@ struct ShareWeight : Function<ShareWeight> {
 
 struct BeginColumn : Function<BeginColumn> {
   static Variable forward(AutogradContext* ctx, const at::Tensor& x_shard, const at::Tensor& weight,
-                          c10::string_view group, int64_t rows, c10::string_view tier, const Flight& flight) {
+                          c10::string_view group, int64_t rows, c10::string_view tier, c10::string_view wire,
+                          const Flight& flight) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->saved_data["flight"] = flight;
-    return Operator<begin_column>::call(x_shard, weight, group, rows, tier, flight);
+    return Operator<begin_column>::call(x_shard, weight, group, rows, tier, wire, flight);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& /*marks*/) {
     const Flight flight = held<Flight>(ctx, "flight");
-    variable_list result(6);
+    variable_list result(7);
     result[0] = flight->scatter->finish().squeeze(0);
     flight->scatter.reset();
     return result;
@@ -224,13 +229,13 @@ struct EndColumn : Function<EndColumn> {
 struct BeginRow : Function<BeginRow> {
   static Variable forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& shared,
                           const std::optional<at::Tensor>& bias, const Weight& weight, c10::string_view group,
-                          c10::string_view tier, const Flight& flight) {
+                          c10::string_view tier, c10::string_view wire, const Flight& flight) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({x, weight->weight});
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
     ctx->saved_data["weight"] = weight;
     ctx->saved_data["flight"] = flight;
-    return Operator<begin_row>::call(x, shared, bias, weight, group, tier, flight);
+    return Operator<begin_row>::call(x, shared, bias, weight, group, tier, wire, flight);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& /*marks*/) {
     refuse_second_derivatives("a sliced row linear");
@@ -240,7 +245,7 @@ struct BeginRow : Function<BeginRow> {
     const at::Tensor& x = saved[0];
     const c10::DeviceGuard on(x.device());
     GatherMatmul& gather = *flight->gather;
-    variable_list result(7);
+    variable_list result(8);
     if (ctx->needs_input_grad(0)) {
       result[0] = at::empty(x.sizes(), x.options());
       gather.multiply({{result[0].unsqueeze(0), saved[1]}}, /*transposed=*/false);
@@ -269,8 +274,9 @@ struct EndRow : Function<EndRow> {
     const c10::DeviceGuard on(dy.data.device());
     // The own rows are read again when dX is multiplied.
     const TierChoice choice = choose(*flight, "matmul_reduce_scatter_backward", dy, dy.width, flight->width);
-    flight->gather.emplace(Group::get(flight->group), Op::kAllGatherMatmul, dy, flight->rows, choice,
-                           /*keep_rows=*/true);
+    Group& ranks = Group::get(flight->group);
+    flight->gather.emplace(ranks, Op::kAllGatherMatmul, dy, flight->rows, choice, /*keep_rows=*/true,
+                           wire_named(flight->wire, dy, ranks));
     return {mark_like(grads[0]), at::Tensor()};
   }
 };
@@ -285,13 +291,13 @@ void register_sliced_linears(torch::Library& m) {
   Operator<share_weight>::define_differentiable<ShareWeight>(
       m, "share_weight(Tensor tensor, " + weight + ") -> Tensor");
   Operator<begin_column>::define_differentiable<BeginColumn>(
-      m,
-      "begin_column(Tensor x_shard, Tensor weight, str group, int rows, str tier, " + flight + ") -> Tensor");
+      m, "begin_column(Tensor x_shard, Tensor weight, str group, int rows, str tier, str wire, " + flight +
+             ") -> Tensor");
   Operator<end_column>::define_differentiable<EndColumn>(
       m, "end_column(Tensor begun, Tensor shared, Tensor? bias, " + weight + ", " + flight + ") -> Tensor");
   Operator<begin_row>::define_differentiable<BeginRow>(
-      m, "begin_row(Tensor x, Tensor shared, Tensor? bias, " + weight + ", str group, str tier, " + flight +
-             ") -> Tensor");
+      m, "begin_row(Tensor x, Tensor shared, Tensor? bias, " + weight + ", str group, str tier, str wire, " +
+             flight + ") -> Tensor");
   Operator<end_row>::define_differentiable<EndRow>(m, "end_row(Tensor begun, " + flight + ") -> Tensor");
 }
 

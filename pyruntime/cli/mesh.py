@@ -60,6 +60,7 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
         )
     for key, wire in (
         ("data_parallel.weight_wire", chosen.weight_wire),
+        ("parallel.tp_wire", config.parallel.tp_wire),
         ("pipeline.wire", config.pipeline.wire),
         ("context.wire", config.context.wire),
     ):

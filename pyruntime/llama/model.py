@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pyruntime import ops
 from pyruntime.comm.ranges import BackwardRanges, is_heard, marked
+from pyruntime.comm.wire import WireFormat
 from pyruntime.context import Context
 from pyruntime.context.layouts import document_bounds
 from pyruntime.llama import slices as sliced
@@ -162,7 +163,7 @@ class Llama(nn.Module):
 
     dtype: of parameters and activations. Statistics of norms, softmax and loss are fp32 for every dtype.
     device: "meta" builds shapes only; `materialize` then gives them memory.
-    tier: of every parallel linear; see `pyruntime.ops`.
+    tier, wire: of every parallel linear; see `pyruntime.ops`.
     seed: of the initial weights, which are the same full model for every tp (init.py); None leaves the
         parameters uninitialised, for a caller that fills them.
     keep_gathered: column linears keep their gathered input (T * D elements each) for the backward instead of
@@ -178,7 +179,8 @@ class Llama(nn.Module):
         tied, a part with one of the two holds the weight, as `embed.weight`.
 
     Raises ValueError where the group does not divide the heads or the feed-forward columns, or leaves a rank
-    without features, and for slices that nothing travels between or that cannot be.
+    without features, for a wire of one rank alone, and for slices that nothing travels between or that cannot
+    be.
     """
 
     def __init__(
@@ -189,6 +191,7 @@ class Llama(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         tier: str = "auto",
+        wire: WireFormat = "same",
         seed: int | None = 0,
         keep_gathered: bool | None = None,
         context: Context | None = None,
@@ -208,7 +211,7 @@ class Llama(nn.Module):
         dtype = dtype or torch.get_default_dtype()
         # Built on meta, as the modules' own initialisation would draw every full tensor.
         place = {"group": self.group, "dtype": dtype, "device": "meta"}
-        options = {**place, "tier": tier}
+        options = {**place, "tier": tier, "wire": wire}
         hidden, vocab = config.hidden_size, config.vocab_size
         if self.has_embedding:
             self.embed = VocabParallelEmbedding(vocab, hidden, **place)

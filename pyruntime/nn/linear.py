@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from pyruntime import ops
+from pyruntime.comm.wire import FORMATS, WireFormat
 from pyruntime.nn.activations.causal_loss import leave_own
 from pyruntime.nn.activations.row_shard import RowShard, to_rows
 from pyruntime.nn.activations.shared_input import SharedInput
@@ -63,11 +64,13 @@ class ParallelLinear(ParallelModule):
     out_features}.
 
     Options: sequence_parallel (True); dim (0): along which rows are cut, under sequence_parallel; tier:
-    "auto" (tuned, else chunked), "unfused", "chunked" or "fused"; strict (False): raise where a slower one
-    would run; transposed (False): weights are kept as [in_features, out_features], as transformers' Conv1D
-    has them; packed (()): sizes of what the out_features of a column linear are one after the other (q, k and
-    v), each of which is cut by itself, so that a rank's are [part0_r | part1_r | ..]; dtype; device. Raises
-    ValueError for packed over two axes.
+    "auto" (tuned, else chunked), "unfused", "chunked" or "fused"; wire ("same"): what rows that the ranks
+    gather (x of a column linear, dy of a row linear) are rounded to, "bf16" or "fp8", with which all ranks
+    compute (docs/compression.md); strict (False): raise where a slower tier would run; transposed (False):
+    weights are kept as [in_features, out_features], as transformers' Conv1D has them; packed (()): sizes of
+    what the out_features of a column linear are one after the other (q, k and v), each of which is cut by
+    itself, so that a rank's are [part0_r | part1_r | ..]; dtype; device. Raises ValueError for packed over
+    two axes, and for a wire where no rows are gathered.
 
     Initialised as nn.Linear initialises the full weights, of which each rank keeps its shard: the model is
     the same for every tp, provided that all ranks are seeded alike."""
@@ -86,6 +89,7 @@ class ParallelLinear(ParallelModule):
         sequence_parallel: bool = True,
         dim: int = 0,
         tier: str = "auto",
+        wire: WireFormat = "same",
         strict: bool = False,
         transposed: bool = False,
         packed: Sequence[int] = (),
@@ -99,6 +103,7 @@ class ParallelLinear(ParallelModule):
         self.sequence_parallel = sequence_parallel
         self.dim = dim
         self.tier = check_tier(tier)
+        self.wire = self._check_wire(wire)
         self.strict = strict
         self.region: Region | None = None  # set by parallelize()
         self.whole_features = False  # set by parallelize(): over y, what comes and goes is whole
@@ -135,6 +140,18 @@ class ParallelLinear(ParallelModule):
         options = {"dtype": first.weight.dtype, **options, "group": group, "device": "meta"}
         options["transposed"] = is_transposed(first)
         return cls(features_of(first)[0], out_features, first.bias is not None, **options)._take(parts)
+
+    def _check_wire(self, wire: WireFormat) -> WireFormat:
+        if wire not in FORMATS:
+            raise ValueError(f"wire={wire!r} is none of {', '.join(FORMATS)}.")
+        if wire == "same":
+            return wire
+        asked = f'wire="{wire}" was asked for, and'
+        if self.group.size == 1:
+            raise ValueError(f"{asked} one rank alone gathers nothing; leave it out.")
+        if not self.sequence_parallel:
+            raise ValueError(f"{asked} without sequence_parallel no rows are gathered; leave it out.")
+        return wire
 
     def _shape(self, out_features: int) -> tuple[int, int]:
         """Of a whole weight."""
@@ -191,7 +208,7 @@ class ParallelLinear(ParallelModule):
         return (
             f"in_features={self.in_features}, out_features={outs}, bias={self.bias is not None}, "
             f"group=({self.group}), sequence_parallel={self.sequence_parallel}, dim={self.dim}, "
-            f"tier={self.tier!r}"
+            f"tier={self.tier!r}, wire={self.wire!r}"
         )
 
 
@@ -254,6 +271,7 @@ class _ColumnLinear(ParallelLinear):
             tier=self.tier,
             keep_gathered=self.keep_gathered,
             sums=self._sums,
+            wire=self.wire,
         )
         return [y.view(*x.shape[:-1], -1) for y in ys] if on_rows else ys
 
@@ -427,7 +445,7 @@ class RowParallelLinear(ParallelLinear):
         if self._alone:
             y = primitives.linear(x, weight, bias)
         elif self.sequence_parallel:
-            y = ops.matmul_reduce_scatter(x, weight, group, dim=self.dim, **options)
+            y = ops.matmul_reduce_scatter(x, weight, group, dim=self.dim, wire=self.wire, **options)
         elif form is not None:
             y = ops.matmul_reduce_scatter(x.flatten(0, -2), weight, group, **options)
             y = form.shard(y, (*x.shape[:-1], weight.size(0)))

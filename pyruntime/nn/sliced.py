@@ -56,7 +56,7 @@ class SlicedColumn(_Sliced):
         x, weight, _ = linear._operands(x)
         # The weight only says which tier it will be; its gradient comes by `_share`.
         begun = torch.ops.pyruntime.begin_column(
-            x, weight.detach(), linear.group.name, rows, linear.tier, flight
+            x, weight.detach(), linear.group.name, rows, linear.tier, linear.wire, flight
         )
         linear._note(rows, on_rows=True)
         return begun, flight
@@ -76,7 +76,7 @@ class SlicedRow(_Sliced):
         linear, flight = self._linear, torch.classes.pyruntime.SlicedFlight()
         x, weight, bias = linear._operands(x)
         begun = torch.ops.pyruntime.begin_row(
-            x, self._share(weight), bias, self._weight, linear.group.name, linear.tier, flight
+            x, self._share(weight), bias, self._weight, linear.group.name, linear.tier, linear.wire, flight
         )
         linear._note(len(x), on_rows=True)
         return begun, flight

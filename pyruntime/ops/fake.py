@@ -66,7 +66,7 @@ def _(x, weight, bias, group, dim, *_):
 
 
 @torch.library.register_fake("pyruntime::matmul_reduce_scatter_backward")
-def _(grad_shard, x, weight, group, dim, need_dx, need_dw, need_db, tier, need_others=False, sums=""):
+def _(grad_shard, x, weight, group, dim, need_dx, need_dw, need_db, tier, need_others=False, *_):
     outputs = []
     if need_dx:
         outputs.append(x.new_empty(x.shape))

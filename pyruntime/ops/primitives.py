@@ -31,6 +31,10 @@ tier_of tells (docs/cuda.md).
 sums    a second group, whose ranks have the same rows of other features (of what a column linear reads, of
         what a row linear writes): what is a part of a sum over it, a column linear's results and a row
         linear's dX, is summed over it while the next rows are multiplied (docs/4d.md); not "fused"
+
+wire    what rows that are gathered travel as: "same", "bf16" or "fp8" (docs/compression.md). Their owner
+        rounds them once, and all ranks compute with the rounded ones, it too; sums travel as they are.
+        float32, bfloat16 and float16, several ranks on the CPU, which all give the same
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ from torch import Tensor
 
 from pyruntime.comm.core import _C
 from pyruntime.comm.groups import Group, group_name
+from pyruntime.comm.wire import WireFormat
 
 ROWS_UNKNOWN = -1
 
@@ -69,6 +74,7 @@ def all_gather_matmul(
     keep_gathered: bool | None = None,
     tier: str = "auto",
     sums: Group | None = None,
+    wire: WireFormat = "same",
 ) -> Tensor | list[Tensor]:
     """Y_i [M, N_i] = gather(X_shard [M_r, K]) @ W_i [N_i, K]^T (+ b_i [N_i]), on every rank with its own W_i.
 
@@ -91,6 +97,7 @@ def all_gather_matmul(
         keep_gathered: keep gather(X_shard) for the backward: less communication, P times the memory. None:
             where the group's chunks travel between hosts.
         sums: also sum Y_i over its ranks.
+        wire: of the rows of X, for Y and dW alike; what is returned or kept of gather(X_shard) is rounded.
 
     Returns:
         Y, or [Y_1, ..] for a list of weights (and always a list with return_gathered).
@@ -107,6 +114,7 @@ def all_gather_matmul(
         keep_gathered,
         tier,
         _name(sums),
+        wire,
     )
     return outputs[0] if single and not return_gathered else outputs
 
@@ -120,6 +128,7 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     tier: str = "auto",
     sums: Group | None = None,
+    wire: WireFormat = "same",
 ) -> Tensor:
     """Y_shard [M_r, N] = this rank's rows of sum over ranks of X [M, K] @ W [N, K]^T (+ b [N], added once).
 
@@ -134,9 +143,10 @@ def matmul_reduce_scatter(
         x: all rows of this rank's columns, [.., M, .., K] with M at `dim`.
         bias: replicated over the ranks.
         sums: X is the same on its ranks: dX is also summed over them.
+        wire: of the rows of dY, for dX, dW and db alike.
     """
     return torch.ops.pyruntime.matmul_reduce_scatter(
-        x, weight, bias, group_name(group), dim, tier, _name(sums)
+        x, weight, bias, group_name(group), dim, tier, _name(sums), wire
     )
 
 

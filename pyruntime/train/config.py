@@ -225,6 +225,9 @@ class Parallel:
     """Causal slices of every sequence inside a tensor-parallel group: one computes while the rows of another
     travel. auto is 2 where tensor-parallel ranks are on several hosts, sequences are not cut over ranks and
     nothing forbids it, else 1."""
+    tp_wire: WireFormat = "same"
+    """What rows that tensor-parallel ranks gather, activations and gradients of them, are rounded to: same,
+    not at all; bf16; fp8, a byte a value. All ranks compute with these; sums travel as they are."""
     rebalance: Literal["off", "on"] = "off"
     """on: where a rank of a pipeline stays slow, layers move between the stages when a checkpoint is saved
     (docs/slow-ranks.md), wherever they began (pipeline.layers). Ranks on the CPU only."""

@@ -112,6 +112,7 @@ def check_device(config: RunConfig, device: Device) -> None:
         )
     for key, wire in (
         ("data_parallel.weight_wire", config.data_parallel.weight_wire),
+        ("parallel.tp_wire", config.parallel.tp_wire),
         ("pipeline.wire", config.pipeline.wire),
         ("context.wire", config.context.wire),
     ):

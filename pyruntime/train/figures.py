@@ -41,6 +41,7 @@ class StepFigures:
     outer_exposed_s: float | None = None
     outer_bytes: int | None = None
     dp_bytes: int | None = None
+    tp_bytes: int | None = None
     pp_bytes: int | None = None
     cp_bytes: int | None = None
 
@@ -51,7 +52,7 @@ class StepFigures:
 
 AXES = ("tp", "cp", "pp", "dp", "checkpoint", "all")
 """Of `Runtime.exposed_by_axis`, in the order in which ranks tell each other what it says."""
-COUNTED = ("dp", "pp", "cp")
+COUNTED = ("dp", "tp", "pp", "cp")
 """Classes of traffic whose bytes a step has."""
 SPIKE_OVER = 20
 """Steps, whose mean gradient norm a spike is measured by."""
@@ -148,7 +149,7 @@ class ExchangedFigures:
         told = exchange(mine, self._runtime)
         losses, squares, memory, stops, *reads = told[..., : -len(AXES)].unbind(-1)
         exposed_s = _most_exposed(told[..., -len(AXES) :])
-        of_dp, of_pp, of_cp = (int(each.max()) for each in reads)
+        of_dp, of_tp, of_pp, of_cp = (int(each.max()) for each in reads)
         self.signum = int(stops.max())
         sizes = self._runtime.sizes
         self._found = StepFigures(
@@ -161,6 +162,7 @@ class ExchangedFigures:
             memory_bytes=int(memory.max()),
             exposed_by_axis_s=None if self._device.is_cuda else _by_axis(exposed_s, self._runtime),
             dp_bytes=of_dp if sizes.dp * sizes.cp > 1 else None,
+            tp_bytes=of_tp if sizes.tp > 1 else None,
             pp_bytes=of_pp if sizes.pp > 1 else None,
             cp_bytes=of_cp if sizes.cp > 1 else None,
         )

@@ -47,6 +47,9 @@ class StepMetrics:
     travelled; None where there is one such rank."""
     tokens_per_second_per_device: float | None = None
     """Of one rank."""
+    tp_bytes: int | None = None
+    """Rows and sums that a tensor-parallel rank took from others in the step, alike; None where there is one
+    such rank."""
     pp_bytes: int | None = None
     """Activations, and gradients of them, that a stage took from others in the step, alike; None without a
     pipeline."""

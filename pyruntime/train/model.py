@@ -112,6 +112,7 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
         device=runtime.device,
         dtype=DTYPES[config.train.dtype],
         tier=config.comm.tier,
+        wire=config.parallel.tp_wire,
         seed=None if source else config.train.seed,
         context=context,
         recompute=config.train.activation_checkpointing,

@@ -428,8 +428,15 @@ def _check_seen(run_dir: Path, rank: int) -> None:
 def _whole_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime, folder: Path | None) -> Llama:
     """All stages' weights, from the checkpoint in `folder`, which the last step left."""
     assert folder is not None  # a run that takes no step has been resumed
-    options = {"dtype": DTYPES[config.train.dtype], "tier": config.comm.tier, "seed": None}
-    model = Llama(shape, runtime.tp_grid, device=runtime.device, **options)
+    model = Llama(
+        shape,
+        runtime.tp_grid,
+        device=runtime.device,
+        dtype=DTYPES[config.train.dtype],
+        tier=config.comm.tier,
+        wire=config.parallel.tp_wire,
+        seed=None,
+    )
     checkpoint.load_weights(folder, model, comm.process_group(runtime.tp))
     return model
 
@@ -472,6 +479,8 @@ def _sample(config: RunConfig, model: Llama, tokenizer: Tokenizer) -> str | None
 def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: Path, runtime: Runtime) -> str:
     train, parallel = config.train, config.parallel
     axes = f"tp={parallel.tp or runtime.tp_size} with sequence parallelism"
+    if parallel.tp_wire != "same":
+        axes += f", rows gathered as {parallel.tp_wire}"
     if parallel.dp > 1:
         axes += f", dp={parallel.dp} at zero {parallel.zero}"
     if config.data_parallel.compression != "none":

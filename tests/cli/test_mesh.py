@@ -88,6 +88,7 @@ def test_what_would_not_run_is_refused(capsys):
             ["--parallel.pp", "2", "--pipeline.wire", "fp8"],
             "pipeline.wire=fp8: mesh counts the bytes",
         ),
+        (["--parallel.tp", "2", "--parallel.tp_wire", "fp8"], "parallel.tp_wire=fp8: mesh counts the bytes"),
         (["--ranks", "none"], "--ranks must be a number of at least 1, found none."),
         (["--rank", "2"], "There is no option --rank; the nearest is --ranks"),
     ]:

@@ -23,10 +23,10 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def column(group) -> tuple[ColumnParallelLinear, Tensor, list[Tensor]]:
+def column(group, wire="same") -> tuple[ColumnParallelLinear, Tensor, list[Tensor]]:
     """The linear, this rank's rows of x, and y of two slices of it, which follow each other."""
     torch.manual_seed(2)
-    linear = ColumnParallelLinear(IN, OUT, group=group, bias=False)
+    linear = ColumnParallelLinear(IN, OUT, group=group, bias=False, wire=wire)
     sliced = SlicedColumn(linear)
     x = drawn(2, ROWS, IN)[:, 5 * group_rank(group) :][:, :5].clone().requires_grad_()
     found = []
@@ -36,9 +36,9 @@ def column(group) -> tuple[ColumnParallelLinear, Tensor, list[Tensor]]:
     return linear, x, found
 
 
-def row(group) -> tuple[RowParallelLinear, Tensor, list[Tensor]]:
+def row(group, wire="same") -> tuple[RowParallelLinear, Tensor, list[Tensor]]:
     torch.manual_seed(2)
-    linear = RowParallelLinear(IN, OUT, group=group, bias=False)
+    linear = RowParallelLinear(IN, OUT, group=group, bias=False, wire=wire)
     sliced = SlicedRow(linear)
     x = drawn(2, ROWS, IN).tensor_split(2, 2)[group_rank(group)].clone().requires_grad_()
     found = []
@@ -123,3 +123,25 @@ def gradient(group, kind: str, transport: str) -> tuple[Tensor, Tensor]:
 def test_the_gradient_is_that_of_one_rank(ranks, kind, transport):
     for found, expected in ranks.run(gradient, 2, kind, transport):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def of_rounded_rows(group, kind: str, transport: str) -> None:
+    """Slices whose rows are rounded, and the linear that takes them one after the other."""
+    take(group, transport)
+    linear, x, found = KINDS[kind](group, "fp8")
+    sum(y.square().sum() for y in found).backward()
+    sliced = linear.weight.grad, x.grad
+    linear.weight.grad = x.grad = None
+    whole = [linear(part, ROWS) if kind == "column" else linear(part) for part in x]
+    sum(y.square().sum() for y in whole).backward()
+    for one, other in zip((*found, *sliced), (*whole, linear.weight.grad, x.grad), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+    exact = KINDS[kind](group)[2]
+    if kind == "column":
+        assert not torch.allclose(found[0], exact[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_slices_are_rounded_as_those_of_the_whole(ranks, kind, transport):
+    ranks.run(of_rounded_rows, 2, kind, transport)

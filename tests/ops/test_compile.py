@@ -46,26 +46,26 @@ def test_opcheck(ranks, world_size):
     assert set(ranks.run(opcheck_case, world_size, timeout=120)) == {9}
 
 
-def mlp(x, up, down, name, rows):
-    hidden = ops.all_gather_matmul(x, up, name, rows=rows, tier="chunked")
-    return ops.matmul_reduce_scatter(F.silu(hidden), down, name, tier="chunked")
+def mlp(x, up, down, name, rows, wire):
+    hidden = ops.all_gather_matmul(x, up, name, rows=rows, tier="chunked", wire=wire)
+    return ops.matmul_reduce_scatter(F.silu(hidden), down, name, tier="chunked", wire=wire)
 
 
-def compile_case(group, backend):
+def compile_case(group, backend, wire):
     size = group_size(group)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(4, 8, generator=generator, requires_grad=True)
     up = torch.randn(6, 8, generator=generator, requires_grad=True)
     down = torch.randn(8, 6, generator=generator, requires_grad=True)
     compiled = torch.compile(mlp, fullgraph=True, backend=backend)
-    expected = mlp(x, up, down, group_name(group), 4 * size)
+    expected = mlp(x, up, down, group_name(group), 4 * size, wire)
     expected_grads = torch.autograd.grad(expected.square().sum(), (x, up, down))
-    found = compiled(x, up, down, group_name(group), 4 * size)
+    found = compiled(x, up, down, group_name(group), 4 * size, wire)
     grads = torch.autograd.grad(found.square().sum(), (x, up, down))
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(grads, expected_grads)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_mlp_equals_eager(ranks, backend):
-    ranks.run(compile_case, 2, backend, timeout=180)
+@pytest.mark.parametrize(("backend", "wire"), [("aot_eager", "fp8"), ("inductor", "same")])
+def test_compiled_mlp_equals_eager(ranks, backend, wire):
+    ranks.run(compile_case, 2, backend, wire, timeout=180)

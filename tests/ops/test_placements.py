@@ -22,13 +22,14 @@ def operation(name, group, own, same):
 
     def column(x, weight):
         shared, flight = classes.SlicedWeight(), classes.SlicedFlight()
-        begun = sliced.begin_column(x, weight.detach(), group, 4, "auto", flight)
+        begun = sliced.begin_column(x, weight.detach(), group, 4, "auto", "same", flight)
         return sliced.end_column(begun, sliced.share_weight(weight, shared), None, shared, flight)
 
     def row(x, weight, bias):
         shared, flight = classes.SlicedWeight(), classes.SlicedFlight()
         weight = sliced.share_weight(weight, shared)
-        return sliced.end_row(sliced.begin_row(x, weight, bias, shared, group, "auto", flight), flight)
+        begun = sliced.begin_row(x, weight, bias, shared, group, "auto", "same", flight)
+        return sliced.end_row(begun, flight)
 
     def loss(logits):
         start = 3 * dist.get_rank()

@@ -52,6 +52,8 @@ def test_what_devices_cannot_do_is_refused_by_name():
         check(dataclasses.replace(stochastic, train=Train(device="cuda")), 1)
     check_device(stochastic, Device())
     check(stochastic, 1)
+    with pytest.raises(ConfigError, match=r"parallel.tp_wire=fp8 is done on the CPU alone"):
+        check_device(RunConfig(parallel=Parallel(tp_wire="fp8")), CUDA)
     around = RunConfig(comm=Comm(rings=("0-1-2",)), parallel=Parallel(tp=3))
     check_device(around, CUDA)
     with pytest.raises(ConfigError, match=r"comm.rings=\['0-1-2'\] is for GPUs of one host, and this is cpu"):

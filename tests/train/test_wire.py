@@ -18,10 +18,16 @@ WIRES = {
     "data_parallel": ({"dp": 2, "zero": 3}, {"weight_wire": "fp8"}, "weights gathered as fp8"),
     "pipeline": ({"pp": 2}, {"wire": "fp8"}, "activations and their gradients sent as fp8"),
     "context": ({"cp": 2}, {"wire": "fp8"}, "keys and values as fp8"),
+    "parallel": ({"dp": 2}, {"tp_wire": "fp8"}, "rows gathered as fp8"),
 }
 
-BYTES = {"data_parallel": ("dp_bytes", 0.8), "pipeline": ("pp_bytes", 0.27), "context": ("cp_bytes", 0.8)}
-"""Of fp32: what each section's figure falls to; gradients, and of the ring their sums, travel as they are."""
+BYTES = {
+    "data_parallel": ("dp_bytes", 0.8),
+    "pipeline": ("pp_bytes", 0.27),
+    "context": ("cp_bytes", 0.8),
+    "parallel": ("tp_bytes", 0.75),
+}
+"""Of fp32: what each section's figure falls to; gradients, and sums over ranks, travel as they are."""
 
 
 def said(group, config):
@@ -66,6 +72,10 @@ def test_it_learns_as_without_and_the_log_says_so(ranks, tmp_path, section):
         (
             {"context": Context(wire="fp8", variant="all_gather_kv"), "parallel": Parallel(cp=2)},
             "context.wire=fp8 is of the ring, and context.variant=all_gather_kv",
+        ),
+        (
+            {"parallel": Parallel(dp=2, tp_wire="fp8")},
+            "parallel.tp_wire=fp8 is of rows that several tensor-parallel ranks gather, and there is one",
         ),
         ({"context": Context(wire="fp4")}, "context.wire must be one of same, bf16, fp8, found fp4."),
     ],

@@ -22,7 +22,7 @@ from pyruntime.train.data.order import BLOCK
 from pyruntime.train.errors import require
 from pyruntime.train.validate.rebalance import check_rebalance
 from pyruntime.train.validate.replicas import check_compression, check_data_parallel, check_weight_wire
-from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices
+from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices, check_tp_wire
 from pyruntime.train.validate.watching import check_watching
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
@@ -119,6 +119,7 @@ def check(config: RunConfig, world_size: int) -> None:
     check_weight_wire(config)
     _check_rings(config, world_size)
     check_slices(config, world_size)
+    check_tp_wire(config, world_size)
 
 
 def _check_values(config: RunConfig) -> None:

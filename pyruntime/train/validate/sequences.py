@@ -118,3 +118,16 @@ def _check_slices_of_context(config: RunConfig, slices: int, tp: int) -> None:
         f"train.seq_len={seq_len} does not divide into 2 slices of the zigzag layout over parallel.cp={cp} "
         f"times {tp} tensor-parallel ranks; use {-(-seq_len // unit) * unit}, or context.layout=striped.",
     )
+
+
+def check_tp_wire(config: RunConfig, world_size: int) -> None:
+    """What rows that are rounded where tensor-parallel ranks gather them do not go together with."""
+    wire = config.parallel.tp_wire
+    if wire == "same":
+        return
+    tp, _ = tp_axes(config.parallel, world_size)
+    require(
+        tp > 1,
+        f"parallel.tp_wire={wire} is of rows that several tensor-parallel ranks gather, and there is one; "
+        "set parallel.tp, or leave it out.",
+    )

@@ -56,6 +56,7 @@ def _check_predicted(config: RunConfig) -> None:
         ("train.dtype", config.train.dtype, ("bf16",)),
         ("comm.tier", config.comm.tier, ("auto", "chunked", "fused")),
         ("parallel.slices", config.parallel.slices, (1,)),
+        ("parallel.tp_wire", config.parallel.tp_wire, ("same",)),
         ("parallel.rebalance", config.parallel.rebalance, ("off",)),
         ("data_parallel.method", data_parallel.method, ("every_step", "co2")),
         ("data_parallel.members", data_parallel.members, ("",)),
