@@ -17,16 +17,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pyruntime.cli.dry_run import Estimate, estimate  # noqa: E402
-from pyruntime.cli.plan_facts import find_model, settings  # noqa: E402
+from pyruntime.cli.plan_facts import checked, find_model, settings  # noqa: E402
 from pyruntime.plan.cluster import Cluster, find_cluster  # noqa: E402
 from pyruntime.plan.memory import SAFE  # noqa: E402
 from pyruntime.plan.mesh import Job  # noqa: E402
 from pyruntime.plan.report import GB, mfu  # noqa: E402
 from pyruntime.plan.search import Candidate, Choice, search  # noqa: E402
 from pyruntime.text import toml_value  # noqa: E402
-from pyruntime.train import config_file, dry_run  # noqa: E402
+from pyruntime.train import config_file  # noqa: E402
 from pyruntime.train.config import RunConfig  # noqa: E402
-from pyruntime.train.device import check_between_hosts  # noqa: E402
 from pyruntime.train.errors import ConfigError  # noqa: E402
 from pyruntime.train.planned import DEVICE  # noqa: E402
 
@@ -56,19 +55,15 @@ PRESETS = (
 
 
 def config_of(job: Job, candidate: Candidate) -> RunConfig:
-    """The trainer's, on GPUs."""
-    sections = settings(job, candidate.mesh)
-    sections["train"]["device"] = "cuda"
-    return config_file.from_dict(sections, "the planner")
+    """The trainer's. Raises ConfigError where it does not run the mesh on these GPUs."""
+    config, _ = checked(job, candidate.mesh)
+    return config
 
 
 def held(job: Job, candidate: Candidate) -> Estimate | None:
     """What the fullest rank holds; None where the trainer does not run the mesh on these GPUs."""
     try:
-        config = config_of(job, candidate)
-        if job.gpus > job.cluster.gpus_per_node:
-            check_between_hosts(config)
-        return estimate(config, dry_run.check(config, job.gpus), job.gpus)
+        return estimate(*checked(job, candidate.mesh), job.gpus)
     except ConfigError:
         return None
 

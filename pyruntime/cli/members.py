@@ -27,7 +27,8 @@ class Options:
     """Replicas that a round needs to count; 0: more than half of `replicas`."""
     deadline_s: float = 60.0
     """Seconds that replicas which have ended a round wait for the next one to do so, where they are a quorum;
-    past it they go on without. Above what replicas differ by in the seconds of a round."""
+    past it they go on without. Above what replicas differ by in the seconds of a round. A replica of which
+    nothing was heard for as long, and at least 3, is put out at any time."""
     port: int = DEFAULT_PORT
     """TCP port to listen on; 0: any that is free, which the first line names."""
     host: str = ""

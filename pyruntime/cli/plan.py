@@ -222,10 +222,16 @@ def _join(options: Options, rules: Rules) -> None:
     own = job.gpus // 2
     print(f"{job.model.name}: {own} GPUs of {clusters[0].name}, then {own} of {clusters[1].name}\n")
     print(_table_across(job, found[: options.top]))
+    best = found[0]
+    mesh = dataclasses.replace(best.mesh, layers=best.layers)
+    of_both = dataclasses.replace(clusters[0], gpus_per_node=min(own, clusters[0].gpus_per_node))
+    why = Asked(dataclasses.replace(job, cluster=of_both)).refusal(mesh)
+    print(f"\nThe trainer does not run the first: {why}" if why else "\nThe trainer runs the first.")
     if options.config:
-        best = found[0]
+        if why:
+            raise ConfigError(f"--config: the trainer does not run the first: {why}")
         head = f"{best.mesh.text()}: predicted {best.total:.3f} s a step, with {options.join}."
-        _save(options.config, toml(job, best.mesh, head, best.layers))
+        _save(options.config, toml(job, mesh, head))
 
 
 def _table_across(job: Job, found: list[Across]) -> str:

@@ -2,14 +2,14 @@
 trainer would run a mesh. What a configuration is to the planner: `pyruntime.train.planned`.
 
 The trainer is asked; nothing here knows what it can do. What it has no key for is given to it under the key
-that it would have, and its refusal is the answer. Asking imports the trainer and with it torch.
+that it would have, and its refusal is the answer, of a run on GPUs where the cluster has some. Asking imports
+the trainer and with it torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.presets import PRESETS
@@ -17,7 +17,11 @@ from pyruntime.plan import models
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import GPTS, ModelShape
 from pyruntime.text import toml_value
+from pyruntime.train.errors import ConfigError
 from pyruntime.train.planned import of_llama
+
+if TYPE_CHECKING:
+    from pyruntime.train.config import RunConfig
 
 LLAMA2_13B = LlamaConfig(
     vocab_size=32000,
@@ -40,9 +44,8 @@ def find_model(name: str) -> ModelShape:
     return models.find_model(name, MODELS)
 
 
-def settings(job: Job, mesh: Mesh, layers: Sequence[int] = ()) -> dict[str, dict[str, Any]]:
-    """Sections and keys of a configuration that trains `job` on `mesh`, as in a TOML file. layers: of each
-    stage; empty: as the trainer cuts them."""
+def settings(job: Job, mesh: Mesh) -> dict[str, dict[str, Any]]:
+    """Sections and keys of a configuration that trains `job` on `mesh`, as in a TOML file."""
     tp = {"x": mesh.x, "y": mesh.y, "z": mesh.z} if mesh.is_axonn else mesh.tp
     parallel: dict[str, Any] = {"tp": tp, "pp": mesh.pp, "cp": mesh.cp, "dp": mesh.dp}
     if mesh.dp * mesh.cp > 1 and not mesh.tau and not mesh.is_axonn:
@@ -53,6 +56,8 @@ def settings(job: Job, mesh: Mesh, layers: Sequence[int] = ()) -> dict[str, dict
         "seq_len": job.seq,
         "dtype": "bf16",
     }
+    if job.cluster.is_of_gpus:
+        train["device"] = "cuda"
     if mesh.recompute:
         train["activation_checkpointing"] = True
     sections = {"model": _model(job), "train": train, "parallel": parallel}
@@ -68,8 +73,8 @@ def settings(job: Job, mesh: Mesh, layers: Sequence[int] = ()) -> dict[str, dict
         sections["pipeline"] = {"kind": mesh.kind, "slices": mesh.slices}
         if mesh.kind == "interleaved":
             sections["pipeline"]["virtual"] = mesh.virtual
-        if layers:
-            sections["pipeline"]["layers"] = list(layers)
+        if mesh.layers:
+            sections["pipeline"]["layers"] = list(mesh.layers)
     return sections
 
 
@@ -91,10 +96,10 @@ def _model(job: Job) -> dict[str, Any]:
     return sizes
 
 
-def toml(job: Job, mesh: Mesh, head: str = "", layers: Sequence[int] = ()) -> str:
+def toml(job: Job, mesh: Mesh, head: str = "") -> str:
     """A file that `train --config` takes; `head` is a comment at its beginning."""
     lines = [f"# {line}" for line in head.splitlines()]
-    for name, section in settings(job, mesh, layers).items():
+    for name, section in settings(job, mesh).items():
         lines += ["", f"[{name}]"]
         lines += [f"{key} = {toml_value(value)}" for key, value in section.items()]
     return "\n".join(lines).lstrip() + "\n"
@@ -112,17 +117,21 @@ class Asked:
         # Schedules of many micro-batches take long to make; how many inner steps CO2 takes is no matter here.
         key = dataclasses.replace(mesh, tau=min(mesh.tau, 1))
         if key not in self._answers:
-            self._answers[key] = _ask(self.job, mesh)
+            try:
+                checked(self.job, mesh)
+                self._answers[key] = None
+            except ConfigError as error:
+                self._answers[key] = str(error)
         return self._answers[key]
 
 
-def _ask(job: Job, mesh: Mesh) -> str | None:
+def checked(job: Job, mesh: Mesh) -> tuple[RunConfig, LlamaConfig]:
+    """The configuration that trains `job` on `mesh`, and its model. Raises ConfigError, as the run would."""
     from pyruntime.train import config_file, dry_run
-    from pyruntime.train.errors import ConfigError
+    from pyruntime.train.validate.gpus import check_between_hosts
 
-    try:
-        config = config_file.from_dict(settings(job, mesh), "the trainer")
-        dry_run.check(config, job.gpus)
-    except ConfigError as error:
-        return str(error)
-    return None
+    config = config_file.from_dict(settings(job, mesh), "the trainer")
+    shape = dry_run.check(config, job.gpus)
+    if job.cluster.is_of_gpus and job.gpus > job.cluster.gpus_per_node:
+        check_between_hosts(config)
+    return config, shape

@@ -24,6 +24,7 @@ from pyruntime.train import config_file, metrics
 from pyruntime.train.config import tp_axes, with_pieces
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.planned import TRAINER, planned, predicted
+from pyruntime.train.validate.watching import why_not_predicted
 
 DESCRIPTION = """Writes RUN_DIR/report.html: curves, and of a run with --train.ledger true where a step's time
 went, which bytes were hidden behind which operators, and the timeline of the last step. It needs no network.
@@ -78,11 +79,13 @@ def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: 
         (memory_of_rank(job, mesh, rank, TRAINER, process) for rank in range(mesh.pp)),
         key=lambda each: each.total,
     )
-    seconds = predicted(job, mesh) if cluster else None
+    words = "A step is predicted with --cluster FILE, which `plan --measure FILE` writes."
+    if cluster:
+        why = why_not_predicted(config)
+        words = why and f"No step is predicted: {why}."
+    seconds = None if words else predicted(job, mesh)
     return Plan(
-        words=""
-        if cluster
-        else "A step is predicted with --cluster FILE, which `plan --measure FILE` writes.",
+        words=words,
         memory=dataclasses.asdict(fullest),
         measured_memory=steps[-1]["memory_bytes"] if steps else None,
         step=dataclasses.asdict(seconds) if seconds else None,

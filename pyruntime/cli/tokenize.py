@@ -18,7 +18,7 @@ from pyruntime.train.data.documents import survey
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
 from pyruntime.train.disk import in_use
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.progress import BAR_WIDTH, clock
+from pyruntime.train.progress import bar, clock
 from pyruntime.train.signals import Stopped
 
 DESCRIPTION = """Makes text into a folder of tokens, once, for any number of runs: train --data.paths FOLDER.
@@ -128,10 +128,9 @@ class Progress:
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)
         share = min(self._done / self._size, 1.0)
-        filled = round(BAR_WIDTH * share)
         left = seconds * (1 - share) / share if share else 0.0
         return (
-            f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {share:.0%} {self._done / 1e6:,.0f} MB "
+            f"{bar(share)} {share:.0%} {self._done / 1e6:,.0f} MB "
             f"{self._tokens / 1e6:,.1f} M tokens {self._done / 1e6 / seconds:,.1f} MB/s ETA {clock(left)}"
         )
 

@@ -19,11 +19,12 @@ displacement d = z - x in memory of its own, and says that it has arrived. Then,
     2. commit      once all of an attempt are done, the round counts: the service says so, of how many it is,
                    and gives out the next blocks. Before that nobody has taken the outer step.
 
-A member that dies closes its connection to the service; one that is stopped or cut off is found by the
-deadline: it has not arrived, is silent in an exchange, or others make no progress with it. It leaves, and
-what is left of the round is a new attempt over the others, who still have their d: no step of theirs is lost.
-All that took part agree on what became of a round, because one process has decided it; a member that does not
-hear from the service ends. With fewer members than the quorum the round is held open until others have come.
+A member that dies closes its connection to the service; one that is stopped or cut off gives no more signs of
+life, of which the service expects one a second of every rank, whatever that waits for; one that is slow has
+not arrived by the deadline, or others make no progress with it. It leaves, and what is left of the round is a
+new attempt over the others, who still have their d: no step of theirs is lost. All that took part agree on
+what became of a round, because one process has decided it; a member that does not hear from the service ends.
+With fewer members than the quorum the round is held open until others have come.
 
 **A replica that comes** is sent to a member, its donor, which copies outer iterate, outer momentum and the
 inner optimizer's moments between two of its steps and sends the copy from a thread, then the sum of every

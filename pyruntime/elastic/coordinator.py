@@ -15,7 +15,10 @@ from typing import Any
 
 from pyruntime.elastic.address import is_loopback
 from pyruntime.elastic.deal import Deal
+from pyruntime.elastic.wire import ALIVE_S
 
+SIGNS = 3
+"""Of life that a rank misses, at least, before it counts as silent."""
 SETTLES_S = 2.0
 """After a connection between two members failed: how long a death is given to be heard of."""
 
@@ -79,7 +82,15 @@ class Replica:
     """Places that have said what is waited for: begun, arrived, or done."""
     failed: dict[int, str] = dataclasses.field(default_factory=dict)
     """By place, whom an exchange failed with."""
-    heard: float = 0.0
+    came: float = 0.0
+    """When the first of its ranks did."""
+    heard: dict[int, float] = dataclasses.field(default_factory=dict)
+    """When it was last, by place."""
+
+    @property
+    def silent_since(self) -> float:
+        """When the rank was heard of that has been silent for longest, be it that it has never come."""
+        return self.came if len(self.heard) < self.places else min(self.heard.values())
 
     @property
     def has_said(self) -> bool:
@@ -128,8 +139,8 @@ class Order:
 
 class Coordinator:
     """replicas: how many the first round waits for. quorum: least number of members of a round that counts.
-    deadline_s: how long those that have arrived wait for another one; with a quorum there, the first round
-    waits as long for the rest.
+    deadline_s: how long those that have arrived wait for another one, and how long one of which nothing is
+    heard stays; with a quorum there, the first round waits as long for the rest.
 
     `now` of its methods is a time in seconds. `orders` and `events` are for who calls them to take out: what
     is to be sent, and what happened, in words of the record.
@@ -137,6 +148,7 @@ class Coordinator:
 
     def __init__(self, replicas: int, quorum: int, deadline_s: float):
         self._wanted, self.quorum, self._deadline_s = replicas, quorum, deadline_s
+        self._silence_s = max(deadline_s, SIGNS * ALIVE_S)
         self.replicas: dict[str, Replica] = {}
         """All that are connected, in the order in which they came."""
         self.phase, self.round = Phase.GATHERING, 0
@@ -168,9 +180,10 @@ class Coordinator:
     def hello(self, name: str, place: int, facts: Mapping[str, Any], now: float) -> None:
         """A rank of a replica has connected."""
         own = Own.of(facts)
-        made = Replica(name, facts["label"], facts["places"], facts["job"])
+        made = Replica(name, facts["label"], facts["places"], facts["job"], came=now)
         replica = self.replicas.setdefault(name, made)
-        replica.addresses[place], replica.own[place], replica.heard = tuple(facts["address"]), own, now
+        replica.addresses[place], replica.own[place] = tuple(facts["address"]), own
+        replica.heard[place] = now
         if len(replica.addresses) == replica.places:
             self._is_here(replica, now)
             self._tell_event("come", replica)
@@ -196,7 +209,7 @@ class Coordinator:
         replica = self.replicas.get(name)
         if replica is None:
             return
-        replica.heard = now
+        replica.heard[place] = now
         kind = message["type"]
         if kind == "ready" and replica.state in (State.FETCHING, State.READY):
             replica.ready[place] = message["round"]
@@ -253,7 +266,12 @@ class Coordinator:
         return now - self._since > self._deadline_s
 
     def tick(self, now: float) -> None:
-        """To be called a few times a second: looks for deadlines that have passed."""
+        """To be called a few times a second: looks for deadlines that have passed. What came before `now` has
+        been heard."""
+        if self.phase is not Phase.OVER:
+            for each in list(self.replicas.values()):
+                if now - each.silent_since > self._silence_s:
+                    self._expel(each, f"nothing was heard of it for {self._silence_s:g} s", now)
         late = self.is_late(now)
         if self.phase is Phase.GATHERING:
             if late and len(self._whole()) >= self.quorum:
@@ -265,14 +283,12 @@ class Coordinator:
             if late and len(missing) < len(members) and len(members) - len(missing) + ready >= self.quorum:
                 for each in missing:
                     self._expel(each, f"it did not come to the end of round {self.round} in time", now)
-        elif self.phase is Phase.EXCHANGING:
-            silent = [
-                each for each in self.members if not each.has_said and now - each.heard > self._deadline_s
-            ]
-            if silent:  # the first alone: its end begins a new attempt, in which the others are heard anew
-                self._expel(silent[0], f"it was silent in the exchange of round {self.round}", now)
-            elif self._failed_at is not None and now - self._failed_at > SETTLES_S:
-                self._expel(self._blamed(), "others made no progress with it in an exchange", now)
+        elif (
+            self.phase is Phase.EXCHANGING
+            and self._failed_at is not None
+            and now - self._failed_at > SETTLES_S
+        ):
+            self._expel(self._blamed(), "others made no progress with it in an exchange", now)
         self._settle(now)
 
     def _settle(self, now: float) -> None:
@@ -433,7 +449,7 @@ class Coordinator:
         members = self.members
         self.phase, self._attempt, self._failed_at = Phase.EXCHANGING, self._attempt + 1, None
         for each in members:
-            each.said, each.failed, each.heard = set(), {}, now
+            each.said, each.failed = set(), {}
         for each in members:
             for place in range(each.places):
                 message = {

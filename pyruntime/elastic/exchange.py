@@ -47,21 +47,19 @@ def sum_over(
     peers: Mapping[int, socket.socket],
     control: socket.socket,
     interrupted: Callable[[], bool],
-    still_here: Callable[[], None],
     deadline_s: float,
 ) -> int:
     """Writes into `sums` the sum of what all members have in `tensor`; both 1-D and contiguous. Returns the
     bytes that came.
 
     mine: this member among all. peers: non-blocking connections to the others, by their numbers. control:
-    the connection to the service; when it can be read, `interrupted` reads it. still_here is called a few
-    times a second. Raises Interrupted, or PeerFailed where a connection fails or nothing comes or goes for
-    `deadline_s` seconds.
+    the connection to the service; when it can be read, `interrupted` reads it. Raises Interrupted, or
+    PeerFailed where a connection fails or nothing comes or goes for `deadline_s` seconds.
     """
     count = len(peers) + 1
     parts, results = tensor.tensor_split(count), sums.tensor_split(count)
     come = {peer: torch.empty_like(parts[mine]) for peer in peers}
-    flow = _Flow(peers, control, interrupted, still_here, deadline_s)
+    flow = _Flow(peers, control, interrupted, deadline_s)
     flow.run({peer: parts[peer] for peer in peers}, come)
     exact = torch.zeros_like(parts[mine], dtype=torch.promote_types(tensor.dtype, torch.float32))
     for member in range(count):
@@ -77,11 +75,10 @@ class _Flow:
         peers: Mapping[int, socket.socket],
         control: socket.socket,
         interrupted: Callable[[], bool],
-        still_here: Callable[[], None],
         deadline_s: float,
     ):
         self._peers, self._control = peers, control
-        self._interrupted, self._still_here, self._deadline_s = interrupted, still_here, deadline_s
+        self._interrupted, self._deadline_s = interrupted, deadline_s
         self.received = 0
 
     def run(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
@@ -101,7 +98,6 @@ class _Flow:
                     peer = key.data
                     self._move(peer, events, out, come)
                     moved[peer] = time.monotonic()
-                self._still_here()
                 for peer in {*out, *come}:
                     if time.monotonic() - moved[peer] > self._deadline_s:
                         raise PeerFailed(peer, f"nothing passed for {self._deadline_s:g} s")

@@ -20,14 +20,13 @@ from pyruntime.elastic.address import split_address
 from pyruntime.elastic.deal import step_of_data
 from pyruntime.elastic.exchange import Interrupted, PeerFailed, meet, sum_over
 from pyruntime.elastic.transfer import Stream, Taken, fetch, fetch_sums, sizes
-from pyruntime.elastic.wire import Messages, encode, readable
+from pyruntime.elastic.wire import ALIVE_S, Messages, encode, readable
 
 HEADER_S = 5.0
 """For the first message of a connection from another replica, all of it."""
 MOST_HEADER = 1 << 12
 """Bytes of such a message."""
 LOOK_S = 0.05
-ALIVE_S = 1.0
 
 
 class Expelled(PeerLost):
@@ -43,7 +42,8 @@ class Member:
     service may be silent, and others may make no progress.
 
     From `begin` on a thread of its own takes part in the exchange, and is alone in talking to the service,
-    until the round has counted; between `wait` and `begin` the caller's thread is.
+    until the round has counted; between `wait` and `begin` the caller's thread is. But for signs of life: a
+    thread gives them from `join` on, whatever the others do, until this process is stopped or ends.
 
     Raises ValueError for what is no address, PeerLost where the service does not answer, CommTimeout where it
     is silent, `Expelled` where it puts this replica out, as its methods do.
@@ -100,7 +100,9 @@ class Member:
                 "address."
             ) from error
         self._control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._heard = self._said_here = time.monotonic()
+        self._telling, self._has_left = threading.Lock(), threading.Event()
+        self._life: threading.Thread | None = None
+        self._heard = time.monotonic()
         self._door = _Door(self._control.getsockname()[0], self._control.family)
 
     # What OuterOptimizer asks of the sums over replicas.
@@ -179,6 +181,9 @@ class Member:
             with contextlib.suppress(OSError):
                 self._control.shutdown(socket.SHUT_RDWR)  # which ends the thread
             concurrent.futures.wait([self._flight], self._deadline_s)
+        self._has_left.set()
+        if self._life is not None:
+            self._life.join()
         self._door.close()
         self._control.close()
 
@@ -233,6 +238,8 @@ class Member:
                 **self._own(taken),
             }
         )
+        self._life = threading.Thread(target=self._show_life, daemon=True, name="pyr-alive")
+        self._life.start()
         with contextlib.ExitStack() as connections:
             return self._come(taken, sums, connections)
 
@@ -314,7 +321,6 @@ class Member:
                 peers,
                 self._control,
                 self._is_interrupted,
-                self._say_here,
                 self._deadline_s,
             )
         except Interrupted:
@@ -348,13 +354,12 @@ class Member:
             connection.setblocking(False)
 
     def _call(self, address: list, header: bytes) -> socket.socket:
-        """As `meet`; the service hears meanwhile that this process is at work. Raises Interrupted too."""
+        """As `meet`; what the service orders meanwhile ends it. Raises Interrupted too."""
         return meet(address, header, self._deadline_s, lambda: self._look(0.0))
 
     def _look(self, seconds: float) -> None:
         """While another replica is waited for. Raises Interrupted where the service has ordered something."""
         self._read_control(seconds)
-        self._say_here()
         if self._inbox:
             raise Interrupted
 
@@ -362,17 +367,20 @@ class Member:
         self._read_control(0.0)
         return bool(self._inbox)
 
-    def _say_here(self) -> None:
-        """The service hears that this process is at work in an exchange."""
-        if time.monotonic() - self._said_here > ALIVE_S:
-            self._tell({"type": "alive"})
-
     # The connection to the service.
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        self._said_here = time.monotonic()
-        try:
+    def _send(self, message: dict[str, Any]) -> None:
+        with self._telling:
             self._control.sendall(encode(message))
+
+    def _show_life(self) -> None:
+        with contextlib.suppress(OSError):  # which the thread finds that waits for the service
+            while not self._has_left.wait(ALIVE_S):
+                self._send({"type": "alive"})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        try:
+            self._send(message)
         except OSError as error:
             self._read_control(0.0)  # why, where the service has said so
             self._refuse_expulsion()

@@ -14,11 +14,9 @@ from typing import Any, TextIO
 
 from pyruntime.elastic.checks import check
 from pyruntime.elastic.coordinator import Coordinator, Phase
-from pyruntime.elastic.wire import Messages, encode
+from pyruntime.elastic.wire import ALIVE_S, Messages, encode
 
 TICK_S = 0.1
-ALIVE_S = 1.0
-"""Between two signs of life to those that wait."""
 MOST_UNSENT = 1 << 22
 """Bytes that a connection may leave unread before it counts as lost."""
 
@@ -70,6 +68,7 @@ class Service:
         """Until the last round has been committed and all replicas have left, or the deadline has passed
         since; or stop()."""
         while not (self._stopped or self._is_over()):
+            began = time.monotonic()  # what has come by then is heard before anybody counts as silent
             for key, events in self._selector.select(TICK_S):
                 if key.fileobj is self._listener:
                     self._accept()
@@ -78,7 +77,7 @@ class Service:
                     self._read(key.data)
                 if events & selectors.EVENT_WRITE:
                     self._send(key.data)
-            self._coordinator.tick(time.monotonic())
+            self._coordinator.tick(began)
             self._carry_out()
             self._show_life()
 

@@ -14,6 +14,8 @@ LONGEST = 1 << 20
 """Bytes of a message."""
 PART = 1 << 20
 """Bytes that are handed to the system at once."""
+ALIVE_S = 1.0
+"""Between two signs of life, of a rank to the service and of the service to those that wait."""
 
 
 class Ended(ConnectionError):

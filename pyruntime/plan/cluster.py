@@ -86,6 +86,11 @@ class Cluster:
             core_bandwidth=core_bandwidth,
         )
 
+    @property
+    def is_of_gpus(self) -> bool:
+        """Whether something else than the ranks' own cores moves their data."""
+        return not self.core_bandwidth
+
     def fits(self, inner: int, size: int) -> bool:
         """Whether groups of `size` ranks, `inner` apart, lie inside nodes."""
         return inner * size <= self.gpus_per_node

@@ -67,6 +67,8 @@ class Mesh:
     tau: int = 0
     """CO2 (arXiv 2401.16265): inner steps for each average of the parameters over dp; 0: gradients are
     reduced in every step."""
+    layers: tuple[int, ...] = ()
+    """Of each stage of the pipeline, where that was chosen; empty: as the trainer cuts them."""
 
     @property
     def is_axonn(self) -> bool:

@@ -108,21 +108,26 @@ def bubble(
 
 
 def layers_by_rank(model: ModelShape, mesh: Mesh) -> tuple[int, ...]:
-    """Layers that each rank of the pipeline holds, cut as the trainer cuts them: the head counts as the
-    layers that take as long as its GEMM.
+    """Layers that each rank of the pipeline holds, as the mesh says or cut as the trainer cuts them: the head
+    counts as the layers that take as long as its GEMM.
 
     Raises ValueError where there are fewer layers than stages.
     """
-    return _layers_by_rank(model, mesh.kind, mesh.pp, 2 if mesh.kind == "zb-v" else mesh.virtual)
+    stages_of_a_rank = 2 if mesh.kind == "zb-v" else mesh.virtual
+    return _layers_by_rank(model, mesh.kind, mesh.pp, stages_of_a_rank, mesh.layers)
 
 
 @functools.lru_cache(maxsize=1024)
-def _layers_by_rank(model: ModelShape, kind: str, ranks: int, stages_of_a_rank: int) -> tuple[int, ...]:
+def _layers_by_rank(
+    model: ModelShape, kind: str, ranks: int, stages_of_a_rank: int, chosen: tuple[int, ...]
+) -> tuple[int, ...]:
     stages = ranks * stages_of_a_rank
-    runs = split_layers([1.0] * model.layers, stages, last=model.head / model.layer_matrices)
+    layers = chosen or [
+        len(run) for run in split_layers([1.0] * model.layers, stages, last=model.head / model.layer_matrices)
+    ]
     held = [0] * ranks
-    for stage, run in enumerate(runs):
-        held[stage % ranks if kind != "zb-v" or stage < ranks else stages - 1 - stage] += len(run)
+    for stage, count in enumerate(layers):
+        held[stage % ranks if kind != "zb-v" or stage < ranks else stages - 1 - stage] += count
     return tuple(held)
 
 

@@ -9,9 +9,10 @@ import torch
 
 from pyruntime.comm.core import _C
 from pyruntime.comm.devices import Host
-from pyruntime.train.config import RunConfig, meets_every_step
+from pyruntime.train.config import RunConfig
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.metrics import peak_memory_bytes
+from pyruntime.train.validate.gpus import check_between_hosts, check_on_gpus
 
 PEAK_BF16 = {
     "H100 PCIe": 756e12,
@@ -90,37 +91,7 @@ def check_device(config: RunConfig, device: Device) -> None:
         )
     if not device.is_cuda:
         return
-    if config.optimizer.rounding != "nearest":
-        raise ConfigError(
-            f"optimizer.rounding={config.optimizer.rounding} is done on the CPU alone, and train.device is "
-            f"{device.device}; use nearest, or train.device=cpu."
-        )
-    if config.optimizer.name != "adamw":
-        raise ConfigError(
-            f"optimizer.name={config.optimizer.name} is done on the CPU alone, and train.device is "
-            f"{device.device}; use adamw, or train.device=cpu."
-        )
-    if not meets_every_step(config):
-        raise ConfigError(
-            f"data_parallel.method={config.data_parallel.method} is of ranks on the CPU, and train.device is "
-            f"{device.device}; use every_step, or train.device=cpu."
-        )
-    if config.data_parallel.compression != "none":
-        raise ConfigError(
-            f"data_parallel.compression={config.data_parallel.compression} is done on the CPU alone, and "
-            f"train.device is {device.device}; leave it out, or use train.device=cpu."
-        )
-    for key, wire in (
-        ("data_parallel.weight_wire", config.data_parallel.weight_wire),
-        ("parallel.tp_wire", config.parallel.tp_wire),
-        ("pipeline.wire", config.pipeline.wire),
-        ("context.wire", config.context.wire),
-    ):
-        if wire != "same":
-            raise ConfigError(
-                f"{key}={wire} is done on the CPU alone, and train.device is {device.device}; leave it out, "
-                "or use train.device=cpu."
-            )
+    check_on_gpus(config)
     if Host.here().ranks != int(os.environ.get("WORLD_SIZE", "1")):
         check_between_hosts(config)
     elif reason := _C.why_no_device_library("cuda"):
@@ -128,13 +99,3 @@ def check_device(config: RunConfig, device: Device) -> None:
         for name, size in (("dp", parallel.dp), ("cp", parallel.cp), ("pp", parallel.pp)):
             if size > 1:
                 raise ConfigError(f"parallel.{name}={size} on GPUs: {reason}.")
-
-
-def check_between_hosts(config: RunConfig) -> None:
-    """Raises ConfigError for what GPUs of several hosts cannot do yet."""
-    for name, size in (("cp", config.parallel.cp), ("pp", config.parallel.pp)):
-        if size > 1:
-            raise ConfigError(
-                f"parallel.{name}={size}: GPUs of several hosts have no way yet for its messages; start all "
-                "ranks on one host, or use parallel.tp and parallel.dp alone."
-            )

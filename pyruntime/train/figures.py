@@ -28,7 +28,7 @@ from pyruntime.train.device import Device
 
 @dataclasses.dataclass(frozen=True)
 class StepFigures:
-    """One step, the same on every rank."""
+    """One step, the same on every rank but for its seconds."""
 
     step: int
     lr: float
@@ -114,8 +114,9 @@ class Guard:
 
 
 class ExchangedFigures:
-    """Every rank tells all others its [loss, square, memory, stop request, bytes] and exposed seconds of each
-    axis in every step; with that ends what counts as the step's exposed communication and bytes."""
+    """Every rank tells all others its [loss, square, memory, stop request, bytes] in every step, and what it
+    has waited of the time since it told them last: with that ends what counts as the step's exposed
+    communication and bytes."""
 
     is_late = False
 
@@ -124,8 +125,11 @@ class ExchangedFigures:
         self.signum = 0
         """Signal that a rank was sent, the same on all; 0: none."""
         self._memory_bytes, self._started = 0, 0.0
-        self._exposed_s, self._bytes_read = _no_seconds(), [0] * len(COUNTED)
+        self._since, self._exposed_s = time.perf_counter(), _no_seconds()
+        self._bytes_read = [0] * len(COUNTED)
         self._found: StepFigures | None = None
+        self._shares = _no_seconds()
+        """Of the step that was added last, what was exposed by axis."""
 
     def begin(self) -> None:
         """A step begins."""
@@ -133,22 +137,24 @@ class ExchangedFigures:
 
     def forget_exposed(self) -> None:
         """What ranks have waited up to now is not the next step's."""
-        self._exposed_s = _exposed(self._runtime)
+        self._since, self._exposed_s = time.perf_counter(), _exposed(self._runtime)
         self._bytes_read = [comm.bytes_read(each) for each in COUNTED]
 
     def add(self, step: int, lr: float, loss: Tensor | float, square: Tensor, signum: int) -> float | Tensor:
         """Keeps a step's figures. Returns the gradient's norm, NaN where the loss is not finite."""
-        exposed_s = _exposed(self._runtime)
+        until, exposed_s = time.perf_counter(), _exposed(self._runtime)
         # The kernel's figure of the CPU is not exact.
         self._memory_bytes = max(self._memory_bytes, self._device.peak_memory_bytes())
         bytes_read = [comm.bytes_read(each) for each in COUNTED]
-        exposed_s, self._exposed_s = exposed_s - self._exposed_s, exposed_s
+        shares = (exposed_s - self._exposed_s) / (until - self._since)
+        self._since, self._exposed_s = until, exposed_s
         read = [now - before for now, before in zip(bytes_read, self._bytes_read, strict=True)]
         self._bytes_read = bytes_read
-        mine = [float(loss), float(square), self._memory_bytes, signum, *read, *exposed_s.tolist()]
+        mine = [float(loss), float(square), self._memory_bytes, signum, *read, *shares.tolist()]
         told = exchange(mine, self._runtime)
         losses, squares, memory, stops, *reads = told[..., : -len(AXES)].unbind(-1)
-        exposed_s = _most_exposed(told[..., -len(AXES) :])
+        of_ranks = told[..., -len(AXES) :].flatten(0, -2)
+        self._shares = of_ranks[_most_exposed(of_ranks)]
         of_dp, of_tp, of_pp, of_cp = (int(each.max()) for each in reads)
         self.signum = int(stops.max())
         sizes = self._runtime.sizes
@@ -158,9 +164,8 @@ class ExchangedFigures:
             loss=math.fsum(losses[..., 0].flatten().tolist()) / (sizes.dp * sizes.cp),
             grad_norm=math.sqrt(math.fsum(squares.flatten().tolist())),
             step_time_s=0.0,
-            exposed_comm_s=None if self._device.is_cuda else float(exposed_s.sum()),
+            exposed_comm_s=None,
             memory_bytes=int(memory.max()),
-            exposed_by_axis_s=None if self._device.is_cuda else _by_axis(exposed_s, self._runtime),
             dp_bytes=of_dp if sizes.dp * sizes.cp > 1 else None,
             tp_bytes=of_tp if sizes.tp > 1 else None,
             pp_bytes=of_pp if sizes.pp > 1 else None,
@@ -171,7 +176,13 @@ class ExchangedFigures:
     def own(self) -> StepFigures:
         """Of the step that was added last."""
         assert self._found is not None
-        return dataclasses.replace(self._found, step_time_s=time.perf_counter() - self._started)
+        seconds = time.perf_counter() - self._started
+        found = dataclasses.replace(self._found, step_time_s=seconds)
+        if self._device.is_cuda:
+            return found
+        exposed_s = self._shares * seconds
+        by_axis = _by_axis(exposed_s, self._runtime)
+        return dataclasses.replace(found, exposed_comm_s=float(exposed_s.sum()), exposed_by_axis_s=by_axis)
 
     def read(self) -> list[StepFigures]:
         """The step that was added, with the seconds that it has taken up to now."""
@@ -181,14 +192,14 @@ class ExchangedFigures:
 class RoundFigures:
     """Of replicas that do not meet in every step: the ranks of one tell each other loss and square in every
     step; what all replicas found is exchanged when it is read, at the same steps on all ranks. A loss or norm
-    is the mean over the replicas, seconds, memory and bytes are the maximum.
+    is the mean over the replicas, memory and bytes are the maximum, seconds rank 0's.
 
     inner: the ranks over which a replica's gradients are summed; None: this one alone. outer_stats: seconds
     and bytes of the replicas' meetings since the start; counts_apart: `comm` does not count those seconds.
     """
 
     is_late = True
-    NUMBERS = 6 + len(AXES)
+    NUMBERS = 7 + len(AXES)
 
     def __init__(
         self,
@@ -208,7 +219,7 @@ class RoundFigures:
         self._signal = 0
         self._steps: list[tuple[int, float]] = []
         self._found: list[list[float]] = []
-        self._before = (_no_seconds(), 0.0, 0)
+        self._since, self._before = time.perf_counter(), (_no_seconds(), 0.0, 0)
         self._started = 0.0
 
     def begin(self) -> None:
@@ -220,11 +231,12 @@ class RoundFigures:
         """Enters what the step that was added last has taken, unless that is done."""
         if not self._found or len(self._found[-1]) == self.NUMBERS:
             return
+        until, memory = time.perf_counter(), self._device.peak_memory_bytes()
         exposed, outer, nbytes = now = self._counted()
         before, self._before = self._before, now
-        memory = self._device.peak_memory_bytes()
+        since, self._since = self._since, until
         self._found[-1] += [
-            time.perf_counter() - self._started, memory, outer - before[1], nbytes - before[2],
+            until - self._started, until - since, memory, outer - before[1], nbytes - before[2],
             *(exposed - before[0]).tolist(),
         ]  # fmt: skip
 
@@ -237,7 +249,7 @@ class RoundFigures:
 
     def forget_exposed(self) -> None:
         """What ranks have waited up to now is not the next step's."""
-        self._before = self._counted()
+        self._since, self._before = time.perf_counter(), self._counted()
 
     def add(self, step: int, lr: float, loss: Tensor | float, square: Tensor, signum: int) -> float:
         """Keeps a step's figures. Returns the norm of this replica's gradient, NaN where its loss is not
@@ -270,18 +282,20 @@ class RoundFigures:
 
     def _figures(self, step: int, lr: float, ranks: Tensor) -> StepFigures:
         """ranks: float64 [ranks, NUMBERS]."""
-        loss, norm, seconds, memory, outer, nbytes = ranks[:, : -len(AXES)].unbind(-1)
-        exposed_s = _most_exposed(ranks[:, -len(AXES) :])
+        loss, norm, seconds, since, memory, outer, nbytes = ranks[:, : -len(AXES)].unbind(-1)
+        shares = ranks[:, -len(AXES) :] / since[:, None]
+        most, step_time_s = _most_exposed(shares), float(seconds[0])
+        exposed_s = shares[most] * step_time_s
         return StepFigures(
             step,
             lr,
             loss=math.fsum(loss.tolist()) / len(ranks),
             grad_norm=math.fsum(norm.tolist()) / len(ranks),
-            step_time_s=float(seconds[0]),
+            step_time_s=step_time_s,
             exposed_comm_s=float(exposed_s.sum()),
             memory_bytes=int(memory.max()),
             exposed_by_axis_s=_by_axis(exposed_s, self._runtime),
-            outer_exposed_s=float(outer.max()),
+            outer_exposed_s=float(outer[most] / since[most]) * step_time_s,
             outer_bytes=int(nbytes.max()),
         )
 
@@ -349,10 +363,10 @@ def _exposed(runtime: Runtime) -> Tensor:
     return torch.tensor([seconds.get(axis, 0.0) for axis in AXES], dtype=torch.float64)
 
 
-def _most_exposed(told: Tensor) -> Tensor:
-    """The seconds [AXES] of the rank that has the most in all, of ranks' [..., AXES]."""
-    of_ranks = told.flatten(0, -2)
-    return of_ranks[int(of_ranks.sum(-1).argmax())]
+def _most_exposed(shares: Tensor) -> int:
+    """The rank that has waited for most of its own time, of [ranks, AXES]. Seconds would not do: one rank's
+    are not those of another's step, which may begin later, as that of who writes the log."""
+    return int(shares.sum(-1).argmax())
 
 
 def _by_axis(exposed_s: Tensor, runtime: Runtime) -> dict[str, float] | None:

@@ -4,7 +4,7 @@ A step with A micro-batches, on each rank:
 
     for each micro-batch:   loss = model(ids, labels);  (loss / A).backward()
     reduce                  what is left of the gradients, over data- and context-parallel ranks
-    one exchange            every rank's [loss, sum of squares, exposed seconds, memory, stop request]
+    one exchange            every rank's [loss, sum of squares, exposed shares, memory, stop request]
     one pass                AdamW, or Muon, with the clipping coefficient as a factor on the gradients
 
 All ranks of a tensor-parallel group see the same batches; data-parallel ranks share the sequences of a step,

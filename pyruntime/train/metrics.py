@@ -16,7 +16,7 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step. Exposed communication, memory and bytes are the maximum over ranks."""
+    """One optimizer step. Memory and bytes are the maximum over ranks."""
 
     step: int
     """From 1."""
@@ -30,8 +30,9 @@ class StepMetrics:
     step_time_s: float
     """Wall clock of the step on rank 0, which meets all others in it; without validation and checkpoint."""
     exposed_comm_s: float | None
-    """Seconds of the step in which a rank waited for peers or moved bytes instead of multiplying; None for
-    several ranks on devices, where the host does not see it."""
+    """Seconds of the step in which the thread that computes waited for peers or moved bytes instead of
+    multiplying: the share of its time in the rank where it is largest. None for several ranks on devices,
+    where the host does not see it."""
     memory_bytes: int
     """Peak memory of a rank so far: resident, workspaces shared with other ranks included, or on a device
     in torch's tensors."""

@@ -70,36 +70,25 @@ def planned(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster)
         rounding=config.optimizer.rounding,
         optimizer=config.optimizer.name,
     )
-    tau = _tau(config.data_parallel)
-    tp, y = tp_axes(parallel, ranks)
-    if y > 1:
-        replicated = parallel.dp_replicate if parallel.zero == 3 else parallel.dp
-        return job, Mesh(
-            x=tp,
-            y=y,
-            z=parallel.dp // replicated,
-            dp=replicated,
-            pp=parallel.pp,
-            cp=parallel.cp,
-            zero=0,
-            micro_batch=train.micro_batch_size,
-            recompute=train.activation_checkpointing,
-        )
     mesh = Mesh(
-        tp=tp,
         pp=parallel.pp,
         cp=parallel.cp,
-        dp=parallel.dp,
-        zero=parallel.zero,
-        replicate=parallel.dp_replicate if tau else replicas(config),
         kind=pipeline.kind,
         virtual=pipeline.virtual,
         slices=pipeline.slices,
         micro_batch=train.micro_batch_size,
         recompute=train.activation_checkpointing,
-        tau=tau,
+        layers=tuple(pipeline.layers),
     )
-    return job, mesh
+    tau = _tau(config.data_parallel)
+    tp, y = tp_axes(parallel, ranks)
+    if y > 1:
+        replicated = parallel.dp_replicate if parallel.zero == 3 else parallel.dp
+        z = parallel.dp // replicated
+        return job, dataclasses.replace(mesh, x=tp, y=y, z=z, dp=replicated, zero=0)
+    replicate = parallel.dp_replicate if tau else replicas(config)
+    dp, zero = parallel.dp, parallel.zero
+    return job, dataclasses.replace(mesh, tp=tp, dp=dp, zero=zero, replicate=replicate, tau=tau)
 
 
 def _tau(method: DataParallel) -> int:

@@ -62,7 +62,7 @@ class Progress:
         fit with it, the validation has a line of its own."""
         columns = shutil.get_terminal_size().columns - 1
         line = describe(metrics, self._steps)
-        drawn = f"{self._bar(metrics.step)} {line}"
+        drawn = f"{bar(metrics.step / self._steps)} {line}"
         narrow = len(line) > columns
         if narrow:
             forms = [describe_briefly(metrics, self._steps, label) for label in ("exposed", "exp")]
@@ -75,10 +75,6 @@ class Progress:
             self._end_line()
             if narrow:
                 self._write(f"step {metrics.step}/{self._steps} | {validation(metrics)}\n")
-
-    def _bar(self, step: int) -> str:
-        filled = BAR_WIDTH * step // self._steps
-        return "[" + "#" * filled + "." * (BAR_WIDTH - filled) + "]"
 
     def _end_line(self) -> None:
         if self._open_line:
@@ -157,6 +153,12 @@ def exposed(metrics: StepMetrics, label: str, digits: int) -> list[str]:
 def validation(metrics: StepMetrics) -> str:
     sets = "".join(f", {name} {loss:.4f}" for name, loss in (metrics.val_losses or {}).items())
     return f"val {metrics.val_loss:.4f} ({metrics.val_loss_per_byte:.4f} nats/byte{sets})"
+
+
+def bar(share: float) -> str:
+    """A bar of which that share is filled."""
+    filled = int(BAR_WIDTH * share)
+    return f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}]"
 
 
 def clock(seconds: float) -> str:

@@ -26,8 +26,8 @@ class Scorecard:
     """Steps that the medians are over."""
     step_time_s: float
     exposed_comm_s: float | None
-    """Seconds of a step in which a rank waited for peers or moved bytes; of the rank where it was most; None
-    for several ranks on devices, where it is not measured."""
+    """Seconds of a step in which a rank waited for peers or moved bytes, as `StepMetrics` has them; None for
+    several ranks on devices, where it is not measured."""
     exposed_share: float | None
     """exposed_comm_s / step_time_s."""
     exposed_by_axis_s: dict[str, float]

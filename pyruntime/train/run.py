@@ -107,8 +107,8 @@ def _run(
     run_dir = on_rank_0(
         ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held, before)
     )
-    if start_at and config.parallel.rebalance == "on":  # config.toml has the layers that were asked for
-        config = on_rank_0(ranks, "Settling the layers", lambda: with_moved_layers(config, saved[0]))
+    asked = config  # as config.toml has it, with the layers that were asked for
+    config = _with_layers_of(start_at, asked, runtime)
     on_every_rank(ranks, "Opening the run folder", lambda: _check_seen(run_dir, ranks.rank()))
     progress = Progress(
         config.train.steps,
@@ -130,6 +130,12 @@ def _run(
     trainer = Trainer(config, model, text, runtime, run_dir, stop)
     if start_at:
         start_at = _resume(trainer, saved, progress.say if is_rank_0 else None)
+        if start_at != saved[0] and (found := _with_layers_of(start_at, asked, runtime)) != config:
+            config = found
+            trainer.close()
+            del trainer, model
+            gc.collect()
+            model, trainer = _anew(config, shape, text, runtime, run_dir, stop, start_at)
         if is_rank_0 and (left := trainer.what_is_not_resumed(start_at)):
             progress.say(left)
     if not trainer.join():
@@ -210,6 +216,14 @@ def _run(
         with writing(run_dir / SAMPLE_FILE, trainer.what_is_saved()):
             _close(run_dir, sample, progress)
     return run_dir
+
+
+def _with_layers_of(start_at: Path | None, asked: RunConfig, runtime: Runtime) -> RunConfig:
+    """The configuration that was asked for, with the layers of the stages that the checkpoint in `start_at`
+    goes on with. Every rank calls it."""
+    if start_at is None or asked.parallel.rebalance == "off":
+        return asked
+    return on_rank_0(runtime.world, "Settling the layers", lambda: with_moved_layers(asked, start_at))
 
 
 def _anew(

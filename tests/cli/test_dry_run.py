@@ -12,7 +12,7 @@ from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.memory import SAFE
 from pyruntime.train import config_file, dry_run
 from pyruntime.train.config import tokens_per_step
-from pyruntime.train.device import check_between_hosts
+from pyruntime.train.validate.gpus import check_between_hosts
 from tests.train.jobs import changed
 from tools import write_presets
 from tools.write_presets import PRESETS

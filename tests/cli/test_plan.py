@@ -1,6 +1,8 @@
 """`python -m pyruntime plan` answers, explains, and writes what the trainer takes."""
 
+import dataclasses
 import json
+import re
 import tomllib
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from pyruntime.cli import main
 from pyruntime.cli.plan import parse_tokens
 from pyruntime.cli.plan_facts import Asked, settings
+from pyruntime.plan.cluster import find_cluster, to_toml
 from pyruntime.plan.mesh import Mesh
 from tests.plan.jobs import job
 
@@ -33,6 +36,18 @@ def test_a_plan_is_a_table_and_its_files(capsys, tmp_path):
     )
 
 
+def of_cpus(name: str):
+    """The cluster of that name, as if the cores that compute also copied."""
+    return dataclasses.replace(find_cluster(name), core_bandwidth=1e11)
+
+
+def cpus(folder, name: str = "dgx-h100") -> str:
+    """The file of such a cluster."""
+    file = folder / f"{name}-of-cpus.toml"
+    file.write_text(to_toml(of_cpus(name)))
+    return str(file)
+
+
 def test_a_line_that_the_trainer_runs_passes_its_dry_run(capsys, tmp_path):
     path = tmp_path / "sixth.toml"
     asked = ["--only_runnable", "True", "--top", "6", "--axonn", "False", "--co2", "False"]
@@ -44,7 +59,7 @@ def test_a_line_that_the_trainer_runs_passes_its_dry_run(capsys, tmp_path):
 
 
 def test_the_trainer_is_asked_what_it_runs():
-    wanted = job("llama3-8b", "dgx-h100", 16, 64, 8192)
+    wanted = dataclasses.replace(job("llama3-8b", "dgx-h100", 16, 64, 8192), cluster=of_cpus("dgx-h100"))
     asked = Asked(wanted)
     assert asked.refusal(Mesh(tp=4, cp=2, dp=2)) is None
     assert asked.refusal(Mesh(tp=2, pp=4, dp=2, kind="zb-v")) is None
@@ -62,11 +77,30 @@ def test_the_trainer_is_asked_what_it_runs():
     assert "architecture" in gpt.refusal(Mesh(tp=4, dp=4))
 
 
+def test_what_gpus_of_several_hosts_cannot_do_does_not_run_there():
+    """Axis by axis, in the words of the run's own refusal."""
+    runs = [Mesh(tp=8, dp=2), Mesh(tp=2, dp=8, zero=3), Mesh(x=2, y=2, z=4)]
+    within = {"cp": Mesh(tp=4, cp=2), "pp": Mesh(tp=2, pp=4, kind="zb-v")}
+    one, two = (Asked(job("llama3-8b", "dgx-h100", gpus, 64, 8192)) for gpus in (8, 16))
+    assert [two.refusal(mesh) for mesh in runs] == [None] * len(runs)
+    for axis, mesh in within.items():
+        assert one.refusal(mesh) is None
+        refusal = two.refusal(dataclasses.replace(mesh, dp=2))
+        assert refusal.startswith(f"parallel.{axis}={getattr(mesh, axis)}: GPUs of several hosts have no way")
+    for asked in (one, two):
+        co2 = asked.refusal(Mesh(tp=4, dp=asked.job.gpus // 4, tau=3))
+        assert "data_parallel.method=co2 is done on the CPU alone" in co2
+        assert settings(asked.job, Mesh(tp=8))["train"]["device"] == "cuda"
+    on_cpus = dataclasses.replace(one.job, cluster=of_cpus("dgx-h100"))
+    assert "device" not in settings(on_cpus, Mesh(tp=8))["train"]
+
+
 def test_a_plan_without_master_weights_trains_without_them(capsys, tmp_path):
     totals = {}
     for rounding in ("nearest", "stochastic"):
         files = {"json": tmp_path / f"{rounding}.json", "config": tmp_path / f"{rounding}.toml"}
         flags = [part for name, path in files.items() for part in (f"--{name}", str(path))]
+        flags += ["--cluster", cpus(tmp_path)]
         assert main([*SMALL, "--rounding", rounding, "--explain", "1", *flags]) == 0
         totals[rounding] = json.loads(files["json"].read_text())["candidates"][0]["memory"]["optimizer"]
         written = tomllib.loads(files["config"].read_text())
@@ -75,11 +109,15 @@ def test_a_plan_without_master_weights_trains_without_them(capsys, tmp_path):
     assert main(["train", "--config", str(tmp_path / "stochastic.toml"), "--dry-run", "8"]) == 0
 
 
-def test_a_plan_with_muon_is_one_that_the_trainer_takes(tmp_path):
+def test_a_plan_with_muon_is_one_that_the_trainer_takes(capsys, tmp_path):
     file = tmp_path / "muon.toml"
-    assert main([*SMALL, "--optimizer", "muon", "--config", str(file)]) == 0
+    asked = [*SMALL, "--optimizer", "muon", "--config", str(file)]
+    assert main([*asked, "--cluster", cpus(tmp_path)]) == 0
     assert tomllib.loads(file.read_text())["optimizer"] == {"name": "muon"}
-    assert main(["train", "--config", str(file), "--dry-run", "8", "--train.device", "cpu"]) == 0
+    assert main(["train", "--config", str(file), "--dry-run", "8"]) == 0
+    assert main([*asked, "--explain", "1", "--top", "1"]) == 2
+    refusal = "--config: the trainer does not run line 1: optimizer.name=muon is done on the CPU alone"
+    assert refusal in capsys.readouterr().err
     both = [*SMALL, "--optimizer", "muon", "--rounding", "stochastic"]
     assert main(both) == 2
 
@@ -154,8 +192,18 @@ def test_a_pipeline_across_two_clusters_has_layers_by_speed(capsys, tmp_path):
         "--top",
         "2",
     ]
-    assert main([*argv, "--join", "selene", "--config", str(path)]) == 0
-    assert "8 GPUs of dgx-h100, then 8 of selene" in capsys.readouterr().out
+    assert main([*argv, "--join", "selene"]) == 0
+    shown = capsys.readouterr().out
+    assert "8 GPUs of dgx-h100, then 8 of selene" in shown
+    refusal = re.search(
+        r"The trainer does not run the first: parallel\.[cp]p=\d: GPUs of several hosts", shown
+    )
+    assert refusal
+    assert main([*argv, "--join", "selene", "--config", str(path)]) == 2
+    assert f"--config: {refusal[0].lower()}" in capsys.readouterr().err.lower()
+    both = ["--cluster", cpus(tmp_path), "--join", cpus(tmp_path, "selene")]
+    assert main([*argv, *both, "--config", str(path)]) == 0
+    assert "The trainer runs the first." in capsys.readouterr().out
     layers = tomllib.loads(path.read_text())["pipeline"]["layers"]
     assert sum(layers) == 32 and layers[0] > 2 * layers[-1]
     assert main(["train", "--config", str(path), "--dry-run", "16"]) == 0

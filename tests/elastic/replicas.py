@@ -179,12 +179,13 @@ def wait_until(there: Callable[[], bool], meanwhile: Callable[[], None] = lambda
         time.sleep(0.005)
 
 
-def has_gone_on(folder: Path) -> bool:
-    """Whether a round has counted since one was lost."""
+def has_gone_on(folder: Path, replicas: int) -> bool:
+    """Whether a round has counted since one of so many was lost, or all were."""
     record = folder / "record"
     lines = record.read_text().splitlines(keepends=True) if record.exists() else []
     kinds = [json.loads(line)["event"] for line in lines if line.endswith("\n")]
-    return "lost" in kinds and "round" in kinds[kinds.index("lost") :]
+    is_all = kinds.count("lost") == replicas
+    return is_all or ("lost" in kinds and "round" in kinds[kinds.index("lost") :])
 
 
 def mark_progress(path: Path) -> None:
@@ -204,11 +205,11 @@ def mark_progress(path: Path) -> None:
 def replica(_group, folder, address, method, of_rounds, deaths, late, how=signal.SIGKILL):
     """One replica of the run. deaths: {rank: (moment, number)}, by the signal `how`; of those that die while
     they give a state, the first one alone. late: ranks that come once a round has counted without one that
-    died. None takes the last rounds before these are there, or have died. Returns the parameters in the end,
-    and how many rounds it has taken part in; None where the run was over."""
+    died, or all have. None takes the last rounds before these are there, or have died. Returns the parameters
+    in the end, and how many rounds it has taken part in; None where the run was over."""
     rank = int(os.environ["RANK"])
     if rank in late:
-        wait_until(lambda: has_gone_on(folder))
+        wait_until(lambda: has_gone_on(folder, int(os.environ["WORLD_SIZE"]) - len(late)))
 
     def die() -> None:
         with contextlib.suppress(FileExistsError):

@@ -36,6 +36,8 @@ class Rank:
     is_alive: bool = True
     is_stopped: bool = False
     """It does nothing, and its connections are open."""
+    is_silent: bool = False
+    """It gives no signs of life."""
     is_member: bool = False
     is_finished: bool = False
     expelled: str = ""
@@ -122,9 +124,9 @@ class World:
         self.coordinator.lost(name, "killed", self.now)
         self.carry_out()
 
-    def stop(self, name: str) -> None:
+    def stop(self, name: str, is_silent: bool = True) -> None:
         for rank in self.of(name):
-            rank.is_stopped = True
+            rank.is_stopped, rank.is_silent = True, is_silent
 
     # What may happen next.
 
@@ -296,12 +298,12 @@ class World:
         self.coordinator.orders = []
 
     def pass_time(self, seconds: float) -> None:
-        """So long, or until somebody has something to do. Those at work in an exchange say that they are."""
+        """So long, or until somebody has something to do. Those that live say so."""
         end = self.now + seconds
         while self.now < end and not self.possible():
             self.now += 1.0
             for rank in self.ranks:
-                if rank.is_alive and not rank.is_stopped and rank.attempt is not None:
+                if rank.is_alive and not rank.is_silent:
                     self.coordinator.hear(rank.replica, rank.place, {"type": "alive"}, self.now)
             self.coordinator.tick(self.now)
             self.carry_out()

@@ -236,7 +236,7 @@ def test_the_slow_one_is_left_behind_only_past_the_deadline():
     one = World(3, replicas=3, quorum=2, rounds=2)
     while not one.of("replica-3")[0].is_member:
         one.move()
-    one.stop("replica-3")
+    one.stop("replica-3", is_silent=False)
     while one.move():
         pass
     one.pass_time(DEADLINE_S - 1)
@@ -248,6 +248,43 @@ def test_the_slow_one_is_left_behind_only_past_the_deadline():
     one.run()
     assert "did not come to the end of round 0 in time" in slow.expelled
     one.check()
+
+
+@pytest.mark.parametrize("phase", [Phase.COMPUTING, Phase.EXCHANGING])
+@pytest.mark.parametrize("late", [0, 1])
+def test_where_all_are_stopped_all_are_put_out_and_one_that_comes_takes_the_run_on(phase, late):
+    """Nobody else is there who could have waited for them."""
+    one = World(3, replicas=3, quorum=2, rounds=3, late=late)
+    while one.coordinator.phase is not phase or any(not rank.is_member for rank in one.ranks):
+        one.move()
+    names = one.alive()
+    for name in names:
+        one.stop(name)
+    while one.move():
+        pass
+    one.pass_time(DEADLINE_S)
+    assert list(one.coordinator.replicas) == names
+    one.pass_time(2)
+    assert not one.coordinator.replicas and one.coordinator.phase is Phase.GATHERING
+    again = [one.start() for _ in names]
+    one.run()
+    assert all(rank.is_finished for name in again for rank in one.of(name))
+    for name in names:
+        (rank,) = one.of(name)
+        reason = next(message["reason"] for message in rank.inbox if message["type"] == "expelled")
+        assert reason == f"nothing was heard of it for {DEADLINE_S:g} s"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_replica_is_silent_when_one_of_its_ranks_is(is_there):
+    """Also where that one has never come."""
+    one = World(3, replicas=2, quorum=1, rounds=2, places=2)
+    one.of("replica-2")[1].is_silent = one.of("replica-2")[1].is_stopped = True
+    if not is_there:
+        one.of("replica-2")[1].outbox.clear()
+    one.run()
+    assert [rank.is_finished for rank in one.ranks] == [True, True, False, False]
+    assert one.of("replica-2")[0].expelled == f"nothing was heard of it for {DEADLINE_S:g} s"
 
 
 def test_a_replica_of_another_job_is_put_out_in_a_sentence_that_names_the_key():

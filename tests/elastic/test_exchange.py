@@ -36,9 +36,8 @@ def run(tensors, peers, deadline_s=20.0, without=(), interrupted=lambda: False, 
         with silent, other_end:
             try:
                 came = sum_over(
-                    tensors[member], sums, member, peers[member], control or silent, interrupted,
-                    lambda: None, deadline_s,
-                )  # fmt: skip
+                    tensors[member], sums, member, peers[member], control or silent, interrupted, deadline_s
+                )
                 results[member] = sums, came
             except (Interrupted, PeerFailed) as error:
                 results[member] = error

@@ -215,3 +215,16 @@ def test_one_that_is_stopped_is_left_behind_by_the_deadline_and_told(ranks, tmp_
     assert [len(blocks) for blocks in of_rounds][-1] == 2
     assert isinstance(outcomes[1].error, Expelled), outcomes[1]
     assert "This replica was put out of the run in round " in str(outcomes[1].error)
+
+
+def test_one_that_comes_takes_the_run_on_where_all_members_are_stopped(ranks, tmp_path):
+    """From its own state, as nobody gives it another one."""
+    with replicas.service(tmp_path, 1, deadline_s=3.0) as address:
+        stopped, came = ranks.launch(
+            replicas.replica, 2, tmp_path, address, diloco(TAU), ROUNDS, {0: ("steps", 4)}, (1,),
+            signal.SIGSTOP, init=False,
+        )  # fmt: skip
+    assert came.error is None, came.output
+    assert came.value[1] == ROUNDS
+    assert isinstance(stopped.error, Expelled), stopped
+    assert "nothing was heard of it for 3 s" in str(stopped.error)

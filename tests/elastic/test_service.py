@@ -63,7 +63,7 @@ def answer(address: str, *lines: bytes) -> str:
         while part := stranger.recv(1 << 16):
             told += part
     messages = [json.loads(line) for line in told.splitlines()]
-    (refusal,) = [each for each in messages if each["type"] != "alive"]
+    (refusal,) = [each for each in messages if each["type"] not in ("alive", "fetch")]
     assert refusal["type"] == "expelled"
     return refusal["reason"]
 
@@ -98,6 +98,21 @@ def test_what_is_no_message_ends_its_connection_alone_in_a_sentence(tmp_path):
             address, line(HELLO), line({"type": "failed", "attempt": 1, "peer": []})
         )
         take_the_only_round(address).close()
+
+
+def test_one_that_is_frozen_is_put_out_and_one_that_computes_for_long_is_not(tmp_path):
+    """Its thread that computes says nothing meanwhile, and nobody waits for either."""
+    with replicas.service(tmp_path, 1, deadline_s=1.0) as address:
+        mine = Member(address, "mine", {"tau": 1, "rounds": 1}, deadline_s=5.0)
+        outer = OuterOptimizer(torch.nn.Linear(2, 2), None, local_sgd(1), sums=mine)
+        assert mine.join(OuterState(outer), *outer.travelling(), 0, [0])
+        outer.begin_anew(mine.is_behind)
+        frozen = HELLO | {"places": 1}
+        assert answer(address, line(frozen)) == "nothing was heard of it for 3 s"
+        outer.step()
+        outer.finish()
+        assert mine.round == 1
+        mine.close()
 
 
 def test_who_says_that_it_is_a_rank_that_is_here_is_refused_and_that_one_stays(tmp_path):
@@ -169,8 +184,11 @@ def test_whatever_ranks_say_the_coordinator_goes_on(moves, quorum, draw):
     replies = {"enter": ("begun", "round"), "exchange": ("done", "attempt"), "commit": ("arrived", "round")}
     for move in moves:
         now += 0.5
+        for name in draw.sample("abc", 2):  # else all are silent after a while
+            for place in places_of(made, name):
+                made.hear(name, place, {"type": "alive"}, now)
         if move == "tick":
-            now += 6.0
+            now += draw.choice([4.0, 6.0])
         elif move == "lost":
             made.lost(draw.choice("abc"), "", now)
         elif move == "obey" and orders:

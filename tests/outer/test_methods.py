@@ -26,7 +26,8 @@ def test_the_penalty_is_one_without_a_gap_grows_with_it_and_has_no_scale(gap, re
 @given(POSITIVE, POSITIVE)
 def test_tau_hides_the_exchange_and_one_less_does_not(exchange, step):
     least = least_tau(exchange, step)
-    assert least == 1 or (least * step >= exchange * (1 - 1e-9) and (least - 1) * step < exchange)
+    rounded = 1 + 1e-9
+    assert least == 1 or (least * step * rounded >= exchange > (least - 1) * step / rounded)
     assert usual_tau(least) >= least and (usual_tau(least) in TAUS or least > TAUS[-1])
 
 

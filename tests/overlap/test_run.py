@@ -24,6 +24,7 @@ from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.train import config_file
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.loop import Trainer
+from pyruntime.train.model import llama_config
 from pyruntime.train.planned import planned
 from pyruntime.train.run import check_ledger, run
 from pyruntime.train.signals import Stopped, StopRequest
@@ -164,6 +165,36 @@ def test_the_page_has_what_the_planner_says_beside_what_was_measured(ranks, tmp_
     report.main([config.output.run_dir])
     with pytest.raises(ConfigError, match="no-such-cluster"):
         report.main([config.output.run_dir, "--cluster", "no-such-cluster"])
+
+
+def test_the_page_s_prediction_is_of_the_layers_that_stages_hold(tmp_path, capsys):
+    config = jobs.job(tmp_path, batch_size=4, micro_batch_size=1, dtype="bf16")
+    config = jobs.changed(config, "parallel", tp=1, pp=2)
+    config = jobs.changed(config, "model", num_hidden_layers=8)
+    shape = llama_config(config.model, 256, config.train.seq_len, 1)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shape.to_hf()))
+    line = {"step": 1, "loss": 1.0, "step_time_s": 1.0, "memory_bytes": 10**8}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+
+    def plan_of(**changes) -> dict:
+        changed = config
+        for section, values in changes.items():
+            changed = jobs.changed(changed, section, **values)
+        (tmp_path / "config.toml").write_text(config_file.to_toml(changed))
+        report.main([str(tmp_path), "--cluster", "dgx-h100"])
+        return data_of((tmp_path / "report.html").read_text())["plan"]
+
+    even, uneven = (plan_of(pipeline={"layers": layers}) for layers in ((4, 4), (7, 1)))
+    assert even["step"]["compute"] > 0 and uneven["words"] == ""
+    assert uneven["step"]["compute"] == pytest.approx(7 / 4 * even["step"]["compute"], rel=0.2)
+    assert uneven["memory"]["weights"] > 1.3 * even["memory"]["weights"]
+    for changes in ({"parallel": {"rebalance": "on"}}, {"comm": {"tier": "unfused"}}):
+        plan = plan_of(**changes)
+        assert plan["step"] is None and plan["memory"]["weights"] > 0
+        ((section, values),) = changes.items()
+        ((key, value),) = values.items()
+        assert plan["words"] == f"No step is predicted: the planner does not know {section}.{key}={value}."
 
 
 def test_a_configuration_is_to_the_planner_what_the_planner_wrote():

@@ -42,6 +42,36 @@ def test_curves_equal_those_of_one_rank(ranks, whole, mesh):
     jobs.check_curves(ranks.run(jobs.history, 4, on(config, mesh)), expected)
 
 
+@pytest.mark.parametrize("method", ["quantize", "top_k", "power_sgd"])
+def test_it_takes_gradients_that_were_compressed(ranks, whole, method):
+    config, expected = whole
+    settings = {"compression": method, "compression_bits": 8, "compression_density": 0.25}
+    found = ranks.run(
+        jobs.history, 4, on(jobs.changed(config, "data_parallel", **settings), {"dp": 4, "zero": 2})
+    )
+    plain = ranks.run(jobs.history, 4, on(config, {"dp": 4, "zero": 2}))[0]
+    assert jobs.curve(found[0], "loss") == jobs.curve(found[-1], "loss")
+    assert sum(jobs.curve(found[0], "dp_bytes")) < sum(jobs.curve(plain, "dp_bytes"))
+    fell = expected[0].loss - expected[-1].loss
+    assert found[0][0].loss - found[0][-1].loss > 0.8 * fell > 0
+
+
+def test_replicas_that_seldom_meet_move_by_its_steps(ranks, tmp_path):
+    """The same over any mesh of two replicas, also on from the midst of a round."""
+    config = job(tmp_path, steps=7, val_every=0)
+    config = jobs.changed(config, "data_parallel", method="co2", tau=3, outer_momentum=0.3)
+    config = jobs.changed(config, "checkpoint", every_steps=4)
+    folder = jobs.prepare(config)
+    expected = ranks.run(jobs.history, 4, on(config, {"dp": 4, "dp_replicate": 2, "zero": 2}))[0]
+    assert expected[-1].loss < expected[0].loss
+    config = on(config, {"tp": 2, "dp": 2})
+    found = ranks.run(jobs.history, 4, config)
+    jobs.check_curves(found, expected)
+    saved = checkpoint_folder.complete(folder / "checkpoints")[0]
+    rest = ranks.run(jobs.history, 4, config, saved)[0]
+    assert jobs.curve(rest, "loss") == jobs.curve(found[0], "loss")[4:]
+
+
 def test_learns_more_than_adamw_in_as_many_steps(ranks, tmp_path):
     config = job(tmp_path, steps=40, dtype="bf16", val_every=0)
     jobs.prepare(config)

@@ -3,6 +3,7 @@ steps end it, or are left out."""
 
 import math
 import signal
+import time
 
 import pytest
 import torch
@@ -36,8 +37,10 @@ def test_all_ranks_measure_the_same_and_a_second_run_is_bitwise_the_same(ranks, 
     config = jobs.changed(jobs.job(tmp_path, steps=6, dtype="bf16"), "comm", tier="chunked")
     jobs.prepare(config)
     first, second = (ranks.run(jobs.history, 2, config) for _ in range(2))
-    names = ("loss", "grad_norm", "val_loss", "exposed_comm_s", "memory_bytes")
+    names = ("loss", "grad_norm", "val_loss", "memory_bytes")
     assert curve(first[0], *names) == curve(first[1], *names)
+    shares = [[step.exposed_comm_s / step.step_time_s for step in steps] for steps in first]
+    assert shares[0] == pytest.approx(shares[1])
     assert curve(first[0], *names[:3]) == curve(second[0], *names[:3])
     assert all(step.exposed_comm_s > 0 for step in first[0])
 
@@ -69,6 +72,25 @@ def test_a_checkpoint_of_tp_2_is_taken_up_at_tp_1_and_4(ranks, tmp_path):
         assert all(torch.equal(states[tp][name], states[2][name]) for name in states[2])
         resumed = ranks.run(jobs.history, tp, config, saved)
         jobs.check_curves(resumed, whole[4:])  # to 1e-4
+
+
+def logged_slowly(group, config):
+    """Rank 0 takes long for the record of each step, as on a slow disk, and the other one waits for it."""
+    steps = []
+    for step in jobs.trainer(group, config).fit():
+        steps.append(step)
+        if group.rank() == 0:
+            time.sleep(0.2)
+    return steps
+
+
+def test_what_was_exposed_is_a_share_of_the_step(ranks, tmp_path):
+    config = jobs.job(tmp_path, steps=5, val_every=0)
+    jobs.prepare(config)
+    for steps in ranks.run(logged_slowly, 2, config):
+        for step in steps[1:]:
+            assert 0.5 * step.step_time_s < step.exposed_comm_s < step.step_time_s
+            assert sum(step.exposed_by_axis_s.values()) == pytest.approx(step.exposed_comm_s)
 
 
 def stopped_by_rank_1(group, config, after=2):

@@ -20,6 +20,7 @@ from pyruntime.train.config import (
 )
 from pyruntime.train.data.order import BLOCK
 from pyruntime.train.errors import require
+from pyruntime.train.validate.gpus import check_on_gpus
 from pyruntime.train.validate.rebalance import check_rebalance
 from pyruntime.train.validate.replicas import check_compression, check_data_parallel, check_weight_wire
 from pyruntime.train.validate.sequences import check_context, check_pipeline, check_slices, check_tp_wire
@@ -105,6 +106,8 @@ def check(config: RunConfig, world_size: int) -> None:
     _check_values(config)
     config = with_pieces(config)
     _check_ranges(config)
+    if config.train.device == "cuda":
+        check_on_gpus(config)
     _check_train(config)
     _check_data(config)
     _check_files(config)
@@ -160,11 +163,6 @@ def _check_ranges(config: RunConfig) -> None:
 
 def _check_train(config: RunConfig) -> None:
     train, optimizer, dp = config.train, config.optimizer, config.parallel.dp
-    require(
-        train.device != "cuda" or optimizer.rounding == "nearest",
-        f"optimizer.rounding={optimizer.rounding} is done on the CPU alone; use nearest with "
-        "train.device=cuda.",
-    )
     _check_muon(config)
     require(
         optimizer.rounding == "nearest" or train.dtype == "bf16",
@@ -225,10 +223,6 @@ def _check_muon(config: RunConfig) -> None:
         optimizer.rounding == "nearest",
         f"optimizer.rounding={optimizer.rounding} with optimizer.name=muon, which keeps fp32 master weights; "
         "leave it out.",
-    )
-    require(
-        config.train.device != "cuda",
-        "optimizer.name=muon is done on the CPU alone; use adamw with train.device=cuda.",
     )
 
 

@@ -70,11 +70,6 @@ def check_data_parallel(config: RunConfig) -> None:
         f"{method} with optimizer.on_bad_step=skip or optimizer.spike_factor, which take the figures of all "
         "replicas in every step; leave them out.",
     )
-    require(
-        config.train.device != "cuda",
-        f"{method} is of ranks on the CPU, and train.device=cuda; use cpu, or "
-        "data_parallel.method=every_step.",
-    )
 
 
 def _check_members(config: RunConfig, method: Method) -> None:
@@ -130,10 +125,6 @@ def check_compression(config: RunConfig) -> None:
                 f"data_parallel.{name}={value} without data_parallel.compression; set that, or leave it out.",
             )
         return
-    require(
-        config.train.device != "cuda",
-        f"{asked} is done on the CPU alone; leave it out with train.device=cuda.",
-    )
     require(
         chosen.error_feedback or chosen.compression == "quantize",
         f"{asked} with data_parallel.error_feedback=false would never send most of a gradient; leave it on, "

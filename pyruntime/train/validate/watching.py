@@ -51,6 +51,15 @@ def _check_predicted(config: RunConfig) -> None:
         return
     with refusing("output.cluster: "):
         find_cluster(cluster)
+    why = why_not_predicted(config)
+    require(
+        not why,
+        f"output.cluster={cluster}: {why}, and would predict another step; leave one of them out.",
+    )
+
+
+def why_not_predicted(config: RunConfig) -> str:
+    """What of a run the planner does not know, in words; empty where it predicts its steps."""
     data_parallel = config.data_parallel
     for name, value, known in (
         ("train.dtype", config.train.dtype, ("bf16",)),
@@ -62,14 +71,11 @@ def _check_predicted(config: RunConfig) -> None:
         ("data_parallel.members", data_parallel.members, ("",)),
         ("data_parallel.compression", data_parallel.compression, ("none",)),
         ("data_parallel.weight_wire", data_parallel.weight_wire, ("same",)),
-        ("pipeline.layers", config.pipeline.layers, ((),)),
         ("pipeline.slice_tokens", config.pipeline.slice_tokens, ((),)),
         ("pipeline.costs", config.pipeline.costs, ("",)),
         ("pipeline.wire", config.pipeline.wire, ("same",)),
         ("context.wire", config.context.wire, ("same",)),
     ):
-        require(
-            value in known,
-            f"output.cluster={cluster}: the planner does not know {name}={value}, and would predict another "
-            "step; leave one of them out.",
-        )
+        if value not in known:
+            return f"the planner does not know {name}={value}"
+    return ""

@@ -130,7 +130,7 @@ def test_a_pipeline_s_gradients_are_compressed_too(ranks, tmp_path):
             {"dp": 4, "dp_replicate": 2},
             "is over one axis, and parallel.dp_replicate=2 makes two;",
         ),
-        ("train", {"device": "cuda"}, "is done on the CPU alone; leave it out with train.device=cuda."),
+        ("train", {"device": "cuda"}, "is done on the CPU alone; use none on GPUs, or train.device=cpu."),
         ("optimizer", {"on_bad_step": "skip"}, "what compression keeps has it already;"),
         ("data_parallel", {"compression_bits": 9}, "compression_bits must be between 1 and 8, found 9."),
         ("data_parallel", {"compression_density": 0.0}, "compression_density must be above 0 and at most 1,"),

@@ -203,6 +203,22 @@ def _goes_on_with_the_layers(ranks, config, after):
     assert [list(map(len, held)) for held in ranks.run(moving_run, 4, config)] == [[3]] * 4
 
 
+def test_who_goes_on_with_an_older_checkpoint_takes_its_layers(ranks, tmp_path):
+    """The newest one, whose layers had been moved, is damaged."""
+    config = jobs.changed(job(tmp_path, 4, 4, pp=2, dp=2), "checkpoint", every_steps=2, resume="auto")
+    config = jobs.changed(config, "parallel", rebalance="on")
+    stayed = ranks.run(moving_run, 4, config)
+    newest = Path(config.output.run_dir) / "checkpoints" / "step-000004"
+    file = newest / checkpoint_folder.FACTS_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layers": [1, 3]}))
+    manifest.write(newest, manifest.read(newest) | {file.name: manifest.checksum(file)})
+    whole = ranks.run(moving_run, 4, config)
+    assert [[len(each) for each in held] for held in whole] == [[1], [1], [3], [3]]
+    (newest / "rank-00001.safetensors").write_bytes(b"")
+    for held, (of_older,) in zip(ranks.run(moving_run, 4, config), stayed, strict=True):
+        assert held[-1] == of_older and len(held) == 2
+
+
 def rebalanced(**changes):
     """A configuration that moves layers, with changes by "section.key"."""
     config = RunConfig(output=Output(run_dir="somewhere"))
@@ -222,7 +238,7 @@ def rebalanced(**changes):
         ({"train.slow_every": 3}, "train.slow_every must be 0 or at least 5, found 3"),
         ({"data_parallel.method": "diloco"}, "data_parallel.method=diloco: replicas that"),
         ({"data_parallel.compression": "top_k"}, "data_parallel.compression=top_k: what"),
-        ({"train.device": "cuda"}, "is of ranks on the CPU, and train.device=cuda"),
+        ({"train.device": "cuda"}, "parallel.rebalance=on is done on the CPU alone; use off on GPUs"),
     ],
 )
 def test_what_layers_that_move_do_not_go_together_with(changes, sentence):

@@ -59,7 +59,6 @@ def test_what_cannot_be_is_refused(config, sentence):
         ({"data_parallel": DataParallel(compression="top_k")}, "data_parallel.compression=top_k"),
         ({"data_parallel": DataParallel(weight_wire="fp8")}, "data_parallel.weight_wire=fp8"),
         ({"parallel": Parallel(pp=2, rebalance="on")}, "parallel.rebalance=on"),
-        ({"pipeline": Pipeline(layers=(3, 1))}, "pipeline.layers=(3, 1)"),
         ({"pipeline": Pipeline(slice_tokens=(96, 32))}, "pipeline.slice_tokens=(96, 32)"),
         ({"pipeline": Pipeline(costs="costs.json")}, "pipeline.costs=costs.json"),
         ({"pipeline": Pipeline(wire="bf16")}, "pipeline.wire=bf16"),
