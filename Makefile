@@ -8,8 +8,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 TORCH ?= torch==2.13.0
 VENV := .venv
 RUN := $(VENV)/bin/python
-# Not bin/torchrun: it does not exist here where torch is taken from an outer environment.
-TORCHRUN := $(RUN) -m torch.distributed.run
+TORCHRUN := $(VENV)/bin/torchrun
 
 # A rank is one thread of computation; more threads than cores make every rank slow.
 export OMP_NUM_THREADS := 1

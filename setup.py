@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))  # not there where pip runs this file
 import build_cuda  # noqa: E402
 import build_hip  # noqa: E402
+import python_headers  # noqa: E402
 import torch_versions  # noqa: E402
 
 try:
@@ -29,9 +30,9 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise SystemExit(
-        f"pyruntime is built against the torch of its environment and {sys.executable} has none: run "
-        f"`pip install torch=={torch_versions.DEFAULT} setuptools wheel ninja && pip install "
-        "--no-build-isolation .` instead."
+        "pyruntime is built against the torch of its environment, and none is seen here: pip hides it from a "
+        f"build unless told not to. Run `pip install torch=={torch_versions.DEFAULT} setuptools wheel ninja` "
+        "and then pip again with --no-build-isolation."
     ) from None
 
 
@@ -105,6 +106,7 @@ class Build(BuildExtension):
             ext.extra_compile_args = [*ext.extra_compile_args, "-Werror"]
 
     def build_extensions(self) -> None:
+        python_headers.refuse_without()
         if self.for_development:
             (ext,) = self.extensions
             ext.extra_compile_args = [*ext.extra_compile_args, *self.precompiled_header()]

@@ -8,9 +8,12 @@ import contextlib
 import io
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch._utils
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = {path.stem: path for path in sorted(ROOT.glob("examples/*.py"))}
@@ -104,3 +107,10 @@ def test_the_ledger_is_closed(printed):
 def test_merged_adapters_have_learned(printed):
     losses = [float(re.fullmatch(rf"rank \d: loss {NUMBER} with .*\n", said["lora"])[1]) for said in printed]
     assert losses[0] == losses[1] < 6.8  # the logarithm of 1000 words is 6.9
+
+
+def test_the_program_for_torchtitan_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(torch._utils, "_get_available_device_type", torch._utils._get_available_device_type)
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    with pytest.raises(SystemExit, match=r"^torchtitan is not installed: run the two lines of pip in README"):
+        runpy.run_path(str(ROOT / "examples" / "torchtitan" / "train.py"), run_name="__main__")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
-from tools.make_venv import importable_torch
+import pytest
+
+from tools import python_headers
+from tools.make_venv import importable_torch, put_torchrun
 
 
 def packaged(folder: Path, version: str, for_pip: str) -> None:
@@ -29,3 +34,28 @@ def test_a_torch_that_does_not_import_is_none(tmp_path, monkeypatch):
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.13 is missing')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert importable_torch(sys.executable) is None
+
+
+def test_torchrun_of_an_environment_whose_torch_is_an_outer_ones_starts_its_python(tmp_path):
+    folder = tmp_path / "a place" / "bin"
+    folder.mkdir(parents=True)
+    python = folder / "python"
+    python.write_text('#!/bin/sh\nprintf "%s|" "$0" "$@"\n')
+    python.chmod(0o755)
+    put_torchrun(str(python))
+    started = subprocess.run(
+        [folder / "torchrun", "--nproc-per-node", "2", "a b.py"], capture_output=True, text=True
+    )
+    assert started.stdout == f"{python}|-m|torch.distributed.run|--nproc-per-node|2|a b.py|"
+    (folder / "torchrun").write_text("torch's own")
+    put_torchrun(str(python))
+    assert (folder / "torchrun").read_text() == "torch's own"
+
+
+def test_a_python_without_headers_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    python_headers.refuse_without()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(
+        SystemExit, match=r"has no C headers \(no Python.h in .*apt-get install python3.*-dev`\.$"
+    ):
+        python_headers.refuse_without()

@@ -31,8 +31,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 if __package__:
+    from tools import python_headers
     from tools.torch_versions import DEFAULT, KNOWN, is_known
 else:  # run as a script
+    import python_headers
     from torch_versions import DEFAULT, KNOWN, is_known
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +48,11 @@ except Exception:  # whatever keeps it from being imported or pip from seeing it
     print(json.dumps(None))
 else:
     print(json.dumps([torch.__version__, for_pip, str(pathlib.Path(torch.__file__).parent.parent)]))
+"""
+
+
+TORCHRUN = """#!/bin/sh
+exec "$(dirname "$0")/python" -m torch.distributed.run "$@"
 """
 
 
@@ -81,6 +88,7 @@ def main() -> None:
     torch = importable_torch(python)
     if torch is None:
         sys.exit(f"torch does not import in {arguments.venv}: see what `{python} -c 'import torch'` says.")
+    put_torchrun(python)
     print(f"Using torch {torch.version} from {torch.folder}.", flush=True)
 
     constraints = arguments.venv / "constraints.txt"
@@ -92,7 +100,7 @@ def main() -> None:
 
 
 def check_machine() -> None:
-    """Ends with one sentence where the venv module or the C++ compiler is missing."""
+    """Ends with one sentence where the venv module, the C++ compiler or Python's headers are missing."""
     missing = [module for module in ("venv", "ensurepip") if importlib.util.find_spec(module) is None]
     if missing:
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -106,6 +114,7 @@ def check_machine() -> None:
             f"no C++ compiler was found on PATH (looked for {compiler}): install one, on Debian and Ubuntu "
             "with `apt-get install g++`."
         )
+    python_headers.refuse_without()
 
 
 def create(venv: Path, *, shares_system_packages: bool) -> str:
@@ -135,6 +144,15 @@ def use_torch_of(python: str, found: Torch) -> None:
     asked = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     packages = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
     Path(packages, "torch_of_outer_environment.pth").write_text(found.folder + "\n")
+
+
+def put_torchrun(python: str) -> None:
+    """Gives the environment of `python` a torchrun where it has none: that of an outer environment would
+    start ranks on the outer Python, which does not have this package."""
+    program = Path(python).parent / "torchrun"
+    if not program.exists():
+        program.write_text(TORCHRUN)
+        program.chmod(0o755)
 
 
 def programs() -> list[str]:

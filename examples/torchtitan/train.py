@@ -36,12 +36,16 @@ from torch.distributed.tensor import DTensor
 # torchtitan looks for an accelerator once, when it is imported, and takes "cuda" where it finds none.
 torch._utils._get_available_device_type = lambda: "cpu"
 
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.config import JobConfig  # noqa: E402
-from torchtitan.models.llama3 import Transformer, get_train_spec, llama3_args  # noqa: E402
-from torchtitan.protocols.train_spec import register_train_spec  # noqa: E402
-from torchtitan.tools.utils import NoColor  # noqa: E402
-from torchtitan.train import Trainer  # noqa: E402
+try:
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.config import JobConfig
+    from torchtitan.models.llama3 import Transformer, get_train_spec, llama3_args
+    from torchtitan.protocols.train_spec import register_train_spec
+    from torchtitan.tools.utils import NoColor
+    from torchtitan.train import Trainer
+except ModuleNotFoundError as error:
+    name = str(error.name).partition(".")[0]
+    sys.exit(f"{name} is not installed: run the two lines of pip in README.md beside this program first.")
 
 import pyruntime  # noqa: E402
 
@@ -59,6 +63,7 @@ PLAN = {
     "layers.*.feed_forward.w2": "row",
     "output": "column_gather",
 }
+HEADS = 16
 WARM = 3
 TOLERANCE = 2e-3
 
@@ -188,7 +193,7 @@ def made(way: str, args: argparse.Namespace, whole: dict[str, torch.Tensor], fol
 def model_args(args: argparse.Namespace):
     """The debug model's, of another size where that was asked for."""
     return replace(
-        llama3_args["debugmodel"], dim=args.dim, n_layers=args.layers, n_heads=16, max_seq_len=args.seq
+        llama3_args["debugmodel"], dim=args.dim, n_layers=args.layers, n_heads=HEADS, max_seq_len=args.seq
     )
 
 
@@ -233,7 +238,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=2, help="sequences a step; default 2")
     parser.add_argument("--seq", type=int, default=512, help="tokens of a sequence; default 512")
-    parser.add_argument("--dim", type=int, default=256, help="features, of 16 heads; default 256")
+    parser.add_argument("--dim", type=int, default=256, help="features; default 256")
     parser.add_argument("--layers", type=int, default=6, help="default 6")
     parser.add_argument(
         "--only", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME", help=", ".join(WAYS)
@@ -241,6 +246,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.steps < WARM + 2:
         parser.error(f"--steps {args.steps}: the first {WARM} are not timed; ask for {WARM + 2} or more.")
+    if "RANK" not in os.environ:
+        parser.error("no ranks were started: torchrun --nproc-per-node 2 examples/torchtitan/train.py")
+    if HEADS % (ranks := int(os.environ["WORLD_SIZE"])):
+        parser.error(f"{ranks} ranks do not divide the {HEADS} heads; start 1, 2, 4, 8 or 16.")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if "symm-mem" in args.only:

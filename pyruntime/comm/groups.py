@@ -18,9 +18,18 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | str
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
-    """The torch process group behind `group`."""
+    """The torch process group behind `group`.
+
+    Raises ValueError for a name that no group has and a mesh of several axes, TypeError for what is no group.
+    """
     if isinstance(group, str):
-        return dist.distributed_c10d._resolve_process_group(group)
+        try:
+            return dist.distributed_c10d._resolve_process_group(group)
+        except (LookupError, RuntimeError) as error:
+            raise ValueError(
+                f"No process group has the name {group!r}; pass the group itself, or one axis of a mesh, "
+                "such as runtime.tp."
+            ) from error
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -28,6 +37,11 @@ def process_group(group: Group) -> dist.ProcessGroup:
                 'pass one of them, as in mesh["tp"].'
             )
         return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "A group is a process group, its name, or one axis of a DeviceMesh, such as runtime.tp; found: "
+            f"{type(group).__name__}."
+        )
     return group
 
 

@@ -79,8 +79,13 @@ def shard(
 
     Raises ValueError for another stage, a mesh that does not fit it, a mesh with several ranks of a group
     that the model is cut over already, a model without trainable parameters, or where nothing can be
-    compressed.
+    compressed; TypeError for what is no module or no mesh.
     """
+    if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh | None):
+        raise TypeError(
+            "shard() takes an nn.Module and a DeviceMesh, such as runtime.dp; found: "
+            f"{type(model).__name__} and {type(mesh).__name__}."
+        )
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage} is none of 0, 1, 2 and 3.")
     if getattr(model, "_pyruntime_sharded", False):

@@ -28,7 +28,15 @@ from pyruntime.comm import CommError
 from pyruntime.nn import head_counts
 from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.activations.shared_input import SeenInputs
-from pyruntime.nn.comparing import TOLERANCES, copied, differs, forwards, tensors_of, untouched
+from pyruntime.nn.comparing import (
+    TOLERANCES,
+    check_same_arguments,
+    copied,
+    differs,
+    forwards,
+    tensors_of,
+    untouched,
+)
 from pyruntime.nn.gather import gather_whole
 from pyruntime.nn.head_counts import Mismatch
 from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -109,8 +117,9 @@ def _watched(module: nn.Module) -> list[tuple[ParallelLinear, Region]]:
 def _check(
     module: nn.Module, layers: list[ParallelLinear], args: tuple, kwargs: dict, form: RowForm | None
 ) -> set:
-    """The layers that were called. Raises ValueError on every rank where one of them finds a mismatch that
-    nothing mends."""
+    """The layers that were called. Raises ValueError on every rank where the ranks were given different
+    arguments, or one of them finds a mismatch that nothing mends."""
+    check_same_arguments(layers[0].group, layers[0].weight.device, args, kwargs)
     called: set[ParallelLinear] = set()
 
     def run(forward_of: Callable[[ParallelLinear], Callable]) -> Any:

@@ -29,6 +29,7 @@ from pyruntime.nn.plans import LEFT_WHOLE, Plan, find_plan
 from pyruntime.nn.regions import Region
 from pyruntime.nn.save_pretrained import save_whole
 from pyruntime.nn.tiers import check_tier
+from pyruntime.nn.wrappers import check_unwrapped
 
 
 def parallelize(
@@ -63,10 +64,15 @@ def parallelize(
     it. A linear with peft's LoRA adapters is cut with them. Raises ValueError, before anything is replaced,
     where a pattern matches nothing or a module of another kind, two patterns disagree, tp is too large for
     a module, weights are tied across the edge of the plan, the model lies on several devices, the ranks hold
-    different models, "auto" finds nothing to cut, or a mesh of two dimensions meets adapters or linears that
-    are cut by their parts."""
+    different models, "auto" finds nothing to cut, another tool has wrapped or cut the model, the mesh has an
+    axis of another name than tensor parallelism's, or a mesh of two dimensions meets adapters or linears that
+    are cut by their parts. Raises TypeError for what is no module, no group or no plan."""
+    if not isinstance(model, nn.Module):
+        found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"parallelize() cuts a model that is built, an nn.Module; found: {found}.")
     group = TensorGroup.of(mesh)
     check_tier(tier)
+    check_unwrapped(model)
     _check_one_device(model)
     plan = auto_plan(model, group.size) if plan == "auto" else find_plan(plan)
     plan.check(model, group.size)

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pyruntime import comm
 from pyruntime.comm import Group
+from pyruntime.comm.runtime import AXES
 from pyruntime.nn.packed.dtensor import PackedDTensor, dtensor
 from pyruntime.nn.packed.order import ranges_of
 
@@ -60,18 +61,25 @@ class TensorGroup:
     @classmethod
     def of(cls, group: Group | TensorGroup | None) -> TensorGroup:
         """The TensorGroup of any way to name a group; None stands for this rank alone, without
-        torch.distributed. A mesh of two dimensions is (x, y)."""
+        torch.distributed. A mesh of two dimensions is (x, y).
+
+        Raises ValueError where one of the two has the name of another axis than a tensor-parallel one."""
         if isinstance(group, TensorGroup):
             return group
         if group is None:
             return cls("", 0, 1)
         mesh = group if isinstance(group, DeviceMesh) else None
         if mesh is not None and mesh.ndim == 2:
+            names = mesh.mesh_dim_names or ()
+            if others := [name for axis in AXES[:-1] for name in axis if name in names]:
+                raise ValueError(
+                    f"The mesh has axes {names}, and tensor parallelism cuts nothing over {others[0]}; pass "
+                    'the axis to cut over, as in mesh["tp"].'
+                )
             x, y = (cls.of(mesh.get_group(axis)) for axis in (0, 1))
             if y.size > 1:
                 return cls(x.name, x.rank, x.size, mesh, y)
-            mesh = mesh[mesh.mesh_dim_names[0]]
-            return cls(x.name, x.rank, x.size, mesh)
+            return cls(x.name, x.rank, x.size, mesh[names[0]] if names else None)
         return cls(comm.group_name(group), comm.group_rank(group), comm.group_size(group), mesh)
 
     @property

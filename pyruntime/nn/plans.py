@@ -93,7 +93,8 @@ PLANS = {LLAMA.name: LLAMA}
 
 
 def find_plan(plan: str | Mapping[str, str] | Plan) -> Plan:
-    """The Plan that a name, a mapping or a Plan stands for; ValueError for an unknown name or style."""
+    """The Plan that a name, a mapping or a Plan stands for; ValueError for an unknown name or style,
+    TypeError for what is none of these."""
     if isinstance(plan, str):
         if plan not in PLANS:
             raise ValueError(
@@ -102,6 +103,11 @@ def find_plan(plan: str | Mapping[str, str] | Plan) -> Plan:
                 "{'*.up_proj': 'column', '*.down_proj': 'row'}."
             )
         return PLANS[plan]
+    if not isinstance(plan, Plan | Mapping):
+        raise TypeError(
+            f"A plan is 'auto', a plan's name, or a mapping such as {{'*.up_proj': 'column', '*.down_proj': "
+            f"'row'}}; found: {type(plan).__name__}."
+        )
     found = plan if isinstance(plan, Plan) else Plan("custom", dict(plan))
     if not found.styles:
         raise ValueError("The plan is empty; map at least one module pattern to a style.")

@@ -7,9 +7,11 @@ from __future__ import annotations
 from typing import NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pyruntime.nn.parameters import TensorGroup
 
+DATA_PARALLEL = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 INSTEAD = "for data parallelism beside tensor parallelism call pyruntime.shard(model, runtime.dp)"
 
 
@@ -27,6 +29,26 @@ def refuse_wrapper(wrapper: nn.Module, _name: str, module: nn.Module) -> None:
                 "equal. Use the model as it is, with the same batch on every rank of that group; "
                 f"{INSTEAD}. Hugging Face's Trainer wraps every model: write the loop yourself "
                 "(docs/examples.md)."
+            )
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """ValueError where another tool has wrapped the model for data parallelism, or cut its parameters: what
+    such a tool noted of them would no longer be so."""
+    for name, module in model.named_modules():
+        kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in DATA_PARALLEL]
+        if kinds:
+            where = f" ({name})" if name else ""
+            raise ValueError(
+                f"The model is wrapped in {kinds[0]}{where}, which keeps the parameters that would be cut; "
+                f"give parallelize() what is inside, and {INSTEAD}."
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor: another tool has cut this model already (from_pretrained with "
+                "tp_plan, fully_shard, parallelize_module); give parallelize() the whole model, as "
+                f"from_pretrained without tp_plan loads it, and {INSTEAD}."
             )
 
 

@@ -213,6 +213,9 @@ def again_and_again(group):
     mesh = DeviceMesh.from_group(group, "cpu")
     (ids, labels), *_ = cases.batches(1, 2)
     found = []
+    for model, axis, found in ((whole, "dp", "[A-Za-z]+ and str"), ("whole", mesh, "str and DeviceMesh")):
+        with pytest.raises(TypeError, match=rf"an nn\.Module and a DeviceMesh, .* found: {found}\.$"):
+            pyruntime.shard(model, axis)
     with pytest.raises(ValueError, match="stage=4 is none of 0, 1, 2 and 3"):
         pyruntime.shard(whole, mesh, stage=4)
     with pytest.raises(ValueError, match="has no parameter that requires a gradient"):

@@ -178,6 +178,25 @@ def an_expert_called_later(group) -> str:
     return str(caught.value)
 
 
+def different_batches(group) -> list[str]:
+    """Refused until all ranks are given the same; then nothing is left of it."""
+    model, messages = parallelize(seeded(Attention), group, PLAN), []
+    rank = group.rank()
+    for args, kwargs in (
+        ((X + rank,), {}),
+        ((), {"input": X[: 2 - rank]}),
+        ((X.double() if rank else X,), {}),
+    ):
+        with pytest.raises(ValueError) as caught:
+            model(*args, **kwargs)
+        messages.append(str(caught.value))
+    model(X * (1 + 1e-6 * rank))
+    words = parallelize(nn.Sequential(nn.Embedding(50, D), seeded(Attention)), group, PLAN)
+    with pytest.raises(ValueError) as caught:
+        words(torch.arange(12).view(2, 6).roll(rank, 1))
+    return [*messages, str(caught.value)]
+
+
 def half_precision(group) -> None:
     """Rounding is no mismatch."""
     model = seeded(Attention).bfloat16()
@@ -186,6 +205,15 @@ def half_precision(group) -> None:
         again = parallelize(seeded(Attention), group, PLAN)
         again(X).float().square().sum().backward()
     assert again[0].q.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_are_given_different_batches_are_told(ranks, world_size):
+    for messages in ranks.run(different_batches, world_size):
+        assert [message.split(" is not that of rank 0. ")[0] for message in messages] == [
+            f"The ranks are given different batches: {name} of rank 1"
+            for name in ("argument 0", "input", "argument 0", "argument 0")
+        ]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from pyruntime import parallelize, verify
 from pyruntime.nn import (
@@ -165,6 +168,11 @@ def refusals(group) -> dict[str, str]:
     refused("tied dims", seeded(Transformer, True), {"embed": "embedding", "head": "row"})
     parallel = parallelize(seeded(), group, PLAN)
     refused("twice", parallel, PLAN)
+    refused("wrapped", nn.ModuleDict({"of": DistributedDataParallel(seeded(), process_group=group)}), PLAN)
+    cut = seeded()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    cut.head.weight = nn.Parameter(DTensor.from_local(torch.zeros(12, 24), mesh, [Shard(0)]))
+    refused("cut", cut, PLAN)
 
     torch.manual_seed(dist.get_rank(group))
     refused("weights", nn.Sequential(nn.Linear(4, 4)), {"0": "column"})
@@ -184,6 +192,23 @@ def refusals(group) -> dict[str, str]:
     with pytest.raises(ValueError) as caught:
         net(torch.ones(2, 4))
     messages["row alone"] = str(caught.value)
+    return messages
+
+
+def what_is_no_model_no_group_or_no_plan(group) -> dict[str, str]:
+    messages = {}
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"), _init_backend=False)
+    for name, kind, *arguments in (
+        ("path", TypeError, "meta-llama/Llama-3.1-8B", group, PLAN),
+        ("class", TypeError, Transformer, group, PLAN),
+        ("group", TypeError, seeded(), 2, PLAN),
+        ("name", ValueError, seeded(), "tp", PLAN),
+        ("axes", ValueError, seeded(), mesh, PLAN),
+        ("plan", TypeError, seeded(), group, ["*.mlp.0"]),
+    ):
+        with pytest.raises(kind) as caught:
+            parallelize(*arguments)
+        messages[name] = str(caught.value)
     return messages
 
 
@@ -248,6 +273,8 @@ def test_refusals_are_sentences(ranks):
         "tied dims": "embed.weight and head.weight are one tied tensor, but the plan cuts them along "
         "different",
         "twice": "embed (pattern 'embed') is parallel already",
+        "wrapped": "wrapped in DistributedDataParallel (of), which keeps the parameters that would be cut",
+        "cut": "head.weight is a DTensor: another tool has cut this model already (from_pretrained",
         "weights": "0.weight of rank 1 is not that of rank 0",
         "permuted": "0.weight of rank 1 is not that of rank 0",
         "shapes": "where rank 0 has 0.weight [4, 4] torch.float32, rank 1 has 0.weight [5, 4] torch.float32",
@@ -264,6 +291,22 @@ def test_refusals_are_sentences(ranks):
         assert messages.keys() == expected.keys()
         for name, part in expected.items():
             assert part in messages[name], name
+
+
+def test_other_things_than_a_model_a_group_and_a_plan_are_refused(ranks):
+    for messages in ranks.run(what_is_no_model_no_group_or_no_plan, 2):
+        assert messages == {
+            "path": "parallelize() cuts a model that is built, an nn.Module; found: str.",
+            "class": "parallelize() cuts a model that is built, an nn.Module; found: the class Transformer.",
+            "group": "A group is a process group, its name, or one axis of a DeviceMesh, such as runtime.tp; "
+            "found: int.",
+            "name": "No process group has the name 'tp'; pass the group itself, or one axis of a mesh, such "
+            "as runtime.tp.",
+            "axes": "The mesh has axes ('dp', 'tp'), and tensor parallelism cuts nothing over dp; pass the "
+            'axis to cut over, as in mesh["tp"].',
+            "plan": "A plan is 'auto', a plan's name, or a mapping such as {'*.up_proj': 'column', "
+            "'*.down_proj': 'row'}; found: list.",
+        }
 
 
 def test_a_plan_checks_first(ranks):

@@ -12,13 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._functional_collectives import all_gather_single, reduce_scatter_single
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import pyruntime.symm_mem  # noqa: F401
 from pyruntime.comm import group_name, group_rank, group_size
+
+try:
+    from torch.distributed._functional_collectives import all_gather_single, reduce_scatter_single
+except ImportError:  # before torch 2.13
+    from torch.distributed._functional_collectives import all_gather_tensor as all_gather_single
+    from torch.distributed._functional_collectives import reduce_scatter_tensor as reduce_scatter_single
 
 
 def enable(group):
