@@ -30,8 +30,8 @@ both ways and weight, or the weight both ways."""
 ORTHOGONAL_STEPS = 5
 """Of Newton-Schulz, of 4 n^2 k + 2 n^3 operations for a matrix of sides n and k."""
 OWN_IN_WAITS = 0.4
-"""Of the seconds that a rank spends itself on stage 3's transfers, the share that passes while it would wait for
-them anyway. Fitted to meshes between hosts (docs/figures/planning-time.md)."""
+"""Of the seconds that a rank spends itself on stage 3's transfers, the share that passes while it would wait
+for them anyway. Fitted to meshes between hosts (docs/figures/planning-time.md)."""
 SUM_BYTES = 10
 """Read and written to add a gradient of a parameter, of a micro-batch or of a slice of it, to the fp32 sum of
 those before."""
