@@ -55,6 +55,16 @@ GroupContext context_of(const GroupKey& key, int all, int own) {
   return context;
 }
 
+c10::intrusive_ptr<c10d::ProcessGroup> process_group_named(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const c10::Error&) {
+    TORCH_CHECK_VALUE(false, "No process group has the name '", name,
+                      "'. If there was one, its Runtime was closed or the group destroyed: use layers and "
+                      "groups before that.");
+  }
+}
+
 // Whether torch's registry has it still, and not another in its place.
 bool is_registered(const std::string& name, const c10d::ProcessGroup* process_group = nullptr) {
   try {
@@ -147,7 +157,7 @@ Group& Group::get(const std::string& name) {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto companion = companions.find(name);
     const GroupKey key = companion == companions.end() ? GroupKey{name, {}, {}} : companion->second;
-    const auto process_group = c10d::resolve_process_group(key.process_group);
+    const auto process_group = process_group_named(key.process_group);
     const auto found = groups.find(name);
     // A name may come back with another process group after destroy_process_group().
     if (found != groups.end() && &found->second->process_group() == process_group.get())

@@ -101,7 +101,9 @@ def explain(model: nn.Module) -> Report:
     """A line for every primitive of every parallel layer of `model`. Runs nothing and communicates nothing.
 
     The tier is that of the layer's last call: run a step first, or the line says that the layer has not run
-    yet."""
+    yet. Raises TypeError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain() is of an nn.Module; found: {type(model).__name__}.")
     layers = {
         name: module
         for name, module in model.named_modules()

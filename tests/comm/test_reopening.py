@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 import pyruntime
+from pyruntime.nn import ColumnParallelLinear
 
 CYCLES, WARM = 25, 5
 
@@ -115,3 +116,20 @@ def test_no_thread_of_gloo_outlives_a_runtime(ranks):
     for rank in ranks.launch(dtensor_case, 2, init=False):
         assert rank.error is None, rank.output
         assert not [name for name in rank.value if "gloo" in name], rank.value
+
+
+def after_the_end_case(_):
+    with pyruntime.Runtime.start(deadline_s=60) as runtime:
+        layer = ColumnParallelLinear(4, 6, group=runtime.tp)
+        layer(torch.ones(2, 4))
+    for use in (
+        lambda: layer(torch.ones(2, 4)),
+        lambda: pyruntime.all_gather_matmul(torch.ones(2, 4), torch.ones(3, 4), "rows"),
+    ):
+        with pytest.raises(ValueError, match=r"^No process group has the name '\w+'\. If there was one, its"):
+            use()
+
+
+def test_a_layer_that_outlives_its_runtime_says_so(ranks):
+    for rank in ranks.launch(after_the_end_case, 2, init=False):
+        assert rank.error is None, rank.output

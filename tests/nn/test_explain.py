@@ -193,3 +193,8 @@ def test_a_model_without_parallel_layers_says_so():
 def test_layers_show_in_a_profile_by_name(ranks):
     for names in ranks.run(names_in_a_profile, 2):
         assert "tp blocks.7.up" in names and "tp 2" in names
+
+
+def test_what_is_no_module_is_told():
+    with pytest.raises(TypeError, match=r"^explain\(\) is of an nn.Module; found: str\.$"):
+        explain("a model")
