@@ -96,7 +96,7 @@ class _Recorder(TorchDispatchMode):
         self.add("share_weight", weight=self.number(weight))
         return self._mark(weight)
 
-    def _begin_column(self, x, weight, group, rows, tier, flight):
+    def _begin_column(self, x, weight, group, rows, *_):
         begun = self._mark(x, rows)
         self._linear(("begin_column",), self.number(begun), x, weight, rows, x.shape[-1], False)
         return begun

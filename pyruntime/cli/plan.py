@@ -224,7 +224,7 @@ def _join(options: Options, rules: Rules) -> None:
     print(_table_across(job, found[: options.top]))
     best = found[0]
     mesh = dataclasses.replace(best.mesh, layers=best.layers)
-    of_both = dataclasses.replace(clusters[0], gpus_per_node=min(own, clusters[0].gpus_per_node))
+    of_both = dataclasses.replace(clusters[0], gpus_per_node=min(own, clusters[0].gpus_per_node), rings=())
     why = Asked(dataclasses.replace(job, cluster=of_both)).refusal(mesh)
     print(f"\nThe trainer does not run the first: {why}" if why else "\nThe trainer runs the first.")
     if options.config:

@@ -19,6 +19,8 @@ from pyruntime.elastic.wire import ALIVE_S
 
 SIGNS = 3
 """Of life that a rank misses, at least, before it counts as silent."""
+OUTAGE = 10
+"""Where nobody at all is heard, this service's own link may be down: how many times as long it waits."""
 SETTLES_S = 2.0
 """After a connection between two members failed: how long a death is given to be heard of."""
 
@@ -140,7 +142,8 @@ class Order:
 class Coordinator:
     """replicas: how many the first round waits for. quorum: least number of members of a round that counts.
     deadline_s: how long those that have arrived wait for another one, and how long one of which nothing is
-    heard stays; with a quorum there, the first round waits as long for the rest.
+    heard stays (OUTAGE times as long where nobody is heard); with a quorum there, the first round waits as
+    long for the rest.
 
     `now` of its methods is a time in seconds. `orders` and `events` are for who calls them to take out: what
     is to be sent, and what happened, in words of the record.
@@ -149,6 +152,8 @@ class Coordinator:
     def __init__(self, replicas: int, quorum: int, deadline_s: float):
         self._wanted, self.quorum, self._deadline_s = replicas, quorum, deadline_s
         self._silence_s = max(deadline_s, SIGNS * ALIVE_S)
+        self._heard = 0.0
+        """When anybody was, last."""
         self.replicas: dict[str, Replica] = {}
         """All that are connected, in the order in which they came."""
         self.phase, self.round = Phase.GATHERING, 0
@@ -179,6 +184,7 @@ class Coordinator:
 
     def hello(self, name: str, place: int, facts: Mapping[str, Any], now: float) -> None:
         """A rank of a replica has connected."""
+        self._anybody_is_heard(now)
         own = Own.of(facts)
         made = Replica(name, facts["label"], facts["places"], facts["job"], came=now)
         replica = self.replicas.setdefault(name, made)
@@ -204,8 +210,18 @@ class Coordinator:
         replica.state = State.NEW
         self._since = now if self.phase is Phase.GATHERING else self._since
 
+    def _anybody_is_heard(self, now: float) -> None:
+        """Of the time in which nobody was, nobody is to blame for having been silent."""
+        silence = now - self._heard
+        if silence > SIGNS * ALIVE_S:
+            for each in self.replicas.values():
+                each.came += silence
+                each.heard = {place: at + silence for place, at in each.heard.items()}
+        self._heard = now
+
     def hear(self, name: str, place: int, message: Mapping[str, Any], now: float) -> None:
         """A rank of a replica has said something. Of one that has left, nothing is heard any more."""
+        self._anybody_is_heard(now)
         replica = self.replicas.get(name)
         if replica is None:
             return
@@ -269,9 +285,11 @@ class Coordinator:
         """To be called a few times a second: looks for deadlines that have passed. What came before `now` has
         been heard."""
         if self.phase is not Phase.OVER:
+            is_outage = now - self._heard > SIGNS * ALIVE_S
+            most = OUTAGE * self._silence_s if is_outage else self._silence_s
             for each in list(self.replicas.values()):
-                if now - each.silent_since > self._silence_s:
-                    self._expel(each, f"nothing was heard of it for {self._silence_s:g} s", now)
+                if now - each.silent_since > most:
+                    self._expel(each, f"nothing was heard of it for {most:g} s", now)
         late = self.is_late(now)
         if self.phase is Phase.GATHERING:
             if late and len(self._whole()) >= self.quorum:

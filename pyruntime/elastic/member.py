@@ -240,8 +240,12 @@ class Member:
         )
         self._life = threading.Thread(target=self._show_life, daemon=True, name="pyr-alive")
         self._life.start()
-        with contextlib.ExitStack() as connections:
-            return self._come(taken, sums, connections)
+        try:
+            with contextlib.ExitStack() as connections:
+                return self._come(taken, sums, connections)
+        except BaseException:
+            self._has_left.set()  # no sign of life of what nobody has joined
+            raise
 
     def _has(self, round_: int, deal: list[int]) -> None:
         """The state that is there is of the beginning of that round."""

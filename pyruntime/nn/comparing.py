@@ -64,8 +64,8 @@ def check_same_arguments(
         for name, t in given
         if type(t) in kinds and t.layout is torch.strided and not t.is_complex()
     ]
-    mine = torch.zeros(1, _ARGUMENTS, 3, dtype=torch.float64)
-    allowed, names = torch.zeros(_ARGUMENTS, dtype=torch.float64), [""] * _ARGUMENTS
+    mine = torch.zeros(1, _ARGUMENTS, 3, dtype=torch.float64, device="cpu")
+    allowed, names = torch.zeros(_ARGUMENTS, dtype=torch.float64, device="cpu"), [""] * _ARGUMENTS
     for i, (name, tensor) in enumerate(dense[:_ARGUMENTS]):
         names[i] = f"argument{name}" if name.strip().isdigit() else name.strip()
         mine[0, i] = torch.tensor(_fingerprint(name, tensor), dtype=torch.float64)
@@ -91,7 +91,7 @@ def _fingerprint(name: str, tensor: Tensor) -> tuple[float, float, float]:
     form = zlib.crc32(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
     values = torch.nan_to_num(tensor.detach().double().flatten(), 0.0, 0.0, 0.0)
     draw = torch.Generator().manual_seed(0)
-    direction = torch.randn(len(values), generator=draw, dtype=torch.float64).to(values.device)
+    direction = torch.randn(len(values), generator=draw, dtype=torch.float64, device="cpu").to(values.device)
     norm = values.norm().item()
     return float(form), norm, (values @ direction).item() / max(norm, 1e-300)
 

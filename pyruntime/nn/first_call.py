@@ -370,7 +370,9 @@ def _noted(layer: ParallelLinear, x: Tensor) -> _Call:
     dtype = torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype
     wide = x.double() if x.dtype == torch.float64 else x.float()
     draw = torch.Generator().manual_seed(x.shape[-1])
-    directions = torch.randn(x.shape[-1], _DIRECTIONS, generator=draw, dtype=wide.dtype).to(x.device)
+    directions = torch.randn(x.shape[-1], _DIRECTIONS, generator=draw, dtype=wide.dtype, device="cpu").to(
+        x.device
+    )
     return _Call(
         layer, tuple(x.shape), torch.nan_to_num(wide, 0.0, 0.0, 0.0) @ directions, TOLERANCES.get(dtype, 1e-3)
     )

@@ -102,7 +102,7 @@ def sentences(predictor: Predictor, candidate: Candidate) -> list[str]:
     if seconds.dp > 0.05 * candidate.total and not mesh.tau:
         found.append(
             "gradients do not fit under the backward pass: more micro-batches a step, hybrid sharding inside "
-            "fast groups, or CO2"
+            "fast groups" + ("" if job.cluster.is_of_gpus else ", or CO2")
         )
     if mesh.tau:
         found.append(

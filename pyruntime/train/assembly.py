@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.data_parallel import Compression, Muon, Sharded
+from pyruntime.data_parallel.compression.compressor import PIECES
 from pyruntime.llama import Llama
 from pyruntime.ops.placements import PlacementCheck
 from pyruntime.train.config import RunConfig
@@ -108,4 +109,5 @@ def compressed_how(config: RunConfig, runtime: Runtime) -> str:
     if settings is None:
         return ""
     sizes = ", ".join(f"{name}={size}" for name, size in runtime.sizes._asdict().items())
-    return f"{settings} at zero={config.parallel.zero} over {sizes}"
+    pieces = f" in {PIECES} pieces" if settings.plan_every and settings.method == "quantize" else ""
+    return f"{settings}{pieces} at zero={config.parallel.zero} over {sizes}"

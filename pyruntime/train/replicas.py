@@ -51,7 +51,7 @@ def job_of(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: Runti
     files lie, and the number of its tokens to learn from."""
     tau = config.data_parallel.tau
     assert isinstance(tau, int)
-    late = outer_method(config).rounds_late
+    method = outer_method(config)
     job = {f"train.{name}": getattr(config.train, name) for name in OF_TRAIN}
     job |= {f"optimizer.{name}": value for name, value in vars(config.optimizer).items()}
     job |= {
@@ -59,6 +59,7 @@ def job_of(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: Runti
         for name, value in vars(config.data_parallel).items()
         if name not in ITS_OWN
     }
+    job |= {"data_parallel.outer_lr": method.lr, "data_parallel.outer_momentum": method.momentum}
     job |= {f"parallel.{name}": size for name, size in runtime.sizes._asdict().items()}
     job |= {
         "parallel.zero": config.parallel.zero,
@@ -67,7 +68,7 @@ def job_of(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: Runti
         "data.paths of": [[source.text.facts.name, len(source.train)] for source in corpus.sources],
     }
     job |= {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()}
-    return job | {"tau": tau, "rounds": config.train.steps // tau, "late": late}
+    return job | {"tau": tau, "rounds": config.train.steps // tau, "late": method.rounds_late}
 
 
 def join(member: Member, outer: ShardedOuter, sharded: Sharded, step: int, deal: list[int]) -> bool:

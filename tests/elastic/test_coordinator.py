@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyruntime.elastic.coordinator import Phase, State
+from pyruntime.elastic.coordinator import OUTAGE, Phase, State
 from tests.elastic.simulation import DEADLINE_S, World
 
 
@@ -262,7 +262,7 @@ def test_where_all_are_stopped_all_are_put_out_and_one_that_comes_takes_the_run_
         one.stop(name)
     while one.move():
         pass
-    one.pass_time(DEADLINE_S)
+    one.pass_time(OUTAGE * DEADLINE_S)
     assert list(one.coordinator.replicas) == names
     one.pass_time(2)
     assert not one.coordinator.replicas and one.coordinator.phase is Phase.GATHERING
@@ -272,7 +272,20 @@ def test_where_all_are_stopped_all_are_put_out_and_one_that_comes_takes_the_run_
     for name in names:
         (rank,) = one.of(name)
         reason = next(message["reason"] for message in rank.inbox if message["type"] == "expelled")
-        assert reason == f"nothing was heard of it for {DEADLINE_S:g} s"
+        assert reason == f"nothing was heard of it for {OUTAGE * DEADLINE_S:g} s"
+
+
+def test_while_the_link_of_the_service_is_down_nobody_is_put_out():
+    one = World(3, replicas=3, quorum=2, rounds=3)
+    while one.coordinator.phase is not Phase.COMPUTING or any(not rank.is_member for rank in one.ranks):
+        one.move()
+    for name in one.alive():
+        one.stop(name)
+    one.pass_time(3 * DEADLINE_S)
+    for rank in one.ranks:
+        rank.is_stopped = rank.is_silent = False
+    one.run()
+    assert all(rank.is_finished and not rank.expelled for rank in one.ranks)
 
 
 @pytest.mark.parametrize("is_there", [True, False])

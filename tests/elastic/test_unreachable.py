@@ -15,6 +15,9 @@ import torch
 from pyruntime.elastic import member as members
 from pyruntime.elastic.coordinator import Phase
 from pyruntime.elastic.member import Member
+from pyruntime.elastic.state import OuterState
+from pyruntime.elastic.wire import ALIVE_S
+from pyruntime.outer import OuterOptimizer, local_sgd
 from tests.elastic.simulation import DEADLINE_S, World
 
 
@@ -50,6 +53,22 @@ def order(hole: list) -> dict:
 
 def told(end: socket.socket) -> list[dict]:
     return [json.loads(line) for line in end.recv(1 << 16).splitlines()]
+
+
+def test_one_whose_coming_ends_in_an_exception_gives_no_more_signs_of_life(member, monkeypatch):
+    """Others would wait for it for ever."""
+    mine, _ = member
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mine, "_come", interrupted)
+    outer = OuterOptimizer(torch.nn.Linear(2, 2), None, local_sgd(1), sums=mine)
+    with pytest.raises(KeyboardInterrupt):
+        mine.join(OuterState(outer), *outer.travelling(), 0, [0])
+    mine._life.join(2 * ALIVE_S)
+    assert not mine._life.is_alive()
+    outer.close()
 
 
 def test_who_calls_it_names_it_at_the_deadline(hole, member):
@@ -121,9 +140,9 @@ def test_those_that_are_silent_in_an_exchange_leave_and_the_others_go_on():
         one.move()
     service = one.coordinator
     names = list(service.replicas)
-    now = one.now + DEADLINE_S + 1
-    for name in (names[0], names[2]):
-        service.hear(name, 0, {"type": "alive"}, now)
+    for now in (one.now + second for second in range(int(DEADLINE_S) + 2)):
+        for name in (names[0], names[2]):
+            service.hear(name, 0, {"type": "alive"}, now)
     service.tick(now)
     assert list(service.replicas) == [names[0], names[2]]
     assert service.phase is Phase.EXCHANGING

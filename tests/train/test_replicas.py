@@ -209,6 +209,7 @@ def test_replicas_of_other_data_are_of_another_job(tmp_path):
     moved = tmp_path / "moved.txt"
     two.rename(moved)
     assert job(one, moved, weights=(1.0, 2.0)) == mine, "wherever the files lie"
+    assert (mine["data_parallel.outer_lr"], mine["data_parallel.outer_momentum"]) == (0.7, 0.9)
     for what, key in (
         (job(one, other, weights=(1.0, 2.0)), "data.paths of"),
         (job(moved, one, weights=(1.0, 2.0)), "data.paths of"),

@@ -55,9 +55,11 @@ class Quantized:
 
     def __init__(self, settings: Compression):
         self.uniform = settings.bits
+        # Rounded at random, fewer bits lose far more than is measured.
+        self._least = 1 if settings.error_feedback else min(4, settings.bits)
 
     def candidates(self) -> list[int]:
-        return list(range(1, 9))
+        return list(range(self._least, 9))
 
     def nbytes(self, count: int, number: int) -> int:
         return compression.quantized_bytes(count, number)

@@ -32,7 +32,7 @@ from pyruntime.ops.compression import BLOCK
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PIECES = 64
-"""Of what is given bits by a plan none has more elements than all divided by this, or LEAST_PIECE."""
+"""A plan gives bits to pieces of as many elements as all have divided by this, or LEAST_PIECE, rounded up."""
 LEAST_PIECE = 64 * BLOCK
 
 

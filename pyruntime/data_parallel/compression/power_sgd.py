@@ -62,11 +62,15 @@ def first_q(unit: Unit, rank: int, seed: int) -> Tensor:
 
 def errors(matrix: Tensor, ranks: Sequence[int], q: Tensor) -> list[float]:
     """||M - its best approximation of that rank||^2, by one subspace iteration from q [m, the largest of
-    `ranks`]: not below the true one; NaN where M is not finite."""
+    `ranks`]: not below the true one; NaN where M, or its square, is not
+    finite."""
     whole = float(sum_of_squares([matrix]))
     if not math.isfinite(whole):
         return [math.nan] * len(ranks)
-    basis = torch.linalg.qr(matrix.t() @ (matrix @ q)).Q
+    product = matrix.t() @ (matrix @ q)
+    if not product.isfinite().all():
+        return [math.nan] * len(ranks)
+    basis = torch.linalg.qr(product).Q
     image = (matrix @ basis).double()
     sums = torch.linalg.eigvalsh(image.t() @ image).flip(0).cumsum(0)  # of squares of singular values
     return [max(0.0, whole - float(sums[min(rank, len(sums)) - 1])) for rank in ranks]

@@ -18,6 +18,8 @@ from pyruntime.ops.compression import BLOCK
 
 ROW = 64
 """Bytes of a row of a message; what is packed begins at multiples of it."""
+GRAIN = 16 * BLOCK
+"""Elements that take whole rows in any number of bits."""
 LEAST = 1024
 """Elements of a matrix below which nothing is worth a loss."""
 
@@ -59,23 +61,26 @@ def units_of(bucket: Bucket, ranks: int) -> list[Unit]:
 
 
 def pieces_of(unit: Unit, most: int, is_cut: bool) -> list[Unit]:
-    """The unit, where it has at most so many elements; else runs of at most as many, in whole blocks. is_cut:
-    of what each rank sums, as its segment has it, and all other ranks sum nothing of a piece. Else all ranks
-    sum equal parts of each piece, so that none has longer messages than others."""
-    total = sum(count for _, count in unit.stretches)
+    """The unit, where it has at most so many elements; else runs of it of as many, rounded up so that every
+    rank sums as much of each, in whole blocks and rows: no rank has longer messages than another, or than
+    without pieces. is_cut: over ranks, as its segments are; else in the order of its memory."""
+    total, ranks = sum(count for _, count in unit.stretches), len(unit.stretches)
     if total <= most:
         return [unit]
-    most, ranks = -(-most // BLOCK) * BLOCK, len(unit.stretches)
-    runs: list[tuple[tuple[int, int], ...]] = []
+    step = -(-most // (ranks * GRAIN)) * GRAIN  # of a rank
     if is_cut:
-        for rank, (first, count) in enumerate(unit.stretches):
-            for low in range(0, count, most):
-                none = [(begin, 0) for begin, _ in unit.stretches]
-                none[rank] = (first + low, min(most, count - low))
-                runs.append(tuple(none))
+        longest = max(count for _, count in unit.stretches)
+        runs = [
+            tuple(
+                (first + min(low, count), max(0, min(step, count - low))) for first, count in unit.stretches
+            )
+            for low in range(0, longest, step)
+        ]
     else:
-        begin = unit.stretches[0][0]
-        runs = [shared_out(begin + low, min(most, total - low), ranks) for low in range(0, total, most)]
+        begin, of_all = unit.stretches[0][0], ranks * step
+        runs = [shared_out(begin + low, min(of_all, total - low), ranks) for low in range(0, total, of_all)]
+    if len(runs) == 1:
+        return [unit]
     return [
         Unit(f"{unit.key}[{i}]", 1, sum(count for _, count in run), False, run) for i, run in enumerate(runs)
     ]

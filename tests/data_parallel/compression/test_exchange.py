@@ -16,8 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 import pyruntime
 from pyruntime import comm
 from pyruntime.data_parallel.compression import Compression, power_sgd
+from pyruntime.data_parallel.compression.codecs import codec_of
 from pyruntime.data_parallel.compression.compressor import Compressor
-from pyruntime.data_parallel.compression.units import Unit, pieces_of, units_of
+from pyruntime.data_parallel.compression.units import (
+    GRAIN,
+    ROW,
+    Unit,
+    pieces_of,
+    places_of,
+    shared_out,
+    units_of,
+)
 from pyruntime.ops.compression import quantized_bytes
 from tests.data_parallel.cases import two_by_two
 from tests.data_parallel.compression import cases
@@ -123,29 +132,32 @@ def test_a_large_matrix_is_planned_in_pieces(ranks, stage):
     check_telescopes(sent, stage)
     numbers = sent[0].numbers
     assert all(each.numbers == numbers for each in sent)
-    pieces = 9 if stage else 7
-    assert set(numbers) == {"w1", *(f"w0[{i}]" for i in range(pieces))}
-    assert len({numbers[f"w0[{i}]"] for i in range(pieces)}) > 1
+    assert set(numbers) == {"w1", *(f"w0[{i}]" for i in range(5))}
+    assert len({numbers[f"w0[{i}]"] for i in range(5)}) > 1
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
-@pytest.mark.parametrize("most", [1, 512, 1000, 5_000])
-def test_pieces_are_all_of_a_matrix_in_whole_blocks(most, is_cut):
-    unit = Unit("w", 70, 100, False, ((64, 3_584), (3_648, 3_000), (6_648, 416)))
-    pieces, whole = pieces_of(unit, most, is_cut), max(512, -(-most // 512) * 512)
-    assert len({piece.key for piece in pieces}) == len(pieces)
+@pytest.mark.parametrize("most", [1, 24_576, 30_000])
+def test_pieces_are_all_of_a_matrix_and_each_rank_sums_as_much_of_each(most, is_cut):
+    stretches = ((64, 35_000), (35_064, 35_000), (70_064, 416)) if is_cut else shared_out(64, 70_416, 3)
+    unit, step = Unit("w", 704, 100, False, stretches), GRAIN * -(-most // (3 * GRAIN))
+    pieces = pieces_of(unit, most, is_cut)
+    assert len({piece.key for piece in pieces}) == len(pieces) > 1
     runs = sorted(run for piece in pieces for run in piece.stretches if run[1])
     ends = [begin + size for begin, size in runs]
-    assert [begin for begin, _ in runs] == [64, *ends[:-1]] and ends[-1] == 64 + 7_000
-    assert all(sum(size for _, size in piece.stretches) <= whole for piece in pieces)
-    if is_cut:
-        for rank, (first, count) in enumerate(unit.stretches):
-            own = [piece.stretches[rank] for piece in pieces if piece.stretches[rank][1]]
+    assert [begin for begin, _ in runs] == [64, *ends[:-1]] and ends[-1] == 64 + 70_416
+    assert all(size <= step for _, size in runs)
+    for piece in pieces[:-1]:
+        assert is_cut or [size for _, size in piece.stretches] == [step] * 3
+    for rank, (first, count) in enumerate(stretches):
+        own = [piece.stretches[rank] for piece in pieces if piece.stretches[rank][1]]
+        if is_cut:
             assert own[0][0] == first and sum(size for _, size in own) == count
-            assert all(size % 512 == 0 for _, size in own[:-1])
-    else:
-        assert all(size % 512 == 0 for piece in pieces[:-1] for _, size in piece.stretches)
-    assert pieces_of(unit, 7_000, is_cut) == [unit]
+        for bits in (1, 4, 8):  # as many bytes as without pieces, but for one block and what fills up its row
+            _, rows = places_of([quantized_bytes(size, bits) for _, size in own])
+            _, whole = places_of([quantized_bytes(count, bits)])
+            assert rows <= whole + (0 if is_cut else 1 + step * bits // (8 * ROW))
+    assert pieces_of(unit, 70_416, is_cut) == [unit]
 
 
 def bytes_of_a_step(group, transport, settings):
@@ -293,6 +305,19 @@ def test_what_a_rank_loses_is_not_underestimated_and_nearly_right():
     for rank, error in zip(ranks, found, strict=True):
         exact = float(values[rank:].sum())
         assert exact * (1 - 1e-3) - 1e-6 <= error <= 2 * exact + 1e-6
+
+
+def test_a_matrix_whose_square_is_not_finite_has_no_error_and_nothing_raises():
+    unit = Unit("w", 40, 30, False, ((0, 1200),))
+    matrix = 1e19 * torch.randn(40, 30, generator=torch.Generator().manual_seed(1))
+    found = power_sgd.errors(matrix, [1, 4], power_sgd.first_q(unit, 4, 0))
+    assert all(math.isnan(each) for each in found)
+
+
+def test_without_error_feedback_a_plan_takes_no_bits_whose_errors_are_not_those_that_are_measured():
+    for bits in (4, 6):
+        codec = codec_of(Compression("quantize", bits=bits, error_feedback=False, plan_every=2))
+        assert codec.candidates() == [4, 5, 6, 7, 8]
 
 
 def test_one_step_of_power_sgd_follows_its_definition(ranks):
