@@ -34,6 +34,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PIECES = 64
 """A plan gives bits to pieces of as many elements as all have divided by this, or LEAST_PIECE, rounded up."""
 LEAST_PIECE = 64 * BLOCK
+KEPT = -1
+"""In place of a new number: the old one stays."""
 
 
 class _Packed:
@@ -204,8 +206,15 @@ class Compressor:
         mine = torch.tensor([one.errors[unit.key] for one, unit in planned], dtype=torch.float64)
         errors = ops.all_gather_stats(mine, self._axis.name).sum(0)
         found = self._allocated([unit for _, unit in planned], errors) if self._axis.rank == 0 else []
-        chosen = dict(zip((unit.key for _, unit in planned), self._axis.of_all_ranks(found)[0], strict=False))
-        numbers = [chosen.get(unit.key, int(self._numbers[i])) for i, unit in enumerate(self._units)]
+        chosen = torch.tensor(found or [KEPT] * len(planned), dtype=torch.float64)
+        chosen = ops.all_gather_stats(chosen, self._axis.name)[
+            0
+        ]  # by the transport of gradients, in their order
+        of_units = {unit.key: int(number) for (_, unit), number in zip(planned, chosen, strict=True)}
+        numbers = self._numbers.tolist()
+        for i, unit in enumerate(self._units):
+            if of_units.get(unit.key, KEPT) != KEPT:
+                numbers[i] = of_units[unit.key]
         self._numbers.copy_(torch.tensor(numbers))
 
     def _allocated(self, units: Sequence[Unit], errors: Tensor) -> list[int]:
