@@ -180,11 +180,11 @@ def wait_until(there: Callable[[], bool], meanwhile: Callable[[], None] = lambda
 
 
 def has_gone_on(folder: Path, replicas: int) -> bool:
-    """Whether a round has counted since one of so many was lost, or all were."""
+    """Whether a round has counted since one of so many was lost, or all were, or are stopped."""
     record = folder / "record"
     lines = record.read_text().splitlines(keepends=True) if record.exists() else []
     kinds = [json.loads(line)["event"] for line in lines if line.endswith("\n")]
-    is_all = kinds.count("lost") == replicas
+    is_all = replicas in (kinds.count("lost"), len(list(folder.glob("died-*"))))
     return is_all or ("lost" in kinds and "round" in kinds[kinds.index("lost") :])
 
 
