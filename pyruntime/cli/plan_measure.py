@@ -5,6 +5,7 @@ Alone it times GEMMs, attention and memory; under torchrun (or netlab) the links
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
@@ -32,7 +33,7 @@ SIZES = tuple(2**power for power in range(14, 25, 2))
 GEMMS_OVER_WAIT = 2.5
 """Seconds of the GEMMs that an all-gather travels under, over those it takes alone."""
 ATTEMPTS = 3
-"""To tell what a transfer takes from GEMMs from noise, each with twice the rounds of the one before."""
+"""To tell what a transfer takes, by itself and from GEMMs, from noise."""
 
 
 def main(path: str) -> None:
@@ -41,9 +42,15 @@ def main(path: str) -> None:
     check_started()
     ranks = started_ranks()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    fitted, received, together = (None, 0.0, lambda: None) if ranks == 1 else _links(ranks)
-    flops, attention, copied = _gemms(together), _attention(together), _copies(together)
-    share = _core_share(flops)
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    try:
+        fitted, received, together = (None, 0.0, lambda: None) if ranks == 1 else _links(ranks)
+        flops, attention, copied = _gemms(together), _attention(together), _copies(together)
+        share = _core_share(flops)
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()  # its threads may still free tensors, for which they need Python
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
     if started_rank():
         return
@@ -109,21 +116,33 @@ def _copies(together: Callable[[], object]) -> float:
 def _links(ranks: int) -> tuple[AlphaBeta, float, Callable[[], object]]:
     """What pyruntime's all-gather over all ranks takes; the bytes received for each second that GEMMs beside
     it take longer; and a barrier."""
-    dist.init_process_group("gloo")
     group = dist.group.WORLD
-    seconds, shard = [], torch.empty(0)
-    for size in SIZES:
-        shard = torch.ones(size // ranks // 4, 1)
+    shards = [torch.ones(size // ranks // 4, 1) for size in SIZES]
 
-        def gather(shard: torch.Tensor = shard) -> None:
-            pyruntime.all_gather(shard, group)
-
-        mine = torch.tensor(median_seconds(gather, dist.barrier))
+    def seconds(shard: torch.Tensor) -> float:
+        mine = torch.tensor(median_seconds(lambda: pyruntime.all_gather(shard, group), dist.barrier))
         dist.all_reduce(mine, dist.ReduceOp.MAX)
-        seconds.append(float(mine))
+        return float(mine)
+
+    fitted, measured = link_of(lambda: [seconds(shard) for shard in shards], ranks)
     received = SIZES[-1] * (ranks - 1) / ranks
-    fitted = fit_alpha_beta(SIZES, seconds, ranks)
-    return fitted, received / _own_seconds(group, shard, seconds[-1]), dist.barrier
+    return fitted, received / _own_seconds(group, shards[-1], measured[-1]), dist.barrier
+
+
+def link_of(measure: Callable[[], list[float]], ranks: int) -> tuple[AlphaBeta, list[float]]:
+    """alpha and beta, and the medians they follow from, of as many rounds as it takes until seconds rise with
+    the size. Raises ConfigError if they do not."""
+    rounds: list[list[float]] = []
+    for _ in range(ATTEMPTS):
+        rounds.append(measure())
+        medians = [statistics.median(of_size) for of_size in zip(*rounds, strict=True)]
+        with contextlib.suppress(ValueError):
+            return fit_alpha_beta(SIZES, medians, ranks), medians
+    raise ConfigError(
+        f"--measure: all-gathers of {SIZES[-1] / 1e6:.0f} MB took no longer than those of "
+        f"{SIZES[0] / 1e3:.0f} kB, {ATTEMPTS} times over: other work on this machine hides what transfers "
+        "cost. Run it again when the machine is idle."
+    )
 
 
 def _own_seconds(group: dist.ProcessGroup, shard: torch.Tensor, wait: float) -> float:
