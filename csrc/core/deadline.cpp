@@ -14,8 +14,10 @@ thread_local std::function<void()> scoped_check;
 thread_local Filler* filler = nullptr;
 thread_local std::vector<Span> filled;
 
-constexpr int kSpins = 4000;                    // about 50 us
-constexpr double kYieldSeconds = 2e-3;          // then naps
+constexpr int kSpins = 4000;  // about 50 us
+// Then naps. No longer: where ranks outnumber cores, who yields goes on asking in between those who compute,
+// and Linux 6.18 puts it a whole turn behind them each time, also when what it waits for has come.
+constexpr double kYieldSeconds = 1e-4;
 constexpr double kLivenessEverySeconds = 5e-3;  // how often the peer's process is looked at
 constexpr double kSameSpanSeconds = 2e-5;       // between pieces that follow each other
 
