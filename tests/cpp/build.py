@@ -38,6 +38,7 @@ PROGRAMS = {
     "core/test_rings": ["core/chunk_plan.cpp", "core/rings.cpp"],
     "cpu/test_fp8": [],
     "cpu/test_reduce": ["cpu/reduce.cpp"],
+    "cpu/test_sift": [],
     "cpu/test_symmetric_memory": [
         "core/deadline.cpp",
         "core/error.cpp",

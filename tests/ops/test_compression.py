@@ -279,6 +279,44 @@ def test_of_equal_magnitudes_the_first_travel():
     assert top_k_of(torch.zeros(100), 3)[:12].view(torch.int32).tolist() == [0, 1, 2]
 
 
+def clustered(count):
+    """Of which a sample of runs says little."""
+    return (
+        torch.randn(count)
+        * (torch.rand(-(-count // 16)) < 0.01).float().mul(99).add(1).repeat_interleave(16)[:count]
+    )
+
+
+SHAPES_OF_VALUES = {
+    "ascending": lambda count: torch.arange(count).float(),
+    "descending": lambda count: -torch.arange(count, 0, -1).float(),
+    "few magnitudes": lambda count: torch.randint(-3, 4, (count,)).float(),
+    "nearly all zero": lambda count: torch.randn(count) * (torch.rand(count) < 1e-3),
+    "large at the end": lambda count: (
+        torch.randn(count).mul(1e-3).index_fill(0, torch.arange(count - 900, count), 7.0)
+    ),
+    "clustered": clustered,
+    "heavy tails": lambda count: torch.randn(count).pow(9),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES_OF_VALUES)
+def test_the_largest_are_found_however_they_are_spread(shape):
+    """By a stable sort, and the squares of the others by its order."""
+    for count, k in ((3_000, 30), (200_001, 2_000), (200_001, 60_000), *[(70_000, 700)] * 10):
+        x, residual = SHAPES_OF_VALUES[shape](count), torch.zeros(count)
+        order = x.abs().sort(descending=True, stable=True).indices
+        places = order[:k].sort().values
+        (lost,), (of_all, of_none) = compression.top_k_errors(x, [k]), compression.top_k_errors(x, [0, count])
+        for kept in (residual, None):
+            packed = top_k_of(x, k, kept)
+            assert torch.equal(packed[: 4 * k].view(torch.int32).long(), places)
+            assert torch.equal(packed[4 * k :].view(torch.float32), x[places])
+        assert torch.equal(residual, x.index_fill(0, places, 0))
+        assert lost == pytest.approx(float(x[order[k:]].double().square().sum()), rel=1e-12)
+        assert of_all == pytest.approx(float(x.double().square().sum()), rel=1e-12) and of_none == 0
+
+
 def test_values_that_are_not_finite_are_the_largest():
     x = torch.randn(500)
     x[400] = float("nan")

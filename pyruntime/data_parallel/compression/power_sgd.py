@@ -61,19 +61,17 @@ def first_q(unit: Unit, rank: int, seed: int) -> Tensor:
 
 
 def errors(matrix: Tensor, ranks: Sequence[int], q: Tensor) -> list[float]:
-    """||M - its best approximation of that rank||^2, by one subspace iteration from q [m, the largest of
-    `ranks`]: not below the true one; NaN where M, or its square, is not
+    """||M - its best approximation of that rank||^2 among those whose columns M q spans, q [m, the largest of
+    `ranks`]: what a step from q can lose, and not below the true one; NaN where M, or a square of it, is not
     finite."""
     whole = float(sum_of_squares([matrix]))
-    if not math.isfinite(whole):
+    spanned = matrix @ q
+    if not math.isfinite(whole + float(sum_of_squares([spanned]))):
         return [math.nan] * len(ranks)
-    product = matrix.t() @ (matrix @ q)
-    if not product.isfinite().all():
-        return [math.nan] * len(ranks)
-    basis = torch.linalg.qr(product).Q
-    image = (matrix @ basis).double()
-    sums = torch.linalg.eigvalsh(image.t() @ image).flip(0).cumsum(0)  # of squares of singular values
-    return [max(0.0, whole - float(sums[min(rank, len(sums)) - 1])) for rank in ranks]
+    image = (matrix.t() @ torch.linalg.qr(spanned).Q).double()
+    # Of squares of singular values, from the largest on.
+    sums = torch.linalg.eigvalsh(image.t() @ image).flip(0).cumsum(0).tolist()
+    return [max(0.0, whole - sums[min(rank, len(sums)) - 1]) for rank in ranks]
 
 
 @dataclass(frozen=True)
