@@ -11,12 +11,18 @@ from pyruntime.elastic.address import DEFAULT_PORT, LARGEST_PORT, is_host
 from pyruntime.elastic.coordinator import Coordinator
 from pyruntime.elastic.service import Service, say
 from pyruntime.train.errors import ConfigError
+from pyruntime.train.signals import Stopped
 from pyruntime.train.validate import check_seconds
 
 DESCRIPTION = """Joins replicas that come and go into one run (docs/elastic.md): says who is a member of
 a round, when it counts, and whose sequences it takes. Start it once, apart from all replicas, and them with
 --data_parallel.members HOST:PORT. It ends with the run. Whoever reaches the port can take part: keep it
 inside a network that you trust."""
+
+WHAT_FOLLOWS = (
+    "before the run was over; its replicas end too. Start it again, and them from their checkpoints."
+)
+"""Of a service that is interrupted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,5 +72,7 @@ def main(argv: list[str]) -> None:
     say(f"members of a run of {options.replicas} replicas, quorum {quorum}, on port {service.port}")
     try:
         service.run()
+    except Stopped as stopped:
+        raise Stopped(stopped.signum, WHAT_FOLLOWS) from None
     finally:
         service.close()

@@ -118,19 +118,21 @@ def newest(run_dir: Path) -> Path | None:
     return next(reversed(complete(run_dir / FOLDER)), None)
 
 
-def to_go_on_with(run_dir: Path, wanted: Facts) -> list[Path]:
-    """The checkpoints of that run, newest first, but for those that do not even say what they are. Raises
-    DamagedError where there are such alone, and ConfigError where one is of another model or dtype."""
-    found, damaged = [], None
+def to_go_on_with(run_dir: Path, wanted: Facts) -> tuple[list[Path], str]:
+    """The checkpoints of that run, newest first, but for those that do not even say what they are; and why
+    the newest one is none of them, empty where it is. Raises DamagedError where there are such alone, and
+    ConfigError where one is of another model or dtype."""
+    found, newest, damaged = [], "", None
     for path in reversed(complete(run_dir / FOLDER)):
         try:
             read_matching(path, wanted)
             found.append(path)
         except manifest.DamagedError as error:
+            newest = newest if found or newest else str(error)
             damaged = damaged or error
     if damaged and not found:
         raise damaged
-    return found
+    return found, newest
 
 
 def find(path: Path) -> Path:

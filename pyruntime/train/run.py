@@ -102,7 +102,7 @@ def _run(
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from, config.data.paths)
     shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, *runtime.tp_sizes)
     config = on_rank_0(ranks, "Settling the pipeline", lambda: resolved(config, shape))
-    before, saved = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
+    before, saved, left = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
     start_at = saved[0] if saved else None
     run_dir = on_rank_0(
         ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held, before)
@@ -125,6 +125,8 @@ def _run(
             progress.say(f"tuning {tuned}")
         if before:
             progress.say(_words_of_restart(before, start_at))
+        if left:
+            progress.say(f"{left} The run goes on with {start_at}.")
     watch = _watch(config, shape, runtime, progress.say if is_rank_0 else lambda _: None)
 
     trainer = Trainer(config, model, text, runtime, run_dir, stop)
@@ -136,8 +138,8 @@ def _run(
             del trainer, model
             gc.collect()
             model, trainer = _anew(config, shape, text, runtime, run_dir, stop, start_at)
-        if is_rank_0 and (left := trainer.what_is_not_resumed(start_at)):
-            progress.say(left)
+        if is_rank_0 and (residuals := trainer.what_is_not_resumed(start_at)):
+            progress.say(residuals)
     if not trainer.join():
         if is_rank_0:
             progress.say("The replicas have taken the last step; nothing is left to do.")
@@ -332,23 +334,23 @@ def _bytes_read() -> int:
     return sum(figures.bytes_read for figures in comm.traffic().values())
 
 
-def _checkpoints(config: RunConfig, shape: LlamaConfig) -> tuple[Life | None, list[Path]]:
+def _checkpoints(config: RunConfig, shape: LlamaConfig) -> tuple[Life | None, list[Path], str]:
     """The job in whose place this one was started, if any, and checkpoints to go on with, the first that is
-    whole: those that it has saved, else those that are asked for."""
+    whole: those that it has saved, else those that are asked for. And why the newest is left out, if so."""
     resume, before = config.checkpoint.resume, _life_before()
     facts = checkpoint_folder.Facts.of(config, shape)
     if before is not None:
-        found = checkpoint_folder.to_go_on_with(Path(before.run_dir), facts)
+        found, left = checkpoint_folder.to_go_on_with(Path(before.run_dir), facts)
         # Older ones are of a run that this job may have left at an earlier step.
         if own := [path for path in found if checkpoint_folder.read(path).saved_at >= before.began]:
-            return before, own
+            return before, own, left
     if resume == checkpoint_folder.AUTO:
-        return before, checkpoint_folder.to_go_on_with(Path(config.output.run_dir), facts)
+        return before, *checkpoint_folder.to_go_on_with(Path(config.output.run_dir), facts)
     if not resume:
-        return before, []
+        return before, [], ""
     folder = checkpoint_folder.find(Path(resume))
     checkpoint_folder.read_matching(folder, facts)
-    return before, [folder]
+    return before, [folder], ""
 
 
 def _life_before() -> Life | None:

@@ -100,3 +100,18 @@ def test_a_job_that_is_started_anew_goes_on_with_nothing_but_its_own(ranks, tmp_
     (first, _), (second, said) = lives(ranks, *short, *branch)
     assert (first, second) == (0, 0), said
     assert f"{AGAIN}goes on with {run_dir}/checkpoints/step-000001\n" in said
+
+
+def test_a_newest_checkpoint_that_does_not_say_what_it_is_is_left_with_a_word(ranks, tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    sizes = [*SIZES, "--data.paths", str(Path(__file__).parent), "--train.val_every", "0"]
+    command = ["train", *sizes, "--output.run_dir", str(tmp_path / "run"), "--checkpoint.every_steps", "1"]
+    command += ["--checkpoint.resume", "auto", "--train.steps", "2"]
+    for damaged in (False, True):
+        if damaged:
+            (folder / "step-000002" / "run.json").write_text("{")
+        (ended,) = ranks.launch(run_command, 1, *command, init=False, timeout=LIMIT_S)
+        assert (ended.exit_code, ended.value) == (0, 0), ended
+        words = f"{folder}/step-000002/run.json is damaged: "
+        assert (words in ended.output) is damaged
+        assert (f"The run goes on with {folder}/step-000001.\n" in ended.output) is damaged

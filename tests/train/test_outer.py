@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from pathlib import Path
 
@@ -54,10 +55,11 @@ def alone(ranks, tmp_path_factory):
     [
         {"dp": 2},
         {"dp": 4, "dp_replicate": 2, "zero": 1},
+        {"dp": 4, "dp_replicate": 2, "zero": 2},
         {"dp": 4, "dp_replicate": 2, "zero": 0},
         {"dp": 2, "cp": 2},
     ],
-    ids=["tp 2", "zero 1 inside", "zero 0 inside", "cp 2"],
+    ids=["tp 2", "zero 1 inside", "zero 2 inside", "zero 0 inside", "cp 2"],
 )
 def test_a_replica_of_several_ranks_is_one_of_one_rank(ranks, alone, parallel):
     config, expected = alone
@@ -190,6 +192,31 @@ def test_a_run_goes_on_bitwise_from_the_midst_of_a_round(ranks, tmp_path, data_p
         for name in ("loss", "grad_norm", "val_loss"):
             assert jobs.curve(curves, name)[5:] == jobs.curve(resumed, name)
         assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("data_parallel", "others"),
+    [
+        (CO2, [{"dp": 2, "pp": 2}, {"dp": 4, "dp_replicate": 2, "zero": 2}]),
+        ({"method": "co2", "tau": "auto"}, [{"dp": 2, "cp": 2}]),
+    ],
+    ids=["co2", "co2, tau measured"],
+)
+def test_a_run_goes_on_with_replicas_that_are_cut_otherwise(ranks, tmp_path, data_parallel, others):
+    config = job(tmp_path, data_parallel, {"dp": 2})
+    config = jobs.changed(config, "checkpoint", every_steps=5)
+    folder = jobs.prepare(config)
+    (whole, _, sentence), *_ = run(ranks, ended, 4, config)
+    saved = checkpoint_folder.complete(folder / checkpoint_folder.FOLDER)[0]
+    config = jobs.changed(config, "output", run_dir=str(tmp_path / "again"))
+    jobs.prepare(config)
+    for parallel in others:
+        for found, _, again in run(ranks, ended, 4, jobs.changed(config, "parallel", **parallel), saved):
+            assert re.findall(r"tau \d+", again) == re.findall(r"tau \d+", sentence)
+            for name in ("loss", "grad_norm"):
+                expected = jobs.curve(whole[5:], name)
+                assert jobs.curve(found, name) == pytest.approx(expected, rel=1e-4), (parallel, name)
+            assert found[-1].val_loss == pytest.approx(whole[-1].val_loss, rel=1e-4)
 
 
 def loaded_weights(group, config, saved):

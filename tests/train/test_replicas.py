@@ -151,6 +151,15 @@ def test_torchrun_starts_a_replica_of_two_ranks_anew(tmp_path, service):
     assert last_weights(folders[0]) == last_weights(folders[1])
 
 
+def test_a_service_that_is_interrupted_says_what_follows(service):
+    service(2)
+    (process,) = service.processes
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 128 + signal.SIGINT
+    assert err.startswith("pyruntime: Stopped by SIGINT before the run was over; its replicas end too")
+
+
 @pytest.mark.parametrize("method", ["diloco", "co2"])
 def test_a_run_goes_on_from_the_checkpoints_of_its_replicas(tmp_path, service, method):
     """All of it is ended, service and replica; what that saved, and what had been dealt, is taken up."""

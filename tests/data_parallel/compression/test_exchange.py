@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
 from pyruntime import comm
-from pyruntime.data_parallel.compression import Compression, power_sgd
+from pyruntime.data_parallel.compression import Compression, compressor, power_sgd
 from pyruntime.data_parallel.compression.codecs import codec_of
 from pyruntime.data_parallel.compression.compressor import Compressor
 from pyruntime.data_parallel.compression.units import (
@@ -121,6 +122,23 @@ def test_ranks_agree_on_a_plan_and_what_is_lost_still_telescopes(ranks, stage, m
     uniform = {"quantize": 4, "top_k": 50_000, "power_sgd": 8}[method]
     assert set(numbers) == {"w0", "w1", "w2", "w3"}
     assert any(number != uniform for name, number in numbers.items() if name != "w2"), numbers
+
+
+def planned_otherwise(group):
+    """As if every rank had measured other errors: rank 0 takes the finest numbers, others do not."""
+
+    def of_its_own(sizes, _errors, _uniform):
+        return [len(row) - 1 - group.rank() for row in sizes]
+
+    with patch.object(compressor, "allocate", of_its_own):
+        sent = cases.send(group, "symmetric_memory", 1, Compression("quantize", plan_every=2))
+    return sent
+
+
+def test_ranks_take_one_plan_where_each_would_make_another(ranks):
+    sent = ranks.run(planned_otherwise, 3)
+    check_telescopes(sent, 1)
+    assert [set(each.numbers.values()) for each in sent] == [{8}] * 3
 
 
 @pytest.mark.parametrize("stage", [0, 1])
