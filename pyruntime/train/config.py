@@ -81,8 +81,8 @@ class Data:
     field: str = "text"
     """Key of a line's object, or column of a table, in which the text is."""
     tokenizer: str = ""
-    """"bytes" (one token a byte, 256 tokens), or the path of a tokenizer.json; empty: that of
-    model.init_from, else that of the tokens in paths, else bytes."""
+    """"bytes" (one token a byte, 256 tokens), or the path of a tokenizer.json, or of a folder with a Hugging
+    Face tokenizer; empty: that of model.init_from, else that of the tokens in paths, else bytes."""
     cache: str = ""
     """Folder in which the tokens of a text are kept for other runs; empty: pyruntime/tokens in the user's
     cache folder (XDG_CACHE_HOME, ~/.cache)."""

@@ -84,8 +84,9 @@ class Document:
     source: int
     place: int
     """Where it is in its file; parts of a document ascend."""
+    is_begin: bool
     is_end: bool
-    """Whether the document ends here."""
+    """Whether the document begins and ends here."""
     pieces: Iterator[bytes]
     """Its text, each piece at most PIECE_BYTES; read before the next document."""
 
@@ -222,7 +223,7 @@ def _part(source: Source, span: Span) -> Document:
             yield from cut(file, end - begin)
 
     is_end = span.end == source.size
-    return Document(source.digest, span.source, span.begin, is_end, pieces())
+    return Document(source.digest, span.source, span.begin, span.begin == 0, is_end, pieces())
 
 
 def _part_begin(file: BinaryIO | io.FileIO, offset: int) -> int:
@@ -276,7 +277,7 @@ def _rows(path: Path, span: Span, field: str) -> Iterator[Document]:
 
 def _whole(text: bytes, source: int, place: int) -> Document:
     digest = hashlib.blake2b(text, digest_size=16).digest()
-    return Document(digest, source, place, True, cut(io.BytesIO(text), len(text)))
+    return Document(digest, source, place, True, True, cut(io.BytesIO(text), len(text)))
 
 
 def check_unchanged(sources: Sequence[Source]) -> None:

@@ -75,12 +75,14 @@ def stream(folder: Path) -> list[int]:
     return np.concatenate([Shard.open(path).tokens for path in sorted(folder.glob("*.bin"))]).tolist()
 
 
-def test_documents_stand_in_the_order_of_their_hash_each_once(tmp_path, bpe, small_parts):
+@pytest.mark.parametrize("begin", [(), (7, 8)])
+def test_documents_stand_in_the_order_of_their_hash_each_once(tmp_path, bpe, small_parts, begin):
     paths, expected = mixed(tmp_path / "text")
     tokenizer = JsonTokenizer(bpe)
+    tokenizer.begin = begin
     facts = write(tmp_path / "out", paths, tokenizer)
     expected.sort(key=lambda text: hashlib.blake2b(text, digest_size=16).digest())
-    whole = [[*tokenizer.encode(text).tolist(), tokenizer.separator] for text in expected]
+    whole = [[*begin, *tokenizer.encode(text).tolist(), tokenizer.separator] for text in expected]
     assert stream(tmp_path / "out") == [token for ids in whole for token in ids]
     assert (facts.documents, len(facts.shards) > 3) == (len(expected), True)
     assert facts.bytes == sum(len(text) + 1 for text in expected)
@@ -166,7 +168,7 @@ def test_bad_requests_are_one_sentence_and_lose_nothing(tmp_path, capsys, bpe):
     assert "holds text." in refused(capsys, out, "--paths", tmp_path / "empty.jsonl")
     (tmp_path / "nothing").mkdir()
     assert "there is no text in" in refused(capsys, out, "--paths", tmp_path / "nothing")
-    assert "no.json is not a file" in refused(
+    assert "no.json' is no file and no folder" in refused(
         capsys, out, "--paths", path, "--tokenizer", tmp_path / "no.json"
     )
     broken = tmp_path / "tokenizer.json"
