@@ -412,7 +412,7 @@ def steps_of(profile: str) -> range:
     found = re.fullmatch(r"(\d{1,10})(?:-(\d{1,10}))?", profile, re.ASCII)
     steps = range(0) if found is None else range(int(found[1]), int(found[2] or found[1]) + 1)
     if not steps or steps[0] < 1:
-        raise ValueError(f"{short_repr(profile)} names no steps; write them as 10, or 10-12")
+        raise ValueError(f"{short_repr(profile)} names no steps; write them as 10, or 10-12.")
     return steps
 
 
