@@ -106,7 +106,8 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer) -> torch.Tensor:
     """The prompt as tokens [1, n], n at least 1."""
     import torch
 
-    ids = tokenizer.encode(prompt.encode("utf-8", errors="surrogateescape")).tolist()
+    text = tokenizer.encode(prompt.encode("utf-8", errors="surrogateescape")).tolist()
+    ids = [*tokenizer.begin, *text]
     if not ids and tokenizer.separator is not None:
         ids = [tokenizer.separator]
     if not ids:

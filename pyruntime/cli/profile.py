@@ -53,6 +53,8 @@ def main(argv: list[str]) -> None:
         raise ConfigError(
             f"--step={options.step} must divide --seq-len={options.seq_len} into at least 4 parts."
         )
+    if options.json and not Path(options.json).absolute().parent.is_dir():  # before minutes of measuring
+        raise ConfigError(f"--json: {options.json} lies in no folder that is there; make it first.")
     torch.set_num_threads(options.threads)
     with refusing("--preset: "):
         changes = {"vocab_size": options.vocab_size} if options.vocab_size else {}

@@ -44,6 +44,9 @@ class Options:
 def main(argv: list[str]) -> None:
     options = parse(Options, argv, "report", DESCRIPTION)
     run_dir = Path(options.run_dir)
+    if options.cluster:
+        with refusing("--cluster: "):
+            find_cluster(options.cluster)
     with refusing(kinds=(OSError,)):
         if not (run_dir / metrics.FILE_NAME).is_file():
             raise ConfigError(f"{run_dir} is no run folder: it has no {metrics.FILE_NAME}.")

@@ -15,7 +15,7 @@ import tyro
 from pyruntime.cli.arguments import check_at_least, parse
 from pyruntime.train.data import tokenizing
 from pyruntime.train.data.documents import survey
-from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
+from pyruntime.train.data.tokenizer import Tokenizer, check_named, open_tokenizer
 from pyruntime.train.disk import in_use
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.progress import bar, clock
@@ -40,7 +40,7 @@ class Options:
     field: str = "text"
     """Key of a line's object, or column of a table, in which the text is."""
     tokenizer: str = "bytes"
-    """Path of a tokenizer.json, or "bytes" (one token a byte)."""
+    """"bytes" (one token a byte), or the path of a tokenizer.json, or of a folder with a tokenizer."""
     workers: int = 0
     """Processes; 0: one for each core."""
 
@@ -51,10 +51,7 @@ def main(argv: list[str]) -> None:
     for path in options.paths:
         if not (os.path.isfile(path) or os.path.isdir(path)):
             raise ConfigError(f"--paths: {path} is no file and no folder.")
-    if options.tokenizer != "bytes" and not os.path.isfile(options.tokenizer):
-        raise ConfigError(
-            f'--tokenizer: {options.tokenizer} is not a file; give "bytes" or the path of a tokenizer.json.'
-        )
+    check_named("--tokenizer", options.tokenizer)
     tokenizer = open_tokenizer(options.tokenizer)
     out = Path(options.out)
     try:

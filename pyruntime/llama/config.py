@@ -194,10 +194,12 @@ class LlamaConfig:
         values["rope_scaling"] = _rope_from_hf(rope, values.get("max_position_embeddings", 2048))
         return cls(**values)
 
-    def to_hf(self, dtype: str = "float32", separator: int | None = None) -> dict[str, Any]:
+    def to_hf(
+        self, dtype: str = "float32", separator: int | None = None, begin: int | None = None
+    ) -> dict[str, Any]:
         """A `config.json` that `LlamaForCausalLM.from_pretrained` reads; `dtype` as torch names it.
 
-        separator: the token between documents, which ends a text (eos) and may begin one (bos)."""
+        separator, begin: the tokens behind documents (eos) and in front of them (bos)."""
         values = dataclasses.asdict(self)
         values["rope_scaling"] = _rope_to_hf(self.rope_scaling)
         return {
@@ -205,7 +207,7 @@ class LlamaConfig:
             "model_type": "llama",
             "hidden_act": "silu",
             "torch_dtype": dtype,
-            "bos_token_id": separator,
+            "bos_token_id": begin,
             "eos_token_id": separator,
             **values,
         }

@@ -71,6 +71,7 @@ def save_hf(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5_000_000_000,
     separator: int | None = None,
+    begin: int | None = None,
 ) -> None:
     """Writes a folder that `transformers.LlamaForCausalLM.from_pretrained` and `load_hf` read, at any tp.
 
@@ -78,8 +79,9 @@ def save_hf(
     one file of `max_file_bytes` (and one tensor more) in memory. A file appears under its name only when it
     is whole.
 
-    dtype: to convert to; None keeps the model's. separator: the token between the documents of the training
-    text, which transformers then ends and begins texts with (eos and bos); None where there is none. Raises
+    dtype: to convert to; None keeps the model's. separator: the token behind the documents of the training
+    text, which transformers then ends texts with (eos); None where there is none. begin: the one in front of
+    them (bos); None where it is the separator. Raises
     OSError on rank 0 where it cannot write, and RuntimeError on the others then.
     """
     directory = Path(directory)
@@ -95,7 +97,7 @@ def save_hf(
         if writer is not None:
             writer.write(name, tensors)
     if writer is not None:
-        writer.finish(model.config, separator)
+        writer.finish(model.config, separator, separator if begin is None else begin)
     error = None
     if writer is not None and writer.error is not None:
         error = OSError(f"The checkpoint could not be written to {directory}: {writer.error}")
@@ -154,7 +156,7 @@ class _Writer:
             save_file(tensors, partial, metadata={"format": "pt"})
             partial.replace(self.directory / name)
 
-    def finish(self, config: LlamaConfig, separator: int | None) -> None:
+    def finish(self, config: LlamaConfig, separator: int | None, begin: int | None) -> None:
         """Writes config.json, generation_config.json, the index of several files; removes the files of an
         older checkpoint."""
         if self.error is not None:
@@ -165,8 +167,8 @@ class _Writer:
                 index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._weight_map}
                 self._write_json(INDEX, index)
                 written.add(INDEX)
-            self._write_json(CONFIG, config.to_hf(str(self.dtype).removeprefix("torch."), separator))
-            tokens = {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
+            self._write_json(CONFIG, config.to_hf(str(self.dtype).removeprefix("torch."), separator, begin))
+            tokens = {"bos_token_id": begin, "eos_token_id": separator, "pad_token_id": None}
             self._write_json(GENERATION_CONFIG, tokens)
             for path in self.directory.iterdir():
                 if _OURS.fullmatch(path.name) and path.name not in written:

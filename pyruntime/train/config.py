@@ -81,8 +81,8 @@ class Data:
     field: str = "text"
     """Key of a line's object, or column of a table, in which the text is."""
     tokenizer: str = ""
-    """"bytes" (one token a byte, 256 tokens), or the path of a tokenizer.json; empty: that of
-    model.init_from, else that of the tokens in paths, else bytes."""
+    """"bytes" (one token a byte, 256 tokens), or the path of a tokenizer.json, or of a folder with a Hugging
+    Face tokenizer; empty: that of model.init_from, else that of the tokens in paths, else bytes."""
     cache: str = ""
     """Folder in which the tokens of a text are kept for other runs; empty: pyruntime/tokens in the user's
     cache folder (XDG_CACHE_HOME, ~/.cache)."""
@@ -412,7 +412,7 @@ def steps_of(profile: str) -> range:
     found = re.fullmatch(r"(\d{1,10})(?:-(\d{1,10}))?", profile, re.ASCII)
     steps = range(0) if found is None else range(int(found[1]), int(found[2] or found[1]) + 1)
     if not steps or steps[0] < 1:
-        raise ValueError(f"{short_repr(profile)} names no steps; write them as 10, or 10-12")
+        raise ValueError(f"{short_repr(profile)} names no steps; write them as 10, or 10-12.")
     return steps
 
 

@@ -193,7 +193,8 @@ def _run(
         model = _whole_model(config, shape, runtime, trainer.saved or start_at)
     if is_first_tp:
         with _told_to_all(), writing(run_dir / MODEL_FOLDER, trainer.what_is_saved()):
-            save_hf(model, run_dir / MODEL_FOLDER, separator=tokenizer.separator)
+            begin = next(iter(tokenizer.begin), None)
+            save_hf(model, run_dir / MODEL_FOLDER, separator=tokenizer.separator, begin=begin)
 
     def write_report() -> None:
         with writing(run_dir, trainer.what_is_saved()):
@@ -475,7 +476,7 @@ def _use_tuning(config: RunConfig, runtime: Runtime) -> str:
 def _sample(config: RunConfig, model: Llama, tokenizer: Tokenizer) -> str | None:
     """The prompt and what the model makes of it, or None where no sample is wanted. Every rank calls this."""
     output = config.output
-    prompt = tokenizer.encode(output.sample_prompt.encode()).tolist()
+    prompt = [*tokenizer.begin, *tokenizer.encode(output.sample_prompt.encode()).tolist()]
     if not prompt and tokenizer.separator is not None:
         prompt = [tokenizer.separator]
     tokens = min(output.sample_tokens, model.config.max_position_embeddings - len(prompt))
@@ -489,7 +490,7 @@ def _sample(config: RunConfig, model: Llama, tokenizer: Tokenizer) -> str | None
         seed=config.train.seed,
         eos_token_id=tokenizer.separator,
     )
-    return tokenizer.decode(ids[0].tolist())
+    return tokenizer.decode(ids[0, len(tokenizer.begin) :].tolist())
 
 
 def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: Path, runtime: Runtime) -> str:

@@ -84,6 +84,11 @@ def test_a_switch_takes_truth_as_configurations_and_as_python_write_it(word):
         (["doctor", "--timeout_s", "0"], "--timeout_s must be at least 0.001"),
         (["doctor", "--rows", "0"], "--rows must be at least 1, found 0."),
         (["doctor", "--ranks", "-1"], "--ranks must not be negative"),
+        (
+            ["profile", "--json", "/nowhere/a.json"],
+            "--json: /nowhere/a.json lies in no folder that is there;",
+        ),
+        (["report", "/tmp", "--cluster", "nope"], "--cluster: There is no cluster 'nope'"),
         (["schedule", "--kind", "2f2b"], "kind"),
         (["schedule", "--stages", "0"], "--stages must be at least 1, found 0."),
         (["schedule", "--slices", "2"], "1f1b does not cut sequences, and slices=2 were asked for;"),

@@ -25,6 +25,9 @@ from pyruntime.train.errors import ConfigError
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 LINES = {".jsonl", ".ndjson"}
+STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+"""What `save_to_disk` of Hugging Face `datasets` writes beside the tables of a Dataset, and the folders of a
+DatasetDict."""
 COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
 BLOCK_BYTES = 2**20
 PIECE_BYTES = 2**16
@@ -84,8 +87,9 @@ class Document:
     source: int
     place: int
     """Where it is in its file; parts of a document ascend."""
+    is_begin: bool
     is_end: bool
-    """Whether the document ends here."""
+    """Whether the document begins and ends here."""
     pieces: Iterator[bytes]
     """Its text, each piece at most PIECE_BYTES; read before the next document."""
 
@@ -119,12 +123,37 @@ def _standard_library() -> list[Path]:
 
 
 def _walk(root: Path, pattern: str, leave_out: Callable[[str], bool]) -> Iterator[Path]:
-    """Regular files below `root`; pipes, sockets and links that lead nowhere are left out."""
+    """Regular files below `root`; pipes, sockets and links that lead nowhere are left out. Of a folder that
+    `datasets` saved, its tables alone, as its state.json names them."""
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if not leave_out(name))
+        if STATE in files and INFO in files:
+            files = _tables_of_dataset(Path(folder, STATE))
+        if SPLITS in files:
+            splits = ", ".join(str(Path(folder, name)) for name in names)
+            raise ConfigError(
+                f"data.paths: {folder} holds several splits of a dataset; name one of {splits}."
+            )
         for name in sorted(files):
             if fnmatch.fnmatch(name, pattern) and os.path.isfile(os.path.join(folder, name)):
                 yield Path(folder, name)
+
+
+def _tables_of_dataset(state: Path) -> list[str]:
+    with reading(state):
+        content = state.read_bytes()
+    try:
+        names = [file["filename"] for file in json.loads(content)["_data_files"]]
+        whole = all(isinstance(name, str) and os.path.basename(name) == name for name in names)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        whole = False
+    if not whole:
+        raise ConfigError(f"data.paths: {state} is damaged: it does not name the tables of its folder.")
+    if missing := next((name for name in names if not state.with_name(name).is_file()), ""):
+        raise ConfigError(
+            f"data.paths: {state.parent} has no {missing}, which its {STATE} names; copy it anew."
+        )
+    return names
 
 
 def survey(paths: Sequence[str], pattern: str) -> tuple[list[Source], int]:
@@ -222,7 +251,7 @@ def _part(source: Source, span: Span) -> Document:
             yield from cut(file, end - begin)
 
     is_end = span.end == source.size
-    return Document(source.digest, span.source, span.begin, is_end, pieces())
+    return Document(source.digest, span.source, span.begin, span.begin == 0, is_end, pieces())
 
 
 def _part_begin(file: BinaryIO | io.FileIO, offset: int) -> int:
@@ -276,7 +305,7 @@ def _rows(path: Path, span: Span, field: str) -> Iterator[Document]:
 
 def _whole(text: bytes, source: int, place: int) -> Document:
     digest = hashlib.blake2b(text, digest_size=16).digest()
-    return Document(digest, source, place, True, cut(io.BytesIO(text), len(text)))
+    return Document(digest, source, place, True, True, cut(io.BytesIO(text), len(text)))
 
 
 def check_unchanged(sources: Sequence[Source]) -> None:
@@ -292,6 +321,11 @@ class _NoText(ValueError):
     """What is wrong with a line."""
 
 
+def _kind(value: object) -> str:
+    name = type(value).__name__
+    return f"an {name}" if name == "int" else f"a {name}"
+
+
 def text_of(line: bytes, field: str) -> bytes:
     """The text of a line of a .jsonl file as UTF-8; surrogates that stand alone become `\\uNNNN`."""
     try:
@@ -299,10 +333,10 @@ def text_of(line: bytes, field: str) -> bytes:
     except (ValueError, RecursionError) as error:
         raise _NoText(f"is no JSON ({error})") from None
     if not isinstance(content, dict):
-        raise _NoText(f"holds no object but a {type(content).__name__}")
+        raise _NoText(f"holds no object but {_kind(content)}")
     text = content.get(field)
     if not isinstance(text, str):
-        found = f"a {type(text).__name__}" if field in content else f"only {', '.join(content) or 'nothing'}"
+        found = _kind(text) if field in content else f"only {', '.join(content) or 'nothing'}"
         raise _NoText(f'holds no string "{field}", found {found}')
     if "\0" in text:  # the token that ends a document of bytes
         raise _NoText("holds a zero character")

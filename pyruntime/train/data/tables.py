@@ -74,5 +74,5 @@ def _opened(path: Path) -> Iterator[Any]:
             with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as table:
                 yield table
     except pyarrow.ArrowException as error:
-        first = (str(error).splitlines() or [""])[0]
+        first = (str(error).splitlines() or [""])[0].rstrip(".")
         raise ConfigError(f"data.paths: {path} is no table that pyarrow reads: {first}.") from error

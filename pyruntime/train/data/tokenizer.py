@@ -1,9 +1,10 @@
-"""Text to tokens and back: bytes, or a Hugging Face tokenizer.json."""
+"""Text to tokens and back: bytes, or a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pyruntime.text import short_repr
 from pyruntime.train.errors import ConfigError, refusing
 
 FILE_NAME = "tokenizer.json"
@@ -18,6 +20,11 @@ FACTS_FILE = "corpus.json"
 """In a folder of tokens (`tokenizing`)."""
 CONFIG_NAME = "tokenizer_config.json"  # what transformers' AutoTokenizer reads beside it
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""Where CONFIG_NAME states no eos_token."""
+WHAT_IT_MAY_BE = (
+    'give "bytes", the path of a tokenizer.json, or a folder, such as '
+    "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) of transformers writes."
+)
 
 
 class Tokenizer(Protocol):
@@ -27,11 +34,13 @@ class Tokenizer(Protocol):
     """Number of tokens; ids are below it."""
     separator: int | None
     """Token put behind every document; None where the tokenizer has none."""
+    begin: tuple[int, ...]
+    """Tokens put in front of every document."""
     fingerprint: bytes
     """What it makes of a text, by its content: two with the same make the same."""
 
     def encode(self, document: bytes) -> np.ndarray:
-        """Token ids [n] of a document, without its separator."""
+        """Token ids [n] of a document, without what is put around it."""
 
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Those of each of several documents, on all cores."""
@@ -51,6 +60,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     separator: int | None = 0
+    begin: tuple[int, ...] = ()
     fingerprint = b"bytes"
 
     def encode(self, document: bytes) -> np.ndarray:
@@ -67,32 +77,65 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer.json, through the `tokenizers` package. Bytes that are not UTF-8 become the text
-    `\\xNN`."""
+    """A tokenizer.json, through the `tokenizers` package: that file, or a folder that holds it, or of which
+    `transformers` makes one. Bytes that are not UTF-8 become the text `\\xNN`.
+
+    A document ends with the eos_token of the tokenizer_config.json beside it, else with a usual name of such
+    a token, and begins with what the tokenizer itself puts in front of a text (`<|begin_of_text|>`, `<bos>`).
+    """
 
     def __init__(self, path: Path):
         from tokenizers import Tokenizer as Engine
 
+        folder = path if path.is_dir() else path.parent
         try:
-            content = path.read_bytes()
+            content = path.read_bytes() if folder != path else _content(folder)
             self._engine = Engine.from_buffer(content)
             self._engine.no_truncation()  # those are of a model's input, not of a text to learn from
             self._engine.no_padding()
             self.vocabulary: dict[str, int] = self._engine.get_vocab()
+            around = self._engine.encode("", add_special_tokens=True).ids
+        except ConfigError:
+            raise
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
         except BaseException as error:  # the package raises bare Exception, and panics raise BaseException
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            first = (str(error).splitlines() or [""])[0]
+            first = (str(error).splitlines() or [""])[0].rstrip(".")
             raise ConfigError(f"{path} is not a tokenizer.json that `tokenizers` reads: {first}.") from error
         if not self.vocabulary:
             raise ConfigError(f"{path} holds a tokenizer without any token.")
-        self._path, self._content = path, content
-        self.fingerprint = hashlib.sha256(content).digest()
+        self._path, self._content, self._config = path, content, folder / CONFIG_NAME
         self.vocab_size = max(self.vocabulary.values()) + 1  # ids may have gaps
         found = [self._engine.token_to_id(name) for name in END_OF_DOCUMENT_NAMES]
-        self.separator = next((token for token in found if token is not None), None)
+        usual = next((token for token in found if token is not None), None)
+        self.separator = self._stated_end(usual)
+        behind = around.index(self.separator) if self.separator in around else len(around)
+        self.begin = tuple(around[:behind])
+        if max(self.begin, default=0) >= self.vocab_size:
+            raise ConfigError(f"{path} puts a token in front of a text that it does not have.")
+        is_usual = self.separator == usual and not self.begin
+        around_it = b"" if is_usual else f"{self.begin} {self.separator}".encode()
+        self.fingerprint = hashlib.sha256(content + around_it).digest()
+
+    def _stated_end(self, usual: int | None) -> int | None:
+        """The token that tokenizer_config.json calls eos_token; `usual` where it names none."""
+        try:
+            stated = json.loads(self._config.read_bytes()).get("eos_token")
+        except FileNotFoundError:
+            return usual
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{self._config} is damaged: it holds no object of JSON.") from error
+        name = stated.get("content") if isinstance(stated, dict) else stated
+        if name is None:
+            return usual
+        if not isinstance(name, str) or name not in self.vocabulary:
+            raise ConfigError(
+                f"{self._config} says that a text ends with {short_repr(name)}, which is no token of "
+                f"{self._path}; correct its eos_token."
+            )
+        return self.vocabulary[name]
 
     def encode(self, document: bytes) -> np.ndarray:
         return self.encode_batch([document])[0]
@@ -110,20 +153,53 @@ class JsonTokenizer:
 
     def save(self, folder: Path) -> None:
         (folder / FILE_NAME).write_bytes(self._content)
-        beside = self._path.with_name(CONFIG_NAME)
-        if beside.is_file():
-            shutil.copyfile(beside, folder / CONFIG_NAME)
+        if self._config.is_file():
+            shutil.copyfile(self._config, folder / CONFIG_NAME)
             return
         config: dict[str, str | None] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self.separator is not None:
             name = self._engine.id_to_token(self.separator)
-            config |= {"bos_token": name, "eos_token": name}
+            first = self._engine.id_to_token(self.begin[0]) if self.begin else name
+            config |= {"bos_token": first, "eos_token": name}
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
 
+def _content(folder: Path) -> bytes:
+    """The tokenizer.json of a folder, or what transformers makes of a tokenizer in another form
+    (tokenizer.model, vocab.json and merges.txt, ..). Raises ConfigError where it makes none."""
+    path = folder / FILE_NAME
+    if path.is_file():
+        return path.read_bytes()
+    lacks = f"{folder} holds no {FILE_NAME}, and"
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(f"{lacks} transformers, which makes one, is not installed; install it.") from error
+    try:
+        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # of many kinds, as packages differ that read these forms
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = lines[-1].rstrip(".") if lines else type(error).__name__
+        raise ConfigError(f"{lacks} transformers makes none of what is there: {why}.") from error
+    engine = getattr(found, "backend_tokenizer", None)
+    if engine is None:
+        raise ConfigError(
+            f"{lacks} {type(found).__name__} of transformers, which is Python alone, cannot become one; use "
+            "another tokenizer."
+        )
+    return str(engine.to_str()).encode()
+
+
+def check_named(key: str, name: str) -> None:
+    """Raises ConfigError where `name`, the option `key`, is neither "bytes" nor something that is there."""
+    if name != "bytes" and not os.path.isfile(name) and not os.path.isdir(name):
+        raise ConfigError(f"{key}: {short_repr(name)} is no file and no folder; {WHAT_IT_MAY_BE}")
+
+
 def open_tokenizer(name: str, init_from: str = "", paths: Sequence[str] = ()) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`: "bytes", the path of a tokenizer.json, or where it is empty that of
-    the checkpoint `init_from`, of the first folder of tokens among `paths`, or bytes.
+    """The tokenizer of `data.tokenizer`: "bytes", the path of a tokenizer.json or of a folder with a
+    tokenizer, or where it is empty that of the checkpoint `init_from`, of the first folder of tokens among
+    `paths`, or bytes.
 
     Raises ConfigError where a file is damaged, the named vocabulary is not the checkpoint's, or nothing says
     what the checkpoint reads.

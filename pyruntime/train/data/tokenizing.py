@@ -22,12 +22,11 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pyruntime.train import disk
-from pyruntime.train.data.documents import Source, Unit, check_unchanged, documents, units
+from pyruntime.train.data.documents import Document, Source, Unit, check_unchanged, documents, units
 from pyruntime.train.data.shards import PARTIAL, DamagedShard, Shard, ShardWriter, dtype_of
 from pyruntime.train.data.tokenizer import CONFIG_NAME, FACTS_FILE, FILE_NAME, Tokenizer
 from pyruntime.train.data.workers import Workers
@@ -134,13 +133,16 @@ class Work:
         first token, tokens, bytes; by hash."""
         rows: list[tuple[int, ...]] = []
         separator = [] if self.tokenizer.separator is None else [self.tokenizer.separator]
+        begin = np.asarray(self.tokenizer.begin, dtype=np.uint32)
         with self._writer(self.run(number)) as out:
             found = documents(self.sources, self.units[number], self.field)
             first, size = 0, 0
-            for document, ids, length in _encoded(found, self.tokenizer):
+            for document, is_last, ids, length in _encoded(found, self.tokenizer):
+                if document.is_begin and first == out.tokens and len(begin):
+                    out.write(begin)
                 out.write(ids)
                 size += length
-                if document is None:
+                if not is_last:
                     continue
                 place = document.place
                 if document.is_end:
@@ -185,29 +187,31 @@ class Work:
         return ShardWriter(path, dtype_of(self.tokenizer.vocab_size), self.tokenizer.fingerprint)
 
 
-def _encoded(found: Iterable[Any], tokenizer: Tokenizer) -> Iterator[tuple[Any, np.ndarray, int]]:
-    """(document, ids, bytes) of every piece, in order; the document with its last piece, None with others."""
+def _encoded(
+    found: Iterable[Document], tokenizer: Tokenizer
+) -> Iterator[tuple[Document, bool, np.ndarray, int]]:
+    """(document, whether it is its last, ids, bytes) of every piece, in order."""
     for batch in _batches(found):
-        ids = tokenizer.encode_batch([piece for _, piece in batch])
-        for (document, piece), each in zip(batch, ids, strict=True):
-            yield document, each, len(piece)
+        ids = tokenizer.encode_batch([piece for *_, piece in batch])
+        for (document, is_last, piece), each in zip(batch, ids, strict=True):
+            yield document, is_last, each, len(piece)
 
 
-def _batches(found: Iterable[Any]) -> Iterator[list[tuple[Any, bytes]]]:
-    batch: list[tuple[Any, bytes]] = []
+def _batches(found: Iterable[Document]) -> Iterator[list[tuple[Document, bool, bytes]]]:
+    batch: list[tuple[Document, bool, bytes]] = []
     size = 0
     for document in found:
         before: bytes | None = None
         for piece in document.pieces:
             if before is not None:
-                batch.append((None, before))
+                batch.append((document, False, before))
             before = piece
             size += len(piece)
             if size >= BATCH_BYTES:
                 yield batch
                 batch, size = [], len(piece)
         if before is not None:
-            batch.append((document, before))
+            batch.append((document, True, before))
     if batch:
         yield batch
 

@@ -48,6 +48,7 @@ def to_hf(
             dtype=None if dtype is None else DTYPES[dtype],
             max_file_bytes=max_file_bytes,
             separator=None if tokenizer is None else tokenizer.separator,
+            begin=None if tokenizer is None else next(iter(tokenizer.begin), None),
         )
         if tokenizer is not None and runtime.rank == 0:
             tokenizer.save(target)

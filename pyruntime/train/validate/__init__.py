@@ -19,6 +19,7 @@ from pyruntime.train.config import (
     with_steps,
 )
 from pyruntime.train.data.order import BLOCK
+from pyruntime.train.data.tokenizer import check_named
 from pyruntime.train.errors import require
 from pyruntime.train.validate.gpus import check_on_gpus
 from pyruntime.train.validate.rebalance import check_rebalance
@@ -252,11 +253,8 @@ def _check_files(config: RunConfig) -> None:
             os.path.isfile(path) or os.path.isdir(path),
             f"data.{key}: {path} is neither a file nor a folder; {kinds}.",
         )
-    tokenizer = config.data.tokenizer
-    require(
-        tokenizer in ("", "bytes") or os.path.isfile(tokenizer),
-        f'data.tokenizer: {tokenizer} is not a file; give "bytes" or the path of a tokenizer.json.',
-    )
+    if config.data.tokenizer:
+        check_named("data.tokenizer", config.data.tokenizer)
     folder = config.model.init_from
     if folder:
         require(

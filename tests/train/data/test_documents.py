@@ -41,7 +41,7 @@ def test_lines_are_split_by_their_text_whatever_file_they_are_in(tmp_path):
     ("line", "finding"),
     [
         ('{"content": "a", "id": 3}', 'holds no string "text", found only content, id'),
-        ('{"text": 3}', 'holds no string "text", found a int'),
+        ('{"text": 3}', 'holds no string "text", found an int'),
         ("[1]", "holds no object but a list"),
         (r'{"text": "a\u0000b"}', "holds a zero character"),
         ("just words", "is no JSON (Expecting value"),

@@ -1,13 +1,14 @@
 """Text becomes tokens and comes back."""
 
+import json
 import shutil
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 
-from pyruntime.cli.generate import _decoded
+from pyruntime.cli.generate import _decoded, prompt_ids
 from pyruntime.train.data.tokenizer import ByteTokenizer, JsonTokenizer, load_beside, open_tokenizer
 from pyruntime.train.errors import ConfigError
 from tests.train.data.texts import byte_level_bpe
@@ -73,9 +74,77 @@ def test_transformers_reads_the_tokenizer_beside_a_checkpoint(bpe, tmp_path):
     config = tmp_path / "own" / "tokenizer_config.json"
     config.parent.mkdir()
     shutil.copyfile(bpe, config.with_name("tokenizer.json"))
-    config.write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "mine"}')
+    config.write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "mine": 1}')
     JsonTokenizer(config.with_name("tokenizer.json")).save(tmp_path)
     assert (tmp_path / config.name).read_text() == config.read_text(), "one that is there already is kept"
+
+
+@pytest.fixture
+def like_llama(tmp_path):
+    """The folder of a tokenizer that begins texts with a token, and whose end of a text is none of the usual;
+    "</s>" is a mark of HTML in it."""
+    engine = byte_level_bpe("def main(self):\n    return self\n", 300)
+    engine.add_special_tokens(["<begin>", "<end>"])
+    engine.post_processor = processors.TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", engine.token_to_id("<begin>"))]
+    )
+    engine.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": {"__type": "AddedToken", "content": "<end>"}}'
+    )
+    return tmp_path
+
+
+def test_documents_begin_and_end_as_the_tokenizer_says(like_llama, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(like_llama)
+    for name in (like_llama, like_llama / "tokenizer.json"):
+        ours = open_tokenizer(str(name))
+        assert [*ours.begin, *ours.encode(b"def main")] == theirs.encode("def main")
+        assert ours.separator == theirs.eos_token_id
+    (tmp_path / "again").mkdir()
+    ours.save(tmp_path / "again")
+    again = load_beside(tmp_path / "again", 400)
+    assert (again.begin, again.separator, again.fingerprint) == (ours.begin, ours.separator, ours.fingerprint)
+    (like_llama / "tokenizer_config.json").unlink()
+    other = JsonTokenizer(like_llama)
+    assert other.separator == theirs.convert_tokens_to_ids("</s>")
+    assert other.fingerprint != ours.fingerprint, "other tokens are made of a text"
+
+
+def test_a_tokenizer_in_another_form_is_what_transformers_makes_of_it(bpe, tmp_path):
+    model = json.loads(bpe.read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>", "unk_token": "</s>"}')
+    ours = open_tokenizer(str(tmp_path))
+    text = b"def main(other)"
+    assert ours.encode(text).tolist() == JsonTokenizer(bpe).encode(text).tolist()
+    assert ours.separator == JsonTokenizer(bpe).separator
+
+    config.write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json, and ByT5Tokenizer of transformers"):
+        open_tokenizer(str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty holds no tokenizer\.json, and transformers makes none"):
+        open_tokenizer(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '"text"', '{"eos_token": "<none>"}', '{"eos_token": 3}'])
+def test_a_wrong_tokenizer_config_is_refused_in_a_sentence(bpe, tmp_path, content):
+    shutil.copyfile(bpe, tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json (is damaged|says that a text ends with)"):
+        open_tokenizer(str(tmp_path))
+
+
+def test_a_prompt_begins_as_documents_do(like_llama):
+    tokenizer = JsonTokenizer(like_llama)
+    assert prompt_ids("", tokenizer).tolist() == [list(tokenizer.begin)]
+    assert prompt_ids("ab", tokenizer).tolist()[0][:1] == list(tokenizer.begin)
 
 
 def test_a_damaged_tokenizer_json_is_refused(tmp_path):

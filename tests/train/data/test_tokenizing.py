@@ -75,12 +75,14 @@ def stream(folder: Path) -> list[int]:
     return np.concatenate([Shard.open(path).tokens for path in sorted(folder.glob("*.bin"))]).tolist()
 
 
-def test_documents_stand_in_the_order_of_their_hash_each_once(tmp_path, bpe, small_parts):
+@pytest.mark.parametrize("begin", [(), (7, 8)])
+def test_documents_stand_in_the_order_of_their_hash_each_once(tmp_path, bpe, small_parts, begin):
     paths, expected = mixed(tmp_path / "text")
     tokenizer = JsonTokenizer(bpe)
+    tokenizer.begin = begin
     facts = write(tmp_path / "out", paths, tokenizer)
     expected.sort(key=lambda text: hashlib.blake2b(text, digest_size=16).digest())
-    whole = [[*tokenizer.encode(text).tolist(), tokenizer.separator] for text in expected]
+    whole = [[*begin, *tokenizer.encode(text).tolist(), tokenizer.separator] for text in expected]
     assert stream(tmp_path / "out") == [token for ids in whole for token in ids]
     assert (facts.documents, len(facts.shards) > 3) == (len(expected), True)
     assert facts.bytes == sum(len(text) + 1 for text in expected)
@@ -166,7 +168,7 @@ def test_bad_requests_are_one_sentence_and_lose_nothing(tmp_path, capsys, bpe):
     assert "holds text." in refused(capsys, out, "--paths", tmp_path / "empty.jsonl")
     (tmp_path / "nothing").mkdir()
     assert "there is no text in" in refused(capsys, out, "--paths", tmp_path / "nothing")
-    assert "no.json is not a file" in refused(
+    assert "no.json' is no file and no folder" in refused(
         capsys, out, "--paths", path, "--tokenizer", tmp_path / "no.json"
     )
     broken = tmp_path / "tokenizer.json"
@@ -367,13 +369,48 @@ def test_metrics_hold_the_loss_of_every_set():
     assert json.loads(step.to_json())["val_losses"] == {"a": 1.0, "b": None}
 
 
+def saved_dataset(folder, texts):
+    """As `Dataset.save_to_disk` of `datasets` 4 leaves a folder."""
+    pyarrow = pytest.importorskip("pyarrow")
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05d}-of-00002.arrow" for number in range(2)]
+    for name, part in zip(names, (texts[:10], texts[10:]), strict=True):
+        table = pyarrow.table({"text": part})
+        with (
+            pyarrow.OSFile(str(folder / name), "wb") as file,
+            pyarrow.ipc.new_stream(file, table.schema) as out,
+        ):
+            out.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text('{"features": {"text": {"dtype": "string", "_type": "Value"}}}')
+    (folder / "cache-0f0f.arrow").write_bytes(b"of a map that nobody asked for")
+
+
+def test_of_a_dataset_that_was_saved_its_tables_alone_are_read(tmp_path):
+    texts = words(30)
+    saved_dataset(tmp_path / "saved" / "train", texts)
+    facts = write(tmp_path / "out", [str(tmp_path / "saved")], ByteTokenizer())
+    assert (facts.files, facts.documents) == (2, 30)
+    assert sorted(bytes(stream(tmp_path / "out")).split(b"\0")[:-1]) == sorted(map(str.encode, texts))
+
+    (tmp_path / "saved" / "train" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(ConfigError, match=r"saved/train has no data-00001-of-00002\.arrow, which its state"):
+        documents.survey([str(tmp_path / "saved")], "*")
+    (tmp_path / "saved" / "train" / "state.json").write_text('{"_data_files": ["data"]}')
+    with pytest.raises(ConfigError, match=r"state\.json is damaged: it does not name the tables"):
+        documents.survey([str(tmp_path / "saved")], "*")
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(ConfigError, match=r"holds several splits of a dataset; name one of .*saved/train\."):
+        documents.survey([str(tmp_path / "saved")], "*")
+
+
 def test_what_datasets_saved_is_read(tmp_path):
     pytest.importorskip("datasets")
     import datasets
 
     texts = words(30)
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "saved"), num_shards=3)
-    sources, skipped = documents.survey([str(tmp_path / "saved")], "*.arrow")
+    sources, skipped = documents.survey([str(tmp_path / "saved")], "*")
     (tmp_path / "out").mkdir()
     facts = tokenizing.write(tmp_path / "out", sources, skipped, ByteTokenizer(), "text")
     assert (facts.files, facts.documents) == (3, 30)
