@@ -18,6 +18,7 @@ backward pass runs backwards through the same order, as autograd does (csrc/ops/
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,6 +34,7 @@ from pyruntime.ops.layers import add_rms_norm, apply_rope_qkv, rms_norm, swiglu
 if TYPE_CHECKING:
     from pyruntime.context import Context
     from pyruntime.llama.model import Block, Step
+    from pyruntime.llama.recompute import Recompute
 
 MOST = 4
 """More would need more flights under way than a group has slots."""
@@ -157,6 +159,10 @@ class _Layer:
             attended = context.attention(q, k, v, step.documents_of(k.shape[1]))
         return attended.reshape(step.batch * seq, -1)
 
+    def again(self, half: int, rows: Tensor, y: Tensor) -> contextlib.AbstractContextManager[None]:
+        """Of what `middle` made of y: see `Block.again`. Norms' results are kept gathered."""
+        return self._block.again(rows, swiglu, y) if half == 1 else contextlib.nullcontext()
+
 
 def run(
     blocks: Sequence[Block],
@@ -165,7 +171,7 @@ def run(
     step: Step,
     parts: Sequence[int],
     eps: float,
-    recompute: bool,
+    recompute: Recompute,
 ) -> Tensor:
     """The residual stream [T/P, D] through some layers, as `Llama.run`. x, and what is returned: this rank's
     rows of each slice behind each other, see `places`."""
@@ -173,7 +179,7 @@ def run(
     counts = [len(torch.arange(step.batch * seq).tensor_split(ranks)[rank]) for seq in parts]
     streams = x.split(counts)
     normed = [rms_norm(stream, norms[0], eps) for stream in streams]
-    if not (recompute and torch.is_grad_enabled()):
+    if recompute != "full" or not torch.is_grad_enabled():
         return torch.cat(_flow(blocks, norms[1:], step, parts, eps, *normed, *streams)[: len(parts)])
     state = (*normed, *streams)
     for index, block in enumerate(blocks):
@@ -229,7 +235,10 @@ def _flow(
         elif action.kind == "multiply":
             between[part] = layer.columns[half].end(part)
         elif action.kind == "scatter":
-            layer.rows[half].begin(part, layer.middle(half, part, between.pop(part)))
+            y = between.pop(part)
+            rows = layer.middle(half, part, y)
+            with layer.again(half, rows, y):
+                layer.rows[half].begin(part, rows)
         else:
             y = layer.rows[half].end(part)
             if action.half < len(norms):
