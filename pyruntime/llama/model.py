@@ -41,6 +41,7 @@ from pyruntime.llama import recompute as recomputing
 from pyruntime.llama import slices as sliced
 from pyruntime.llama.attention import causal_attention
 from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.elementwise import KERNELS, Elementwise, compiled
 from pyruntime.llama.init import init_shard
 from pyruntime.llama.recompute import Recompute, computed_again
 from pyruntime.llama.rope import rope_tables
@@ -54,10 +55,9 @@ from pyruntime.nn import (
     vocab_parallel_cross_entropy,
 )
 from pyruntime.nn.gather import gather_features
-from pyruntime.nn.grid import Normed, add_rms_norm, rms_norm, rms_norm_again
+from pyruntime.nn.grid import Normed
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, TensorGroup, shard_bounds
-from pyruntime.ops.layers import apply_rope_qkv, swiglu
 
 IGNORE_INDEX = -100  # labels of this value are left out of the loss, as in torch.nn.functional.cross_entropy
 
@@ -103,9 +103,16 @@ class Part:
 class Block(nn.Module):
     """One decoder layer. Its norms only hold weights: `Llama.norm_weights` says what is computed with."""
 
-    def __init__(self, config: LlamaConfig, options: dict, keep_gathered: bool | None, selective: bool):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        options: dict,
+        keep_gathered: bool | None,
+        selective: bool,
+        elementwise: Elementwise,
+    ):
         super().__init__()
-        self.selective = selective
+        self.selective, self.elementwise = selective, elementwise
         hidden, ffn = config.hidden_size, config.intermediate_size
         q = config.num_attention_heads * config.head_dim
         kv = config.num_key_value_heads * config.head_dim
@@ -135,10 +142,10 @@ class Block(nn.Module):
         for the next layer: adding to the stream and normalising it is one pass over memory, so a layer ends
         with the norm of the layer that follows it. Where that is on another rank, both are the stream. norm:
         the weight by which x was normalised."""
-        rows = step.batch * step.seq
-        with self.again(normed.rows, rms_norm_again, x, normed.rstd, norm, self.eps):
+        rows, between = step.batch * step.seq, self.elementwise
+        with self.again(normed.rows, between.rms_norm_again, x, normed.rstd, norm, self.eps):
             qkv = self.qkv(normed.rows, rows)
-        q, k, v = apply_rope_qkv(
+        q, k, v = between.rope(
             qkv,
             step.cos,
             step.sin,
@@ -157,16 +164,16 @@ class Block(nn.Module):
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
             attended = step.context.attention(q, k, v, step.documents_of(k.shape[1]))
         attended = attended.reshape(rows, -1)
-        normed, x = add_rms_norm(self.out(attended), x, mlp_norm, self.eps, self.hidden, self.y)
-        with self.again(normed.rows, rms_norm_again, x, normed.rstd, mlp_norm, self.eps):
+        normed, x = between.add_rms_norm(self.out(attended), x, mlp_norm, self.eps, self.hidden, self.y)
+        with self.again(normed.rows, between.rms_norm_again, x, normed.rstd, mlp_norm, self.eps):
             gate_up = self.gate_up(normed.rows, rows)
-        product = swiglu(gate_up)
-        with self.again(product, swiglu, gate_up):
+        product = between.swiglu(gate_up)
+        with self.again(product, between.swiglu, gate_up):
             mlp = self.down(product)
         if next_norm is None:
             x = x + mlp
             return Normed(x, None), x
-        return add_rms_norm(mlp, x, next_norm, self.eps, self.hidden, self.y)
+        return between.add_rms_norm(mlp, x, next_norm, self.eps, self.hidden, self.y)
 
     def again(
         self, made: Tensor, compute: Callable[..., Tensor], *arguments: Any
@@ -199,7 +206,7 @@ class _NormedOnce:
         if self._first:
             return self._first.pop()
         with torch.no_grad():
-            rows = rms_norm_again(x, self._rstd, norm, self._block.eps)
+            rows = self._block.elementwise.rms_norm_again(x, self._rstd, norm, self._block.eps)
         # The second graph only has to save what the first did.
         return rows.requires_grad_(self._requires_grad)
 
@@ -218,6 +225,8 @@ class Llama(nn.Module):
     context: the ranks that share every sequence; None: this rank has it whole.
     recompute: which activations the backward pass computes again in place of keeping them, below. None of
         them changes a bit of what is computed.
+    compile: norms, rotary embedding and SwiGLU are what torch.compile makes of plain torch, in place of this
+        project's kernels (`elementwise.py`); the loss is not. The same but for rounding.
     slices: causal slices of every sequence, of which one computes while the rows of another travel; see
         `slices.py`. Their linears keep their gathered input.
     z_loss: weight of the mean squared log-sum-exp of the logits, which the loss holds in training mode.
@@ -240,7 +249,7 @@ class Llama(nn.Module):
 
     Raises ValueError where the group does not divide the heads or the feed-forward columns, or leaves a rank
     without features, for a wire of one rank alone, and for slices that nothing travels between or that cannot
-    be.
+    be; NoCompiler where torch.compile has none.
     """
 
     def __init__(
@@ -256,6 +265,7 @@ class Llama(nn.Module):
         keep_gathered: bool | None = None,
         context: Context | None = None,
         recompute: Recompute = "none",
+        compile: bool = False,
         slices: int = 1,
         z_loss: float = 0.0,
         part: Part | None = None,
@@ -277,10 +287,11 @@ class Llama(nn.Module):
         if self.has_embedding:
             self.embed = VocabParallelEmbedding(vocab, hidden, **place)
         self.layers = nn.ModuleList()
+        place_on = torch.device(device or torch.get_default_device())
+        self.elementwise = compiled(place_on) if compile else KERNELS
         for number in self.part.layers:
-            self.layers.add_module(
-                str(number), Block(config, options, keep_gathered, recompute == "selective")
-            )
+            block = Block(config, options, keep_gathered, recompute == "selective", self.elementwise)
+            self.layers.add_module(str(number), block)
         if self.part.head:
             self.norm = RMSNorm(hidden, config.rms_norm_eps, group=self.group, dtype=dtype, device="meta")
             self.head = ColumnParallelLinear(hidden, vocab, keep_gathered=keep_gathered, **options)
@@ -289,7 +300,6 @@ class Llama(nn.Module):
             if isinstance(module, ParallelModule):
                 module.label = name
         self._tables = torch.empty(2, 0)
-        place_on = torch.device(device or torch.get_default_device())
         if place_on.type != "meta":
             self.materialize(place_on, seed)
 
@@ -436,7 +446,7 @@ class Llama(nn.Module):
         backward = None if torch.compiler.is_compiling() or not is_heard() else BackwardRanges()
         if backward is not None and layers[0] == 0:
             backward.begin_at(x, "embed backward")
-        normed = rms_norm(x, norms[0], config.rms_norm_eps, config.hidden_size, self.group.y)
+        normed = self.elementwise.rms_norm(x, norms[0], config.rms_norm_eps, config.hidden_size, self.group.y)
         for index, number in enumerate(layers):
             cache = None if caches is None else caches[index]
             own = norms[2 * index : 2 * index + 3]

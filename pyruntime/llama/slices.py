@@ -29,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 
 from pyruntime.llama.attention import causal_attention
 from pyruntime.nn.sliced import SlicedColumn, SlicedRow
-from pyruntime.ops.layers import add_rms_norm, apply_rope_qkv, rms_norm, swiglu
 
 if TYPE_CHECKING:
     from pyruntime.context import Context
@@ -138,12 +137,12 @@ class _Layer:
     def middle(self, half: int, part: int, y: Tensor) -> Tensor:
         """Between the two linears of a half."""
         if half == 1:
-            return swiglu(y)
+            return self._block.elementwise.swiglu(y)
         step, seq = self._step, self._parts[part]
         start = sum(self._parts[:part])
         cos, sin = step.cos[start : start + seq], step.sin[start : start + seq]
         context = step.context
-        q, k, v = apply_rope_qkv(
+        q, k, v = self._block.elementwise.rope(
             y, cos, sin, step.batch, seq, step.heads, step.key_value_heads, overwrite_qkv=context is None
         )
         self._keys.append(k)
@@ -161,7 +160,11 @@ class _Layer:
 
     def again(self, half: int, rows: Tensor, y: Tensor) -> contextlib.AbstractContextManager[None]:
         """Of what `middle` made of y: see `Block.again`. Norms' results are kept gathered."""
-        return self._block.again(rows, swiglu, y) if half == 1 else contextlib.nullcontext()
+        return (
+            self._block.again(rows, self._block.elementwise.swiglu, y)
+            if half == 1
+            else contextlib.nullcontext()
+        )
 
 
 def run(
@@ -178,7 +181,7 @@ def run(
     ranks, rank = blocks[0].qkv.group.size, blocks[0].qkv.group.rank
     counts = [len(torch.arange(step.batch * seq).tensor_split(ranks)[rank]) for seq in parts]
     streams = x.split(counts)
-    normed = [rms_norm(stream, norms[0], eps) for stream in streams]
+    normed = [blocks[0].elementwise.of_norm(stream, norms[0], eps) for stream in streams]
     if recompute != "full" or not torch.is_grad_enabled():
         return torch.cat(_flow(blocks, norms[1:], step, parts, eps, *normed, *streams)[: len(parts)])
     state = (*normed, *streams)
@@ -225,7 +228,7 @@ def _flow(
     follows. Without a norm of that layer, both are the stream."""
     slices = len(parts)
     normed, streams = list(state[:slices]), list(state[slices:])
-    layers = [_Layer(block, step, parts) for block in blocks]
+    layers, add = [_Layer(block, step, parts) for block in blocks], blocks[0].elementwise.of_sum
     between: dict[int, Tensor] = {}
     for action in order(2 * len(blocks), slices):
         layer, half = layers[action.half // 2], action.half % 2
@@ -242,7 +245,7 @@ def _flow(
         else:
             y = layer.rows[half].end(part)
             if action.half < len(norms):
-                normed[part], streams[part] = add_rms_norm(y, streams[part], norms[action.half], eps)
+                normed[part], streams[part] = add(y, streams[part], norms[action.half], eps)
             else:
                 normed[part] = streams[part] = streams[part] + y
     return (*normed, *streams)

@@ -41,23 +41,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, features: int, y: TensorGrou
     return Normed(*_RMSNorm.apply(x, weight, eps, features, y.name))
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None
-) -> tuple[Normed, Tensor]:
-    """`summed = x + residual` and its `rms_norm`: (normed, summed)."""
-    if y is None or y.size == 1:
-        rows, summed = layers.add_rms_norm(x, residual, weight, eps)
-        return Normed(rows, None), summed
-    summed = x + residual
-    return rms_norm(summed, weight, eps, features, y), summed
-
-
-def rms_norm_again(x: Tensor, rstd: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """`Normed.rows`, bitwise, of the x and weight that they were computed from."""
-    return layers.rms_norm(x, weight, eps) if rstd is None else _normed(x, rstd, weight)
-
-
-def _normed(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+def normed_by(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    """`Normed.rows` by its `rstd`."""
     return (x.to(rstd.dtype) * rstd * weight).to(x.dtype)
 
 
@@ -78,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, rstd)
         ctx.over = features, group
         ctx.mark_non_differentiable(rstd)
-        return _normed(x, rstd, weight), rstd
+        return normed_by(x, rstd, weight), rstd
 
     @staticmethod
     @once_differentiable
