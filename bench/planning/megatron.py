@@ -76,7 +76,7 @@ def mesh_of(row: Row, micro_batch: int = 1) -> Mesh:
         dp=dp,
         zero=0,
         micro_batch=micro_batch,
-        recompute=True,
+        recompute="full",
         kind=kind,
         virtual=virtual,
     )

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
+from typing import get_args
 
 from bench.common.measuring import Report, parser_of
 from bench.common.tables import table
 from bench.planning.trainer_runs import SHAPES, job_of, runnable, train
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.memory import memory_of_rank
-from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.plan.mesh import Job, Mesh, Recompute
 from pyruntime.train.planned import TRAINER
 
 HOW = """\
@@ -47,7 +48,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=1000, help="meshes of a number of ranks; default all")
     parser.add_argument("--skip", type=int, default=0, help="so many of these meshes, the first")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--recompute", action="store_true", help="with activation checkpointing")
+    parser.add_argument(
+        "--recompute", choices=get_args(Recompute), default="none", help="activation checkpointing"
+    )
     return parser.parse_args()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pyruntime.cli.plan_facts import Asked, toml
 from pyruntime.plan.cluster import Cluster
-from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.plan.mesh import Job, Mesh, Recompute
 from pyruntime.plan.models import ModelShape
 from pyruntime.plan.search import Choice, meshes
 from pyruntime.plan.step import Predictor
@@ -51,10 +51,16 @@ def job_of(shape: str, cluster: Cluster, ranks: int, batch: int, seq: int) -> Jo
 
 
 def runnable(
-    job: Job, micro_batch: int, most: int, *, recompute: bool = False, grids: bool = False, seed: int = 0
+    job: Job,
+    micro_batch: int,
+    most: int,
+    *,
+    recompute: Recompute = "none",
+    grids: bool = False,
+    seed: int = 0,
 ) -> list[Mesh]:
     """Meshes of `job` that the trainer runs with that micro-batch; at most so many of them, drawn by seed
-    but in order. recompute: those with activation checkpointing, in place of those without. grids: those of
+    but in order. recompute: those with that activation checkpointing. grids: those of
     4D tensor parallelism alone, plain tensor parallelism among them."""
     asked = Asked(job)
     found = [

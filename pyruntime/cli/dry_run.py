@@ -32,6 +32,11 @@ from pyruntime.train.planned import planned, trainer_rules
 GB = 1e9
 MOST_ACTIONS = 20_000
 """Of a pipeline's schedule that is simulated to tell its bubble; a larger one takes seconds."""
+COMPUTED_AGAIN = {
+    "none": "",
+    "selective": ", norms and SwiGLU computed again in the backward pass",
+    "full": ", layers computed again in the backward pass",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +103,7 @@ def _heading(config: RunConfig, shape: LlamaConfig, ranks: int) -> str:
         cut += f" in {replicas(config)} replicas"
     if not meets_every_step(config):
         cut += f" that meet by {config.data_parallel.method}"
-    again = ", layers computed again in the backward pass" if train.activation_checkpointing else ""
+    again = COMPUTED_AGAIN[train.activation_checkpointing]
     falls = f"{optimizer.schedule} to {optimizer.lr * optimizer.min_lr_fraction:.3g}"
     every = config.checkpoint.every_steps
     saved = f"after every {every} steps and at the end" if every else "at the end"

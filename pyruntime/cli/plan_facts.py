@@ -58,8 +58,8 @@ def settings(job: Job, mesh: Mesh) -> dict[str, dict[str, Any]]:
     }
     if job.cluster.is_of_gpus:
         train["device"] = "cuda"
-    if mesh.recompute:
-        train["activation_checkpointing"] = True
+    if mesh.recompute != "none":
+        train["activation_checkpointing"] = mesh.recompute
     sections = {"model": _model(job), "train": train, "parallel": parallel}
     if job.cluster.rings and mesh.tp == job.cluster.gpus_per_node:
         sections["comm"] = {"rings": list(job.cluster.rings)}

@@ -21,10 +21,12 @@ their features is summed over y.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +37,13 @@ from pyruntime.comm.ranges import BackwardRanges, is_heard, marked
 from pyruntime.comm.wire import WireFormat
 from pyruntime.context import Context
 from pyruntime.context.layouts import document_bounds
+from pyruntime.llama import recompute as recomputing
 from pyruntime.llama import slices as sliced
 from pyruntime.llama.attention import causal_attention
 from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.elementwise import KERNELS, Elementwise, compiled
 from pyruntime.llama.init import init_shard
+from pyruntime.llama.recompute import Recompute, computed_again
 from pyruntime.llama.rope import rope_tables
 from pyruntime.llama.shards import Shard, shards_of_layer, shards_of_model
 from pyruntime.nn import (
@@ -50,10 +55,9 @@ from pyruntime.nn import (
     vocab_parallel_cross_entropy,
 )
 from pyruntime.nn.gather import gather_features
-from pyruntime.nn.grid import add_rms_norm, rms_norm
+from pyruntime.nn.grid import Normed
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, TensorGroup, shard_bounds
-from pyruntime.ops.layers import apply_rope_qkv, swiglu
 
 IGNORE_INDEX = -100  # labels of this value are left out of the loss, as in torch.nn.functional.cross_entropy
 
@@ -99,8 +103,16 @@ class Part:
 class Block(nn.Module):
     """One decoder layer. Its norms only hold weights: `Llama.norm_weights` says what is computed with."""
 
-    def __init__(self, config: LlamaConfig, options: dict, keep_gathered: bool | None):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        options: dict,
+        keep_gathered: bool | None,
+        selective: bool,
+        elementwise: Elementwise,
+    ):
         super().__init__()
+        self.selective, self.elementwise = selective, elementwise
         hidden, ffn = config.hidden_size, config.intermediate_size
         q = config.num_attention_heads * config.head_dim
         kv = config.num_key_value_heads * config.head_dim
@@ -118,19 +130,22 @@ class Block(nn.Module):
 
     def forward(
         self,
-        normed: Tensor,
+        normed: Normed,
         x: Tensor,
+        norm: Tensor,
         mlp_norm: Tensor,
         next_norm: Tensor | None,
         step: Step,
         cache: Cache | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Normed, Tensor]:
         """`normed` and `x` [T/P, D] are this layer's normalised input and the residual stream; returns both
         for the next layer: adding to the stream and normalising it is one pass over memory, so a layer ends
-        with the norm of the layer that follows it. Where that is on another rank, both are the stream."""
-        rows = step.batch * step.seq
-        qkv = self.qkv(normed, rows)
-        q, k, v = apply_rope_qkv(
+        with the norm of the layer that follows it. Where that is on another rank, both are the stream. norm:
+        the weight by which x was normalised."""
+        rows, between = step.batch * step.seq, self.elementwise
+        with self.again(normed.rows, between.rms_norm_again, x, normed.rstd, norm, self.eps):
+            qkv = self.qkv(normed.rows, rows)
+        q, k, v = between.rope(
             qkv,
             step.cos,
             step.sin,
@@ -149,12 +164,51 @@ class Block(nn.Module):
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
             attended = step.context.attention(q, k, v, step.documents_of(k.shape[1]))
         attended = attended.reshape(rows, -1)
-        normed, x = add_rms_norm(self.out(attended), x, mlp_norm, self.eps, self.hidden, self.y)
-        mlp = self.down(swiglu(self.gate_up(normed, rows)))
+        normed, x = between.add_rms_norm(self.out(attended), x, mlp_norm, self.eps, self.hidden, self.y)
+        with self.again(normed.rows, between.rms_norm_again, x, normed.rstd, mlp_norm, self.eps):
+            gate_up = self.gate_up(normed.rows, rows)
+        product = between.swiglu(gate_up)
+        with self.again(product, between.swiglu, gate_up):
+            mlp = self.down(product)
         if next_norm is None:
             x = x + mlp
-            return x, x
-        return add_rms_norm(mlp, x, next_norm, self.eps, self.hidden, self.y)
+            return Normed(x, None), x
+        return between.add_rms_norm(mlp, x, next_norm, self.eps, self.hidden, self.y)
+
+    def again(
+        self, made: Tensor, compute: Callable[..., Tensor], *arguments: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        """Under it, where recomputation is selective, a linear keeps nothing of `made`: `compute` makes it of
+        `arguments` again."""
+        if not self.selective or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "recompute='selective' under torch.compile, which chooses itself what it computes again; "
+                "build the model with recompute='none' or 'full'."
+            )
+        free = [each.detach() if isinstance(each, Tensor) else each for each in arguments]
+        return computed_again(made, functools.partial(compute, *free))
+
+
+class _NormedOnce:
+    """A layer for `checkpoint`, which runs it twice and keeps its arguments: what x was normalised to is
+    given the first time and made again the second."""
+
+    def __init__(self, block: Block, normed: Normed):
+        self._block, self._rstd, self._first = block, normed.rstd, [normed.rows]
+        self._requires_grad = normed.rows.requires_grad
+
+    def __call__(self, x: Tensor, norm: Tensor, *others: Any) -> tuple[Normed, Tensor]:
+        return self._block(Normed(self._rows(x, norm), self._rstd), x, norm, *others)
+
+    def _rows(self, x: Tensor, norm: Tensor) -> Tensor:
+        if self._first:
+            return self._first.pop()
+        with torch.no_grad():
+            rows = self._block.elementwise.rms_norm_again(x, self._rstd, norm, self._block.eps)
+        # The second graph only has to save what the first did.
+        return rows.requires_grad_(self._requires_grad)
 
 
 class Llama(nn.Module):
@@ -169,18 +223,33 @@ class Llama(nn.Module):
     keep_gathered: column linears keep their gathered input (T * D elements each) for the backward instead of
         gathering it again; None: where the group spans hosts.
     context: the ranks that share every sequence; None: this rank has it whole.
-    recompute: the backward pass computes every layer's activations anew from the layer's input (Chen et al.
-        2016, arXiv 1604.06174), so that only inputs are kept: 2 T/P D elements a layer, and of sliced
-        sequences keys and values.
+    recompute: which activations the backward pass computes again in place of keeping them, below. None of
+        them changes a bit of what is computed.
+    compile: norms, rotary embedding and SwiGLU are what torch.compile makes of plain torch, in place of this
+        project's kernels (`elementwise.py`); the loss is not. The same but for rounding.
     slices: causal slices of every sequence, of which one computes while the rows of another travel; see
         `slices.py`. Their linears keep their gathered input.
     z_loss: weight of the mean squared log-sum-exp of the logits, which the loss holds in training mode.
     part: what this rank holds of the model, in a pipeline; None: all of it. Where embedding and head are
         tied, a part with one of the two holds the weight, as `embed.weight`.
 
+    Of a layer these elements are kept for a token of a forward pass, beside fp32 statistics (a number a row
+    for each norm and each head)::
+
+        recompute="none"        (4 D + (2 H + 2 G) d + 3 F) / P
+        "selective"             (2 D + (2 H + 2 G) d + 2 F) / P
+        "full"                  D / P, and of sliced sequences as much again, keys and values
+
+    none: the stream before each norm and what each norm gives, q, k, v, attention's result, gate, up, and
+    silu(gate) * up. selective leaves out what element-wise kernels make again of the rest, the norms' results
+    and silu(gate) * up: no GEMM, no attention and no exchange runs twice. full keeps the stream before a
+    layer and runs the layer again (Chen et al. 2016, arXiv 1604.06174), communication included. Where column
+    linears keep their gathered input (keep_gathered, slices), what norms give is 2 D instead of 2 D / P, and
+    selective keeps it: it would have to come again. Over y, D is D / Y.
+
     Raises ValueError where the group does not divide the heads or the feed-forward columns, or leaves a rank
     without features, for a wire of one rank alone, and for slices that nothing travels between or that cannot
-    be.
+    be; NoCompiler where torch.compile has none.
     """
 
     def __init__(
@@ -195,12 +264,14 @@ class Llama(nn.Module):
         seed: int | None = 0,
         keep_gathered: bool | None = None,
         context: Context | None = None,
-        recompute: bool = False,
+        recompute: Recompute = "none",
+        compile: bool = False,
         slices: int = 1,
         z_loss: float = 0.0,
         part: Part | None = None,
     ):
         super().__init__()
+        recomputing.check(recompute)
         self.config, self.context, self.recompute, self.z_loss = config, context, recompute, z_loss
         self.part = Part(tuple(range(config.num_hidden_layers)), True, True) if part is None else part
         self.group = TensorGroup.of(group)
@@ -216,8 +287,11 @@ class Llama(nn.Module):
         if self.has_embedding:
             self.embed = VocabParallelEmbedding(vocab, hidden, **place)
         self.layers = nn.ModuleList()
+        place_on = torch.device(device or torch.get_default_device())
+        self.elementwise = compiled(place_on) if compile else KERNELS
         for number in self.part.layers:
-            self.layers.add_module(str(number), Block(config, options, keep_gathered))
+            block = Block(config, options, keep_gathered, recompute == "selective", self.elementwise)
+            self.layers.add_module(str(number), block)
         if self.part.head:
             self.norm = RMSNorm(hidden, config.rms_norm_eps, group=self.group, dtype=dtype, device="meta")
             self.head = ColumnParallelLinear(hidden, vocab, keep_gathered=keep_gathered, **options)
@@ -226,7 +300,6 @@ class Llama(nn.Module):
             if isinstance(module, ParallelModule):
                 module.label = name
         self._tables = torch.empty(2, 0)
-        place_on = torch.device(device or torch.get_default_device())
         if place_on.type != "meta":
             self.materialize(place_on, seed)
 
@@ -373,25 +446,28 @@ class Llama(nn.Module):
         backward = None if torch.compiler.is_compiling() or not is_heard() else BackwardRanges()
         if backward is not None and layers[0] == 0:
             backward.begin_at(x, "embed backward")
-        normed = rms_norm(x, norms[0], config.rms_norm_eps, config.hidden_size, self.group.y)
+        normed = self.elementwise.rms_norm(x, norms[0], config.rms_norm_eps, config.hidden_size, self.group.y)
         for index, number in enumerate(layers):
             cache = None if caches is None else caches[index]
-            following = norms[2 * index + 2] if 2 * index + 2 < len(norms) else None
-            arguments = (normed, x, norms[2 * index + 1], following, step, cache)
+            own = norms[2 * index : 2 * index + 3]
+            following = own[2] if len(own) == 3 else None
+            arguments = (normed, x, own[0], own[1], following, step, cache)
             if backward is None:
                 normed, x = self._through(number, arguments)
                 continue
             with marked(f"layers.{number}"):
                 normed, x = self._through(number, arguments)
-            backward.begin_at(normed, f"layers.{number} backward")
-        return normed
+            backward.begin_at(normed.rows, f"layers.{number} backward")
+        return normed.rows
 
-    def _through(self, number: int, arguments: tuple) -> tuple[Tensor, Tensor]:
-        """A layer; in recomputation its backward pass computes it anew."""
+    def _through(self, number: int, arguments: tuple) -> tuple[Normed, Tensor]:
+        """A layer; in full recomputation its backward pass computes it anew."""
         layer = self.layer(number)
-        if self.recompute and torch.is_grad_enabled():
+        if self.recompute == "full" and torch.is_grad_enabled():
+            again = layer if torch.compiler.is_compiling() else _NormedOnce(layer, arguments[0])
+            inputs = arguments if again is layer else arguments[1:]
             # Nothing in a layer is random.
-            return checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(again, *inputs, use_reentrant=False, preserve_rng_state=False)
         return layer(*arguments)
 
     def _parts(self, seq: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ backward pass runs backwards through the same order, as autograd does (csrc/ops/
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,11 +29,11 @@ from torch.utils.checkpoint import checkpoint
 
 from pyruntime.llama.attention import causal_attention
 from pyruntime.nn.sliced import SlicedColumn, SlicedRow
-from pyruntime.ops.layers import add_rms_norm, apply_rope_qkv, rms_norm, swiglu
 
 if TYPE_CHECKING:
     from pyruntime.context import Context
     from pyruntime.llama.model import Block, Step
+    from pyruntime.llama.recompute import Recompute
 
 MOST = 4
 """More would need more flights under way than a group has slots."""
@@ -136,12 +137,12 @@ class _Layer:
     def middle(self, half: int, part: int, y: Tensor) -> Tensor:
         """Between the two linears of a half."""
         if half == 1:
-            return swiglu(y)
+            return self._block.elementwise.swiglu(y)
         step, seq = self._step, self._parts[part]
         start = sum(self._parts[:part])
         cos, sin = step.cos[start : start + seq], step.sin[start : start + seq]
         context = step.context
-        q, k, v = apply_rope_qkv(
+        q, k, v = self._block.elementwise.rope(
             y, cos, sin, step.batch, seq, step.heads, step.key_value_heads, overwrite_qkv=context is None
         )
         self._keys.append(k)
@@ -157,6 +158,14 @@ class _Layer:
             attended = context.attention(q, k, v, step.documents_of(k.shape[1]))
         return attended.reshape(step.batch * seq, -1)
 
+    def again(self, half: int, rows: Tensor, y: Tensor) -> contextlib.AbstractContextManager[None]:
+        """Of what `middle` made of y: see `Block.again`. Norms' results are kept gathered."""
+        return (
+            self._block.again(rows, self._block.elementwise.swiglu, y)
+            if half == 1
+            else contextlib.nullcontext()
+        )
+
 
 def run(
     blocks: Sequence[Block],
@@ -165,15 +174,15 @@ def run(
     step: Step,
     parts: Sequence[int],
     eps: float,
-    recompute: bool,
+    recompute: Recompute,
 ) -> Tensor:
     """The residual stream [T/P, D] through some layers, as `Llama.run`. x, and what is returned: this rank's
     rows of each slice behind each other, see `places`."""
     ranks, rank = blocks[0].qkv.group.size, blocks[0].qkv.group.rank
     counts = [len(torch.arange(step.batch * seq).tensor_split(ranks)[rank]) for seq in parts]
     streams = x.split(counts)
-    normed = [rms_norm(stream, norms[0], eps) for stream in streams]
-    if not (recompute and torch.is_grad_enabled()):
+    normed = [blocks[0].elementwise.of_norm(stream, norms[0], eps) for stream in streams]
+    if recompute != "full" or not torch.is_grad_enabled():
         return torch.cat(_flow(blocks, norms[1:], step, parts, eps, *normed, *streams)[: len(parts)])
     state = (*normed, *streams)
     for index, block in enumerate(blocks):
@@ -219,7 +228,7 @@ def _flow(
     follows. Without a norm of that layer, both are the stream."""
     slices = len(parts)
     normed, streams = list(state[:slices]), list(state[slices:])
-    layers = [_Layer(block, step, parts) for block in blocks]
+    layers, add = [_Layer(block, step, parts) for block in blocks], blocks[0].elementwise.of_sum
     between: dict[int, Tensor] = {}
     for action in order(2 * len(blocks), slices):
         layer, half = layers[action.half // 2], action.half % 2
@@ -229,11 +238,14 @@ def _flow(
         elif action.kind == "multiply":
             between[part] = layer.columns[half].end(part)
         elif action.kind == "scatter":
-            layer.rows[half].begin(part, layer.middle(half, part, between.pop(part)))
+            y = between.pop(part)
+            rows = layer.middle(half, part, y)
+            with layer.again(half, rows, y):
+                layer.rows[half].begin(part, rows)
         else:
             y = layer.rows[half].end(part)
             if action.half < len(norms):
-                normed[part], streams[part] = add_rms_norm(y, streams[part], norms[action.half], eps)
+                normed[part], streams[part] = add(y, streams[part], norms[action.half], eps)
             else:
                 normed[part] = streams[part] = streams[part] + y
     return (*normed, *streams)

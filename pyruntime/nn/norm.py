@@ -41,7 +41,7 @@ class RMSNorm(ParallelModule):
 
     def compute(self, x: Tensor) -> Tensor:
         weight = self.weight if self.group.size == 1 else ops.replicate_grad(self.weight, self.group.name)
-        return rms_norm(x, weight, self.eps, self.dim, self.group.y)
+        return rms_norm(x, weight, self.eps, self.dim, self.group.y).rows
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, group=({self.group})"

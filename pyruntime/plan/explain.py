@@ -12,7 +12,7 @@ from pyruntime.text import columns
 
 NAMES = {
     "compute": "GEMMs, attention, norms of the slowest stage",
-    "recompute": "forward passes that are run again",
+    "recompute": "what is computed again in backward passes",
     "tp": "exposed: tensor parallelism (AxoNN: sums over x and y)",
     "cp": "exposed: keys and values round the ring",
     "pp": "exposed: first and last messages between stages",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from pyruntime.plan.mesh import Job, Mesh
+from pyruntime.plan.mesh import Job, Mesh, Recompute
 from pyruntime.plan.models import ModelShape
 from pyruntime.plan.pipelines import deferred, in_flight, last_stage_rank, layers_by_rank
 
@@ -115,17 +115,31 @@ def layer_activations(
     tokens: float,
     tp: int = 1,
     rules: Rules = PAPER,
+    recompute: Recompute = "none",
 ) -> float:
     """Bytes that one layer keeps of a forward pass of `tokens` tokens until its backward pass, with flash
     attention.
 
     By default and for a gated network tokens h (12 + 4 k/a + 8 h_ffn/h) / t, equation 12: inputs of the two
     norms and of the two column linears (8), queries and attention's output (4), keys and values, gate, up,
-    silu(gate) and silu(gate) * up.
+    silu(gate) and silu(gate) * up. Selective recomputation leaves out the inputs of column linears, which the
+    norms make again, and what is made of gate and up: tokens h (8 + 4 k/a + 4 h_ffn/h) / t. Full
+    recomputation keeps the layer's input: tokens h 2 / t.
     """
-    ffn = model.up + (rules.ffn_kept if model.gated else 1) * model.ffn
-    wide, cut = 8 * model.hidden, 2 * model.qkv + 2 * model.attention_width + 2 * ffn
-    return tokens * (wide / tp + cut / tp)
+    return tokens * (_wide(model, recompute) + _cut(model, rules, recompute)) / tp
+
+
+def _wide(model: ModelShape, recompute: Recompute) -> float:
+    """Bytes of a token that are kept of the residual stream."""
+    return 2 * {"none": 4, "selective": 2, "full": 1}[recompute] * model.hidden
+
+
+def _cut(model: ModelShape, rules: Rules, recompute: Recompute) -> float:
+    """And of what is as wide as heads and feed-forward columns."""
+    if recompute == "full":
+        return 0.0
+    made = 0 if recompute == "selective" else (rules.ffn_kept if model.gated else 1)
+    return 2 * (model.qkv + model.attention_width + model.up + made * model.ffn)
 
 
 def parameters_of_rank(
@@ -189,16 +203,17 @@ def memory_of_rank(
         optimizer -= MOMENT * held
         muon = _muon(model, held, mesh, rules)
     tokens = mesh.micro_batch * job.seq / mesh.cp
-    one = _one_layer(model, tokens, mesh, rules)
+    one, again = _one_layer(model, tokens, mesh, rules), mesh.recompute != "none"
     held = in_flight(mesh, rank, micro_batches)
     waiting = deferred(mesh, rank, micro_batches)
-    if mesh.recompute:
-        # Every layer's input of every micro-batch, and one layer whole while it is run again.
-        activations = (held - waiting) * layers * 2 * tokens * model.hidden / (mesh.tp * mesh.y) + one
+    # Where weights' gradients wait and nothing is computed again, about as much is kept as for the backward
+    # pass.
+    activations = (held - waiting if again else held) * layers * one
+    if again:
         activations += waiting * layers * _waiting_layer(model, tokens) / mesh.tp
-    else:
-        # Where weights' gradients wait, about as much is kept as for the backward pass.
-        activations = held * layers * one
+    if mesh.recompute == "full":
+        # One layer whole while it is run again.
+        activations += _one_layer(model, tokens, replace(mesh, recompute="none"), rules)
     activations *= rules.element / 2  # the formulas are of 16 bits
     logits = 0.0
     if rank == last:
@@ -241,10 +256,9 @@ def _muon(model: ModelShape, held: float, mesh: Mesh, rules: Rules) -> float:
 def _one_layer(model: ModelShape, tokens: float, mesh: Mesh, rules: Rules) -> float:
     if mesh.is_axonn:
         # Heads and the feed-forward network's columns lie over x, the residual stream's features over y.
-        whole = layer_activations(model, tokens, rules=rules)
-        wide = tokens * 8 * model.hidden
-        return wide / mesh.y + (whole - wide) / mesh.x
-    return layer_activations(model, tokens, mesh.tp, rules=rules)
+        wide, cut = _wide(model, mesh.recompute), _cut(model, rules, mesh.recompute)
+        return tokens * (wide / mesh.y + cut / mesh.x)
+    return layer_activations(model, tokens, mesh.tp, rules, mesh.recompute)
 
 
 def _waiting_layer(model: ModelShape, tokens: float) -> float:

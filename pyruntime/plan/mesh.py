@@ -9,6 +9,8 @@ from typing import Literal
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.models import ModelShape
 
+Recompute = Literal["none", "selective", "full"]
+
 
 @dataclass(frozen=True)
 class Job:
@@ -57,8 +59,9 @@ class Mesh:
     """Parts of a sequence, of the sliced schedules."""
     micro_batch: int = 1
     """Sequences of a forward pass, over the context-parallel ranks together."""
-    recompute: bool = False
-    """Activation checkpointing of every layer: its input is kept, its forward pass is run again."""
+    recompute: Recompute = "none"
+    """Activation checkpointing of every layer. selective: results of norms and of the feed-forward network's
+    activation are made again; full: its input is kept, its forward pass is run again."""
     x: int = 1
     """AxoNN's outer axis: columns of weights, attention heads. y: inner axis, rows of weights; fastest. z:
     depth; samples, and pieces of the weights (arXiv 2305.13525)."""
@@ -129,8 +132,8 @@ class Mesh:
         if self.tau:
             words.append(f"CO2 tau {self.tau}")
         words.append(f"mb{self.micro_batch}")
-        if self.recompute:
-            words.append("recompute")
+        if self.recompute != "none":
+            words.append("recompute" if self.recompute == "full" else "selective recompute")
         return " ".join(words)
 
 

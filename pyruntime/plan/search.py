@@ -6,10 +6,11 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from pyruntime.plan import co2
 from pyruntime.plan.memory import PAPER, Memory, Rules, verdict, worst_memory
-from pyruntime.plan.mesh import Job, Mesh, check_job, divisors
+from pyruntime.plan.mesh import Job, Mesh, Recompute, check_job, divisors
 from pyruntime.plan.overlap import Overlap
 from pyruntime.plan.pipelines import layers_by_rank
 from pyruntime.plan.step import Predictor, StepSeconds
@@ -113,7 +114,7 @@ def _rank(candidate: Candidate) -> tuple:
 def complexity(mesh: Mesh) -> tuple[int, ...]:
     """Less is simpler: what to prefer among meshes of equal time."""
     axes = sum(getattr(mesh, name) > 1 for name in ("tp", "cp", "pp", "dp", "x", "y", "z"))
-    extras = (mesh.recompute, mesh.is_axonn, mesh.tau > 0, mesh.replicate > 1, mesh.kind != "1f1b")
+    extras = (mesh.recompute != "none", mesh.is_axonn, mesh.tau > 0, mesh.replicate > 1, mesh.kind != "1f1b")
     return (axes + sum(extras) + mesh.virtual, mesh.zero, mesh.pp, mesh.tp)
 
 
@@ -121,7 +122,7 @@ def meshes(job: Job, choice: Choice) -> Iterator[Mesh]:
     """All legal ones: whole key/value heads on each tensor-parallel rank, whole sequences in each
     micro-batch, equal chunks for zigzag, at least one layer for each stage."""
     model = job.model
-    recomputes = (False, True) if choice.recompute else (False,)
+    recomputes: tuple[Recompute, ...] = get_args(Recompute) if choice.recompute else ("none",)
     for tp in divisors(job.gpus):
         if model.kv_heads % tp or model.ffn % tp:
             continue
@@ -178,7 +179,7 @@ def _sharded(mesh: Mesh, choice: Choice) -> Iterator[Mesh]:
         yield replace(mesh, zero=0, tau=1)
 
 
-def _axonn(job: Job, recomputes: Sequence[bool]) -> Iterable[Mesh]:
+def _axonn(job: Job, recomputes: Sequence[Recompute]) -> Iterable[Mesh]:
     model = job.model
     for x in divisors(job.gpus):
         if model.kv_heads % x or model.ffn % x:

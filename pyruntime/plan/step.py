@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from pyruntime.plan import axonn, co2
 from pyruntime.plan.communication import Link, all_gather, all_reduce, link, own_seconds, send
-from pyruntime.plan.memory import BUCKET_BYTES, layer_activations, parameters_of_rank
+from pyruntime.plan.memory import BUCKET_BYTES, Rules, layer_activations, parameters_of_rank
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.overlap import Exposed, Linear, Overlap, exposed, exposed_of, linears
 from pyruntime.plan.pipelines import bubble, last_stage_rank, layers_by_rank
@@ -22,6 +22,8 @@ from pyruntime.plan.touched import travelling_share
 FLASH_BACKWARD = 2.5
 """GEMMs of flash attention's backward pass over those of its forward pass."""
 NORMS_OF_A_LAYER = 2
+KEPT = Rules(ffn_kept=1)
+"""By which all that selective recomputation makes again is kept without it."""
 BUCKETS_OF_A_LAYER = 4
 """Weights that travel one by one, where they are not small."""
 OPTIMIZER_BYTES = {"nearest": 28, "stochastic": 22}
@@ -117,15 +119,28 @@ class Predictor:
             axonn = mesh.is_axonn and not self.sums_whole
             self._layers[key] = self._axonn_layer(mesh) if axonn else self._layer(mesh)
         found = self._layers[key]
-        if not mesh.recompute:
-            return found
+        again = self._again(mesh, found)
+        if mesh.recompute != "full":
+            return replace(found, backward_input=found.backward_input + again)
         return replace(
             found,
-            backward_input=found.backward_input + found.forward,
+            backward_input=found.backward_input + again,
             tp_backward=found.tp_backward + found.tp_forward,
             cp_backward=found.cp_backward + found.cp_forward,
             between_backward=found.between_backward + found.between_forward,
         )
+
+    def _again(self, mesh: Mesh, once: LayerSeconds) -> float:
+        """Seconds of compute of a layer's backward pass for what was not kept. Made selectively, as much as
+        that is read and written."""
+        if mesh.recompute == "full":
+            return once.forward
+        if mesh.recompute == "none":
+            return 0.0
+        model, tokens, ranks = self.job.model, mesh.micro_batch * self.job.seq / mesh.cp, mesh.tp * mesh.x
+        made = layer_activations(model, tokens, ranks, KEPT)
+        made -= layer_activations(model, tokens, ranks, KEPT, "selective")
+        return 2 * made / self.job.cluster.memory_bandwidth
 
     def _layer(self, mesh: Mesh) -> LayerSeconds:
         job, model, cluster = self.job, self.job.model, self.job.cluster
@@ -270,12 +285,13 @@ class Predictor:
 
         slowest = max(range(mesh.pp), key=forward_of)
         layers, has_head = counts[slowest], slowest == last
-        base = one.backward_input - (one.forward if mesh.recompute else 0.0)
+        again = self._again(mesh, one)
+        base = one.backward_input - again
         compute = layers * (one.forward + base + one.backward_weight)
         compute += (3 * head + 2 * head_moved) if has_head else 0.0
         sums = self._sums(as_run, micro_batches)
         compute += sums
-        recompute = layers * one.forward if mesh.recompute else 0.0
+        recompute = layers * again
         tp = layers * (one.tp_forward + one.tp_backward) + (head_sums if has_head else 0.0)
         ring = layers * (one.cp_forward + one.cp_backward)
         pp_exposed, idle = 0.0, 0.0

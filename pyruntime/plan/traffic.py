@@ -38,7 +38,7 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
     model, scale = job.model, element / 2
     micro_batches, layers = mesh.micro_batches(job.batch), max(layers_by_rank(model, mesh))
     tokens = mesh.micro_batch * job.seq / mesh.cp
-    passes = 2 if mesh.recompute else 1
+    passes = 2 if mesh.recompute == "full" else 1
 
     tp = _bytes_over(mesh.tp, predictor.link(mesh, "tp", mesh.tp).crosses)
     found = [exposed_of(each, tokens, tp, 1.0, "none", regather=not tp.crosses) for each in linears(model)]
@@ -66,7 +66,7 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
 def _bytes_of_grid(job: Job, mesh: Mesh, element: int) -> dict[str, float]:
     """The same of x, y and z, as docs/4d.md has them: activations over x and y, and over z and dp what the
     same blocks cause as ZeRO's weights."""
-    tokens, passes = mesh.micro_batch * job.seq, 2 if mesh.recompute else 1
+    tokens, passes = mesh.micro_batch * job.seq, 2 if mesh.recompute == "full" else 1
     over_x, over_y = _bytes_over(mesh.x), _bytes_over(mesh.y)
     crosses = Predictor(job).link(mesh, "x", mesh.x).crosses
     of_x = of_y = 0.0

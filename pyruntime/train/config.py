@@ -157,9 +157,14 @@ class Train:
     device: Device = "auto"
     """Where the ranks compute: cuda, the GPU of each rank's LOCAL_RANK; cpu; or auto, cuda where every rank
     of a host has a GPU of its own, else cpu."""
-    activation_checkpointing: bool = False
-    """Keep of a layer's activations its input alone and compute the rest anew in the backward pass: less
-    memory, a third more work."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again in place of keeping it: none, nothing; selective, of each layer
+    what its norms and silu(gate) * up gave, for which nothing is multiplied or sent again; full, all of a
+    layer but its input, a third more work. Figures: docs/figures/training.md."""
+    compile: bool = False
+    """Have torch.compile make what a layer computes between its linears and attention (norms, rotary
+    embedding, SwiGLU) of plain torch, in place of this project's kernels, which are faster on CPUs
+    (docs/figures/training.md)."""
     z_loss: float = 0.0
     """Weight of the mean squared log-sum-exp of the logits, which training steps add to their loss so that
     logits do not drift, such as 1e-4; 0: none."""

@@ -13,6 +13,7 @@ from pyruntime.comm.groups import crosses_hosts
 from pyruntime.context import Context
 from pyruntime.llama import Llama, load_weights
 from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.elementwise import NoCompiler
 from pyruntime.llama.hf import read_config
 from pyruntime.llama.presets import preset
 from pyruntime.nn.parameters import shard_bounds
@@ -106,20 +107,22 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
                 f"the {heads} key/value heads of a tensor-parallel rank; use ring or all_gather_kv."
             )
     source = config.model.init_from
-    model = Llama(
-        shape,
-        runtime.tp_grid,
-        device=runtime.device,
-        dtype=DTYPES[config.train.dtype],
-        tier=config.comm.tier,
-        wire=config.parallel.tp_wire,
-        seed=None if source else config.train.seed,
-        context=context,
-        recompute=config.train.activation_checkpointing,
-        slices=slices_of(config, runtime),
-        z_loss=config.train.z_loss,
-        part=None if runtime.pp is None else part_of(config, shape, runtime.coordinate.pp),
-    )
+    with refusing("train.compile: ", (NoCompiler,)):
+        model = Llama(
+            shape,
+            runtime.tp_grid,
+            device=runtime.device,
+            dtype=DTYPES[config.train.dtype],
+            tier=config.comm.tier,
+            wire=config.parallel.tp_wire,
+            seed=None if source else config.train.seed,
+            context=context,
+            recompute=config.train.activation_checkpointing,
+            compile=config.train.compile,
+            slices=slices_of(config, runtime),
+            z_loss=config.train.z_loss,
+            part=None if runtime.pp is None else part_of(config, shape, runtime.coordinate.pp),
+        )
     if source:
         with refusing("model.init_from: ", (ValueError, OSError)):
             load_weights(model, source)

@@ -240,7 +240,7 @@ class Pipelined:
         that in forward passes, as backward passes take twice as long for either, and layers that are
         computed anew are so once more."""
         stages = self._stages.values()
-        layers = sum(each.layers_s for each in stages) * (4 / 3 if self._model.recompute else 1)
+        layers = sum(each.layers_s for each in stages) * (4 / 3 if self._model.recompute == "full" else 1)
         rest = sum(each.rest_s for each in stages) + self._loss_s
         own, self._step_s, self._loss_s = self._step_s, 0.0, 0.0
         for each in stages:

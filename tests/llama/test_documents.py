@@ -65,12 +65,12 @@ def reference(tmp_path_factory):
     ("world", "layout", "options"),
     [
         (1, "", {}),
-        (1, "", {"recompute": True}),
+        (1, "", {"recompute": "selective"}),
         (2, "", {}),
         (2, "", {"slices": 3}),
         (2, "zigzag", {}),
         (3, "striped", {}),
-        (2, "contiguous", {"recompute": True}),
+        (2, "contiguous", {"recompute": "full"}),
     ],
 )
 def test_a_packed_batch_is_as_with_a_mask_of_transformers(ranks, reference, world, layout, options):

@@ -47,8 +47,8 @@ def written(config, folder):
     ("sizes", "name", "options"),
     [
         ((1, 4), "ragged", {}),
-        ((2, 2), "ragged", {"recompute": True}),
-        ((1, 4), "biased", {"recompute": True}),
+        ((2, 2), "ragged", {"recompute": "selective"}),
+        ((1, 4), "biased", {"recompute": "full"}),
         ((2, 2), "biased", {}),
         ((2, 2), "tied", {"keep_gathered": True}),
     ],

@@ -225,8 +225,8 @@ def sliced(group, transport, directory, ids, labels, options):
         ("gqa-llama3-tied", 4, "symmetric_memory", {"slices": 4}),
         ("gqa-llama3-tied", 4, "process_group", {"slices": 4}),
         ("gqa-linear-bias-wide", 4, "hierarchical", {"slices": 3}),
-        ("gqa-linear-bias-wide", 2, "process_group", {"slices": 2, "recompute": True}),
-        ("plain", 4, "hierarchical", {"slices": 4, "recompute": True, "tier": "unfused"}),
+        ("gqa-linear-bias-wide", 2, "process_group", {"slices": 2, "recompute": "full"}),
+        ("plain", 4, "hierarchical", {"slices": 4, "recompute": "full", "tier": "unfused"}),
     ],
 )
 def test_logits_loss_and_gradients_are_those_of_transformers(ranks, reference, case, tp, transport, options):
@@ -271,8 +271,8 @@ def sliced_over_context(group, transport, directory, ids, labels, layout, option
         ("plain", "striped", 46, "process_group", {"slices": 2}),
         ("plain", "zigzag", 48, "symmetric_memory", {"slices": 2}),
         ("gqa-llama3-tied", "striped", 38, "process_group", {"slices": 4}),
-        ("gqa-linear-bias-wide", "zigzag", 40, "process_group", {"slices": 2, "recompute": True}),
-        ("gqa-linear-bias-wide", "striped", 42, "symmetric_memory", {"slices": 3, "recompute": True}),
+        ("gqa-linear-bias-wide", "zigzag", 40, "process_group", {"slices": 2, "recompute": "full"}),
+        ("gqa-linear-bias-wide", "striped", 42, "symmetric_memory", {"slices": 3, "recompute": "selective"}),
     ],
 )
 def test_slices_of_sequences_that_are_cut_over_ranks(ranks, reference, case, layout, seq, transport, options):

@@ -199,7 +199,7 @@ def test_the_page_s_prediction_is_of_the_layers_that_stages_hold(tmp_path, capsy
 
 def test_a_configuration_is_to_the_planner_what_the_planner_wrote():
     job = Job(find_model("30m"), find_cluster("dgx-h100"), 16, 32, 2048, rounding="stochastic")
-    mesh = Mesh(tp=2, cp=1, dp=4, pp=2, zero=2, replicate=2, kind="zb-h1", micro_batch=2, recompute=True)
+    mesh = Mesh(tp=2, cp=1, dp=4, pp=2, zero=2, replicate=2, kind="zb-h1", micro_batch=2, recompute="full")
     config = config_file.from_dict(settings(job, mesh), "the test")
     again, found = planned(config, PRESETS["30m"], 16, job.cluster)
     assert found == mesh

@@ -61,7 +61,7 @@ def test_meshes_are_legal_and_each_is_there_once():
 def test_what_was_not_asked_for_is_not_searched():
     none = Choice(axonn=False, co2=False, hybrid=False, recompute=False, kinds=("1f1b",))
     for mesh in meshes(job("llama3-8b", "dgx-h100", 16, 64, 8192), none):
-        assert not mesh.is_axonn and not mesh.tau and mesh.replicate == 1 and not mesh.recompute
+        assert not mesh.is_axonn and not mesh.tau and mesh.replicate == 1 and mesh.recompute == "none"
         assert mesh.kind == "1f1b"
 
 
@@ -101,7 +101,7 @@ def test_the_simpler_of_two_equals_comes_first():
     assert alone.nearest is not None and "needs" in nothing_fits(alone)
     two = search(job("llama3-1b", "dgx-h200", 8, 64, 2048), Choice(hybrid=False))
     first = two.candidates[0].mesh
-    assert (first.tau, first.replicate, first.recompute) == (0, 1, False)
+    assert (first.tau, first.replicate, first.recompute) == (0, 1, "none")
 
 
 def test_cost_is_gpus_times_hours():

@@ -35,7 +35,9 @@ def test_published_rows_are_predicted_within_15_percent(row, efficiency):
 def test_tensor_parallelism_up_to_the_node_then_pipeline():
     """Takeaway 1: for a model that needs 64 GPUs, tp 8 and pp 8 is best, and tp beyond the node worst."""
     times = {
-        tp: throughput(job("gpt-145.6b", "selene", 64, 32), Mesh(tp=tp, pp=64 // tp, zero=0, recompute=True))
+        tp: throughput(
+            job("gpt-145.6b", "selene", 64, 32), Mesh(tp=tp, pp=64 // tp, zero=0, recompute="full")
+        )
         for tp in (2, 4, 8, 16, 32)
     }
     assert max(times, key=times.get) == 8
@@ -45,9 +47,9 @@ def test_tensor_parallelism_up_to_the_node_then_pipeline():
 def test_model_parallelism_no_larger_than_needed():
     """Takeaway 2: the more ranks go to data parallelism instead of the pipeline, the better."""
     wanted = job("gpt-7.5b", "selene", 64, 512)
-    rates = [throughput(wanted, Mesh(pp=pp, dp=64 // pp, recompute=True)) for pp in (2, 4, 8, 16, 32)]
+    rates = [throughput(wanted, Mesh(pp=pp, dp=64 // pp, recompute="full")) for pp in (2, 4, 8, 16, 32)]
     assert rates == sorted(rates, reverse=True)
-    rates = [throughput(wanted, Mesh(tp=tp, dp=64 // tp, recompute=True)) for tp in (1, 2, 4, 8, 16)]
+    rates = [throughput(wanted, Mesh(tp=tp, dp=64 // tp, recompute="full")) for tp in (1, 2, 4, 8, 16)]
     assert rates == sorted(rates, reverse=True)
 
 
@@ -62,7 +64,7 @@ def test_interleaving_helps_and_the_gap_closes_as_the_batch_grows():
 
 def test_recomputation_costs_up_to_a_third_at_the_same_batch():
     wanted, mesh = job("frontier-175b", "selene", 128, 64), Mesh(tp=8, pp=16, zero=0)
-    slower = throughput(wanted, replace(mesh, recompute=True)) / throughput(wanted, mesh)
+    slower = throughput(wanted, replace(mesh, recompute="full")) / throughput(wanted, mesh)
     assert 0.66 < slower < 0.85
 
 
@@ -71,13 +73,13 @@ def test_recomputation_costs_up_to_a_third_at_the_same_batch():
 
 def test_throughput_falls_as_tensor_parallelism_grows_and_most_beyond_the_node():
     wanted = job("frontier-22b", "frontier", 32, 256)
-    rates = [throughput(wanted, Mesh(tp=tp, dp=32 // tp, recompute=True)) for tp in (2, 4, 8, 16)]
+    rates = [throughput(wanted, Mesh(tp=tp, dp=32 // tp, recompute="full")) for tp in (2, 4, 8, 16)]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] / rates[-2] < 0.75 < rates[-2] / rates[-3]
 
 
 def test_throughput_rises_with_micro_batches():
-    mesh = Mesh(tp=4, pp=16, zero=0, recompute=True)
+    mesh = Mesh(tp=4, pp=16, zero=0, recompute="full")
     rates = [
         throughput(job("frontier-175b", "frontier", 64, batch), mesh) for batch in (16, 32, 64, 128, 640)
     ]
@@ -111,7 +113,7 @@ def test_the_recipes_of_frontier_come_out_near_what_was_measured():
     ):
         dp = gpus // (tp * pp)
         wanted = job(name, "frontier", gpus, own * dp)
-        mesh = Mesh(tp=tp, pp=pp, dp=dp, zero=1, recompute=True)
+        mesh = Mesh(tp=tp, pp=pp, dp=dp, zero=1, recompute="full")
         seconds = Predictor(wanted, "none", regather=False).step(mesh).total
         model = wanted.model
         work = 96 * wanted.tokens * model.layers * model.hidden**2 * (1 + 2048 / (6 * model.hidden))
@@ -130,7 +132,7 @@ MESHES = st.sampled_from(
         Mesh(tp=4, pp=4, dp=4, kind="zb-v"),
         Mesh(tp=4, dp=16, zero=2, replicate=4),
         Mesh(x=4, y=2, z=8, zero=0),
-        Mesh(tp=16, pp=4, zero=0, recompute=True),
+        Mesh(tp=16, pp=4, zero=0, recompute="full"),
     ]
 )
 

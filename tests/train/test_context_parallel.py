@@ -42,10 +42,10 @@ def test_loss_curves_equal_those_of_one_rank(ranks, whole, world, cp, dp, zero, 
 @pytest.mark.parametrize(
     ("world", "parallel", "layout", "recompute"),  # and the rest tensor parallel
     [
-        (4, {"slices": 2, "zero": 2}, "zigzag", False),
-        (4, {"slices": 3, "zero": 0}, "striped", True),
-        (8, {"slices": 2, "dp": 2, "zero": 1}, "striped", False),
-        (8, {"slices": 2, "pp": 2}, "zigzag", True),
+        (4, {"slices": 2, "zero": 2}, "zigzag", "selective"),
+        (4, {"slices": 3, "zero": 0}, "striped", "full"),
+        (8, {"slices": 2, "dp": 2, "zero": 1}, "striped", "none"),
+        (8, {"slices": 2, "pp": 2}, "zigzag", "full"),
     ],
 )
 def test_slices_inside_a_tensor_parallel_group(ranks, whole, world, parallel, layout, recompute):

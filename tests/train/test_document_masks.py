@@ -7,7 +7,7 @@ from pyruntime.train.data.batches import Batches
 from tests.train import jobs
 from tests.train.data.texts import lines_file, words
 
-RECOMPUTED = {"activation_checkpointing": True}
+RECOMPUTED = {"activation_checkpointing": "full"}
 JOB = {"steps": 4, "val_every": 2, "batch_size": 4, "micro_batch_size": 2, "seq_len": 32}
 
 

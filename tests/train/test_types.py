@@ -28,7 +28,8 @@ RIGHT = [
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    config = jobs.changed(parity.job(tmp_path_factory.mktemp("types")), "train", check_types=True)
+    config = parity.job(tmp_path_factory.mktemp("types"))
+    config = jobs.changed(config, "train", check_types=True, activation_checkpointing="selective")
     jobs.prepare(config)
     return config
 

@@ -5,6 +5,6 @@ Singh et al. 2023, arXiv 2305.13525). The third axis, z, cuts the same weights i
 where they are used: `pyruntime.shard` at stage 3, over the ranks of z (docs/4d.md).
 """
 
-from pyruntime.nn.grid.rms_norm import add_rms_norm, rms_norm
+from pyruntime.nn.grid.rms_norm import Normed, rms_norm
 
-__all__ = ["add_rms_norm", "rms_norm"]
+__all__ = ["Normed", "rms_norm"]

@@ -12,6 +12,8 @@ With rank s holding the features x_s [M, D/Y] of the same M rows, statistics in 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -22,22 +24,26 @@ from pyruntime.ops import layers
 from pyruntime.ops.attention import statistics_dtype
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None) -> Tensor:
-    """x [..., D_s] and weight [D_s], this rank's of `features` D that are cut over y -> [..., D_s]. y=None:
-    they are not cut."""
-    if y is None or y.size == 1:
-        return layers.rms_norm(x, weight, eps)
-    return _RMSNorm.apply(x, weight, eps, features, y.name)
+class Normed(NamedTuple):
+    """What a norm gives, and what it takes to compute `rows` again from x with no exchange."""
+
+    rows: Tensor
+    """[..., D_s]"""
+    rstd: Tensor | None
+    """[..., 1] where features are cut over y, which the norm's backward keeps too."""
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None
-) -> tuple[Tensor, Tensor]:
-    """`summed = x + residual` and its `rms_norm`: (normed, summed)."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None) -> Normed:
+    """x [..., D_s] and weight [D_s], this rank's of `features` D that are cut over y. y=None: they are not
+    cut."""
     if y is None or y.size == 1:
-        return layers.add_rms_norm(x, residual, weight, eps)
-    summed = x + residual
-    return _RMSNorm.apply(summed, weight, eps, features, y.name), summed
+        return Normed(layers.rms_norm(x, weight, eps), None)
+    return Normed(*_RMSNorm.apply(x, weight, eps, features, y.name))
+
+
+def normed_by(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    """`Normed.rows` by its `rstd`."""
+    return (x.to(rstd.dtype) * rstd * weight).to(x.dtype)
 
 
 def _sum_over(numbers: Tensor, group: str) -> Tensor:
@@ -48,17 +54,20 @@ def _sum_over(numbers: Tensor, group: str) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, features: int, group: str) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, eps: float, features: int, group: str
+    ) -> tuple[Tensor, Tensor]:
         wide = x.to(statistics_dtype(x))
         square = _sum_over(wide.square().sum(-1, keepdim=True), group)
         rstd = (square / features + eps).rsqrt()
         ctx.save_for_backward(x, weight, rstd)
         ctx.over = features, group
-        return (wide * rstd * weight).to(x.dtype)
+        ctx.mark_non_differentiable(rstd)
+        return normed_by(x, rstd, weight), rstd
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor, _):
         x, weight, rstd = ctx.saved_tensors
         features, group = ctx.over
         xhat, grad = x.to(rstd.dtype) * rstd, grad.to(rstd.dtype)

@@ -15,6 +15,11 @@ def check_watching(config: RunConfig) -> None:
     _check_sinks(config)
     _check_profile(config)
     _check_predicted(config)
+    require(
+        not (config.train.check_types and config.train.compile),
+        "train.check_types follows tensors from operator to operator, and train.compile makes one of many; "
+        "leave one of them out.",
+    )
 
 
 def _check_sinks(config: RunConfig) -> None:

@@ -1,0 +1,120 @@
+"""What a layer computes between its linears and attention, by this project's kernels or by torch.compile.
+
+The regions are pure functions of tensors, without modules, parameters' hooks or communication, so that they
+are compiled alike on every mesh. They take sizes as symbols: micro-batches, slices and the last rows of a
+validation share one compiled region, but that a size of 1 and whether gradients are asked for each make
+another. Norms of features that are cut over y have an exchange in their middle and stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyruntime.nn.grid.rms_norm import Normed, normed_by, rms_norm
+from pyruntime.nn.parameters import TensorGroup
+from pyruntime.ops import layers
+from pyruntime.ops.attention import statistics_dtype
+from pyruntime.text import short_repr
+
+
+class NoCompiler(RuntimeError):
+    """torch.compile was asked for and cannot compile; the message says why."""
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """Fields are as in `pyruntime.ops.layers`; the norms below also take features that are cut over y."""
+
+    of_norm: Callable[[Tensor, Tensor, float], Tensor]
+    of_sum: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    swiglu: Callable[[Tensor], Tensor]
+    rope: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None) -> Normed:
+        """As `pyruntime.nn.grid.rms_norm`."""
+        if _is_cut(y):
+            return rms_norm(x, weight, eps, features, y)
+        return Normed(self.of_norm(x, weight, eps), None)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None
+    ) -> tuple[Normed, Tensor]:
+        """`summed = x + residual` and its `rms_norm`: (normed, summed)."""
+        if _is_cut(y):
+            summed = x + residual
+            return rms_norm(summed, weight, eps, features, y), summed
+        rows, summed = self.of_sum(x, residual, weight, eps)
+        return Normed(rows, None), summed
+
+    def rms_norm_again(self, x: Tensor, rstd: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """`Normed.rows`, bitwise, of the x and weight that they were computed from."""
+        return self.of_norm(x, weight, eps) if rstd is None else normed_by(x, rstd, weight)
+
+
+def _is_cut(y: TensorGroup | None) -> bool:
+    return y is not None and y.size > 1
+
+
+KERNELS = Elementwise(layers.rms_norm, layers.add_rms_norm, layers.swiglu, layers.apply_rope_qkv)
+
+
+def compiled(device: torch.device | str) -> Elementwise:
+    """Of torch.compile. Raises NoCompiler where it compiles nothing for `device`."""
+
+    def of(region: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(region, fullgraph=True, dynamic=True)
+
+    try:
+        torch.compile(_probe)(torch.zeros(64, device=device))
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise NoCompiler(
+            f"torch.compile has no working compiler for {device} ({short_repr(reason)}); install g++, and "
+            "for GPUs triton, or do without."
+        ) from error
+    return Elementwise(of(_rms_norm), of(_add_rms_norm), of(_swiglu), _rope_by(of(_rotated)))
+
+
+def _probe(x: Tensor) -> Tensor:
+    return x.sin() + 1
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(statistics_dtype(x))
+    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * rstd * weight).to(x.dtype)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    summed = x + residual
+    return _rms_norm(summed, weight, eps), summed
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.to(statistics_dtype(gate_up)).chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [B, S, H + 2 G, d], cos and sin [S, d] -> q, k and v, each contiguous."""
+    qk = qkv[:, :, : queries + keys].to(cos.dtype)
+    first, second = qk.chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    qk = (qk * cos[:, None] + turned * sin[:, None]).to(qkv.dtype)
+    return qk[:, :, :queries].clone(), qk[:, :, queries:].clone(), qkv[:, :, queries + keys :].clone()
+
+
+def _rope_by(rotated: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def rope(
+        qkv: Tensor, cos: Tensor, sin: Tensor, batch: int, seq: int, queries: int, keys: int, **_: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = qkv.view(batch, seq, queries + 2 * keys, -1)
+        q, k, v = rotated(heads, cos[:seq], sin[:seq], queries, keys)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    return rope
