@@ -11,6 +11,8 @@ from pyruntime.context import Context
 from pyruntime.ops.placements import PlacementCheck, PlacementError
 from tests.train import jobs
 from tests.train.test_parity import (
+    job,
+    steps_of,
     with_the_loss_counted_twice,
     without_clipping_on_a_stage,
     without_the_sum_of_norms_gradients,
@@ -28,13 +30,7 @@ RIGHT = [
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    config = jobs.changed(parity.job(tmp_path_factory.mktemp("types")), "train", check_types=True)
-    jobs.prepare(config)
-    return config
-
-
-def steps_of(group, config):
-    return parity.steps_of(jobs.runtime(group, config), config)
+    return jobs.changed(job(tmp_path_factory.mktemp("types")), "train", check_types=True)
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=str)
