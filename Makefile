@@ -19,6 +19,8 @@ SHELL := /bin/bash
 
 CPP := $(shell find csrc hip tests/cpp tests/cuda tests/hip -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BUILT := build/.built
+# Tests run beside each other in so many processes, each with ranks of its own (tests/beside.py).
+WORKERS ?= 2
 SMOKE := $(addprefix tests/,test_examples.py symm_mem comm/test_symmetric_memory.py ops/test_primitives.py ops/test_compile.py \
     nn/test_linear.py nn/test_parameters.py nn/test_compile.py nn/test_torch_tools.py)
 
@@ -32,7 +34,7 @@ train: $(BUILT)  ## train the main model: 2 ranks, tensor parallel
 
 .PHONY: test
 test: lint  ## lint, then all tests but those of the seven targets below
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: smoke
 smoke: $(BUILT)  ## a few tests of everything that leans on torch: for a torch that is new here

@@ -5,12 +5,14 @@ tests/cpp and tests/cuda name what their tests need when a session has collected
 their fixtures wait for it. ninja compiles what changed since the last session.
 
 A build ends with its session, also when that is interrupted or killed: ninja is told by the kernel when
-pytest ends, and ends its compilers.
+pytest ends, and ends its compilers. Where several workers need a recipe (tests/beside.py) each has ninja
+build it, one after the other: the second finds it built.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -71,19 +73,21 @@ class Build:
     """One run of ninja."""
 
     def __init__(self, recipe: Recipe, jobs: int) -> None:
-        self._what, self._log = recipe.what, recipe.folder / "build.log"
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+        self._what, self._log = recipe.what, recipe.folder / f"build{worker}.log"
         self._ninja: subprocess.Popen[bytes] | None = None
         recipe.folder.mkdir(parents=True, exist_ok=True)
-        (recipe.folder / "build.ninja").write_text(recipe.text)
+        written = recipe.folder / f"build{worker}.ninja"
+        written.write_text(recipe.text)
         try:
             ninja = find_ninja()
         except RuntimeError as error:  # told by the tests that need what is built, not by all
             self._log.write_text(str(error))
             return
-        command = [sys.executable, "-m", "tests.builds", str(os.getpid()), ninja]
+        command = [sys.executable, "-m", "tests.builds", str(os.getpid()), str(recipe.folder), ninja]
         with self._log.open("wb") as log:
             self._ninja = subprocess.Popen(
-                [*command, "-C", str(recipe.folder), "-j", str(jobs)],
+                [*command, "-C", str(recipe.folder), "-f", written.name, "-j", str(jobs)],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -118,10 +122,14 @@ def jobs_at_once() -> int:
 
 
 def main() -> None:
-    """Becomes ninja, of a lower priority and bound to pytest. Arguments: pytest's pid, ninja's command."""
+    """Becomes ninja, of a lower priority, bound to pytest and alone in its folder. Arguments: pytest's pid,
+    the folder, ninja's command."""
     die_with_parent(int(sys.argv[1]), signal.SIGTERM)
     os.nice(NICENESS)
-    os.execv(sys.argv[2], sys.argv[2:])
+    folder = os.open(sys.argv[2], os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    os.set_inheritable(folder, True)  # as long as ninja and its compilers run
+    os.execv(sys.argv[3], sys.argv[3:])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.beside import (  # noqa: F401 - hooks
+    pytest_configure,
+    pytest_configure_node,
+    pytest_runtest_protocol,
+    pytest_unconfigure,
+)
 from tests.builds import Builds
 from tests.ranks import Ranks
 from tests.skips import pytest_terminal_summary  # noqa: F401 - a hook

@@ -57,6 +57,7 @@ def memory_of_others() -> list[str]:
     return found
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("op", OPS)
 def test_a_rank_killed_in_the_middle_of_an_op(ranks, op):
     before = set(memory_of_others())  # what the pool of other tests holds

@@ -228,6 +228,7 @@ def large_case(group):
     return grown
 
 
+@pytest.mark.alone
 def test_memory_larger_than_64_mb_takes_nothing_of_dev_shm(ranks):
     assert all(grown < 16 << 20 for grown in ranks.run(large_case, 2))
 

@@ -15,7 +15,7 @@ from tests.train import jobs
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     config = jobs.job(
-        tmp_path_factory.mktemp("job"), steps=3, val_every=2, batch_size=8, micro_batch_size=1, seq_len=32
+        tmp_path_factory.mktemp("job"), steps=2, val_every=2, batch_size=8, micro_batch_size=1, seq_len=32
     )
     config = jobs.changed(config, "model", num_hidden_layers=4)
     jobs.prepare(config)
@@ -72,8 +72,11 @@ def test_nothing_is_left_of_a_backward_pass():
 
     for _ in range(3):
         step()
-    before = resident_bytes()
-    for _ in range(30):
-        step()
+    grown = []
+    for _ in range(2):  # what else the process takes once, an arena or a stack, is not taken twice
+        before = resident_bytes()
+        for _ in range(30):
+            step()
+        grown.append(resident_bytes() - before)
     of_one_layer = ids.numel() * config.hidden_size * 4
-    assert resident_bytes() - before < 30 * of_one_layer / 2
+    assert min(grown) < 30 * of_one_layer / 2

@@ -18,7 +18,7 @@ JOB = {"batch_size": 4, "micro_batch_size": 2, "seq_len": 32}
 @pytest.fixture(scope="module")
 def whole(ranks, tmp_path_factory):
     """A job, and what one rank makes of it."""
-    config = jobs.job(tmp_path_factory.mktemp("whole"), steps=8, val_every=4, **JOB)
+    config = jobs.job(tmp_path_factory.mktemp("whole"), steps=4, val_every=2, **JOB)
     jobs.prepare(config)
     return config, ranks.run(jobs.history, 1, config)[0]
 

@@ -18,7 +18,7 @@ SEQUENCES = {"batch_size": 8, "micro_batch_size": 1}
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_loss_curves_of_replicas_equal_those_of_one_rank(ranks, tmp_path, zero):
-    config = jobs.job(tmp_path, steps=8, val_every=4, **SEQUENCES)
+    config = jobs.job(tmp_path, steps=4, val_every=2, **SEQUENCES)
     jobs.prepare(config)
     expected = ranks.run(jobs.history, 1, config)[0]
     config = jobs.changed(config, "parallel", dp=4, dp_replicate=2, zero=zero)

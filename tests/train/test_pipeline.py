@@ -23,7 +23,7 @@ JOB = {"batch_size": 8, "micro_batch_size": 1, "seq_len": 32}
 @pytest.fixture(scope="module")
 def whole(ranks, tmp_path_factory):
     """A job, and what one rank makes of it."""
-    config = jobs.job(tmp_path_factory.mktemp("whole"), steps=6, val_every=3, **JOB)
+    config = jobs.job(tmp_path_factory.mktemp("whole"), steps=3, val_every=3, **JOB)
     config = jobs.changed(config, "model", num_hidden_layers=7)
     config = jobs.changed(config, "optimizer", lr=3e-4)  # at which seven layers are steady
     jobs.prepare(config)
@@ -202,7 +202,7 @@ def test_every_gradient_with_all_axes_is_that_of_one_rank(ranks, tmp_path, kind,
     ],
 )
 def test_tied_embeddings_on_two_stages_train_as_one_weight(ranks, tmp_path, world, pp, dp, zero, kind):
-    config = jobs.job(tmp_path, steps=4, val_every=2, **JOB)
+    config = jobs.job(tmp_path, steps=3, val_every=2, **JOB)
     config = jobs.changed(config, "model", num_hidden_layers=4, tie_word_embeddings=True)
     folder = jobs.prepare(config)
     expected = ranks.run(jobs.history, 1, config)[0]

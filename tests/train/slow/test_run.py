@@ -52,6 +52,7 @@ def look_at(group, config, slow_ranks):
     return said, list(made._slow.windows)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), (4, {"pp": 2, "dp": 2})])
 def test_all_ranks_name_the_one_that_is_slowed(ranks, tmp_path, size, parallel):
     config = job(tmp_path, 18, 2, **parallel)
@@ -64,6 +65,7 @@ def test_all_ranks_name_the_one_that_is_slowed(ranks, tmp_path, size, parallel):
     assert "waited" in found["sentence"]
 
 
+@pytest.mark.alone
 def test_a_rank_of_more_layers_is_not_slow(ranks, tmp_path):
     config = jobs.changed(job(tmp_path, 18, 4, pp=2, dp=2), "pipeline", layers=(3, 1))
     for said, windows in ranks.run(look_at, 4, config, range(4)):  # so slow that it hides the machine's noise
@@ -167,6 +169,7 @@ def moving_run(group, config):
     return trainers
 
 
+@pytest.mark.alone
 def test_layers_leave_a_slow_rank_at_a_checkpoint_and_losses_stay(ranks, tmp_path):
     config = job(tmp_path, 20, 6, pp=2, dp=2)
     config = jobs.changed(config, "optimizer", lr=3e-4, clip_grad_norm=0.0)
