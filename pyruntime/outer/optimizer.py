@@ -202,6 +202,12 @@ class OuterOptimizer:
             return mean
         gap = math.sqrt(self._over_parts(fragment.square_gap(mean)))
         reach = fragment.sent_steps * math.sqrt(fragment.sent_square() * mean)
+        if math.isinf(reach) and math.isfinite(gap):
+            raise ValueError(
+                "The length of a round's first step, squared, is more than "
+                f"{fragment.sent.dtype} holds, in which it travels, so its penalty is not known; train in "
+                "bfloat16 or float32, or with penalty=None."
+            )
         penalty = self.method.penalty(gap, reach)
         if not penalty >= 1:
             raise ValueError(f"penalty(gap={gap}, reach={reach}) is {penalty}; it must be at least 1.")

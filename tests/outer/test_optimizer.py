@@ -136,6 +136,16 @@ def test_the_penalty_is_any_function(ranks):
     check(results, cases.co2(2, 3, 0.5, 0.0)[0])
 
 
+def test_a_first_step_too_long_for_what_travels_is_no_penalty_of_one():
+    module = nn.Linear(4, 1, bias=False).half()
+    outer_optimizer = pyruntime.OuterOptimizer(module, None, outer.co2(1))
+    with pytest.raises(ValueError, match=r"more than torch\.float16 holds.*bfloat16 or float32"):
+        for _ in range(3):
+            with torch.no_grad():
+                module.weight.add_(150.0)
+            outer_optimizer.step()
+
+
 def test_clipping_bites_in_place(ranks):
     method = outer.co2(3, lr=0.9, momentum=0.4, penalty=None, clip=0.05)
     clipped, free = (cases.co2(2, 3, 0.9, 0.4, clip=clip)[0] for clip in (0.05, math.inf))
