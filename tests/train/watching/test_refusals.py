@@ -30,7 +30,9 @@ def test_steps_are_written_as_one_or_from_to(text, steps):
 
 @pytest.mark.parametrize("text", ["0", "12-10", "1-", "-3", "x", "1-2-3", "1.5", "0-4", "9" * 5000])
 def test_what_names_no_steps_is_refused(text):
-    with pytest.raises(ConfigError, match=r"^train.profile: .* names no steps; write them as 10, or 10-12$"):
+    with pytest.raises(
+        ConfigError, match=r"^train.profile: .* names no steps; write them as 10, or 10-12\.$"
+    ):
         validate.check(RunConfig(train=Train(profile=text)), 1)
 
 
