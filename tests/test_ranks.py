@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pyruntime.comm.exchange import barrier
 from tests.ranks import ROOT, RankError
 
 
@@ -35,6 +36,10 @@ def fails_on_one(group, guilty):
 def fails_late(group):
     time.sleep(0.0 if group.rank() == 1 else 0.2)
     raise ValueError(f"rank {group.rank()}")
+
+
+def meets(group, of_all):
+    return barrier(dist.group.WORLD if of_all else group, "Meeting", b"of rank %d" % group.rank())
 
 
 def hangs_on_one(group):
@@ -124,6 +129,12 @@ def test_expected_errors_are_returned(ranks):
     first, second = ranks.run(fails_late, 2, expect_errors=True)
     assert isinstance(first, ValueError) and isinstance(second, ValueError)
     assert str(first) == "rank 0" and str(second) == "rank 1"
+
+
+def test_ranks_of_which_some_have_met_before_hear_of_each_other(ranks):
+    ranks.run(fails_late, 2, expect_errors=True)  # and so the next are new
+    assert ranks.run(meets, 2, False) == [b"of rank 0"] * 2
+    assert ranks.run(meets, 4, True, timeout=20.0) == [b"of rank 0"] * 4
 
 
 def test_a_hang_shows_the_stack_and_the_next_call_has_new_ranks(ranks):
