@@ -114,7 +114,8 @@ def _rope_by(rotated: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor,
         qkv: Tensor, cos: Tensor, sin: Tensor, batch: int, seq: int, queries: int, keys: int, **_: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = qkv.view(batch, seq, queries + 2 * keys, -1)
-        q, k, v = rotated(heads, cos[:seq], sin[:seq], queries, keys)
+        # Copies: of views the sizes of what they are views of are told apart too.
+        q, k, v = rotated(heads, cos[:seq].clone(), sin[:seq].clone(), queries, keys)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     return rope
