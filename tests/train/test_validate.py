@@ -67,7 +67,7 @@ def with_value(key, value):
         (
             "data.tokenizer",
             "/nowhere/tokenizer.json",
-            "data.tokenizer: /nowhere/tokenizer.json is not a file;",
+            "data.tokenizer: /nowhere/tokenizer.json is no file and no folder;",
         ),
         ("model.init_from", "/nowhere", "model.init_from: /nowhere holds no config.json;"),
         ("checkpoint.resume", "/nowhere", "checkpoint.resume: the folder /nowhere does not exist;"),

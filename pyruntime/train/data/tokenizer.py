@@ -193,7 +193,7 @@ def _content(folder: Path) -> bytes:
 def check_named(key: str, name: str) -> None:
     """Raises ConfigError where `name`, the option `key`, is neither "bytes" nor something that is there."""
     if name != "bytes" and not os.path.isfile(name) and not os.path.isdir(name):
-        raise ConfigError(f"{key}: {short_repr(name)} is no file and no folder; {WHAT_IT_MAY_BE}")
+        raise ConfigError(f"{key}: {name} is no file and no folder; {WHAT_IT_MAY_BE}")
 
 
 def open_tokenizer(name: str, init_from: str = "", paths: Sequence[str] = ()) -> Tokenizer:

@@ -168,7 +168,7 @@ def test_bad_requests_are_one_sentence_and_lose_nothing(tmp_path, capsys, bpe):
     assert "holds text." in refused(capsys, out, "--paths", tmp_path / "empty.jsonl")
     (tmp_path / "nothing").mkdir()
     assert "there is no text in" in refused(capsys, out, "--paths", tmp_path / "nothing")
-    assert "no.json' is no file and no folder" in refused(
+    assert "no.json is no file and no folder" in refused(
         capsys, out, "--paths", path, "--tokenizer", tmp_path / "no.json"
     )
     broken = tmp_path / "tokenizer.json"
