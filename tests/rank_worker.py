@@ -117,14 +117,7 @@ def become_rank(request: SpawnRequest) -> dict[int, Any]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    groups = {size: dist.new_group(list(range(size))) for size in request.group_sizes}
-    if len(groups) > 1:
-        from pyruntime.comm.exchange import Exchange
-
-        # Ranks hear of each other through the group that they open first. In tests that is another on some
-        # than on the rest, as they happen to run.
-        Exchange(dist.group.WORLD, "Starting")
-    return {0: None} | groups
+    return {0: None} | {size: dist.new_group(list(range(size))) for size in request.group_sizes}
 
 
 def run_call(call: Call, groups: dict[int, Any]) -> Outcome:

@@ -16,6 +16,14 @@ namespace pyruntime {
 
 namespace {
 
+// What torch's init_process_group puts in front of all keys of the groups that stand on its own.
+constexpr char kOfAllGroups[] = "default_pg";
+
+// torch tells a store's prefix to classes derived from it alone.
+struct Prefix : c10d::PrefixStore {
+  static const std::string& of(const c10d::PrefixStore& store) { return store.*&Prefix::prefix_; }
+};
+
 // The store keeps what was said under a name, and a group may be made anew under its own.
 std::string unique_name(const std::string& group) {
   static std::atomic<int> names{0};
@@ -29,16 +37,17 @@ Rendezvous::Rendezvous(const GroupContext& context, c10::intrusive_ptr<c10d::Pro
   if (context.world_size > 1) join_job();
 }
 
-// All groups of a job stand on the same store, each below a prefix of its own. The rank in the job is the
-// launcher's; without a launcher the job is this group.
+// All groups of a job stand on the same store, each below a prefix of its own. Ranks may open different
+// groups first, so which store that is must not depend on the group: it is the one that torch makes all
+// groups on. The rank in the job is the launcher's; without a launcher the job is this group.
 void Rendezvous::join_job() {
   FailureBoard& board = FailureBoard::instance();
-  auto store = process_group_->getStore();
-  auto below = store;
+  auto store = process_group_->getStore(), below = store;
   bool joined = board.has_joined(below);
   for (bool first = true; !joined; first = false) {
     const auto* prefixed = dynamic_cast<c10d::PrefixStore*>(below.get());
     if (prefixed == nullptr) break;
+    if (Prefix::of(*prefixed) == kOfAllGroups) store = below;
     below = const_cast<c10d::PrefixStore*>(prefixed)->getUnderlyingStore();
     if (first) store = below;
     joined = board.has_joined(below);
