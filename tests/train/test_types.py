@@ -11,8 +11,6 @@ from pyruntime.context import Context
 from pyruntime.ops.placements import PlacementCheck, PlacementError
 from tests.train import jobs
 from tests.train.test_parity import (
-    job,
-    steps_of,
     with_the_loss_counted_twice,
     without_clipping_on_a_stage,
     without_the_sum_of_norms_gradients,
@@ -30,8 +28,14 @@ RIGHT = [
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    config = job(tmp_path_factory.mktemp("types"))
-    return jobs.changed(config, "train", check_types=True, activation_checkpointing="selective")
+    config = parity.job(tmp_path_factory.mktemp("types"))
+    config = jobs.changed(config, "train", check_types=True, activation_checkpointing="selective")
+    jobs.prepare(config)
+    return config
+
+
+def steps_of(group, config):
+    return parity.steps_of(jobs.runtime(group, config), config)
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=str)
