@@ -1,9 +1,9 @@
 """What a layer computes between its linears and attention, by this project's kernels or by torch.compile.
 
 The regions are pure functions of tensors, without modules, parameters' hooks or communication, so that they
-are compiled alike on every mesh. They take sizes as symbols: micro-batches, slices and the last rows of a
-validation share one compiled region, but that a size of 1 and whether gradients are asked for each make
-another. Norms of features that are cut over y have an exchange in their middle and stay as they are.
+are compiled alike on every mesh. They take sizes as symbols: micro-batches and slices of any size share one
+compiled region, but that a size of 1 makes another. Norms of features that are cut over y have an exchange in
+their middle and stay as they are.
 """
 
 from __future__ import annotations
@@ -54,6 +54,12 @@ class Elementwise:
     def rms_norm_again(self, x: Tensor, rstd: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """`Normed.rows`, bitwise, of the x and weight that they were computed from."""
         return self.of_norm(x, weight, eps) if rstd is None else normed_by(x, rstd, weight)
+
+
+def for_this_pass(chosen: Elementwise) -> Elementwise:
+    """`chosen` where gradients are asked for, else the kernels: validation and generation, with sizes of
+    their own, compile nothing."""
+    return chosen if torch.is_grad_enabled() else KERNELS
 
 
 def _is_cut(y: TensorGroup | None) -> bool:

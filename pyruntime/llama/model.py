@@ -41,7 +41,7 @@ from pyruntime.llama import recompute as recomputing
 from pyruntime.llama import slices as sliced
 from pyruntime.llama.attention import causal_attention
 from pyruntime.llama.config import LlamaConfig
-from pyruntime.llama.elementwise import KERNELS, Elementwise, compiled
+from pyruntime.llama.elementwise import KERNELS, Elementwise, compiled, for_this_pass
 from pyruntime.llama.init import init_shard
 from pyruntime.llama.recompute import Recompute, computed_again
 from pyruntime.llama.rope import rope_tables
@@ -142,7 +142,7 @@ class Block(nn.Module):
         for the next layer: adding to the stream and normalising it is one pass over memory, so a layer ends
         with the norm of the layer that follows it. Where that is on another rank, both are the stream. norm:
         the weight by which x was normalised."""
-        rows, between = step.batch * step.seq, self.elementwise
+        rows, between = step.batch * step.seq, for_this_pass(self.elementwise)
         with self.again(normed.rows, between.rms_norm_again, x, normed.rstd, norm, self.eps):
             qkv = self.qkv(normed.rows, rows)
         q, k, v = between.rope(
@@ -225,8 +225,9 @@ class Llama(nn.Module):
     context: the ranks that share every sequence; None: this rank has it whole.
     recompute: which activations the backward pass computes again in place of keeping them, below. None of
         them changes a bit of what is computed.
-    compile: norms, rotary embedding and SwiGLU are what torch.compile makes of plain torch, in place of this
-        project's kernels (`elementwise.py`); the loss is not. The same but for rounding.
+    compile: where gradients are asked for, norms, rotary embedding and SwiGLU are what torch.compile makes of
+        plain torch, in place of this project's kernels (`elementwise.py`); the loss is not. The same but for
+        rounding.
     slices: causal slices of every sequence, of which one computes while the rows of another travel; see
         `slices.py`. Their linears keep their gathered input.
     z_loss: weight of the mean squared log-sum-exp of the logits, which the loss holds in training mode.
@@ -446,7 +447,9 @@ class Llama(nn.Module):
         backward = None if torch.compiler.is_compiling() or not is_heard() else BackwardRanges()
         if backward is not None and layers[0] == 0:
             backward.begin_at(x, "embed backward")
-        normed = self.elementwise.rms_norm(x, norms[0], config.rms_norm_eps, config.hidden_size, self.group.y)
+        normed = for_this_pass(self.elementwise).rms_norm(
+            x, norms[0], config.rms_norm_eps, config.hidden_size, self.group.y
+        )
         for index, number in enumerate(layers):
             cache = None if caches is None else caches[index]
             own = norms[2 * index : 2 * index + 3]

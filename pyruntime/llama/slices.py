@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pyruntime.llama.attention import causal_attention
+from pyruntime.llama.elementwise import for_this_pass
 from pyruntime.nn.sliced import SlicedColumn, SlicedRow
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class _Layer:
 
     def __init__(self, block: Block, step: Step, parts: Sequence[int]):
         self._block, self._step, self._parts = block, step, parts
+        self.elementwise = for_this_pass(block.elementwise)
         self.columns = SlicedColumn(block.qkv), SlicedColumn(block.gate_up)
         self.rows = SlicedRow(block.out), SlicedRow(block.down)
         self._keys: list[Tensor] = []
@@ -137,12 +139,12 @@ class _Layer:
     def middle(self, half: int, part: int, y: Tensor) -> Tensor:
         """Between the two linears of a half."""
         if half == 1:
-            return self._block.elementwise.swiglu(y)
+            return self.elementwise.swiglu(y)
         step, seq = self._step, self._parts[part]
         start = sum(self._parts[:part])
         cos, sin = step.cos[start : start + seq], step.sin[start : start + seq]
         context = step.context
-        q, k, v = self._block.elementwise.rope(
+        q, k, v = self.elementwise.rope(
             y, cos, sin, step.batch, seq, step.heads, step.key_value_heads, overwrite_qkv=context is None
         )
         self._keys.append(k)
@@ -160,11 +162,7 @@ class _Layer:
 
     def again(self, half: int, rows: Tensor, y: Tensor) -> contextlib.AbstractContextManager[None]:
         """Of what `middle` made of y: see `Block.again`. Norms' results are kept gathered."""
-        return (
-            self._block.again(rows, self._block.elementwise.swiglu, y)
-            if half == 1
-            else contextlib.nullcontext()
-        )
+        return self._block.again(rows, self.elementwise.swiglu, y) if half == 1 else contextlib.nullcontext()
 
 
 def run(
@@ -181,7 +179,7 @@ def run(
     ranks, rank = blocks[0].qkv.group.size, blocks[0].qkv.group.rank
     counts = [len(torch.arange(step.batch * seq).tensor_split(ranks)[rank]) for seq in parts]
     streams = x.split(counts)
-    normed = [blocks[0].elementwise.of_norm(stream, norms[0], eps) for stream in streams]
+    normed = [for_this_pass(blocks[0].elementwise).of_norm(stream, norms[0], eps) for stream in streams]
     if recompute != "full" or not torch.is_grad_enabled():
         return torch.cat(_flow(blocks, norms[1:], step, parts, eps, *normed, *streams)[: len(parts)])
     state = (*normed, *streams)
@@ -228,7 +226,10 @@ def _flow(
     follows. Without a norm of that layer, both are the stream."""
     slices = len(parts)
     normed, streams = list(state[:slices]), list(state[slices:])
-    layers, add = [_Layer(block, step, parts) for block in blocks], blocks[0].elementwise.of_sum
+    layers, add = (
+        [_Layer(block, step, parts) for block in blocks],
+        for_this_pass(blocks[0].elementwise).of_sum,
+    )
     between: dict[int, Tensor] = {}
     for action in order(2 * len(blocks), slices):
         layer, half = layers[action.half // 2], action.half % 2

@@ -61,3 +61,11 @@ def test_a_missing_compiler_is_a_sentence(monkeypatch):
         NoCompiler, match=r"has no working compiler for cpu \('No working C\+\+ compiler found'\)"
     ):
         Llama(CASES["plain"], compile=True)
+
+
+def test_passes_without_gradients_compile_nothing(interpreted):
+    config = CASES["plain"]
+    plain, made = (Llama(config, compile=each) for each in (False, True))
+    ids = torch.randint(config.vocab_size, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(made(ids), plain(ids))
