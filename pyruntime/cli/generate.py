@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from pyruntime.cli.arguments import check_at_least, parse
 from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import validate
-from pyruntime.train.data.tokenizer import Tokenizer, load_beside
+from pyruntime.train.data.tokenizer import Tokenizer, load_beside, prompt_ids
 from pyruntime.train.errors import ConfigError, refusing
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     device = device_of("--device", options.device)
     with Runtime.start(tp=world_size, device=device, deadline_s=options.deadline_s) as runtime:
         model, tokenizer = load(Path(options.checkpoint), runtime.tp, runtime.device)
-        ids = prompt_ids(options.prompt, tokenizer).to(runtime.device)
+        ids = torch.tensor([_prompt_ids(options.prompt, tokenizer)], device=runtime.device)
         pieces = continue_text(model, tokenizer, ids, options)
         shown = model.group.rank == 0
         for piece in itertools.chain([options.prompt], pieces, ["\n"]):
@@ -102,19 +102,13 @@ def load(folder: Path, group, device: torch.device | str = "cpu") -> tuple[Llama
     return model, load_beside(folder, model.config.vocab_size)
 
 
-def prompt_ids(prompt: str, tokenizer: Tokenizer) -> torch.Tensor:
-    """The prompt as tokens [1, n], n at least 1."""
-    import torch
-
-    text = tokenizer.encode(prompt.encode("utf-8", errors="surrogateescape")).tolist()
-    ids = [*tokenizer.begin, *text]
-    if not ids and tokenizer.separator is not None:
-        ids = [tokenizer.separator]
+def _prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    ids = prompt_ids(tokenizer, prompt.encode("utf-8", errors="surrogateescape"))
     if not ids:
         raise ConfigError(
             "--prompt is empty, and the tokenizer has no token that starts a document; give a prompt."
         )
-    return torch.tensor([ids])
+    return ids
 
 
 def continue_text(model: Llama, tokenizer: Tokenizer, ids: torch.Tensor, options: Options) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyruntime.nn.grid.rms_norm import Normed, normed_by, rms_norm
+from pyruntime.nn.grid.rms_norm import Normed, is_cut, normed_by, rms_norm
 from pyruntime.nn.parameters import TensorGroup
 from pyruntime.ops import layers
 from pyruntime.ops.attention import statistics_dtype
@@ -37,17 +37,15 @@ class Elementwise:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None) -> Normed:
         """As `pyruntime.nn.grid.rms_norm`."""
-        if _is_cut(y):
-            return rms_norm(x, weight, eps, features, y)
-        return Normed(self.of_norm(x, weight, eps), None)
+        return rms_norm(x, weight, eps, features, y, self.of_norm)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None
     ) -> tuple[Normed, Tensor]:
         """`summed = x + residual` and its `rms_norm`: (normed, summed)."""
-        if _is_cut(y):
+        if is_cut(y):
             summed = x + residual
-            return rms_norm(summed, weight, eps, features, y), summed
+            return self.rms_norm(summed, weight, eps, features, y), summed
         rows, summed = self.of_sum(x, residual, weight, eps)
         return Normed(rows, None), summed
 
@@ -60,10 +58,6 @@ def for_this_pass(chosen: Elementwise) -> Elementwise:
     """`chosen` where gradients are asked for, else the kernels: validation and generation, with sizes of
     their own, compile nothing."""
     return chosen if torch.is_grad_enabled() else KERNELS
-
-
-def _is_cut(y: TensorGroup | None) -> bool:
-    return y is not None and y.size > 1
 
 
 KERNELS = Elementwise(layers.rms_norm, layers.add_rms_norm, layers.swiglu, layers.apply_rope_qkv)

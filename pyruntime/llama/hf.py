@@ -81,8 +81,8 @@ def save_hf(
 
     dtype: to convert to; None keeps the model's. separator: the token behind the documents of the training
     text, which transformers then ends texts with (eos); None where there is none. begin: the one in front of
-    them (bos); None where it is the separator. Raises
-    OSError on rank 0 where it cannot write, and RuntimeError on the others then.
+    them (bos); None where it is the separator. Raises OSError on rank 0 where it cannot write, and
+    RuntimeError on the others then.
     """
     directory = Path(directory)
     dtype = dtype or model.embed.weight.dtype

@@ -226,10 +226,7 @@ def _flow(
     follows. Without a norm of that layer, both are the stream."""
     slices = len(parts)
     normed, streams = list(state[:slices]), list(state[slices:])
-    layers, add = (
-        [_Layer(block, step, parts) for block in blocks],
-        for_this_pass(blocks[0].elementwise).of_sum,
-    )
+    layers = [_Layer(block, step, parts) for block in blocks]
     between: dict[int, Tensor] = {}
     for action in order(2 * len(blocks), slices):
         layer, half = layers[action.half // 2], action.half % 2
@@ -246,7 +243,9 @@ def _flow(
         else:
             y = layer.rows[half].end(part)
             if action.half < len(norms):
-                normed[part], streams[part] = add(y, streams[part], norms[action.half], eps)
+                normed[part], streams[part] = layer.elementwise.of_sum(
+                    y, streams[part], norms[action.half], eps
+                )
             else:
                 normed[part] = streams[part] = streams[part] + y
     return (*normed, *streams)

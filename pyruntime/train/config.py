@@ -22,6 +22,7 @@ Device = Literal["auto", "cpu", "cuda"]
 PipelineKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "terapipe", "seq1f1b"]
 ContextLayout = Literal["zigzag", "striped", "contiguous"]
 ContextVariant = Literal["ring", "all_gather_kv", "ulysses", "auto"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
 LearningRateSchedule = Literal["cosine", "linear", "wsd"]
 DataParallelMethod = Literal[
     "every_step",
@@ -157,7 +158,7 @@ class Train:
     device: Device = "auto"
     """Where the ranks compute: cuda, the GPU of each rank's LOCAL_RANK; cpu; or auto, cuda where every rank
     of a host has a GPU of its own, else cpu."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: ActivationCheckpointing = "none"
     """What the backward pass computes again in place of keeping it: none, nothing; selective, of each layer
     what its norms and silu(gate) * up gave, for which nothing is multiplied or sent again; full, all of a
     layer but its input, a third more work. Figures: docs/figures/training.md."""

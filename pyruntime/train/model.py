@@ -108,13 +108,10 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
             )
     source = config.model.init_from
     with refusing("train.compile: ", (NoCompiler,)):
-        model = Llama(
+        model = llama(
+            config,
             shape,
-            runtime.tp_grid,
-            device=runtime.device,
-            dtype=DTYPES[config.train.dtype],
-            tier=config.comm.tier,
-            wire=config.parallel.tp_wire,
+            runtime,
             seed=None if source else config.train.seed,
             context=context,
             recompute=config.train.activation_checkpointing,
@@ -127,3 +124,20 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
         with refusing("model.init_from: ", (ValueError, OSError)):
             load_weights(model, source)
     return model
+
+
+def llama(
+    config: RunConfig, shape: LlamaConfig, runtime: Runtime, *, seed: int | None, **options: Any
+) -> Llama:
+    """A model of the run over its tensor-parallel ranks, whole unless `options`, which are Llama's, name a
+    part."""
+    return Llama(
+        shape,
+        runtime.tp_grid,
+        device=runtime.device,
+        dtype=DTYPES[config.train.dtype],
+        tier=config.comm.tier,
+        wire=config.parallel.tp_wire,
+        seed=seed,
+        **options,
+    )

@@ -46,14 +46,14 @@ from pyruntime.train.config import (
 )
 from pyruntime.train.data import corpus
 from pyruntime.train.data.corpus import Corpus
-from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer
+from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer, prompt_ids
 from pyruntime.train.device import Device
 from pyruntime.train.disk import in_use, writing
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.loop import Trainer
 from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile, StepMetrics
-from pyruntime.train.model import DTYPES, llama_config, make_model
+from pyruntime.train.model import llama, llama_config, make_model
 from pyruntime.train.pipelined import resolved, with_layers, with_moved_layers
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.progress import Progress
@@ -445,15 +445,7 @@ def _check_seen(run_dir: Path, rank: int) -> None:
 def _whole_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime, folder: Path | None) -> Llama:
     """All stages' weights, from the checkpoint in `folder`, which the last step left."""
     assert folder is not None  # a run that takes no step has been resumed
-    model = Llama(
-        shape,
-        runtime.tp_grid,
-        device=runtime.device,
-        dtype=DTYPES[config.train.dtype],
-        tier=config.comm.tier,
-        wire=config.parallel.tp_wire,
-        seed=None,
-    )
+    model = llama(config, shape, runtime, seed=None)
     checkpoint.load_weights(folder, model, comm.process_group(runtime.tp))
     return model
 
@@ -476,9 +468,7 @@ def _use_tuning(config: RunConfig, runtime: Runtime) -> str:
 def _sample(config: RunConfig, model: Llama, tokenizer: Tokenizer) -> str | None:
     """The prompt and what the model makes of it, or None where no sample is wanted. Every rank calls this."""
     output = config.output
-    prompt = [*tokenizer.begin, *tokenizer.encode(output.sample_prompt.encode()).tolist()]
-    if not prompt and tokenizer.separator is not None:
-        prompt = [tokenizer.separator]
+    prompt = prompt_ids(tokenizer, output.sample_prompt.encode())
     tokens = min(output.sample_tokens, model.config.max_position_embeddings - len(prompt))
     if tokens < 1 or not prompt:
         return None

@@ -12,7 +12,8 @@ With rank s holding the features x_s [M, D/Y] of the same M rows, statistics in 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -33,11 +34,23 @@ class Normed(NamedTuple):
     """[..., 1] where features are cut over y, which the norm's backward keeps too."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None) -> Normed:
+def is_cut(y: TensorGroup | None) -> TypeGuard[TensorGroup]:
+    """Whether there are several ranks of y."""
+    return y is not None and y.size > 1
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    features: int,
+    y: TensorGroup | None,
+    whole: Callable[[Tensor, Tensor, float], Tensor] = layers.rms_norm,
+) -> Normed:
     """x [..., D_s] and weight [D_s], this rank's of `features` D that are cut over y. y=None: they are not
-    cut."""
-    if y is None or y.size == 1:
-        return Normed(layers.rms_norm(x, weight, eps), None)
+    cut. whole: the norm of features that are not."""
+    if not is_cut(y):
+        return Normed(whole(x, weight, eps), None)
     return Normed(*_RMSNorm.apply(x, weight, eps, features, y.name))
 
 

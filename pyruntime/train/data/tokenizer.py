@@ -190,6 +190,13 @@ def _content(folder: Path) -> bytes:
     return str(engine.to_str()).encode()
 
 
+def prompt_ids(tokenizer: Tokenizer, text: bytes) -> list[int]:
+    """Tokens of a text that is to be continued, as a document begins; of an empty one the token that parts
+    documents, if there is one."""
+    ids = [*tokenizer.begin, *tokenizer.encode(text).tolist()]
+    return ids or ([] if tokenizer.separator is None else [tokenizer.separator])
+
+
 def check_named(key: str, name: str) -> None:
     """Raises ConfigError where `name`, the option `key`, is neither "bytes" nor something that is there."""
     if name != "bytes" and not os.path.isfile(name) and not os.path.isdir(name):

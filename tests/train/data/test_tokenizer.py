@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, processors
 
-from pyruntime.cli.generate import _decoded, prompt_ids
-from pyruntime.train.data.tokenizer import ByteTokenizer, JsonTokenizer, load_beside, open_tokenizer
+from pyruntime.cli.generate import _decoded
+from pyruntime.train.data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    load_beside,
+    open_tokenizer,
+    prompt_ids,
+)
 from pyruntime.train.errors import ConfigError
 from tests.train.data.texts import byte_level_bpe
 
@@ -143,8 +149,8 @@ def test_a_wrong_tokenizer_config_is_refused_in_a_sentence(bpe, tmp_path, conten
 
 def test_a_prompt_begins_as_documents_do(like_llama):
     tokenizer = JsonTokenizer(like_llama)
-    assert prompt_ids("", tokenizer).tolist() == [list(tokenizer.begin)]
-    assert prompt_ids("ab", tokenizer).tolist()[0][:1] == list(tokenizer.begin)
+    assert prompt_ids(tokenizer, b"") == [*tokenizer.begin]
+    assert prompt_ids(tokenizer, b"ab") == [*tokenizer.begin, *tokenizer.encode(b"ab").tolist()]
 
 
 def test_a_damaged_tokenizer_json_is_refused(tmp_path):
