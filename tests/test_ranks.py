@@ -39,7 +39,7 @@ def fails_late(group):
 
 
 def meets(group, of_all):
-    return barrier(dist.group.WORLD if of_all else group, "Meeting", b"of rank %d" % group.rank())
+    return barrier(dist.group.WORLD if of_all else group, "Meeting", f"of rank {group.rank()}")
 
 
 def hangs_on_one(group):
@@ -133,8 +133,8 @@ def test_expected_errors_are_returned(ranks):
 
 def test_ranks_of_which_some_have_met_before_hear_of_each_other(ranks):
     ranks.run(fails_late, 2, expect_errors=True)  # and so the next are new
-    assert ranks.run(meets, 2, False) == [b"of rank 0"] * 2
-    assert ranks.run(meets, 4, True, timeout=20.0) == [b"of rank 0"] * 4
+    assert ranks.run(meets, 2, False) == ["of rank 0"] * 2
+    assert ranks.run(meets, 4, True, timeout=20.0) == ["of rank 0"] * 4
 
 
 def test_a_hang_shows_the_stack_and_the_next_call_has_new_ranks(ranks):

@@ -143,7 +143,7 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=at_least_one, default=2, help="steps a turn; default %(default)s")
     args = parser.parse_args()
     with started({"tp": -1}) as runtime, tempfile.TemporaryDirectory() as temporary:
-        folder = Path(on_rank_0(runtime.world, "Making a folder", lambda: temporary))
+        folder = Path(on_rank_0(runtime.world, "Making a folder", lambda: temporary, str))
         config, _ = read(["--config", args.config, "--train.steps", "1000000", "--train.val_every", "0"])
         output = dataclasses.replace(config.output, log_every=args.every)
         report = Report(args, HOW.format(rounds=args.rounds, every=args.every))

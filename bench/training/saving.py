@@ -117,7 +117,7 @@ if __name__ == "__main__":
     parser.add_argument("--folder", help="to save in; default: a temporary one")
     args = parser.parse_args()
     with started({"tp": -1}) as runtime, tempfile.TemporaryDirectory(dir=args.folder) as temporary:
-        folder = Path(on_rank_0(runtime.world, "Making a folder", lambda: temporary))
+        folder = Path(on_rank_0(runtime.world, "Making a folder", lambda: temporary, str))
         config, _ = read(["--config", args.config, "--train.steps", "1000000", "--train.val_every", "0"])
         config = dataclasses.replace(config, checkpoint=Checkpoint(keep=1))
         report = Report(args, HOW.format(every=args.every, rounds=args.rounds))

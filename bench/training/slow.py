@@ -23,7 +23,7 @@ from pyruntime.train import metrics
 from pyruntime.train import run as run_module
 from pyruntime.train.config import Checkpoint, Output
 from pyruntime.train.loop import Trainer
-from pyruntime.train.ranks import on_rank_0
+from pyruntime.train.ranks import on_every_rank, on_rank_0
 from pyruntime.train.run import run
 from pyruntime.train.signals import StopRequest
 from pyruntime.train.slow.judge import WINDOWS
@@ -134,7 +134,7 @@ def round_of(config: Any, runtime: Any, folder: Path) -> dict[str, Any]:
     clocks, looks = cost_of_looking(to("equal", steps, "off"), runtime)
     made = trained(to("slow", 2 * steps, "on"), runtime, Slowed)
     equal, slow = (
-        on_rank_0(runtime.world, "Reading", lambda n=name: metrics.read(folder / n / metrics.FILE_NAME))
+        on_every_rank(runtime.world, "Reading", lambda n=name: metrics.read(folder / n / metrics.FILE_NAME))
         for name in ("equal", "slow")
     )
     moves = [line["moved"] for line in slow if "moved" in line]
@@ -180,7 +180,7 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=at_least_one, default=10, help="steps of a look; default %(default)s")
     args = parser.parse_args()
     with started({"pp": 2, "tp": -1}) as runtime, tempfile.TemporaryDirectory() as temporary:
-        folder = Path(on_rank_0(runtime.world, "Making a folder", lambda: temporary))
+        folder = Path(on_rank_0(runtime.world, "Making a folder", lambda: temporary, str))
         steps = (WINDOWS + 1) * args.every
         options = {
             "model.num_hidden_layers": args.layers, "train.steps": steps, "train.slow_every": args.every,

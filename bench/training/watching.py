@@ -88,7 +88,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     os.environ["WANDB_MODE"] = "offline"
     with started({"tp": -1}) as runtime, tempfile.TemporaryDirectory() as temporary:
-        folder = Path(on_rank_0(runtime.world, "Making a folder", lambda: temporary))
+        folder = Path(on_rank_0(runtime.world, "Making a folder", lambda: temporary, str))
         config, _ = read(["--config", args.config, "--train.steps", "1000000", "--train.val_every", "0"])
         wandb = "bench" if find_spec("wandb") else ""
         output = dataclasses.replace(config.output, tensorboard=True, wandb=wandb)

@@ -16,6 +16,7 @@
 #include "core/deadline.h"
 #include "core/host_process.h"
 #include "core/peers.h"
+#include "core/sealed.h"
 
 namespace pyruntime {
 
@@ -36,17 +37,26 @@ constexpr std::chrono::milliseconds kStorePatience{500};
 constexpr char kSeparator = '\x1f';
 
 std::string encode(const Failure& failure) {
-  return std::to_string(static_cast<int>(failure.kind)) + kSeparator + std::to_string(failure.rank) +
-         kSeparator + failure.group + kSeparator + failure.message;
+  return seal(std::to_string(static_cast<int>(failure.kind)) + kSeparator + std::to_string(failure.rank) +
+              kSeparator + failure.group + kSeparator + failure.message);
 }
 
-std::optional<Failure> decode(const std::string& text) {
-  std::istringstream parts(text);
+// Anybody who reaches the store can write there: what no rank has written ends the job too.
+Failure decode(const std::string& text) {
+  const std::optional<std::string> sealed = unseal(text);
+  std::istringstream parts(sealed.value_or(""));
   Failure failure{};
-  int kind = 0;
+  int kind = -1;
   char separator = 0;
   parts >> kind >> separator >> failure.rank >> separator;
-  if (!std::getline(parts, failure.group, kSeparator)) return std::nullopt;
+  if (kind < 0 || kind > static_cast<int>(CommErrorKind::kDisagree) ||
+      !std::getline(parts, failure.group, kSeparator)) {
+    return {CommErrorKind::kBroken,
+            "What stands in the job's store in the place of a failure, " + std::to_string(text.size()) +
+                " bytes, is not what a rank writes; another program writes there. Let the job's hosts alone "
+                "reach the store's port (MASTER_PORT), and start anew.",
+            "", -1};
+  }
   failure.kind = static_cast<CommErrorKind>(kind);
   failure.message.assign(std::istreambuf_iterator<char>(parts), {});
   return failure;
@@ -278,7 +288,7 @@ void FailureBoard::raise_if_failed() {
     const std::lock_guard<std::mutex> lock(session->mutex);
     failure = session->first;
   }
-  const std::string message = failure.rank == session->rank
+  const std::string message = failure.rank == session->rank || failure.rank < 0
                                   ? failure.message
                                   : "rank " + std::to_string(failure.rank) + " reports: " + failure.message;
   raise_comm_error(failure.kind, message);

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -11,6 +12,7 @@
 #include "core/deadline.h"
 #include "core/failure_board.h"
 #include "core/host_process.h"
+#include "core/sealed.h"
 #include "core/text.h"
 
 namespace pyruntime {
@@ -115,7 +117,7 @@ SignOfLife SignOfLife::of(const std::string& text) {
 }
 
 void tell(const std::string& key, const std::string& value, const Waiting& waiting) {
-  ask([key, value](c10d::Store& store) { store.set(key, value); }, waiting);
+  ask([key, sealed = seal(value)](c10d::Store& store) { store.set(key, sealed); }, waiting);
 }
 
 int64_t count(const std::string& key, const Waiting& waiting) {
@@ -149,7 +151,13 @@ std::string hear(const std::string& key, const std::function<Peer()>& peer, cons
           if (!life_key.empty()) answer->sign = get_text(store, life_key);
         },
         waiting);
-    if (answer->there) return answer->value;
+    if (answer->there) {
+      if (std::optional<std::string> value = unseal(answer->value)) return *std::move(value);
+      raise(CommErrorKind::kBroken, waiting,
+            ": what is in the job's store in its name, " + std::to_string(answer->value.size()) +
+                " bytes, is not what a rank writes; another program writes there. Let the job's hosts alone "
+                "reach the store's port (MASTER_PORT), and start anew.");
+    }
     if (for_life) life.see(answer->sign);
     check_wait();
     // The peer may have told and then ended, between the look and this.

@@ -35,14 +35,14 @@ struct Waiting {
   bool while_it_lives = false;
 };
 
-// Leaves `value` in the job's store.
+// Leaves `value` in the job's store, sealed (sealed.h).
 void tell(const std::string& key, const std::string& value, const Waiting& waiting);
 
 // The number of calls with this key so far, of this rank and of those before it in its place.
 int64_t count(const std::string& key, const Waiting& waiting);
 
 // What a rank has left under `key`. Raises, on all ranks: PeerLost where its process has ended, CommTimeout
-// where it does not come in time or shows no sign of life.
+// where it does not come in time or shows no sign of life, CommError where what is there is no rank's word.
 // `peer` is asked until it knows the rank.
 std::string hear(const std::string& key, const std::function<Peer()>& peer, const Waiting& waiting);
 

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <cstdlib>
 #include <sstream>
+#include <system_error>
 #include <unistd.h>
 #include <utility>
 
@@ -82,7 +84,11 @@ Peer Rendezvous::peer_of(int rank) {
       },
       context_.deadline_seconds);
   if (asked == FailureBoard::Asked::kAnswered && !found->empty()) {
-    peer.rank = std::stoi(*found);
+    // Anybody may have written it.
+    if (std::from_chars(found->data(), found->data() + found->size(), peer.rank).ec != std::errc()) {
+      peer.rank = -1;
+      return peer;
+    }
     const std::lock_guard<std::mutex> lock(mutex_);
     job_ranks_[rank] = peer.rank;
   }

@@ -10,12 +10,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from pyruntime.comm import messages
 from pyruntime.comm.core import _C
 from pyruntime.comm.errors import CommError
-from pyruntime.comm.groups import Group, deadline, group_name, group_rank, group_size
+from pyruntime.comm.groups import Group, deadline, group_name, group_rank, group_size, process_group
+
+Value = TypeVar("Value")
 
 _WAIT = 1
 """As csrc/core/ledger.h numbers kinds of entries."""
@@ -33,22 +38,27 @@ class Exchange:
         self._group, self._name, self._doing = group, group_name(group), doing
         self._topic = f"exchange/{_C.next_exchange(self._name)}"
 
-    def tell(self, value: bytes) -> None:
-        """`value` is there for all ranks of the group."""
-        _C.tell(self._name, self._topic, value)
+    def tell(self, value: object, to: int | None = None) -> None:
+        """`value`, of a type that `messages` has, is there for all ranks of the group, or for one."""
+        topic = self._topic if to is None else f"{self._topic}/{to}"
+        _C.tell(self._name, topic, messages.encode(value))
 
-    def hear(self, rank: int, beside: bool = False) -> bytes:
-        """What `rank` of the group has told. beside: this thread is not the one that computes."""
+    def hear(self, rank: int, kind: Any, beside: bool = False, to_this_rank: bool = False) -> Any:
+        """What `rank` of the group has told all ranks or this one, of the type `kind`. beside: this thread is
+        not the one that computes. Raises CommError, on all ranks, where it is of no such type."""
+        topic = f"{self._topic}/{group_rank(self._group)}" if to_this_rank else self._topic
         seconds, begin = deadline(self._group), time.monotonic()
         try:
-            return _C.hear(self._name, rank, self._topic, self._doing, seconds, True)
+            told = _C.hear(self._name, rank, topic, self._doing, seconds, True)
         finally:
             # In a ledger these are what saving and loading wait for: starting has none yet.
             if not beside:
                 _C.ledger_enter(_WAIT, "checkpoint", "exchange", rank, 0, begin, time.monotonic())
+        with _read(self._group, self._doing, rank):
+            return messages.decode(told, kind)
 
 
-def barrier(group: Group, doing: str, value: bytes = b"") -> bytes:
+def barrier(group: Group, doing: str, value: str = "") -> str:
     """Returns when all ranks are here: the first of their values, by rank, that is not empty. Each may take
     as long as it shows signs of life."""
     if group_size(group) == 1:
@@ -56,12 +66,51 @@ def barrier(group: Group, doing: str, value: bytes = b"") -> bytes:
     exchange = Exchange(group, doing)
     if group_rank(group) > 0:
         exchange.tell(value)
-        return exchange.hear(0)
+        return exchange.hear(0, str)
     for rank in range(1, group_size(group)):  # by one rank, so that n ranks cost n looks and not n * n
-        heard = exchange.hear(rank)
+        heard = exchange.hear(rank, str)
         value = value or heard
     exchange.tell(value)
     return value
+
+
+def gather(group: Group, doing: str, mine: Value, kind: type[Value]) -> list[Value]:
+    """What every rank of `group` has, of the type `kind` (`messages`), by rank, on every rank. By two
+    collectives of torch's, which the group's deadline bounds. Raises CommTimeout or PeerLost where a rank is
+    stopped or ends, CommError where what came is of no such type."""
+    ranks = group_size(group)
+    if ranks == 1:
+        return [mine]
+    own, found = process_group(group), []
+    told = torch.frombuffer(bytearray(messages.encode(mine)), dtype=torch.uint8)
+    with named_failures(group, doing):
+        device = torch.device(dist.distributed_c10d._get_pg_default_device(own))
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+        dist.all_gather(sizes, torch.tensor([len(told)], device=device), group=own)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+        padded[: len(told)] = told
+        parts = [torch.empty_like(padded) for _ in range(ranks)]
+        dist.all_gather(parts, padded, group=own)
+    for rank, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        with _read(group, doing, rank):
+            found.append(messages.decode(part[: int(size)].cpu().numpy().tobytes(), kind))
+    return found
+
+
+@contextlib.contextmanager
+def _read(group: Group, doing: str, rank: int) -> Iterator[None]:
+    """Around the reading of what `rank` of the group has told."""
+    try:
+        yield
+    except ValueError as error:
+        job_rank = dist.get_global_rank(process_group(group), rank)
+        problem = (
+            f"{doing}: what rank {job_rank} has told cannot be read ({error}); all ranks need one version of "
+            "pyruntime, and the job's hosts alone may reach the store's port (MASTER_PORT)."
+        )
+        _C.post_failure(problem)
+        raise CommError(problem) from error
 
 
 @contextlib.contextmanager

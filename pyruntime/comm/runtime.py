@@ -7,19 +7,19 @@ import functools
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before a group is there: its functions keep the one of that moment
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime.comm import companions
 from pyruntime.comm.core import _C
 from pyruntime.comm.devices import Host, place
-from pyruntime.comm.exchange import first_line, is_of_connection
+from pyruntime.comm.exchange import first_line, is_of_connection, named_failures
 from pyruntime.comm.groups import (
     check_deadline,
     exposed_by_class,
@@ -135,7 +135,10 @@ class Runtime:
         axes = {name: size for name, size in asked.items() if size > 1 or name in ("dp_shard", "tp")}
         with _named_failures(world_size, deadline_s):
             _init_process_groups(placement.backend, deadline_s)
-            mesh = init_device_mesh(placement.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            ranks = torch.arange(world_size).view(tuple(axes.values()))
+            mesh = _make_mesh(placement.device.type, ranks, tuple(axes), {}, deadline_s)
+            if dp > 1 and cp > 1:
+                merge_context(mesh, deadline_s)
         runtime = cls(mesh, deadline_s=deadline_s)
         runtime._owns_process_groups = True
         runtime.device, runtime.why_device = placement.device, placement.why
@@ -208,10 +211,12 @@ class Runtime:
     @functools.cached_property
     def replicas(self) -> DeviceMesh | None:
         """The axes over which gradients are reduced: those of `dp`, each rank of the last with its ranks of
-        `cp`. None where there is but one. With both, the first call is collective over all ranks."""
+        `cp`. None where there is but one. With both, of a mesh that was made elsewhere, the first call is
+        collective over all ranks."""
         if self.dp is None or self.cp is None:
             return self.cp if self.dp is None else self.dp
-        merged = merge_context(self.mesh)
+        with named_failures(self.world, "Making the groups of dp and cp"):
+            merged = merge_context(self.mesh, self.deadline_s)
         root = merged._get_root_mesh()
         for axis in root.mesh_dim_names or ():
             name = root.get_group(axis).group_name
@@ -313,10 +318,32 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def merge_context(mesh: DeviceMesh) -> DeviceMesh:
+def _make_mesh(
+    device_type: str,
+    ranks: torch.Tensor,
+    names: tuple[str, ...],
+    known: Mapping[str, dist.ProcessGroup],
+    deadline_s: float,
+) -> DeviceMesh:
+    """A mesh of the job's `ranks`, with the groups that are `known` by their dimension, and others made now,
+    collectively. `deadline_s` bounds that, and torch's collectives over them later: in groups that torch
+    makes for a mesh they wait for 30 minutes."""
+    if ranks.ndim == 1 and ranks.numel() == dist.get_world_size():
+        return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=names)
+    groups = []
+    for dim, name in enumerate(names):
+        if (group := known.get(name)) is None:
+            each = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim)).tolist()
+            timeout = timedelta(seconds=deadline_s)
+            group, _ = dist.new_subgroups_by_enumeration(each, timeout, group_desc=f"mesh_{name}")
+        groups.append(group)
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def merge_context(mesh: DeviceMesh, deadline_s: float) -> DeviceMesh:
     """Of a mesh with axes (.., dp, cp, ..) the mesh (dp_cp) of this rank's pipeline stage and tensor-parallel
     place, or with dp_replicate and dp_shard (dp_replicate, dp_shard_cp). Collective when it is first asked
-    for, of that mesh.
+    for, of that mesh, and bounded by `deadline_s`.
 
     Raises ValueError unless cp follows the last data-parallel axis.
     """
@@ -333,6 +360,7 @@ def merge_context(mesh: DeviceMesh) -> DeviceMesh:
     merged = f"{names[at - 1]}_cp"
     ranks = mesh.mesh.flatten(at - 1, at)
     names[at - 1 : at + 1] = [merged]
-    whole = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(names))
+    known = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or () if name in names}
+    whole = _make_mesh(mesh.device_type, ranks, tuple(names), known, deadline_s)
     mesh._pyruntime_replicas = whole[tuple(name for name in names if name.startswith("dp"))]
     return mesh._pyruntime_replicas

@@ -7,10 +7,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm
+from pyruntime.comm.exchange import gather
 
 PLACES = 4  # of flights, in a transport
 MOST_FLIGHTS = 3  # under way at once in one group
@@ -168,12 +168,7 @@ class Axis:
 
     def of_all_ranks(self, value: list[int]) -> list[list[int]]:
         """Every rank's value, on every rank."""
-        if self.size == 1:
-            return [value]
-        told: list[list[int]] = [[] for _ in range(self.size)]
-        with comm.named_failures(self.mesh, "Sharding the model"):
-            dist.all_gather_object(told, value, group=comm.process_group(self.mesh))
-        return told
+        return [value] if self.mesh is None else gather(self.mesh, "Sharding the model", value, list[int])
 
 
 @dataclass(frozen=True)

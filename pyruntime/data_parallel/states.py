@@ -42,17 +42,17 @@ def as_dtensor(rows: Tensor, parameter: Tensor, part: Part, axes: Axes) -> Tenso
     return dtensor(rows, axes.shard.mesh, [Shard(0)], shape or (1,))
 
 
-_meshes: dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh] = {}
-
-
 def _tp_and_shard(tp: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
-    """The mesh (tp, shard) that holds this rank, of tp's one dimension or two: rows are cut over tp first.
-    Collective when first asked for."""
-    if (tp, shard) not in _meshes:
+    """The mesh (tp, shard) that holds this rank, of tp's one dimension or two: rows are cut over tp first. Of
+    groups that are there, so no rank waits for another."""
+    known = vars(shard).setdefault("_pyruntime_with_tp", {})  # as a save asks for every tensor
+    last = (*tp.mesh_dim_names, shard.mesh_dim_names[0])
+    if last not in known:
         root = shard._get_root_mesh()
-        last = (*tp.mesh_dim_names, shard.mesh_dim_names[0])
         names = (*(name for name in root.mesh_dim_names if name not in last), *last)
-        order = [root.mesh_dim_names.index(name) for name in names]
-        turned = DeviceMesh(root.device_type, root.mesh.permute(order), mesh_dim_names=names)
-        _meshes[tp, shard] = turned[last]
-    return _meshes[tp, shard]
+        turned = root.mesh.permute([root.mesh_dim_names.index(name) for name in names])
+        parts = turned.reshape(-1, *turned.shape[-len(last) :])
+        own = next(part for part in parts if root.get_rank() in part)
+        groups = [root.get_group(name) for name in last]
+        known[last] = DeviceMesh.from_group(groups, root.device_type, mesh=own, mesh_dim_names=last)
+    return known[last]

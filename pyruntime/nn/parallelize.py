@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyruntime.comm.exchange import gather
 from pyruntime.nn import lora
 from pyruntime.nn.activations.causal_loss import read_own_logits
 from pyruntime.nn.activations.fused_norms import fuse_norms
@@ -244,8 +244,8 @@ def check_same_model(model: nn.Module, group: TensorGroup) -> None:
     if group.size == 1:
         return
     mine = [(name, f"{name} {list(p.shape)} {p.dtype}", _checksum(p)) for name, p in model.named_parameters()]
-    everyone: list[list] = [[] for _ in range(group.size)]
-    dist.all_gather_object(everyone, mine, group=group.process_group)
+    kind = list[tuple[str, str, tuple[int, int]]]
+    everyone = gather(group.process_group, "Comparing the models of the ranks", mine, kind)
     for rank, theirs in enumerate(everyone):
         for (name, ours, own_sum), (_, other, other_sum) in zip(everyone[0], theirs, strict=False):
             if ours != other:

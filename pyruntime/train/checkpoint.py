@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
 
-from pyruntime.comm import CommError, named_failures
+from pyruntime.comm import CommError
 from pyruntime.comm.exchange import barrier
 from pyruntime.data_parallel import Sharded
 from pyruntime.outer.fragment import Fragment
@@ -95,7 +95,7 @@ def load(
 def _check_fragments(checkpoint: Path, outer: ShardedOuter, group: dist.ProcessGroup, doing: str) -> None:
     """Raises ConfigError where the model was cut into another number of parts that meet in turn."""
     with _refused(checkpoint):
-        held = Reader(checkpoint, manifest.read(checkpoint), group, doing).read_metadata()
+        held = Reader(checkpoint, manifest.read(checkpoint)).read_metadata()
         found = (held.state_dict_metadata["outer.progress"].size[0] - 1) // Fragment.NUMBERS
     if found != outer.method.fragments:
         raise ConfigError(
@@ -114,16 +114,20 @@ def load_weights(checkpoint: Path, model: nn.Module, group: dist.ProcessGroup) -
 
 
 def _load(checkpoint: Path, state: dict, group: dist.ProcessGroup, doing: str) -> None:
-    reader = Reader(checkpoint, manifest.read(checkpoint), group, doing)
+    reader, planner = Reader(checkpoint, manifest.read(checkpoint)), DefaultLoadPlanner()
 
-    def read_headers() -> None:
+    def plan() -> LoadPlan:
         with _refused(checkpoint):
-            reader.read_metadata()
+            planner.set_up_planner(state, reader.read_metadata())
+            return planner.finish_plan(planner.create_local_plan())
 
-    # Before torch does, which would log what it raises, with where.
-    on_every_rank(group, doing, read_headers)
-    with _refused(checkpoint), plain_failures(), named_failures(group, doing):
-        dcp.load(state, storage_reader=reader, process_group=group)
+    def read_blocks() -> None:
+        with _refused(checkpoint):
+            reader.read_data(found, planner)
+
+    # Each rank plans for itself: torch's own loading tells plans, which are all the same, in pickles.
+    found = on_every_rank(group, doing, plan)
+    on_every_rank(group, doing, read_blocks)
 
 
 @contextlib.contextmanager
@@ -137,15 +141,6 @@ def _refused(checkpoint: Path) -> Iterator[None]:
         first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         cause = f"{type(error).__name__}: {first}".rstrip(": ")
         raise ConfigError(f"checkpoint.resume: {checkpoint} is damaged or incomplete: {cause}.") from error
-
-
-@contextlib.contextmanager
-def plain_failures() -> Iterator[None]:
-    """A rank's own exception in place of torch's, which is no Exception and holds those of all ranks."""
-    try:
-        yield
-    except CheckpointException as error:  # .failures: {rank: (exception, traceback)}
-        raise next(iter(error.failures.values()))[0] from error
 
 
 def check_files(checkpoint: Path, group: dist.ProcessGroup, wanted: Facts | None = None) -> Facts:
@@ -162,7 +157,7 @@ def check_files(checkpoint: Path, group: dist.ProcessGroup, wanted: Facts | None
             manifest.check(checkpoint, name, expected)
     except ConfigError as error:
         finding = ("damaged " if isinstance(error, DamagedError) else "refused ") + str(error)
-    finding = barrier(group, doing, finding.encode()).decode()
+    finding = barrier(group, doing, finding)
     for kind, raised in kinds.items():
         if finding.startswith(kind):
             raise raised(finding.removeprefix(kind))

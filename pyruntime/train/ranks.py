@@ -6,30 +6,30 @@ it may take as long as the ranks show signs of life.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar, Union
 
 import torch.distributed as dist
 
-from pyruntime.comm import CommError, named_failures
+from pyruntime.comm import CommError
 from pyruntime.comm.exchange import Exchange, barrier
 from pyruntime.train.errors import ConfigError
 
 Result = TypeVar("Result")
 
 
-def on_rank_0(group: dist.ProcessGroup, doing: str, work: Callable[[], Result]) -> Result:
-    """Runs `work` on rank 0 of `group` and returns its (picklable) result on every rank.
+def on_rank_0(group: dist.ProcessGroup, doing: str, work: Callable[[], Result], kind: Any = None) -> Result:
+    """Runs `work` on rank 0 of `group` and returns its result on every rank: it travels as JSON and is read
+    as the type `kind` (`comm.messages`).
 
     A ConfigError of rank 0 is raised on every rank, so that all end alike. Raises CommTimeout or PeerLost
-    where rank 0 is stopped or ends. Not for the inside of a step: this pickles and goes through the store.
+    where rank 0 is stopped or ends. Not for the inside of a step: this goes through the store.
     """
     if group.size() == 1:
         return work()
     exchange = Exchange(group, doing)
     if group.rank() > 0:
-        result, refusal = pickle.loads(exchange.hear(0))
+        result, refusal = exchange.hear(0, tuple[Union[kind, None], str | None])  # noqa: UP007 - kind may be None
         if refusal is not None:
             raise ConfigError(refusal)
         return result
@@ -37,9 +37,9 @@ def on_rank_0(group: dist.ProcessGroup, doing: str, work: Callable[[], Result]) 
         result = work()
     except BaseException as error:
         refusal = str(error) if isinstance(error, ConfigError) else f"Rank 0 failed: {error}"
-        exchange.tell(pickle.dumps((None, refusal)))
+        exchange.tell((None, refusal))
         raise
-    exchange.tell(pickle.dumps((result, None)))
+    exchange.tell((result, None))
     return result
 
 
@@ -61,19 +61,9 @@ def on_every_rank(group: dist.ProcessGroup, doing: str, work: Callable[[], Resul
         raise
     except Exception as error:
         refusal, failure = f"Rank {group.rank()} failed: {error}", error
-    refusal = barrier(group, doing, refusal.encode()).decode()
+    refusal = barrier(group, doing, refusal)
     if failure is not None:
         raise failure
     if refusal:
         raise ConfigError(refusal)
     return result  # type: ignore[return-value]
-
-
-def gather(group: dist.ProcessGroup, doing: str, mine: Result) -> list[Result]:
-    """What every rank of `group` has, picklable, on every rank; bounded by the group's deadline."""
-    if group.size() == 1:
-        return [mine]
-    found: list[Result] = [mine] * group.size()
-    with named_failures(group, doing):
-        dist.all_gather_object(found, mine, group=group)
-    return found

@@ -33,7 +33,7 @@ def open_member(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: 
     def named() -> tuple[str, str]:
         return uuid.uuid4().hex, f"{socket.gethostname()}:{os.getpid()}"
 
-    replica, label = on_rank_0(runtime.world, "Naming the replica", named)
+    replica, label = on_rank_0(runtime.world, "Naming the replica", named, tuple[str, str])
     return Member(
         config.data_parallel.members,
         replica,

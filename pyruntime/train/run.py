@@ -63,7 +63,7 @@ from pyruntime.train.watching.peak import peak_of
 from pyruntime.train.watching.profile import StepProfile
 from pyruntime.train.watching.sinks import Sink, open_sinks
 from pyruntime.train.watching.watch import Watch
-from pyruntime.tuning.apply import device_name, find, library, use
+from pyruntime.tuning.apply import Found, device_name, find, library, use
 from pyruntime.tuning.cache import default_path
 
 MODEL_FOLDER, SAMPLE_FILE = "model", "sample.txt"
@@ -101,11 +101,16 @@ def _run(
     is_rank_0, is_first_tp = ranks.rank() == 0, ranks.rank() < runtime.sizes.tp
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from, config.data.paths)
     shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, *runtime.tp_sizes)
-    config = on_rank_0(ranks, "Settling the pipeline", lambda: resolved(config, shape))
-    before, saved, left = on_rank_0(ranks, "Finding the checkpoint", lambda: _checkpoints(config, shape))
+    config = on_rank_0(ranks, "Settling the pipeline", lambda: resolved(config, shape), RunConfig)
+    before, saved, left = on_rank_0(
+        ranks,
+        "Finding the checkpoint",
+        lambda: _checkpoints(config, shape),
+        tuple[Life | None, list[Path], str],
+    )
     start_at = saved[0] if saved else None
     run_dir = on_rank_0(
-        ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held, before)
+        ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held, before), Path
     )
     asked = config  # as config.toml has it, with the layers that were asked for
     config = _with_layers_of(start_at, asked, runtime)
@@ -226,7 +231,9 @@ def _with_layers_of(start_at: Path | None, asked: RunConfig, runtime: Runtime) -
     goes on with. Every rank calls it."""
     if start_at is None or asked.parallel.rebalance == "off":
         return asked
-    return on_rank_0(runtime.world, "Settling the layers", lambda: with_moved_layers(asked, start_at))
+    return on_rank_0(
+        runtime.world, "Settling the layers", lambda: with_moved_layers(asked, start_at), RunConfig
+    )
 
 
 def _anew(
@@ -459,7 +466,7 @@ def _use_tuning(config: RunConfig, runtime: Runtime) -> str:
         return ""
     device = device_name(runtime.device.type, torch.get_num_threads())
     found = on_rank_0(
-        runtime.world, "Reading what was tuned", lambda: find(default_path(), device, tp, library())
+        runtime.world, "Reading what was tuned", lambda: find(default_path(), device, tp, library()), Found
     )
     use(found.places)
     return found.words

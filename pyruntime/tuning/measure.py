@@ -21,6 +21,7 @@ from torch import Tensor
 from pyruntime import comm, ops
 from pyruntime.comm import Group
 from pyruntime.comm.core import _C
+from pyruntime.comm.exchange import gather
 from pyruntime.nn.tiers import TIERS
 from pyruntime.tuning.apply import core_key
 from pyruntime.tuning.cache import Key
@@ -193,7 +194,7 @@ def measure(problem: Problem, when: str, rounds: int, seconds: float) -> Measure
     return Measured(
         linear=problem.linear,
         when=when,
-        keys=tuple(sorted(set(gathered(problem.key(when), problem.job)))),
+        keys=tuple(sorted(set(gathered(problem.key(when), Key, problem.job)))),
         tiers={name: samples[f"tier {name}"].median for name in tiers},
         refused=refused,
         gemm=samples["gemm"].median,
@@ -217,7 +218,7 @@ def accepted_tiers(problem: Problem, when: str) -> tuple[dict[str, Run], dict[st
             problem.finish()
         except ValueError as error:
             why = str(error)
-        found = [sentence for sentence in gathered(why, problem.job) if sentence]
+        found = [sentence for sentence in gathered(why, str, problem.job) if sentence]
         if found:
             refused[name] = found[0]
         else:
@@ -230,18 +231,16 @@ def other_choices(problem: Problem, when: str) -> list[str]:
     "fused:large": those that all ranks of the job name, as tiles may differ where a weight is cut unevenly.
     After the group's first op."""
     mine = _C.other_choices(core_key(problem.key(when)), comm.group_name(problem.group))
-    first, *others = gathered(mine, problem.job)
+    first, *others = gathered(mine, list[str], problem.job)
     return [name for name in first if all(name in other for other in others)]
 
 
 T = TypeVar("T")
 
 
-def gathered(value: T, job: dist.ProcessGroup | None = None) -> list[T]:
-    """A value of each rank of the job, on all of them."""
-    values: list[T] = [value] * dist.get_world_size(job)
-    dist.all_gather_object(values, value, group=job)
-    return values
+def gathered(value: T, kind: type[T], job: dist.ProcessGroup | None = None) -> list[T]:
+    """A value of each rank of the job, of the type `kind` (`comm.messages`), on all of them."""
+    return gather(job or dist.group.WORLD, "Tuning", value, kind)
 
 
 def largest(value: float, job: dist.ProcessGroup | None = None) -> float:

@@ -56,7 +56,7 @@ def time_variants(problem: Problem, when: str, rounds: int) -> TimedVariants:
             made = Variant(tiles, layout, problem.dtype)
         except (CudaLibraryError, ValueError) as error:
             why = str(error)
-        found = [sentence for sentence in gathered(why, problem.job) if sentence]
+        found = [sentence for sentence in gathered(why, str, problem.job) if sentence]
         if found or made is None:
             refused[name] = found[0]
         else:

@@ -104,7 +104,7 @@ def work_case(_, how):
 
     with pyruntime.Runtime.start(deadline_s=DEADLINE_S) as runtime:
         group = pyruntime.comm.process_group(runtime.tp)
-        return error_of(lambda: on_rank_0(group, "Building the corpus", work))
+        return error_of(lambda: on_rank_0(group, "Building the corpus", work, str))
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,14 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
+from pyruntime.comm.exchange import gather
 from pyruntime.train.config import Data, RunConfig
 from pyruntime.train.data import token_cache, tokenizing
 from pyruntime.train.data.documents import survey
 from pyruntime.train.data.shards import DamagedShard, Shard, mark_of
 from pyruntime.train.data.tokenizer import Tokenizer
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.ranks import gather, on_every_rank, on_rank_0
+from pyruntime.train.ranks import on_every_rank, on_rank_0
 
 MAIN_SET = "held_out"
 """The name of what is held out of text that is one source."""
@@ -319,10 +320,10 @@ def open_everywhere(
         return texts
 
     doing = "Building the corpus"
-    texts = on_rank_0(group, doing, build_first)
+    texts = on_rank_0(group, doing, build_first, list[Tokenized])
     mine = on_every_rank(group, doing, lambda: [_as_seen_here(text, data) for text in texts])
     sees = all(text.folder.is_dir() for text in mine if not text.wanted.is_tokens)
-    hosts = gather(group, doing, (host_name(), sees))
+    hosts = gather(group, doing, (host_name(), sees), tuple[str, bool])
     blind = [rank for rank, host in enumerate(hosts) if host == (host_name(), False)]
 
     def build_here() -> None:

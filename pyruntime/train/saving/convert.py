@@ -37,7 +37,16 @@ def to_hf(
     """
     facts = checkpoint.check_files(folder, runtime.world)
     shape = shape_of(folder, facts)
-    tokenizer = on_rank_0(runtime.world, "Reading the tokenizer", lambda: _tokenizer(folder, shape))
+    tokenizer: Tokenizer | None = None  # on rank 0
+
+    def read_tokenizer() -> tuple[int | None, int | None]:
+        nonlocal tokenizer
+        tokenizer = _tokenizer(folder, shape)
+        return (None, None) if tokenizer is None else (tokenizer.separator, next(iter(tokenizer.begin), None))
+
+    separator, begin = on_rank_0(
+        runtime.world, "Reading the tokenizer", read_tokenizer, tuple[int | None, int | None]
+    )
     with refusing():
         model = Llama(shape, runtime.tp, dtype=DTYPES[facts.dtype], tier="chunked", seed=None)
     checkpoint.load_weights(folder, model, runtime.world)
@@ -47,10 +56,10 @@ def to_hf(
             target,
             dtype=None if dtype is None else DTYPES[dtype],
             max_file_bytes=max_file_bytes,
-            separator=None if tokenizer is None else tokenizer.separator,
-            begin=None if tokenizer is None else next(iter(tokenizer.begin), None),
+            separator=separator,
+            begin=begin,
         )
-        if tokenizer is not None and runtime.rank == 0:
+        if tokenizer is not None:
             tokenizer.save(target)
     return facts
 

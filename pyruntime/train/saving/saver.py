@@ -1,7 +1,7 @@
 """Saves the checkpoints of a run while it goes on.
 
 begin(), between two steps and on every rank, copies what this rank is to write into memory that is kept. Who
-writes what is settled once, by torch.distributed.checkpoint; after that no collective is needed. A thread of
+writes what is settled once (`blocks`); after that nobody asks again. A thread of
 each rank then hashes its copy and writes it, and the threads tell each other through the job's store how it
 went: rank 0's, once all files are on the disk, writes the manifest and gives the folder its name. So a step
 pays for the copy, and for a write only where the next checkpoint comes before it is over.
@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 import threading
 import time
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
 
-from pyruntime.comm import CommError, named_failures, post_failure
+from pyruntime.comm import CommError, post_failure
 from pyruntime.comm.exchange import Exchange
 from pyruntime.data_parallel import Sharded
 from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.overlap import Kind
 from pyruntime.overlap.record import entered
 from pyruntime.train import manifest
-from pyruntime.train.checkpoint import plain_failures, state_of, state_of_all
+from pyruntime.train.checkpoint import state_of, state_of_all
 from pyruntime.train.checkpoint_folder import (
     FACTS_FILE,
     FOLDER,
@@ -46,8 +45,8 @@ from pyruntime.train.disk import REMOVED, cannot_write, cause_of, publish_folder
 from pyruntime.train.errors import TrainingError
 from pyruntime.train.manifest import Checksum
 from pyruntime.train.ranks import on_rank_0
+from pyruntime.train.saving import blocks
 from pyruntime.train.saving.staging import SUFFIX, Staging
-from pyruntime.train.saving.storage import PlanTaker
 
 DISK_MAY_TAKE_S = 600.0
 """For FLUSH_EVERY bytes of a checkpoint; after that the disk is taken to be gone."""
@@ -67,7 +66,8 @@ class Saver:
     ):
         self._run_dir, self._sharded, self._group, self._keep = run_dir, sharded, group, keep
         self._outer = outer
-        self._planner, self._plan = DefaultSavePlanner(), PlanTaker()
+        self._planner = DefaultSavePlanner()
+        self._items: list[WriteItem] = []
         self._staging: Staging | None = None
         self._write: Write | None = None
         self._newest: Path | None = None
@@ -136,7 +136,7 @@ class Saver:
         assert self._staging is not None
         begin = time.monotonic()
         self._planner.set_up_planner(state)
-        self._staging.copy({item.index.fqn: self._planner.resolve_data(item) for item in self._plan.items})
+        self._staging.copy({item.index.fqn: self._planner.resolve_data(item) for item in self._items})
         entered(Kind.COPY, "checkpoint", "copy", begin)
         return self._staging
 
@@ -152,9 +152,9 @@ class Saver:
             final.parent.mkdir(parents=True, exist_ok=True)
 
         on_rank_0(self._group, doing, clear)
-        with plain_failures(), named_failures(self._group, doing):
-            dcp.save(state, storage_writer=self._plan, planner=self._planner, process_group=self._group)
-        pieces = self._plan.pieces
+        found = blocks.held(state, self._planner, self._group.rank())
+        self._items = blocks.settle(found, self._group, doing)
+        pieces = [blocks.piece_of(item) for item in self._items]
         if self._staging is None or self._staging.pieces != Staging.order(pieces):
             device = self._sharded.buckets[0].device
             self._staging = Staging(pieces, device)
@@ -243,13 +243,12 @@ class Write:
     def _settle(self, sums: dict[str, Checksum], problem: str) -> str:
         """The refusal that all ranks hear of; empty where the checkpoint is there."""
         if self._exchange is not None and self._group.rank() > 0:
-            mine = {name: dataclasses.asdict(each) for name, each in sums.items()}
-            self._exchange.tell(json.dumps([mine, problem]).encode())
-            return self._exchange.hear(0, beside=True).decode()
+            self._exchange.tell((sums, problem))
+            return self._exchange.hear(0, str, beside=True)
         for rank in range(1, self._group.size()):
             assert self._exchange is not None
-            theirs, their_problem = json.loads(self._exchange.hear(rank, beside=True))
-            sums |= {name: Checksum(**each) for name, each in theirs.items()}
+            theirs, their_problem = self._exchange.hear(rank, tuple[dict[str, Checksum], str], beside=True)
+            sums |= theirs
             problem = problem or their_problem
         if not problem:
             self._is_at_disk = True
@@ -264,7 +263,7 @@ class Write:
             refusal = _refusal(self._run_dir, self.final, problem)
         self._is_at_disk = False
         if self._exchange is not None:
-            self._exchange.tell(refusal.encode())
+            self._exchange.tell(refusal)
         return refusal
 
     def _publish(self, sums: dict[str, Checksum]) -> None:

@@ -1,5 +1,5 @@
-"""What torch.distributed.checkpoint is told about storage: it says who writes which block of which tensor,
-and which blocks a rank reads at another mesh; the files are ours.
+"""Reads the files of a checkpoint at any mesh: torch.distributed.checkpoint plans which blocks a rank reads,
+the files are ours.
 
 torch's own format (FileSystemWriter, FileSystemReader) keeps its index as a pickle and its tensors in
 torch.save's, which is one too. Nothing here is.
@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
-from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -25,85 +23,25 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from pyruntime.comm.exchange import barrier
 from pyruntime.overlap import Kind
 from pyruntime.overlap.record import entered
-from pyruntime.train.saving.staging import BLOCKS, DTYPES, OFFSETS, SUFFIX, Piece
+from pyruntime.train.saving.staging import BLOCKS, DTYPES, OFFSETS, SUFFIX
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def _done(value: Any) -> Future:
-    future: Future = Future()
-    future.set_result(value)
-    return future
+class Reader:
+    """Reads blocks of the safetensors files `names` in `folder`."""
 
-
-class PlanTaker(StorageWriter):
-    """Given to `dcp.save`, which then writes nothing: `items` are what this rank is to write, each replica
-    of a block by one rank."""
-
-    def __init__(self) -> None:
-        self.items: list[WriteItem] = []
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """The items as blocks of their file."""
-        found = []
-        for item in self.items:
-            data = item.tensor_data
-            assert data is not None  # tensors alone are saved
-            chunk = data.chunk
-            found.append(
-                Piece(item.index.fqn, data.properties.dtype, tuple(chunk.sizes), tuple(chunk.offsets))
-            )
-        return found
-
-    def write_data(self, plan: SavePlan, planner: Any) -> Future:
-        # An empty block (fewer rows than ranks) is none.
-        self.items = [
-            item for item in plan.items if item.tensor_data is None or math.prod(item.tensor_data.chunk.sizes)
-        ]
-        return _done([])
-
-    def finish(self, metadata: Metadata, results: list) -> None:
-        """The manifest is written when the files are there."""
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """There is nothing to reset."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to set up."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-
-class Reader(StorageReader):
-    """Reads blocks of the safetensors files `names` in `folder`; `doing` begins the sentence of an error.
-
-    Ranks may read for as long as they live. torch.distributed.checkpoint ends its reading with a collective,
-    which the deadline bounds. So the ranks meet before it: a rank whose disk is slow is waited for, and one
-    that is stopped is not.
-    """
-
-    def __init__(self, folder: Path, names: Iterable[str], group: dist.ProcessGroup, doing: str):
-        self._folder, self._group, self._doing = folder, group, doing
+    def __init__(self, folder: Path, names: Iterable[str]):
+        self._folder = folder
         self._names = sorted(name for name in names if name.endswith(SUFFIX))
         self._files: dict[MetadataIndex, str] = {}
         self._metadata: Metadata | None = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:
         """What the files hold, by their headers, which are read once.
 
         Raises ValueError where blocks do not make up whole tensors, and what safetensors raises."""
@@ -135,15 +73,12 @@ class Reader(StorageReader):
         known.chunks.append(ChunkStorageMetadata(torch.Size(begins), torch.Size(shape)))
         self._files[MetadataIndex(key, begins)] = file
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Copies what `plan` asks for to where `planner` says, on this rank."""
         begin = time.monotonic()
-        try:
-            size = sum(self._read(*each, planner) for each in self._by_file(plan))
-            entered(Kind.READ, "checkpoint", "load", begin, size)
-            entered(Kind.COPY, "checkpoint", "load", begin)  # by this thread
-        finally:  # a rank that fails is no slower
-            barrier(self._group, self._doing)
-        return _done(None)
+        size = sum(self._read(*each, planner) for each in self._by_file(plan))
+        entered(Kind.READ, "checkpoint", "load", begin, size)
+        entered(Kind.COPY, "checkpoint", "load", begin)  # by this thread
 
     def _by_file(self, plan: LoadPlan) -> Iterable[tuple[str, list[ReadItem]]]:
         found: dict[str, list[ReadItem]] = {}
@@ -169,24 +104,6 @@ class Reader(StorageReader):
                 planner.commit_tensor(item, target)
                 size += tensor.nbytes
         return size
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """A reader is of one folder."""
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """read_metadata() has."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
 
 def _check_whole(tensors: dict[str, TensorStorageMetadata]) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from pyruntime import comm, ops
 from pyruntime.comm import Peer, Runtime
-from pyruntime.train.ranks import gather
+from pyruntime.comm.exchange import gather
 from pyruntime.train.slow.judge import WINDOWS, Finding, Judge, Link, Window
 
 AXES = ("tp", "cp", "pp", "dp")
@@ -98,7 +98,7 @@ class SlowReport:
             torch.tensor(_numbers(self._window()), dtype=torch.float64), comm.group_name(self._runtime.world)
         )
         if self._judge is None:
-            hosts = gather(self._runtime.world, "Naming the hosts", socket.gethostname())
+            hosts = gather(self._runtime.world, "Naming the hosts", socket.gethostname(), str)
             self._judge = Judge(hosts, self._roles(), self.every, self._runtime.pp is not None)
         self.windows.append([_window(each) for each in told.tolist()])
         return self._judge.add(self.windows[-1])
