@@ -50,7 +50,8 @@ class WeightGradientGemm {
 
  private:
   at::Tensor dy_, x_;
-  std::optional<cpu::PackedMatrix> packed_dy_, packed_x_;
+  std::optional<cpu::PackedColumns> packed_dy_;
+  std::optional<cpu::PackedMatrix> packed_x_;
 };
 
 // dy^T @ x summed over all rows of all blocks.  dy [b, m, N], x [b, m, K]; returns [N, K].

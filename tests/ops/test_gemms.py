@@ -48,8 +48,22 @@ def test_a_linear_and_its_gradients(rows):
             agree(weight.grad, wide_dy.t() @ wide_x, rows)
 
 
+@pytest.mark.parametrize(
+    ("rows", "depth", "width"), [(390, 2049, 70), (770, 4101, 65), (2500, 130, 200), (1537, 70, 390)]
+)
+def test_sums_that_come_in_several_blocks(rows, depth, width):
+    torch.manual_seed(rows)
+    x, weight = drawn(rows, depth).requires_grad_(), drawn(width, depth).requires_grad_()
+    y, dy = linear(x, weight), drawn(rows, width)
+    y.backward(dy)
+    wide_x, wide_weight, wide_dy = (t.detach().double() for t in (x, weight, dy))
+    agree(y.detach(), wide_x @ wide_weight.t(), depth)
+    agree(x.grad, wide_dy @ wide_weight, width)
+    agree(weight.grad, wide_dy.t() @ wide_x, rows)
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 50, 51])
+@pytest.mark.parametrize("rows", [0, 1, 50, 51, 700])
 def test_a_weight_gradient_of_columns_of_a_wider_matrix(rows, accumulate):
     torch.manual_seed(rows)
     wider, x = drawn(rows, 150), drawn(rows, 65)
@@ -63,7 +77,7 @@ def test_a_weight_gradient_of_columns_of_a_wider_matrix(rows, accumulate):
 
 
 @pytest.mark.skipif(not OWN, reason="on this processor a library multiplies, which promises no such thing")
-@pytest.mark.parametrize("depth", [33, 256])
+@pytest.mark.parametrize("depth", [33, 256, 2500])
 def test_how_rows_are_cut_and_where_they_lie_changes_no_bit(depth):
     torch.manual_seed(depth)
     weight, bias, x = drawn(200, depth), drawn(200), drawn(64, depth)
