@@ -31,6 +31,9 @@ constexpr int kVectors = kPanel / kLanes;
 
 // --- packing
 
+// Steps that operands are asked for beforehand: their rows lie pages apart, so no processor foresees them.
+constexpr int64_t kAhead = 8;
+
 // out[j * out_row + i] = in[i * in_row + j], 16 x 16.
 PYRUNTIME_TARGET_INLINE void transpose(const int32_t* in, int64_t in_row, int32_t* out, int64_t out_row) {
   __m512i r[16], t[16];
@@ -80,6 +83,8 @@ PYRUNTIME_TARGET inline void pack_columns(const Bf16* b, int64_t column, int64_t
       int32_t* to = panel + pair * kPanel + n;
       if (columns == kLanes && pair + kLanes <= whole && column % 2 == 0 &&
           reinterpret_cast<uintptr_t>(from) % sizeof(int32_t) == 0) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) __builtin_prefetch(from + i * column + kAhead * 2 * kLanes);
         transpose(reinterpret_cast<const int32_t*>(from), column / 2, to, kPanel);
         continue;
       }
@@ -121,6 +126,8 @@ PYRUNTIME_TARGET inline void pack_rows(const Bf16* b, int64_t row, int64_t depth
                                        int32_t* panel) {
   for (int64_t k = 0; k < depth; k += 2, panel += kPanel) {
     for (int64_t n = 0; n < kPanel; n += 2 * kLanes) {
+      __builtin_prefetch(b + (k + 2 * kAhead) * row + n);
+      __builtin_prefetch(b + (k + 2 * kAhead + 1) * row + n);
       __m512i low, high;
       interleave(b + k * row + n, k + 1 < depth ? row : 0, width - n, low, high);
       _mm512_storeu_si512(panel + n, low);
@@ -191,6 +198,14 @@ PYRUNTIME_TARGET void multiply_rows(const Strip& strip) {
     for (int j = 0; j < kVectors; ++j) {
       sum[i][j] =
           strip.is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(strip.sums + i * kPanel + j * kLanes);
+    }
+  }
+  // Rows of out lie pages apart, so no processor foresees them.
+  if (strip.is_last) {
+#pragma GCC unroll 6
+    for (int i = 0; i < Rows; ++i) {
+      __builtin_prefetch(strip.out + i * strip.out_row, 1);
+      __builtin_prefetch(strip.out + i * strip.out_row + kPanel / 2, 1);
     }
   }
   const int32_t *a = strip.a, *b = strip.panel;

@@ -6,19 +6,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from pyruntime import _C
+from pyruntime.ops import gemm_tables
 from pyruntime.ops.primitives import linear
 
 BF16 = torch.bfloat16
 ROWS, DEPTHS, WIDTHS = (1, 5, 7, 8, 13, 97, 130), (1, 2, 31, 33, 64, 130), (1, 5, 63, 64, 65, 200)
-FLAGS = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
-OWN = "avx512_bf16" in FLAGS and "amx_bf16" not in FLAGS
+OWN = _C.has_own_gemm()
+
+
+@pytest.fixture(params=["ours", "library"], autouse=True)
+def gemm(request):
+    """Whose GEMM multiplies bf16, where both can."""
+    _C.use_gemm(request.param == "ours")
+    yield request.param
+    gemm_tables.use(gemm_tables.read())
 
 
 def drawn(*shape: int) -> Tensor:
@@ -78,6 +85,7 @@ def test_a_weight_gradient_of_columns_of_a_wider_matrix(rows, accumulate):
 
 @pytest.mark.skipif(not OWN, reason="on this processor a library multiplies, which promises no such thing")
 @pytest.mark.parametrize("depth", [33, 256, 2500])
+@pytest.mark.parametrize("gemm", ["ours"], indirect=True)
 def test_how_rows_are_cut_and_where_they_lie_changes_no_bit(depth):
     torch.manual_seed(depth)
     weight, bias, x = drawn(200, depth), drawn(200), drawn(64, depth)
