@@ -24,6 +24,7 @@
 #include "cpu/compression/top_k.h"
 #include "cpu/symmetric_memory.h"
 #include "ops/gemm.h"
+#include "ops/gemm_rule.h"
 #include "ops/line_exchange.h"
 #include "ops/newton_schulz.h"
 #include "ops/operators.h"
@@ -427,6 +428,25 @@ void bind_data_parallel(py::module_& m) {
       return (*held)(weight).cast<bool>();
     });
   });
+  m.def("processor_key", &processor_key);
+  m.def("use_gemm_table",
+        [](std::vector<int64_t> rows, std::vector<int64_t> features, std::vector<std::vector<bool>> is_ours) {
+          use_gemm_table({std::move(rows), std::move(features), std::move(is_ours)});
+        });
+  m.def("use_gemm", &use_gemm, py::arg("ours"));
+  m.def("takes_own_gemm", [](const std::string& product, int64_t rows, int64_t k, int64_t n) {
+    return takes_ours(product_named(product), rows, k, n);
+  });
+  m.def("has_own_gemm", [] { return cpu::PackedMatrix::can_hold(at::empty({1, 1}, at::kBFloat16)); });
+  py::class_<WeightGemm>(m, "WeightGemm", "rows @ weight^T or rows @ weight, some rows at a time.")
+      .def(py::init<const at::Tensor&, bool, int64_t>(), py::arg("weight"), py::arg("transposed"),
+           py::arg("rows"))
+      .def(
+          "write",
+          [](const WeightGemm& gemm, const at::Tensor& out, const at::Tensor& rows, bool accumulate) {
+            gemm.write(out, rows, {}, accumulate);
+          },
+          py::arg("out"), py::arg("rows"), py::arg("accumulate"), NoGil());
   py::class_<WeightGradientGemm>(m, "WeightGradientGemm", "dy^T x, some rows at a time.")
       .def(py::init<const at::Tensor&, const at::Tensor&>(), py::arg("dy"), py::arg("x"))
       .def("write", &WeightGradientGemm::write, py::arg("out"), py::arg("first"), py::arg("accumulate"),

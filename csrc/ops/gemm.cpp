@@ -9,6 +9,8 @@
 
 #include <vector>
 
+#include "ops/gemm_rule.h"
+
 namespace at::native {
 // oneDNN's matmul inside libtorch_cpu: out = alpha * a @ b + beta * out. Exported, but in no public header;
 // weak, so that a torch without it still loads, and at::mm_out serves.
@@ -95,15 +97,16 @@ void multiply_blocks(const at::Tensor& out, const at::Tensor& a, const at::Tenso
 // Fewer rows than these do not pay for arranging what they are multiplied with.
 constexpr int64_t kPackedRows = 8;
 
-bool packs(const at::Tensor& right, int64_t rows) {
-  return rows >= kPackedRows && cpu::PackedMatrix::can_hold(right) && one_dnn_runs_here();
+bool packs(Product product, const at::Tensor& right, int64_t rows, int64_t k, int64_t n) {
+  return rows >= kPackedRows && cpu::PackedMatrix::can_hold(right) && one_dnn_runs_here() &&
+         takes_ours(product, rows, k, n);
 }
 
 }  // namespace
 
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   const int64_t rows = x.size(-1) > 0 ? x.numel() / x.size(-1) : 0;
-  if (packs(weight, rows)) {
+  if (packs(Product::kForward, weight, rows, weight.size(1), weight.size(0))) {
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = weight.size(0);
     at::Tensor out = at::empty(sizes, x.options());
@@ -117,7 +120,8 @@ at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const a
 
 WeightGemm::WeightGemm(const at::Tensor& weight, bool transposed, int64_t rows)
     : right_(transposed ? weight.t() : weight) {
-  if (packs(right_, rows)) packed_.emplace(right_);
+  const Product product = transposed ? Product::kForward : Product::kInputGradient;
+  if (packs(product, right_, rows, weight.size(1), weight.size(0))) packed_.emplace(right_);
 }
 
 void WeightGemm::write(const at::Tensor& out, const at::Tensor& rows, const at::Tensor& bias,
@@ -133,7 +137,7 @@ void WeightGemm::write(const at::Tensor& out, const at::Tensor& rows, const at::
 }
 
 WeightGradientGemm::WeightGradientGemm(const at::Tensor& dy, const at::Tensor& x) : dy_(dy), x_(x) {
-  if (!packs(x, dy.size(1))) return;
+  if (!packs(Product::kWeightGradient, x, x.size(0), x.size(1), dy.size(1))) return;
   packed_dy_.emplace(dy);
   packed_x_.emplace(x);
 }

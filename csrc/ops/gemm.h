@@ -1,10 +1,10 @@
 // GEMMs on row chunks, in the three forms that a linear layer has.
 //
 // Operands are [blocks, rows, width] as in ops/operand.h; weights are [N, K]. GEMMs are rounded once from
-// fp32 sums. They are the vendor library's, but in bf16 on a CPU with AVX512-BF16 and without AMX, where ours
-// is faster and does not care how few rows come at once (cpu/packed_matrix.h). On a CPU fp16 runs in fp32,
-// several times faster than the library's own emulation, and so does bf16 where the CPU has no AVX-512, a
-// hundred times faster.
+// fp32 sums. They are the vendor library's, but in bf16 on CPUs where ours is known to be faster for the shape
+// (gemm_rule.h), which does not care how few rows come at once (cpu/packed_matrix.h). On a CPU fp16 runs in
+// fp32, several times faster than the library's own emulation, and so does bf16 where the CPU has no AVX-512,
+// a hundred times faster.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,8 +24,8 @@ inline at::Tensor as_matrix(const at::Tensor& blocks) {
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
 
 // rows @ weight^T where `transposed`, else rows @ weight, for the rows of one chunk after the other, all in
-// all `rows` of them: a fixed rule of their number decides whether the weight, which nobody writes into
-// meanwhile, is arranged for them once.
+// all `rows` of them: by their number and the weight's shape it is decided whether the weight, which nobody
+// writes into meanwhile, is arranged for them once.
 class WeightGemm {
  public:
   WeightGemm(const at::Tensor& weight, bool transposed, int64_t rows);
@@ -50,7 +50,8 @@ class WeightGradientGemm {
 
  private:
   at::Tensor dy_, x_;
-  std::optional<cpu::PackedMatrix> packed_dy_, packed_x_;
+  std::optional<cpu::PackedColumns> packed_dy_;
+  std::optional<cpu::PackedMatrix> packed_x_;
 };
 
 // dy^T @ x summed over all rows of all blocks.  dy [b, m, N], x [b, m, K]; returns [N, K].

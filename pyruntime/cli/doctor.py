@@ -84,6 +84,7 @@ def built() -> Rows:
 
     import pyruntime
     import pyruntime._C as core
+    from pyruntime.ops import gemm_tables
 
     extension, asked = Path(core.__file__), os.environ.get("OMP_NUM_THREADS", "not set")
     return [
@@ -94,6 +95,7 @@ def built() -> Rows:
         ("torch", f"{torch.__version__}, {torch_kind()}"),
         ("torch's CPU kernels", torch.backends.cpu.get_cpu_capability()),
         ("GEMM libraries", ", ".join(gemm_libraries())),
+        ("GEMMs in bf16", gemm_tables.read().describe()),
         ("NVTX ranges", nvtx_ranges()),
         ("threads", f"{torch.get_num_threads()} (OMP_NUM_THREADS={asked})"),
     ]

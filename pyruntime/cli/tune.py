@@ -179,6 +179,7 @@ def run(options: Options, job: Job, path: Path, old: Cache) -> None:
         check_variants(options, device)
         linears = linears_of(job.shape, runtime.tp, job.rows)
         found, left_out = measure_all(options, job, runtime, linears)
+        gemms = measure_gemms(job, runtime, linears)
         told = tell_variants(options, job, runtime, linears) if options.variants else []
         place = Place(
             device_name(device, job.threads),
@@ -194,11 +195,13 @@ def run(options: Options, job: Job, path: Path, old: Cache) -> None:
         print(f"{library()}\n\n{table(found)}")
         for sentence in notes(found, left_out, options.budget) + told:
             print(sentence)
+        if gemms:
+            print(f"\n{gemm_table(gemms)}")
         if options.json:
             write_figures(options, place, found)
         with writing(f"the tuning file {path}"):
-            cache.write(path, cache.merged(old, place, choices(found)))
-        count = sum(len(one.keys) for one in found)
+            cache.write(path, cache.merged(old, place, choices(found) | gemms))
+        count = sum(len(one.keys) for one in found) + len(gemms)
         print(f'\n{count} choices are in {path}; tier="auto" takes them in groups like this one.')
 
 
@@ -222,6 +225,36 @@ def measure_all(
             problem = Problem(linear, runtime.tp, DTYPES[job.dtype], runtime.device)
         found.append(measure(problem, when, options.rounds, left / (len(passes) - number)))
     return found, left_out
+
+
+def measure_gemms(job: Job, runtime: Runtime, linears: list[Linear]) -> Choices:
+    """Which GEMM is the faster one for each product of each linear, on the slower rank; none where there is
+    no choice."""
+    from pyruntime.comm.core import _C
+    from pyruntime.tuning import gemms
+    from pyruntime.tuning.measure import LEAST_ROUNDS, largest
+
+    if runtime.device.type != "cpu" or job.dtype != "bf16" or not _C.has_own_gemm():
+        return {}
+    date, found = datetime.datetime.now(datetime.UTC).date().isoformat(), {}
+    for rows, k, n in dict.fromkeys((linear.rows, linear.k, linear.n) for linear in linears):
+        for product, seconds in gemms.measure(rows, k, n, LEAST_ROUNDS).items():
+            slowest = {name: largest(value) for name, value in seconds.items()}
+            key = cache.Key(gemms.op_of(product), rows, n, k, "bfloat16", "cpu")
+            if gemms.is_of_gemm(key):  # and not the form that adds
+                found[key] = Choice(gemms.faster(slowest), slowest, LEAST_ROUNDS, date)
+    return found
+
+
+def gemm_table(found: Choices) -> str:
+    """A line for each product, times in ms."""
+    rows = [
+        [key.op, str(key.rows), str(key.n), str(key.k)]
+        + [f"{one.seconds[name] * 1e3:.3f}" for name in ("ours", "library")]
+        + [one.tier]
+        for key, one in found.items()
+    ]
+    return columns(["product", "rows", "n", "k", "ours ms", "library", "choice"], rows, left=(0,))
 
 
 def tell_variants(options: Options, job: Job, runtime: Runtime, linears: list[Linear]) -> list[str]:

@@ -1,6 +1,7 @@
 """The operators: two fused primitives, their all-reduce sibling, plain collectives, and layer kernels."""
 
 from pyruntime.ops import fake as _fake  # noqa: F401  (registers the fake kernels)
+from pyruntime.ops import gemm_tables as _gemm_tables  # noqa: F401  (has this processor's table used)
 from pyruntime.ops.collectives import all_gather, all_gather_stats, all_reduce, reduce_scatter, replicate_grad
 from pyruntime.ops.primitives import (
     all_gather_matmul,

@@ -11,8 +11,10 @@ import pyruntime
 from pyruntime.comm.core import _C
 from pyruntime.machine import processor_name
 from pyruntime.nn.tiers import TIERS
+from pyruntime.ops import gemm_tables
 from pyruntime.tuning import cache
 from pyruntime.tuning.cache import Cache, CacheError, Choices, Key
+from pyruntime.tuning.gemms import is_of_gemm, tuned
 
 AUTO = "auto"
 
@@ -57,18 +59,25 @@ def describe(places: Cache, path: Path) -> str:
 
 
 def usable(choices: Choices) -> Choices:
-    """Those whose tier this build has."""
-    return {key: choice for key, choice in choices.items() if choice.tier in TIERS and choice.tier != AUTO}
+    """Those whose tier this build has, and those of GEMMs."""
+    return {
+        key: choice
+        for key, choice in choices.items()
+        if is_of_gemm(key) or (choice.tier in TIERS and choice.tier != AUTO)
+    }
 
 
 def use(places: Cache) -> None:
     """From now on `tier="auto"` of this process takes these, in groups of their size whose rows travel that
-    way; others, and what was used before, are forgotten."""
+    way, and its GEMMs go by them; others, and what was used before, are forgotten."""
     _C.clear_tuned_tiers()
+    gemms = {key: one for choices in places.values() for key, one in choices.items() if is_of_gemm(key)}
+    gemm_tables.use(tuned(gemm_tables.read(), gemms))
     for place, choices in places.items():
         for_the_core = [
             (core_key(key), (one.tier, one.chunks, one.tiles, sorted(one.seconds.items()), one.date))
             for key, one in choices.items()
+            if not is_of_gemm(key)
         ]
         _C.set_tuned_tiers(place.world_size, place.transport, for_the_core)
 

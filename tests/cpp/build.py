@@ -46,6 +46,7 @@ PROGRAMS = {
         "core/store.cpp",
         "cpu/symmetric_memory.cpp",
     ],
+    "cpu/test_tile_order": [],
     "transport/device/test_block_budget": ["transport/device/block_budget.cpp"],
     "transport/ring/test_ring": RING,
     "transport/ring/test_failures": RING,

@@ -6,19 +6,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from pyruntime import _C
+from pyruntime.ops import gemm_tables
 from pyruntime.ops.primitives import linear
 
 BF16 = torch.bfloat16
 ROWS, DEPTHS, WIDTHS = (1, 5, 7, 8, 13, 97, 130), (1, 2, 31, 33, 64, 130), (1, 5, 63, 64, 65, 200)
-FLAGS = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
-OWN = "avx512_bf16" in FLAGS and "amx_bf16" not in FLAGS
+OWN = _C.has_own_gemm()
+
+
+@pytest.fixture(params=["ours", "library"], autouse=True)
+def gemm(request):
+    """Whose GEMM multiplies bf16, where both can."""
+    _C.use_gemm(request.param == "ours")
+    yield request.param
+    gemm_tables.use(gemm_tables.read())
 
 
 def drawn(*shape: int) -> Tensor:
@@ -48,8 +55,22 @@ def test_a_linear_and_its_gradients(rows):
             agree(weight.grad, wide_dy.t() @ wide_x, rows)
 
 
+@pytest.mark.parametrize(
+    ("rows", "depth", "width"), [(390, 2049, 70), (770, 4101, 65), (2500, 130, 200), (1537, 70, 390)]
+)
+def test_sums_that_come_in_several_blocks(rows, depth, width):
+    torch.manual_seed(rows)
+    x, weight = drawn(rows, depth).requires_grad_(), drawn(width, depth).requires_grad_()
+    y, dy = linear(x, weight), drawn(rows, width)
+    y.backward(dy)
+    wide_x, wide_weight, wide_dy = (t.detach().double() for t in (x, weight, dy))
+    agree(y.detach(), wide_x @ wide_weight.t(), depth)
+    agree(x.grad, wide_dy @ wide_weight, width)
+    agree(weight.grad, wide_dy.t() @ wide_x, rows)
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 50, 51])
+@pytest.mark.parametrize("rows", [0, 1, 50, 51, 700])
 def test_a_weight_gradient_of_columns_of_a_wider_matrix(rows, accumulate):
     torch.manual_seed(rows)
     wider, x = drawn(rows, 150), drawn(rows, 65)
@@ -63,7 +84,8 @@ def test_a_weight_gradient_of_columns_of_a_wider_matrix(rows, accumulate):
 
 
 @pytest.mark.skipif(not OWN, reason="on this processor a library multiplies, which promises no such thing")
-@pytest.mark.parametrize("depth", [33, 256])
+@pytest.mark.parametrize("depth", [33, 256, 2500])
+@pytest.mark.parametrize("gemm", ["ours"], indirect=True)
 def test_how_rows_are_cut_and_where_they_lie_changes_no_bit(depth):
     torch.manual_seed(depth)
     weight, bias, x = drawn(200, depth), drawn(200), drawn(64, depth)

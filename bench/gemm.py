@@ -1,0 +1,151 @@
+"""Our bf16 GEMM beside the library's (torch.mm), for the three products of a linear layer on the CPU.
+
+    python -m bench.gemm                                    one thread
+    torchrun --nproc-per-node 2 -m bench.gemm               two ranks of one thread at once, the slower one's
+
+x [rows, k], a weight [n, k]: forward x W^T, dX = dY W, dW = dY^T x, and dW added to a gradient. Ours
+arranges its operands in every product, as a layer has it. Seconds are those of the processor
+(CLOCK_THREAD_CPUTIME_ID), which leave out what other programs take away; the two take turns, and the least of
+the rounds counts (of two rounds where a product takes half a second). Operands are random numbers, in memory
+that is mapped already.
+
+--write puts the faster one of each point into pyruntime/ops/gemm_tables.json: ours where it is at least as
+fast in these figures and in those of the --json files that --beside names.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import pyruntime
+from bench.common.measuring import facts, parser_of, write_json
+from bench.common.tables import table
+from pyruntime import _C
+from pyruntime.ops import gemm_tables
+from pyruntime.ops.gemm_tables import GemmTable
+from pyruntime.tuning.gemms import LEAST_S, LIBRARY, OURS, contenders, seconds_of
+
+LONG_S = 0.5
+"""A product that takes so long is measured twice."""
+
+
+def measure(rows: int, k: int, n: int, rounds: int) -> list[dict[str, Any]]:
+    """A line for each product: on all ranks at once, the slowest one's seconds."""
+    lines = []
+    _C.use_gemm(True)
+    for product, runs in contenders(rows, k, n).items():
+        first = {name: seconds_of(run) for name, run in runs.items()}
+        longest = max(first.values())
+        samples = [first] if longest > LONG_S else []
+        for _ in range(1 if samples else rounds):
+            if dist.is_initialized():
+                dist.barrier()
+            repeats = max(1, int(LEAST_S / longest))
+            samples.append({name: seconds_of(run, repeats) for name, run in runs.items()})
+        library, own = (largest(min(sample[name] for sample in samples)) for name in (LIBRARY, OURS))
+        shape = {"product": product, "rows": rows, "k": k, "n": n}
+        lines.append(shape | {"library": library, "ours": own, "ratio": library / own})
+    return lines
+
+
+def largest(seconds: float) -> float:
+    """Over the ranks."""
+    if not dist.is_initialized():
+        return seconds
+    box = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    return float(box)
+
+
+def shown(lines: list[dict[str, Any]]) -> str:
+    """Library over ours, the worst of the points with those rows, and where it is."""
+    rows = []
+    for name in dict.fromkeys(line["product"] for line in lines):
+        for m in sorted({line["rows"] for line in lines}):
+            of = sorted(
+                (line for line in lines if (line["product"], line["rows"]) == (name, m)),
+                key=lambda line: line["ratio"],
+            )
+            worst, middle = of[0], of[len(of) // 2]
+            rate = 2e-9 * worst["rows"] * worst["k"] * worst["n"] / worst["ours"]
+            below = sum(line["ratio"] < 0.95 for line in of)
+            where = f"{worst['k']} to {worst['n']}"
+            rows.append(
+                [
+                    name,
+                    str(m),
+                    f"{worst['ratio']:.2f}",
+                    where,
+                    f"{rate:.0f}",
+                    f"{middle['ratio']:.2f}",
+                    f"{below} of {len(of)}",
+                ]
+            )
+    return table(["product", "rows", "worst", "k to n", "GFLOP/s", "median", "below 0.95"], rows)
+
+
+def made(lines: list[dict[str, Any]], grid: GemmTable) -> GemmTable:
+    """Ours where it is at least as fast, in every measurement of a point. dW goes by the slower of its two
+    forms."""
+    slowest: dict[tuple[str, int, int, int], float] = {}
+    for line in lines:
+        key = (line["product"].removesuffix(" +="), line["rows"], line["k"], line["n"])
+        slowest[key] = min(slowest.get(key, float("inf")), line["ratio"])
+    missing = [point for point in grid.points() if ("dW", *point) not in slowest]
+    if missing:
+        sys.exit(
+            f"--write needs all points of the grid, and {len(missing)} were not measured, as {missing[0]}."
+        )
+    ours = frozenset(key for key, ratio in slowest.items() if ratio >= 1)
+    return GemmTable(grid.rows, grid.features, ours, datetime.date.today().isoformat())
+
+
+def main() -> None:
+    grid = gemm_tables.read()
+    parser = parser_of(__doc__, rounds=3)
+    parser.add_argument("--rows", type=int, nargs="+", default=grid.rows)
+    parser.add_argument("--features", type=int, nargs="+", default=grid.features)
+    parser.add_argument(
+        "--write", action="store_true", help="put the faster one of each point into the table"
+    )
+    parser.add_argument(
+        "--beside", type=Path, nargs="*", default=[], help="figures of other runs, with --write"
+    )
+    args = parser.parse_args()
+    if not _C.has_own_gemm():
+        sys.exit("This processor has no AVX512-BF16, or AMX: the library multiplies, and ours cannot.")
+    torch.set_num_threads(1)
+    pyruntime.keep_freed_memory()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    where, lines = facts(), []
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    for m in args.rows:
+        for k in args.features:
+            for n in args.features:
+                lines += measure(m, k, n, args.rounds)
+        if is_first:
+            print(f"{m} rows", file=sys.stderr, flush=True)
+    if is_first:
+        print(where["machine"])
+        print(shown(lines))
+        if args.json:
+            write_json(args.json, where, vars(args) | {"beside": []}, lines)
+        if args.write:
+            for path in args.beside:
+                lines = lines + json.loads(path.read_text())["results"]
+            gemm_tables.write(made(lines, grid), _C.processor_key())
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Times both bf16 GEMMs that a CPU may have, ours and the library's, on the products of a linear layer.
+
+What is measured overrules pyruntime/ops/gemm_tables.json for the class that a shape is in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from pyruntime.comm.core import _C
+from pyruntime.ops.gemm_tables import PRODUCTS, GemmTable
+from pyruntime.tuning.cache import Choice, Key
+
+OURS, LIBRARY = "ours", "library"
+LEAST_S = 0.02
+"""Of one sample: short products are repeated."""
+Run = Callable[[], object]
+
+
+def op_of(product: str) -> str:
+    """What the tuning file calls a product."""
+    return f"gemm {product}"
+
+
+def is_of_gemm(key: Key) -> bool:
+    return key.op in map(op_of, PRODUCTS)
+
+
+def contenders(rows: int, k: int, n: int) -> dict[str, dict[str, Run]]:
+    """By product, and "dW +=" for a gradient that is added to one, what ours and the library's compute of
+    x [rows, k] and a weight [n, k]. Call `_C.use_gemm(True)` before; ours arranges its operands in every
+    call, as a layer has it."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape).to(torch.bfloat16)
+
+    x, dy, weight = random(rows, k), random(rows, n), random(n, k)
+    y, dx, dw, total = (torch.empty_like(each) for each in (dy, x, weight, weight))
+    total.zero_()
+
+    def write(transposed: bool, out: Tensor, left: Tensor) -> Run:
+        return lambda: _C.WeightGemm(weight, transposed, rows).write(out[None], left[None], False)
+
+    def gradient(out: Tensor, accumulate: bool) -> Run:
+        return lambda: _C.WeightGradientGemm(dy, x).write(out, 0, accumulate)
+
+    return {
+        "forward": {LIBRARY: lambda: torch.mm(x, weight.t(), out=y), OURS: write(True, y, x)},
+        "dX": {LIBRARY: lambda: torch.mm(dy, weight, out=dx), OURS: write(False, dx, dy)},
+        "dW": {LIBRARY: lambda: torch.mm(dy.t(), x, out=dw), OURS: gradient(dw, False)},
+        "dW +=": {
+            LIBRARY: lambda: torch.addmm(total, dy.t(), x, out=total),
+            OURS: gradient(total, True),
+        },
+    }
+
+
+def seconds_of(run: Run, repeats: int = 1) -> float:
+    """Of one call: this thread's processor time, which other programs do not add to."""
+    begin = time.thread_time()
+    for _ in range(repeats):
+        run()
+    return (time.thread_time() - begin) / repeats
+
+
+def tuned(table: GemmTable, choices: Mapping[Key, Choice]) -> GemmTable:
+    """`table` with what was measured: ours in a class where it was the faster one for all shapes of it."""
+    found: dict[tuple[str, int, int, int], bool] = {}
+    for key, choice in choices.items():
+        if is_of_gemm(key) and choice.tier in (OURS, LIBRARY):
+            point = key.op.removeprefix("gemm "), *table.nearest(key.rows, key.k, key.n)
+            found[point] = found.get(point, True) and choice.tier == OURS
+    kept = table.ours - found.keys()
+    ours = kept | {point for point, is_ours in found.items() if is_ours}
+    return dataclasses.replace(table, ours=ours, tuned=len(found))
+
+
+def measure(rows: int, k: int, n: int, rounds: int) -> dict[str, dict[str, float]]:
+    """The least seconds of ours and of the library's, by product. Both take turns."""
+    found = {}
+    _C.use_gemm(True)
+    for product, runs in contenders(rows, k, n).items():
+        repeats = max(1, int(LEAST_S / max(seconds_of(run) for run in runs.values())))
+        samples = [{name: seconds_of(run, repeats) for name, run in runs.items()} for _ in range(rounds)]
+        found[product] = {name: min(sample[name] for sample in samples) for name in runs}
+    return found
+
+
+def faster(seconds: Mapping[str, float]) -> str:
+    """Ours where it is at least as fast."""
+    return OURS if seconds[OURS] <= seconds[LIBRARY] else LIBRARY
