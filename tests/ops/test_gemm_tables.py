@@ -1,4 +1,4 @@
-"""Which GEMM multiplies bf16: the table of a processor, what core and Python make of it, what tuning changes."""
+"""Which GEMM multiplies bf16: the table of a processor, how core and Python read it, what tuning changes."""
 
 from __future__ import annotations
 
