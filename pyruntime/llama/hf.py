@@ -208,6 +208,11 @@ def _find_tensors(directory: Path) -> dict[str, Path]:
     return {tensor: directory / name for tensor, name in weight_map.items()}
 
 
+def weight_files(directory: str | Path) -> set[Path]:
+    """The files that hold the tensors of a checkpoint. Raises ValueError or OSError where it is damaged."""
+    return set(_find_tensors(Path(directory)).values())
+
+
 def _check_names(
     directory: Path, wanted: Mapping[str, Shard], whole: set[str], files: Mapping[str, Path], *, tied: bool
 ) -> None:

@@ -8,8 +8,10 @@ import socket
 import uuid
 from typing import Any
 
+import torch
 from torch import Tensor
 
+import pyruntime
 from pyruntime.comm import Runtime
 from pyruntime.data_parallel import Sharded
 from pyruntime.elastic.member import Member
@@ -68,6 +70,7 @@ def job_of(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: Runti
         "data.paths of": [[source.text.facts.name, len(source.train)] for source in corpus.sources],
     }
     job |= {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()}
+    job |= {"pyruntime": pyruntime.__version__, "torch": str(torch.__version__)}
     return job | {"tau": tau, "rounds": config.train.steps // tau, "late": method.rounds_late}
 
 

@@ -30,12 +30,13 @@ from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.llama import Llama, generate, save_hf
 from pyruntime.llama.config import LlamaConfig
+from pyruntime.llama.hf import weight_files
 from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger, forget
 from pyruntime.overlap.record import ledger
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.plan.cluster import find_cluster
-from pyruntime.train import checkpoint, checkpoint_folder, config_file, metrics, report
+from pyruntime.train import agreement, checkpoint, checkpoint_folder, config_file, metrics, report
 from pyruntime.train.config import (
     RunConfig,
     meets_every_step,
@@ -49,7 +50,7 @@ from pyruntime.train.data.corpus import Corpus
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer, prompt_ids
 from pyruntime.train.device import Device
 from pyruntime.train.disk import in_use, writing
-from pyruntime.train.errors import ConfigError, TrainingError
+from pyruntime.train.errors import ConfigError, TrainingError, refusing
 from pyruntime.train.loop import Trainer
 from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile, StepMetrics
@@ -99,8 +100,15 @@ def _run(
     config = with_steps(config)
     ranks = runtime.world
     is_rank_0, is_first_tp = ranks.rank() == 0, ranks.rank() < runtime.sizes.tp
-    tokenizer = open_tokenizer(config.data.tokenizer, config.model.init_from, config.data.paths)
-    shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, *runtime.tp_sizes)
+    agreement.check(ranks, "Comparing the configurations", agreement.of_config(config))
+
+    def open_model() -> tuple[Tokenizer, LlamaConfig]:
+        opened = open_tokenizer(config.data.tokenizer, config.model.init_from, config.data.paths)
+        model = config.model
+        return opened, llama_config(model, opened.vocab_size, config.train.seq_len, *runtime.tp_sizes)
+
+    tokenizer, shape = on_every_rank(ranks, "Opening the tokenizer", open_model)
+    agreement.check(ranks, "Comparing the models", agreement.of_shape(shape, tokenizer.fingerprint))
     config = on_rank_0(ranks, "Settling the pipeline", lambda: resolved(config, shape), RunConfig)
     before, saved, left = on_rank_0(
         ranks,
@@ -122,6 +130,7 @@ def _run(
         on_closed=lambda: stop.note(signal.SIGPIPE),
     )
     text = corpus.open_everywhere(config, tokenizer, ranks, progress.say)
+    _compare_first_weights(config, runtime)
     model = on_every_rank(ranks, "Making the model", lambda: make_model(config, shape, runtime))
     tuned = _use_tuning(config, runtime)
     if is_rank_0:
@@ -224,6 +233,19 @@ def _run(
         with writing(run_dir / SAMPLE_FILE, trainer.what_is_saved()):
             _close(run_dir, sample, progress)
     return run_dir
+
+
+def _compare_first_weights(config: RunConfig, runtime: Runtime) -> None:
+    """Raises ConfigError, on all ranks, where hosts have another content of model.init_from."""
+    if source := config.model.init_from:
+        doing = f"Comparing the files of {source}"
+
+        def find() -> list[Path]:
+            with refusing("model.init_from: ", (ValueError, OSError)):
+                return sorted(weight_files(Path(source)))
+
+        found = on_every_rank(runtime.world, doing, find)
+        agreement.check_files(runtime.world, doing, f"model.init_from={source}", found)
 
 
 def _with_layers_of(start_at: Path | None, asked: RunConfig, runtime: Runtime) -> RunConfig:

@@ -12,6 +12,7 @@ document never land on both sides.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 import torch.distributed as dist
 
 from pyruntime.comm.exchange import gather
+from pyruntime.train import agreement
 from pyruntime.train.config import Data, RunConfig
 from pyruntime.train.data import token_cache, tokenizing
 from pyruntime.train.data.documents import survey
@@ -64,6 +66,14 @@ class Tokens:
 
     def __len__(self) -> int:
         return self._end - self._begin
+
+    @property
+    def digest(self) -> str:
+        """BLAKE2b of what the shards' headers say of their content, and of where these tokens are in it."""
+        found = hashlib.blake2b(f"{self._begin} {self._end}".encode(), digest_size=16)
+        for shard in self._shards:
+            found.update(shard.digest)
+        return found.hexdigest()
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """Tokens [end - begin], copied."""
@@ -145,6 +155,12 @@ class Corpus:
     weights: tuple[float, ...]
     """Shares of the sources in what is learned from; empty: as many as their tokens."""
     sets: tuple[ValidationSet, ...]
+
+    def digests(self) -> dict[str, str]:
+        """Of the tokens of every source and set, by name, from the headers of their shards."""
+        parts = [(f"the tokens of {each.name}", each.train) for each in self.sources]
+        parts += [(f"the tokens of {each.name} to validate on", each.tokens) for each in self.sets]
+        return {name: tokens.digest for name, tokens in parts}
 
     def __str__(self) -> str:
         """What there is, in a line for people."""
@@ -336,7 +352,9 @@ def open_everywhere(
         return open_corpus(data, mine, tokenizer, seq_len)
 
     on_every_rank(group, doing, build_here)
-    return on_every_rank(group, "Opening the corpus", open_here)
+    opened = on_every_rank(group, "Opening the corpus", open_here)
+    agreement.check(group, "Comparing the tokens", opened.digests())
+    return opened
 
 
 def _as_seen_here(text: Tokenized, data: Data) -> Tokenized:

@@ -1,0 +1,160 @@
+"""All ranks of a job train one model on one text: what each was told and has opened is compared as it starts.
+
+Configuration, shape and versions are compared before anything else, tokens and first weights by their
+digests as they are opened. A difference ends all ranks with one sentence, which names the key, the ranks and
+the values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import pyruntime
+from pyruntime.comm.exchange import Exchange
+from pyruntime.llama.config import LlamaConfig
+from pyruntime.text import LONGEST, short_repr
+from pyruntime.train import manifest
+from pyruntime.train.config import RunConfig
+from pyruntime.train.errors import ConfigError
+
+MAY_DIFFER = {
+    "train.threads": "hosts may have other numbers of cores",
+    "output.progress": "rank 0 alone prints",
+    "output.log_every": "rank 0 alone prints",
+}
+"""Keys of the configuration that ranks need not have alike, and why. Paths must be alike: a run goes by those
+of rank 0."""
+MOST_NAMED = 3
+Facts = Mapping[str, str]
+"""What is compared, by its key, in words that are equal where it is the same."""
+
+
+def of_config(config: RunConfig) -> dict[str, str]:
+    """What ranks are told, and the versions that they run."""
+    found = {"pyruntime": pyruntime.__version__, "torch": str(torch.__version__)}
+    for section in dataclasses.fields(config):
+        for field in dataclasses.fields(values := getattr(config, section.name)):
+            key = f"{section.name}.{field.name}"
+            if key not in MAY_DIFFER:
+                found[key] = _words(getattr(values, field.name))
+    return found
+
+
+def of_shape(shape: LlamaConfig, fingerprint: bytes) -> dict[str, str]:
+    """The model that a rank would make, and the tokenizer that it has opened."""
+    sizes = {f"the model's {key}": _words(value) for key, value in dataclasses.asdict(shape).items()}
+    return sizes | {"the tokenizer's fingerprint": fingerprint.hex()}
+
+
+def check(group: dist.ProcessGroup, doing: str, mine: Facts) -> None:
+    """Raises ConfigError on every rank of `group` where ranks have other values of a key; CommTimeout and
+    PeerLost where one is stopped or ends. A rank need not have all keys."""
+    if group.size() == 1:
+        return
+    exchange = Exchange(group, doing)
+    if group.rank() > 0:
+        exchange.tell((os.uname().nodename, dict(mine)))
+        refusal = exchange.hear(0, str)
+    else:
+        kind = tuple[str, dict[str, str]]
+        others = [exchange.hear(rank, kind) for rank in range(1, group.size())]
+        hosts, facts = zip((os.uname().nodename, mine), *others, strict=True)
+        refusal = difference(facts, hosts)
+        exchange.tell(refusal)
+    if refusal:
+        raise ConfigError(refusal)
+
+
+def difference(facts: Sequence[Facts], hosts: Sequence[str]) -> str:
+    """A sentence about the keys whose values differ between ranks of the job; empty: there are none."""
+    differing = []
+    for key in dict.fromkeys(key for each in facts for key in each):
+        by_value: dict[str, list[int]] = {}
+        for rank, each in enumerate(facts):
+            if key in each:
+                by_value.setdefault(each[key], []).append(rank)
+        if len(by_value) > 1:
+            values = (f"{_short(value)} on {_places(ranks, hosts)}" for value, ranks in by_value.items())
+            differing.append(f"{key} is {', '.join(values)}")
+    if not differing:
+        return ""
+    named = "; ".join(differing[:MOST_NAMED])
+    more = f"; {len(differing) - MOST_NAMED} more differ" if len(differing) > MOST_NAMED else ""
+    return f"The ranks do not train one model: {named}{more}. Start all of them alike, from the same files."
+
+
+def _words(value: object) -> str:
+    try:
+        return ascii(value)
+    except ValueError:  # an int of more digits than Python prints
+        return short_repr(value)
+
+
+def _short(words: str) -> str:
+    return words if len(words) <= LONGEST else f"{words[:LONGEST]}.."
+
+
+def _places(ranks: list[int], hosts: Sequence[str]) -> str:
+    """ "ranks 0 to 3 and 6 (host a)"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    shown = words if len(words) <= 8 else [*words[:7], f"{len(words) - 7} more"]
+    text = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    on = sorted({hosts[rank] for rank in ranks})
+    where = f"host {on[0]}" if len(on) == 1 else f"{len(on)} hosts, as {on[0]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {text} ({where})"
+
+
+def check_files(group: dist.ProcessGroup, doing: str, what: str, files: Sequence[Path]) -> None:
+    """Raises ConfigError, on every rank, where the files of that name have another content for some ranks.
+
+    Ranks that open the very same files, by device, inode, size and time of change on one host, read them in
+    shares; where all ranks do, nothing is read. Else this costs one reading (SHA-256) of the files for each
+    host. Raises OSError for a file that cannot be read.
+    """
+    if group.size() == 1:
+        return
+    stats = {path.name: path.stat() for path in files}
+    same = [[each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns] for _, each in sorted(stats.items())]
+    who = f"{os.uname().nodename} {_boot()} {same}"
+    places = _told_by_all(group, doing, who)
+    sizes = {name: each.st_size for name, each in stats.items()}
+    mine = {
+        f"{what}, its files": ", ".join(f"{name} of {size} bytes" for name, size in sorted(sizes.items()))
+    }
+    if len(set(places)) > 1:
+        beside = [rank for rank, place in enumerate(places) if place == who]
+        share = manifest.share(sizes, beside.index(group.rank()), len(beside))
+        by_name = {path.name: path for path in files}
+        mine |= {f"{what}, the SHA-256 of {name}": manifest.checksum(by_name[name]).sha256 for name in share}
+    check(group, doing, mine)
+
+
+def _told_by_all(group: dist.ProcessGroup, doing: str, value: str) -> list[str]:
+    """By rank, on every rank: through rank 0, so that n ranks cost n looks."""
+    exchange = Exchange(group, doing)
+    if group.rank() > 0:
+        exchange.tell(value)
+        return exchange.hear(0, list[str])
+    everyone = [value, *(exchange.hear(rank, str) for rank in range(1, group.size()))]
+    exchange.tell(everyone)
+    return everyone
+
+
+def _boot() -> str:
+    """Of this machine: hosts may have one name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
