@@ -230,7 +230,8 @@ void bind_messages(py::module_& m) {
   def_unlocked(
       m, "join_job",
       [](const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Store>& connection,
-         int rank, int world_size) { FailureBoard::instance().join(store, rank, world_size, connection); });
+         int rank, int world_size,
+         int served_by) { FailureBoard::instance().join(store, rank, world_size, connection, served_by); });
   def_unlocked(m, "tell_job",
                [](const std::string& key, const std::string& value, const std::string& doing,
                   double seconds) { tell(key, value, {doing, "", seconds}); });
@@ -248,6 +249,8 @@ void bind_messages(py::module_& m) {
   def_unlocked(m, "post_failure", [](const std::string& message) {
     FailureBoard::instance().post({CommErrorKind::kPeerLost, message, ""});
   });
+  def_unlocked(m, "raise_for_ended",
+               [](const std::string& doing, double seconds) { raise_for_ended({doing, "", seconds}); });
   def_unlocked(m, "raise_if_failed", [] { FailureBoard::instance().raise_if_failed(); });
   def_unlocked(m, "next_exchange",
                [](const std::string& group) { return Group::get(group).rendezvous().next_exchange(); });

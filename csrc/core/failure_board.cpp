@@ -71,6 +71,7 @@ struct FailureBoard::Session {
   c10::intrusive_ptr<c10d::Store> own;    // the watching thread's own connection
   int rank = -1;
   int world_size = 1;
+  int served_by = -1;
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -91,6 +92,10 @@ struct FailureBoard::Session {
   }
   std::string life_key(int of) const {
     return "pyruntime/life/" + std::to_string(number) + "/" + std::to_string(of);
+  }
+
+  std::string left_key(int of) const {
+    return "pyruntime/left/" + std::to_string(number) + "/" + std::to_string(of);
   }
 
   bool is_watched() {
@@ -123,7 +128,7 @@ bool FailureBoard::has_joined(const c10::intrusive_ptr<c10d::Store>& store) {
 }
 
 void FailureBoard::join(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-                        const c10::intrusive_ptr<c10d::Store>& connection) {
+                        const c10::intrusive_ptr<c10d::Store>& connection, int served_by) {
   if (has_joined(store)) return;
   leave();
   auto made = std::make_shared<Session>();
@@ -131,6 +136,7 @@ void FailureBoard::join(const c10::intrusive_ptr<c10d::Store>& store, int rank, 
   made->own = connection;
   made->rank = rank;
   made->world_size = world_size;
+  made->served_by = served_by;
   made->watched = true;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -146,6 +152,10 @@ void FailureBoard::leave() {
     left = std::exchange(session_, std::make_shared<Session>());
   }
   std::unique_lock<std::mutex> lock(left->mutex);
+  if (left->watched && left->number > 0) {
+    left->questions.emplace_back(
+        [key = left->left_key(left->rank)](c10d::Store& asked) { asked.set(key, ""); });
+  }
   left->leaving = true;
   left->changed.notify_all();
   left->changed.wait_for(lock, kStorePatience, [&] { return !left->watched; });
@@ -224,8 +234,8 @@ void FailureBoard::watch(const std::shared_ptr<Session>& session) {
       return session->leaving || session->to_post.has_value() || session->look_now ||
              !session->questions.empty();
     });
-    if (session->leaving) break;
     session->answer(lock);
+    if (session->leaving) break;
     const auto now = std::chrono::steady_clock::now();
     if (now < next_look && !session->to_post && !session->look_now) continue;
     next_look = now + period;
@@ -255,6 +265,22 @@ FailureBoard::Asked FailureBoard::ask(Question question, double seconds) {
 
 void FailureBoard::ask_later(Question question) {
   session()->add(std::move(question));
+}
+
+std::string FailureBoard::words_of_lost_store() {
+  const int rank = session()->served_by;
+  if (rank < 0) return "the job's store is gone, with the launcher that served it.";
+  return "rank " + std::to_string(rank) + " has ended: it served the job's store, which is gone.";
+}
+
+int FailureBoard::world_size() {
+  return session()->world_size;
+}
+
+std::string FailureBoard::left_key(int rank) {
+  const std::shared_ptr<Session> session = this->session();
+  const std::lock_guard<std::mutex> lock(session->mutex);
+  return session->left_key(rank);
 }
 
 std::string FailureBoard::life_key(int rank) {

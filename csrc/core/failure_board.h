@@ -30,11 +30,18 @@ class FailureBoard {
 
   // From now on failures are shared through `store` with the other ranks of the job, which all pass the same
   // one. With another store it leaves the job that it was in. `connection` leads to the same store and is the
-  // watching thread's alone; without one it makes its own.
+  // watching thread's alone; without one it makes its own. `served_by`: the rank whose process serves the
+  // store, -1 where it is a launcher's or not known.
   void join(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-            const c10::intrusive_ptr<c10d::Store>& connection = {});
-  // Ends the watching thread, or leaves it to itself where it hangs in a store that does not answer.
+            const c10::intrusive_ptr<c10d::Store>& connection = {}, int served_by = -1);
+  // Says in the store that this rank has left, and ends the watching thread, or leaves it to itself where it
+  // hangs in a store that does not answer.
   void leave();
+
+  // The ranks of the job; 1: there is none.
+  int world_size();
+  // Where a rank that has left says so, which one that was killed has not.
+  std::string left_key(int rank);
 
   // Whether it is in the job of that very store.
   bool has_joined(const c10::intrusive_ptr<c10d::Store>& store);
@@ -47,6 +54,9 @@ class FailureBoard {
   Asked ask(Question question, double seconds);
   // The same without waiting for it.
   void ask_later(Question question);
+
+  // What it means that the store is gone: for the end of a sentence.
+  std::string words_of_lost_store();
 
   // Where the sign of life of that rank of the job stands: a SignOfLife as text.
   std::string life_key(int rank);

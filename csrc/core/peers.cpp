@@ -71,8 +71,7 @@ void ask(FailureBoard::Question question, const Waiting& waiting) {
   // The store's process may have gone because a rank failed, whose word comes in another way.
   board.raise_if_failed();
   if (asked == FailureBoard::Asked::kStoreGone) {
-    raise(CommErrorKind::kPeerLost, waiting,
-          ": the job's store is gone, with the launcher or the rank 0 that served it.");
+    raise(CommErrorKind::kPeerLost, waiting, ": " + board.words_of_lost_store());
   }
   raise(CommErrorKind::kTimeout, waiting,
         ": the job's store, which the launcher or rank 0 serves, did not answer within " +
@@ -172,6 +171,37 @@ std::string hear(const std::string& key, const std::function<Peer()>& peer, cons
   }
 }
 
+void raise_for_ended(const Waiting& waiting) {
+  FailureBoard& board = FailureBoard::instance();
+  board.raise_if_failed();
+  struct Found {
+    std::string sign;
+    bool has_left = false;
+  };
+  const auto found = std::make_shared<std::vector<Found>>(board.world_size());
+  std::vector<std::string> keys, left_keys;
+  for (int rank = 0; rank < board.world_size(); ++rank) {
+    keys.push_back(board.life_key(rank));
+    left_keys.push_back(board.left_key(rank));
+  }
+  const auto asked = board.ask(
+      [found, keys, left_keys](c10d::Store& store) {
+        for (size_t rank = 0; rank < keys.size(); ++rank) {
+          found->at(rank) = {get_text(store, keys[rank]), store.check({left_keys[rank]})};
+        }
+      },
+      waiting.seconds);
+  board.raise_if_failed();
+  if (asked != FailureBoard::Asked::kAnswered) return;
+  for (size_t rank = 0; rank < found->size(); ++rank) {
+    const SignOfLife sign = SignOfLife::of(found->at(rank).sign);
+    if (found->at(rank).has_left || sign.pid == 0 || sign.host != host_identity()) continue;
+    if (!WatchedProcess(sign.pid).gone()) continue;
+    raise(CommErrorKind::kPeerLost, waiting,
+          ": rank " + std::to_string(rank) + " has ended (its process " + std::to_string(sign.pid) + ").");
+  }
+}
+
 void raise_for_missing(const std::vector<Peer>& all, const Waiting& waiting, const std::string& cause) {
   FailureBoard& board = FailureBoard::instance();
   // Who is not known by a rank of the job gives no sign that could be missed.
@@ -199,6 +229,10 @@ void raise_for_missing(const std::vector<Peer>& all, const Waiting& waiting, con
           for (const std::string& key : keys) signs->push_back(get_text(store, key));
         },
         kSilent);
+    if (asked == FailureBoard::Asked::kStoreGone) {
+      board.raise_if_failed();
+      raise(CommErrorKind::kPeerLost, waiting, ": " + board.words_of_lost_store());
+    }
     if (asked != FailureBoard::Asked::kAnswered) break;
     for (size_t at = 0; at < peers.size(); ++at) {
       lives[at].see(signs->at(at));

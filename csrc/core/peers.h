@@ -51,4 +51,9 @@ std::string hear(const std::string& key, const std::function<Peer()>& peer, cons
 [[noreturn]] void raise_for_missing(const std::vector<Peer>& peers, const Waiting& waiting,
                                     const std::string& cause);
 
+// Raises, on all ranks, what a rank has reported, or PeerLost that names a rank whose process on this host
+// has ended without leaving the job. For a rank that is asked to stop: a launcher stops all when one has
+// failed.
+void raise_for_ended(const Waiting& waiting);
+
 }  // namespace pyruntime

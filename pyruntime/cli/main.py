@@ -8,11 +8,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
 import os
 import signal
 import sys
+import time
 import traceback
+from pathlib import Path
 
 from pyruntime import __version__
 from pyruntime.cli.arguments import HelpShown
@@ -78,11 +82,11 @@ def _end_now(stopped: Stopped) -> None:
     """Called by another thread than the one that works, which does not answer: the process ends here. Another
     rank's failure is why it ends, where there is one."""
     from pyruntime.comm import post_failure
-    from pyruntime.comm.core import _C
+    from pyruntime.comm.exchange import raise_for_ended
 
     failure: Exception | None = None
     try:
-        _C.raise_if_failed()
+        raise_for_ended(f"Rank {started_rank()} was asked to stop")
     except Exception as found:
         failure = found
     if failure is None or "reports: Stopped by " in str(failure):  # as a rule all ranks are sent the signal
@@ -103,7 +107,11 @@ def _last_words(ending: BaseException, stop: StopRequest) -> int:
         case BrokenPipeError():
             return 128 + signal.SIGPIPE
         case ConfigError():
-            return _refuse(str(ending), stop)
+            _say_on_one_rank(str(ending), stop)
+            return 2
+        case TrainingError():
+            _say_on_one_rank(str(ending), stop)
+            return 1
         case Stopped():
             if ending.signum != signal.SIGPIPE:
                 _say_once(str(ending))
@@ -139,13 +147,25 @@ def _drop_unread_output() -> None:
         os.close(nothing)
 
 
-def _refuse(sentence: str, stop: StopRequest) -> int:
+def _say_on_one_rank(sentence: str, stop: StopRequest) -> None:
+    """What all ranks end with, as a rule: rank 0 says it, and every other rank that the launcher does not end
+    soon after."""
     _say_once(sentence)
+    _leave_to_torchrun(sentence)
     if rank := started_rank():
         stop.wait(LAUNCHER_ENDS_US_S)
-        if not stop.signum:  # rank 0 has not refused
+        if not stop.signum:  # rank 0 has not said it
             _say(f"pyruntime: rank {rank}: {sentence}")
-    return 2
+
+
+def _leave_to_torchrun(sentence: str) -> None:
+    """torchrun ends its traceback with what stands in this file, where a rank has left it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    more = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):  # it has been said already
+        Path(path).write_text(json.dumps({"message": {"message": sentence, "extraInfo": more}}))
 
 
 def _say_once(sentence: str) -> None:
@@ -162,10 +182,10 @@ def _explain(error: Exception) -> None:
     """A failure the program foresaw is a sentence; anything else is a defect and shows where it happened."""
     from pyruntime import CommError
 
-    if isinstance(error, TrainingError):
-        _say_once(str(error))
-    elif isinstance(error, CommError):
-        _say(f"pyruntime: rank {started_rank()}: {type(error).__name__}: {error}")
+    sentence = f"rank {started_rank()}: {type(error).__name__}: {error}"
+    if isinstance(error, CommError):
+        _say(f"pyruntime: {sentence}")
     else:
         trace = "".join(traceback.format_exception(error))
         _say(f"pyruntime: rank {started_rank()} failed.\n{trace}")
+    _leave_to_torchrun(sentence)

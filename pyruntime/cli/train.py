@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pyruntime.cli.arguments import flag_name, parse, take_option
 from pyruntime.cli.environment import check_started, started_rank, started_ranks
 from pyruntime.train import checkpoint_folder, config_file, validate
 from pyruntime.train.config import Model, RunConfig, replicas, ring_orders, tp_axes, with_pieces
-from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.errors import ConfigError, TrainingError, refusing
 from pyruntime.train.signals import StopRequest
 
 DESCRIPTION = """Trains a Llama on text with tensor parallelism over all ranks that torchrun started:
@@ -112,7 +113,22 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
         check_device(config, Device(runtime.device, runtime.why_device))
         if config.comm.rings:
             configure(runtime.tp, rings=ring_orders(config.comm))
-        train(config, name, runtime, stop)
+        with failures_told_to_all():
+            train(config, name, runtime, stop)
+
+
+@contextlib.contextmanager
+def failures_told_to_all() -> Iterator[None]:
+    """The other ranks end with what this one raises that nobody foresaw; what was foreseen they raise too."""
+    from pyruntime.comm import CommError, post_failure
+
+    try:
+        yield
+    except (ConfigError, TrainingError, CommError):
+        raise
+    except Exception as error:
+        post_failure(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        raise
 
 
 def _name_rank() -> None:

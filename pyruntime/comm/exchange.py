@@ -84,7 +84,8 @@ def gather(group: Group, doing: str, mine: Value, kind: type[Value]) -> list[Val
     own, found = process_group(group), []
     told = torch.frombuffer(bytearray(messages.encode(mine)), dtype=torch.uint8)
     with named_failures(group, doing):
-        device = torch.device(dist.distributed_c10d._get_pg_default_device(own))
+        able = dist.distributed_c10d._device_capability(own)
+        device = torch.device("cpu" if "cpu" in able else able[0])
         sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
         dist.all_gather(sizes, torch.tensor([len(told)], device=device), group=own)
         longest = max(int(size) for size in sizes)
@@ -131,6 +132,13 @@ def post_failure(message: str) -> None:
     """All other ranks end with PeerLost, "rank N reports: MESSAGE", as soon as they wait for anybody. Takes
     half a second at most and raises nothing."""
     _C.post_failure(message)
+
+
+def raise_for_ended(doing: str) -> None:
+    """For a rank that a signal ends: a launcher sends one to all ranks when one of them has failed. Raises
+    what that one has reported, or PeerLost where a process on this host has ended without a word. Takes a
+    second at most."""
+    _C.raise_for_ended(doing, 1.0)
 
 
 def is_of_connection(error: BaseException) -> bool:

@@ -66,7 +66,7 @@ def open_store(deadline_s: float) -> dist.Store:
     store, watched = dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, watched)
     if world_size > 1:
         with _answers(answering, run, generation, prefix, world_size if rank == 0 else 0):
-            _C.join_job(store, watched, rank, world_size)
+            _C.join_job(store, watched, rank, world_size, 0 if _serves(0) else -1)
             _meet(rank, world_size, doing, deadline_s)
     return store
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime.comm import companions
 from pyruntime.comm.core import _C
 from pyruntime.comm.devices import Host, place
-from pyruntime.comm.exchange import first_line, is_of_connection, named_failures
+from pyruntime.comm.exchange import first_line, is_of_connection, named_failures, raise_for_ended
 from pyruntime.comm.groups import (
     check_deadline,
     exposed_by_class,
@@ -273,8 +273,12 @@ class Runtime:
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            if error is not None and not isinstance(error, Exception):  # a signal, as a rule
+                raise_for_ended(f"Rank {dist.get_rank()} was asked to stop")
+        finally:
+            self.close()
 
 
 def _init_process_groups(backend: str, deadline_s: float) -> None:
@@ -296,6 +300,8 @@ def _named_failures(world_size: int, deadline_s: float) -> Iterator[None]:
         yield
     except BaseException as error:
         try:
+            if world_size > 1 and not isinstance(error, Exception):
+                raise_for_ended(f"Start-up, rank {os.environ['RANK']} was asked to stop")
             if world_size > 1 and is_of_connection(error):
                 rank = int(os.environ["RANK"])
                 others = [other for other in range(world_size) if other != rank]
