@@ -20,12 +20,14 @@ from pyruntime.elastic.address import split_address
 from pyruntime.elastic.deal import step_of_data
 from pyruntime.elastic.exchange import Interrupted, PeerFailed, meet, sum_over
 from pyruntime.elastic.transfer import Stream, Taken, fetch, fetch_sums, sizes
-from pyruntime.elastic.wire import ALIVE_S, Messages, encode, readable
+from pyruntime.elastic.wire import ALIVE_S, NO_DESCRIPTOR, Messages, encode, readable
 
 HEADER_S = 5.0
 """For the first message of a connection from another replica, all of it."""
 MOST_HEADER = 1 << 12
 """Bytes of such a message."""
+MOST_CALLERS = 64
+"""Connections that may not have said why they call; of more, the oldest are closed."""
 LOOK_S = 0.05
 
 
@@ -488,16 +490,22 @@ class _Door:
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while not self._is_closed:
+                most = MOST_CALLERS
                 for key, _ in selector.select(LOOK_S):
-                    with contextlib.suppress(OSError):  # it has gone before it was let in
-                        if key.data is None:
-                            caller = _Caller(self._listener.accept()[0])
-                            selector.register(caller.connection, selectors.EVENT_READ, caller)
-                        else:
-                            self._let_in(key.data, selector)
+                    if key.data is not None:
+                        self._let_in(key.data, selector)
+                        continue
+                    try:
+                        caller = _Caller(self._listener.accept()[0])
+                        selector.register(caller.connection, selectors.EVENT_READ, caller)
+                    except OSError as error:  # else it has gone before it was let in
+                        if error.errno in NO_DESCRIPTOR:
+                            most = len(selector.get_map()) // 2
+                            time.sleep(LOOK_S)  # the listening socket stays readable
                 now = time.monotonic()
-                for caller in [each.data for each in selector.get_map().values() if each.data]:
-                    if now > caller.end or self._is_closed:
+                waiting = [each.data for each in selector.get_map().values() if each.data]
+                for index, caller in enumerate(waiting):
+                    if now > caller.end or len(waiting) - index > most or self._is_closed:
                         selector.unregister(caller.connection)
                         caller.connection.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import selectors
 import socket
@@ -15,7 +14,7 @@ from typing import Any, TextIO
 
 from pyruntime.elastic.checks import check
 from pyruntime.elastic.coordinator import Coordinator, Phase
-from pyruntime.elastic.wire import ALIVE_S, Messages, encode
+from pyruntime.elastic.wire import ALIVE_S, NO_DESCRIPTOR, Messages, encode
 
 TICK_S = 0.1
 MOST_UNSENT = 1 << 22
@@ -26,7 +25,6 @@ HELLO_S = 5.0
 """For a connection to say hello, all of it, and for one that is ending to read why."""
 REST_S = 0.5
 """Nobody is accepted for so long where descriptors have run out: the listening socket stays readable."""
-NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Connection:

@@ -118,6 +118,18 @@ def test_callers_that_say_nothing_keep_nobody_waiting_and_are_sent_away(member, 
             assert each.recv(1) == b""
 
 
+def test_of_callers_that_say_nothing_the_oldest_go_first(member, monkeypatch):
+    monkeypatch.setattr(members, "MOST_CALLERS", 4)
+    mine, _ = member
+    with contextlib.ExitStack() as held:
+        silent = [held.enter_context(call(mine, b"")) for _ in range(12)]
+        for each in silent[:8]:
+            each.settimeout(2.0)  # below HEADER_S
+            assert each.recv(1) == b""
+        with call(mine, b'{"type": "exchange", "attempt": 1, "from": "x"}\n'), found(mine, 1, "x"):
+            mine._door.keep(2, [])
+
+
 def test_callers_whose_message_is_none_are_sent_away(member):
     mine, _ = member
     strange = [
