@@ -14,7 +14,7 @@ from tests.train import jobs
 
 FIRST, LAST = 200, 600
 """Steps between which something is counted: by the first, buffers are made and tiers are chosen."""
-MOST_BYTES, MOST_BLOCKS = 64, 2
+MOST_BYTES, MOST_BLOCKS = 256, 2
 """A step, of malloc and of Python: the record of a step that is kept is 13 to 17 blocks; what the interpreter
 keeps for reuse is below one, and less with every step."""
 
