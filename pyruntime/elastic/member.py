@@ -92,20 +92,24 @@ class Member:
         self._streams: list[Stream] = []
         self._inbox: collections.deque[dict[str, Any]] = collections.deque()
         self._messages = Messages()
-        host, port = split_address(address)
-        try:
-            self._control = socket.create_connection((host, port), deadline_s)
-        except OSError as error:
-            raise PeerLost(
-                f"The service of replicas at {address} (data_parallel.members) does not answer: "
-                f"{error.strerror or error}; start it with python -m pyruntime members, or correct the "
-                "address."
-            ) from error
-        self._control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._control = self._connected()
         self._telling, self._has_left = threading.Lock(), threading.Event()
         self._life: threading.Thread | None = None
         self._heard = time.monotonic()
         self._door = _Door(self._control.getsockname()[0], self._control.family)
+
+    def _connected(self) -> socket.socket:
+        """To the service."""
+        try:
+            control = socket.create_connection(split_address(self._address), self._deadline_s)
+        except OSError as error:
+            raise PeerLost(
+                f"The service of replicas at {self._address} (data_parallel.members) does not answer: "
+                f"{error.strerror or error}; start it with python -m pyruntime members, or correct the "
+                "address."
+            ) from error
+        control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return control
 
     # What OuterOptimizer asks of the sums over replicas.
 
@@ -228,6 +232,10 @@ class Member:
         """
         self._taken, self._sums = taken, torch.empty_like(sums)
         self._has(step // self._job["tau"], deal)
+        own = self._own(taken)
+        # The service has closed the first one, where loading took longer than it waits for a hello.
+        self._control.close()
+        self._control = self._connected()
         self._tell(
             {
                 "type": "hello",
@@ -237,7 +245,7 @@ class Member:
                 "places": self._places,
                 "address": self._door.address,
                 "job": self._job,
-                **self._own(taken),
+                **own,
             }
         )
         self._life = threading.Thread(target=self._show_life, daemon=True, name="pyr-alive")

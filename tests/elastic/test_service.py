@@ -27,9 +27,10 @@ from pyruntime.outer.optimizer import OuterOptimizer
 from tests.elastic import replicas
 
 
-def take_the_only_round(address: str) -> Member:
+def take_the_only_round(address: str, loads_s: float = 0.0) -> Member:
     module = torch.nn.Linear(2, 2)
     mine = Member(address, "mine", {"tau": 1, "rounds": 1}, deadline_s=5.0)
+    time.sleep(loads_s)
     outer = OuterOptimizer(module, None, local_sgd(1), sums=mine)
     assert mine.join(OuterState(outer), *outer.travelling(), 0, [0])
     outer.begin_anew(mine.is_behind)
@@ -129,6 +130,12 @@ def test_who_says_that_it_is_a_rank_that_is_here_is_refused_and_that_one_stays(t
             assert other == "it says that its replica has 3 ranks, and another of them 2"
             assert json.loads(first.makefile().readline())["type"] == "alive"
         take_the_only_round(address).close()
+
+
+def test_a_replica_that_loads_for_longer_than_a_hello_may_take_gets_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(services, "HELLO_S", 0.5)
+    with replicas.service(tmp_path, 1) as address:
+        take_the_only_round(address, loads_s=1.5).close()
 
 
 def test_silent_connections_are_closed_the_oldest_first(tmp_path, monkeypatch):

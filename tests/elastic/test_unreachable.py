@@ -41,10 +41,10 @@ def member():
             f"127.0.0.1:{listener.getsockname()[1]}", "mine", {"tau": 1, "rounds": 1}, deadline_s=2.5
         )
         end, _ = listener.accept()
-    made._sums = torch.zeros(10)
-    with end:
-        yield made, end
-    made.close()
+        made._sums = torch.zeros(10)
+        with end:
+            yield made, end
+        made.close()
 
 
 def order(hole: list) -> dict:
