@@ -20,12 +20,14 @@ from pyruntime.elastic.address import split_address
 from pyruntime.elastic.deal import step_of_data
 from pyruntime.elastic.exchange import Interrupted, PeerFailed, meet, sum_over
 from pyruntime.elastic.transfer import Stream, Taken, fetch, fetch_sums, sizes
-from pyruntime.elastic.wire import ALIVE_S, Messages, encode, readable
+from pyruntime.elastic.wire import ALIVE_S, NO_DESCRIPTOR, Messages, encode, readable
 
 HEADER_S = 5.0
 """For the first message of a connection from another replica, all of it."""
 MOST_HEADER = 1 << 12
 """Bytes of such a message."""
+MOST_CALLERS = 64
+"""Connections that may not have said why they call; of more, the oldest are closed."""
 LOOK_S = 0.05
 
 
@@ -90,20 +92,24 @@ class Member:
         self._streams: list[Stream] = []
         self._inbox: collections.deque[dict[str, Any]] = collections.deque()
         self._messages = Messages()
-        host, port = split_address(address)
-        try:
-            self._control = socket.create_connection((host, port), deadline_s)
-        except OSError as error:
-            raise PeerLost(
-                f"The service of replicas at {address} (data_parallel.members) does not answer: "
-                f"{error.strerror or error}; start it with python -m pyruntime members, or correct the "
-                "address."
-            ) from error
-        self._control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._control = self._connected()
         self._telling, self._has_left = threading.Lock(), threading.Event()
         self._life: threading.Thread | None = None
         self._heard = time.monotonic()
         self._door = _Door(self._control.getsockname()[0], self._control.family)
+
+    def _connected(self) -> socket.socket:
+        """To the service."""
+        try:
+            control = socket.create_connection(split_address(self._address), self._deadline_s)
+        except OSError as error:
+            raise PeerLost(
+                f"The service of replicas at {self._address} (data_parallel.members) does not answer: "
+                f"{error.strerror or error}; start it with python -m pyruntime members, or correct the "
+                "address."
+            ) from error
+        control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return control
 
     # What OuterOptimizer asks of the sums over replicas.
 
@@ -226,6 +232,10 @@ class Member:
         """
         self._taken, self._sums = taken, torch.empty_like(sums)
         self._has(step // self._job["tau"], deal)
+        own = self._own(taken)
+        # The service has closed the first one, where loading took longer than it waits for a hello.
+        self._control.close()
+        self._control = self._connected()
         self._tell(
             {
                 "type": "hello",
@@ -235,7 +245,7 @@ class Member:
                 "places": self._places,
                 "address": self._door.address,
                 "job": self._job,
-                **self._own(taken),
+                **own,
             }
         )
         self._life = threading.Thread(target=self._show_life, daemon=True, name="pyr-alive")
@@ -488,16 +498,22 @@ class _Door:
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while not self._is_closed:
+                most = MOST_CALLERS
                 for key, _ in selector.select(LOOK_S):
-                    with contextlib.suppress(OSError):  # it has gone before it was let in
-                        if key.data is None:
-                            caller = _Caller(self._listener.accept()[0])
-                            selector.register(caller.connection, selectors.EVENT_READ, caller)
-                        else:
-                            self._let_in(key.data, selector)
+                    if key.data is not None:
+                        self._let_in(key.data, selector)
+                        continue
+                    try:
+                        caller = _Caller(self._listener.accept()[0])
+                        selector.register(caller.connection, selectors.EVENT_READ, caller)
+                    except OSError as error:  # else it has gone before it was let in
+                        if error.errno in NO_DESCRIPTOR:
+                            most = len(selector.get_map()) // 2
+                            time.sleep(LOOK_S)  # the listening socket stays readable
                 now = time.monotonic()
-                for caller in [each.data for each in selector.get_map().values() if each.data]:
-                    if now > caller.end or self._is_closed:
+                waiting = [each.data for each in selector.get_map().values() if each.data]
+                for index, caller in enumerate(waiting):
+                    if now > caller.end or len(waiting) - index > most or self._is_closed:
                         selector.unregister(caller.connection)
                         caller.connection.close()
 

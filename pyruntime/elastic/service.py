@@ -14,11 +14,17 @@ from typing import Any, TextIO
 
 from pyruntime.elastic.checks import check
 from pyruntime.elastic.coordinator import Coordinator, Phase
-from pyruntime.elastic.wire import ALIVE_S, Messages, encode
+from pyruntime.elastic.wire import ALIVE_S, NO_DESCRIPTOR, Messages, encode
 
 TICK_S = 0.1
 MOST_UNSENT = 1 << 22
 """Bytes that a connection may leave unread before it counts as lost."""
+MOST_STRANGERS = 64
+"""Connections that may have said no hello; of more, the oldest are closed."""
+HELLO_S = 5.0
+"""For a connection to say hello, all of it, and for one that is ending to read why."""
+REST_S = 0.5
+"""Nobody is accepted for so long where descriptors have run out: the listening socket stays readable."""
 
 
 class Connection:
@@ -34,6 +40,8 @@ class Connection:
         self.place = 0
         self.is_ending = False
         """To be closed once all is sent."""
+        self.end = time.monotonic() + HELLO_S
+        """Until when it may stay without a name."""
 
 
 class Service:
@@ -62,6 +70,10 @@ class Service:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._connections: list[Connection] = []
         self._last_alive = 0.0
+        self._rests_until: float | None = None
+        """While nobody is accepted."""
+        self._has_lacked = False
+        """Whether it has been said that descriptors ran out."""
         self._stopped = False
 
     def run(self) -> None:
@@ -77,6 +89,7 @@ class Service:
                     self._read(key.data)
                 if events & selectors.EVENT_WRITE:
                     self._send(key.data)
+            self._shed_strangers()
             self._coordinator.tick(began)
             self._carry_out()
             self._show_life()
@@ -100,10 +113,41 @@ class Service:
             self._record.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            connection = Connection(self._listener.accept()[0])
-            self._connections.append(connection)
-            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                self._rest(error)
+            return  # else it has gone before it was let in
+        connection = Connection(accepted)
+        self._connections.append(connection)
+        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+
+    def _rest(self, error: OSError) -> None:
+        """Descriptors have run out: those of strangers become free, and the listening socket, which stays
+        readable, is left alone for a moment."""
+        if not self._has_lacked:
+            self._has_lacked = True
+            self._enter({"event": "crowded", "reason": error.strerror, "connections": len(self._connections)})
+        strangers = self._strangers()
+        for connection in strangers[: (len(strangers) + 1) // 2]:
+            self._drop(connection)
+        self._selector.unregister(self._listener)
+        self._rests_until = time.monotonic() + REST_S
+
+    def _strangers(self) -> list[Connection]:
+        """Those without a name, the oldest first."""
+        return [connection for connection in self._connections if not connection.name]
+
+    def _shed_strangers(self) -> None:
+        now = time.monotonic()
+        strangers = self._strangers()
+        for index, connection in enumerate(strangers):
+            if now > connection.end or len(strangers) - index > MOST_STRANGERS:
+                self._drop(connection)
+        if self._rests_until is not None and now > self._rests_until:
+            self._rests_until = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _read(self, connection: Connection) -> None:
         try:
@@ -143,6 +187,7 @@ class Service:
     def _refuse(self, connection: Connection, reason: str) -> None:
         """It is told why, and its replica, where it is of one, has lost it."""
         name, connection.name = connection.name, ""
+        connection.end = time.monotonic() + HELLO_S
         connection.unsent += encode({"type": "expelled", "reason": reason})
         connection.is_ending = True
         self._send(connection)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import select
 import socket
@@ -16,6 +17,9 @@ PART = 1 << 20
 """Bytes that are handed to the system at once."""
 ALIVE_S = 1.0
 """Between two signs of life, of a rank to the service and of the service to those that wait."""
+
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of accept() for want of descriptors or memory, which the next call would meet again at once."""
 
 
 class Ended(ConnectionError):

@@ -7,9 +7,9 @@ import dataclasses
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 from pyruntime.text import footnotes
-from pyruntime.train.metrics import StepMetrics
 
 PLOT_FILE, SCORECARD_FILE = "loss.png", "scorecard"
 WARM_STEPS = 0.1
@@ -50,15 +50,16 @@ class Scorecard:
 
 
 def scorecard(
-    history: list[StepMetrics], ranks: int, bytes_moved: int, flops_per_token: float, tiers: list[dict]
+    lines: list[dict[str, Any]], ranks: int, bytes_moved: int, flops_per_token: float, tiers: list[dict]
 ) -> Scorecard:
-    """The scorecard of the steps in `history`, during which `bytes_moved` bytes went over the group."""
-    warm = history[int(len(history) * WARM_STEPS) :]
-    step_time = statistics.median(m.step_time_s for m in warm)
-    measured = [m.exposed_comm_s for m in warm if m.exposed_comm_s is not None]
+    """The scorecard of the steps in `lines`, which are of metrics.jsonl: `bytes_moved` bytes went over the
+    group during them."""
+    warm = lines[int(len(lines) * WARM_STEPS) :]
+    step_time = statistics.median(line["step_time_s"] for line in warm)
+    measured = _known(warm, "exposed_comm_s")
     exposed = statistics.median(measured) if measured else None
-    mfus = [m.mfu for m in warm if m.mfu is not None]
-    tokens_per_second = statistics.median(m.tokens_per_second for m in warm)
+    mfus = _known(warm, "mfu")
+    tokens_per_second = statistics.median(line["tokens_per_second"] for line in warm)
     return Scorecard(
         ranks=ranks,
         steps=len(warm),
@@ -66,20 +67,25 @@ def scorecard(
         exposed_comm_s=exposed,
         exposed_share=None if exposed is None else exposed / step_time,
         exposed_by_axis_s=_by_axis(warm),
-        predicted_step_s=warm[-1].predicted_step_s,
+        predicted_step_s=warm[-1].get("predicted_step_s"),
         hidden_bound=None if exposed is None else step_time / (step_time - exposed),
-        bytes_per_step=bytes_moved / len(history),
+        bytes_per_step=bytes_moved / len(lines),
         tokens_per_second=tokens_per_second,
         flops_per_second=tokens_per_second * flops_per_token,
         mfu=statistics.median(mfus) if mfus else None,
-        memory_bytes=max(m.memory_bytes for m in history),
-        val_loss_per_byte=history[-1].val_loss_per_byte,
+        memory_bytes=max(line["memory_bytes"] for line in lines),
+        val_loss_per_byte=lines[-1].get("val_loss_per_byte"),
         tiers=tiers,
     )
 
 
-def _by_axis(steps: list[StepMetrics]) -> dict[str, float]:
-    found = [m.exposed_by_axis_s or {} for m in steps]
+def _known(lines: list[dict[str, Any]], name: str) -> list[float]:
+    """That figure of the steps that have it."""
+    return [line[name] for line in lines if line.get(name) is not None]
+
+
+def _by_axis(lines: list[dict[str, Any]]) -> dict[str, float]:
+    found = [line.get("exposed_by_axis_s") or {} for line in lines]
     axes = dict.fromkeys(axis for each in found for axis in each)
     return {axis: statistics.median(each.get(axis, 0.0) for each in found) for axis in axes}
 

@@ -53,7 +53,7 @@ from pyruntime.train.disk import in_use, writing
 from pyruntime.train.errors import ConfigError, TrainingError, refusing
 from pyruntime.train.loop import Trainer
 from pyruntime.train.manifest import DamagedError
-from pyruntime.train.metrics import MetricsFile, StepMetrics
+from pyruntime.train.metrics import MetricsFile
 from pyruntime.train.model import llama, llama_config, make_model
 from pyruntime.train.pipelined import resolved, with_layers, with_moved_layers
 from pyruntime.train.planned import planned, predicted
@@ -163,8 +163,7 @@ def _run(
         steps_done = trainer.step
         if is_rank_0:
             progress.say(f"joins  {config.data_parallel.members} after step {steps_done}")
-    history: list[StepMetrics] = []
-    said = ""
+    first, said = trainer.step, ""
     sinks: list[Sink] = []
     on_rank_0(
         ranks,
@@ -180,7 +179,6 @@ def _run(
         while True:
             for measured in trainer.fit(entered, profile):
                 step = watch.complete(measured, trainer.step)
-                history.append(step)
                 news = "" if trainer.outer is None else trainer.outer.describe()
                 if is_rank_0 and news != said:
                     progress.say(news)
@@ -213,11 +211,12 @@ def _run(
     def write_report() -> None:
         with writing(run_dir, trainer.what_is_saved()):
             tokenizer.save(run_dir / MODEL_FOLDER)
-            report.plot_loss(metrics.read(run_dir / metrics.FILE_NAME), run_dir / report.PLOT_FILE)
-            if history:
+            lines = metrics.read(run_dir / metrics.FILE_NAME)
+            report.plot_loss(lines, run_dir / report.PLOT_FILE)
+            if own := [line for line in lines if line["step"] > first]:
                 flops = shape.flops_per_token(config.train.seq_len)
                 tiers = [dataclasses.asdict(row) for row in trainer.tiers.rows]
-                card = report.scorecard(history, ranks.size(), bytes_moved, flops, tiers)
+                card = report.scorecard(own, ranks.size(), bytes_moved, flops, tiers)
                 report.write_scorecard(card, run_dir)
                 progress.say("\n" + report.format_scorecard(card))
 

@@ -130,12 +130,14 @@ def test_a_service_that_does_not_answer_is_named():
 
 def test_a_service_that_ends_ends_the_replicas_in_a_sentence(tmp_path):
     module = torch.nn.Linear(2, 2)
-    with replicas.service(tmp_path, 2, ends=False) as address:
-        mine = Member(address, "mine", {"tau": 1, "rounds": 1}, deadline_s=2.0)
-    outer = OuterOptimizer(module, None, local_sgd(1), sums=mine)
-    state = OuterState(outer)
-    with pytest.raises(PeerLost, match=rf"at {address} is lost: "):
-        mine.join(state, *outer.travelling(), 0, [0])
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        with replicas.service(tmp_path, 2, ends=False) as address:
+            mine = Member(address, "mine", {"tau": 1, "rounds": 1}, deadline_s=2.0)
+            outer = OuterOptimizer(module, None, local_sgd(1), sums=mine)
+            coming = pool.submit(mine.join, OuterState(outer), *outer.travelling(), 0, [0])
+            replicas.wait_until(lambda: '"come"' in (tmp_path / "record").read_text())
+        with pytest.raises(PeerLost, match=rf"at {address} is lost: "):
+            coming.result()
     outer.close()
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyruntime.cli import main
+from pyruntime.elastic import service as services
 from pyruntime.elastic.address import split_address
 from pyruntime.elastic.checks import check
 from pyruntime.elastic.coordinator import Coordinator
@@ -23,9 +27,10 @@ from pyruntime.outer.optimizer import OuterOptimizer
 from tests.elastic import replicas
 
 
-def take_the_only_round(address: str) -> Member:
+def take_the_only_round(address: str, loads_s: float = 0.0) -> Member:
     module = torch.nn.Linear(2, 2)
     mine = Member(address, "mine", {"tau": 1, "rounds": 1}, deadline_s=5.0)
+    time.sleep(loads_s)
     outer = OuterOptimizer(module, None, local_sgd(1), sums=mine)
     assert mine.join(OuterState(outer), *outer.travelling(), 0, [0])
     outer.begin_anew(mine.is_behind)
@@ -125,6 +130,59 @@ def test_who_says_that_it_is_a_rank_that_is_here_is_refused_and_that_one_stays(t
             assert other == "it says that its replica has 3 ranks, and another of them 2"
             assert json.loads(first.makefile().readline())["type"] == "alive"
         take_the_only_round(address).close()
+
+
+def test_a_replica_that_loads_for_longer_than_a_hello_may_take_gets_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(services, "HELLO_S", 0.5)
+    with replicas.service(tmp_path, 1) as address:
+        take_the_only_round(address, loads_s=1.5).close()
+
+
+def test_silent_connections_are_closed_the_oldest_first(tmp_path, monkeypatch):
+    """Those that say a byte now and then too; the oldest go first, and the rest after their time."""
+    monkeypatch.setattr(services, "MOST_STRANGERS", 5)
+    monkeypatch.setattr(services, "HELLO_S", 1.0)
+    with replicas.service(tmp_path, 1) as address, contextlib.ExitStack() as held:
+        silent = [held.enter_context(socket.create_connection(split_address(address))) for _ in range(20)]
+        for each in silent:
+            each.settimeout(0.8)
+        assert all(each.recv(1) == b"" for each in silent[:15])
+        silent[-1].sendall(b"{")
+        with pytest.raises(TimeoutError):
+            silent[-1].recv(1)
+        for each in silent[15:]:
+            each.settimeout(5)
+            assert each.recv(1) == b""
+        take_the_only_round(address).close()
+
+
+FLOODED = """
+import resource, socket, sys, threading, time
+from pyruntime.elastic.coordinator import Coordinator
+from pyruntime.elastic.service import Service
+made = Service(Coordinator(1, 1, 30.0), "127.0.0.1", 0, None, print)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+print(made.port, flush=True)
+began, cpu = time.monotonic(), time.process_time()
+made.run()
+print((time.process_time() - cpu) / (time.monotonic() - began))
+"""
+
+
+def test_where_descriptors_run_out_replicas_get_in_and_no_core_is_spent(tmp_path):
+    with (
+        subprocess.Popen([sys.executable, "-c", FLOODED], stdout=subprocess.PIPE, text=True) as service,
+        contextlib.ExitStack() as held,
+    ):
+        address = f"127.0.0.1:{int(service.stdout.readline())}"
+        for _ in range(100):
+            held.enter_context(socket.create_connection(split_address(address)))
+        time.sleep(2)
+        take_the_only_round(address).close()
+        *said, share = service.stdout.read().splitlines()
+    assert service.returncode == 0
+    assert sum('"crowded"' in each for each in said) == 1
+    assert float(share) < 0.3
 
 
 def test_noise_does_not_keep_it_from_its_work(tmp_path):

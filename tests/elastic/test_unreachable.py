@@ -41,10 +41,10 @@ def member():
             f"127.0.0.1:{listener.getsockname()[1]}", "mine", {"tau": 1, "rounds": 1}, deadline_s=2.5
         )
         end, _ = listener.accept()
-    made._sums = torch.zeros(10)
-    with end:
-        yield made, end
-    made.close()
+        made._sums = torch.zeros(10)
+        with end:
+            yield made, end
+        made.close()
 
 
 def order(hole: list) -> dict:
@@ -116,6 +116,18 @@ def test_callers_that_say_nothing_keep_nobody_waiting_and_are_sent_away(member, 
         for each in silent:
             each.settimeout(5)
             assert each.recv(1) == b""
+
+
+def test_of_callers_that_say_nothing_the_oldest_go_first(member, monkeypatch):
+    monkeypatch.setattr(members, "MOST_CALLERS", 4)
+    mine, _ = member
+    with contextlib.ExitStack() as held:
+        silent = [held.enter_context(call(mine, b"")) for _ in range(12)]
+        for each in silent[:8]:
+            each.settimeout(2.0)  # below HEADER_S
+            assert each.recv(1) == b""
+        with call(mine, b'{"type": "exchange", "attempt": 1, "from": "x"}\n'), found(mine, 1, "x"):
+            mine._door.keep(2, [])
 
 
 def test_callers_whose_message_is_none_are_sent_away(member):

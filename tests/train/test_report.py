@@ -9,11 +9,12 @@ from pyruntime.train.metrics import StepMetrics
 from pyruntime.train.report import format_scorecard, plot_loss, scorecard, tier_lines, write_scorecard
 
 
-def history(steps=20):
+def history(steps=20, **more):
+    """Lines of metrics.jsonl."""
     slow = [StepMetrics(n, 3.0, 1.0, 1e-3, 10.0, 9.0, 8.0, 10**8) for n in (1, 2)]
     warm = [StepMetrics(n, 2.0, 1.0, 1e-3, 1000.0, 0.5, 0.05, 2 * 10**8) for n in range(3, steps + 1)]
     warm[-1] = dataclasses.replace(warm[-1], val_loss=1.5, val_loss_per_byte=1.25)
-    return slow + warm
+    return [json.loads(dataclasses.replace(each, **more).to_json()) for each in slow + warm]
 
 
 def use(layer, reason="measured"):
@@ -42,10 +43,7 @@ def test_medians_leave_the_first_tenth_out():
 
 
 def test_parts_of_what_was_exposed_and_the_prediction_are_said():
-    steps = [
-        dataclasses.replace(each, exposed_by_axis_s={"tp": 0.04, "dp": 0.01}, predicted_step_s=0.45)
-        for each in history()
-    ]
+    steps = history(exposed_by_axis_s={"tp": 0.04, "dp": 0.01}, predicted_step_s=0.45)
     card = scorecard(steps, ranks=4, bytes_moved=20 * 10**6, flops_per_token=6e6, tiers=[])
     assert card.exposed_by_axis_s == {"tp": 0.04, "dp": 0.01}
     text = format_scorecard(card)
