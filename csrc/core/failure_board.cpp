@@ -15,6 +15,7 @@
 
 #include "core/deadline.h"
 #include "core/host_process.h"
+#include "core/job_ranks.h"
 #include "core/peers.h"
 
 namespace pyruntime {
@@ -173,7 +174,7 @@ bool FailureBoard::Session::look(std::unique_lock<std::mutex>& lock) {
   look_now = false;
   const std::string board_key = key(), own_life = life_key(rank);
   const uint64_t looked_in = generation;
-  const std::string sign = SignOfLife{host_identity(), getpid(), looks}.text();
+  const std::string sign = SignOfLife{host_identity(), getpid(), looks, host_name()}.text();
   const std::optional<Failure> posting = std::exchange(to_post, std::nullopt);
   std::optional<Failure> found;
   bool reached = true;
@@ -243,10 +244,6 @@ FailureBoard::Asked FailureBoard::ask(Question question, double seconds) {
   }
 }
 
-void FailureBoard::ask_later(Question question) {
-  session()->add(std::move(question));
-}
-
 std::string FailureBoard::life_key(int rank) {
   const std::shared_ptr<Session> session = this->session();
   const std::lock_guard<std::mutex> lock(session->mutex);
@@ -280,7 +277,7 @@ void FailureBoard::raise_if_failed() {
   }
   const std::string message = failure.rank == session->rank
                                   ? failure.message
-                                  : "rank " + std::to_string(failure.rank) + " reports: " + failure.message;
+                                  : JobRanks::instance().name(failure.rank) + " reports: " + failure.message;
   raise_comm_error(failure.kind, message);
 }
 

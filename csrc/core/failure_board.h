@@ -45,8 +45,6 @@ class FailureBoard {
   // `question` owns what it writes to: it may come to run when nobody waits for it any more.
   using Question = std::function<void(c10d::Store&)>;
   Asked ask(Question question, double seconds);
-  // The same without waiting for it.
-  void ask_later(Question question);
 
   // Where the sign of life of that rank of the job stands: a SignOfLife as text.
   std::string life_key(int rank);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <iterator>
 #include <memory>
 #include <sstream>
 #include <thread>
@@ -11,6 +10,7 @@
 #include "core/deadline.h"
 #include "core/failure_board.h"
 #include "core/host_process.h"
+#include "core/job_ranks.h"
 #include "core/text.h"
 
 namespace pyruntime {
@@ -31,6 +31,8 @@ std::string get_text(c10d::Store& store, const std::string& key) {
 // Signs of life of one rank, as they are seen from here.
 class Life {
  public:
+  explicit Life(int rank) : rank_(rank) {}
+
   // `text` is what the store holds; empty: nothing yet.
   void see(const std::string& text) {
     const double now = monotonic_seconds();
@@ -40,6 +42,8 @@ class Life {
     if (text.empty() || text == last_) return;
     if (last_.empty()) {
       const SignOfLife sign = SignOfLife::of(text);
+      JobRanks::instance().learn(rank_, sign.host_name, sign.pid);
+      process_text_ = "process " + std::to_string(sign.pid) + " on " + sign.host_name;
       if (sign.host == host_identity()) process_ = WatchedProcess(sign.pid);
     }
     last_ = text;
@@ -48,11 +52,14 @@ class Life {
 
   bool was_seen() const { return !last_.empty(); }
   bool ended() const { return process_.pid() != 0 && process_.gone(); }
-  pid_t pid() const { return process_.pid(); }
+  // "process 4711 on node3", once it was seen
+  const std::string& process_text() const { return process_text_; }
   double silence() const { return silence_; }
 
  private:
+  int rank_;
   std::string last_;
+  std::string process_text_ = "process";
   WatchedProcess process_;
   double last_look_ = monotonic_seconds();
   double silence_ = 0;
@@ -82,7 +89,8 @@ void check_in_time(const Life& life, double waited, const Waiting& waiting) {
   if (waiting.while_it_lives) {
     if (life.silence() > waiting.seconds) {
       why = ": no sign of life for " + seconds_text(life.silence()) +
-            (life.was_seen() ? "; its process is stopped, or its host is gone." : "; it has not started.");
+            (life.was_seen() ? "; its " + life.process_text() + " is stopped, or its host is gone."
+                             : "; it has not started.");
     } else if (waited > kLongestWork) {
       why = ": it works on, but has not come within a day.";
     }
@@ -92,8 +100,9 @@ void check_in_time(const Life& life, double waited, const Waiting& waiting) {
       why += "; it has not started.";
     } else {
       why += life.silence() > std::min(kSilent, waiting.seconds / 2)
-                 ? "; it shows no sign of life: its process is stopped, or its host is gone."
-                 : "; its process lives.";
+                 ? "; it shows no sign of life: its " + life.process_text() +
+                       " is stopped, or its host is gone."
+                 : "; its " + life.process_text() + " lives.";
     }
   }
   if (!why.empty()) raise(CommErrorKind::kTimeout, waiting, why);
@@ -102,7 +111,7 @@ void check_in_time(const Life& life, double waited, const Waiting& waiting) {
 }  // namespace
 
 std::string SignOfLife::text() const {
-  return host + kSeparator + std::to_string(pid) + kSeparator + std::to_string(count);
+  return host + kSeparator + std::to_string(pid) + kSeparator + std::to_string(count) + kSeparator + host_name;
 }
 
 SignOfLife SignOfLife::of(const std::string& text) {
@@ -110,7 +119,8 @@ SignOfLife SignOfLife::of(const std::string& text) {
   SignOfLife sign;
   char separator = 0;
   std::getline(parts, sign.host, kSeparator);
-  parts >> sign.pid >> separator >> sign.count;
+  parts >> sign.pid >> separator >> sign.count >> separator;
+  std::getline(parts, sign.host_name);
   return sign;
 }
 
@@ -124,12 +134,12 @@ int64_t count(const std::string& key, const Waiting& waiting) {
   return *number;
 }
 
-std::string hear(const std::string& key, const std::function<Peer()>& peer, const Waiting& waiting) {
+std::string hear(const std::string& key, int rank, const Waiting& waiting) {
   struct Answer {
     bool there = false;
     std::string value, sign;
   };
-  Life life;
+  Life life(rank);
   const double start = monotonic_seconds();
   double looked_for_life = 0;
   bool last_look = false;
@@ -139,8 +149,7 @@ std::string hear(const std::string& key, const std::function<Peer()>& peer, cons
     const double now = monotonic_seconds();
     const bool for_life = now - looked_for_life > kLookEvery && now - start > kLookEvery;
     if (for_life) looked_for_life = now;
-    const int rank = for_life ? peer().rank : -1;
-    const std::string life_key = rank >= 0 ? FailureBoard::instance().life_key(rank) : "";
+    const std::string life_key = for_life ? FailureBoard::instance().life_key(rank) : "";
     auto answer = std::make_shared<Answer>();
     ask(
         [answer, key, life_key](c10d::Store& store) {
@@ -154,7 +163,7 @@ std::string hear(const std::string& key, const std::function<Peer()>& peer, cons
     check_wait();
     // The peer may have told and then ended, between the look and this.
     if (last_look) {
-      raise(CommErrorKind::kPeerLost, waiting, ": its process " + std::to_string(life.pid()) + " has ended.");
+      raise(CommErrorKind::kPeerLost, waiting, ": its " + life.process_text() + " has ended.");
     }
     last_look = life.ended();
     if (!last_look) {
@@ -164,12 +173,9 @@ std::string hear(const std::string& key, const std::function<Peer()>& peer, cons
   }
 }
 
-void raise_for_missing(const std::vector<Peer>& all, const Waiting& waiting, const std::string& cause) {
+void raise_for_missing(const std::vector<int>& ranks, const Waiting& waiting, const std::string& cause) {
   FailureBoard& board = FailureBoard::instance();
-  // Who is not known by a rank of the job gives no sign that could be missed.
-  std::vector<Peer> peers;
-  std::copy_if(all.begin(), all.end(), std::back_inserter(peers), [](const Peer& p) { return p.rank >= 0; });
-  std::vector<Life> lives(peers.size());
+  std::vector<Life> lives(ranks.begin(), ranks.end());
   const double start = monotonic_seconds();
   // A rank that has brought it down by an error of its own may take a moment to end. On a busy machine signs
   // come late: who is neither silent for long nor heard of just now is waited for.
@@ -184,7 +190,7 @@ void raise_for_missing(const std::vector<Peer>& all, const Waiting& waiting, con
   while (undecided()) {
     check_wait();
     std::vector<std::string> keys;
-    for (const Peer& peer : peers) keys.push_back(board.life_key(peer.rank));
+    for (const int rank : ranks) keys.push_back(board.life_key(rank));
     auto signs = std::make_shared<std::vector<std::string>>();
     const auto asked = board.ask(
         [signs, keys](c10d::Store& store) {
@@ -192,19 +198,19 @@ void raise_for_missing(const std::vector<Peer>& all, const Waiting& waiting, con
         },
         kSilent);
     if (asked != FailureBoard::Asked::kAnswered) break;
-    for (size_t at = 0; at < peers.size(); ++at) {
+    for (size_t at = 0; at < ranks.size(); ++at) {
       lives[at].see(signs->at(at));
       if (!lives[at].ended()) continue;
       raise(CommErrorKind::kPeerLost, waiting,
-            ": " + peers[at].name + " has ended (its process " + std::to_string(lives[at].pid()) + ").");
+            ": " + JobRanks::instance().name_and_place(ranks[at]) + " has ended.");
     }
     std::this_thread::sleep_for(std::chrono::duration<double>(kLookEvery));
   }
   check_wait();
-  for (size_t at = 0; at < peers.size(); ++at) {
+  for (size_t at = 0; at < ranks.size(); ++at) {
     if (lives[at].silence() <= kSilent) continue;
     raise(CommErrorKind::kTimeout, waiting,
-          ": " + peers[at].name + " shows no sign of life: its process is stopped, or its host is gone (" +
+          ": " + JobRanks::instance().name_and_place(ranks[at]) + " shows no sign of life: its process is stopped, or its host is gone (" +
               cause + ").");
   }
   const bool late = cause.find("imed out") != std::string::npos;

@@ -263,4 +263,12 @@ def _forget_when_destroyed(name: str) -> None:
     destroyed.atexit = False  # core.py ends what is open then
 
 
+def _job_ranks(name: str) -> list[int]:
+    """Of the process group of that name, by rank in it: its ranks in torch's default group, which is the job.
+    Empty where torch does not know the group by these, and it is a job of its own."""
+    ranks = dist.distributed_c10d._world.pg_group_ranks.get(process_group(name), {})
+    return sorted(ranks, key=ranks.__getitem__)
+
+
+_C.set_job_ranks_finder(_job_ranks)
 _C.on_new_group(_forget_when_destroyed)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm
+from pyruntime.comm.core import _C
 
 PLACES = 4  # of flights, in a transport
 MOST_FLIGHTS = 3  # under way at once in one group
@@ -189,6 +190,13 @@ class Axes:
     @property
     def size(self) -> int:
         return self.shard.size * self.replicate.size
+
+    def note_failed_pass(self) -> None:
+        """This rank has left a backward pass by an exception. Flights that others begin without having left one
+        too raise ValueError, on all ranks."""
+        for axis in (self.shard, self.replicate):
+            if axis.size > 1:
+                _C.note_failed_pass(axis.name)
 
 
 def axes_of(mesh: DeviceMesh | None, stage: int) -> Axes:
