@@ -238,11 +238,9 @@ void bind_messages(py::module_& m) {
   def_unlocked(m, "hear_job", [](const std::string& key, int rank, const std::string& doing, double seconds) {
     return hear(key, rank, {doing + " waiting for " + JobRanks::instance().name(rank), "", seconds});
   });
-  def_unlocked(
-      m, "raise_for_missing_in_job",
-      [](const std::vector<int>& ranks, const std::string& doing, const std::string& cause, double seconds) {
-        raise_for_missing(ranks, {doing, "", seconds}, cause);
-      });
+  def_unlocked(m, "raise_for_missing_in_job",
+               [](const std::vector<int>& ranks, const std::string& doing, const std::string& cause,
+                  double seconds) { raise_for_missing(ranks, {doing, "", seconds}, cause); });
   def_unlocked(m, "post_failure", [](const std::string& message) {
     FailureBoard::instance().post({CommErrorKind::kPeerLost, message, ""});
   });
@@ -305,8 +303,7 @@ void bind_comm(py::module_& m) {
                   const std::optional<std::pair<int, int>>& edge, int within) {
                  return Group::companion(group, traffic_class_named(traffic_class), edge, within);
                });
-  def_unlocked(m, "note_failed_pass",
-               [](const std::string& group) { Group::get(group).note_failed_pass(); });
+  def_unlocked(m, "note_failed_pass", [](const std::string& group) { Group::get(group).note_failed_pass(); });
   m.def("set_thread_namer", [](py::object namer) {
     auto* held = new py::object(std::move(namer));  // leaked: ops may run while the interpreter ends
     set_thread_namer([held](pid_t thread) {
@@ -343,9 +340,9 @@ void bind_comm(py::module_& m) {
   def_unlocked(m, "forget_destroyed_groups", &Group::forget_destroyed);
   m.def("set_job_ranks_finder", [](py::object finder) {
     auto* held = new py::object(std::move(finder));  // leaked: ops may run while the interpreter ends
-    JobRanks::instance().set_finder([held](const std::string& process_group) {
+    JobRanks::instance().set_finder([held](const std::string& process_group, int size) {
       const py::gil_scoped_acquire gil;
-      return py::cast<std::vector<int>>((*held)(process_group));
+      return py::cast<std::vector<int>>((*held)(process_group, size));
     });
   });
   m.def("set_coordinates", [](std::vector<std::string> coordinates) {

@@ -34,12 +34,9 @@ std::vector<int> JobRanks::of(const std::string& process_group, int size) const 
     finder = finder_;
   }
   // Not under the lock: it may want the GIL, whose holder may want the lock.
-  std::vector<int> ranks;
-  if (finder) ranks = finder(process_group);
-  if (static_cast<int>(ranks.size()) != size) {
-    ranks.resize(size);
-    std::iota(ranks.begin(), ranks.end(), 0);
-  }
+  if (finder) return finder(process_group, size);
+  std::vector<int> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
   return ranks;
 }
 

@@ -16,9 +16,9 @@ class JobRanks {
   // The table of this process's job.
   static JobRanks& instance();
 
-  // Which ranks of the job the process group of that name has, in its order; empty where it is made of no
-  // other group and is the job itself. Set once, before the first group. It may want the GIL.
-  using Finder = std::function<std::vector<int>(const std::string& process_group)>;
+  // Which ranks of the job the process group of that name and size has, in its order. Set once, before the
+  // first group. It may want the GIL.
+  using Finder = std::function<std::vector<int>(const std::string& process_group, int size)>;
   void set_finder(Finder finder);
   // The same for a process group that Python does not know, until leave().
   void enter(const std::string& process_group, std::vector<int> ranks);

@@ -23,6 +23,8 @@ constexpr double kLongestWork = 24 * 3600.0;
 // the signs.
 constexpr double kSilent = 2.0;
 constexpr double kLookEvery = 0.1;
+// For the word of a rank that knows more.
+constexpr double kHearsay = 0.5;
 
 std::string get_text(c10d::Store& store, const std::string& key) {
   return store.check({key}) ? store.get_to_str(key) : "";
@@ -99,10 +101,10 @@ void check_in_time(const Life& life, double waited, const Waiting& waiting) {
     if (!life.was_seen()) {
       why += "; it has not started.";
     } else {
-      why += life.silence() > std::min(kSilent, waiting.seconds / 2)
-                 ? "; it shows no sign of life: its " + life.process_text() +
-                       " is stopped, or its host is gone."
-                 : "; its " + life.process_text() + " lives.";
+      why +=
+          life.silence() > std::min(kSilent, waiting.seconds / 2)
+              ? "; it shows no sign of life: its " + life.process_text() + " is stopped, or its host is gone."
+              : "; its " + life.process_text() + " lives.";
     }
   }
   if (!why.empty()) raise(CommErrorKind::kTimeout, waiting, why);
@@ -111,7 +113,8 @@ void check_in_time(const Life& life, double waited, const Waiting& waiting) {
 }  // namespace
 
 std::string SignOfLife::text() const {
-  return host + kSeparator + std::to_string(pid) + kSeparator + std::to_string(count) + kSeparator + host_name;
+  return host + kSeparator + std::to_string(pid) + kSeparator + std::to_string(count) + kSeparator +
+         host_name;
 }
 
 SignOfLife SignOfLife::of(const std::string& text) {
@@ -210,8 +213,14 @@ void raise_for_missing(const std::vector<int>& ranks, const Waiting& waiting, co
   for (size_t at = 0; at < ranks.size(); ++at) {
     if (lives[at].silence() <= kSilent) continue;
     raise(CommErrorKind::kTimeout, waiting,
-          ": " + JobRanks::instance().name_and_place(ranks[at]) + " shows no sign of life: its process is stopped, or its host is gone (" +
-              cause + ").");
+          ": " + JobRanks::instance().name_and_place(ranks[at]) +
+              " shows no sign of life: its process is stopped, or its host is gone (" + cause + ").");
+  }
+  // All of these live, so they wait for another themselves: who is its peer will name it.
+  const double decided = monotonic_seconds();
+  while (monotonic_seconds() - decided < kHearsay) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(kLookEvery));
+    check_wait();
   }
   const bool late = cause.find("imed out") != std::string::npos;
   raise(late ? CommErrorKind::kTimeout : CommErrorKind::kPeerLost, waiting, ": " + cause);

@@ -35,12 +35,12 @@ void tell(const std::string& key, const std::string& value, const Waiting& waiti
 // The number of calls with this key so far, of this rank and of those before it in its place.
 int64_t count(const std::string& key, const Waiting& waiting);
 
-// What a rank of the job has left under `key`. Raises, on all ranks: PeerLost where its process has ended, CommTimeout
-// where it does not come in time or shows no sign of life.
+// What a rank of the job has left under `key`. Raises, on all ranks: PeerLost where its process has ended,
+// CommTimeout where it does not come in time or shows no sign of life.
 std::string hear(const std::string& key, int rank, const Waiting& waiting);
 
-// For a collective of torch's that has failed with `cause` while `ranks` of the job took part: raises, on all ranks,
-// what another rank has reported, or the name of the one that has ended or shows no sign of life.
+// For a collective of torch's that has failed with `cause` while `ranks` of the job took part: raises, on all
+// ranks, what another rank has reported, or the name of the one that has ended or shows no sign of life.
 [[noreturn]] void raise_for_missing(const std::vector<int>& ranks, const Waiting& waiting,
                                     const std::string& cause);
 

@@ -74,12 +74,13 @@ class Segment {
   }
 
   // A peer's segment.
-  static std::shared_ptr<Segment> open_peer(const std::string& peer, pid_t pid, int peer_fd, size_t buffer_bytes,
-                                            size_t signal_bytes) {
+  static std::shared_ptr<Segment> open_peer(const std::string& peer, pid_t pid, int peer_fd,
+                                            size_t buffer_bytes, size_t signal_bytes) {
     const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(peer_fd);
     UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
     if (!fd.valid() && WatchedProcess(pid).gone()) {
-      raise_comm_error(CommErrorKind::kPeerLost, "rendezvous: " + peer + " ended before its memory was opened.");
+      raise_comm_error(CommErrorKind::kPeerLost,
+                       "rendezvous: " + peer + " ended before its memory was opened.");
     }
     TORCH_CHECK(fd.valid(), "rendezvous: cannot open the symmetric memory of ", peer, " at ", path, " (",
                 std::strerror(errno),
@@ -88,8 +89,7 @@ class Segment {
     struct stat status{};
     TORCH_CHECK(
         fstat(segment->fd(), &status) == 0 && status.st_size == static_cast<off_t>(segment->mapped_bytes()),
-        "rendezvous: ", path, " of ", peer,
-        " is not the memory that it invited to; has the rank restarted?");
+        "rendezvous: ", path, " of ", peer, " is not the memory that it invited to; has the rank restarted?");
     segment->map();
     TORCH_CHECK(segment->header().magic == kMagic, "rendezvous: ", path, " of ", peer,
                 " is not symmetric memory.");
@@ -238,7 +238,8 @@ class CpuSymmetricMemory : public symm::SymmetricMemory {
     for (size_t rank = 0; rank < segments_.size(); ++rank) {
       TORCH_CHECK(segments_[rank]->header().freed.load(std::memory_order_acquire) == 0, what,
                   " on symmetric memory of group '", group_name_, "': the tensor of ",
-                  name_of(job_ranks_[rank]), " has been freed; keep the tensor of every rank alive for as long as its handle is used.");
+                  name_of(job_ranks_[rank]),
+                  " has been freed; keep the tensor of every rank alive for as long as its handle is used.");
     }
   }
 
@@ -272,9 +273,7 @@ class CpuSymmetricMemory : public symm::SymmetricMemory {
     };
     const auto peer_lives = [&] {
       if (processes_[peer].gone()) {
-        raise_comm_error(
-            CommErrorKind::kPeerLost,
-            site() + ": the peer's process has ended.");
+        raise_comm_error(CommErrorKind::kPeerLost, site() + ": the peer's process has ended.");
       }
     };
     if (!wait_until(try_exchange, seconds, peer_lives)) {
@@ -393,7 +392,8 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
     group.store->set(round + std::to_string(group.rank), std::vector<uint8_t>(text.begin(), text.end()));
 
     const std::vector<int> job_ranks = JobRanks::instance().of(group_name, group.world_size);
-    const std::string site = "rendezvous on group '" + group_name + "', " + name_of(job_ranks[group.rank]) + ": ";
+    const std::string site =
+        "rendezvous on group '" + group_name + "', " + name_of(job_ranks[group.rank]) + ": ";
     std::vector<Invitation> invitations;
     for (int peer = 0; peer < group.world_size; ++peer) {
       const Invitation from =
@@ -408,9 +408,9 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
     for (int peer = 0; peer < group.world_size; ++peer) {
       const Invitation& from = invitations[peer];
       const bool is_own = peer == group.rank;
-      segments.push_back(
-          is_own ? segment
-                 : Segment::open_peer(name_of(job_ranks[peer]), from.pid, from.fd, from.buffer_bytes, from.signal_bytes));
+      segments.push_back(is_own ? segment
+                                : Segment::open_peer(name_of(job_ranks[peer]), from.pid, from.fd,
+                                                     from.buffer_bytes, from.signal_bytes));
       processes.push_back(is_own ? WatchedProcess() : WatchedProcess(from.pid));
     }
     await_peers(*segment, processes, site, job_ranks, seconds);
@@ -418,8 +418,8 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
                                                    std::move(processes));
   }
 
-  static Invitation receive(const symm::GroupInfo& group, const std::string& who,
-                            const std::string& round, int peer, double seconds) {
+  static Invitation receive(const symm::GroupInfo& group, const std::string& who, const std::string& round,
+                            int peer, double seconds) {
     const std::string key = round + std::to_string(peer);
     if (!await_key(*group.store, key, seconds)) {
       raise_comm_error(CommErrorKind::kTimeout,
@@ -439,10 +439,11 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
       TORCH_CHECK(
           other.host == own.host, site, theirs, " runs on another host or in another container than ", ours,
           "; symmetric memory on CPU reaches one host only, use the process-group transport across hosts.");
-      TORCH_CHECK_VALUE(other.buffer_bytes == own.buffer_bytes, site, theirs, " brings ",
-                        other.buffer_bytes, " bytes and ", ours, " brings ", own.buffer_bytes, "; symmetric memory has the same size on every rank.");
-      TORCH_CHECK_VALUE(other.signal_bytes == own.signal_bytes, site, "the signal pad of ",
-                        theirs, " has ", other.signal_bytes, " bytes and that of ", ours, " has ", own.signal_bytes,
+      TORCH_CHECK_VALUE(other.buffer_bytes == own.buffer_bytes, site, theirs, " brings ", other.buffer_bytes,
+                        " bytes and ", ours, " brings ", own.buffer_bytes,
+                        "; symmetric memory has the same size on every rank.");
+      TORCH_CHECK_VALUE(other.signal_bytes == own.signal_bytes, site, "the signal pad of ", theirs, " has ",
+                        other.signal_bytes, " bytes and that of ", ours, " has ", own.signal_bytes,
                         "; call set_signal_pad_size() with the same value on every rank.");
     }
   }
@@ -456,16 +457,15 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
     const auto peers_live = [&] {
       for (size_t peer = 0; peer < processes.size(); ++peer) {
         if (processes[peer].gone()) {
-          raise_comm_error(CommErrorKind::kPeerLost,
-                           site + name_of(job_ranks[peer]) + " has ended.");
+          raise_comm_error(CommErrorKind::kPeerLost, site + name_of(job_ranks[peer]) + " has ended.");
         }
       }
     };
     if (!wait_until(all_mapped, seconds, peers_live)) {
-      raise_comm_error(CommErrorKind::kTimeout,
-                       site + std::to_string(own.header().peers_mapped.load()) + " of " +
-                           std::to_string(expected) + " peers opened this rank's memory within " +
-                           std::to_string(seconds) + " s.");
+      raise_comm_error(CommErrorKind::kTimeout, site + std::to_string(own.header().peers_mapped.load()) +
+                                                    " of " + std::to_string(expected) +
+                                                    " peers opened this rank's memory within " +
+                                                    std::to_string(seconds) + " s.");
     }
   }
 

@@ -29,8 +29,8 @@ int64_t agreed_rows(Group& group, const Operand& x_shard, int64_t rows) {
   for (int peer = 0; peer < transport.world_size(); ++peer) {
     const int64_t share = rows_of_rank(total, transport.world_size(), peer);
     TORCH_CHECK_VALUE(held[peer] == share, "The ranks of group '", group.name(), "' hold ",
-                      at::IntArrayRef(held), " rows, ", total, " in all; rank ", peer, " should hold ", share,
-                      " of them, as torch.tensor_split cuts rows.");
+                      at::IntArrayRef(held), " rows, ", total, " in all; ", transport.context().name_of(peer),
+                      " should hold ", share, " of them, as torch.tensor_split cuts rows.");
   }
   return total;
 }

@@ -81,8 +81,8 @@ class RowScatter {
   // `like` gives the form of the rows: blocks, inner and the number of rows; `width` and its dtype those of
   // the GEMM; `with_bias` whether reduce() will be given one, in which all ranks must agree; `all` whether
   // every rank gets all sums, not those of its rows; `pieces`: FlightDescriptor::pieces; `some`: the rows
-  // that travel, where these are not all (Transport::scatter_some), and of which there are sums; `stays_open`:
-  // others of the group may begin and end meanwhile, in whichever thread and pass.
+  // that travel, where these are not all (Transport::scatter_some), and of which there are sums;
+  // `stays_open`: others of the group may begin and end meanwhile, in whichever thread and pass.
   RowScatter(Transport& transport, Op op, const Operand& like, int64_t width, bool with_bias, bool all,
              int pieces = 0, const std::vector<int64_t>* some = nullptr, bool stays_open = false);
 

@@ -71,9 +71,9 @@ std::string disagreement_text(const GroupContext& context, uint64_t number, cons
     if (!other_pass) return "";
     return (of.pass % 2 == 0 ? " in forward pass " : " in backward pass ") + std::to_string(of.pass / 2 + 1);
   };
-  return "Ranks disagree on op " + std::to_string(number) + " of group '" + context.name + "': " +
-         context.own_name() + " called " + ours.text() + pass(ours) + " and " + context.name_of(peer) +
-         " called " + theirs.text() + pass(theirs) +
+  return "Ranks disagree on op " + std::to_string(number) + " of group '" + context.name +
+         "': " + context.own_name() + " called " + ours.text() + pass(ours) + " and " +
+         context.name_of(peer) + " called " + theirs.text() + pass(theirs) +
          "; all ranks must call the same ops with the same shapes and dtypes, in the same order." +
          (other_pass || ours.failed_passes != theirs.failed_passes
               ? " One of them may have left a backward pass by an exception that was caught: let such an "

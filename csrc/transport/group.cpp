@@ -133,7 +133,8 @@ void Group::configure(GroupSettings settings) {
 void Group::take_settings(const Group& served) {
   context_.deadline_seconds = served.context_.deadline_seconds;
   context_.traffic_class = *key_.companion;
-  GroupSettings settings = key_.edge ? served.settings_.among(context_.process_group_ranks) : served.settings_;
+  GroupSettings settings =
+      key_.edge ? served.settings_.among(context_.process_group_ranks) : served.settings_;
   if (settings_ == settings) return;
   free_workspaces();
   settings_ = std::move(settings);

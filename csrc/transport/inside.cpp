@@ -43,7 +43,8 @@ Inside::Inside(GroupContext& context, Op op) : context_(&context) {
         "Group '" + context.name + "' was used by two threads at once on " + context.own_name() + ": " +
             name_of_thread(this_thread()) + " called " + name_of(op) + " while " + name_of_thread(other) +
             " was in " + name_of(theirs) +
-            ". Ranks pair ops by the order in which they begin: let one thread after another call them, in the "
+            ". Ranks pair ops by the order in which they begin: let one thread after another call them, in "
+            "the "
             "same order on all ranks, or make a group for each thread (torch.distributed.new_group)."));
   }
   ++context.inside.depth;

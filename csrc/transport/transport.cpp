@@ -50,8 +50,8 @@ Spending::~Spending() {
 void Spending::count(double begin, double end) {
   (kind_ == Entered::kWait ? context_.stats.waiting_s : context_.stats.moving_s) += end - begin;
   if (kind_ == Entered::kWait && peer_ >= 0) {
-    PeerTable::instance().waited({context_.process_group, context_.traffic_class, context_.process_group_rank(peer_)},
-                                 end - begin);
+    PeerTable::instance().waited(
+        {context_.process_group, context_.traffic_class, context_.process_group_rank(peer_)}, end - begin);
   }
   enter(kind_, context_, op_, peer_, /*bytes=*/0, begin, /*wanted=*/begin, end);
 }

@@ -74,8 +74,8 @@ struct FlightDescriptor {
 
 inline constexpr int64_t kUnknownRows = -1;
 
-// The forward and backward passes that a group's ops are of, counted: an even number is a forward pass, an odd
-// one a backward pass. A rank that leaves a backward pass by an exception counts fewer ops of it than the
+// The forward and backward passes that a group's ops are of, counted: an even number is a forward pass, an
+// odd one a backward pass. A rank that leaves a backward pass by an exception counts fewer ops of it than the
 // others, and what it calls next is then of another pass than what they call.
 struct Passes {
   int32_t count = 0;
@@ -86,7 +86,7 @@ struct Passes {
 
 // Which thread runs an op of a group; see Inside.
 struct Occupied {
-  pid_t thread = 0;  // 0: none. Atomic
+  pid_t thread = 0;        // 0: none. Atomic
   bool contended = false;  // another tried to begin one meanwhile. Atomic
   int depth = 0;
   Op op = Op::kAllGather;
@@ -114,7 +114,9 @@ struct GroupContext {
   int32_t failed_passes = 0;
 
   // By which figures and ledgers know it.
-  int process_group_rank(int of) const { return process_group_ranks.empty() ? of : process_group_ranks.at(of); }
+  int process_group_rank(int of) const {
+    return process_group_ranks.empty() ? of : process_group_ranks.at(of);
+  }
   int job_rank(int of) const { return job_ranks.empty() ? of : job_ranks.at(of); }
   // What messages call this rank and another: see JobRanks.
   std::string own_name() const { return JobRanks::instance().name(job_rank(rank)); }

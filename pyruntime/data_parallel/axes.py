@@ -192,8 +192,8 @@ class Axes:
         return self.shard.size * self.replicate.size
 
     def note_failed_pass(self) -> None:
-        """This rank has left a backward pass by an exception. Flights that others begin without having left one
-        too raise ValueError, on all ranks."""
+        """This rank has left a backward pass by an exception. Its flights and those of ranks that have not
+        raise ValueError, on all ranks."""
         for axis in (self.shard, self.replicate):
             if axis.size > 1:
                 _C.note_failed_pass(axis.name)

@@ -242,8 +242,8 @@ class GradientReducer:
         return products
 
     def _forget_failed_pass(self) -> None:
-        """Of a pass that an exception has ended, what has not left is as if it had never been, but for sums of
-        `accumulate()`. The other ranks hear of it with the next bucket, and raise unless they have left one
+        """Of a pass that an exception has ended, what has not left is as if it had never been, but for sums
+        of `accumulate()`. The other ranks hear of it with the next bucket, and raise unless they have left one
         too: their gradients are of other passes than this rank's."""
         if not isinstance(self._of_pass, weakref.ref) or self._of_pass() is not None:
             return

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyruntime import comm
 from pyruntime.nn import lora
 from pyruntime.nn.activations.causal_loss import read_own_logits
 from pyruntime.nn.activations.fused_norms import fuse_norms
@@ -246,21 +247,23 @@ def check_same_model(model: nn.Module, group: TensorGroup) -> None:
     mine = [(name, f"{name} {list(p.shape)} {p.dtype}", _checksum(p)) for name, p in model.named_parameters()]
     everyone: list[list] = [[] for _ in range(group.size)]
     dist.all_gather_object(everyone, mine, group=group.process_group)
+    first = comm.rank_name(group.name, 0)
     for rank, theirs in enumerate(everyone):
+        one = comm.rank_name(group.name, rank)
         for (name, ours, own_sum), (_, other, other_sum) in zip(everyone[0], theirs, strict=False):
             if ours != other:
                 raise ValueError(
-                    f"The ranks hold different models: where rank 0 has {ours}, rank {rank} has {other}; "
+                    f"The ranks hold different models: where {first} has {ours}, {one} has {other}; "
                     "build the same model on every rank."
                 )
             if own_sum != other_sum:
                 raise ValueError(
-                    f"The ranks hold different weights: {name} of rank {rank} is not that of rank 0; "
+                    f"The ranks hold different weights: {name} of {one} is not that of {first}; "
                     "load the same checkpoint or seed every rank alike before building the model."
                 )
         if len(theirs) != len(everyone[0]):
             raise ValueError(
-                f"The ranks hold different models: rank 0 has {len(everyone[0])} parameters, rank {rank} "
+                f"The ranks hold different models: {first} has {len(everyone[0])} parameters, {one} "
                 f"has {len(theirs)}; build the same model on every rank."
             )
 

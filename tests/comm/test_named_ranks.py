@@ -1,5 +1,5 @@
-"""Messages name a rank by its number in the job, where it stands on the mesh, and its process and host, though
-ops know it by its number in their group."""
+"""Messages name a rank by its number in the job, its place on the mesh, its process and its host, though ops
+know it by its number in their group."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import re
 import signal
 import socket
 import time
+from functools import partial
 
 import pytest
 
 import pyruntime
-from pyruntime.comm import Runtime, group_rank
+from pyruntime.comm import Runtime
 from tests.comm.test_failures import OPS, call
 from tests.comm.test_faults import stop
 
@@ -25,16 +26,17 @@ MESHES = {
 
 
 def fault_on_mesh(_, sizes, culprit, axis, transport, fault):
-    """Ops of the line of `axis` that `culprit` is in, whose process ends or stops amid them. The other ranks of
-    the job wait in a line that the culprit is in too, or in one beside it. What each was told, and the
-    culprit's process."""
+    """Ops of every line of the mesh; the process of `culprit` ends or stops amid those of `axis`. The type and
+    the message of the error of each other rank."""
+    whole = transport == "collectives"  # which moves rows whole
+    do = partial(call, tier="unfused") if whole else call
     with Runtime.start(**sizes, deadline_s=DEADLINE_S) as runtime:
         lines = [getattr(runtime, name) for name in ("tp", "cp", "dp", "pp") if getattr(runtime, name)]
         for line in lines:
             if transport != "auto":
                 pyruntime.comm.configure(line, transport=transport)
             for op in OPS:
-                call(op, line)
+                do(op, line)
         line = getattr(runtime, axis)
         try:
             for number in range(400):
@@ -42,11 +44,9 @@ def fault_on_mesh(_, sizes, culprit, axis, transport, fault):
                     if fault == "killed":
                         os.kill(os.getpid(), signal.SIGKILL)
                     stop(DEADLINE_S + 3.0)
-                call(OPS[number % 3], line)
-                if number > 3:
-                    for each in lines:
-                        call(OPS[number % 3], each)
-                        time.sleep(0.002)
+                for each in (line, *lines):
+                    do(OPS[number % 3], each)
+                    time.sleep(0.002)
         except pyruntime.CommError as error:
             return type(error).__name__, str(error)
     return None

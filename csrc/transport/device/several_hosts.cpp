@@ -171,8 +171,8 @@ class ExchangeTransport : public Transport {
   [[noreturn]] void raise(const Step& step, const char* what, const std::string& why) {
     const double waited = monotonic_seconds() - step.begun_s;
     std::ostringstream text;
-    text << "group '" << context_.name << "' on " << device_ << ", " << context_.own_name() << ": "
-         << what << " waited " << waited << " s for";
+    text << "group '" << context_.name << "' on " << device_ << ", " << context_.own_name() << ": " << what
+         << " waited " << waited << " s for";
     if (step.receives_from >= 0) text << " rows of " << context_.name_of(step.receives_from);
     if (step.receives_from >= 0 && step.sends_to >= 0) text << " and";
     if (step.sends_to >= 0) text << " " << context_.name_of(step.sends_to) << " to take its rows";

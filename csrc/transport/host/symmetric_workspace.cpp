@@ -104,8 +104,8 @@ class SymmetricWorkspace : public HostWorkspace {
   void check_all_peers() {
     for (size_t peer = 0; peer < peers_.size(); ++peer) {
       if (!peers_[peer].gone()) continue;
-      lose(name_of(op_) + (" on group '" + context_.name + "', ") + context_.own_name() +
-                                       " waiting for " + context_.name_of(ranks_[peer]) + " to make room");
+      lose(name_of(op_) + (" on group '" + context_.name + "', ") + context_.own_name() + " waiting for " +
+           context_.name_of(ranks_[peer]) + " to make room");
     }
   }
 

@@ -124,8 +124,7 @@ std::string Control::silent_neighbour(uint64_t number) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [peer, neighbour] : neighbours_) {
-      if (neighbour.last_begun < number)
-        return "; " + context_.name_of(peer) + " has not begun it";
+      if (neighbour.last_begun < number) return "; " + context_.name_of(peer) + " has not begun it";
     }
     round = ++probe_round_;
   }

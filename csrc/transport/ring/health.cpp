@@ -21,8 +21,7 @@ void Health::fail(Failure failure) {
 void Health::lose(int peer, const std::string& what) {
   const bool hosts_differ = layout_.ranks_per_host() > 1 || layout_.hosts() < context_.world_size;
   const std::string host = hosts_differ ? " on host " + std::to_string(layout_.host_of(peer)) : "";
-  fail(failure_of(context_, CommErrorKind::kPeerLost,
-                  context_.name_of(peer) + host + " " + what));
+  fail(failure_of(context_, CommErrorKind::kPeerLost, context_.name_of(peer) + host + " " + what));
 }
 
 void Health::poison(const std::string& why) {
