@@ -14,6 +14,7 @@
 #include "core/deadline.h"
 #include "core/error.h"
 #include "core/failure_board.h"
+#include "core/job_ranks.h"
 #include "core/late_report.h"
 #include "core/ledger.h"
 #include "core/peer_figures.h"
@@ -33,6 +34,7 @@
 #include "symm_mem/operators.h"
 #include "transport/device/library.h"
 #include "transport/group.h"
+#include "transport/inside.h"
 
 TORCH_LIBRARY(pyruntime, library) {
   pyruntime::register_column_linears(library);
@@ -236,16 +238,11 @@ void bind_messages(py::module_& m) {
                [](const std::string& key, const std::string& value, const std::string& doing,
                   double seconds) { tell(key, value, {doing, "", seconds}); });
   def_unlocked(m, "hear_job", [](const std::string& key, int rank, const std::string& doing, double seconds) {
-    const auto peer = [rank] { return Peer{rank, "rank " + std::to_string(rank)}; };
-    return hear(key, peer, {doing + " waiting for rank " + std::to_string(rank), "", seconds});
+    return hear(key, rank, {doing + " waiting for " + JobRanks::instance().name(rank), "", seconds});
   });
-  def_unlocked(
-      m, "raise_for_missing_in_job",
-      [](const std::vector<int>& ranks, const std::string& doing, const std::string& cause, double seconds) {
-        std::vector<Peer> peers;
-        for (const int rank : ranks) peers.push_back({rank, "rank " + std::to_string(rank)});
-        raise_for_missing(peers, {doing, "", seconds}, cause);
-      });
+  def_unlocked(m, "raise_for_missing_in_job",
+               [](const std::vector<int>& ranks, const std::string& doing, const std::string& cause,
+                  double seconds) { raise_for_missing(ranks, {doing, "", seconds}, cause); });
   def_unlocked(m, "post_failure", [](const std::string& message) {
     FailureBoard::instance().post({CommErrorKind::kPeerLost, message, ""});
   });
@@ -310,6 +307,14 @@ void bind_comm(py::module_& m) {
                   const std::optional<std::pair<int, int>>& edge, int within) {
                  return Group::companion(group, traffic_class_named(traffic_class), edge, within);
                });
+  def_unlocked(m, "note_failed_pass", [](const std::string& group) { Group::get(group).note_failed_pass(); });
+  m.def("set_thread_namer", [](py::object namer) {
+    auto* held = new py::object(std::move(namer));  // leaked: ops may run while the interpreter ends
+    set_thread_namer([held](pid_t thread) {
+      const py::gil_scoped_acquire gil;
+      return py::cast<std::string>((*held)(thread));
+    });
+  });
   def_unlocked(m, "set_traffic_class", [](const std::string& group, const std::string& name) {
     Group::get(group).set_traffic_class(traffic_class_named(name));
   });
@@ -328,12 +333,26 @@ void bind_comm(py::module_& m) {
     return Group::get(group).crosses_hosts(c10::Device(device));
   });
   def_unlocked(m, "leave_groups", &Group::leave_all);
-  def_unlocked(m, "leave_job", [] { FailureBoard::instance().leave(); });
+  def_unlocked(m, "leave_job", [] {
+    FailureBoard::instance().leave();
+    JobRanks::instance().forget();
+  });
   bind_messages(m);
   bind_traffic(m);
   // Without the GIL: a process group's destructor may join threads that want it.
   def_unlocked(m, "close_group", &Group::close);
   def_unlocked(m, "forget_destroyed_groups", &Group::forget_destroyed);
+  m.def("set_job_ranks_finder", [](py::object finder) {
+    auto* held = new py::object(std::move(finder));  // leaked: ops may run while the interpreter ends
+    JobRanks::instance().set_finder([held](const std::string& process_group, int size) {
+      const py::gil_scoped_acquire gil;
+      return py::cast<std::vector<int>>((*held)(process_group, size));
+    });
+  });
+  m.def("set_coordinates", [](std::vector<std::string> coordinates) {
+    JobRanks::instance().set_coordinates(std::move(coordinates));
+  });
+  m.def("name_of_rank", [](int rank) { return JobRanks::instance().name_and_place(rank); });
   m.def("on_new_group", [](py::object hook) {
     auto* held = new py::object(std::move(hook));  // leaked: ops may run while the interpreter ends
     Group::on_new([held](const std::string& name) {

@@ -15,6 +15,7 @@
 
 #include "core/deadline.h"
 #include "core/host_process.h"
+#include "core/job_ranks.h"
 #include "core/peers.h"
 #include "core/sealed.h"
 
@@ -193,7 +194,7 @@ bool FailureBoard::Session::look(std::unique_lock<std::mutex>& lock) {
   look_now = false;
   const std::string board_key = key(), own_life = life_key(rank);
   const uint64_t looked_in = generation;
-  const std::string sign = SignOfLife{host_identity(), getpid(), looks}.text();
+  const std::string sign = SignOfLife{host_identity(), getpid(), looks, host_name()}.text();
   const std::optional<Failure> posting = std::exchange(to_post, std::nullopt);
   std::optional<Failure> found;
   bool reached = true;
@@ -263,14 +264,10 @@ FailureBoard::Asked FailureBoard::ask(Question question, double seconds) {
   }
 }
 
-void FailureBoard::ask_later(Question question) {
-  session()->add(std::move(question));
-}
-
 std::string FailureBoard::words_of_lost_store() {
   const int rank = session()->served_by;
   if (rank < 0) return "the job's store is gone, with the launcher that served it.";
-  return "rank " + std::to_string(rank) + " has ended: it served the job's store, which is gone.";
+  return JobRanks::instance().name(rank) + " has ended: it served the job's store, which is gone.";
 }
 
 int FailureBoard::world_size() {
@@ -316,7 +313,7 @@ void FailureBoard::raise_if_failed() {
   }
   const std::string message = failure.rank == session->rank || failure.rank < 0
                                   ? failure.message
-                                  : "rank " + std::to_string(failure.rank) + " reports: " + failure.message;
+                                  : JobRanks::instance().name(failure.rank) + " reports: " + failure.message;
   raise_comm_error(failure.kind, message);
 }
 

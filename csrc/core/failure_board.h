@@ -52,8 +52,6 @@ class FailureBoard {
   // `question` owns what it writes to: it may come to run when nobody waits for it any more.
   using Question = std::function<void(c10d::Store&)>;
   Asked ask(Question question, double seconds);
-  // The same without waiting for it.
-  void ask_later(Question question);
 
   // What it means that the store is gone: for the end of a sentence.
   std::string words_of_lost_store();

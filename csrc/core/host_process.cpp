@@ -62,6 +62,11 @@ std::string host_identity() {
   return boot_id + " " + (length > 0 ? std::string(pid_namespace, length) : "pid:[unknown]");
 }
 
+std::string host_name() {
+  char name[256] = {};
+  return gethostname(name, sizeof(name) - 1) == 0 ? name : "an unnamed host";
+}
+
 WatchedProcess::WatchedProcess(pid_t pid) : pid_(pid) {
 #if defined(SYS_pidfd_open)
   pidfd_ = UniqueFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));

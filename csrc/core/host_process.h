@@ -29,6 +29,8 @@ class UniqueFd {
 // Names the running kernel and the process-id namespace: two processes can open each other's memory exactly
 // when these are equal.
 std::string host_identity();
+// What people call this host.
+std::string host_name();
 
 // A process of this host, watched through a pidfd: unlike kill(pid, 0) it tells a zombie from a living
 // process and is never fooled by a reused process id.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -12,6 +11,7 @@
 #include "core/deadline.h"
 #include "core/failure_board.h"
 #include "core/host_process.h"
+#include "core/job_ranks.h"
 #include "core/sealed.h"
 #include "core/text.h"
 
@@ -25,6 +25,8 @@ constexpr double kLongestWork = 24 * 3600.0;
 // the signs.
 constexpr double kSilent = 2.0;
 constexpr double kLookEvery = 0.1;
+// For the word of a rank that knows more.
+constexpr double kHearsay = 0.5;
 
 std::string get_text(c10d::Store& store, const std::string& key) {
   return store.check({key}) ? store.get_to_str(key) : "";
@@ -33,6 +35,8 @@ std::string get_text(c10d::Store& store, const std::string& key) {
 // Signs of life of one rank, as they are seen from here.
 class Life {
  public:
+  explicit Life(int rank) : rank_(rank) {}
+
   // `text` is what the store holds; empty: nothing yet.
   void see(const std::string& text) {
     const double now = monotonic_seconds();
@@ -42,6 +46,8 @@ class Life {
     if (text.empty() || text == last_) return;
     if (last_.empty()) {
       const SignOfLife sign = SignOfLife::of(text);
+      JobRanks::instance().learn(rank_, sign.host_name, sign.pid);
+      process_text_ = "process " + std::to_string(sign.pid) + " on " + sign.host_name;
       if (sign.host == host_identity()) process_ = WatchedProcess(sign.pid);
     }
     last_ = text;
@@ -50,11 +56,14 @@ class Life {
 
   bool was_seen() const { return !last_.empty(); }
   bool ended() const { return process_.pid() != 0 && process_.gone(); }
-  pid_t pid() const { return process_.pid(); }
+  // "process 4711 on node3", once it was seen
+  const std::string& process_text() const { return process_text_; }
   double silence() const { return silence_; }
 
  private:
+  int rank_;
   std::string last_;
+  std::string process_text_ = "process";
   WatchedProcess process_;
   double last_look_ = monotonic_seconds();
   double silence_ = 0;
@@ -83,7 +92,8 @@ void check_in_time(const Life& life, double waited, const Waiting& waiting) {
   if (waiting.while_it_lives) {
     if (life.silence() > waiting.seconds) {
       why = ": no sign of life for " + seconds_text(life.silence()) +
-            (life.was_seen() ? "; its process is stopped, or its host is gone." : "; it has not started.");
+            (life.was_seen() ? "; its " + life.process_text() + " is stopped, or its host is gone."
+                             : "; it has not started.");
     } else if (waited > kLongestWork) {
       why = ": it works on, but has not come within a day.";
     }
@@ -92,9 +102,10 @@ void check_in_time(const Life& life, double waited, const Waiting& waiting) {
     if (!life.was_seen()) {
       why += "; it has not started.";
     } else {
-      why += life.silence() > std::min(kSilent, waiting.seconds / 2)
-                 ? "; it shows no sign of life: its process is stopped, or its host is gone."
-                 : "; its process lives.";
+      why +=
+          life.silence() > std::min(kSilent, waiting.seconds / 2)
+              ? "; it shows no sign of life: its " + life.process_text() + " is stopped, or its host is gone."
+              : "; its " + life.process_text() + " lives.";
     }
   }
   if (!why.empty()) raise(CommErrorKind::kTimeout, waiting, why);
@@ -103,7 +114,8 @@ void check_in_time(const Life& life, double waited, const Waiting& waiting) {
 }  // namespace
 
 std::string SignOfLife::text() const {
-  return host + kSeparator + std::to_string(pid) + kSeparator + std::to_string(count);
+  return host + kSeparator + std::to_string(pid) + kSeparator + std::to_string(count) + kSeparator +
+         host_name;
 }
 
 SignOfLife SignOfLife::of(const std::string& text) {
@@ -111,7 +123,8 @@ SignOfLife SignOfLife::of(const std::string& text) {
   SignOfLife sign;
   char separator = 0;
   std::getline(parts, sign.host, kSeparator);
-  parts >> sign.pid >> separator >> sign.count;
+  parts >> sign.pid >> separator >> sign.count >> separator;
+  std::getline(parts, sign.host_name);
   return sign;
 }
 
@@ -125,12 +138,12 @@ int64_t count(const std::string& key, const Waiting& waiting) {
   return *number;
 }
 
-std::string hear(const std::string& key, const std::function<Peer()>& peer, const Waiting& waiting) {
+std::string hear(const std::string& key, int rank, const Waiting& waiting) {
   struct Answer {
     bool there = false;
     std::string value, sign;
   };
-  Life life;
+  Life life(rank);
   const double start = monotonic_seconds();
   double looked_for_life = 0;
   bool last_look = false;
@@ -140,8 +153,7 @@ std::string hear(const std::string& key, const std::function<Peer()>& peer, cons
     const double now = monotonic_seconds();
     const bool for_life = now - looked_for_life > kLookEvery && now - start > kLookEvery;
     if (for_life) looked_for_life = now;
-    const int rank = for_life ? peer().rank : -1;
-    const std::string life_key = rank >= 0 ? FailureBoard::instance().life_key(rank) : "";
+    const std::string life_key = for_life ? FailureBoard::instance().life_key(rank) : "";
     auto answer = std::make_shared<Answer>();
     ask(
         [answer, key, life_key](c10d::Store& store) {
@@ -161,7 +173,7 @@ std::string hear(const std::string& key, const std::function<Peer()>& peer, cons
     check_wait();
     // The peer may have told and then ended, between the look and this.
     if (last_look) {
-      raise(CommErrorKind::kPeerLost, waiting, ": its process " + std::to_string(life.pid()) + " has ended.");
+      raise(CommErrorKind::kPeerLost, waiting, ": its " + life.process_text() + " has ended.");
     }
     last_look = life.ended();
     if (!last_look) {
@@ -198,16 +210,14 @@ void raise_for_ended(const Waiting& waiting) {
     if (found->at(rank).has_left || sign.pid == 0 || sign.host != host_identity()) continue;
     if (!WatchedProcess(sign.pid).gone()) continue;
     raise(CommErrorKind::kPeerLost, waiting,
-          ": rank " + std::to_string(rank) + " has ended (its process " + std::to_string(sign.pid) + ").");
+          ": " + JobRanks::instance().name(static_cast<int>(rank)) + " has ended (its process " +
+              std::to_string(sign.pid) + ").");
   }
 }
 
-void raise_for_missing(const std::vector<Peer>& all, const Waiting& waiting, const std::string& cause) {
+void raise_for_missing(const std::vector<int>& ranks, const Waiting& waiting, const std::string& cause) {
   FailureBoard& board = FailureBoard::instance();
-  // Who is not known by a rank of the job gives no sign that could be missed.
-  std::vector<Peer> peers;
-  std::copy_if(all.begin(), all.end(), std::back_inserter(peers), [](const Peer& p) { return p.rank >= 0; });
-  std::vector<Life> lives(peers.size());
+  std::vector<Life> lives(ranks.begin(), ranks.end());
   const double start = monotonic_seconds();
   // A rank that has brought it down by an error of its own may take a moment to end. On a busy machine signs
   // come late: who is neither silent for long nor heard of just now is waited for.
@@ -222,7 +232,7 @@ void raise_for_missing(const std::vector<Peer>& all, const Waiting& waiting, con
   while (undecided()) {
     check_wait();
     std::vector<std::string> keys;
-    for (const Peer& peer : peers) keys.push_back(board.life_key(peer.rank));
+    for (const int rank : ranks) keys.push_back(board.life_key(rank));
     auto signs = std::make_shared<std::vector<std::string>>();
     const auto asked = board.ask(
         [signs, keys](c10d::Store& store) {
@@ -234,20 +244,26 @@ void raise_for_missing(const std::vector<Peer>& all, const Waiting& waiting, con
       raise(CommErrorKind::kPeerLost, waiting, ": " + board.words_of_lost_store());
     }
     if (asked != FailureBoard::Asked::kAnswered) break;
-    for (size_t at = 0; at < peers.size(); ++at) {
+    for (size_t at = 0; at < ranks.size(); ++at) {
       lives[at].see(signs->at(at));
       if (!lives[at].ended()) continue;
       raise(CommErrorKind::kPeerLost, waiting,
-            ": " + peers[at].name + " has ended (its process " + std::to_string(lives[at].pid()) + ").");
+            ": " + JobRanks::instance().name_and_place(ranks[at]) + " has ended.");
     }
     std::this_thread::sleep_for(std::chrono::duration<double>(kLookEvery));
   }
   check_wait();
-  for (size_t at = 0; at < peers.size(); ++at) {
+  for (size_t at = 0; at < ranks.size(); ++at) {
     if (lives[at].silence() <= kSilent) continue;
     raise(CommErrorKind::kTimeout, waiting,
-          ": " + peers[at].name + " shows no sign of life: its process is stopped, or its host is gone (" +
-              cause + ").");
+          ": " + JobRanks::instance().name_and_place(ranks[at]) +
+              " shows no sign of life: its process is stopped, or its host is gone (" + cause + ").");
+  }
+  // All of these live, so they wait for another themselves: who is its peer will name it.
+  const double decided = monotonic_seconds();
+  while (monotonic_seconds() - decided < kHearsay) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(kLookEvery));
+    check_wait();
   }
   const bool late = cause.find("imed out") != std::string::npos;
   raise(late ? CommErrorKind::kTimeout : CommErrorKind::kPeerLost, waiting, ": " + cause);

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <sys/types.h>
 #include <vector>
@@ -15,15 +14,10 @@ struct SignOfLife {
   std::string host;  // host_identity()
   pid_t pid = 0;
   uint64_t count = 0;
+  std::string host_name;
 
   std::string text() const;
   static SignOfLife of(const std::string& text);
-};
-
-// A rank of the job, and what messages call it.
-struct Peer {
-  int rank = -1;  // in the job; -1: not known
-  std::string name;
 };
 
 // What is waited for, and how long.
@@ -41,14 +35,14 @@ void tell(const std::string& key, const std::string& value, const Waiting& waiti
 // The number of calls with this key so far, of this rank and of those before it in its place.
 int64_t count(const std::string& key, const Waiting& waiting);
 
-// What a rank has left under `key`. Raises, on all ranks: PeerLost where its process has ended, CommTimeout
-// where it does not come in time or shows no sign of life, CommError where what is there is no rank's word.
-// `peer` is asked until it knows the rank.
-std::string hear(const std::string& key, const std::function<Peer()>& peer, const Waiting& waiting);
+// What a rank of the job has left under `key`. Raises, on all ranks: PeerLost where its process has ended,
+// CommTimeout where it does not come in time or shows no sign of life, CommError where what is there is no
+// rank's word.
+std::string hear(const std::string& key, int rank, const Waiting& waiting);
 
-// For a collective of torch's that has failed with `cause` while `peers` took part: raises, on all ranks,
-// what another rank has reported, or the name of the one that has ended or shows no sign of life.
-[[noreturn]] void raise_for_missing(const std::vector<Peer>& peers, const Waiting& waiting,
+// For a collective of torch's that has failed with `cause` while `ranks` of the job took part: raises, on all
+// ranks, what another rank has reported, or the name of the one that has ended or shows no sign of life.
+[[noreturn]] void raise_for_missing(const std::vector<int>& ranks, const Waiting& waiting,
                                     const std::string& cause);
 
 // Raises, on all ranks, what a rank has reported, or PeerLost that names a rank whose process on this host

@@ -21,6 +21,7 @@
 #include "core/deadline.h"
 #include "core/error.h"
 #include "core/host_process.h"
+#include "core/job_ranks.h"
 #include "core/store.h"
 
 namespace pyruntime::cpu {
@@ -73,26 +74,24 @@ class Segment {
   }
 
   // A peer's segment.
-  static std::shared_ptr<Segment> open_peer(int peer, pid_t pid, int peer_fd, size_t buffer_bytes,
-                                            size_t signal_bytes) {
+  static std::shared_ptr<Segment> open_peer(const std::string& peer, pid_t pid, int peer_fd,
+                                            size_t buffer_bytes, size_t signal_bytes) {
     const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(peer_fd);
     UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
     if (!fd.valid() && WatchedProcess(pid).gone()) {
-      raise_comm_error(CommErrorKind::kPeerLost, "rendezvous: rank " + std::to_string(peer) + " (process " +
-                                                     std::to_string(pid) +
-                                                     ") ended before its memory was opened.");
+      raise_comm_error(CommErrorKind::kPeerLost,
+                       "rendezvous: " + peer + " ended before its memory was opened.");
     }
-    TORCH_CHECK(fd.valid(), "rendezvous: cannot open the symmetric memory of rank ", peer, " at ", path, " (",
+    TORCH_CHECK(fd.valid(), "rendezvous: cannot open the symmetric memory of ", peer, " at ", path, " (",
                 std::strerror(errno),
                 "); all ranks must run as the same user, in one process-id namespace, with /proc mounted.");
     auto segment = std::shared_ptr<Segment>(new Segment(std::move(fd), buffer_bytes, signal_bytes));
     struct stat status{};
     TORCH_CHECK(
         fstat(segment->fd(), &status) == 0 && status.st_size == static_cast<off_t>(segment->mapped_bytes()),
-        "rendezvous: ", path, " of rank ", peer,
-        " is not the memory that it invited to; has the rank restarted?");
+        "rendezvous: ", path, " of ", peer, " is not the memory that it invited to; has the rank restarted?");
     segment->map();
-    TORCH_CHECK(segment->header().magic == kMagic, "rendezvous: ", path, " of rank ", peer,
+    TORCH_CHECK(segment->header().magic == kMagic, "rendezvous: ", path, " of ", peer,
                 " is not symmetric memory.");
     segment->header().peers_mapped.fetch_add(1, std::memory_order_release);
     return segment;
@@ -162,12 +161,17 @@ struct Invitation {
   }
 };
 
+std::string name_of(int job_rank) {
+  return JobRanks::instance().name_and_place(job_rank);
+}
+
 class CpuSymmetricMemory : public symm::SymmetricMemory {
  public:
-  CpuSymmetricMemory(std::string group_name, int rank, std::vector<std::shared_ptr<Segment>> segments,
-                     std::vector<WatchedProcess> processes)
+  CpuSymmetricMemory(std::string group_name, int rank, std::vector<int> job_ranks,
+                     std::vector<std::shared_ptr<Segment>> segments, std::vector<WatchedProcess> processes)
       : group_name_(std::move(group_name)),
         rank_(rank),
+        job_ranks_(std::move(job_ranks)),
         segments_(std::move(segments)),
         processes_(std::move(processes)) {
     for (const auto& segment : segments_) {
@@ -233,7 +237,8 @@ class CpuSymmetricMemory : public symm::SymmetricMemory {
   void check_alive(const char* what) const {
     for (size_t rank = 0; rank < segments_.size(); ++rank) {
       TORCH_CHECK(segments_[rank]->header().freed.load(std::memory_order_acquire) == 0, what,
-                  " on symmetric memory of group '", group_name_, "': the tensor of rank ", rank,
+                  " on symmetric memory of group '", group_name_, "': the tensor of ",
+                  name_of(job_ranks_[rank]),
                   " has been freed; keep the tensor of every rank alive for as long as its handle is used.");
     }
   }
@@ -257,8 +262,8 @@ class CpuSymmetricMemory : public symm::SymmetricMemory {
     const double seconds = seconds_of(timeout_ms);
     const auto site = [&] {
       std::ostringstream text;
-      text << what << " on group '" << group_name_ << "', rank " << rank_ << ", peer " << peer << ", channel "
-           << channel;
+      text << what << " on group '" << group_name_ << "', " << name_of(job_ranks_[rank_]) << ", peer "
+           << name_of(job_ranks_[peer]) << ", channel " << channel;
       return text.str();
     };
     const auto try_exchange = [&] {
@@ -268,9 +273,7 @@ class CpuSymmetricMemory : public symm::SymmetricMemory {
     };
     const auto peer_lives = [&] {
       if (processes_[peer].gone()) {
-        raise_comm_error(
-            CommErrorKind::kPeerLost,
-            site() + ": the peer's process " + std::to_string(processes_[peer].pid()) + " has ended.");
+        raise_comm_error(CommErrorKind::kPeerLost, site() + ": the peer's process has ended.");
       }
     };
     if (!wait_until(try_exchange, seconds, peer_lives)) {
@@ -282,6 +285,7 @@ class CpuSymmetricMemory : public symm::SymmetricMemory {
 
   std::string group_name_;
   int rank_;
+  std::vector<int> job_ranks_;
   std::vector<std::shared_ptr<Segment>> segments_;
   std::vector<WatchedProcess> processes_;
   std::vector<void*> buffers_;
@@ -387,62 +391,65 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
     const std::string text = own.encode();
     group.store->set(round + std::to_string(group.rank), std::vector<uint8_t>(text.begin(), text.end()));
 
+    const std::vector<int> job_ranks = JobRanks::instance().of(group_name, group.world_size);
+    const std::string site =
+        "rendezvous on group '" + group_name + "', " + name_of(job_ranks[group.rank]) + ": ";
     std::vector<Invitation> invitations;
     for (int peer = 0; peer < group.world_size; ++peer) {
-      invitations.push_back(peer == group.rank ? own : receive(group, group_name, round, peer, seconds));
+      const Invitation from =
+          peer == group.rank ? own : receive(group, site + name_of(job_ranks[peer]), round, peer, seconds);
+      if (from.host == own.host) JobRanks::instance().learn(job_ranks[peer], host_name(), from.pid);
+      invitations.push_back(from);
     }
-    check_agreement(invitations, group_name, group.rank);
+    check_agreement(invitations, site, job_ranks, group.rank);
 
     std::vector<std::shared_ptr<Segment>> segments;
     std::vector<WatchedProcess> processes;
     for (int peer = 0; peer < group.world_size; ++peer) {
       const Invitation& from = invitations[peer];
       const bool is_own = peer == group.rank;
-      segments.push_back(
-          is_own ? segment
-                 : Segment::open_peer(peer, from.pid, from.fd, from.buffer_bytes, from.signal_bytes));
+      segments.push_back(is_own ? segment
+                                : Segment::open_peer(name_of(job_ranks[peer]), from.pid, from.fd,
+                                                     from.buffer_bytes, from.signal_bytes));
       processes.push_back(is_own ? WatchedProcess() : WatchedProcess(from.pid));
     }
-    await_peers(*segment, processes, group_name, group.rank, seconds);
-    return c10::make_intrusive<CpuSymmetricMemory>(group_name, group.rank, std::move(segments),
+    await_peers(*segment, processes, site, job_ranks, seconds);
+    return c10::make_intrusive<CpuSymmetricMemory>(group_name, group.rank, job_ranks, std::move(segments),
                                                    std::move(processes));
   }
 
-  static Invitation receive(const symm::GroupInfo& group, const std::string& group_name,
-                            const std::string& round, int peer, double seconds) {
+  static Invitation receive(const symm::GroupInfo& group, const std::string& who, const std::string& round,
+                            int peer, double seconds) {
     const std::string key = round + std::to_string(peer);
     if (!await_key(*group.store, key, seconds)) {
       raise_comm_error(CommErrorKind::kTimeout,
-                       "rendezvous on group '" + group_name + "', rank " + std::to_string(group.rank) +
-                           ": rank " + std::to_string(peer) + " did not come within " +
-                           std::to_string(seconds) +
+                       who + " did not come within " + std::to_string(seconds) +
                            " s; all ranks must allocate and rendezvous in the same order.");
     }
     const std::vector<uint8_t> bytes = group.store->get(key);
     return Invitation::decode(std::string(bytes.begin(), bytes.end()));
   }
 
-  static void check_agreement(const std::vector<Invitation>& invitations, const std::string& group_name,
-                              int rank) {
+  static void check_agreement(const std::vector<Invitation>& invitations, const std::string& site,
+                              const std::vector<int>& job_ranks, int rank) {
     const Invitation& own = invitations[rank];
     for (size_t peer = 0; peer < invitations.size(); ++peer) {
       const Invitation& other = invitations[peer];
+      const std::string theirs = name_of(job_ranks[peer]), ours = name_of(job_ranks[rank]);
       TORCH_CHECK(
-          other.host == own.host, "rendezvous on group '", group_name, "': rank ", peer,
-          " runs on another host or in another container than rank ", rank,
+          other.host == own.host, site, theirs, " runs on another host or in another container than ", ours,
           "; symmetric memory on CPU reaches one host only, use the process-group transport across hosts.");
-      TORCH_CHECK_VALUE(other.buffer_bytes == own.buffer_bytes, "rendezvous on group '", group_name,
-                        "': rank ", peer, " brings ", other.buffer_bytes, " bytes and rank ", rank,
-                        " brings ", own.buffer_bytes, "; symmetric memory has the same size on every rank.");
-      TORCH_CHECK_VALUE(other.signal_bytes == own.signal_bytes, "rendezvous on group '", group_name,
-                        "': the signal pad of rank ", peer, " has ", other.signal_bytes,
-                        " bytes and that of rank ", rank, " has ", own.signal_bytes,
+      TORCH_CHECK_VALUE(other.buffer_bytes == own.buffer_bytes, site, theirs, " brings ", other.buffer_bytes,
+                        " bytes and ", ours, " brings ", own.buffer_bytes,
+                        "; symmetric memory has the same size on every rank.");
+      TORCH_CHECK_VALUE(other.signal_bytes == own.signal_bytes, site, "the signal pad of ", theirs, " has ",
+                        other.signal_bytes, " bytes and that of ", ours, " has ", own.signal_bytes,
                         "; call set_signal_pad_size() with the same value on every rank.");
     }
   }
 
   static void await_peers(const Segment& own, const std::vector<WatchedProcess>& processes,
-                          const std::string& group_name, int rank, double seconds) {
+                          const std::string& site, const std::vector<int>& job_ranks, double seconds) {
     const uint32_t expected = static_cast<uint32_t>(processes.size()) - 1;
     const auto all_mapped = [&] {
       return own.header().peers_mapped.load(std::memory_order_acquire) >= expected;
@@ -450,19 +457,15 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
     const auto peers_live = [&] {
       for (size_t peer = 0; peer < processes.size(); ++peer) {
         if (processes[peer].gone()) {
-          raise_comm_error(CommErrorKind::kPeerLost,
-                           "rendezvous on group '" + group_name + "', rank " + std::to_string(rank) +
-                               ": rank " + std::to_string(peer) + " (process " +
-                               std::to_string(processes[peer].pid()) + ") has ended.");
+          raise_comm_error(CommErrorKind::kPeerLost, site + name_of(job_ranks[peer]) + " has ended.");
         }
       }
     };
     if (!wait_until(all_mapped, seconds, peers_live)) {
-      raise_comm_error(CommErrorKind::kTimeout,
-                       "rendezvous on group '" + group_name + "', rank " + std::to_string(rank) + ": " +
-                           std::to_string(own.header().peers_mapped.load()) + " of " +
-                           std::to_string(expected) + " peers opened this rank's memory within " +
-                           std::to_string(seconds) + " s.");
+      raise_comm_error(CommErrorKind::kTimeout, site + std::to_string(own.header().peers_mapped.load()) +
+                                                    " of " + std::to_string(expected) +
+                                                    " peers opened this rank's memory within " +
+                                                    std::to_string(seconds) + " s.");
     }
   }
 

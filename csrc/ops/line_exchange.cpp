@@ -23,8 +23,10 @@ Operand lines_like(const at::Tensor& data, int64_t lines, int64_t width) {
 std::unique_ptr<GatherFlight> gather_lines(Transport& transport, Op op, int64_t lines, int64_t width,
                                            c10::ScalarType dtype, int holder, int64_t agreement) {
   const int64_t own = rows_of_rank(lines, transport.world_size(), transport.rank(), holder);
-  return transport.gather({op, static_cast<int32_t>(dtype), lines, /*row_blocks=*/1, /*inner=*/1, width,
-                           /*with_bias=*/false, own, holder, agreement});
+  FlightDescriptor descriptor{op,    static_cast<int32_t>(dtype), lines, /*row_blocks=*/1, /*inner=*/1,
+                              width, /*with_bias=*/false,         own,   holder,           agreement};
+  descriptor.failed_passes = transport.context().failed_passes;
+  return transport.gather(descriptor);
 }
 
 }  // namespace
@@ -33,7 +35,7 @@ LineScatter::LineScatter(const std::string& group, int64_t lines, int64_t width,
                          c10::Device device, bool all, const std::optional<std::vector<int64_t>>& some)
     : scatter_(transport_of(group, device), all ? Op::kAllReduce : Op::kReduceScatter,
                lines_like(at::empty({0}, at::TensorOptions().dtype(dtype).device(device)), lines, width),
-               width, /*with_bias=*/false, all, /*pieces=*/0, some ? &*some : nullptr) {}
+               width, /*with_bias=*/false, all, /*pieces=*/0, some ? &*some : nullptr, /*stays_open=*/true) {}
 
 bool LineScatter::can_send_some(const std::string& group, c10::Device device) {
   return Group::get(group).transport(device).scatters_some();

@@ -79,7 +79,7 @@ void check_linear(const char* op, const at::Tensor& x, at::TensorList weights, a
 }
 
 void check_shard_rows(const char* op, const ChunkPlan& plan, const Operand& x_shard) {
-  TORCH_CHECK_VALUE(x_shard.rows == plan.own().rows, op, ": rank ", plan.own().owner, " of ",
+  TORCH_CHECK_VALUE(x_shard.rows == plan.own().rows, op, ": rank ", plan.own().owner, " of a group of ",
                     plan.world_size(), " holds ", x_shard.rows, " rows, and its share of rows=", plan.rows(),
                     " is ", plan.own().rows, "; rows are cut as torch.tensor_split cuts them.");
 }

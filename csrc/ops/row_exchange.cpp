@@ -29,8 +29,8 @@ int64_t agreed_rows(Group& group, const Operand& x_shard, int64_t rows) {
   for (int peer = 0; peer < transport.world_size(); ++peer) {
     const int64_t share = rows_of_rank(total, transport.world_size(), peer);
     TORCH_CHECK_VALUE(held[peer] == share, "The ranks of group '", group.name(), "' hold ",
-                      at::IntArrayRef(held), " rows, ", total, " in all; rank ", peer, " should hold ", share,
-                      " of them, as torch.tensor_split cuts rows.");
+                      at::IntArrayRef(held), " rows, ", total, " in all; ", transport.context().name_of(peer),
+                      " should hold ", share, " of them, as torch.tensor_split cuts rows.");
   }
   return total;
 }
@@ -44,10 +44,16 @@ cpu::Wire wire_named(c10::string_view format, const Operand& rows, const Group& 
 
 RowGather::RowGather(Transport& transport, Op op, const Operand& x_shard, int64_t rows, int pieces,
                      cpu::Wire wire)
-    : transport_(transport), op_(op), shard_(x_shard), rows_(rows), wire_(wire) {
+    : inside_(transport.context(), op),
+      transport_(transport),
+      op_(op),
+      shard_(x_shard),
+      rows_(rows),
+      wire_(wire) {
   FlightDescriptor descriptor = flight_of(op, x_shard, rows, wire.travelling_width(x_shard.width));
   descriptor.dtype = static_cast<int32_t>(wire.travels_as(x_shard.data.scalar_type()));
   descriptor.pieces = pieces;
+  descriptor.pass = transport.context().passes.now();
   flight_ = transport.gather(descriptor);
   const int64_t first = flight_->order().front().begin;
   const auto own_rows = [&](const at::Tensor& all, const Chunk& chunk) {
@@ -134,9 +140,15 @@ void RowGather::multiply(const at::Tensor& out, const at::Tensor& weight, bool t
 }
 
 RowScatter::RowScatter(Transport& transport, Op op, const Operand& like, int64_t width, bool with_bias,
-                       bool all, int pieces, const std::vector<int64_t>* some)
+                       bool all, int pieces, const std::vector<int64_t>* some, bool stays_open)
     : transport_(transport), op_(op), like_(like), width_(width), all_(all) {
   FlightDescriptor descriptor = flight_of(op, like, like.rows, width);
+  if (stays_open) {
+    descriptor.failed_passes = transport.context().failed_passes;
+  } else {
+    inside_.emplace(transport.context(), op);
+    descriptor.pass = transport.context().passes.now();
+  }
   own_rows_ = rows_of_rank(like.rows, transport.world_size(), transport.rank());
   descriptor.own_rows = own_rows_;
   descriptor.with_bias = with_bias;

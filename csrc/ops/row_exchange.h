@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "cpu/compression/wire.h"
 #include "ops/operand.h"
 #include "transport/group.h"
+#include "transport/inside.h"
 
 namespace pyruntime {
 
@@ -51,7 +53,10 @@ class RowGather {
   // FusedGemm::tiles.
   void multiply(const at::Tensor& out, const at::Tensor& weight, bool transposed, const at::Tensor& bias,
                 const std::string& tiles);
-  void finish() { flight_->finish(); }
+  void finish() {
+    inside_.check();
+    flight_->finish();
+  }
 
  private:
   // Another rank's chunk as it travelled, once it is here.
@@ -59,6 +64,7 @@ class RowGather {
   // out, in the form of the chunk's rows, = these.
   void read(const Chunk& chunk, const at::Tensor& out);
 
+  Inside inside_;
   Transport& transport_;
   Op op_;
   double begun_ = monotonic_seconds();
@@ -75,9 +81,10 @@ class RowScatter {
   // `like` gives the form of the rows: blocks, inner and the number of rows; `width` and its dtype those of
   // the GEMM; `with_bias` whether reduce() will be given one, in which all ranks must agree; `all` whether
   // every rank gets all sums, not those of its rows; `pieces`: FlightDescriptor::pieces; `some`: the rows
-  // that travel, where these are not all (Transport::scatter_some), and of which there are sums.
+  // that travel, where these are not all (Transport::scatter_some), and of which there are sums;
+  // `stays_open`: others of the group may begin and end meanwhile, in whichever thread and pass.
   RowScatter(Transport& transport, Op op, const Operand& like, int64_t width, bool with_bias, bool all,
-             int pieces = 0, const std::vector<int64_t>* some = nullptr);
+             int pieces = 0, const std::vector<int64_t>* some = nullptr, bool stays_open = false);
 
   // The chunks in the order in which the others wait for them.
   const std::vector<Chunk>& order() const { return flight_->order(); }
@@ -106,11 +113,15 @@ class RowScatter {
   // Transport::why_not_fused() is empty.
   at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, bool transposed, const at::Tensor& bias,
                       const std::string& tiles);
-  void finish() { flight_->finish(); }
+  void finish() {
+    if (inside_) inside_->check();
+    flight_->finish();
+  }
 
  private:
   at::Tensor empty(int64_t rows) const;
 
+  std::optional<Inside> inside_;  // unless it stays open
   Transport& transport_;
   Op op_;
   double begun_ = monotonic_seconds();

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "core/deadline.h"
+#include "core/peers.h"
+#include "core/text.h"
 #include "transport/flights.h"
 
 // torch 2.13 renames _allgather_base and _reduce_scatter_base and deprecates these names, which are the ones
@@ -63,8 +65,31 @@ class CollectivesTransport : public Transport {
   }
   c10d::ProcessGroup& process_group() const { return *process_group_; }
   std::chrono::milliseconds timeout() const { return milliseconds(context_.deadline_seconds); }
+  // Runs a step of a collective. Where it fails because a rank has ended or is stopped, all ranks name that
+  // one, in the place of the backend's words.
+  template <typename Step>
+  void collectively(Op op, const Step& step) const {
+    try {
+      step();
+    } catch (const c10::DistError& error) {
+      raise_for_missing(op, error.what());
+    } catch (const std::runtime_error& error) {  // gloo's
+      raise_for_missing(op, error.what());
+    }
+  }
 
  private:
+  [[noreturn]] void raise_for_missing(Op op, const std::string& cause) const {
+    std::vector<int> others;
+    for (int peer = 0; peer < context_.world_size; ++peer) {
+      if (peer != context_.rank) others.push_back(context_.job_rank(peer));
+    }
+    pyruntime::raise_for_missing(others,
+                                 {name_of(op) + (" of group '" + context_.name) + "', " + context_.own_name(),
+                                  context_.process_group, context_.deadline_seconds},
+                                 first_line(cause));
+  }
+
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   c10::Device device_;
   std::string why_;
@@ -87,13 +112,14 @@ class WholeGather : public GatherByRank {
     c10d::AllgatherOptions options;
     options.timeout = transport_.timeout();
     at::Tensor input = shared_.view({-1}), output = all_.view({-1});
-    work_ = transport_.process_group()._allgather_base(output, input, options);
+    transport_.collectively(
+        descriptor_.op, [&] { work_ = transport_.process_group()._allgather_base(output, input, options); });
   }
   void wait(const Chunk& /*chunk*/) override { finish(); }
   void finish() override {
     if (!work_) return;
     const Spending waiting(transport_.context(), Entered::kWait, name_of(descriptor_.op));
-    work_->wait();
+    transport_.collectively(descriptor_.op, [&] { work_->wait(); });
     work_.reset();
   }
 
@@ -137,7 +163,8 @@ class WholeScatter : public ScatterByRank {
     std::vector<at::Tensor> sums{parts};
     c10d::AllreduceOptions options;
     options.timeout = transport_.timeout();
-    transport_.process_group().allreduce(sums, options)->wait();
+    transport_.collectively(descriptor_.op,
+                            [&] { transport_.process_group().allreduce(sums, options)->wait(); });
     return sums[0];
   }
 
@@ -146,7 +173,9 @@ class WholeScatter : public ScatterByRank {
     c10d::ReduceScatterOptions options;
     options.timeout = transport_.timeout();
     at::Tensor input = parts.view({-1}), output = sums.view({-1});
-    transport_.process_group()._reduce_scatter_base(output, input, options)->wait();
+    transport_.collectively(descriptor_.op, [&] {
+      transport_.process_group()._reduce_scatter_base(output, input, options)->wait();
+    });
     return sums;
   }
 

@@ -60,16 +60,25 @@ std::string flight_text(const GroupContext& context, Op op, uint64_t number) {
 
 std::string waiting_text(const GroupContext& context, Op op, uint64_t number, int peer,
                          const std::string& what) {
-  return flight_text(context, op, number) + ", rank " + std::to_string(context.own_rank()) +
-         " waiting for rank " + std::to_string(context.told(peer)) + " to " + what;
+  return flight_text(context, op, number) + ", " + context.own_name() + " waiting for " +
+         context.name_of(peer) + " to " + what;
 }
 
 std::string disagreement_text(const GroupContext& context, uint64_t number, const FlightDescriptor& ours,
                               int peer, const FlightDescriptor& theirs) {
-  return "Ranks disagree on op " + std::to_string(number) + " of group '" + context.name + "': rank " +
-         std::to_string(context.own_rank()) + " called " + ours.text() + " and rank " +
-         std::to_string(context.told(peer)) + " called " + theirs.text() +
-         "; all ranks must call the same ops with the same shapes and dtypes, in the same order.";
+  const bool other_pass = ours.pass != theirs.pass;
+  const auto pass = [&](const FlightDescriptor& of) -> std::string {
+    if (!other_pass) return "";
+    return (of.pass % 2 == 0 ? " in forward pass " : " in backward pass ") + std::to_string(of.pass / 2 + 1);
+  };
+  return "Ranks disagree on op " + std::to_string(number) + " of group '" + context.name +
+         "': " + context.own_name() + " called " + ours.text() + pass(ours) + " and " +
+         context.name_of(peer) + " called " + theirs.text() + pass(theirs) +
+         "; all ranks must call the same ops with the same shapes and dtypes, in the same order." +
+         (other_pass || ours.failed_passes != theirs.failed_passes
+              ? " One of them may have left a backward pass by an exception that was caught: let such an "
+                "exception end the program."
+              : "");
 }
 
 void check_process(const GroupContext& context, pid_t opener) {

@@ -40,15 +40,17 @@ std::vector<int> ranks_of(const GroupKey& key, int all) {
   return ranks;
 }
 
-GroupContext context_of(const GroupKey& key, int all, int own) {
+GroupContext context_of(const GroupKey& key, const std::vector<int>& job_ranks, int own) {
   GroupContext context{};
   context.name = key.name();
   context.process_group = key.process_group;
-  context.told_ranks = ranks_of(key, all);
-  const auto place = std::find(context.told_ranks.begin(), context.told_ranks.end(), own);
-  TORCH_CHECK(place != context.told_ranks.end(), "Rank ", own, " is not one of '", context.name, "'.");
-  context.rank = static_cast<int>(place - context.told_ranks.begin());
-  context.world_size = static_cast<int>(context.told_ranks.size());
+  context.process_group_ranks = ranks_of(key, static_cast<int>(job_ranks.size()));
+  for (const int rank : context.process_group_ranks) context.job_ranks.push_back(job_ranks.at(rank));
+  const auto place = std::find(context.process_group_ranks.begin(), context.process_group_ranks.end(), own);
+  TORCH_CHECK(place != context.process_group_ranks.end(), JobRanks::instance().name(job_ranks.at(own)),
+              " is not one of '", context.name, "'.");
+  context.rank = static_cast<int>(place - context.process_group_ranks.begin());
+  context.world_size = static_cast<int>(context.process_group_ranks.size());
   context.deadline_seconds = kDefaultDeadlineSeconds;
   if (key.companion) context.traffic_class = *key.companion;
   context.within_class = key.within;
@@ -77,12 +79,14 @@ bool is_registered(const std::string& name, const c10d::ProcessGroup* process_gr
 
 }  // namespace
 
-Group::Group(GroupKey key, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group)
+Group::Group(GroupKey key, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+             const std::vector<int>& job_ranks)
     : key_(std::move(key)),
-      context_(context_of(key_, process_group->getSize(), process_group->getRank())),
+      context_(context_of(key_, job_ranks, process_group->getRank())),
       rendezvous_(context_, process_group) {}
 
 Transport& Group::transport(c10::Device device) {
+  const std::lock_guard<std::mutex> lock(transports_mutex_);
   const auto found = transports_.find(device);
   if (found != transports_.end()) return *found->second;
   return *transports_.emplace(device, make_transport(device)).first->second;
@@ -129,7 +133,8 @@ void Group::configure(GroupSettings settings) {
 void Group::take_settings(const Group& served) {
   context_.deadline_seconds = served.context_.deadline_seconds;
   context_.traffic_class = *key_.companion;
-  GroupSettings settings = key_.edge ? served.settings_.among(context_.told_ranks) : served.settings_;
+  GroupSettings settings =
+      key_.edge ? served.settings_.among(context_.process_group_ranks) : served.settings_;
   if (settings_ == settings) return;
   free_workspaces();
   settings_ = std::move(settings);
@@ -138,6 +143,9 @@ void Group::take_settings(const Group& served) {
 void Group::free_workspaces() {
   for (const auto& [device, transport] : transports_) transport->flush();
   transports_.clear();
+  context_.inside.contended = false;
+  context_.passes = {};
+  context_.failed_passes = 0;
   if (key_.companion) return;  // what failed there is told of its process group
   // A rank that is not in the group that failed follows its job when it closes any group.
   FailureBoard::instance().clear(
@@ -152,19 +160,29 @@ int64_t Group::workspace_bytes() const {
 
 Group& Group::get(const std::string& name) {
   auto& [mutex, companions, groups] = registry();
+  GroupKey key;
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+  const auto known = [&, &companions = companions, &groups = groups]() -> Group* {
+    const auto companion = companions.find(name);
+    key = companion == companions.end() ? GroupKey{name, {}, {}} : companion->second;
+    process_group = process_group_named(key.process_group);
+    const auto found = groups.find(name);
+    // A name may come back with another process group after destroy_process_group().
+    const bool is_it = found != groups.end() && &found->second->process_group() == process_group.get();
+    return is_it ? found->second.get() : nullptr;
+  };
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (Group* group = known()) return *group;
+  }
+  // Neither this nor the hook under the lock: they may want the GIL, whose holder may want the lock.
+  const std::vector<int> job_ranks = JobRanks::instance().of(key.process_group, process_group->getSize());
   Group* group = nullptr;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    const auto companion = companions.find(name);
-    const GroupKey key = companion == companions.end() ? GroupKey{name, {}, {}} : companion->second;
-    const auto process_group = process_group_named(key.process_group);
-    const auto found = groups.find(name);
-    // A name may come back with another process group after destroy_process_group().
-    if (found != groups.end() && &found->second->process_group() == process_group.get())
-      return *found->second;
-    group = (groups[name] = std::make_unique<Group>(key, process_group)).get();
+    if (Group* made = known()) return *made;  // by another thread, meanwhile
+    group = (groups[name] = std::make_unique<Group>(key, process_group, job_ranks)).get();
   }
-  // Not under the lock: it may want the GIL, whose holder may want the lock.
   if (!group->key_.companion && new_group_hook()) new_group_hook()(name);
   return *group;
 }

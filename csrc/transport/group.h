@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -43,7 +44,9 @@ class Group {
   // Figures of all groups that are open, by class of traffic.
   static std::map<TrafficClass, CommStats> all_stats();
 
-  Group(GroupKey key, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
+  // job_ranks: of the process group's ranks, by rank.
+  Group(GroupKey key, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+        const std::vector<int>& job_ranks);
 
   const std::string& name() const { return context_.name; }
   int rank() const { return context_.rank; }
@@ -66,6 +69,9 @@ class Group {
   // Frees what the group holds; its deadline and its settings stay. The next op makes the workspaces anew,
   // collectively.
   void free_workspaces();
+
+  // This rank has left a backward pass whose gradients travel in this group by an exception.
+  void note_failed_pass() { ++context_.failed_passes; }
 
   CommStats stats() const { return context_.stats; }
   // See pyruntime::count_collective.
@@ -91,6 +97,7 @@ class Group {
   Rendezvous rendezvous_;
   GroupSettings settings_;
   // The CPU's first.
+  std::mutex transports_mutex_;  // while transport() looks for one and makes it
   std::map<c10::Device, std::unique_ptr<Transport>, bool (*)(const c10::Device&, const c10::Device&)>
       transports_{[](const c10::Device& a, const c10::Device& b) { return a.str() < b.str(); }};
 };

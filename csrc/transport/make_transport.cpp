@@ -66,7 +66,7 @@ void TransportMaker::check_multicast_on_all(c10::Device device, const DeviceLibr
   int rank = 0;
   for (const std::string& found :
        rendezvous.exchange("multicast/" + std::to_string(gathered.number), own.empty() ? can : own)) {
-    check_multicast_can_be(found == can ? "" : "rank " + std::to_string(rank) + " cannot: " + found);
+    check_multicast_can_be(found == can ? "" : context.name_of(rank) + " cannot: " + found);
     ++rank;
   }
 }
@@ -115,7 +115,7 @@ std::unique_ptr<Transport> TransportMaker::for_cpu() {
 
 std::unique_ptr<Transport> TransportMaker::ring(const HostLayout& over) {
   const auto& process_group = rendezvous.process_group();
-  auto link = make_process_group_link(process_group, context.told_ranks);
+  auto link = make_process_group_link(process_group, context.process_group_ranks);
   if (!link) return collectives(c10::kCPU, "its process group has no backend for CPU tensors");
   const std::string topic = "ring/" + context.name + "/" + std::to_string(gathered.number) + "/";
   std::vector<std::string> names;

@@ -4,10 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <charconv>
-#include <cstdlib>
 #include <sstream>
-#include <system_error>
 #include <unistd.h>
 #include <utility>
 
@@ -41,7 +38,7 @@ Rendezvous::Rendezvous(const GroupContext& context, c10::intrusive_ptr<c10d::Pro
 
 // All groups of a job stand on the same store, each below a prefix of its own. Ranks may open different
 // groups first, so which store that is must not depend on the group: it is the one that torch makes all
-// groups on. The rank in the job is the launcher's; without a launcher the job is this group.
+// groups on.
 void Rendezvous::join_job() {
   FailureBoard& board = FailureBoard::instance();
   auto store = process_group_->getStore(), below = store;
@@ -54,50 +51,15 @@ void Rendezvous::join_job() {
     if (first) store = below;
     joined = board.has_joined(below);
   }
-  const char* rank = std::getenv("RANK");
-  const int own = rank == nullptr ? process_group_->getRank() : std::atoi(rank);
-  if (!joined) board.join(std::move(store), own, process_group_->getSize());
-  // Others know this rank by its number in the group, and its signs of life by that in the job.
-  board.ask_later([key = key_of("member", context_.rank), number = std::to_string(own)](c10d::Store& asked) {
-    asked.set(key, number);
-  });
+  if (!joined) board.join(std::move(store), context_.job_rank(context_.rank), process_group_->getSize());
 }
 
 std::string Rendezvous::key_of(const std::string& topic, int rank) const {
   return "pyruntime/" + topic + "/" + context_.name + "/" + std::to_string(rank);
 }
 
-Peer Rendezvous::peer_of(int rank) {
-  Peer peer{-1, "rank " + std::to_string(context_.told(rank))};
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto known = job_ranks_.find(rank);
-    if (known != job_ranks_.end()) {
-      peer.rank = known->second;
-      return peer;
-    }
-  }
-  auto found = std::make_shared<std::string>();
-  const auto asked = FailureBoard::instance().ask(
-      [found, key = key_of("member", rank)](c10d::Store& store) {
-        if (store.check({key})) *found = store.get_to_str(key);
-      },
-      context_.deadline_seconds);
-  if (asked == FailureBoard::Asked::kAnswered && !found->empty()) {
-    // Anybody may have written it.
-    if (std::from_chars(found->data(), found->data() + found->size(), peer.rank).ec != std::errc()) {
-      peer.rank = -1;
-      return peer;
-    }
-    const std::lock_guard<std::mutex> lock(mutex_);
-    job_ranks_[rank] = peer.rank;
-  }
-  return peer;
-}
-
 Waiting Rendezvous::waiting(const std::string& for_what) const {
-  return {for_what + ", rank " + std::to_string(context_.own_rank()), context_.process_group,
-          context_.deadline_seconds};
+  return {for_what + ", " + context_.own_name(), context_.process_group, context_.deadline_seconds};
 }
 
 void Rendezvous::tell(const std::string& topic, const std::string& value) {
@@ -111,10 +73,10 @@ int64_t Rendezvous::next_exchange() {
 std::string Rendezvous::hear(int peer, const std::string& topic, const std::string& doing, double seconds,
                              bool while_it_lives) {
   Waiting peers = waiting(doing);
-  peers.for_what += " waiting for rank " + std::to_string(context_.told(peer));
+  peers.for_what += " waiting for " + context_.name_of(peer);
   peers.seconds = seconds;
   peers.while_it_lives = while_it_lives;
-  return pyruntime::hear(key_of(topic, peer), [this, peer] { return peer_of(peer); }, peers);
+  return pyruntime::hear(key_of(topic, peer), context_.job_rank(peer), peers);
 }
 
 std::vector<std::string> Rendezvous::exchange(const std::string& topic, const std::string& own) {
@@ -145,11 +107,11 @@ std::vector<double> Rendezvous::agree(const std::string& topic, const std::vecto
 }
 
 void Rendezvous::raise_for_missing(const std::string& doing, const std::string& cause) {
-  std::vector<Peer> peers;
+  std::vector<int> others;
   for (int peer = 0; peer < context_.world_size; ++peer) {
-    if (peer != context_.rank) peers.push_back(peer_of(peer));
+    if (peer != context_.rank) others.push_back(context_.job_rank(peer));
   }
-  pyruntime::raise_for_missing(peers, waiting(doing), cause);
+  pyruntime::raise_for_missing(others, waiting(doing), cause);
 }
 
 Gathered Rendezvous::gather(const GroupSettings& settings) {
@@ -161,14 +123,21 @@ Gathered Rendezvous::gather(const GroupSettings& settings) {
   gathered.number = process_group_->getStore()->add(key_of("rendezvous", context_.rank), 1);
   for (const std::string& theirs :
        exchange("host/" + std::to_string(gathered.number),
-                own + kSeparator + host_identity() + kSeparator + unique_name(context_.name))) {
-    const size_t end = theirs.find(kSeparator), last = theirs.rfind(kSeparator);
-    if (gathered.hosts.empty()) gathered.workspaces = theirs.substr(last + 1);
-    TORCH_CHECK_VALUE(theirs.substr(0, end) == own, "The ranks of group '", context_.name,
-                      "' were configured differently: rank ", context_.rank, " with ", own, " and rank ",
-                      gathered.hosts.size(), " with ", theirs.substr(0, end),
+                own + kSeparator + host_identity() + kSeparator + host_name() + kSeparator +
+                    std::to_string(getpid()) + kSeparator + unique_name(context_.name))) {
+    std::istringstream parts(theirs);
+    std::string settled, host, host_named, pid, workspaces;
+    for (std::string* part : {&settled, &host, &host_named, &pid, &workspaces}) {
+      std::getline(parts, *part, kSeparator);
+    }
+    const auto peer = static_cast<int>(gathered.hosts.size());
+    JobRanks::instance().learn(context_.job_rank(peer), host_named, std::stoi(pid));
+    if (peer == 0) gathered.workspaces = workspaces;
+    TORCH_CHECK_VALUE(settled == own, "The ranks of group '", context_.name,
+                      "' were configured differently: ", context_.own_name(), " with ", own, " and ",
+                      context_.name_of(peer), " with ", settled,
                       "; call pyruntime.comm.configure alike on all ranks.");
-    gathered.hosts.push_back(theirs.substr(end + 1, last - end - 1));
+    gathered.hosts.push_back(host);
   }
   if (!settings.hosts.empty()) gathered.hosts = settings.hosts;
   return gathered;
@@ -176,8 +145,10 @@ Gathered Rendezvous::gather(const GroupSettings& settings) {
 
 std::unique_ptr<WorkspaceGroup> Rendezvous::workspace_group(const Gathered& gathered,
                                                             const HostLayout& layout) const {
+  std::vector<int> job_ranks;
+  for (const int rank : layout.ranks_of(layout.host())) job_ranks.push_back(context_.job_rank(rank));
   return std::make_unique<WorkspaceGroup>(gathered.workspaces + "/host" + std::to_string(layout.host()),
-                                          layout.local_rank(), layout.ranks_per_host(),
+                                          layout.local_rank(), std::move(job_ranks),
                                           process_group_->getStore());
 }
 

@@ -4,9 +4,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -54,14 +52,10 @@ class Rendezvous {
  private:
   void join_job();
   std::string key_of(const std::string& topic, int rank) const;
-  // With its number in the job, once it has made the group too.
-  Peer peer_of(int rank);
   Waiting waiting(const std::string& for_what) const;
 
   const GroupContext& context_;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
-  std::mutex mutex_;
-  std::map<int, int> job_ranks_;  // of this group's ranks, where they are known; under mutex_
 };
 
 }  // namespace pyruntime

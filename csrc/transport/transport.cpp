@@ -1,6 +1,7 @@
 #include "transport/transport.h"
 
 #include <c10/core/ScalarType.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <iterator>
 #include <sstream>
@@ -24,12 +25,12 @@ void enter(Entered kind, const GroupContext& context, const char* op, int peer, 
   if (!Ledger::is_on()) return;
   LedgerEntry entry{kind, static_cast<int32_t>(context.traffic_class)};
   entry.name = Ledger::instance().number_of(op);
-  entry.peer = peer < 0 ? peer : context.told(peer);
+  entry.peer = peer < 0 ? peer : context.process_group_rank(peer);
   entry.bytes = bytes;
   entry.begin = begin;
   entry.wanted = wanted;
   entry.end = end;
-  entry.from = travelled.from < 0 ? travelled.from : context.told(travelled.from);
+  entry.from = travelled.from < 0 ? travelled.from : context.process_group_rank(travelled.from);
   entry.left = travelled.left;
   entry.arrived = travelled.arrived;
   Ledger::instance().enter(entry);
@@ -49,8 +50,8 @@ Spending::~Spending() {
 void Spending::count(double begin, double end) {
   (kind_ == Entered::kWait ? context_.stats.waiting_s : context_.stats.moving_s) += end - begin;
   if (kind_ == Entered::kWait && peer_ >= 0) {
-    PeerTable::instance().waited({context_.process_group, context_.traffic_class, context_.told(peer_)},
-                                 end - begin);
+    PeerTable::instance().waited(
+        {context_.process_group, context_.traffic_class, context_.process_group_rank(peer_)}, end - begin);
   }
   enter(kind_, context_, op_, peer_, /*bytes=*/0, begin, /*wanted=*/begin, end);
 }
@@ -100,6 +101,15 @@ std::string Transport::why_not_pieces(int) const {
   return "the number of chunks is no choice where they travel by " + description();
 }
 
+// Passes follow each other, forward and backward by turns, but where one backward pass follows another.
+int32_t Passes::now() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task == graph_task) return count;
+  count += graph_task != -1 && task != -1 ? 2 : 1;
+  graph_task = task;
+  return count;
+}
+
 int64_t FlightDescriptor::row_bytes() const {
   return row_elements() * static_cast<int64_t>(c10::elementSize(scalar_type()));
 }
@@ -116,7 +126,8 @@ FlightDescriptor FlightDescriptor::of_some(const std::vector<int64_t>& rows) con
 bool FlightDescriptor::agrees_with(const FlightDescriptor& other) const {
   return other.op == op && other.dtype == dtype && other.rows == rows && other.row_blocks == row_blocks &&
          other.with_bias == with_bias && other.holder == holder && other.agreement == agreement &&
-         other.pieces == pieces && other.inner * other.width == inner * width;
+         other.pieces == pieces && other.pass == pass && other.failed_passes == failed_passes &&
+         other.inner * other.width == inner * width;
 }
 
 std::string FlightDescriptor::text() const {
@@ -130,6 +141,11 @@ std::string FlightDescriptor::text() const {
   text << " (in " << row_blocks << " blocks) of " << inner * width << " " << c10::toString(scalar_type())
        << (with_bias ? " and a bias" : "");
   if (pieces != 0) text << ", each rank's rows in " << pieces << " chunks";
+  if (failed_passes != 0) {
+    text << ", after " << failed_passes
+         << (failed_passes == 1 ? " backward pass that an exception ended"
+                                : " backward passes that exceptions ended");
+  }
   if (agreement != 0) text << ", its other arguments having the digest " << agreement;
   return text.str();
 }

@@ -17,11 +17,13 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <sys/types.h>
 #include <utility>
 #include <vector>
 
 #include "core/chunk_plan.h"
 #include "core/deadline.h"
+#include "core/job_ranks.h"
 #include "core/ledger.h"
 #include "core/traffic.h"
 
@@ -54,6 +56,8 @@ struct FlightDescriptor {
   int32_t holder = kEveryRank;  // the rank that holds all rows
   int64_t agreement = 0;        // of whatever else the ranks must agree on, a digest
   int32_t pieces = 0;           // that a rank's rows travel in; 0: as the transport chooses
+  int32_t pass = 0;             // which of the group's forward and backward passes the op is of; see Passes
+  int32_t failed_passes = 0;    // see GroupContext
 
   c10::ScalarType scalar_type() const { return static_cast<c10::ScalarType>(dtype); }
   // Of one row, over all blocks.
@@ -70,6 +74,24 @@ struct FlightDescriptor {
 
 inline constexpr int64_t kUnknownRows = -1;
 
+// The forward and backward passes that a group's ops are of, counted: an even number is a forward pass, an
+// odd one a backward pass. A rank that leaves a backward pass by an exception counts fewer ops of it than the
+// others, and what it calls next is then of another pass than what they call.
+struct Passes {
+  int32_t count = 0;
+  int graph_task = -1;  // of autograd, -1 in a forward pass
+  // The pass that an op of this thread is of, which begins now.
+  int32_t now();
+};
+
+// Which thread runs an op of a group; see Inside.
+struct Occupied {
+  pid_t thread = 0;        // 0: none. Atomic
+  bool contended = false;  // another tried to begin one meanwhile. Atomic
+  int depth = 0;
+  Op op = Op::kAllGather;
+};
+
 // What a group and its transport share.
 struct GroupContext {
   std::string name;
@@ -80,14 +102,25 @@ struct GroupContext {
   int within_class = 0;  // chunks of a lower one leave first
   CommStats stats = {};
   bool link_is_broken = false;  // an op failed with chunks under way, which the link may still hold
-  // The group's ranks in its process group, of which it may have some only: what messages call them. Empty:
-  // the same numbers.
-  std::vector<int> told_ranks = {};
+  // The group's ranks in its process group, of which it may have some only, and in the job. Empty: the same
+  // numbers.
+  std::vector<int> process_group_ranks = {};
+  std::vector<int> job_ranks = {};
   // Whose ranks are out of step where an op of this group fails: that of its process group.
   std::string process_group = {};
+  Occupied inside = {};
+  Passes passes = {};
+  // Backward passes that this rank has left by an exception, where the group's flights carry gradients.
+  int32_t failed_passes = 0;
 
-  int told(int of) const { return told_ranks.empty() ? of : told_ranks.at(of); }
-  int own_rank() const { return told(rank); }
+  // By which figures and ledgers know it.
+  int process_group_rank(int of) const {
+    return process_group_ranks.empty() ? of : process_group_ranks.at(of);
+  }
+  int job_rank(int of) const { return job_ranks.empty() ? of : job_ranks.at(of); }
+  // What messages call this rank and another: see JobRanks.
+  std::string own_name() const { return JobRanks::instance().name(job_rank(rank)); }
+  std::string name_of(int peer) const { return JobRanks::instance().name_and_place(job_rank(peer)); }
 };
 
 // A scope in which this rank's thread waits for `peer`, copies or sums for an op of the group: its time is

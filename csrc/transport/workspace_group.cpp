@@ -8,6 +8,7 @@
 
 #include "core/deadline.h"
 #include "core/error.h"
+#include "core/job_ranks.h"
 #include "core/store.h"
 #include "core/text.h"
 #include "cpu/symmetric_memory.h"
@@ -22,8 +23,9 @@ namespace pyruntime {
 // each other's. Here keys begin with the workspace's name and NUMBER counts its own exchanges.
 class WorkspaceStore : public c10d::Store {
  public:
-  WorkspaceStore(c10::intrusive_ptr<c10d::Store> store, std::string group, int rank)
-      : store_(std::move(store)), group_(std::move(group)), rank_(rank) {}
+  WorkspaceStore(c10::intrusive_ptr<c10d::Store> store, std::string group, int rank,
+                 std::vector<int> job_ranks)
+      : store_(std::move(store)), group_(std::move(group)), rank_(rank), job_ranks_(std::move(job_ranks)) {}
 
   using c10d::Store::compareSet;
   using c10d::Store::set;
@@ -32,7 +34,7 @@ class WorkspaceStore : public c10d::Store {
   void set_deadline_seconds(double seconds) { deadline_seconds_ = seconds; }
 
   c10::intrusive_ptr<c10d::Store> clone() override {
-    auto copy = c10::make_intrusive<WorkspaceStore>(store_->clone(), group_, rank_);
+    auto copy = c10::make_intrusive<WorkspaceStore>(store_->clone(), group_, rank_, job_ranks_);
     copy->deadline_seconds_ = deadline_seconds_;
     copy->exchange_ = exchange_;
     copy->exchanges_ = exchanges_;
@@ -77,32 +79,47 @@ class WorkspaceStore : public c10d::Store {
     return prefix + key.substr(0, slash + 1) + std::to_string(exchanges_) + key.substr(end);
   }
 
+  std::string name_of(int rank) const { return JobRanks::instance().name_and_place(job_ranks_.at(rank)); }
+
+  // Of WHAT/NUMBER/RANK.
+  std::string who_tells(const std::string& key) const {
+    const std::string rank = key.substr(key.rfind('/') + 1);
+    const bool is_rank = !rank.empty() && rank.size() < 6 &&
+                         rank.find_first_not_of("0123456789") == std::string::npos &&
+                         std::stoul(rank) < job_ranks_.size();
+    return is_rank ? name_of(std::stoi(rank)) : "a rank";
+  }
+
   void await(const std::string& key) {
     if (await_key(*store_, own(key), deadline_seconds_)) return;
     raise_comm_error(CommErrorKind::kTimeout,
-                     "rendezvous on group '" + group_ + "', rank " + std::to_string(rank_) +
-                         ": a rank did not come within " + seconds_text(deadline_seconds_) + " ('" + key +
+                     "rendezvous on group '" + group_ + "', " + name_of(rank_) + ": " + who_tells(key) +
+                         " did not come within " + seconds_text(deadline_seconds_) + " ('" + key +
                          "' is not in the store); all ranks must allocate and rendezvous in the same order.");
   }
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::string group_;
   int rank_;
+  std::vector<int> job_ranks_;
   double deadline_seconds_ = kDefaultDeadlineSeconds;
   std::string exchange_;  // torch's number of the last one
   uint64_t exchanges_ = 0;
 };
 
-WorkspaceGroup::WorkspaceGroup(std::string name, int rank, int world_size,
+WorkspaceGroup::WorkspaceGroup(std::string name, int rank, std::vector<int> job_ranks,
                                c10::intrusive_ptr<c10d::Store> store)
     : name_(std::move(name)),
-      store_(c10::make_intrusive<WorkspaceStore>(std::move(store), name_, rank)),
-      process_group_(c10::make_intrusive<c10d::ProcessGroup>(store_, rank, world_size)) {
+      store_(c10::make_intrusive<WorkspaceStore>(std::move(store), name_, rank, job_ranks)),
+      process_group_(
+          c10::make_intrusive<c10d::ProcessGroup>(store_, rank, static_cast<int>(job_ranks.size()))) {
   c10d::register_process_group(name_, process_group_);
+  JobRanks::instance().enter(name_, std::move(job_ranks));
 }
 
 // Nothing is missing where destroy_process_group() has forgotten all groups before.
 WorkspaceGroup::~WorkspaceGroup() {
+  JobRanks::instance().leave(name_);
   c10d::unregister_process_group(name_);
 }
 

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include <string>
+#include <vector>
 
 namespace pyruntime {
 
@@ -16,7 +17,9 @@ class WorkspaceStore;
 class WorkspaceGroup {
  public:
   // `name` is that of no other group in this process, and the same on all ranks; `store` is theirs.
-  WorkspaceGroup(std::string name, int rank, int world_size, c10::intrusive_ptr<c10d::Store> store);
+  // job_ranks: of its ranks, by rank.
+  WorkspaceGroup(std::string name, int rank, std::vector<int> job_ranks,
+                 c10::intrusive_ptr<c10d::Store> store);
   ~WorkspaceGroup();
   WorkspaceGroup(const WorkspaceGroup&) = delete;
   WorkspaceGroup& operator=(const WorkspaceGroup&) = delete;

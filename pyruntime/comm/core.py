@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import threading
 from pathlib import Path
 
 import torch  # the core links against torch's libraries, which must be loaded first
@@ -28,6 +29,14 @@ except ImportError as error:
 _C.register_errors(CommError, CommTimeout, PeerLost)
 _C.set_torch_is_for_rocm(torch.version.hip is not None)
 _C.report_to(logging.getLogger("pyruntime").warning)
+
+
+def _name_of_thread(number: int) -> str:
+    names = [thread.name for thread in threading.enumerate() if thread.native_id == number]
+    return f"thread {number} ({names[0]})" if names else f"thread {number}"
+
+
+_C.set_thread_namer(_name_of_thread)
 
 
 @atexit.register

@@ -18,7 +18,15 @@ import torch.distributed as dist
 from pyruntime.comm import messages
 from pyruntime.comm.core import _C
 from pyruntime.comm.errors import CommError
-from pyruntime.comm.groups import Group, deadline, group_name, group_rank, group_size, process_group
+from pyruntime.comm.groups import (
+    Group,
+    deadline,
+    group_name,
+    group_rank,
+    group_size,
+    process_group,
+    rank_name,
+)
 
 Value = TypeVar("Value")
 
@@ -105,10 +113,9 @@ def _read(group: Group, doing: str, rank: int) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        job_rank = dist.get_global_rank(process_group(group), rank)
         problem = (
-            f"{doing}: what rank {job_rank} has told cannot be read ({error}); all ranks need one version of "
-            "pyruntime, and the job's hosts alone may reach the store's port (MASTER_PORT)."
+            f"{doing}: what {rank_name(group, rank)} has told cannot be read ({error}); all ranks need one "
+            "version of pyruntime, and the job's hosts alone may reach the store's port (MASTER_PORT)."
         )
         _C.post_failure(problem)
         raise CommError(problem) from error

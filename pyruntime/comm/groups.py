@@ -62,6 +62,12 @@ def group_size(group: Group) -> int:
     return process_group(group).size()
 
 
+def rank_name(group: Group, rank: int) -> str:
+    """What messages call that rank of `group`: "rank 2 (tp 0, dp 1; process 4711 on node3)", by its number in
+    the job, as far as the rest is known."""
+    return _C.name_of_rank(_job_ranks(group_name(group), group_size(group))[rank])
+
+
 def stats(group: Group) -> _C.CommStats:
     """Cumulative figures of this rank: `ops`, `bytes` read from peers, `waiting_s` and `moving_s`.
 
@@ -249,7 +255,7 @@ def peers() -> dict[tuple[str, int], Peer]:
     result: dict[tuple[str, int], Peer] = {}
     for (name, traffic_class, rank), figures in _C.peer_figures().items():
         if name in there:
-            key = traffic_class, dist.get_global_rank(process_group(name), rank)
+            key = traffic_class, _job_ranks(name, group_size(name))[rank]
             known, (waiting_s, size, transfer_s) = result.get(key, Peer()), figures
             result[key] = Peer(
                 known.waiting_s + waiting_s, known.bytes_sent + size, known.transfer_s + transfer_s
@@ -263,4 +269,12 @@ def _forget_when_destroyed(name: str) -> None:
     destroyed.atexit = False  # core.py ends what is open then
 
 
+def _job_ranks(name: str, size: int) -> list[int]:
+    """Of the process group of that name, by rank in it: its ranks in torch's default group, which is the job.
+    Where torch does not know the group by these, it is a job of its own."""
+    ranks = dist.distributed_c10d._world.pg_group_ranks.get(process_group(name))
+    return list(range(size)) if ranks is None else sorted(ranks, key=ranks.__getitem__)
+
+
+_C.set_job_ranks_finder(_job_ranks)
 _C.on_new_group(_forget_when_destroyed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import tempfile
@@ -73,6 +74,10 @@ class Runtime:
         for name in self._groups:
             set_deadline(name, deadline_s)
         _C.set_symmetric_memory_deadline(float(deadline_s))
+        self.places = _places(mesh)
+        """Where each rank of the job stands on the mesh, "tp 0, dp 1", by its number in the job; empty where
+        it is not in it, and where one axis has all ranks, whose numbers are these."""
+        _C.set_coordinates(self.places)
 
     @classmethod
     def start(
@@ -316,6 +321,18 @@ def _leave_job() -> None:
     _C.leave_job()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _places(mesh: DeviceMesh) -> list[str]:
+    axes = [axis for axis in range(mesh.ndim) if mesh.mesh.shape[axis] > 1]
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    words = [""] * (max(ranks) + 1)
+    if len(axes) < 2:
+        return words
+    names = mesh.mesh_dim_names or ()
+    for at in itertools.product(*map(range, mesh.mesh.shape)):
+        words[int(mesh.mesh[at])] = ", ".join(f"{names[axis]} {at[axis]}" for axis in reversed(axes))
+    return words
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyruntime import ops
-from pyruntime.comm import companion, process_group
+from pyruntime.comm import companion, process_group, rank_name
 from pyruntime.context.mask import Mask
 
 _agreed: set[tuple[int, int]] = set()
@@ -29,9 +29,10 @@ def agree(variant: str, q: Tensor, k: Tensor, group: str, mask: Mask, scale: flo
     found = ops.all_gather_stats(torch.tensor([digest], dtype=torch.float64), companion(group, "cp").name)
     if not (found == digest).all():
         others = [rank for rank, other in enumerate(found.flatten().tolist()) if other != digest]
+        names = ", ".join(rank_name(own, rank) for rank in others)
         raise ValueError(
-            f"ring_attention: the ranks of group '{group}' disagree: rank {own.rank()} was called with "
-            f"{said}, and rank(s) {', '.join(map(str, others))} with something else; call it alike on all."
+            f"ring_attention: the ranks of group '{group}' disagree: {rank_name(own, own.rank())} was called "
+            f"with {said}, and {names} with something else; call it alike on all."
         )
     _agreed.add((id(own), digest))
     return digest

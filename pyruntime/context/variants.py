@@ -29,8 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyruntime import ops
-from pyruntime.comm import CommTimeout, companion, deadline, group_name, process_group
+from pyruntime.comm import companion, deadline, group_name, process_group
 from pyruntime.comm.core import _C
+from pyruntime.comm.exchange import first_line
 from pyruntime.comm.ranges import marked
 from pyruntime.comm.ring import Ring, Shift
 from pyruntime.comm.wire import Wire, WireFormat
@@ -447,10 +448,9 @@ def _all_to_all(by_rank: Tensor, group: str) -> Tensor:
     try:
         work = dist.all_to_all_single(received, sent, group=process_group(group), async_op=True)
         work.wait(timedelta(seconds=seconds))
-    except RuntimeError as error:
-        raise CommTimeout(
-            f"all_to_all of group '{group_name(group)}', rank {process_group(group).rank()}: not within the "
-            f"deadline of {seconds:g} s, or a rank has ended: {str(error).splitlines()[0]}"
-        ) from error
+    except RuntimeError as error:  # gloo's
+        _C.raise_for_missing(
+            group_name(group), f"all_to_all of group '{group_name(group)}'", first_line(error)
+        )
     _C.count_all_to_all(_companion(group), received.nbytes - received[0].nbytes, begin)
     return received

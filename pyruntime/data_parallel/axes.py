@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import comm
+from pyruntime.comm.core import _C
 from pyruntime.comm.exchange import gather
 
 PLACES = 4  # of flights, in a transport
@@ -184,6 +185,13 @@ class Axes:
     @property
     def size(self) -> int:
         return self.shard.size * self.replicate.size
+
+    def note_failed_pass(self) -> None:
+        """This rank has left a backward pass by an exception. Its flights and those of ranks that have not
+        raise ValueError, on all ranks."""
+        for axis in (self.shard, self.replicate):
+            if axis.size > 1:
+                _C.note_failed_pass(axis.name)
 
 
 def axes_of(mesh: DeviceMesh | None, stage: int) -> Axes:

@@ -105,7 +105,7 @@ class GradientReducer:
         """Of the bucket that left last."""
         self._accumulating = False
         self._of_passes = InTurn()
-        self._of_pass: Callable[[], InTurn | None] = lambda: None  # weak: the engine holds it
+        self._of_pass: Callable[[], InTurn | None] = _no_pass  # weak: the engine holds it
         self._ended = False
         self._hooks = []
         taken, self._tables = {id(p) for p in linears}, {id(p) for p in tables}
@@ -146,6 +146,7 @@ class GradientReducer:
     def finish(self) -> None:
         """All gradients of this step are reduced when it returns; afterwards a new step begins."""
         if not self._ended:
+            self._forget_failed_pass()
             self._end_pass()
         self._hasten()
         self._hasten = _nothing
@@ -234,15 +235,20 @@ class GradientReducer:
     def _begin_pass(self) -> InTurn:
         """The products of the pass that runs; they end with it, in whatever way it ends."""
         if (products := self._of_pass()) is None:
-            if isinstance(self._of_pass, weakref.ref):
-                self._forget_failed_pass()
+            self._forget_failed_pass()
             products = InTurn()
             self._of_pass = weakref.ref(products)
             Variable._execution_engine.queue_callback(partial(self._on_pass_ended, products))
         return products
 
     def _forget_failed_pass(self) -> None:
-        """What has not left is as if that pass had never been, but for sums of `accumulate()`."""
+        """Forgets what has not left of a pass that an exception has ended, but for sums of `accumulate()`. The
+        other ranks hear of it with the next bucket, and raise unless they have left one too: their gradients
+        are of other passes than this rank's."""
+        if not isinstance(self._of_pass, weakref.ref) or self._of_pass() is not None:
+            return
+        self._of_pass = _no_pass
+        self._axes.note_failed_pass()
         for inbox in self._inboxes:
             if not inbox.left:
                 inbox.whole = [None] * len(inbox.whole)
@@ -262,7 +268,7 @@ class GradientReducer:
     @torch.no_grad()
     def _on_pass_ended(self, products: InTurn) -> None:
         products.finish()
-        self._of_pass = lambda: None
+        self._of_pass = _no_pass
         if not self._accumulating and not self._of_passes.is_open:
             self._end_pass()
 
@@ -387,6 +393,10 @@ def _weakly(method: Callable[..., None], *first: int) -> Callable[..., None]:
 
 def _nothing() -> None:
     pass
+
+
+def _no_pass() -> None:
+    return None
 
 
 def _write_rows(out: Tensor, gemm: _C.WeightGradientGemm, dtype: torch.dtype, first: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyruntime import ops
-from pyruntime.comm import Group
+from pyruntime.comm import Group, rank_name
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.update import State
 from pyruntime.ops.placements import PlacementError
@@ -42,9 +42,8 @@ def check_replicated(
     names = list(numbers)
     faults += [f"{names[place]} differs between ranks" for place in _that_differ(numbers.values(), world)]
     if ranks := _ranks_with(bool(faults), world):
-        raise PlacementError(
-            f"Before the step, on rank(s) {', '.join(map(str, ranks))}: {'; '.join(faults) or 'see there'}."
-        )
+        where = ", ".join(rank_name(world, rank) for rank in ranks)
+        raise PlacementError(f"Before the step, on {where}: {'; '.join(faults) or 'see there'}.")
 
 
 def _that_differ(numbers: Iterable[float], group: Group) -> list[int]:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyruntime import ops
+from pyruntime.comm.core import _C
 from pyruntime.nn.parameters import TensorGroup
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -79,9 +81,13 @@ def check_same_arguments(
         other = ((norm - norm[0]).abs() > allowed * norm[0]) | ((projected - projected[0]).abs() > allowed)
     if other.any():
         rank, i = other.nonzero()[0].tolist()
+        jobs = torch.full((1,), float(dist.get_rank()), dtype=torch.float64, device=device)
+        for axis in reversed(group.axes):
+            jobs = ops.all_gather_stats(jobs, axis.name).flatten(0, 1)
+        one, first = (_C.name_of_rank(int(jobs[at])) for at in (rank, 0))
         raise ValueError(
-            f"The ranks are given different batches: {names[i] or 'an argument'} of rank {rank} is not that "
-            "of rank 0. Ranks of a tensor-parallel group compute one batch together: give all of them the "
+            f"The ranks are given different batches: {names[i] or 'an argument'} of {one} is not that of "
+            f"{first}. Ranks of a tensor-parallel group compute one batch together: give all of them the "
             "same, by the same seed and without a DistributedSampler over them."
         )
 

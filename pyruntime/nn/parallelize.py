@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyruntime import comm
 from pyruntime.comm.exchange import gather
 from pyruntime.nn import lora
 from pyruntime.nn.activations.causal_loss import read_own_logits
@@ -246,21 +247,23 @@ def check_same_model(model: nn.Module, group: TensorGroup) -> None:
     mine = [(name, f"{name} {list(p.shape)} {p.dtype}", _checksum(p)) for name, p in model.named_parameters()]
     kind = list[tuple[str, str, tuple[int, int]]]
     everyone = gather(group.process_group, "Comparing the models of the ranks", mine, kind)
+    first = comm.rank_name(group.name, 0)
     for rank, theirs in enumerate(everyone):
+        one = comm.rank_name(group.name, rank)
         for (name, ours, own_sum), (_, other, other_sum) in zip(everyone[0], theirs, strict=False):
             if ours != other:
                 raise ValueError(
-                    f"The ranks hold different models: where rank 0 has {ours}, rank {rank} has {other}; "
+                    f"The ranks hold different models: where {first} has {ours}, {one} has {other}; "
                     "build the same model on every rank."
                 )
             if own_sum != other_sum:
                 raise ValueError(
-                    f"The ranks hold different weights: {name} of rank {rank} is not that of rank 0; "
+                    f"The ranks hold different weights: {name} of {one} is not that of {first}; "
                     "load the same checkpoint or seed every rank alike before building the model."
                 )
         if len(theirs) != len(everyone[0]):
             raise ValueError(
-                f"The ranks hold different models: rank 0 has {len(everyone[0])} parameters, rank {rank} "
+                f"The ranks hold different models: {first} has {len(everyone[0])} parameters, {one} "
                 f"has {len(theirs)}; build the same model on every rank."
             )
 

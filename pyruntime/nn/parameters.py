@@ -293,8 +293,8 @@ class Layout:
         if tuple(value.shape) == local_shape:
             return value
         raise ValueError(
-            f"{part.key} has full shape {list(part.shape)} and shard {list(local_shape)} on rank "
-            f"{self.group.rank} of {self.group.size}, but the tensor to load has shape {list(value.shape)}; "
+            f"{part.key} has full shape {list(part.shape)} and shard {list(local_shape)} on this "
+            f"process, group {self.group}; but the tensor to load has shape {list(value.shape)}; "
             "pass a DTensor, the full tensor or this rank's shard."
         )
 

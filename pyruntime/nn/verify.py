@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyruntime import ops
+from pyruntime.comm.core import _C
 from pyruntime.nn.comparing import tensors_of
 from pyruntime.nn.parameters import TensorGroup
 
@@ -135,11 +137,15 @@ def _tolerance(like: Tensor) -> float:
 def _raise_everywhere(message: str, model: nn.Module) -> None:
     """Every rank raises where one has something to say."""
     groups = [m.group for m in model.modules() if isinstance(getattr(m, "group", None), TensorGroup)]
-    failed = [0] if message else []
+    failed = 1.0 + dist.get_rank() if message else 0.0
     for axis in groups[0].axes if groups else ():
         if axis.size > 1:
-            flag = torch.tensor([float(bool(failed))], device=next(model.parameters()).device)
-            failed = ops.all_gather_stats(flag, axis.name).flatten().nonzero().flatten().tolist()
+            flag = torch.tensor([failed], dtype=torch.float64, device=next(model.parameters()).device)
+            flags = ops.all_gather_stats(flag, axis.name).flatten()
+            failed = flags[flags > 0].min().item() if flags.any() else 0.0
     if failed:
-        what = message or f"rank {failed[0]} has found a difference, which its own message names"
+        what = (
+            message
+            or f"{_C.name_of_rank(int(failed) - 1)} has found a difference, which its own message names"
+        )
         raise VerificationError(f"The parallel model is not the reference: {what}.")

@@ -43,7 +43,11 @@ def _events(entry: Entry, ledger: RankLedger, number: int) -> list[dict[str, Any
             "name": name,
         }
         waited = (entry.end - entry.wanted) * 1e6
-        args = {"bytes": entry.bytes, "peer": entry.peer, "waited_us": waited}
+        args = {
+            "bytes": entry.bytes,
+            "peer": f"{entry.axis} {entry.peer}" if entry.peer >= 0 else "",
+            "waited_us": waited,
+        }
         begin = {**about, "ph": "b", "ts": at, "args": args}
         return [begin, {**about, "ph": "e", "ts": at + microseconds}]
     row = COMPUTING if entry.thread == ledger.thread else f"thread {entry.thread}"

@@ -81,8 +81,8 @@ class Pipeline:
             )
         if tuple(sorted(stages)) != tuple(schedule.stages_of(self._rank)):
             raise ValueError(
-                f"The schedule gives rank {self._rank} the stages {list(schedule.stages_of(self._rank))}, "
-                f"and it was given {sorted(stages)}."
+                f"The schedule gives rank {self._rank} of the pipeline the stages "
+                f"{list(schedule.stages_of(self._rank))}, and it was given {sorted(stages)}."
             )
         self._shapes = [tuple(shape) for shape in shapes]
         if len(self._shapes) != schedule.slices or len({shape[-1] for shape in self._shapes}) != 1:

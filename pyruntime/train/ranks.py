@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Union
 
 import torch.distributed as dist
 
-from pyruntime.comm import CommError
+from pyruntime.comm import CommError, rank_name
 from pyruntime.comm.exchange import Exchange, barrier
 from pyruntime.train.errors import ConfigError
 
@@ -36,7 +36,7 @@ def on_rank_0(group: dist.ProcessGroup, doing: str, work: Callable[[], Result], 
     try:
         result = work()
     except BaseException as error:
-        refusal = str(error) if isinstance(error, ConfigError) else f"Rank 0 failed: {error}"
+        refusal = str(error) if isinstance(error, ConfigError) else f"{_name(group, 0)} failed: {error}"
         exchange.tell((None, refusal))
         raise
     exchange.tell((result, None))
@@ -60,10 +60,15 @@ def on_every_rank(group: dist.ProcessGroup, doing: str, work: Callable[[], Resul
     except CommError:
         raise
     except Exception as error:
-        refusal, failure = f"Rank {group.rank()} failed: {error}", error
+        refusal, failure = f"{_name(group, group.rank())} failed: {error}", error
     refusal = barrier(group, doing, refusal)
     if failure is not None:
         raise failure
     if refusal:
         raise ConfigError(refusal)
     return result  # type: ignore[return-value]
+
+
+def _name(group: dist.ProcessGroup, rank: int) -> str:
+    """At the beginning of a sentence."""
+    return rank_name(group, rank).replace("rank", "Rank", 1)

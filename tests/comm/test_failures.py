@@ -22,12 +22,12 @@ from tests.transports import take
 OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 
 
-def call(op: str, group, rows: int = 12):
+def call(op: str, group, rows: int = 12, tier: str = "chunked"):
     weight = torch.ones(5, 3)
     if op == "all_gather_matmul":
         share = torch.ones(rows, 3).tensor_split(group_size(group))[group_rank(group)]
-        return ops.all_gather_matmul(share, weight, group, rows=rows, tier="chunked")
-    return getattr(ops, op)(torch.ones(rows, 3), weight, group, tier="chunked")
+        return ops.all_gather_matmul(share, weight, group, rows=rows, tier=tier)
+    return getattr(ops, op)(torch.ones(rows, 3), weight, group, tier=tier)
 
 
 def killed_case(group, op):

@@ -43,6 +43,7 @@ PROGRAMS = {
         "core/deadline.cpp",
         "core/error.cpp",
         "core/host_process.cpp",
+        "core/job_ranks.cpp",
         "core/store.cpp",
         "cpu/symmetric_memory.cpp",
     ],

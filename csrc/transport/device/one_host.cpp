@@ -153,10 +153,14 @@ void DeviceTransport::raise_if_failed() {
   if (found == workspaces_.end()) return;
   PyruntimeFailure failure{};
   library_.check(library_.failure(&(*found)->seen, &failure, streams_.current()));
+  const std::string peer = context_.name_of(failure.peer);
+  failure.rank = context_.job_rank(failure.rank);
+  failure.peer = context_.job_rank(failure.peer);
   std::array<char, 512> sentence{};
   library_.check(library_.describe_failure(&failure, sentence.data(), sentence.size()));
   raise_for_all(failure_of(context_, CommErrorKind::kTimeout,
-                           "group '" + context_.name + "' on " + device_.str() + ": " + sentence.data()));
+                           "group '" + context_.name + "' on " + device_.str() + ": " + sentence.data() +
+                               " It waited for " + peer + "."));
 }
 
 // Of what all ranks know alone, so that slots look alike on all, whichever tier each of them takes.

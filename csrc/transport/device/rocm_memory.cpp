@@ -139,8 +139,8 @@ class RocmSymmetricMemory : public symm::SymmetricMemory {
 
   void open(int peer) {
     const Page& page = *page_of_[peer];
-    TORCH_CHECK_VALUE(page.bytes == bytes_, "rendezvous: rank ", peer, " brings ", page.bytes,
-                      " bytes of GPU memory and rank ", get_rank(), " brings ", bytes_,
+    TORCH_CHECK_VALUE(page.bytes == bytes_, "rendezvous: rank ", peer, " of the workspace brings ",
+                      page.bytes, " bytes of GPU memory and rank ", get_rank(), " brings ", bytes_,
                       "; symmetric memory has the same size on every rank.");
     const c10::DeviceGuard guard(device_);
     check(hip_, hip_.hipIpcOpenMemHandle(&buffers_[peer], page.handle, kEnablePeerAccess),

@@ -129,12 +129,12 @@ class ExchangeTransport : public Transport {
     };
     if (here.numel() > 0) {
       std::vector<at::Tensor> tensors{here};
-      add(backend_->recv(tensors, context_.told_ranks.at(from), tag));
+      add(backend_->recv(tensors, context_.process_group_ranks.at(from), tag));
       step.receives_from = from;
     }
     if (from_here.numel() > 0) {
       std::vector<at::Tensor> tensors{from_here};
-      add(backend_->send(tensors, context_.told_ranks.at(to), tag));
+      add(backend_->send(tensors, context_.process_group_ranks.at(to), tag));
       step.sends_to = to;
     }
     if (together) step.works.push_back(backend_->endCoalescing());
@@ -171,11 +171,11 @@ class ExchangeTransport : public Transport {
   [[noreturn]] void raise(const Step& step, const char* what, const std::string& why) {
     const double waited = monotonic_seconds() - step.begun_s;
     std::ostringstream text;
-    text << "group '" << context_.name << "' on " << device_ << ", rank " << context_.own_rank() << ": "
-         << what << " waited " << waited << " s for";
-    if (step.receives_from >= 0) text << " rows of rank " << context_.told(step.receives_from);
+    text << "group '" << context_.name << "' on " << device_ << ", " << context_.own_name() << ": " << what
+         << " waited " << waited << " s for";
+    if (step.receives_from >= 0) text << " rows of " << context_.name_of(step.receives_from);
     if (step.receives_from >= 0 && step.sends_to >= 0) text << " and";
-    if (step.sends_to >= 0) text << " rank " << context_.told(step.sends_to) << " to take its rows";
+    if (step.sends_to >= 0) text << " " << context_.name_of(step.sends_to) << " to take its rows";
     text << " over " << backend_->getBackendName() << ": " << why;
     context_.link_is_broken = true;
     const bool late = waited >= 0.9 * context_.deadline_seconds;

@@ -104,9 +104,8 @@ class SymmetricWorkspace : public HostWorkspace {
   void check_all_peers() {
     for (size_t peer = 0; peer < peers_.size(); ++peer) {
       if (!peers_[peer].gone()) continue;
-      lose(static_cast<int>(peer), name_of(op_) + (" on group '" + context_.name + "', rank ") +
-                                       std::to_string(context_.own_rank()) + " waiting for rank " +
-                                       std::to_string(context_.told(ranks_[peer])) + " to make room");
+      lose(name_of(op_) + (" on group '" + context_.name + "', ") + context_.own_name() + " waiting for " +
+           context_.name_of(ranks_[peer]) + " to make room");
     }
   }
 
@@ -148,7 +147,7 @@ class SymmetricWorkspace : public HostWorkspace {
     const auto site = [&] { return waiting_text(context_, op, op_number, ranks_[peer], what); };
     LateReport report(context_.deadline_seconds, site);
     const auto peer_lives = [&] {
-      if (peers_[peer].gone()) lose(peer, site());
+      if (peers_[peer].gone()) lose(site());
       report.look();
     };
     // acquire: what the peer wrote before it published is seen by the reads that follow.
@@ -166,9 +165,8 @@ class SymmetricWorkspace : public HostWorkspace {
     return last;
   }
 
-  [[noreturn]] void lose(int peer, const std::string& site) {
-    fail(CommErrorKind::kPeerLost,
-         site + ": its process " + std::to_string(peers_[peer].pid()) + " has ended.");
+  [[noreturn]] void lose(const std::string& site) {
+    fail(CommErrorKind::kPeerLost, site + ": its process has ended.");
   }
 
   [[noreturn]] void fail(CommErrorKind kind, const std::string& message) {

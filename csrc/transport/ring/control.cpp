@@ -124,8 +124,7 @@ std::string Control::silent_neighbour(uint64_t number) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [peer, neighbour] : neighbours_) {
-      if (neighbour.last_begun < number)
-        return "; rank " + std::to_string(context_.told(peer)) + " has not begun it";
+      if (neighbour.last_begun < number) return "; " + context_.name_of(peer) + " has not begun it";
     }
     round = ++probe_round_;
   }
@@ -140,14 +139,14 @@ std::string Control::silent_neighbour(uint64_t number) {
     return silent < 0;
   };
   if (wait_until(all_answered, kAnswerSeconds, [] {})) return "";
-  return "; rank " + std::to_string(context_.told(silent)) + " does not answer: it is stopped, or cut off";
+  return "; " + context_.name_of(silent) + " does not answer: it is stopped, or cut off";
 }
 
 std::string Control::neighbours_text() {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::string text;
   for (const auto& [peer, neighbour] : neighbours_) {
-    text += (text.empty() ? "rank " : ", rank ") + std::to_string(context_.told(peer)) + " last began op " +
+    text += (text.empty() ? "" : ", ") + context_.name_of(peer) + " last began op " +
             std::to_string(neighbour.last_begun);
   }
   return text;
@@ -158,7 +157,7 @@ std::string Control::deserters() {
   std::string who;
   for (const auto& [peer, neighbour] : neighbours_) {
     if (!neighbour.closed) return "";
-    who += (who.empty() ? "rank " : " and rank ") + std::to_string(context_.told(peer));
+    who += (who.empty() ? "" : " and ") + context_.name_of(peer);
   }
   return who;
 }

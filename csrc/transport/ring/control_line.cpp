@@ -143,10 +143,11 @@ class Caller {
     const std::string text = store_.get_to_str(key(peer));
     const size_t first = text.find(' '), second = text.rfind(' ');
     Address address;
-    TORCH_CHECK(resolve(text.substr(0, first), text.substr(first + 1, second - first - 1), address), "Rank ",
-                peer, " of group '", context_.name, "' listens on '", text, "', which is no address here.");
+    TORCH_CHECK(resolve(text.substr(0, first), text.substr(first + 1, second - first - 1), address),
+                "Group '", context_.name, "': ", context_.name_of(peer), " listens on '", text,
+                "', which is no address here.");
     const Hello hello{std::stoull(text.substr(second + 1)), context_.rank, 0};
-    const std::string name = "rank " + std::to_string(context_.told(peer));
+    const std::string name = context_.name_of(peer);
     const std::string reach = "reach " + name + " at " + text_of(address);
     UniqueFd connection(socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (!connection.valid()) fail("open a socket");
@@ -201,16 +202,16 @@ class Caller {
 
   [[noreturn]] void fail(const std::string& what) {
     const int code = errno;
-    TORCH_CHECK(false, "The control connection of rank ", context_.own_rank(), " of group '", context_.name,
+    TORCH_CHECK(false, "The control connection of ", context_.own_name(), " of group '", context_.name,
                 "' cannot ", what, " (", std::strerror(code), ").");
   }
 
   [[noreturn]] void late(int peer, const char* what) {
-    raise_for_all(failure_of(
-        context_, CommErrorKind::kTimeout,
-        "opening group '" + context_.name + "' over the network, rank " +
-            std::to_string(context_.own_rank()) + " waiting for rank " + std::to_string(context_.told(peer)) +
-            " to " + what + ": not within the deadline of " + seconds_text(context_.deadline_seconds) + "."));
+    raise_for_all(failure_of(context_, CommErrorKind::kTimeout,
+                             "opening group '" + context_.name + "' over the network, " +
+                                 context_.own_name() + " waiting for " + context_.name_of(peer) + " to " +
+                                 what + ": not within the deadline of " +
+                                 seconds_text(context_.deadline_seconds) + "."));
   }
 
   c10d::Store& store_;

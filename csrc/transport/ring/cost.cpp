@@ -93,8 +93,7 @@ double exchange_probe(const GroupContext& context, const RingParts& parts, std::
   } catch (const std::exception& error) {
     const bool late = monotonic_seconds() - start >= context.deadline_seconds;
     raise_for_all(failure_of(context, late ? CommErrorKind::kTimeout : CommErrorKind::kPeerLost,
-                             "opening group '" + context.name + "', rank " +
-                                 std::to_string(context.own_rank()) +
+                             "opening group '" + context.name + "', " + context.own_name() +
                                  " measuring the link to its neighbours: " + first_line(error.what())));
   }
   return monotonic_seconds() - start;

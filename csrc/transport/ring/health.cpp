@@ -21,8 +21,7 @@ void Health::fail(Failure failure) {
 void Health::lose(int peer, const std::string& what) {
   const bool hosts_differ = layout_.ranks_per_host() > 1 || layout_.hosts() < context_.world_size;
   const std::string host = hosts_differ ? " on host " + std::to_string(layout_.host_of(peer)) : "";
-  fail(failure_of(context_, CommErrorKind::kPeerLost,
-                  "rank " + std::to_string(context_.told(peer)) + host + " " + what));
+  fail(failure_of(context_, CommErrorKind::kPeerLost, context_.name_of(peer) + host + " " + what));
 }
 
 void Health::poison(const std::string& why) {
@@ -40,7 +39,7 @@ void Health::raise_if_failed(const RingFlight* flight) const {
   if (failure.kind == CommErrorKind::kPeerLost) {
     const std::string op = flight != nullptr ? flight_text(context_, flight->announced().op, flight->number())
                                              : "group '" + context_.name + "'";
-    failure.message = op + ", rank " + std::to_string(context_.own_rank()) + ": " + failure.message + ".";
+    failure.message = op + ", " + context_.own_name() + ": " + failure.message + ".";
   }
   raise_for_all(failure);
 }

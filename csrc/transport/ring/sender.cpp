@@ -114,8 +114,9 @@ void Sender::acknowledge(const ControlMessage& message, FlightSlots& slots) {
   parts_.arbiter->acknowledge(context_.traffic_class, *windows_.at(stream.stream.downstream), sent.bytes,
                               now - sent.at);
   const int peer = parts_.layout.on_rail(stream.stream.downstream);
-  PeerTable::instance().sent({context_.process_group, context_.traffic_class, context_.told(peer)},
-                             sent.bytes, now - sent.at);
+  PeerTable::instance().sent(
+      {context_.process_group, context_.traffic_class, context_.process_group_rank(peer)}, sent.bytes,
+      now - sent.at);
   enter_transfer(Entered::kSent, context_, flight->announced().op, peer, sent.bytes, sent.at, now);
   stream.acknowledged.fetch_add(1);
 }
