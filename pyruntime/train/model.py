@@ -14,7 +14,7 @@ from pyruntime.context import Context
 from pyruntime.llama import Llama, load_weights
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.elementwise import NoCompiler
-from pyruntime.llama.hf import read_config
+from pyruntime.llama.hf import check_shapes, read_config
 from pyruntime.llama.presets import preset
 from pyruntime.nn.parameters import shard_bounds
 from pyruntime.train.config import Model, RunConfig
@@ -107,6 +107,9 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
                 f"the {heads} key/value heads of a tensor-parallel rank; use ring or all_gather_kv."
             )
     source = config.model.init_from
+    if source:
+        with refusing("model.init_from: ", (ValueError, OSError)):
+            check_shapes(shape, source)
     with refusing("train.compile: ", (NoCompiler,)):
         model = llama(
             config,
