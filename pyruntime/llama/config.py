@@ -53,7 +53,8 @@ class RopeScaling:
         _check_number("rope factor", self.factor)
         if not 1.0 <= self.factor <= 1e6:
             raise ValueError(
-                f"rope factor={self.factor} must be at least 1.0, as it lengthens the context, and at most 1e6."
+                f"rope factor={self.factor} must be at least 1.0, as it lengthens the context, and at most "
+                "1e6."
             )
         if self.rope_type == "llama3":
             _check_number("rope low_freq_factor", self.low_freq_factor)

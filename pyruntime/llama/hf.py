@@ -253,8 +253,8 @@ def _check_names(
 
 
 def _slice_of(shard: Shard, file: Any, path: Path) -> Any:
-    """The tensor of a shard in a file, of which nothing is read yet. Raises ValueError where it is not there, or
-    of another shape."""
+    """The tensor of a shard in a file, of which nothing is read yet. Raises ValueError where it is not there,
+    or of another shape."""
     try:
         stored = file.get_slice(shard.name)
     except SafetensorError as error:

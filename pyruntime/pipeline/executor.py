@@ -56,8 +56,8 @@ class Pipeline:
         wire: what activations, and gradients of them, are rounded to on their way between ranks
             (pyruntime/comm/wire.py); a gradient passes the rounding of its activation as it is.
         scale_grads: whether gradients are the mean over micro-batches, as torch.distributed.pipelining makes
-            them by default, or their sum, as `backward()` of one micro-batch after the other makes them. Losses
-            are returned as `loss` gave them either way.
+            them by default, or their sum, as `backward()` of one micro-batch after the other makes them.
+            Losses are returned as `loss` gave them either way.
 
     Raises ValueError where schedule, stages and group do not fit together, `ScheduleError` for a schedule
     that would not end, CommTimeout and PeerLost. Every rank of the group makes one alike.
@@ -272,9 +272,9 @@ def _check_shape(action: Action, shape: Sequence[int], x: Any, y: Any) -> None:
     if found != tuple(shape):
         given = f" was given {tuple(x.shape)} and" if isinstance(x, Tensor) else ""
         raise ValueError(
-            f"shapes= says that {tuple(shape)} travels between stages, and stage {action.stage}{given} returned "
-            f"{found}, for micro-batch {action.micro_batch}, slice {action.slice}; let shapes= be what a stage "
-            "returns for one micro-batch."
+            f"shapes= says that {tuple(shape)} travels between stages, and stage {action.stage}{given} "
+            f"returned {found}, for micro-batch {action.micro_batch}, slice {action.slice}; let shapes= be "
+            "what a stage returns for one micro-batch."
         )
 
 

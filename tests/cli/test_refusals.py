@@ -45,7 +45,8 @@ def test_a_switch_takes_truth_as_configurations_and_as_python_write_it(word):
         (["train", "--config", "--train.steps", "3"], "--config needs a value."),
         (
             ["train", "--optimizer.lr", "nan"],
-            "optimizer.lr must be between 1e-12 and 10, as a step moves each weight by about so much, found nan.",
+            "optimizer.lr must be between 1e-12 and 10, as a step moves each weight by about so much, found "
+            "nan.",
         ),
         (["train", "--optimizer.lr", "fast"], "optimizer.lr"),
         (["train", "--train.steps", "1.5"], "train.steps"),

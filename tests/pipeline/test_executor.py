@@ -191,8 +191,8 @@ def misused(group, width, count, has_loss):
             2,
             True,
             0,
-            f"shapes= says that ({BATCH}, {WIDTH}) travels between stages, and stage 0 was given (8, {WIDTH}) "
-            f"and returned (8, {WIDTH}), for micro-batch 0, slice 0; ",
+            f"shapes= says that ({BATCH}, {WIDTH}) travels between stages, and stage 0 was given "
+            f"(8, {WIDTH}) and returned (8, {WIDTH}), for micro-batch 0, slice 0; ",
         ),
         (BATCH, 3, True, 0, "takes inputs of 2 micro-batches of 1 slice(s)"),
         (BATCH, 0, True, 0, "takes inputs of 2 micro-batches of 1 slice(s)"),

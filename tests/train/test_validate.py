@@ -26,7 +26,8 @@ def with_value(key, value):
         (
             "optimizer.lr",
             math.nan,
-            "optimizer.lr must be between 1e-12 and 10, as a step moves each weight by about so much, found nan.",
+            "optimizer.lr must be between 1e-12 and 10, as a step moves each weight by about so much, found "
+            "nan.",
         ),
         ("optimizer.lr", math.inf, "found inf."),
         ("optimizer.lr", -1e-3, "found -0.001."),

@@ -90,8 +90,8 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
     (lambda x: 0 <= x <= 1, "be between 0 and 1, as a weight beside that of the loss", ("train.z_loss",)),
     (
         lambda x: x == 0 or LEAST_TEMPERATURE <= x <= MOST_TEMPERATURE,
-        f"be 0 for the likeliest token, or between {LEAST_TEMPERATURE:g} and {MOST_TEMPERATURE:g}, by which fp32 "
-        "can divide logits",
+        f"be 0 for the likeliest token, or between {LEAST_TEMPERATURE:g} and {MOST_TEMPERATURE:g}, by which "
+        "fp32 can divide logits",
         ("output.temperature",),
     ),
     (lambda x: 0 <= x <= 1e6, "be between 0 and 1e6 hours", ("checkpoint.keep_every_h",)),
@@ -182,8 +182,8 @@ def _check_train(config: RunConfig) -> None:
     _check_muon(config)
     require(
         optimizer.lr * optimizer.weight_decay < 1,
-        f"optimizer.weight_decay={optimizer.weight_decay} times optimizer.lr={optimizer.lr} must be below 1, the "
-        "share of a weight that a step takes away.",
+        f"optimizer.weight_decay={optimizer.weight_decay} times optimizer.lr={optimizer.lr} must be below 1: "
+        "it is the share of a weight that a step takes away.",
     )
     require(
         optimizer.rounding == "nearest" or train.dtype == "bf16",
