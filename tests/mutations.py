@@ -16,7 +16,7 @@ MANY = 1000
 
 
 def few_or_many(few: int) -> pytest.MarkDecorator:
-    """Parametrizes a test by `examples`, settings: few of them, or a thousand where `make test-mutations` asks."""
+    """Parametrizes a test by `examples`, settings: few, or a thousand where `make test-mutations` asks."""
     many = pytest.param(settings(BOUNDED, max_examples=MANY), marks=pytest.mark.mutations, id="many")
     return pytest.mark.parametrize(
         "examples", [pytest.param(settings(BOUNDED, max_examples=few), id="few"), many]

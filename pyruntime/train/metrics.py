@@ -8,6 +8,7 @@ import json
 import math
 import resource
 from pathlib import Path
+from typing import Any
 
 from pyruntime.text import finite
 from pyruntime.train.errors import ConfigError
@@ -149,7 +150,7 @@ def _parse(text: bytes) -> dict | None:
     return line if is_read else None
 
 
-def _is_figure(value: object) -> bool:
+def _is_figure(value: Any) -> bool:
     return type(value) in (int, float) and not 1e30 < abs(value) < math.inf
 
 

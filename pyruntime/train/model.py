@@ -98,7 +98,7 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
     """This rank's part of a model of that shape, with the weights that a run starts from. Raises ConfigError
     where the mesh does not fit the model, or its first weights cannot be read."""
     cp, context = runtime.sizes.cp, None
-    if runtime.cp is not None:
+    if runtime.cp.mesh is not None:
         context = Context(runtime.cp, config.context.layout, config.context.variant, config.context.wire)
         heads = shape.num_key_value_heads // runtime.tp_size
         if context.variant == "ulysses" and heads % cp:
@@ -121,7 +121,7 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
             compile=config.train.compile,
             slices=slices_of(config, runtime),
             z_loss=config.train.z_loss,
-            part=None if runtime.pp is None else part_of(config, shape, runtime.coordinate.pp),
+            part=None if runtime.pp.mesh is None else part_of(config, shape, runtime.coordinate.pp),
         )
     if source:
         with refusing("model.init_from: ", (ValueError, OSError)):
