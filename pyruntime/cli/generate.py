@@ -25,8 +25,8 @@ Below torchrun the model is cut over all ranks; the text is the same on each and
 
 
 EMPTY = (
-    "pyruntime: the model ended the text at once: the first token that it drew ends a document. Try another "
-    "--seed, a higher --temperature, or a prompt that stops in the midst of a sentence."
+    "pyruntime: the model has added nothing to the prompt: what it drew first ends a document, or is no text. "
+    "Try another --seed, a higher --temperature, or a prompt that stops in the midst of a sentence."
 )
 
 

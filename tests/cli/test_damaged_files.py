@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pyruntime.cli import main
+from pyruntime.cli import generate, main
+from pyruntime.llama import generate_steps
 from pyruntime.train import config_file
 from tests.cli.test_damaged_flags import FEW, WORDS, check_ending, command_lines
 from tests.mutations import contents, documents, few_or_many
@@ -151,6 +153,19 @@ def test_a_model_of_a_changed_shape(run, files, tmp_path, command, examples):
         check_ending(command, *arguments)
 
     check()
+
+
+def test_an_empty_answer_is_said(run, monkeypatch, capsys):
+    model, tokenizer = generate.load(run / "model", None)
+    (first,) = generate_steps(model, torch.tensor([list(b"a")]), 1, temperature=0)
+    ask = ["generate", "--checkpoint", str(run / "model"), "--prompt", "a", "--temperature", "0"]
+    assert main(ask) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(type(tokenizer), "separator", int(first))
+    assert main(ask) == 0
+    said = capsys.readouterr()
+    assert said.out == "a\n"
+    assert said.err.startswith("pyruntime: the model has added nothing to the prompt: ")
 
 
 SAMPLING = {
