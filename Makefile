@@ -72,6 +72,10 @@ test-parity: $(BUILT)  ## train on every mesh of at most 8 ranks and compare wit
 test-kill: $(BUILT)  ## kill -9 a run at fifty random moments and compare it with one never interrupted: minutes
 	$(RUN) -m pytest -m kill -s -o faulthandler_timeout=0 tests/train/test_kill.py
 
+.PHONY: test-mutations
+test-mutations: $(BUILT)  ## damage ledgers, models, runs and options a thousand times each: a quarter of an hour
+	$(RUN) -m pytest -m mutations -o faulthandler_timeout=0 tests/cli
+
 .PHONY: test-install
 test-install: $(BUILT)  ## install from the source distribution, which compiles all of it: many minutes
 	$(RUN) -m pytest -m install tests/test_sdist.py

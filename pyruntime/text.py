@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 LONGEST = 80
 """Characters of a value in an error."""
@@ -20,6 +21,15 @@ def short_repr(value: object) -> str:
     except (ValueError, RecursionError):  # of more digits than Python prints
         return "a number of thousands of digits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}.."
+
+
+def finite(value: Any) -> Any:
+    """`value` as JSON can hold it: None in place of numbers that are not finite, at any depth."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def toml_value(value: object) -> str:

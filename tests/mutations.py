@@ -6,11 +6,22 @@ import copy
 import math
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
 # The same examples in every run, and few of them: what a longer search finds becomes an @example.
 BOUNDED = settings(max_examples=60, derandomize=True, database=None)
+MANY = 1000
+
+
+def few_or_many(few: int) -> pytest.MarkDecorator:
+    """Parametrizes a test by `examples`, settings: few, or a thousand where `make test-mutations` asks."""
+    many = pytest.param(settings(BOUNDED, max_examples=MANY), marks=pytest.mark.mutations, id="many")
+    return pytest.mark.parametrize(
+        "examples", [pytest.param(settings(BOUNDED, max_examples=few), id="few"), many]
+    )
+
 
 NASTY: list[Any] = [
     None, True, False, 0, -1, 1, 3, 7,

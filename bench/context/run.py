@@ -222,9 +222,9 @@ def arguments() -> argparse.Namespace:
 def measure_all(args: argparse.Namespace, runtime: Any) -> Iterator[dict[str, Any]]:
     for dtype in args.dtypes:
         for seq in args.seq:
-            yield measure_attention(seq, dtype, args, comm.process_group(runtime.cp))
+            yield measure_attention(seq, dtype, args, comm.process_group(runtime.cp.mesh))
         for model in args.models:
-            yield measure_training(model, dtype, args, runtime.cp, runtime.tp, runtime.dp)
+            yield measure_training(model, dtype, args, runtime.cp.mesh, runtime.tp.mesh, runtime.dp.mesh)
 
 
 def main() -> None:

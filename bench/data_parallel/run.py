@@ -258,7 +258,7 @@ def main() -> None:
     args = arguments()
     with started({"dp": -1, "tp": 1}) as runtime:
         how = HOW.format(clip=args.clip, rounds=args.rounds, steps=args.steps)
-        mesh, tp = runtime.dp, runtime.tp
+        mesh, tp = runtime.dp.mesh, runtime.tp.mesh
         each = (measure(shape, dtype, args, mesh, tp) for shape in args.shapes for dtype in args.dtypes)
         report_each(args, how, each, show)
 

@@ -175,7 +175,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     with started({"dp": -1, "tp": 1}) as runtime:
-        found = (measure(args, runtime.dp, runtime.tp) for _ in range(1))
+        found = (measure(args, runtime.dp.mesh, runtime.tp.mesh) for _ in range(1))
         report_each(args, HOW.format(rounds=args.rounds), found, show)
 
 

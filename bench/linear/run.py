@@ -228,7 +228,7 @@ def main() -> None:
     pyruntime.keep_freed_memory()
     with pyruntime.Runtime.start() as runtime:
         where = facts()
-        report(args, where, cases, runtime.tp, first=runtime.rank == 0)
+        report(args, where, cases, runtime.tp.mesh, first=runtime.rank == 0)
 
 
 def report(

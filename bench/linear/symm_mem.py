@@ -95,7 +95,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with pyruntime.Runtime.start() as runtime:
         where = facts()
-        lines = measure(runtime.tp, args.rounds)
+        lines = measure(runtime.tp.mesh, args.rounds)
         if runtime.rank > 0:
             return
         print(where["machine"])

@@ -178,7 +178,7 @@ def main() -> None:
     case = Case.parse(args.shape, DTYPES["bf16"])
     with started({"tp": -1}) as runtime:
         torch.manual_seed(0)
-        found = traces(case, runtime.tp)
+        found = traces(case, runtime.tp.mesh)
         if runtime.rank == 0:
             plot(args.plot, found, args.rate, case)
             for trace in found:

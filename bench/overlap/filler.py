@@ -59,12 +59,12 @@ def main() -> None:
     with started({"tp": -1}) as runtime:
         report = Report(args, HOW)
         case = Case.parse(args.shape, DTYPES[args.dtype])
-        blocks = Blocks(case, args.blocks, runtime.tp)
+        blocks = Blocks(case, args.blocks, runtime.tp.mesh)
         one, other = blocks.run("in place"), blocks.run("filled")
         if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
             raise SystemExit("Gradients that come later have other bits.")
-        gemms = bare_gemms(case, Operands.random(case, seed=1), runtime.tp, backward=True)
-        alone = collectives(case, runtime.tp, backward=True)
+        gemms = bare_gemms(case, Operands.random(case, seed=1), runtime.tp.mesh, backward=True)
+        alone = collectives(case, runtime.tp.mesh, backward=True)
         blocks.waited = dict.fromkeys(blocks.waited, 0.0)
         variants = {name: (lambda name=name: blocks.run(name)) for name in blocks.waited}
         variants["gemms"] = lambda: [gemms.run() for _ in range(args.blocks)]

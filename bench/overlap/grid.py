@@ -64,7 +64,7 @@ def config_of(layers: int, hidden: int) -> LlamaConfig:
 
 def counters(runtime: Runtime) -> list[int]:
     """Bytes read over x, y and z until now."""
-    over_y = 0 if runtime.tp_y is None else comm.stats(runtime.tp_y).bytes
+    over_y = 0 if runtime.tp_y.mesh is None else comm.stats(runtime.tp_y).bytes
     return [comm.stats(runtime.tp).bytes, over_y, comm.bytes_read("dp")]
 
 
@@ -109,7 +109,7 @@ def limits(runtime: Runtime, shape: Shape, one: DeviceMesh, inside: int, rounds:
     torch.manual_seed(runtime.coordinate.dp)
     ids, labels = (torch.randint(shape.vocab, (shape.micro_batch, shape.seq)) for _ in range(2))
     alone = ours_alone(shape, torch.bfloat16, one, CLIP)
-    step, handle = ours(shape, torch.bfloat16, runtime.tp_grid, runtime.dp, stage=3)
+    step, handle = ours(shape, torch.bfloat16, runtime.tp_grid, runtime.dp.mesh, stage=3)
     turns: dict[str, Turn] = {ALONE: lambda: alone(ids, labels), OURS: lambda: step(ids, labels)}
     for turn in turns.values():
         turn()

@@ -40,7 +40,7 @@ def main() -> None:
     with started({"tp": -1} if args.axis == "tp" else {"dp": -1, "tp": 1}) as runtime:
         torch.manual_seed(0 if args.axis == "tp" else runtime.rank)
         shape = SHAPES[args.shape]
-        step, _ = ours(shape, torch.bfloat16, runtime.tp, runtime.dp, 1)
+        step, _ = ours(shape, torch.bfloat16, runtime.tp.mesh, runtime.dp.mesh, 1)
         ids, labels = (torch.randint(shape.vocab, (shape.micro_batch, shape.seq)) for _ in range(2))
         left: list[int] = []
         seconds: dict[str, list[tuple[float, float]]] = {"plain": [], "entered": []}

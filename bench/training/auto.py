@@ -249,7 +249,7 @@ def main() -> None:
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         each = (
-            measure(kind, shape, dtype, args, runtime.tp, runtime.dp)
+            measure(kind, shape, dtype, args, runtime.tp.mesh, runtime.dp.mesh)
             for kind in args.kinds
             for shape in args.shapes
             for dtype in args.dtypes

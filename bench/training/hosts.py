@@ -114,7 +114,7 @@ def main() -> None:
         if dist.get_world_size() < 2:
             raise SystemExit("bench.training.hosts: one rank has nothing to exchange; start two or more.")
         each = (
-            measure(shape, dtype, args.slices, args.rounds, runtime.tp, runtime.dp)
+            measure(shape, dtype, args.slices, args.rounds, runtime.tp.mesh, runtime.dp.mesh)
             for shape in args.shapes
             for dtype in args.dtypes
         )

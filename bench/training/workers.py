@@ -183,7 +183,7 @@ def _our_step(job: Job, stack: ExitStack) -> Callable[[Tensor, Tensor], float]:
     pyruntime.keep_freed_memory()
     mesh = _mesh(job)
     stack.callback(dist.destroy_process_group)
-    return OurStep(job.shape, DTYPES[job.dtype], stack.enter_context(pyruntime.Runtime(mesh)).tp)
+    return OurStep(job.shape, DTYPES[job.dtype], stack.enter_context(pyruntime.Runtime(mesh)).tp.mesh)
 
 
 def llama_config(shape: Shape) -> LlamaConfig:

@@ -115,7 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with pyruntime.Runtime.start() as runtime:
-        tp, dp = runtime.tp.get_group(), dist.new_group(list(range(dist.get_world_size())))
+        tp, dp = runtime.tp.group, dist.new_group(list(range(dist.get_world_size())))
         comm.configure(dp, traffic_class="dp")
         # On one host nothing would be sent; under netlab this is what "auto" takes.
         for group in (tp, dp):

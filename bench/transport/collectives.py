@@ -106,10 +106,10 @@ def main() -> None:
         where = facts()
         results: list[Result] = []
         for megabytes in args.megabytes:
-            results += measure(runtime.tp, megabytes, DTYPES[args.dtype], args.rounds, args.seconds)
+            results += measure(runtime.tp.mesh, megabytes, DTYPES[args.dtype], args.rounds, args.seconds)
         if runtime.rank == 0:
             print(f"{where['machine']}\n{where['ranks']} ranks, {args.dtype}, {where['date']}")
-            print(f"{pyruntime.comm.transport_of(runtime.tp)}\n\n{HOW}\n")
+            print(f"{pyruntime.comm.transport_of(runtime.tp.mesh)}\n\n{HOW}\n")
             head = ["collective", "MB", "ours ms", "+-", "backend ms", "ours / backend"]
             lines = [
                 [
@@ -124,7 +124,11 @@ def main() -> None:
             ]
             print(table(head, lines))
             if args.json:
-                settings = {**vars(args), "transport": pyruntime.comm.transport_of(runtime.tp), "how": HOW}
+                settings = {
+                    **vars(args),
+                    "transport": pyruntime.comm.transport_of(runtime.tp.mesh),
+                    "how": HOW,
+                }
                 write_json(args.json, where, settings, [asdict(result) for result in results])
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Continues a prompt with a Hugging Face Llama checkpoint, such as the model folder of a run.
 Below torchrun the model is cut over all ranks; the text is the same on each and printed by rank 0."""
+
+
+EMPTY = (
+    "pyruntime: the model has added nothing to the prompt: what it drew first ends a document, or is no text. "
+    "Try another --seed, a higher --temperature, or a prompt that stops in the midst of a sentence."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +71,14 @@ def main(argv: list[str]) -> None:
         model, tokenizer = load(Path(options.checkpoint), runtime.tp, runtime.device)
         ids = torch.tensor([_prompt_ids(options.prompt, tokenizer)], device=runtime.device)
         pieces = continue_text(model, tokenizer, ids, options)
-        shown = model.group.rank == 0
-        for piece in itertools.chain([options.prompt], pieces, ["\n"]):
+        shown, is_empty = model.group.rank == 0, True
+        shown = shown and _show(options.prompt, alone=world_size == 1)
+        for piece in pieces:
+            is_empty = is_empty and not piece
             shown = shown and _show(piece, alone=world_size == 1)
+        shown = shown and _show("\n", alone=world_size == 1)
+        if is_empty and model.group.rank == 0:
+            print(EMPTY, file=sys.stderr, flush=True)
 
 
 def _show(piece: str, *, alone: bool) -> bool:
@@ -127,9 +138,15 @@ def continue_text(model: Llama, tokenizer: Tokenizer, ids: torch.Tensor, options
             seed=options.seed,
             eos_token_id=tokenizer.separator,
         )
-    new = (int(token) for token in steps)
+    new = (int(token) for token in _named(steps))
     kept = (token for token in new if token != tokenizer.separator)
     return _decoded(kept, tokenizer)
+
+
+def _named(steps: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tokens; a model that gives none is refused."""
+    with refusing():
+        yield from steps
 
 
 def _decoded(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:

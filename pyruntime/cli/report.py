@@ -51,14 +51,14 @@ def main(argv: list[str]) -> None:
         if not (run_dir / metrics.FILE_NAME).is_file():
             raise ConfigError(f"{run_dir} is no run folder: it has no {metrics.FILE_NAME}.")
     steps = metrics.read(run_dir / metrics.FILE_NAME)
-    with refusing():
+    with refusing(kinds=(ValueError, OSError)):
         ledgers = read(run_dir)
         plan = _plan(run_dir, steps, ledgers, options.cluster)
     with writing(str(run_dir / PAGE)):
         text = page(run_dir.resolve().name, _facts(steps, ledgers), steps, ledgers, plan)
         (run_dir / PAGE).write_text(text, encoding="utf-8")
         if ledgers:
-            (run_dir / TRACE).write_text(json.dumps(chrome_trace(ledgers)), encoding="utf-8")
+            (run_dir / TRACE).write_text(json.dumps(chrome_trace(ledgers), allow_nan=False), encoding="utf-8")
     beside = f", {run_dir / TRACE}" if ledgers else " (it kept no ledger: --train.ledger true)"
     print(f"{run_dir / PAGE}{beside}")
 
@@ -90,10 +90,15 @@ def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: 
     return Plan(
         words=words,
         memory=dataclasses.asdict(fullest),
-        measured_memory=steps[-1]["memory_bytes"] if steps else None,
+        measured_memory=max(_measured(steps, "memory_bytes"), default=None),
         step=dataclasses.asdict(seconds) if seconds else None,
-        measured_step=statistics.median(line["step_time_s"] for line in steps) if steps else None,
+        measured_step=statistics.median(times) if (times := _measured(steps, "step_time_s")) else None,
     )
+
+
+def _measured(steps: list[dict], name: str) -> list[float]:
+    """A figure of all steps that have it."""
+    return [line[name] for line in steps if line.get(name) is not None and math.isfinite(line[name])]
 
 
 def _facts(steps: list[dict], ledgers: list[RankLedger]) -> str:

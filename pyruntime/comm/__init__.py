@@ -1,5 +1,6 @@
 """Groups, their figures and deadlines, and the Runtime that owns them."""
 
+from pyruntime.comm.axis import Axis
 from pyruntime.comm.companions import close, companion
 from pyruntime.comm.core import keep_freed_memory, symmetric_memory_bytes
 from pyruntime.comm.errors import CommError, CommTimeout, PeerLost
@@ -28,6 +29,7 @@ from pyruntime.comm.rendezvous import keep, kept
 from pyruntime.comm.runtime import Runtime
 
 __all__ = [
+    "Axis",
     "CommError",
     "CommTimeout",
     "Group",

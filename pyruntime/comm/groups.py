@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pyruntime.comm.axis import Axis
 from pyruntime.comm.core import _C
 
-Group: TypeAlias = dist.ProcessGroup | DeviceMesh | str
-"""A process group, a one-dimensional DeviceMesh, or the name of a process group."""
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Axis | str
+"""A process group, a one-dimensional DeviceMesh, an axis of a Runtime, or the name of a process group."""
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
@@ -30,6 +31,8 @@ def process_group(group: Group) -> dist.ProcessGroup:
                 f"No process group has the name {group!r}; pass the group itself, or one axis of a mesh, "
                 "such as runtime.tp."
             ) from error
+    if isinstance(group, Axis):
+        return group.group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(

@@ -18,6 +18,7 @@ import torch.distributed.nn.functional  # before a group is there: its functions
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime.comm import companions
+from pyruntime.comm.axis import Axis
 from pyruntime.comm.core import _C
 from pyruntime.comm.devices import Host, place
 from pyruntime.comm.exchange import first_line, is_of_connection, named_failures, raise_for_ended
@@ -183,43 +184,46 @@ class Runtime:
         return process_group(self.mesh) if self.mesh.ndim == 1 else dist.group.WORLD
 
     @property
-    def tp(self) -> DeviceMesh:
+    def tp(self) -> Axis:
         """The tensor-parallel axis; of two the first, x."""
-        return self.mesh["tp"]
+        return self._axis("tp")
 
     @property
-    def tp_y(self) -> DeviceMesh | None:
-        """The second axis of tensor parallelism; None where there is none."""
-        return self.mesh["tp_y"] if "tp_y" in (self.mesh.mesh_dim_names or ()) else None
+    def tp_y(self) -> Axis:
+        """The second axis of tensor parallelism."""
+        return self._axis("tp_y")
 
     @property
     def tp_grid(self) -> DeviceMesh:
-        """What models and layers are cut over: the axis (tp), or both axes (tp, tp_y)."""
-        return self.tp if self.tp_y is None else self.mesh["tp", "tp_y"]
+        """What models and layers are cut over: the mesh (tp), or that of both axes (tp, tp_y)."""
+        return self.mesh["tp"] if self.tp_y.mesh is None else self.mesh["tp", "tp_y"]
 
     @property
-    def dp(self) -> DeviceMesh | None:
-        """The data-parallel axis or axes, (dp) or (dp_replicate, dp_shard); None where there is none."""
+    def dp(self) -> Axis:
+        """The data-parallel axis, of one dimension (dp) or two (dp_replicate, dp_shard)."""
         names = tuple(name for name in self.mesh.mesh_dim_names or () if name.startswith("dp"))
-        return self.mesh[names] if names else None
+        return Axis("dp", self.mesh[names] if names else None)
 
     @property
-    def cp(self) -> DeviceMesh | None:
-        """The context-parallel axis; None where there is none."""
-        return self.mesh["cp"] if "cp" in (self.mesh.mesh_dim_names or ()) else None
+    def cp(self) -> Axis:
+        """The context-parallel axis."""
+        return self._axis("cp")
 
     @property
-    def pp(self) -> DeviceMesh | None:
-        """The pipeline's axis; None where there is none."""
-        return self.mesh["pp"] if "pp" in (self.mesh.mesh_dim_names or ()) else None
+    def pp(self) -> Axis:
+        """The pipeline's axis."""
+        return self._axis("pp")
+
+    def _axis(self, name: str) -> Axis:
+        return Axis(name, self.mesh[name] if name in (self.mesh.mesh_dim_names or ()) else None)
 
     @functools.cached_property
-    def replicas(self) -> DeviceMesh | None:
-        """The axes over which gradients are reduced: those of `dp`, each rank of the last with its ranks of
-        `cp`. None where there is but one. With both, of a mesh that was made elsewhere, the first call is
+    def replicas(self) -> Axis:
+        """The ranks over which gradients are reduced: those of `dp`, each rank of its last dimension with its
+        ranks of `cp`. With both, of a mesh that was made elsewhere, the first call is
         collective over all ranks."""
-        if self.dp is None or self.cp is None:
-            return self.cp if self.dp is None else self.dp
+        if self.dp.mesh is None or self.cp.mesh is None:
+            return Axis("replicas", self.cp.mesh if self.dp.mesh is None else self.dp.mesh)
         with named_failures(self.world, "Making the groups of dp and cp"):
             merged = merge_context(self.mesh, self.deadline_s)
         root = merged._get_root_mesh()
@@ -227,7 +231,7 @@ class Runtime:
             name = root.get_group(axis).group_name
             self._groups.append(name)
             set_deadline(name, self.deadline_s)
-        return merged
+        return Axis("replicas", merged)
 
     def by_axes(self, values: torch.Tensor) -> torch.Tensor:
         """Values of all ranks [world, ...], by the axes of the mesh: [pp, dp, cp, tp, ...]."""
@@ -241,7 +245,7 @@ class Runtime:
     @property
     def tp_size(self) -> int:
         """Ranks in the tensor-parallel group, of two axes the first."""
-        return self.tp.size()
+        return self.tp.size
 
     @property
     def tp_sizes(self) -> tuple[int, int]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pyruntime.comm import Axis
 from pyruntime.comm.wire import WireFormat
 from pyruntime.data_parallel.axes import Axes, axes_of
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
@@ -40,7 +41,7 @@ BUCKET_BYTES = {0: _LARGE_BUCKET, 1: _LARGE_BUCKET, 2: _LARGE_BUCKET, 3: 256 << 
 
 def shard(
     model: nn.Module,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh | Axis | None,
     *,
     stage: int = 2,
     reduce_dtype: torch.dtype | None = None,
@@ -81,9 +82,11 @@ def shard(
     that the model is cut over already, a model without trainable parameters, or where nothing can be
     compressed; TypeError for what is no module or no mesh.
     """
+    if isinstance(mesh, Axis):
+        mesh = mesh.mesh
     if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh | None):
         raise TypeError(
-            "shard() takes an nn.Module and a DeviceMesh, such as runtime.dp; found: "
+            "shard() takes an nn.Module and a DeviceMesh, or an axis such as runtime.dp; found: "
             f"{type(model).__name__} and {type(mesh).__name__}."
         )
     if stage not in (0, 1, 2, 3):

@@ -11,6 +11,20 @@ from pyruntime.text import short_repr
 ROPE_TYPES = ("default", "linear", "llama3")
 LARGEST = 2**31 - 1
 """Of all sizes; a larger one is no model but a damaged file."""
+LARGEST_OF = {
+    "num_hidden_layers": 2**14,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "hidden_size": 2**22,
+    "intermediate_size": 2**24,
+    "vocab_size": 2**26,
+}
+"""Some thirty times the largest published, below which every product of two is a size that torch counts."""
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
+"""Of sampling: what logits of any model are divided by in fp32 and stay finite and apart."""
+LEAST_THETA, MOST_THETA = 1.0, 1e12
+"""Of rope_theta: below, later channels would turn faster than the first; above, most do not turn at all."""
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 """Without default in a config.json."""
 
@@ -37,15 +51,19 @@ class RopeScaling:
                 "rope_scaling=None."
             )
         _check_number("rope factor", self.factor)
-        if not self.factor >= 1.0:
-            raise ValueError(f"rope factor={self.factor} must be at least 1.0, as it lengthens the context.")
+        if not 1.0 <= self.factor <= 1e6:
+            raise ValueError(
+                f"rope factor={self.factor} must be at least 1.0, as it lengthens the context, and at most "
+                "1e6."
+            )
         if self.rope_type == "llama3":
             _check_number("rope low_freq_factor", self.low_freq_factor)
             _check_number("rope high_freq_factor", self.high_freq_factor)
-            if not 0.0 < self.low_freq_factor < self.high_freq_factor:
+            if not 1e-6 <= self.low_freq_factor < self.high_freq_factor <= 1e6:
                 raise ValueError(
                     f"rope low_freq_factor={self.low_freq_factor} and high_freq_factor="
-                    f"{self.high_freq_factor} must be positive, the low one smaller than the high one."
+                    f"{self.high_freq_factor} must be positive, the low one smaller than the high one, and "
+                    "between 1e-6 and 1e6."
                 )
             _check_size("rope original_max_position_embeddings", self.original_max_position_embeddings)
 
@@ -83,6 +101,7 @@ class LlamaConfig:
                 raise ValueError(f"{name}={short_repr(getattr(self, name))} must be true or false.")
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             _check_number(name, getattr(self, name))
+            object.__setattr__(self, name, float(getattr(self, name)))  # a whole one may be beyond int64
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim is None:
@@ -103,9 +122,16 @@ class LlamaConfig:
             raise ValueError(
                 f"head_dim={self.head_dim} must be even: rotary embedding turns pairs of channels."
             )
-        for name in ("rms_norm_eps", "rope_theta"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
+        if not 1e-30 <= self.rms_norm_eps <= 1.0:
+            raise ValueError(
+                f"rms_norm_eps={self.rms_norm_eps} must be between 1e-30 and 1: it keeps the root of a mean "
+                "square, about 1, from 0."
+            )
+        if not LEAST_THETA <= self.rope_theta <= MOST_THETA:
+            raise ValueError(
+                f"rope_theta={self.rope_theta} must be between {LEAST_THETA:g} and {MOST_THETA:g}: it is the "
+                "longest wavelength of positions, in tokens over 2 pi."
+            )
         if not 0.0 <= self.initializer_range < 1.0:
             raise ValueError(f"initializer_range={self.initializer_range} must lie in [0, 1).")
 
@@ -216,6 +242,9 @@ class LlamaConfig:
 def _check_size(name: str, value: Any) -> None:
     if type(value) is not int or not 1 <= value <= LARGEST:
         raise ValueError(f"{name}={short_repr(value)} must be a positive whole number below 2**31.")
+    most = LARGEST_OF.get(name, LARGEST)
+    if value > most:
+        raise ValueError(f"{name}={value} is that of no model: it must be at most {most}.")
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyruntime import ops
+from pyruntime.llama.config import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from pyruntime.llama.model import Llama
 from pyruntime.nn.gather import gather_features
 
@@ -74,7 +75,7 @@ def generate_steps(
 ) -> Iterator[Tensor]:
     """As `generate`, but yields the new tokens [B] step by step, for a caller that shows them at once.
 
-    temperature: divides the logits; 0 takes the most likely token.
+    temperature: divides the logits, 1e-6 to 1e6; 0 takes the most likely token.
     top_k: only the k most likely tokens are drawn from (None: all).
     top_p: only the fewest tokens whose probabilities reach p together (None: all).
     seed: of the draws. The same seed, weights and tp give the same text.
@@ -129,6 +130,10 @@ def sample(
 ) -> Tensor:
     """One token per row of logits [B, V], int64 [B] on the CPU; see `generate` for the arguments."""
     logits = logits.float().cpu()
+    if not logits.isfinite().all():
+        raise ValueError(
+            "The model's logits are not finite, so no token can be drawn; its weights are damaged."
+        )
     if temperature == 0:
         return logits.argmax(dim=-1)
     # Sorted by falling probability both cuts are a prefix, and the draw names a place in that order.
@@ -138,7 +143,9 @@ def sample(
     probabilities = scores.softmax(dim=-1)
     if top_p is not None:
         before = probabilities.cumsum(dim=-1) - probabilities  # of all likelier tokens; 0 for the first
-        probabilities = probabilities.masked_fill(before >= top_p, 0.0)
+        unlikely = before >= top_p
+        unlikely[:, 0] = False  # whatever top_p is in fp32
+        probabilities = probabilities.masked_fill(unlikely, 0.0)
     place = torch.multinomial(probabilities, 1, generator=generator)
     return order.gather(1, place).squeeze(1)
 
@@ -155,8 +162,11 @@ def _check(
         raise ValueError(f"ids have shape {list(ids.shape)}; pass prompts [B, S] of at least one token.")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1.")
-    if not 0.0 <= temperature < float("inf"):
-        raise ValueError(f"temperature={temperature} must be 0 (most likely token) or a positive number.")
+    if temperature != 0.0 and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
+        raise ValueError(
+            f"temperature={temperature} must be 0 (most likely token), or between {LEAST_TEMPERATURE:g} and "
+            f"{MOST_TEMPERATURE:g}: fp32 cannot divide logits by another."
+        )
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k} must be at least 1, or None for every token.")
     if top_p is not None and not 0.0 < top_p <= 1.0:

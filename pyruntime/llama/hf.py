@@ -44,9 +44,30 @@ def load_hf(
     a Llama, is damaged, or whose tensors do not fit its config.json.
     """
     hf = read_config(directory)
-    model = Llama(LlamaConfig.from_hf(hf), group, dtype=dtype or saved_dtype(hf), seed=None, **options)
+    config = LlamaConfig.from_hf(hf)
+    check_shapes(config, directory)
+    model = Llama(config, group, dtype=dtype or saved_dtype(hf), seed=None, **options)
     load_weights(model, directory)
     return model
+
+
+def check_shapes(config: LlamaConfig, directory: str | os.PathLike[str]) -> None:
+    """Raises ValueError where the tensors of a checkpoint folder are not those of `config`: before memory is
+    taken for a model that a damaged config.json makes too large. Nothing but headers is read."""
+    directory = Path(directory)
+    files = _find_tensors(directory)
+    layers = {name.split(".")[2] for name in files if name.startswith("model.layers.")}
+    if len(layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"{CONFIG} of {directory} says num_hidden_layers={config.num_hidden_layers}, and its tensors are "
+            f"of {len(layers)} layers."
+        )
+    whole = {shard.name: shard for shard in Llama(config, device="meta", seed=None).shards()}
+    for path in sorted({files[name] for name in whole if name in files}):
+        with _open(path) as file:
+            for name, shard in whole.items():
+                if files.get(name) == path:
+                    _slice_of(shard, file, path)
 
 
 @torch.no_grad()
@@ -236,8 +257,9 @@ def _check_names(
         )
 
 
-def _read(shard: Shard, file: Any, path: Path) -> None:
-    """Copies this rank's slice of one tensor; nothing else of it is read."""
+def _slice_of(shard: Shard, file: Any, path: Path) -> Any:
+    """The tensor of a shard in a file, of which nothing is read yet. Raises ValueError where it is not there,
+    or of another shape."""
     try:
         stored = file.get_slice(shard.name)
     except SafetensorError as error:
@@ -247,6 +269,13 @@ def _read(shard: Shard, file: Any, path: Path) -> None:
         raise ValueError(
             f"{shard.name} in {path} has shape {list(shape)}, but {CONFIG} makes it {list(shard.shape)}."
         )
+    return stored
+
+
+def _read(shard: Shard, file: Any, path: Path) -> None:
+    """Copies this rank's slice of one tensor; nothing else of it is read."""
+    stored = _slice_of(shard, file, path)
+    shape = shard.shape
     index = [slice(None)] * len(shape)
     for dim, start in ((shard.dim, shard.start), (shard.dim_y, shard.start_y)):
         if dim is not None:

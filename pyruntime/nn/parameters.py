@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pyruntime import comm
-from pyruntime.comm import Group
+from pyruntime.comm import Axis, Group
 from pyruntime.comm.runtime import AXES
 from pyruntime.nn.packed.dtensor import PackedDTensor, dtensor
 from pyruntime.nn.packed.order import ranges_of
@@ -66,6 +66,8 @@ class TensorGroup:
         Raises ValueError where one of the two has the name of another axis than a tensor-parallel one."""
         if isinstance(group, TensorGroup):
             return group
+        if isinstance(group, Axis):
+            group = group.mesh
         if group is None:
             return cls("", 0, 1)
         mesh = group if isinstance(group, DeviceMesh) else None

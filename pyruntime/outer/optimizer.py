@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime import ops
-from pyruntime.comm import Group
+from pyruntime.comm import Axis, Group
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.compression import Compression
 from pyruntime.outer.averaging import Averaging, Sums
@@ -83,7 +83,7 @@ class OuterOptimizer:
     def __init__(
         self,
         module: nn.Module,
-        mesh: DeviceMesh | None,
+        mesh: DeviceMesh | Axis | None,
         method: Method,
         *,
         weights: Weights | None = None,
@@ -108,6 +108,8 @@ class OuterOptimizer:
         """None until it has been measured."""
         for number, fragment in enumerate(self._fragments):
             fragment.length = MEASURED_STEPS if self.tau is None else method.length(self.tau, number)
+        if isinstance(mesh, Axis):
+            mesh = mesh.mesh
         self._averaging: Sums
         self._lost: list[Tensor] = []
         """Of each fragment what compression has lost of its displacements."""

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
+import typing
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pyruntime.overlap.account import Account, Axis, Entry, Hidden, Kind
 from pyruntime.text import short_repr
 
 FOLDER = "ledger"
+LARGEST_S, LARGEST = 1e15, 2**63
+"""Of the numbers in a file: of seconds or bytes with a fraction, and whole."""
+Made = TypeVar("Made")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +63,17 @@ class RankLedger:
 def read(run_dir: Path) -> list[RankLedger]:
     """The ledgers of a run in the order of ranks; none where it kept none.
 
-    Raises ValueError where a file does not hold one."""
-    found = [_read(path) for path in _paths(run_dir)]
-    return sorted(found, key=lambda ledger: ledger.rank)
+    Raises ValueError where a file does not hold one, or the files are not of one run."""
+    found = {path: _read(path) for path in _paths(run_dir)}
+    axes = {path: list(ledger.coordinate) for path, ledger in found.items()}
+    for path in found:
+        first = min(found)
+        if axes[path] != axes[first]:
+            raise ValueError(
+                f"{path} has the axes {short_repr(axes[path])} and {first.name} beside it "
+                f"{short_repr(axes[first])}; they are not of one run."
+            )
+    return sorted(found.values(), key=lambda ledger: ledger.rank)
 
 
 def forget(run_dir: Path) -> None:
@@ -76,19 +90,64 @@ def _read(path: Path) -> RankLedger:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         given, saved, fields = (document.pop(name) for name in ("account", "saved", "fields"))
-        entries = tuple(_entry(dict(zip(fields, row, strict=True))) for row in document.pop("entries"))
-        return RankLedger(
-            account=_account(given), saved=saved and _account(saved), entries=entries, **document
+        entries = _made(
+            Entry, ({**row, "kind": Kind(row["kind"])} for row in _rows(fields, document.pop("entries")))
         )
+        (ledger,) = _made(
+            RankLedger,
+            [
+                {
+                    **document,
+                    "account": _account(given),
+                    "saved": None if saved is None else _account(saved),
+                    "entries": entries,
+                }
+            ],
+        )
+        if path.name != f"rank-{ledger.rank}.json":
+            raise ValueError(f"it is that of rank {ledger.rank}")
+        if ledger.steps < 1 or ledger.saves < (saved is not None) or ledger.end < ledger.begin:
+            raise ValueError("it counts less than one step or save, or ends before it begins")
+        return ledger
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         cause = f"{type(error).__name__} {short_repr(str(error))}"
         raise ValueError(f"{path} does not hold the ledger of a rank: {cause}.") from error
 
 
+def _rows(fields: list[str], rows: list[list]) -> Iterable[dict[str, Any]]:
+    return (dict(zip(fields, row, strict=True)) for row in rows)
+
+
 def _account(facts: dict[str, Any]) -> Account:
-    axes = {name: Axis(**axis) for name, axis in facts["axes"].items()}
-    return Account(**{**facts, "axes": axes, "lines": tuple(Hidden(**line) for line in facts["lines"])})
+    axes = dict(zip(facts["axes"], _made(Axis, facts["axes"].values()), strict=True))
+    (account,) = _made(Account, [{**facts, "axes": axes, "lines": _made(Hidden, facts["lines"])}])
+    return account
 
 
-def _entry(facts: dict[str, Any]) -> Entry:
-    return Entry(**{**facts, "kind": Kind(facts["kind"])})
+def _made(cls: type[Made], all_facts: Iterable[dict[str, Any]]) -> tuple[Made, ...]:
+    """An instance of a dataclass from each of several facts. Raises ValueError for one of another type than
+    its field's, or too large to reckon with."""
+    hints = typing.get_type_hints(cls)
+    made = []
+    for facts in all_facts:
+        for name, value in facts.items():
+            if name in hints and not _fits(value, hints[name]):
+                raise ValueError(f"{name} of {cls.__name__} is {short_repr(value)}")
+        made.append(cls(**facts))
+    return tuple(made)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value may stand in a field with that annotation; what is not finite fits none."""
+    if hint is float:
+        return type(value) in (int, float) and abs(value) <= LARGEST_S
+    if hint is int:
+        return type(value) is int and abs(value) < LARGEST
+    arguments = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if typing.get_origin(hint) is dict:
+        return isinstance(value, dict) and all(_fits(each, arguments[1]) for each in value.values())
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple)
+    return isinstance(value, hint)

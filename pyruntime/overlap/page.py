@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any
 
 from pyruntime.overlap.departures import Departure, departures
 from pyruntime.overlap.files import RankLedger
+from pyruntime.text import finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,18 +34,13 @@ def page(
     data = {
         "name": name,
         "facts": facts,
-        "metrics": [{name: _finite(figure) for name, figure in line.items()} for line in metrics],
+        "metrics": list(metrics),
         "plan": dataclasses.asdict(plan),
         "ranks": [_rank(*each) for each in zip(ledgers, departures(ledgers), strict=True)],
     }
     # What may stand in a script element as it is.
-    text = json.dumps(data).replace("<", "\\u003c")
+    text = json.dumps(finite(data), allow_nan=False).replace("<", "\\u003c")
     return (files(__package__) / "page.html").read_text(encoding="utf-8").replace("__DATA__", text)
-
-
-def _finite(figure: Any) -> Any:
-    """JSON has no other numbers."""
-    return None if isinstance(figure, float) and not math.isfinite(figure) else figure
 
 
 def _rank(ledger: RankLedger, left: dict[int, Departure]) -> dict:

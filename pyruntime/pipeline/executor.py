@@ -55,6 +55,9 @@ class Pipeline:
             over further ranks.
         wire: what activations, and gradients of them, are rounded to on their way between ranks
             (pyruntime/comm/wire.py); a gradient passes the rounding of its activation as it is.
+        scale_grads: whether gradients are the mean over micro-batches, as torch.distributed.pipelining makes
+            them by default, or their sum, as `backward()` of one micro-batch after the other makes them.
+            Losses are returned as `loss` gave them either way.
 
     Raises ValueError where schedule, stages and group do not fit together, `ScheduleError` for a schedule
     that would not end, CommTimeout and PeerLost. Every rank of the group makes one alike.
@@ -71,6 +74,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         gradients: Sharded | None = None,
         wire: WireFormat = "same",
+        scale_grads: bool = False,
     ):
         self.schedule = schedule
         self._rank = group_rank(group)
@@ -92,6 +96,7 @@ class Pipeline:
             )
         check(schedule)
         self._stages = dict(stages)
+        self._grad_scale = 1 / schedule.micro_batches if scale_grads else None
         self._is_broken = False
         most = max(math.prod(shape[:-1]) for shape in self._shapes)
         edges = [
@@ -124,7 +129,9 @@ class Pipeline:
         options: on every rank, what all stages are called with besides, by micro-batch; empty: nothing.
         Returns the losses by micro-batch and slice there, detached, and nothing elsewhere.
 
-        Raises CommTimeout or PeerLost where another stage does not come.
+        Raises ValueError for inputs, loss or options that this rank's stages need and were not given, and
+        where what a stage returns has another shape than `shapes` says; CommTimeout or PeerLost where another
+        stage does not come.
         """
         with self._taker.passes():
             run = _Run(self._shapes, options)
@@ -157,6 +164,7 @@ class Pipeline:
     ) -> list[list[Tensor]]:
         if self._is_broken:
             raise RuntimeError("An earlier step of this pipeline ended in an error; make the pipeline anew.")
+        self._check_given(micro_batches, inputs, loss, run.options)
         self._is_broken = True  # unless all goes well: messages of a step that ends early stay on their way
         self._expect(actions, run.shapes)
         losses: list[list[Tensor]] = [[] for _ in range(micro_batches)]
@@ -166,6 +174,23 @@ class Pipeline:
                 self._execute(action, run, inputs, loss, losses)
         self._is_broken = False
         return losses if any(losses) else []
+
+    def _check_given(self, micro_batches: int, inputs: Any, loss: Loss | None, options: Options) -> None:
+        slices = self.schedule.slices
+        if 0 in self._stages:
+            found = None if inputs is None else [len(each) for each in inputs]
+            if found != [slices] * micro_batches:
+                raise ValueError(
+                    f"Rank {self._rank} has stage 0, which takes inputs of {micro_batches} micro-batches of "
+                    f"{slices} slice(s), as inputs[micro_batch][slice]; found: {found and len(found)} of "
+                    f"{found and sorted(set(found))}."
+                )
+        if self.schedule.stages - 1 in self._stages and loss is None:
+            raise ValueError(
+                f"Rank {self._rank} has the last stage; pass the loss that is taken of its output."
+            )
+        if options and len(options) != micro_batches:
+            raise ValueError(f"options are of {len(options)} micro-batches, and there are {micro_batches}.")
 
     def _expect(self, actions: Sequence[Action], shapes: Shapes) -> None:
         coming: dict[int, list[int]] = {}
@@ -204,21 +229,26 @@ class Pipeline:
         carries = [run.carry(stage, micro_batch).begin(part)] if self.schedule.slices > 1 else []
         y = self._stages[stage](x, *carries, **(run.options[micro_batch] if run.options else {}))
         if stage + 1 == self.schedule.stages:
-            assert loss is not None
+            assert loss is not None  # _check_given
             y = loss(y, micro_batch, part)
             losses[micro_batch].append(y.detach())
-        elif self.schedule.placement[stage + 1] == self._rank:
-            run.inputs[stage + 1, micro_batch, part] = y.detach()
         else:
-            run.outgoing[action.as_kind(Kind.SEND_ACTIVATION)] = y.detach()
+            _check_shape(action, run.shapes[part], x, y)
+            if self.schedule.placement[stage + 1] == self._rank:
+                run.inputs[stage + 1, micro_batch, part] = y.detach()
+            else:
+                run.outgoing[action.as_kind(Kind.SEND_ACTIVATION)] = y.detach()
         run.done[key] = (x if stage > 0 else None, y)
 
     def _backward(self, action: Action, run: _Run) -> None:
         stage, micro_batch, part = key = (action.stage, action.micro_batch, action.slice)
         x, y = run.done.pop(key)
-        roots, gradients = [y], [None]
+        roots: list[Tensor] = [y]
+        gradients: list[Tensor | None] = [None]
         if stage + 1 < self.schedule.stages:
             gradients = [run.gradients.pop(key).view(y.shape)]
+        elif self._grad_scale is not None:
+            gradients = [torch.full_like(y, self._grad_scale)]
         if self.schedule.slices > 1:
             more, of_more = run.carry(stage, micro_batch).roots(part)
             roots, gradients = [*roots, *more], [*gradients, *of_more]
@@ -235,6 +265,17 @@ class Pipeline:
             run.gradients[stage - 1, micro_batch, part] = gradient
         else:
             run.outgoing[action.as_kind(Kind.SEND_GRADIENT)] = gradient
+
+
+def _check_shape(action: Action, shape: Sequence[int], x: Any, y: Any) -> None:
+    found = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+    if found != tuple(shape):
+        given = f" was given {tuple(x.shape)} and" if isinstance(x, Tensor) else ""
+        raise ValueError(
+            f"shapes= says that {tuple(shape)} travels between stages, and stage {action.stage}{given} "
+            f"returned {found}, for micro-batch {action.micro_batch}, slice {action.slice}; let shapes= be "
+            "what a stage returns for one micro-batch."
+        )
 
 
 def _last_of_stages(actions: Sequence[Action], *kinds: Kind) -> frozenset[Action]:

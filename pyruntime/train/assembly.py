@@ -19,7 +19,7 @@ from pyruntime.train.slow.windows import EVERY, SlowReport
 def check_trains(model: Llama, runtime: Runtime) -> None:
     if any(parameter.requires_grad for parameter in model.parameters()):
         return
-    if runtime.pp is None:
+    if runtime.pp.mesh is None:
         raise ConfigError("No parameter of the model requires a gradient; leave one unfrozen.")
     layers = ", ".join(map(str, model.part.layers))
     raise ConfigError(
@@ -49,7 +49,7 @@ def placement_check(model: Llama, sharded: Sharded, runtime: Runtime) -> Placeme
     """Follows tensors over tensor- and context-parallel ranks: gradients of the model's parameters are summed
     over the latter by `sharded`. What data-parallel ranks have is each one's own by intent."""
     axes = {"tp": [comm.group_name(runtime.tp)] if runtime.sizes.tp > 1 else [], "cp": []}
-    if runtime.cp is not None:
+    if runtime.cp.mesh is not None:
         axes["cp"] = [comm.group_name(runtime.cp), comm.companion(runtime.cp, "cp").name]
     axes = {axis: groups for axis, groups in axes.items() if groups}
     check = PlacementCheck(axes)

@@ -211,7 +211,9 @@ class RoundFigures:
     ):
         self._runtime, self._device, self._outer_stats = runtime, device, outer_stats
         self._counts_apart = counts_apart
-        axes = [axis for axis in (runtime.tp, runtime.tp_y, inner, runtime.pp) if axis is not None]
+        axes = [
+            axis for axis in (runtime.tp.mesh, runtime.tp_y.mesh, inner, runtime.pp.mesh) if axis is not None
+        ]
         self._axes = [axis for axis in axes if comm.group_size(axis) > 1]
         self._sums = (1 if inner is None else comm.group_size(inner)) * runtime.sizes.tp
         """Ranks whose losses add up to that of a replica, as often."""

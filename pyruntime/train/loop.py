@@ -102,7 +102,7 @@ class Trainer:
         self.model = model
         on_every_rank(runtime.world, "Sharding the model", lambda: check_trains(model, runtime))
         compression, every_step = compression_of(config), meets_every_step(config)
-        over, between = runtime.replicas, None
+        over, between = runtime.replicas.mesh, None
         comes_and_goes = bool(config.data_parallel.members)
         if not (every_step or comes_and_goes):
             over, between = within_and_between(over)
@@ -113,7 +113,7 @@ class Trainer:
             compression=compression if every_step else None,
             weight_wire=config.data_parallel.weight_wire,
         )
-        pp = runtime.pp
+        pp = runtime.pp.mesh
         self._guard, self._skips = Guard(optimizer.spike_factor), optimizer.on_bad_step == "skip"
         self.optimizer = self.sharded.adamw(
             betas=(optimizer.beta1, optimizer.beta2),
@@ -132,7 +132,7 @@ class Trainer:
         if comes_and_goes:
             self.member = open_member(config, model.config, corpus, runtime)
         if not every_step:
-            parts = [axis for axis in (runtime.tp, runtime.tp_y, over, pp) if axis is not None]
+            parts = [axis for axis in (runtime.tp.mesh, runtime.tp_y.mesh, over, pp) if axis is not None]
             self.outer = ShardedOuter(
                 self.sharded, between, outer_method(config), parts, self.member, compression
             )

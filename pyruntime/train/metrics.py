@@ -8,7 +8,9 @@ import json
 import math
 import resource
 from pathlib import Path
+from typing import Any
 
+from pyruntime.text import finite
 from pyruntime.train.errors import ConfigError
 
 FILE_NAME = "metrics.jsonl"
@@ -79,14 +81,15 @@ class StepMetrics:
     def to_json(self) -> str:
         """Figures that are not finite, as null: the loss of a step that was skipped, or a validation's."""
         values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return json.dumps({name: _finite(value) for name, value in values.items()})
+        return json.dumps(finite(values), allow_nan=False)
 
 
-def _finite(value: object) -> object:
-    """`value`, with None in place of what no JSON holds."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+FIGURES = tuple(
+    field.name
+    for field in dataclasses.fields(StepMetrics)
+    if str(field.type).partition(" ")[0] in ("int", "float")
+)
+"""The fields that hold one number."""
 
 
 class MetricsFile:
@@ -139,14 +142,16 @@ def _parse(text: bytes) -> dict | None:
         return None
     if not isinstance(line, dict) or type(line.get("step")) is not int or not 1 <= line["step"] < 2**31:
         return None
-    figures = [line.get("loss")] if line.get("loss") is not None or "skipped" not in line else []
-    if line.get("val_loss") is not None:
-        figures.append(line["val_loss"])
-    return line if all(map(_is_loss, figures)) else None
+    losses = [line.get("loss")] if line.get("loss") is not None or "skipped" not in line else []
+    losses += [line["val_loss"]] if line.get("val_loss") is not None else []
+    is_read = all(isinstance(loss, float) for loss in losses) and all(
+        _is_figure(line[name]) for name in FIGURES if line.get(name) is not None
+    )
+    return line if is_read else None
 
 
-def _is_loss(figure: object) -> bool:
-    return isinstance(figure, float) and not 1e30 < abs(figure) < math.inf
+def _is_figure(value: Any) -> bool:
+    return type(value) in (int, float) and not 1e30 < abs(value) < math.inf
 
 
 def peak_memory_bytes() -> int:

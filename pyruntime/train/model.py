@@ -14,7 +14,7 @@ from pyruntime.context import Context
 from pyruntime.llama import Llama, load_weights
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.elementwise import NoCompiler
-from pyruntime.llama.hf import read_config
+from pyruntime.llama.hf import check_shapes, read_config
 from pyruntime.llama.presets import preset
 from pyruntime.nn.parameters import shard_bounds
 from pyruntime.train.config import Model, RunConfig
@@ -98,7 +98,7 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
     """This rank's part of a model of that shape, with the weights that a run starts from. Raises ConfigError
     where the mesh does not fit the model, or its first weights cannot be read."""
     cp, context = runtime.sizes.cp, None
-    if runtime.cp is not None:
+    if runtime.cp.mesh is not None:
         context = Context(runtime.cp, config.context.layout, config.context.variant, config.context.wire)
         heads = shape.num_key_value_heads // runtime.tp_size
         if context.variant == "ulysses" and heads % cp:
@@ -107,6 +107,9 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
                 f"the {heads} key/value heads of a tensor-parallel rank; use ring or all_gather_kv."
             )
     source = config.model.init_from
+    if source:
+        with refusing("model.init_from: ", (ValueError, OSError)):
+            check_shapes(shape, source)
     with refusing("train.compile: ", (NoCompiler,)):
         model = llama(
             config,
@@ -118,7 +121,7 @@ def make_model(config: RunConfig, shape: LlamaConfig, runtime: Runtime) -> Llama
             compile=config.train.compile,
             slices=slices_of(config, runtime),
             z_loss=config.train.z_loss,
-            part=None if runtime.pp is None else part_of(config, shape, runtime.coordinate.pp),
+            part=None if runtime.pp.mesh is None else part_of(config, shape, runtime.coordinate.pp),
         )
     if source:
         with refusing("model.init_from: ", (ValueError, OSError)):

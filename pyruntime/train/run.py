@@ -201,7 +201,7 @@ def _run(
             model, trainer = _anew(config, shape, text, runtime, run_dir, stop, start_at)
     bytes_moved = _bytes_read() - bytes_before
     trainer.close()
-    if runtime.pp is not None and is_first_tp:
+    if runtime.pp.mesh is not None and is_first_tp:
         model = _whole_model(config, shape, runtime, trainer.saved or start_at)
     if is_first_tp:
         with _told_to_all(), writing(run_dir / MODEL_FOLDER, trainer.what_is_saved()):
@@ -227,7 +227,7 @@ def _run(
             progress.say(f"\nLedger of rank 0, {kept.steps} steps\n{table(kept.account)}")
             if kept.saved:
                 progress.say(f"\nLedger of rank 0, {kept.saves} savings of a checkpoint\n{table(kept.saved)}")
-    sample = _sample(config, model, tokenizer) if runtime.pp is None or is_first_tp else None
+    sample = _sample(config, model, tokenizer) if runtime.pp.mesh is None or is_first_tp else None
     if is_rank_0:
         with writing(run_dir / SAMPLE_FILE, trainer.what_is_saved()):
             _close(run_dir, sample, progress)

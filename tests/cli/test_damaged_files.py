@@ -1,17 +1,21 @@
 """Whatever became of the files of a run, a model or a configuration, a command that reads them ends with its
 result or with one sentence and exit code 2."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+import torch
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pyruntime.cli import main
+from pyruntime.cli import generate, main
+from pyruntime.llama import generate_steps
 from pyruntime.train import config_file
-from tests.cli.test_damaged_flags import FEW, check_ending
-from tests.mutations import contents
+from tests.cli.test_damaged_flags import FEW, WORDS, check_ending, command_lines
+from tests.mutations import contents, documents, few_or_many
 
 TEXT = str(Path(__file__).parent)
 TRAIN = [
@@ -46,16 +50,32 @@ def files(run):
 
 @st.composite
 def damages(draw, files):
-    """A file and what becomes of it: other bytes, another file's, nothing, a folder."""
+    """A file and what becomes of it: other bytes, other values, another file's, nothing, a folder."""
     name = draw(st.sampled_from(sorted(files)))
-    how = draw(st.sampled_from(["bytes", "bytes", "bytes", "gone", "empty", "another's", "a folder"]))
+    hows = ["bytes", "bytes", "bytes", "gone", "empty", "another's", "a folder"]
+    how = draw(st.sampled_from(hows + ["values"] * 3 * name.endswith((".json", ".jsonl"))))
     if how == "bytes":
         return name, how, draw(contents(files[name]))
+    if how == "values":
+        lines = [json.loads(line) for line in files[name].splitlines()] if name.endswith("l") else None
+        changed = draw(documents(json.loads(files[name]) if lines is None else lines))
+        whole = json.dumps(changed) if lines is None or not isinstance(changed, list) else ""
+        return name, how, (whole or "".join(json.dumps(line) + "\n" for line in changed)).encode()
     return name, how, files[draw(st.sampled_from(sorted(files)))] if how == "another's" else b""
 
 
+def check_page(folder: Path) -> None:
+    """What a page says of a run is JSON that a browser reads: without NaN."""
+    text = (folder / "report.html").read_text()
+    (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    json.loads(data, parse_constant=pytest.fail)
+    if (folder / "trace.json").exists():
+        json.loads((folder / "trace.json").read_text(), parse_constant=pytest.fail)
+
+
+@few_or_many(15)
 @pytest.mark.parametrize("command", ["report", "convert", "generate", "train"])
-def test_commands_on_damaged_files(run, files, tmp_path, command):
+def test_commands_on_damaged_files(run, files, tmp_path, command, examples):
     """With another configuration a run may take any number of steps, so training is given its own."""
     read = {"generate": "model/", "train": "checkpoints/"}.get(command, "")
     damaged, target = tmp_path / "run", tmp_path / "target"
@@ -67,7 +87,7 @@ def test_commands_on_damaged_files(run, files, tmp_path, command):
     }[command]
 
     @given(damages({name: content for name, content in files.items() if name.startswith(read)}))
-    @settings(FEW, max_examples=15 if FEW.derandomize else FEW.max_examples)
+    @examples
     def check(found):
         name, how, content = found
         shutil.rmtree(damaged, ignore_errors=True)
@@ -79,6 +99,94 @@ def test_commands_on_damaged_files(run, files, tmp_path, command):
         elif how != "gone":
             (damaged / name).write_bytes(content)
         check_ending(command, *arguments)
+        if (damaged / "report.html").is_file():
+            check_page(damaged)
+
+    check()
+
+
+@few_or_many(15)
+@pytest.mark.parametrize("name", ["ledger/rank-0.json", "metrics.jsonl"])
+def test_a_page_of_changed_figures(run, files, tmp_path, name, examples):
+    """No figure of a ledger or of a step leads to a traceback, or to a page that a browser does not read."""
+    damaged = shutil.copytree(run, tmp_path / "run")
+
+    @given(damages({name: files[name]}))
+    @examples
+    def check(found):
+        (damaged / "report.html").unlink(missing_ok=True)
+        _, how, content = found
+        if how == "values":
+            (damaged / name).write_bytes(content)
+            check_ending("report", str(damaged))
+            if (damaged / "report.html").is_file():
+                check_page(damaged)
+
+    check()
+
+
+@few_or_many(15)
+@pytest.mark.parametrize("command", ["generate", "convert", "train"])
+def test_a_model_of_a_changed_shape(run, files, tmp_path, command, examples):
+    name = "model/config.json"
+    model = shutil.copytree(run / "model", tmp_path / "model")
+    target = tmp_path / "target"
+    arguments = {
+        "generate": ["--checkpoint", str(model), "--prompt", "a", "--tokens", "1"],
+        "convert": ["--source", str(model), "--target", str(target)],
+        "train": [*TRAIN[3:], "--model.init_from", str(model), "--train.seq_len", "64"],
+    }[command]
+    arguments += ["--output.run_dir", str(target)] if command == "train" else []
+
+    @given(documents(json.loads(files[name])))
+    @example({**json.loads(files[name]), "rope_theta": 10**37})
+    @example({**json.loads(files[name]), "rope_theta": 1e-320})
+    @example({**json.loads(files[name]), "num_hidden_layers": 2**31 - 1})
+    @example({**json.loads(files[name]), "hidden_size": 2**31 - 2})
+    @example({**json.loads(files[name]), "intermediate_size": 2**24})
+    @example({**json.loads(files[name]), "vocab_size": 2**26})
+    @example({**json.loads(files[name]), "head_dim": 2**16})
+    @examples
+    def check(values):
+        shutil.rmtree(target, ignore_errors=True)
+        (model / "config.json").write_text(json.dumps(values))
+        check_ending(command, *arguments)
+
+    check()
+
+
+def test_an_empty_answer_is_said(run, monkeypatch, capsys):
+    model, tokenizer = generate.load(run / "model", None)
+    (first,) = generate_steps(model, torch.tensor([list(b"a")]), 1, temperature=0)
+    ask = ["generate", "--checkpoint", str(run / "model"), "--prompt", "a", "--temperature", "0"]
+    assert main(ask) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(type(tokenizer), "separator", int(first))
+    assert main(ask) == 0
+    said = capsys.readouterr()
+    assert said.out == "a\n"
+    assert said.err.startswith("pyruntime: the model has added nothing to the prompt: ")
+
+
+SAMPLING = {
+    "temperature": [*WORDS, "1e-6", "1e6", "1e-45", "1e38"],
+    "top_p": [*WORDS, "1e-45", "1e-8", "0.999999999"],
+    "top_k": [*WORDS, str(2**31), str(2**63)],
+    "seed": [*WORDS, str(2**63), str(2**64)],
+    "tokens": ["1", "3", "0", "-1", "1" * 30],
+    "prompt": [word for word in WORDS if len(word) < 99],
+}
+
+
+@few_or_many(25)
+def test_any_sampling(run, examples):
+    @given(command_lines(SAMPLING))
+    @example(["--top_p=1e-320"])
+    @example(["--temperature=1e-320"])
+    @example(["--top_k=" + "1" * 30])
+    @examples
+    def check(argv):
+        check_ending("generate", "--checkpoint", str(run / "model"), "--prompt=a", "--tokens=2", *argv)
 
     check()
 

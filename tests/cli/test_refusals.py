@@ -43,7 +43,11 @@ def test_a_switch_takes_truth_as_configurations_and_as_python_write_it(word):
         (["train", "--config", "no.toml"], "--config no.toml: there is no such file and no such preset;"),
         (["train", "--config"], "--config needs a value."),
         (["train", "--config", "--train.steps", "3"], "--config needs a value."),
-        (["train", "--optimizer.lr", "nan"], "optimizer.lr must be a positive finite number, found nan."),
+        (
+            ["train", "--optimizer.lr", "nan"],
+            "optimizer.lr must be between 1e-12 and 10, as a step moves each weight by about so much, found "
+            "nan.",
+        ),
         (["train", "--optimizer.lr", "fast"], "optimizer.lr"),
         (["train", "--train.steps", "1.5"], "train.steps"),
         (["train", "--train.steps", "-3"], "train.steps must be at least 1, found -3."),

@@ -105,7 +105,7 @@ def test_ranks_meet_whatever_their_launchers_have_counted(ranks):
 def dtensor_case(_):
     """Threads of this process that are left, by name, after a DTensor was used and the Runtime was closed."""
     with pyruntime.Runtime.start(deadline_s=60) as runtime:
-        whole = DTensor.from_local(torch.ones(2, 4), runtime.tp, [Shard(0)]).full_tensor()
+        whole = DTensor.from_local(torch.ones(2, 4), runtime.tp.mesh, [Shard(0)]).full_tensor()
         assert whole.shape == (4, 4)
     gc.collect()
     return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]

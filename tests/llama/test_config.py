@@ -87,7 +87,7 @@ def test_preset_with_another_width_has_another_head_dim():
             "num_key_value_heads=3 does not divide num_attention_heads=8; use one of",
         ),
         ({"head_dim": 7}, "head_dim=7 must be even"),
-        ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0 must be positive"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0 must be between 1e-30 and 1"),
         ({"rope_theta": float("nan")}, "rope_theta=nan must be a finite number"),
         ({"initializer_range": float("nan")}, "initializer_range=nan must be a finite number"),
     ],

@@ -37,7 +37,7 @@ def counted(names: list[str]) -> dict[str, tuple[float, ...]]:
 def a_step(group, config, names) -> tuple[dict[str, list[float]], dict[str, list[float]], Account]:
     """What the transports have counted of a step by axis, what was entered of it, and its account."""
     runtime = jobs.runtime(group, config)
-    for mesh in (*(runtime.mesh[axis] for axis in runtime.mesh.mesh_dim_names), runtime.replicas):
+    for mesh in (*(runtime.mesh[axis] for axis in runtime.mesh.mesh_dim_names), runtime.replicas.mesh):
         if mesh is not None:
             take(mesh, "process_group")
     trainer = jobs.trainer(group, config)

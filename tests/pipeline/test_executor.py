@@ -170,6 +170,67 @@ def test_what_does_not_fit_is_said(ranks):
         assert "must be 1, one for each slice" in raised[2]
 
 
+def misused(group, width, count, has_loss):
+    """A step that cannot be."""
+    comm.set_deadline(group, 2.0)
+    module = nn.Linear(WIDTH, WIDTH)
+    schedule = make_schedule("1f1b", 2, 2)
+    pipeline = Pipeline(schedule, {group.rank(): module}, group, shapes=[(BATCH, WIDTH)], dtype=torch.float32)
+    inputs = [[torch.randn(width, WIDTH)]] * count or None
+    try:
+        pipeline.step(inputs, loss_of if has_loss else None)
+    finally:
+        pipeline.close()
+
+
+@pytest.mark.parametrize(
+    ("width", "count", "has_loss", "at", "sentence"),
+    [
+        (
+            8,
+            2,
+            True,
+            0,
+            f"shapes= says that ({BATCH}, {WIDTH}) travels between stages, and stage 0 was given "
+            f"(8, {WIDTH}) and returned (8, {WIDTH}), for micro-batch 0, slice 0; ",
+        ),
+        (BATCH, 3, True, 0, "takes inputs of 2 micro-batches of 1 slice(s)"),
+        (BATCH, 0, True, 0, "takes inputs of 2 micro-batches of 1 slice(s)"),
+        (BATCH, 2, False, 1, "Rank 1 has the last stage; pass the loss that is taken of its output."),
+    ],
+)
+def test_a_step_that_cannot_be_is_said_in_the_caller_s_words(ranks, width, count, has_loss, at, sentence):
+    raised = ranks.run(misused, 2, width, count, has_loss, expect_errors=True)
+    assert isinstance(raised[at], ValueError) and sentence in str(raised[at])
+    assert isinstance(raised[1 - at], CommError)
+
+
+def mean_and_sum(group):
+    """Losses, and gradients of this rank, of both."""
+    found = []
+    for scale_grads in (False, True):
+        torch.manual_seed(group.rank())
+        module = nn.Linear(WIDTH, WIDTH)
+        pipeline = Pipeline(
+            make_schedule("zb-h1", 2, 4),
+            {group.rank(): module},
+            group,
+            shapes=[(BATCH, WIDTH)],
+            dtype=torch.float32,
+            scale_grads=scale_grads,
+        )
+        losses = pipeline.step([[x.float()] for x in batches(4)], loss_of)
+        pipeline.close()
+        found.append((losses, module.weight.grad))
+    return found
+
+
+def test_gradients_are_a_sum_or_a_mean(ranks):
+    for summed, averaged in ranks.run(mean_and_sum, 2):
+        assert summed[0] == averaged[0]
+        assert torch.equal(summed[1], averaged[1] * 4)
+
+
 def faulty(group, fault):
     comm.set_deadline(group, 3.0)
     schedule = make_schedule("1f1b", 3, 4)

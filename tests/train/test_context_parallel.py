@@ -133,7 +133,7 @@ def test_every_rank_generates_for_itself(ranks):
 def merged(_group):
     mesh = init_device_mesh("cpu", (1, 2, 2, 1), mesh_dim_names=("pp", "dp", "cp", "tp"))
     with Runtime(mesh) as runtime:
-        found = runtime.replicas.mesh_dim_names, runtime.replicas.mesh.tolist()
+        found = runtime.replicas.mesh.mesh_dim_names, runtime.replicas.mesh.mesh.tolist()
     wrong = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "tp", "cp"))
     with pytest.raises(ValueError, match="let cp follow the last of them"):
         _ = Runtime(wrong).replicas

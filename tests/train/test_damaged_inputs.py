@@ -259,6 +259,14 @@ def use_text(folder, *paths, **rest) -> None:
         assert is_one_sentence(error)
 
 
+def test_a_table_with_two_columns_of_one_name_is_refused(folder):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    parquet.write_table(table, folder / "twice.parquet")
+    with pytest.raises(ConfigError, match=r"twice\.parquet has 2 columns text; rename all but one"):
+        open_text(Data(paths=(str(folder / "twice.parquet"),), cache=str(folder / "tokens")), seq_len=1)
+
+
 @given(st.data())
 @BOUNDED
 def test_changed_bytes_of_a_table(folder, tables, data):

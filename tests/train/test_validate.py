@@ -23,13 +23,26 @@ def with_value(key, value):
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [
-        ("optimizer.lr", math.nan, "optimizer.lr must be a positive finite number, found nan."),
+        (
+            "optimizer.lr",
+            math.nan,
+            "optimizer.lr must be between 1e-12 and 10, as a step moves each weight by about so much, found "
+            "nan.",
+        ),
         ("optimizer.lr", math.inf, "found inf."),
         ("optimizer.lr", -1e-3, "found -0.001."),
-        ("optimizer.eps", 0.0, "optimizer.eps must be a positive finite number, found 0.0."),
-        ("optimizer.weight_decay", math.nan, "optimizer.weight_decay must be a finite number of at least 0,"),
+        (
+            "optimizer.eps",
+            0.0,
+            "optimizer.eps must be between 1e-30, which fp32 still tells from 0, and 1, found 0.0.",
+        ),
+        ("optimizer.weight_decay", math.nan, "optimizer.weight_decay must be between 0 and 1000,"),
         ("optimizer.clip_grad_norm", -1.0, "optimizer.clip_grad_norm"),
-        ("optimizer.beta1", 1.0, "optimizer.beta1 must be at least 0 and below 1, found 1.0."),
+        (
+            "optimizer.beta1",
+            1.0,
+            "optimizer.beta1 must be at least 0 and at most 0.999999, which fp32 tells from 1, found 1.0.",
+        ),
         ("optimizer.beta2", math.nan, "optimizer.beta2"),
         ("optimizer.min_lr_fraction", 1.5, "optimizer.min_lr_fraction must be between 0 and 1, found 1.5."),
         ("optimizer.warmup_steps", -1, "optimizer.warmup_steps must not be negative, found -1."),
@@ -39,13 +52,17 @@ def with_value(key, value):
         (
             "optimizer.spike_factor",
             0.5,
-            "optimizer.spike_factor must be 0, or finite and above 1, found 0.5.",
+            "optimizer.spike_factor must be 0, or above 1 and at most 1e6, found 0.5.",
         ),
         ("optimizer.on_bad_step", "go on", "optimizer.on_bad_step must be one of stop, skip, found go on."),
         ("train.tokens", -1, "train.tokens must not be negative, found -1."),
         ("train.tokens", 2**62, f"train.tokens={2**62} are more than 2**31 steps; use fewer."),
         ("train.tokens", 2**63, "train.tokens must be below 2**63, found 9223372036854775808."),
-        ("train.z_loss", -1.0, "train.z_loss must be a finite number of at least 0, found -1.0."),
+        (
+            "train.z_loss",
+            -1.0,
+            "train.z_loss must be between 0 and 1, as a weight beside that of the loss, found -1.0.",
+        ),
         ("train.steps", 0, "train.steps must be at least 1, found 0."),
         ("train.batch_size", -4, "train.batch_size must be at least 1, found -4."),
         (
@@ -102,7 +119,11 @@ def with_value(key, value):
         ("parallel.dp_replicate", 2, "parallel.dp_replicate=2 does not divide parallel.dp=1; use 1,"),
         ("output.run_dir", __file__, f"output.run_dir: {__file__} exists and is not a folder; name another."),
         ("output.sample_tokens", -1, "output.sample_tokens must not be negative, found -1."),
-        ("output.temperature", math.nan, "output.temperature must be a finite number of at least 0,"),
+        (
+            "output.temperature",
+            math.nan,
+            "output.temperature must be 0 for the likeliest token, or between 1e-06 and 1e+06,",
+        ),
         ("output.log_every", 0, "output.log_every must be at least 1, found 0."),
     ],
 )

@@ -51,6 +51,11 @@ def _check_column(path: Path, schema: Any, column: str) -> None:
             f"data.paths: {path} has no column {column}, but {', '.join(schema.names)}; name one in "
             "data.field."
         )
+    if schema.names.count(column) > 1:
+        raise ConfigError(
+            f"data.paths: {path} has {schema.names.count(column)} columns {column}; rename all but one of "
+            "them, or name another in data.field."
+        )
     kind = schema.field(column).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         raise ConfigError(f"data.paths: the column {column} of {path} holds {kind} and no text.")

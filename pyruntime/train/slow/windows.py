@@ -100,7 +100,7 @@ class SlowReport:
         if self._judge is None:
             hosts = gather(self._runtime.world, "Naming the hosts", socket.gethostname(), str)
             self._judge = Judge(
-                hosts, self._roles(), self.every, self._runtime.pp is not None, self._runtime.places
+                hosts, self._roles(), self.every, self._runtime.pp.mesh is not None, self._runtime.places
             )
         self.windows.append([_window(each) for each in told.tolist()])
         return self._judge.add(self.windows[-1])

@@ -7,6 +7,7 @@ import os
 import typing
 from collections.abc import Callable
 
+from pyruntime.llama.config import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from pyruntime.text import short_repr
 from pyruntime.train.checkpoint_folder import AUTO
 from pyruntime.train.config import (
@@ -29,6 +30,7 @@ from pyruntime.train.validate.watching import check_watching
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
 SEEDS = 2**63
+MOST_DECAY = 0.999999
 LARGEST = 2**31 - 1
 """Of all numbers of steps, sequences, tokens of a sequence, ranks."""
 RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
@@ -65,24 +67,37 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        lambda x: 0 < x < math.inf,
-        "be a positive finite number",
-        ("optimizer.lr", "optimizer.eps", "train.peak_flops"),
+        lambda x: 1e-12 <= x <= 10,
+        "be between 1e-12 and 10, as a step moves each weight by about so much",
+        ("optimizer.lr",),
     ),
     (
-        lambda x: 0 <= x < math.inf,
-        "be a finite number of at least 0",
-        (
-            "optimizer.weight_decay",
-            "optimizer.clip_grad_norm",
-            "train.z_loss",
-            "output.temperature",
-            "checkpoint.keep_every_h",
-        ),
+        lambda x: 1e-30 <= x <= 1,
+        "be between 1e-30, which fp32 still tells from 0, and 1",
+        ("optimizer.eps",),
+    ),
+    (lambda x: 1e6 <= x <= 1e20, "be between 1e6 and 1e20 FLOP/s", ("train.peak_flops",)),
+    (
+        lambda x: 0 <= x <= 1000,
+        "be between 0 and 1000, in shares of the weight per unit of lr",
+        ("optimizer.weight_decay",),
     ),
     (
-        lambda x: 0 <= x < 1,
-        "be at least 0 and below 1",
+        lambda x: x == 0 or 1e-9 <= x <= 1e9,
+        "be 0 for none, or between 1e-9 and 1e9, as fp32 holds the gradients that it scales",
+        ("optimizer.clip_grad_norm",),
+    ),
+    (lambda x: 0 <= x <= 1, "be between 0 and 1, as a weight beside that of the loss", ("train.z_loss",)),
+    (
+        lambda x: x == 0 or LEAST_TEMPERATURE <= x <= MOST_TEMPERATURE,
+        f"be 0 for the likeliest token, or between {LEAST_TEMPERATURE:g} and {MOST_TEMPERATURE:g}, by which "
+        "fp32 can divide logits",
+        ("output.temperature",),
+    ),
+    (lambda x: 0 <= x <= 1e6, "be between 0 and 1e6 hours", ("checkpoint.keep_every_h",)),
+    (
+        lambda x: 0 <= x <= MOST_DECAY,
+        f"be at least 0 and at most {MOST_DECAY}, which fp32 tells from 1",
         ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum"),
     ),
     (
@@ -90,9 +105,9 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         "be between 0 and 1",
         ("optimizer.min_lr_fraction", "optimizer.warmup_fraction", "optimizer.decay_fraction"),
     ),
-    (lambda x: x == 0 or 1 < x < math.inf, "be 0, or finite and above 1", ("optimizer.spike_factor",)),
+    (lambda x: x == 0 or 1 < x <= 1e6, "be 0, or above 1 and at most 1e6", ("optimizer.spike_factor",)),
     (lambda x: x == 0 or x >= 5, "be 0 or at least 5", ("train.slow_every",)),
-    (lambda x: 0 < x <= 1, "be above 0 and at most 1", ("data_parallel.compression_density",)),
+    (lambda x: 1e-6 <= x <= 1, "be between 1e-6 and 1", ("data_parallel.compression_density",)),
     (lambda x: 1 <= x <= 8, "be between 1 and 8", ("data_parallel.compression_bits",)),
 )
 """What numbers must be, each by itself: a test, the words for it, and whose it is."""
@@ -165,6 +180,11 @@ def _check_ranges(config: RunConfig) -> None:
 def _check_train(config: RunConfig) -> None:
     train, optimizer, dp = config.train, config.optimizer, config.parallel.dp
     _check_muon(config)
+    require(
+        optimizer.lr * optimizer.weight_decay < 1,
+        f"optimizer.weight_decay={optimizer.weight_decay} times optimizer.lr={optimizer.lr} must be below 1: "
+        "it is the share of a weight that a step takes away.",
+    )
     require(
         optimizer.rounding == "nearest" or train.dtype == "bf16",
         f"optimizer.rounding=stochastic is of bf16 weights, and train.dtype={train.dtype}; leave it out.",
