@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import os
 import threading
 from pathlib import Path
 
@@ -32,6 +33,8 @@ _C.report_to(logging.getLogger("pyruntime").warning)
 
 
 def _name_of_thread(number: int) -> str:
+    if number == os.getpid():  # after a fork Python does not know that number of it
+        return f"thread {number} ({threading.main_thread().name})"
     names = [thread.name for thread in threading.enumerate() if thread.native_id == number]
     return f"thread {number} ({names[0]})" if names else f"thread {number}"
 

@@ -242,9 +242,9 @@ class GradientReducer:
         return products
 
     def _forget_failed_pass(self) -> None:
-        """Forgets what has not left of a pass that an exception has ended, but for sums of `accumulate()`. The
-        other ranks hear of it with the next bucket, and raise unless they have left one too: their gradients
-        are of other passes than this rank's."""
+        """Forgets what has not left of a pass that an exception has ended, but for sums of `accumulate()`.
+        The other ranks hear of it with the next bucket, and raise unless they have left one too: their
+        gradients are of other passes than this rank's."""
         if not isinstance(self._of_pass, weakref.ref) or self._of_pass() is not None:
             return
         self._of_pass = _no_pass

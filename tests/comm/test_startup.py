@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -80,12 +81,12 @@ def lost_case(_, how):
 
 @pytest.mark.parametrize(
     ("how", "expected", "words"),
-    [("killed", "PeerLost", "rank 1 has ended"), ("stopped", "CommTimeout", "rank 1 shows no sign of life")],
+    [("killed", "PeerLost", "has ended"), ("stopped", "CommTimeout", "shows no sign of life")],
 )
 def test_a_rank_lost_while_process_groups_are_made_is_named(ranks, how, expected, words):
     outcome = ranks.launch(lost_case, 2, how, init=False)[0]
     kind, message, seconds = outcome.value
-    assert (kind, words in message) == (expected, True), message
+    assert kind == expected and re.search(rf"rank 1 \(process \d+ on \S+\) {words}", message), message
     assert "Start-up, rank 0" in message
     assert seconds < DEADLINE_S + OTHERS_S
 
