@@ -25,7 +25,7 @@ Below torchrun the model is cut over all ranks; the text is the same on each and
 
 
 EMPTY = (
-    "pyruntime: the model has added nothing to the prompt: what it drew first ends a document, or is no text. "
+    "pyruntime: the model has added nothing to the prompt: what it drew first ends a document or is no text. "
     "Try another --seed, a higher --temperature, or a prompt that stops in the midst of a sentence."
 )
 

@@ -47,7 +47,7 @@ class Axis:
                 f"start the Runtime with {self.name} above 1."
             )
         if self.mesh.ndim != 1:
-            names = self.mesh.mesh_dim_names or ()
+            names = self.mesh.mesh_dim_names or ("0", "1")
             raise ValueError(
                 f"The axis {self.name} is {names} here, each with a process group of its own; pass one of "
                 f'them, as in runtime.{self.name}.mesh["{names[0]}"].'
