@@ -222,6 +222,8 @@ def _find_tensors(directory: Path) -> dict[str, Path]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{index} has no weight_map from tensor names to file names.")
     for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise ValueError(f"{index} names {name!r}, which is no file of its own folder; name files alone.")
         if not (directory / name).is_file():
             raise FileNotFoundError(
                 f"{index} names {name}, but {directory} does not hold it; fetch it as well."

@@ -76,9 +76,10 @@ class Facts:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Its checkpoints, by their steps."""
-    found = [path.parent for path in folder.glob(f"step-*/{FACTS_FILE}")]
-    return sorted((path for path in found if STEP_NAME.fullmatch(path.name)), key=step_of)
+    """Its checkpoints, by their steps. A folder has such a name once it is whole: one that lacks a file now
+    is damaged, and not passed over."""
+    found = [path for path in folder.glob("step-*") if path.is_dir() and STEP_NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of)
 
 
 def name_of(step: int) -> str:
@@ -95,7 +96,7 @@ def left_over(folder: Path, saved: int, keep: Checkpoint) -> list[Path]:
     """What is to be removed of `folder` once step `saved` was: checkpoints past it, which are of a branch of
     the run that was left, and of the others all but the newest `keep.keep` and those that
     `keep.keep_every_h` keeps: the oldest, and each that is so many hours younger than the last one kept."""
-    found = complete(folder)
+    found = [path for path in complete(folder) if (path / FACTS_FILE).is_file()]
     past = [path for path in found if step_of(path) > saved]
     older = found[: max(len(found) - len(past) - keep.keep, 0)]
     last = -math.inf
@@ -137,7 +138,7 @@ def to_go_on_with(run_dir: Path, wanted: Facts) -> tuple[list[Path], str]:
 
 def find(path: Path) -> Path:
     """The checkpoint that `checkpoint.resume` names: the folder itself, or the newest one of a run folder."""
-    if (path / FACTS_FILE).is_file():
+    if (path / FACTS_FILE).is_file() or (STEP_NAME.fullmatch(path.name) and path.is_dir()):
         return path
     found = newest(path)
     if found is None:

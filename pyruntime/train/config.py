@@ -87,6 +87,9 @@ class Data:
     cache: str = ""
     """Folder in which the tokens of a text are kept for other runs; empty: pyruntime/tokens in the user's
     cache folder (XDG_CACHE_HOME, ~/.cache)."""
+    verify: bool = False
+    """Whether tokens are read whole and compared with their digests before the first step; else their indices
+    are, and a few blocks of each file."""
     val_fraction: float = 0.05
     """Share of the tokens that is held out for validation, above 0 and at most 0.5, in whole documents; 0
     with val_paths alone."""

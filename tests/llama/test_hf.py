@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pyruntime.llama import Llama, load_hf, preset, save_hf
-from pyruntime.llama.hf import plan_files
+from pyruntime.llama.hf import plan_files, weight_files
 from tests.llama.cases import CASES, full_tensors, init_and_save, load_and_save, only_loads
 
 
@@ -163,7 +163,7 @@ def drop_tensor(folder):
 
 
 def add_tensor(folder):
-    save_file(stored(folder) | {"model.layers.7.extra": torch.ones(1)}, folder / "model.safetensors")
+    save_file(stored(folder) | {"model.layers.1.extra": torch.ones(1)}, folder / "model.safetensors")
 
 
 def widen_config(folder):
@@ -202,7 +202,7 @@ DAMAGE = [
     (truncate, ValueError, "model.safetensors is not a whole safetensors file"),
     (garble, ValueError, "model.safetensors is not a whole safetensors file"),
     (drop_tensor, ValueError, "lacks model.layers.1.mlp.up_proj.weight"),
-    (add_tensor, ValueError, "holds model.layers.7.extra that a Llama does not have"),
+    (add_tensor, ValueError, "holds model.layers.1.extra that a Llama does not have"),
     (
         widen_config,
         ValueError,
@@ -236,3 +236,13 @@ def test_transformers_ends_and_begins_texts_with_the_separator(tmp_path):
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     for config in (theirs.config, theirs.generation_config):
         assert (config.bos_token_id, config.eos_token_id) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "deep/model.safetensors"])
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path, name):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "other.safetensors").write_bytes(b"")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": name}}))
+    with pytest.raises(ValueError, match=r"names .* which is no file of its own folder"):
+        weight_files(folder)

@@ -267,3 +267,29 @@ def test_every_part_of_a_checkpoint_is_a_number_or_json(ranks, tmp_path):
         json.loads(path.read_text())
     named = [load_file(path).keys() for path in checkpoint.glob("*.safetensors")]
     assert all(one & other for one, other in itertools.combinations(named, 2))  # blocks of the same tensors
+
+
+def saved(folder: Path, step: int) -> Path:
+    """A checkpoint without tensors."""
+    path = folder / checkpoint_folder.FOLDER / checkpoint_folder.name_of(step)
+    path.mkdir(parents=True)
+    facts = path / checkpoint_folder.FACTS_FILE
+    facts.write_text(checkpoint_folder.to_json(checkpoint_folder.Facts(step, "fp32", {"hidden_size": 8})))
+    manifest.write(path, {facts.name: manifest.checksum(facts)})
+    return path
+
+
+@pytest.mark.parametrize("gone", [checkpoint_folder.FACTS_FILE, manifest.MANIFEST, "all of it"])
+def test_a_checkpoint_that_lost_a_file_is_told_and_not_passed_over(tmp_path, gone):
+    older, newest = saved(tmp_path, 1), saved(tmp_path, 2)
+    wanted = checkpoint_folder.read(older)
+    for path in newest.iterdir():
+        if gone in (path.name, "all of it"):
+            path.unlink()
+    for asked in (tmp_path, newest):
+        found = checkpoint_folder.find(asked)
+        assert found == newest
+        with pytest.raises(manifest.DamagedError, match=str(newest)):
+            checkpoint_folder.read_matching(found, wanted)
+    found, why = checkpoint_folder.to_go_on_with(tmp_path, wanted)
+    assert found == [older] and str(newest) in why

@@ -278,7 +278,7 @@ def open_corpus(data: Data, texts: Sequence[Tokenized], tokenizer: Tokenizer, se
     than one sequence, or a file of tokens is damaged."""
     sources, sets = [], []
     for text in texts:
-        shards, total = _shards(text, tokenizer), text.facts.tokens
+        shards, total = _shards(text, tokenizer, data.verify), text.facts.tokens
         name = text.wanted.name
         if text.wanted.is_val:
             _check_length(f"the {total} tokens of {text.wanted.paths[0]} to validate on", total, seq_len)
@@ -306,12 +306,14 @@ def _check_length(what: str, tokens: int, seq_len: int) -> None:
         )
 
 
-def _shards(text: Tokenized, tokenizer: Tokenizer) -> list[Shard]:
+def _shards(text: Tokenized, tokenizer: Tokenizer, verify: bool) -> list[Shard]:
     found = []
     for number, tokens in enumerate(text.facts.shards):
         path = text.folder / tokenizing.shard_name(number)
         try:
             shard = Shard.open(path)
+            if verify:
+                shard.check()
             if shard.mark != mark_of(tokenizer.fingerprint) or len(shard.tokens) != tokens:
                 raise DamagedShard("it is of another text or tokenizer")
             if shard.index.shape[0] != 2:

@@ -7,14 +7,19 @@
     40                  BLAKE2b of the tokenizer's fingerprint                      32 bytes
     72                  BLAKE2b of tokens and index                                 32 bytes
     104                 BLAKE2b of the header up to here                            16 bytes
+    120                 BLAKE2b of index and blocks                                 8 bytes
     128                 tokens                                                      T unsigned integers
     128 + T, up to 8    index, column by column                                     C x R int64
+    behind it           BLAKE2b of each 64 KiB of tokens                            8 bytes each
 
 All little-endian. Of a shard that is trained on the columns are `ENDS`: one row for each document, with the
 tokens and the bytes of text of all documents up to its end, separators included.
 
-A shard appears under its name when it is whole and on the disk. What was cut off later, or is another file,
-is seen when it is opened, by its size and its header; `Shard.check` reads all of it.
+A shard appears under its name when it is whole and on the disk. Opening one reads its header, its index and
+`SAMPLED` blocks of tokens, the first and the last among them, and compares them with their digests: a shard
+that was cut off, another file, and a damaged index are always seen, damaged tokens where they lie in those
+blocks.
+`Shard.check` reads all of it.
 """
 
 from __future__ import annotations
@@ -32,11 +37,15 @@ import numpy as np
 
 from pyruntime.train import disk
 
-MAGIC, VERSION = b"PYRTOKEN", 1
+MAGIC, VERSION = b"PYRTOKEN", 2
 HEADER = struct.Struct("<8sIIQQQ32s32s")
 HEADER_BYTES = 128
 ENDS = ("tokens", "bytes")
-BLOCK_BYTES = 2**20
+READ_BYTES = 2**20
+BLOCK_BYTES = 2**16
+BLOCK_DIGEST = 8
+SAMPLED = 8
+"""Blocks of tokens that are compared when a shard is opened."""
 PARTIAL = ".partial"
 
 
@@ -64,6 +73,8 @@ class ShardWriter:
         self._file: BinaryIO = open(self._partial, "wb")  # noqa: SIM115 - closed by publish or discard
         self._file.write(bytes(HEADER_BYTES))
         self._digest = hashlib.blake2b(digest_size=32)
+        self._blocks: list[bytes] = []
+        self._block = bytearray()
         self.tokens = 0
         """Written so far."""
 
@@ -73,11 +84,19 @@ class ShardWriter:
         self._digest.update(content)
         self._file.write(content)
         self.tokens += len(ids)
+        self._block += content
+        while len(self._block) >= BLOCK_BYTES:
+            self._blocks.append(_digest_of(bytes(self._block[:BLOCK_BYTES]), BLOCK_DIGEST))
+            del self._block[:BLOCK_BYTES]
 
     def publish(self, index: Sequence[np.ndarray]) -> None:
         """Writes the index, columns [R] of int64, and gives the file its name."""
         padding = bytes(-self.tokens * self._dtype.itemsize % 8)
-        for part in (padding, *(np.ascontiguousarray(column, dtype="<i8").tobytes() for column in index)):
+        if self._block:
+            self._blocks.append(_digest_of(bytes(self._block), BLOCK_DIGEST))
+        tail = b"".join(np.ascontiguousarray(column, dtype="<i8").tobytes() for column in index)
+        tail += b"".join(self._blocks)
+        for part in (padding, tail):
             self._digest.update(part)
             self._file.write(part)
         head = HEADER.pack(
@@ -91,7 +110,7 @@ class ShardWriter:
             self._digest.digest(),
         )
         self._file.seek(0)
-        self._file.write(head + _digest_of(head))
+        self._file.write(head + _digest_of(head) + _digest_of(tail, BLOCK_DIGEST))
         self._file.close()
         disk.flush(self._partial)
         self._partial.replace(self._path)
@@ -109,8 +128,8 @@ class ShardWriter:
         self.discard()
 
 
-def _digest_of(head: bytes) -> bytes:
-    return hashlib.blake2b(head, digest_size=16).digest()
+def _digest_of(content: bytes, size: int = 16) -> bytes:
+    return hashlib.blake2b(content, digest_size=size).digest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +144,7 @@ class Shard:
     mark: bytes
     """Of the tokenizer; see `mark_of`."""
     digest: bytes
-    """Of tokens and index."""
+    """Of tokens, index and blocks."""
 
     @classmethod
     def open(cls, path: Path) -> Shard:
@@ -140,14 +159,16 @@ class Shard:
             raise DamagedShard("it is no shard of tokens")
         fields, ending = head[: HEADER.size], head[HEADER.size : HEADER.size + 16]
         _, version, itemsize, tokens, rows, columns, mark, digest = HEADER.unpack(fields)
-        if _digest_of(fields) != ending or any(head[HEADER.size + 16 :]):
+        if _digest_of(fields) != ending:
             raise DamagedShard("its header is not what was written")
         if version != VERSION:
             raise DamagedShard(f"its format is version {version}, and this program reads {VERSION}")
         begin = -(-(HEADER_BYTES + tokens * itemsize) // 8) * 8
-        expected = begin + 8 * rows * columns
+        blocks = -(-tokens * itemsize // BLOCK_BYTES)
+        expected = begin + 8 * rows * columns + BLOCK_DIGEST * blocks
         if size != expected:
             raise DamagedShard(f"it has {size} bytes and was written with {expected}")
+        _check_parts(path, head[HEADER.size + 16 :], begin, tokens * itemsize, blocks)
         dtype = np.dtype(f"<u{itemsize}")
         return cls(
             path,
@@ -162,10 +183,29 @@ class Shard:
         digest = hashlib.blake2b(digest_size=32)
         with open(self.path, "rb") as file:
             file.seek(HEADER_BYTES)
-            while block := file.read(BLOCK_BYTES):
+            while block := file.read(READ_BYTES):
                 digest.update(block)
         if digest.digest() != self.digest:
             raise DamagedShard("its content is not what was written (BLAKE2b)")
+
+
+def _check_parts(path: Path, tail_digest: bytes, begin: int, token_bytes: int, blocks: int) -> None:
+    """Raises DamagedShard where the index, a block's digest, or a sampled block is not what was written."""
+    with open(path, "rb") as file:
+        file.seek(begin)
+        found = hashlib.blake2b(digest_size=BLOCK_DIGEST)
+        while part := file.read(READ_BYTES):
+            found.update(part)
+        if found.digest() != tail_digest:
+            raise DamagedShard("its index is not what was written (BLAKE2b)")
+        file.seek(-BLOCK_DIGEST * blocks, os.SEEK_END)
+        digests = file.read()
+        for block in sorted({round(at * (blocks - 1) / (SAMPLED - 1)) for at in range(SAMPLED) if blocks}):
+            file.seek(HEADER_BYTES + block * BLOCK_BYTES)
+            content = file.read(min(BLOCK_BYTES, token_bytes - block * BLOCK_BYTES))
+            wanted = digests[block * BLOCK_DIGEST : (block + 1) * BLOCK_DIGEST]
+            if _digest_of(content, BLOCK_DIGEST) != wanted:
+                raise DamagedShard(f"its tokens are not what was written (BLAKE2b of block {block})")
 
 
 def _mapped(path: Path, dtype: np.dtype, offset: int, shape: tuple[int, ...]) -> np.ndarray:

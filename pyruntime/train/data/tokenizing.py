@@ -33,7 +33,7 @@ from pyruntime.train.data.workers import Workers
 from pyruntime.train.disk import LOCK
 from pyruntime.train.errors import ConfigError
 
-FORMAT = 3
+FORMAT = 4
 """Of a folder, in FACTS_FILE; another one is another name in the cache."""
 RUNS_FOLDER, PLAN_FILE = "runs", "plan"
 NEW_FACTS = FACTS_FILE + ".partial"

@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyruntime.train.data.shards import DamagedShard, Shard, ShardWriter, dtype_of, mark_of
+from pyruntime.train.data.shards import (
+    BLOCK_BYTES,
+    HEADER_BYTES,
+    SAMPLED,
+    DamagedShard,
+    Shard,
+    ShardWriter,
+    dtype_of,
+    mark_of,
+)
 from tests.mutations import BOUNDED, contents
 from tests.train.data.texts import write_shard
 
@@ -32,11 +41,14 @@ def test_it_has_its_name_when_it_is_whole(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "finding"),
     [
-        (lambda content: content[:-1], "it has 231 bytes and was written with 232"),
-        (lambda content: content + b"\0", "it has 233 bytes and was written with 232"),
+        (lambda content: content[:-1], "it has 239 bytes and was written with 240"),
+        (lambda content: content + b"\0", "it has 241 bytes and was written with 240"),
         (lambda content: content[:60], "it is no shard of tokens"),
         (lambda content: b"text " * 50, "it is no shard of tokens"),
         (lambda content: content[:20] + b"\1" + content[21:], "its header is not what was written"),
+        (lambda content: content[:205] + b"\7" + content[206:], "its index is not what was written"),
+        (lambda content: content[:-1] + b"\7", "its index is not what was written"),
+        (lambda content: content[:130] + b"\7" + content[131:], r"its tokens are .* \(BLAKE2b of block 0\)"),
     ],
 )
 def test_what_is_no_whole_shard_is_told_when_it_is_opened(tmp_path, damage, finding):
@@ -47,14 +59,23 @@ def test_what_is_no_whole_shard_is_told_when_it_is_opened(tmp_path, damage, find
         Shard.open(path)
 
 
-def test_a_changed_token_is_found_by_reading_all(tmp_path):
+def test_a_changed_token_beside_the_blocks_that_are_sampled_is_found_by_reading_all(tmp_path):
     path = tmp_path / "a"
-    write_shard(path, [np.arange(20)])
-    content = bytearray(path.read_bytes())
-    content[140] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DamagedShard, match="its content is not what was written"):
-        Shard.open(path).check()
+    write_shard(path, [np.arange(BLOCK_BYTES * 30) % 251], "uint8")
+    original = path.read_bytes()
+    found = []
+    for block in range(30):
+        content = bytearray(original)
+        content[HEADER_BYTES + block * BLOCK_BYTES + 77] ^= 1
+        path.write_bytes(content)
+        try:
+            shard = Shard.open(path)
+        except DamagedShard:
+            found.append(block)
+            continue
+        with pytest.raises(DamagedShard, match="its content is not what was written"):
+            shard.check()
+    assert len(found) == SAMPLED and {0, 29} < set(found)
 
 
 @pytest.fixture(scope="module")
