@@ -4,6 +4,7 @@ RUN_DIR/config.toml      the configuration as it was
 RUN_DIR/metrics.jsonl    one object a step
 RUN_DIR/checkpoints/     resumable checkpoints
 RUN_DIR/model/           the weights in Hugging Face's format, with the tokenizer
+RUN_DIR/came_with/       what model.init_from held besides weights, which model/ gets
 RUN_DIR/lock             the process that writes all this, while it lives
 RUN_DIR/ledger/          what every rank waited for, and behind what bytes were hidden (train.ledger)
 RUN_DIR/profile/         traces of single steps (train.profile)
@@ -28,7 +29,7 @@ import torch
 
 from pyruntime import comm
 from pyruntime.comm import Runtime
-from pyruntime.llama import Llama, generate, save_hf
+from pyruntime.llama import Llama, generate, origin, save_hf
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.hf import weight_files
 from pyruntime.overlap.account import table
@@ -47,6 +48,7 @@ from pyruntime.train.config import (
 )
 from pyruntime.train.data import corpus
 from pyruntime.train.data.corpus import Corpus
+from pyruntime.train.data.tokenizer import FILE_NAME as TOKENIZER_FILE
 from pyruntime.train.data.tokenizer import Tokenizer, open_tokenizer, prompt_ids
 from pyruntime.train.device import Device
 from pyruntime.train.disk import in_use, writing
@@ -210,7 +212,11 @@ def _run(
 
     def write_report() -> None:
         with writing(run_dir, trainer.what_is_saved()):
-            tokenizer.save(run_dir / MODEL_FOLDER)
+            kept = run_dir / origin.FOLDER
+            if kept.is_dir():
+                origin.give_back(kept, run_dir / MODEL_FOLDER)
+            if config.data.tokenizer or not (kept / TOKENIZER_FILE).is_file():
+                tokenizer.save(run_dir / MODEL_FOLDER)
             lines = metrics.read(run_dir / metrics.FILE_NAME)
             report.plot_loss(lines, run_dir / report.PLOT_FILE)
             if own := [line for line in lines if line["step"] > first]:
@@ -230,7 +236,7 @@ def _run(
     sample = _sample(config, model, tokenizer) if runtime.pp.mesh is None or is_first_tp else None
     if is_rank_0:
         with writing(run_dir / SAMPLE_FILE, trainer.what_is_saved()):
-            _close(run_dir, sample, progress)
+            _close(run_dir, config.train.dtype, sample, progress)
     return run_dir
 
 
@@ -443,6 +449,8 @@ def _make_run_dir(
         if config.train.ledger:
             forget(run_dir)
         (run_dir / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
+        if config.model.init_from:
+            origin.keep(Path(config.model.init_from), run_dir / origin.FOLDER)
         if not before:
             comm.keep(LIFE, json.dumps(dataclasses.asdict(Life(str(run_dir), time.time()))))
     except OSError as error:
@@ -550,11 +558,12 @@ def _first_lines(config: RunConfig, shape: LlamaConfig, data: Corpus, run_dir: P
     )
 
 
-def _close(run_dir: Path, sample: str | None, progress: Progress) -> None:
+def _close(run_dir: Path, dtype: str, sample: str | None, progress: Progress) -> None:
     """Writes and prints the sample, and says where everything is."""
     if sample is not None:
         (run_dir / SAMPLE_FILE).write_text(sample + "\n", encoding="utf-8")
         progress.say(f"\nSample\n{sample}")
     progress.say(
-        f"\nEverything is in {run_dir}: weights in {MODEL_FOLDER}/, {report.PLOT_FILE}, {metrics.FILE_NAME}."
+        f"\nEverything is in {run_dir}: weights in {MODEL_FOLDER}/ ({dtype}), {report.PLOT_FILE}, "
+        f"{metrics.FILE_NAME}."
     )

@@ -11,7 +11,7 @@ import torch
 
 from pyruntime.comm import CommError, Runtime
 from pyruntime.data_parallel import shard
-from pyruntime.llama import Llama, LlamaConfig, RopeScaling, load_hf, save_hf
+from pyruntime.llama import Llama, LlamaConfig, RopeScaling, load_hf, origin, save_hf
 from pyruntime.llama.hf import read_config, saved_dtype
 from pyruntime.train import checkpoint, checkpoint_folder, config_file, manifest
 from pyruntime.train.checkpoint_folder import Facts
@@ -59,7 +59,10 @@ def to_hf(
             separator=separator,
             begin=begin,
         )
-        if tokenizer is not None:
+        kept = folder.resolve().parent.parent / origin.FOLDER
+        if runtime.rank == 0 and kept.is_dir():
+            origin.give_back(kept, target)
+        if tokenizer is not None and not (kept / FILE_NAME).is_file():
             tokenizer.save(target)
     return facts
 
@@ -84,6 +87,7 @@ def from_hf(source: Path, target: Path, runtime: Runtime, dtype: Dtype | None = 
     def write_config() -> None:
         target.mkdir(parents=True, exist_ok=True)
         (target / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
+        origin.keep(source, target / origin.FOLDER)
 
     with _writing(target):
         on_rank_0(runtime.world, f"Writing {target}", write_config)

@@ -1,0 +1,62 @@
+"""Files and settings of a Hugging Face model that training does not change: they leave with it as they came.
+
+All that a model's folder holds besides its weights is kept in the run folder: tokenizer, chat templates,
+generation settings, licence. Of config.json the keys that are ours alone are written anew.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+FOLDER = "came_with"
+"""Of a run: what its model.init_from held besides weights."""
+TEMPLATES = "additional_chat_templates"
+CONFIG = "config.json"
+OURS = ("dtype", "torch_dtype", "max_position_embeddings", "vocab_size")
+"""Keys of config.json that say what was written, and not what came."""
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".index.json",
+)
+
+
+def keep(source: Path, target: Path) -> None:
+    """Copies what the model's folder `source` holds besides weights to the new folder `target`. Raises
+    OSError."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHTS):
+            shutil.copyfile(path, target / path.name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, target / TEMPLATES, dirs_exist_ok=True)
+
+
+def give_back(kept: Path, target: Path) -> None:
+    """Puts what `keep` copied to `kept` beside the weights in `target`, whose config.json is there. Raises
+    OSError or ValueError."""
+    written = json.loads((target / CONFIG).read_text(encoding="utf-8"))
+    for path in kept.iterdir():
+        if path.is_dir():
+            shutil.copytree(path, target / path.name, dirs_exist_ok=True)
+        elif path.name != CONFIG:
+            shutil.copyfile(path, target / path.name)
+    if not (kept / "generation_config.json").is_file():
+        (target / "generation_config.json").unlink(missing_ok=True)
+    came = json.loads((kept / CONFIG).read_text(encoding="utf-8"))
+    dtype = "dtype" if "dtype" in came else "torch_dtype"
+    changed = {key: written[key] for key in OURS if key in written and key in came} | {
+        dtype: written["torch_dtype"]
+    }
+    partial = target / f"{CONFIG}.partial"
+    partial.write_text(json.dumps(came | changed, indent=2) + "\n", encoding="utf-8")
+    partial.replace(target / CONFIG)

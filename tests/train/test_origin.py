@@ -1,0 +1,79 @@
+"""A model that came from Hugging Face leaves with every file and setting that training does not change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from pyruntime.cli import main
+from pyruntime.train.config import Model
+from pyruntime.train.run import run
+from pyruntime.train.signals import StopRequest
+from tests.train import jobs
+
+OTHERS = {
+    "chat_template.jinja": "{{ messages }}",
+    "special_tokens_map.json": '{"eos_token": "</s>"}',
+    "added_tokens.json": "{}",
+    "tokenizer.model": "no real one",
+    "LICENSE": "none",
+    "additional_chat_templates/tools.jinja": "{{ tools }}",
+}
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A Llama of fp32 with unusual tokens and keys."""
+    folder = tmp_path / "source"
+    shape = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        bos_token_id=None, eos_token_id=[3, 5], pad_token_id=0, max_position_embeddings=128, own_key="kept",
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(shape).save_pretrained(folder)
+    vocabulary = {"</s>": 3, "<unk>": 1} | {chr(97 + i): 6 + i for i in range(26)}
+    engine = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    engine.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    engine.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "model_max_length": 99}')
+    (folder / "additional_chat_templates").mkdir()
+    for name, content in OTHERS.items():
+        (folder / name).write_text(content)
+    return folder
+
+
+def compare(source: Path, found: Path, dtype: str) -> None:
+    for path in source.rglob("*"):
+        name = path.relative_to(source)
+        if path.is_dir() or path.suffix == ".safetensors" or name.name == "config.json":
+            continue
+        assert (found / name).read_bytes() == path.read_bytes(), name
+    came, left = (json.loads((folder / "config.json").read_text()) for folder in (source, found))
+    assert {key for key in came if came[key] != left.get(key)} <= {"dtype", "torch_dtype"}
+    assert left.keys() == came.keys() and dtype in (left.get("dtype"), left.get("torch_dtype"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(found, dtype="auto")
+    assert model.dtype == getattr(torch, dtype)
+
+
+def trained(group, config) -> Path:
+    return run(config, "any", jobs.runtime(group, config), StopRequest())
+
+
+@pytest.mark.parametrize(("dtype", "named"), [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_what_leaves_is_what_came(ranks, source, tmp_path, dtype, named):
+    config = jobs.job(tmp_path, steps=1, dtype=dtype)
+    config = dataclasses.replace(config, model=Model(init_from=str(source)))
+    folder, _ = ranks.run(trained, 2, config)
+    compare(source, folder / "model", named)
+
+
+def test_so_it_does_through_a_checkpoint_and_back(source, tmp_path):
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert main(["convert", "--source", str(source), "--target", str(there)]) == 0
+    assert main(["convert", "--source", str(there), "--target", str(back)]) == 0
+    compare(source, back, "float32")
