@@ -1,10 +1,10 @@
 // GEMMs on row chunks, in the three forms that a linear layer has.
 //
 // Operands are [blocks, rows, width] as in ops/operand.h; weights are [N, K]. GEMMs are rounded once from
-// fp32 sums. They are the vendor library's, but in bf16 on CPUs where ours is known to be faster for the shape
-// (gemm_rule.h), which does not care how few rows come at once (cpu/packed_matrix.h). On a CPU fp16 runs in
-// fp32, several times faster than the library's own emulation, and so does bf16 where the CPU has no AVX-512,
-// a hundred times faster.
+// fp32 sums. They are the vendor library's, but in bf16 on CPUs where ours is known to be faster for the
+// shape (gemm_rule.h), which does not care how few rows come at once (cpu/packed_matrix.h). On a CPU fp16
+// runs in fp32, several times faster than the library's own emulation, and so does bf16 where the CPU has no
+// AVX-512, a hundred times faster.
 #pragma once
 
 #include <ATen/core/Tensor.h>
