@@ -70,7 +70,7 @@ test-parity: $(BUILT)  ## train on every mesh of at most 8 ranks and compare wit
 
 .PHONY: test-kill
 test-kill: $(BUILT)  ## kill -9 a run at fifty random moments and compare it with one never interrupted: minutes
-	$(RUN) -m pytest -m kill -s -o faulthandler_timeout=0 tests/train/test_kill.py
+	$(RUN) -m pytest -m kill -s -o faulthandler_timeout=0 tests/train/test_kill.py tests/cli/test_kills.py
 
 .PHONY: test-mutations
 test-mutations: $(BUILT)  ## damage ledgers, models, runs and options a thousand times each: a quarter of an hour
