@@ -116,7 +116,7 @@ def ninja_file(
     link = "-cudart static -Xlinker --exclude-libs,ALL"
     lines, objects = recipe(str(nvcc), flags, named, link_flags=link)
     lines.insert(1, f"architectures = {' '.join(architectures)}")
-    hopper_lines, hopper_objects = build_sm90.ninja_lines(folder, architectures, hopper)
+    hopper_lines, hopper_objects = build_sm90.ninja_lines(folder, architectures, nvcc, hopper)
     lines += hopper_lines
     objects += hopper_objects
     if left_out := {str(path) for path in left_out}:

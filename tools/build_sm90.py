@@ -2,8 +2,8 @@
 
 The headers come from the package nvidia-cutlass, of the version that pyproject.toml pins: the one that is
 installed, or else the wheel, which is downloaded into build/ once (without its many dependencies, which are
-of CUTLASS's Python). Where there is neither, the library is built without these kernels and its launchers
-refuse.
+of CUTLASS's Python). Where there is neither, or the toolkit is too old, the library is built without
+these kernels and its launchers refuse.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ FLAGS = (
 )
 """Of kernels. Without NDEBUG, CUTLASS's checks keep ptxas from running wgmma asynchronously. Its calls of the
 driver are those of csrc/cuda/sm90/tensor_map.cu, which checks what the driver says."""
+
+OLDEST_TOOLKIT = (12, 5)
+"""The first with cudaGetDriverEntryPointByVersion, by which tensor_map.cu finds the driver's function."""
 
 
 def is_wanted(architectures: Iterable[str]) -> bool:
@@ -95,6 +98,29 @@ def find_cutlass() -> Path | None:
     return local_cutlass() or _download()
 
 
+def toolkit_version(nvcc: Path) -> tuple[int, int]:
+    """That of the toolkit of `nvcc`, such as (12, 5). Raises RuntimeError where it does not say."""
+    said = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    if release is None:
+        raise RuntimeError(f"{nvcc} --version names no release of CUDA; it said: {said.strip()!r}.")
+    return int(release[1]), int(release[2])
+
+
+def why_not(nvcc: Path) -> str:
+    """Why the kernels for Hopper cannot be built with `nvcc`; empty where they can."""
+    found = toolkit_version(nvcc)
+    if found < OLDEST_TOOLKIT:
+        return (
+            f"{nvcc} is of CUDA {found[0]}.{found[1]}, and the kernels for Hopper need CUDA "
+            f"{OLDEST_TOOLKIT[0]}.{OLDEST_TOOLKIT[1]} or newer"
+        )
+    if find_cutlass() is None:
+        headers = f"CUTLASS's headers (nvidia-cutlass=={pinned_version()})"
+        return f"{headers} are not installed and cannot be downloaded"
+    return ""
+
+
 def kernels() -> list[tuple[str, Path, tuple[str, ...]]]:
     """Every object of the kernel: its name, its source and its macros. One configuration is one object."""
     return [
@@ -114,7 +140,7 @@ def kernels() -> list[tuple[str, Path, tuple[str, ...]]]:
 
 
 def ninja_lines(
-    build: Path, architectures: Iterable[str], with_kernels: bool = True
+    build: Path, architectures: Iterable[str], nvcc: Path, with_kernels: bool = True
 ) -> tuple[list[str], list[str]]:
     """What ninja needs to build the objects of this folder in `build`, and their names; without kernels
     those of the launchers alone.
@@ -124,15 +150,14 @@ def ninja_lines(
     launchers = build / "sm90_launchers.o"
     lines = [f"build {launchers}: compile {FOLDER / 'launchers.cu'}"]
     wanted = with_kernels and is_wanted(architectures)
-    cutlass = find_cutlass() if wanted else None
-    if cutlass is None:
-        if wanted:
-            print(
-                f"CUTLASS's headers (nvidia-cutlass=={pinned_version()}) are not installed and cannot be "
-                "downloaded: the library is built without the kernels for Hopper, and the portable ones take "
-                "their place.",
-                file=sys.stderr,
-            )
+    if not wanted:
+        return lines, [str(launchers)]
+    if why := why_not(nvcc):
+        print(
+            f"{why}: the library is built without the kernels for Hopper, and the portable ones take their "
+            "place.",
+            file=sys.stderr,
+        )
         return lines, [str(launchers)]
     lines.append("  macros = -DPYRUNTIME_WITH_SM90")
     objects = [str(launchers), str(build / "sm90_tensor_map.o")]
@@ -141,7 +166,7 @@ def ninja_lines(
         objects.append(str(build / f"{name}.o"))
         lines += [
             f"build {objects[-1]}: compile {source}",
-            f"  macros = {' '.join([f'-isystem {cutlass}', *macros])}",
+            f"  macros = {' '.join([f'-isystem {find_cutlass()}', *macros])}",
             f"  architectures = {' '.join(FLAGS)}",
         ]
     return lines, objects

@@ -16,18 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pyruntime.cli.dry_run import Estimate, estimate  # noqa: E402
-from pyruntime.cli.plan_facts import checked, find_model, settings  # noqa: E402
+from pyruntime.cli.plan_facts import Asked, checked, find_model, settings  # noqa: E402
 from pyruntime.plan.cluster import Cluster, find_cluster  # noqa: E402
-from pyruntime.plan.memory import SAFE  # noqa: E402
 from pyruntime.plan.mesh import Job  # noqa: E402
 from pyruntime.plan.report import GB, mfu  # noqa: E402
 from pyruntime.plan.search import Candidate, Choice, search  # noqa: E402
 from pyruntime.text import toml_value  # noqa: E402
 from pyruntime.train import config_file  # noqa: E402
 from pyruntime.train.config import RunConfig  # noqa: E402
-from pyruntime.train.errors import ConfigError  # noqa: E402
-from pyruntime.train.planned import DEVICE  # noqa: E402
+from pyruntime.train.planned import rules_of  # noqa: E402
 
 SEQ = 8192
 TOKENS = tuple(2**power for power in range(22, 17, -1))
@@ -60,26 +57,18 @@ def config_of(job: Job, candidate: Candidate) -> RunConfig:
     return config
 
 
-def held(job: Job, candidate: Candidate) -> Estimate | None:
-    """What the fullest rank holds; None where the trainer does not run the mesh on these GPUs."""
-    try:
-        return estimate(*checked(job, candidate.mesh), job.gpus)
-    except ConfigError:
-        return None
-
-
-def fastest(model: str, cluster: Cluster, gpus: int) -> tuple[Job, Candidate, Estimate] | None:
+def fastest(model: str, cluster: Cluster, gpus: int) -> tuple[Job, Candidate] | None:
     """The mesh for so many GPUs; None where none fits."""
     for tokens in TOKENS:
         job = Job(find_model(model), cluster, gpus, tokens // SEQ, SEQ)
-        for candidate in search(job, CHOICE, rules=DEVICE).candidates:
-            found = held(job, candidate)
-            if found is not None and found.total <= SAFE * cluster.memory_bytes:
-                return job, candidate, found
+        asked = Asked(job)
+        for candidate in search(job, CHOICE, rules=rules_of(cluster)).candidates:
+            if asked.refusal(candidate.mesh) is None:
+                return job, candidate
     return None
 
 
-def table(job: Job, candidate: Candidate, found: Estimate) -> str:
+def table(job: Job, candidate: Candidate) -> str:
     """[ranks.N] of a preset."""
     sections = settings(job, candidate.mesh)
     parallel, train = (sections[name] for name in HERE)
@@ -88,7 +77,7 @@ def table(job: Job, candidate: Candidate, found: Estimate) -> str:
     train = {key: train[key] for key in keys if key in train}
     return (
         f"# {candidate.total:.2f} s a step, {mfu(job, candidate):.0%} of the peak, "
-        f"{found.total / GB:.0f} GB a GPU\n"
+        f"{candidate.memory.total / GB:.0f} GB a GPU\n"
         f"[{config_file.BY_RANKS}.{job.gpus}]\n"
         f"parallel = {toml_value(parallel)}\ntrain = {toml_value(train)}\n"
     )
@@ -128,6 +117,7 @@ every_steps = 500
 
 [output]
 sample_tokens = 0
+cluster = "{cluster.name}"
 
 """ + "\n".join(tables)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.pipeline import Costs, simulate
-from pyruntime.plan.cluster import Cluster
-from pyruntime.plan.measured import PROCESS_BYTES
-from pyruntime.plan.memory import SAFE, Memory, memory_of_rank, parameters_of_rank
-from pyruntime.plan.pipelines import last_stage_rank
+from pyruntime.plan.cluster import Cluster, find_cluster
+from pyruntime.plan.memory import SAFE, Memory, verdict
 from pyruntime.text import columns
 from pyruntime.train import dry_run
 from pyruntime.train.config import (
@@ -26,8 +25,9 @@ from pyruntime.train.config import (
     with_pieces,
     with_steps,
 )
-from pyruntime.train.pipelined import layers_of_stages, resolved, schedule_of
-from pyruntime.train.planned import planned, trainer_rules
+from pyruntime.train.errors import ConfigError, refusing
+from pyruntime.train.pipelined import layers_of_stages, placement, resolved, schedule_of, slice_lengths
+from pyruntime.train.planned import estimate
 
 GB = 1e9
 MOST_ACTIONS = 20_000
@@ -39,52 +39,83 @@ COMPUTED_AGAIN = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """Bytes that the fullest rank of a run holds."""
-
-    memory: Memory
-    """In a step."""
-    start: float
-    """While the model is made."""
-
-    @property
-    def total(self) -> float:
-        return max(self.memory.total, self.start)
+def held(config: RunConfig, shape: LlamaConfig, ranks: int) -> Memory:
+    """Bytes that the fullest rank of a run holds, on the cluster that output.cluster names."""
+    return estimate(_settled(config, shape), shape, ranks, _cluster(config))
 
 
-def estimate(config: RunConfig, shape: LlamaConfig, ranks: int) -> Estimate:
-    """By the planner's formulas; of CPU ranks unless train.device is cuda. What replicas that seldom meet
-    keep is counted for CO2 alone."""
-    config = _settled(config, shape)
-    job, mesh = planned(config, shape, ranks, Cluster.of_ranks(ranks))
-    rules = trainer_rules(config)
-    process = job.cluster.process_bytes if config.train.device == "cuda" else PROCESS_BYTES
-    held = _layers_of_ranks(config, shape) if mesh.pp > 1 else [shape.num_hidden_layers]
-    of_ranks = [memory_of_rank(job, mesh, rank, rules, process, layers) for rank, layers in enumerate(held)]
-    # Weights stand whole while the model is made, and beside them what ZeRO 3 leaves a rank of them.
-    last, cut = last_stage_rank(mesh), mesh.tp * mesh.x * mesh.y
-    parameters = max(
-        sum(parameters_of_rank(job.model, cut, layers, rank == 0, rank == last))
-        for rank, layers in enumerate(held)
-    )
-    shards = mesh.z * (mesh.shard if mesh.zero == 3 else 1)
-    start = rules.weight * parameters * (1 + 1 / shards if shards > 1 else 1) + process
-    return Estimate(max(of_ranks, key=lambda each: each.total), start)
+def _cluster(config: RunConfig) -> Cluster | None:
+    with refusing("output.cluster: "):
+        return find_cluster(config.output.cluster) if config.output.cluster else None
 
 
-def report(config: RunConfig, ranks: int) -> str:
-    """Mesh, shapes, memory and schedule, for people. Raises ConfigError, as the run would."""
+def report(config: RunConfig, ranks: int) -> tuple[str, str]:
+    """Mesh, shapes, memory and schedule, for people; and why it does not fit into the memory of the cluster
+    that output.cluster names, empty where it does or none is named. Raises ConfigError, as the run would."""
     shape = dry_run.check(config, ranks)
     config = _settled(config, shape)
+    cluster, memory = _cluster(config), held(config, shape, ranks)
     parts = [
         _heading(config, shape, ranks),
         _shapes(config, shape, ranks),
-        _memory(config, estimate(config, shape, ranks)),
+        _memory(config, memory, cluster),
     ]
     if config.parallel.pp > 1:
         parts.append(_pipeline(config, shape))
-    return "\n\n".join([*parts, "Nothing was started."])
+    refusal = ""
+    if cluster is not None and memory.total > cluster.memory_bytes:
+        refusal = (
+            f"{config.output.cluster} has {cluster.memory_bytes / GB:.4g} GB a rank, and this run needs "
+            f"{memory.total / GB:.3g} GB on {ranks} ranks: it does not fit. {_remedy(config, ranks, cluster)}"
+        )
+    return "\n\n".join([*parts, "Nothing was started."]), refusal
+
+
+def _levers(config: RunConfig) -> Iterator[dict[str, dict[str, Any]]]:
+    """Changes that take memory out of a run, the cheapest in time first, each with those before it."""
+    train, parallel = config.train, config.parallel
+    changes: dict[str, dict[str, Any]] = {"train": {}, "parallel": {}}
+    steps: list[tuple[str, str, Any]] = []
+    if parallel.dp * parallel.cp > 1:
+        wanted = 3 if parallel.pp == 1 else 2
+        steps += [("parallel", "zero", wanted)] if parallel.zero < wanted else []
+        steps += [("parallel", "dp_replicate", 1)] if parallel.dp_replicate > 1 else []
+    if train.activation_checkpointing == "none":
+        steps.append(("train", "activation_checkpointing", "selective"))
+    if train.activation_checkpointing != "full":
+        steps.append(("train", "activation_checkpointing", "full"))
+    for size in (8, 4, 2, 1):
+        if size < train.micro_batch_size:
+            steps.append(("train", "micro_batch_size", size))
+    if micro_batches(config) > 1 and parallel.pp == 1:  # no sums of earlier micro-batches are kept
+        steps.append(("train", "batch_size", train.batch_size // micro_batches(config)))
+    for section, key, value in steps:
+        yield {section: {key: value}}
+    for section, key, value in steps:
+        if key == "batch_size":
+            value = parallel.dp * changes["train"].get("micro_batch_size", train.micro_batch_size)
+        changes[section][key] = value
+        yield {name: dict(keys) for name, keys in changes.items() if keys}
+
+
+def _remedy(config: RunConfig, ranks: int, cluster: Cluster) -> str:
+    """What would make the run fit, in a sentence."""
+    for changes in _levers(config):
+        other = config
+        for section, keys in changes.items():
+            other = dataclasses.replace(
+                other, **{section: dataclasses.replace(getattr(other, section), **keys)}
+            )
+        try:
+            memory = held(other, dry_run.check(other, ranks), ranks)
+        except ConfigError:
+            continue  # the trainer does not run that
+        if verdict(memory.total, cluster.memory_bytes) == "fits":
+            said = " and ".join(
+                f"{section}.{key}={value}" for section, keys in changes.items() for key, value in keys.items()
+            )
+            return f"With {said} it takes {memory.total / GB:.3g} GB and fits."
+    return "Take more ranks, or let `python -m pyruntime plan` look for a mesh that fits."
 
 
 def _settled(config: RunConfig, shape: LlamaConfig) -> RunConfig:
@@ -147,40 +178,49 @@ def _shapes(config: RunConfig, shape: LlamaConfig, ranks: int) -> str:
     return columns(["shapes on a rank", "weight", "result for a micro-batch"], rows, left=(0, 1, 2))
 
 
-def _memory(config: RunConfig, found: Estimate) -> str:
-    parts = ", ".join(f"{name} {value / GB:.3g}" for name, value in vars(found.memory).items() if value)
+def _memory(config: RunConfig, found: Memory, cluster: Cluster | None) -> str:
+    parts = ", ".join(
+        f"{name} {value / GB:.3g}" for name, value in vars(found).items() if value and name != "start"
+    )
     device = "a GPU" if config.train.device == "cuda" else "a rank on CPUs"
-    start = f" ({found.start / GB:.3g} while the model is made)" if found.start > found.memory.total else ""
+    start = f" ({found.start / GB:.3g} while the model is made)" if found.start > found.step else ""
     uncounted = not meets_every_step(config) and config.data_parallel.method != "co2"
     without = f"; what {config.data_parallel.method} keeps besides is not counted" if uncounted else ""
+    if cluster is None:
+        judged = f"it wants {found.total / SAFE / GB:.3g} GB, {1 - SAFE:.0%} of it unused"
+    else:
+        judged = (
+            f"{verdict(found.total, cluster.memory_bytes)}, as that is "
+            f"{found.total / cluster.memory_bytes:.0%} of {cluster.memory_bytes / GB:.4g} GB "
+            f"({config.output.cluster})"
+        )
     return (
         f"memory    {found.total / GB:.3g} GB{start} for {device} of the fullest stage, by the planner's "
-        f"formulas{without}: it wants {found.total / SAFE / GB:.3g} GB, {1 - SAFE:.0%} of it unused\n"
+        f"formulas{without}: {judged}\n"
         f"          GB in a step: {parts}"
     )
 
 
-def _layers_of_ranks(config: RunConfig, shape: LlamaConfig) -> list[int]:
-    """Layers that each rank of the pipeline holds."""
-    runs, schedule = layers_of_stages(config, shape), schedule_of(config)
-    return [sum(len(runs[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
-
-
 def _pipeline(config: RunConfig, shape: LlamaConfig) -> str:
-    runs, schedule = layers_of_stages(config, shape), schedule_of(config)
+    runs, of_stages, ranks = layers_of_stages(config, shape), placement(config), config.parallel.pp
     stages = "; ".join(
-        f"{rank}: {_words([runs[stage] for stage in schedule.stages_of(rank)])}"
-        for rank in range(schedule.ranks)
+        f"{rank}: {_words([run for run, owner in zip(runs, of_stages, strict=True) if owner == rank])}"
+        for rank in range(ranks)
     )
+    kind, slices = config.pipeline.kind, len(slice_lengths(config))
     found = (
-        f"pipeline  {schedule.kind}: {schedule.stages} stages on {schedule.ranks} ranks, "
-        f"{schedule.micro_batches} micro-batches, {schedule.slices} slice(s)\n"
+        f"pipeline  {kind}: {len(of_stages)} stages on {ranks} ranks, "
+        f"{micro_batches(config)} micro-batches, {slices} slice(s)\n"
         f"          layers of the ranks: {stages}"
     )
+    # At least a forward and a backward of every stage; to make more than that takes long too.
+    if 2 * len(of_stages) * micro_batches(config) * slices > MOST_ACTIONS:
+        return found
+    schedule = schedule_of(config)
     if sum(map(len, schedule.actions)) > MOST_ACTIONS:
         return found
     timeline = simulate(schedule, Costs())
-    bubble = max(timeline.bubble(rank) for rank in range(schedule.ranks)) / timeline.makespan
+    bubble = max(timeline.bubble(rank) for rank in range(ranks)) / timeline.makespan
     return f"{found}\n          {bubble:.1%} of a step is bubble where all stages take alike"
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -15,18 +16,20 @@ from pyruntime.plan import report
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.explain import explain
 from pyruntime.plan.holmes import Across, search_across
-from pyruntime.plan.memory import PAPER, Rules
 from pyruntime.plan.mesh import Job, sequences
 from pyruntime.plan.search import Candidate, Choice, Result, each_shape, search
 from pyruntime.plan.step import Predictor
 from pyruntime.text import columns
 from pyruntime.train.errors import ConfigError, refusing
-from pyruntime.train.planned import TRAINER
+from pyruntime.train.planned import rules_of
 
 DESCRIPTION = """Searches all legal meshes of a cluster's GPUs for a model, leaves out those that do not fit
-into 80 percent of the memory, predicts a step of the others, and shows the fastest with what stays exposed.
+into 80 percent of the memory, predicts a step of the others, and shows the fastest that the trainer runs,
+with what stays exposed; then faster ones that it does not run yet, and why. Memory is what the trainer keeps.
 Nothing is started and no GPU is needed. A star marks meshes that no other beats in both time and memory."""
 
+OTHERS = 3
+"""Lines at most of what is faster and does not run."""
 SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -46,9 +49,6 @@ class Options:
     """Tokens of the whole training, for its cost in GPU hours."""
     overlap: Literal["none", "fused", "filler"] = "fused"
     """What hides transfers: nothing, the GEMMs they belong to, or weight gradients too."""
-    memory: Literal["paper", "trainer"] = "paper"
-    """Whose rules of what is kept: Megatron-LM's mixed precision (18 bytes a parameter), or this
-    trainer's."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Of bf16 weights: nearest to an fp32 master weight, or at random without one, 4 bytes a parameter
     less."""
@@ -61,7 +61,7 @@ class Options:
     risky: bool = False
     """Whether meshes between 80 and 100 percent of the memory are shown."""
     only_runnable: bool = False
-    """Whether what the trainer cannot run yet is left out; the trainer is asked."""
+    """Whether faster meshes that the trainer cannot run yet are left out below those that it runs."""
     axonn: bool = True
     """Whether AxoNN's 4D meshes are searched."""
     co2: bool = True
@@ -97,14 +97,14 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"--explain must be at least 0, found {options.explain}.")
     if not options.tokens > 0:
         raise ConfigError(f"--tokens must be above 0, found {options.tokens}.")
-    rules = TRAINER if options.memory == "trainer" else PAPER
     if options.join:
-        _join(options, rules)
+        _join(options)
         return
     started = time.perf_counter()
     choice = Choice(axonn=options.axonn, co2=options.co2, recompute=options.recompute)
     with refusing():
         job = job_of(options)
+        rules = rules_of(job.cluster)
         result = search(job, choice, overlap=options.overlap, rules=rules, risky=options.risky)
     if not result.candidates:
         raise ConfigError(report.nothing_fits(result))
@@ -114,6 +114,7 @@ def main(argv: list[str]) -> None:
     print(report.heading(result, seconds))
     print()
     print(report.table(result, shown, asked.refusal, options.tokens))
+    print("\n" + report.verdict(result, shown, asked.refusal))
     print(f"\nGPU hours are for {options.tokens:.3g} tokens. --explain N takes a line apart.")
     if options.explain > len(shown):
         raise ConfigError(
@@ -154,18 +155,27 @@ def parse_tokens(text: str) -> int:
 
 
 def _shown(options: Options, result: Result, asked: Asked) -> list[Candidate]:
-    def wanted(candidate: Candidate) -> bool:
-        return not options.only_runnable or asked.refusal(candidate.mesh) is None
+    """What the trainer runs, fastest first; then what it does not run, if that is faster."""
 
-    kept: Iterable[Candidate] = filter(wanted, result.candidates)
-    if not options.variants:
-        kept = each_shape(result.candidates, wanted)
-    shown = list(itertools.islice(kept, options.top))
-    if not shown:
-        raise ConfigError(
-            "The trainer runs none of the meshes that fit; see them without --only_runnable True."
-        )
-    return shown
+    def runs(candidate: Candidate) -> bool:
+        return asked.refusal(candidate.mesh) is None
+
+    def first(wanted: Callable[[Candidate], bool], most: int) -> list[Candidate]:
+        kept: Iterable[Candidate] = filter(wanted, result.candidates)
+        if not options.variants:
+            kept = each_shape(result.candidates, wanted)
+        return list(itertools.islice(kept, most))
+
+    shown = first(runs, options.top)
+    if options.only_runnable:
+        if not shown:
+            raise ConfigError(
+                "The trainer runs none of the meshes that fit; see them without --only_runnable True."
+            )
+        return shown
+    ahead = shown[0].total if shown else math.inf
+    most = min(options.top, OTHERS) if shown else options.top
+    return shown + first(lambda each: each.total < ahead and not runs(each), most)
 
 
 def _write(options: Options, result: Result, shown: list[Candidate], asked: Asked) -> None:
@@ -181,24 +191,19 @@ def _write(options: Options, result: Result, shown: list[Candidate], asked: Aske
 
 
 def _config(options: Options, result: Result, shown: list[Candidate], asked: Asked) -> str:
-    if options.explain:
-        chosen = shown[options.explain - 1]
-        why = asked.refusal(chosen.mesh)
-        if why is not None:
-            raise ConfigError(f"--config: the trainer does not run line {options.explain}: {why}")
-    else:
-        runs = (each for each in result.candidates if asked.refusal(each.mesh) is None)
-        found = next(runs, None)
-        if found is None:
-            raise ConfigError("--config: the trainer runs none of the meshes that fit.")
-        chosen = found
+    chosen = shown[options.explain - 1 if options.explain else 0]
+    why = asked.refusal(chosen.mesh)
+    if why is not None and options.explain:
+        raise ConfigError(f"--config: the trainer does not run line {options.explain}: {why}")
+    if why is not None:
+        raise ConfigError("--config: the trainer runs none of the meshes that fit.")
     job = result.job
     head = (
         f"{chosen.mesh.text()}: predicted {chosen.total:.3f} s a step and "
         f"{chosen.memory.total / report.GB:.1f} GB a rank on {job.gpus} x {job.cluster.gpu}.\n"
         f"python -m pyruntime train --config THIS --dry-run {job.gpus} checks it without starting anything."
     )
-    return toml(job, chosen.mesh, head)
+    return toml(job, chosen.mesh, head, options.cluster)
 
 
 def _save(path: str, text: str) -> None:
@@ -206,14 +211,14 @@ def _save(path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
 
 
-def _join(options: Options, rules: Rules) -> None:
+def _join(options: Options) -> None:
     """Prints the fastest meshes over both clusters, and writes the first for the trainer where asked to."""
     if not options.join_bandwidth > 0:
         raise ConfigError(f"--join_bandwidth must be above 0, found {options.join_bandwidth}.")
     with refusing():
         job = job_of(options)
         clusters = [job.cluster, find_cluster(options.join)]
-        found = search_across(job, clusters, options.join_bandwidth, options.overlap, rules)
+        found = search_across(job, clusters, options.join_bandwidth, options.overlap, rules_of(job.cluster))
     if not found:
         raise ConfigError(
             f"No pipeline of {job.gpus} GPUs over {job.cluster.name} and {options.join} fits "

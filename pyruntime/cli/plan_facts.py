@@ -96,10 +96,12 @@ def _model(job: Job) -> dict[str, Any]:
     return sizes
 
 
-def toml(job: Job, mesh: Mesh, head: str = "") -> str:
-    """A file that `train --config` takes; `head` is a comment at its beginning."""
+def toml(job: Job, mesh: Mesh, head: str = "", cluster: str = "") -> str:
+    """A file that `train --config` takes; `head` is a comment at its beginning, `cluster` its
+    output.cluster."""
     lines = [f"# {line}" for line in head.splitlines()]
-    for name, section in settings(job, mesh).items():
+    sections = settings(job, mesh) | ({"output": {"cluster": cluster}} if cluster else {})
+    for name, section in sections.items():
         lines += ["", f"[{name}]"]
         lines += [f"{key} = {toml_value(value)}" for key, value in section.items()]
     return "\n".join(lines).lstrip() + "\n"
@@ -128,10 +130,11 @@ class Asked:
 def checked(job: Job, mesh: Mesh) -> tuple[RunConfig, LlamaConfig]:
     """The configuration that trains `job` on `mesh`, and its model. Raises ConfigError, as the run would."""
     from pyruntime.train import config_file, dry_run
+    from pyruntime.train.config import Parallel, RunConfig
     from pyruntime.train.validate.gpus import check_between_hosts
 
-    config = config_file.from_dict(settings(job, mesh), "the trainer")
-    shape = dry_run.check(config, job.gpus)
     if job.cluster.is_of_gpus and job.gpus > job.cluster.gpus_per_node:
-        check_between_hosts(config)
-    return config, shape
+        # First, as it is what most meshes of many hosts are refused for, and takes no time.
+        check_between_hosts(RunConfig(parallel=Parallel(cp=mesh.cp, pp=mesh.pp)))
+    config = config_file.from_dict(settings(job, mesh), "the trainer")
+    return config, dry_run.check(config, job.gpus)

@@ -18,12 +18,11 @@ from pyruntime.overlap.files import RankLedger, read
 from pyruntime.overlap.page import Plan, page
 from pyruntime.overlap.trace import chrome_trace
 from pyruntime.plan.cluster import find_cluster
-from pyruntime.plan.measured import PROCESS_BYTES
-from pyruntime.plan.memory import memory_of_rank
 from pyruntime.train import config_file, metrics
 from pyruntime.train.config import tp_axes, with_pieces
 from pyruntime.train.errors import ConfigError, refusing
-from pyruntime.train.planned import TRAINER, planned, predicted
+from pyruntime.train.pipelined import resolved
+from pyruntime.train.planned import estimate, planned, predicted
 from pyruntime.train.validate.watching import why_not_predicted
 
 DESCRIPTION = """Writes RUN_DIR/report.html: curves, and of a run with --train.ledger true where a step's time
@@ -77,11 +76,7 @@ def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: 
     ranks = len(ledgers) or sizes.pp * sizes.dp * sizes.cp * math.prod(tp_axes(sizes, 1))
     shape = LlamaConfig.from_hf(read_config(run_dir / "model"))
     job, mesh = planned(config, shape, ranks, find_cluster(cluster or "dgx-h100"))
-    process = None if cluster else PROCESS_BYTES
-    fullest = max(
-        (memory_of_rank(job, mesh, rank, TRAINER, process) for rank in range(mesh.pp)),
-        key=lambda each: each.total,
-    )
+    fullest = estimate(resolved(config, shape), shape, ranks, find_cluster(cluster) if cluster else None)
     words = "A step is predicted with --cluster FILE, which `plan --measure FILE` writes."
     if cluster:
         why = why_not_predicted(config)
@@ -89,7 +84,8 @@ def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: 
     seconds = None if words else predicted(job, mesh)
     return Plan(
         words=words,
-        memory=dataclasses.asdict(fullest),
+        # Parts of a step; what is there while the model is made is not one of them.
+        memory=dataclasses.asdict(dataclasses.replace(fullest, start=0.0)),
         measured_memory=max(_measured(steps, "memory_bytes"), default=None),
         step=dataclasses.asdict(seconds) if seconds else None,
         measured_step=statistics.median(times) if (times := _measured(steps, "step_time_s")) else None,

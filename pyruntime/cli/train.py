@@ -30,7 +30,10 @@ def main(argv: list[str], stop: StopRequest) -> None:
     if ranks is not None:
         from pyruntime.cli import dry_run  # imports the model, which --help can do without
 
-        print(dry_run.report(config, ranks))
+        text, refusal = dry_run.report(config, ranks)
+        print(text)
+        if refusal:
+            raise ConfigError(refusal)
         return
     check_started()
     world_size = started_ranks()

@@ -33,8 +33,7 @@ def make_schedule(
 
     Raises ValueError for an unknown kind and for numbers that the kind has no schedule for.
     """
-    _check(kind, ranks, micro_batches, virtual, slices)
-    placement = tuple(rank for _ in range(virtual) for rank in range(ranks))
+    placement = placement_of(kind, ranks, micro_batches, virtual=virtual, slices=slices)
     if kind == "gpipe":
         computes = [_all_forwards_first(rank, micro_batches) for rank in range(ranks)]
     elif kind == "terapipe":
@@ -44,7 +43,6 @@ def make_schedule(
     elif kind == "zb-h1":
         computes = [_zb_h1(rank, ranks, micro_batches) for rank in range(ranks)]
     elif kind == "zb-v":
-        placement = (*range(ranks), *reversed(range(ranks)))
         computes = zb_v(ranks, micro_batches)
     elif kind in ("1f1b", "interleaved", "seq1f1b"):
         # Of one stage a rank interleaved 1F1B is 1F1B, and so is Seq1F1B of one slice.
@@ -52,6 +50,18 @@ def make_schedule(
     else:  # Only who adds a kind and forgets its branch comes here: _check has refused all other names.
         raise NotImplementedError(f"{kind} is named in KindName, and make_schedule has no actions for it.")
     return Schedule(kind, micro_batches, slices, placement, with_transfers(computes, placement))
+
+
+def placement_of(
+    kind: str, ranks: int, micro_batches: int, *, virtual: int = 1, slices: int = 1
+) -> tuple[int, ...]:
+    """The rank of each stage of that schedule, without its actions, of which there may be millions.
+
+    Raises ValueError as `make_schedule` does."""
+    _check(kind, ranks, micro_batches, virtual, slices)
+    if kind == "zb-v":
+        return (*range(ranks), *reversed(range(ranks)))
+    return tuple(rank for _ in range(virtual) for rank in range(ranks))
 
 
 def _check(kind: str, ranks: int, micro_batches: int, virtual: int, slices: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -17,6 +18,11 @@ def split_layers(
 
     Raises ValueError where there are fewer layers than stages.
     """
+    return list(_split(tuple(costs), stages, first, last))
+
+
+@functools.lru_cache(maxsize=1024)  # a search of meshes asks the same thousands of times
+def _split(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[range, ...]:
     layers = len(costs)
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be cut into {stages} stages; use 1 to {layers}.")
@@ -42,4 +48,4 @@ def split_layers(
         begin = -cuts[stage][end][1]
         runs.append(range(begin, end))
         end = begin
-    return runs[::-1]
+    return tuple(reversed(runs))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pyruntime.plan.mesh import Mesh
 from pyruntime.plan.overlap import advice, threshold
 from pyruntime.plan.pipelines import in_flight, layers_by_rank
@@ -69,10 +71,12 @@ def _memory(predictor: Predictor, candidate: Candidate) -> str:
     capacity = predictor.job.cluster.memory_bytes
     rows = [
         [name, f"{value / GB:.2f}", f"{value / capacity:.1%}"]
-        for name, value in vars(candidate.memory).items()
+        for name, value in vars(replace(candidate.memory, start=0.0)).items()
         if value
     ]
     total = candidate.memory.total
+    if total > candidate.memory.step:
+        rows.append(["(while the model is made)", f"{total / GB:.2f}", f"{total / capacity:.1%}"])
     rows.append([f"all: {candidate.verdict}", f"{total / GB:.2f}", f"{total / capacity:.1%}"])
     return columns(["memory of the fullest rank", "GB", f"of {capacity / GB:.0f} GB"], rows)
 

@@ -52,6 +52,8 @@ class Rules:
     as pages do on CPUs."""
     element: float = 2
     """Of an activation."""
+    made_whole: bool = False
+    """Whether a rank makes the weights of its stage whole before ZeRO 3 cuts them."""
 
     @property
     def sums_whole(self) -> bool:
@@ -93,9 +95,16 @@ class Memory:
     """Memory that is resident without being in use, and what is there for a moment."""
     process: float
     """Context, communicators, libraries."""
+    start: float = 0.0
+    """While the model is made, all together; 0 where that is never more than a step takes."""
 
     @property
     def total(self) -> float:
+        """At most: in a step, or while the model is made."""
+        return max(self.step, self.start)
+
+    @property
+    def step(self) -> float:
         return self.states + self.activations + self.logits + self.workspaces + self.heap + self.process
 
     @property
@@ -202,6 +211,13 @@ def memory_of_rank(
         held = layers * model.layer_matrices / cut / mesh.shard
         optimizer -= MOMENT * held
         muon = _muon(model, held, mesh, rules)
+    process = job.cluster.process_bytes if process is None else process
+    start = 0.0
+    if rules.made_whole:
+        # Beside what stands whole, that which ZeRO 3 leaves a rank of it.
+        shards = mesh.z * (mesh.shard if mesh.zero == 3 else 1)
+        whole = matrices * mesh.z / cut + vectors
+        start = rules.weight * whole * (1 + 1 / shards if shards > 1 else 1) + process
     tokens = mesh.micro_batch * job.seq / mesh.cp
     one, again = _one_layer(model, tokens, mesh, rules), mesh.recompute != "none"
     held = in_flight(mesh, rank, micro_batches)
@@ -229,15 +245,23 @@ def memory_of_rank(
         logits,
         _workspaces(job, mesh, tokens, rules) + muon,
         rules.heap * activations + rules.largest_gradients * rules.weight * model.largest / cut,
-        job.cluster.process_bytes if process is None else process,
+        process,
+        start,
     )
 
 
-def worst_memory(job: Job, mesh: Mesh, rules: Rules = PAPER) -> Memory:
-    """Of the rank that needs most: the first, which has most in flight, one after it, or the last, which has
-    the logits."""
-    ranks = {0, mesh.pp // 2, mesh.pp - 1}
-    return max((memory_of_rank(job, mesh, rank, rules) for rank in ranks), key=lambda each: each.total)
+def worst_memory(job: Job, mesh: Mesh, rules: Rules = PAPER, process: float | None = None) -> Memory:
+    """Of the rank that needs most: the first, which has most in flight, the first of those with as many
+    layers, or the last, which has the logits. process: as `memory_of_rank` has it.
+
+    All that estimates a run's memory comes here, so that no two commands answer differently.
+    """
+    layers = layers_by_rank(job.model, mesh)
+    ranks = {0, mesh.pp // 2, mesh.pp - 1, *map(layers.index, set(layers))}
+    return max(
+        (memory_of_rank(job, mesh, rank, rules, process, layers[rank]) for rank in sorted(ranks)),
+        key=lambda each: each.total,
+    )
 
 
 def _muon(model: ModelShape, held: float, mesh: Mesh, rules: Rules) -> float:

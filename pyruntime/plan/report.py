@@ -12,6 +12,7 @@ from pyruntime.plan.search import Candidate, Result, gpu_hours, pareto
 from pyruntime.text import columns
 
 GB = 1e9
+VERDICTS = {"fits": "fits", "risky": "is risky", "does not fit": "does not fit"}
 Refusal = Callable[[Mesh], str | None]
 """Why the trainer would not run a mesh, in a sentence; None where it would."""
 
@@ -52,6 +53,26 @@ def table(result: Result, shown: Sequence[Candidate], refusal: Refusal, tokens: 
     return columns(head, rows, left=(1, 8, 10))
 
 
+def verdict(result: Result, shown: Sequence[Candidate], refusal: Refusal) -> str:
+    """Which line to take, and why the trainer does not run the others."""
+    capacity = result.job.cluster.memory_bytes
+    first, why = shown[0], refusal(shown[0].mesh)
+    if why is None:
+        lines = [
+            f"The trainer runs line 1, {first.mesh.text()}, which {VERDICTS[first.verdict]}: "
+            f"{first.memory.total / GB:.1f} of {capacity / GB:.4g} GB."
+        ]
+    else:
+        lines = ["The trainer runs none of the meshes that fit."]
+    refused: dict[str, list[str]] = {}
+    for number, each in enumerate(shown, 1):
+        if (sentence := refusal(each.mesh)) is not None:
+            refused.setdefault(sentence, []).append(str(number))
+    for sentence, numbers in refused.items():
+        lines.append(f"It does not run line{'s' * (len(numbers) > 1)} {', '.join(numbers)} yet: {sentence}")
+    return "\n".join(lines)
+
+
 def mfu(job: Job, candidate: Candidate) -> float:
     """Model FLOPs over what the GPUs could have computed."""
     peak = job.cluster.peak_flops * job.gpus
@@ -68,6 +89,8 @@ def heading(result: Result, seconds: float) -> str:
         f"{result.considered:,} legal meshes, {result.too_big:,} too big for "
         f"{job.cluster.memory_bytes / GB:.0f} GB; searched in {seconds:.1f} s",
     ]
+    if result.left_out:
+        lines.append(f"too many meshes for all kinds to be searched; left out: {', '.join(result.left_out)}")
     return "\n".join(lines)
 
 
@@ -112,6 +135,7 @@ def document(result: Result, shown: Sequence[Candidate], refusal: Refusal, token
             "job": dataclasses.asdict(job),
             "considered": result.considered,
             "too_big": result.too_big,
+            "left_out": list(result.left_out),
             "candidates": [one(each) for each in shown],
             "pareto": [one(each) for each in pareto(result.candidates)],
         },

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 from pyruntime.plan import co2
 from pyruntime.plan.memory import PAPER, Memory, Rules, verdict, worst_memory
@@ -19,6 +20,8 @@ MICRO_BATCHES = (1, 2, 4, 8)
 VIRTUAL = (2, 3, 4)
 SLICES = (2, 4)
 MOST_CP = 64
+MOST_MESHES = 100_000
+"""That are searched, which takes seconds; numbers with many divisors have more."""
 SAME_TIME = 0.003
 """Relative difference of times that says nothing."""
 
@@ -62,6 +65,8 @@ class Result:
     """Legal meshes that do not fit."""
     nearest: Candidate | None
     """Where nothing fits: the mesh that needs least memory."""
+    left_out: tuple[str, ...] = ()
+    """Kinds of meshes that were not searched because there are too many of all kinds, in words."""
 
 
 def search(
@@ -79,7 +84,8 @@ def search(
     check_job(job)
     predictor = Predictor(job, overlap, sums_whole=rules.sums_whole)
     capacity = job.cluster.memory_bytes
-    held = [(mesh, worst_memory(job, mesh, rules)) for mesh in meshes(job, choice or Choice())]
+    every, left_out = _bounded(job, choice or Choice())
+    held = [(mesh, worst_memory(job, mesh, rules)) for mesh in every]
     rated = [(mesh, memory, verdict(memory.total, capacity)) for mesh, memory in held]
     wanted = ("fits", "risky") if risky else ("fits",)
     found = [candidate_of(predictor, *each) for each in rated if each[2] in wanted]
@@ -89,7 +95,31 @@ def search(
         mesh, memory, word = min(rated, key=lambda each: each[1].total)
         nearest = Candidate(mesh, memory, word, predictor.step(mesh))
     too_big = sum(word == "does not fit" for _, _, word in rated)
-    return Result(job, tuple(candidates), len(rated), too_big, nearest)
+    return Result(job, tuple(candidates), len(rated), too_big, nearest, left_out)
+
+
+def _bounded(job: Job, choice: Choice) -> tuple[list[Mesh], tuple[str, ...]]:
+    """At most MOST_MESHES legal meshes, and in words which kinds were left out for that."""
+    left_out: list[str] = []
+    narrowings: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("", {}),
+        ("ZeRO inside groups", {"hybrid": False}),
+        ("4D meshes", {"axonn": False}),
+        ("pipelines but 1F1B and ZB-V", {"kinds": tuple(set(choice.kinds) & {"1f1b", "zb-v"})}),
+        ("CO2", {"co2": False}),
+    )
+    for words, narrower in narrowings:
+        narrowed = replace(choice, **narrower)
+        if words and narrowed == choice:
+            continue
+        choice = narrowed
+        left_out += [words] if words else []
+        every = list(itertools.islice(meshes(job, choice), MOST_MESHES + 1))
+        if len(every) <= MOST_MESHES:
+            break
+    else:
+        left_out.append(f"all after the first {MOST_MESHES:,}")
+    return every[:MOST_MESHES], tuple(left_out)
 
 
 def candidate_of(predictor: Predictor, mesh: Mesh, memory: Memory, word: str) -> Candidate | None:
@@ -189,8 +219,8 @@ def _axonn(job: Job, recomputes: Sequence[Recompute]) -> Iterable[Mesh]:
                 continue
             for z in divisors(job.gpus // (x * y)):
                 dp = job.gpus // (x * y * z)
-                if x * y * z == 1 or y * z == 1:
-                    continue  # Megatron's tensor parallelism, or none.
+                if y == 1:
+                    continue  # Megatron's tensor parallelism, with ZeRO 3 where z is above 1.
                 for micro in MICRO_BATCHES:
                     if job.batch % (dp * z * micro) == 0:
                         for recompute in recomputes:

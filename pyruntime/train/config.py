@@ -383,7 +383,7 @@ class Output:
     RUN_DIR/wandb (extra wandb); empty: none."""
     cluster: str = ""
     """TOML file of `plan --measure`, or the name of a known cluster, by which the planner predicts a step's
-    seconds beside the measured ones; empty: nothing is predicted."""
+    seconds beside the measured ones, and against whose memory --dry_run judges the run; empty: neither."""
     log_every: int = 10
     """Steps between two printed lines where there is no bar (metrics.jsonl holds every step)."""
     sample_tokens: int = 200

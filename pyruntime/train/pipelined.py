@@ -19,7 +19,7 @@ from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Part
 from pyruntime.llama.profile import costed
 from pyruntime.llama.stage import LlamaStage
-from pyruntime.pipeline import Schedule, make_schedule
+from pyruntime.pipeline import Schedule, make_schedule, placement_of
 from pyruntime.pipeline.executor import Pipeline
 from pyruntime.pipeline.split import split_layers
 from pyruntime.plan import stage_costs
@@ -37,6 +37,19 @@ def schedule_of(config: RunConfig) -> Schedule:
     pipeline = config.pipeline
     with refusing("[pipeline]: "):
         return make_schedule(
+            pipeline.kind,
+            config.parallel.pp,
+            micro_batches(config),
+            virtual=pipeline.virtual,
+            slices=len(slice_lengths(config)),
+        )
+
+
+def placement(config: RunConfig) -> tuple[int, ...]:
+    """The rank of each stage of that schedule. Raises ConfigError where there is none."""
+    pipeline = config.pipeline
+    with refusing("[pipeline]: "):
+        return placement_of(
             pipeline.kind,
             config.parallel.pp,
             micro_batches(config),
@@ -84,7 +97,7 @@ def resolved(config: RunConfig, shape: LlamaConfig) -> RunConfig:
     config = dataclasses.replace(config, pipeline=dataclasses.replace(pipeline, costs=""))
     if pipeline.layers:
         return config
-    layers, stages = shape.num_hidden_layers, schedule_of(config).stages
+    layers, stages = shape.num_hidden_layers, len(placement(config))
     with refusing("parallel.pp: "):
         runs = split_layers([found.layer] * layers, stages, first=found.embedding, last=found.head)
     return with_layers(config, [len(run) for run in runs])
@@ -93,7 +106,7 @@ def resolved(config: RunConfig, shape: LlamaConfig) -> RunConfig:
 def _check_movable(config: RunConfig, shape: LlamaConfig) -> None:
     """Raises ConfigError where layers are to move between stages that each hold but one."""
     layers = shape.num_hidden_layers
-    if config.parallel.rebalance == "on" and layers == schedule_of(config).stages:
+    if config.parallel.rebalance == "on" and layers == len(placement(config)):
         raise ConfigError(
             f"parallel.rebalance=on moves layers between stages, and the model's {layers} layers are one for "
             "each; use fewer stages, or leave it out."
@@ -110,13 +123,13 @@ def with_moved_layers(config: RunConfig, folder: Path) -> RunConfig:
     """The same configuration with the layers of the stages that the checkpoint in `folder` goes on with,
     where they had been moved, between as many stages."""
     layers = checkpoint_folder.read(folder).layers
-    return with_layers(config, layers) if len(layers) == schedule_of(config).stages else config
+    return with_layers(config, layers) if len(layers) == len(placement(config)) else config
 
 
 def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
     """Which layers each stage holds. Raises ConfigError where there are fewer layers than stages, or
     pipeline.layers does not fit the model."""
-    counts, stages = config.pipeline.layers, schedule_of(config).stages
+    counts, stages = config.pipeline.layers, len(placement(config))
     if not counts:
         with refusing("parallel.pp: "):
             return stage.layers_of_stages(shape, stages)
@@ -132,14 +145,15 @@ def layers_of_stages(config: RunConfig, shape: LlamaConfig) -> list[range]:
 def part_of(config: RunConfig, shape: LlamaConfig, rank: int) -> Part:
     """What rank `rank` of the pipeline holds of the model."""
     runs = layers_of_stages(config, shape)
-    return stage.part_of_layers(shape, [runs[number] for number in schedule_of(config).stages_of(rank)])
+    held = [run for run, owner in zip(runs, placement(config), strict=True) if owner == rank]
+    return stage.part_of_layers(shape, held)
 
 
 def shared_weights(config: RunConfig, model: Llama, pp: comm.Group) -> dict[nn.Parameter, Holders]:
     """The weights of this rank that another rank of the pipeline holds too: that of tied embeddings, on the
     ranks of the first and the last stage where these are not one."""
-    placement = schedule_of(config).placement
-    rank, ends = comm.group_rank(pp), (placement[0], placement[-1])
+    of_stages = placement(config)
+    rank, ends = comm.group_rank(pp), (of_stages[0], of_stages[-1])
     if not model.config.tie_word_embeddings or ends[0] == ends[1] or rank not in ends:
         return {}
     if not model.embed.weight.requires_grad:
@@ -156,8 +170,7 @@ def move_of(
         return None
     ranks = runtime.by_axes(torch.arange(runtime.world.size())).flatten(1).tolist()
     counts = [len(run) for run in layers_of_stages(config, shape)]
-    placement = schedule_of(config).placement
-    return best_move(slow.windows, ranks, placement, counts, slow.slow_ranks, slow.hosts)
+    return best_move(slow.windows, ranks, placement(config), counts, slow.slow_ranks, slow.hosts)
 
 
 def _no_time() -> float:

@@ -6,7 +6,8 @@ import dataclasses
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.plan.cluster import Cluster
-from pyruntime.plan.memory import Rules
+from pyruntime.plan.measured import PROCESS_BYTES
+from pyruntime.plan.memory import Memory, Rules, worst_memory
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
 from pyruntime.plan.step import Predictor, StepSeconds
@@ -21,6 +22,7 @@ TRAINER = Rules(
     reduced_gradient=2,
     workspaces=True,
     outer=10,
+    made_whole=True,
 )
 """This project's trainer in bf16 on CPU ranks of one host, by resident memory: gradients in the weights'
 type; over several data-parallel ranks sums of earlier micro-batches are fp32 and whole at every stage
@@ -30,15 +32,35 @@ DEVICE = dataclasses.replace(TRAINER, heap=0, peers_resident=False)
 Derived; no GPU has been measured."""
 
 
-def trainer_rules(config: RunConfig) -> Rules:
-    """What the trainer keeps in memory of a run of that type on that device, `auto` taken for CPUs. fp32
-    weights need no masters."""
-    rules = DEVICE if config.train.device == "cuda" else TRAINER
+def rules_of(cluster: Cluster) -> Rules:
+    """What the trainer keeps in memory of a bf16 run there."""
+    return DEVICE if cluster.is_of_gpus else TRAINER
+
+
+def trainer_rules(config: RunConfig, cluster: Cluster | None = None) -> Rules:
+    """What the trainer keeps in memory of a run of that type on that device; `auto` is a GPU where `cluster`
+    has some, else a CPU. fp32 weights need no masters."""
+    rules = DEVICE if _on_gpus(config, cluster) else TRAINER
     if config.train.dtype == "bf16":
         return rules
     return dataclasses.replace(
         rules, weight=4, gradient=4, optimizer=8, logits=4, reduced_gradient=4, element=4
     )
+
+
+def _on_gpus(config: RunConfig, cluster: Cluster | None) -> bool:
+    auto = config.train.device == "auto" and cluster is not None and cluster.is_of_gpus
+    return config.train.device == "cuda" or auto
+
+
+def estimate(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster | None = None) -> Memory:
+    """What the fullest rank of a run holds, as the planner has it; without a `cluster` of CPU ranks unless
+    train.device is cuda. What replicas that seldom meet keep is counted for CO2 alone. `config` says its
+    steps and layers outright (`pyruntime.train.pipelined.resolved`)."""
+    job, mesh = planned(config, shape, ranks, cluster or Cluster.of_ranks(ranks))
+    known = cluster is not None or _on_gpus(config, cluster)
+    process = job.cluster.process_bytes if known else PROCESS_BYTES
+    return worst_memory(job, mesh, trainer_rules(config, cluster), process)
 
 
 def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
@@ -87,7 +109,7 @@ def planned(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster)
         z = parallel.dp // replicated
         return job, dataclasses.replace(mesh, x=tp, y=y, z=z, dp=replicated, zero=0)
     replicate = parallel.dp_replicate if tau else replicas(config)
-    dp, zero = parallel.dp, parallel.zero
+    dp, zero = parallel.dp, 0 if tau else parallel.zero  # CO2 cuts nothing
     return job, dataclasses.replace(mesh, tp=tp, dp=dp, zero=zero, replicate=replicate, tau=tau)
 
 

@@ -1,17 +1,25 @@
 """`train --dry_run RANKS` says what would run, and presets for clusters fit the GPUs that they are for."""
 
+import dataclasses
+import json
+import random
 import re
+import time
 
 import pytest
 import torch
 
 from pyruntime.cli import main
-from pyruntime.cli.dry_run import estimate
+from pyruntime.cli.dry_run import held
+from pyruntime.cli.plan_facts import Asked, checked, find_model
 from pyruntime.llama import Llama
 from pyruntime.plan.cluster import find_cluster
-from pyruntime.plan.memory import SAFE
+from pyruntime.plan.memory import SAFE, worst_memory
+from pyruntime.plan.mesh import Job
+from pyruntime.plan.search import Choice, meshes
 from pyruntime.train import config_file, dry_run
-from pyruntime.train.config import tokens_per_step
+from pyruntime.train.config import tokens_per_step, with_pieces
+from pyruntime.train.planned import estimate, rules_of
 from pyruntime.train.validate.gpus import check_between_hosts
 from tests.train.jobs import changed
 from tools import write_presets
@@ -71,8 +79,8 @@ def test_a_pipeline_s_stages_are_shown(capsys):
 def test_fp32_takes_twice_the_memory_of_weights_and_activations():
     config = config_file.load(config_file.find("dim256"))
     shape = dry_run.check(config, 1)
-    wide = estimate(config, shape, 1).memory
-    narrow = estimate(changed(config, "train", dtype="bf16"), shape, 1).memory
+    wide = held(config, shape, 1)
+    narrow = held(changed(config, "train", dtype="bf16"), shape, 1)
     assert wide.weights == 2 * narrow.weights == 4 * shape.parameter_count()
     assert wide.activations == 2 * narrow.activations
     assert wide.optimizer == 8 * shape.parameter_count()  # two moments, and no masters
@@ -90,12 +98,85 @@ def test_presets_run_on_gpus_of_several_hosts_and_fit_them(preset):
         assert config.train.device == "cuda" and tokens_per_step(config) in write_presets.TOKENS
         if gpus > cluster.gpus_per_node:
             check_between_hosts(config)
-        assert estimate(config, shape, gpus).total <= SAFE * cluster.memory_bytes, gpus
+        memory = held(config, shape, gpus).total
+        assert memory <= SAFE * cluster.memory_bytes, gpus
+        said = re.search(rf"\d+ GB a GPU\n\[ranks.{gpus}\]", path.read_text())[0]
+        assert said.startswith(f"{memory / 1e9:.0f} GB"), gpus
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.model)
+def test_a_preset_planned_anew_and_written_is_dry_run_to_the_same_bytes_and_verdict(preset, capsys, tmp_path):
+    for gpus in config_file.ranks_of(config_file.find(preset.model))[::3]:
+        files = {"config": tmp_path / f"{gpus}.toml", "json": tmp_path / f"{gpus}.json"}
+        flags = [part for name, path in files.items() for part in (f"--{name}", str(path))]
+        of_preset = config_file.load(config_file.find(preset.model), gpus)
+        asked = ["--gpus", gpus, "--cluster", preset.cluster, "--tokens_per_step", tokens_per_step(of_preset)]
+        told = report(capsys, "plan", "--model", preset.model, *asked, "--top", 3, *flags)
+        planned = json.loads(files["json"].read_text())["candidates"][0]
+        assert planned["trainer"] == "runs" and planned["verdict"] == "fits"
+        gb = planned["memory_bytes"] / 1e9
+        assert f"The trainer runs line 1, {planned['name']}, which fits: {gb:.1f} of " in told
+        config = config_file.load(files["config"], gpus)
+        assert held(config, dry_run.check(config, gpus), gpus).total == planned["memory_bytes"]
+        out = report(capsys, "train", "--config", files["config"], "--dry-run", gpus)
+        assert re.search(rf"memory +{gb:.3g} GB.* fits, as that is \d+% of \d+ GB \({preset.cluster}\)", out)
+        out = report(capsys, "train", "--config", preset.model, "--dry-run", gpus)
+        assert ": fits, as that is" in out
+
+
+@pytest.mark.parametrize(("cpus", "optimizer"), [(False, "adamw"), (True, "adamw"), (True, "muon")])
+def test_planner_and_trainer_count_the_same_bytes_of_every_mesh_that_runs(cpus, optimizer):
+    cluster = find_cluster("dgx-h100")
+    if cpus:
+        cluster = dataclasses.replace(cluster, core_bandwidth=1e11)
+    job = Job(find_model("llama3-1b"), cluster, 8, 64, 4096, optimizer=optimizer)
+    rules, asked, compared = rules_of(cluster), Asked(job), 0
+    every = list(meshes(job, Choice()))
+    for mesh in random.Random(33).sample(every, 400):
+        if asked.refusal(mesh) is None:
+            config, shape = checked(job, mesh)
+            of_trainer = estimate(with_pieces(config), shape, 8, cluster)
+            assert of_trainer == worst_memory(job, mesh, rules), mesh
+            compared += 1
+    assert compared > 100
+
+
+def test_what_does_not_fit_ends_with_2_and_says_what_would(capsys):
+    wide = ["train", "--config", "llama3-70b", "--train.activation_checkpointing", "none", "--dry-run", "32"]
+    assert main(wide) == 2
+    out, err = capsys.readouterr()
+    assert "does not fit, as that is" in out and out.endswith("Nothing was started.\n")
+    said = re.search(r"dgx-h100 has 80 GB a rank, and this run needs ([\d.]+) GB on 32 ranks: it does not "
+                     r"fit\. With (.*) it takes ([\d.]+) GB and fits\.\n$", err)  # fmt: skip
+    assert said and float(said[1]) > 80 and float(said[3]) <= 64
+    flags = [part for change in said[2].split(" and ") for part in f"--{change}".split("=")]
+    again = report(capsys, *wide, *flags)
+    assert f"memory    {said[3]} GB" in again and ": fits, as" in again
+
+
+def test_what_nothing_makes_fit_is_sent_to_the_planner(capsys, tmp_path):
+    path = tmp_path / "405b.toml"
+    path.write_text(
+        '[model]\npreset = "llama3-405b"\nvocab_size = 128256\n[parallel]\ntp = 8\n'
+        '[train]\ndevice = "cuda"\nbatch_size = 1\nmicro_batch_size = 1\n[output]\ncluster = "dgx-h100"\n'
+    )
+    assert main(["train", "--config", str(path), "--dry-run", "8"]) == 2
+    said = capsys.readouterr().err
+    assert "it does not fit. Take more ranks, or let `python -m pyruntime plan` look for a mesh" in said
+
+
+def test_millions_of_micro_batches_are_dry_run_in_seconds(capsys):
+    """Without making the actions of their schedule."""
+    axes = ["--parallel.pp", 2, "--train.batch_size", 2**18, "--train.micro_batch_size", 1]
+    started = time.perf_counter()
+    out = report(capsys, *DIM1024, *axes, "--dry_run", 2)
+    assert time.perf_counter() - started < 10
+    assert "1f1b: 2 stages on 2 ranks, 262144 micro-batches" in out and "bubble" not in out
 
 
 def test_a_preset_is_the_planners():
     preset, gpus = PRESETS[0], 8
-    job, candidate, _ = write_presets.fastest(preset.model, find_cluster(preset.cluster), gpus)
+    job, candidate = write_presets.fastest(preset.model, find_cluster(preset.cluster), gpus)
     planned = write_presets.config_of(job, candidate)
     found = config_file.load(config_file.find(preset.model), gpus)
     assert found.parallel == planned.parallel

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "cuda/portable/checks.h"
 #include "kernel.cuh"
@@ -48,23 +50,30 @@ void map_results(Gemm& gemm, const Problem& problem) {
   }
 }
 
-// Clusters of a kernel that the current device runs at one time. The driver is asked once for each device,
-// since its answer takes longer than a launch.
-template <class Config, class Kernel>
-int resident_clusters(Kernel kernel, const cudaLaunchConfig_t& config) {
-  constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];
+// Clusters of `kernel` that run at one time where its stream does. What a stream may use of the device is its
+// context's: a green context has a part of the multiprocessors, MPS a percentage of them. The number of a
+// stream stands for that, because no stream ever changes its context and no number comes a second time. All
+// else that the answer depends on is the same for each instance. The driver is asked once a stream, since its
+// answer takes longer than a launch.
+template <class Gemm>
+int resident_clusters(void (*kernel)(Gemm), const cudaLaunchConfig_t& config) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, unsigned long long>, int> known;  // by device and stream
   int device = 0;
+  unsigned long long stream = 0;
   cudaGetDevice(&device);
-  int clusters = device < kDevices ? known[device].load() : 0;
-  if (clusters > 0) return clusters;
+  if (cudaStreamGetId(config.stream, &stream) != cudaSuccess)
+    portable::check_device("the search for a stream");
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find({device, stream});
+  if (found != known.end()) return found->second;
   runtime::allow_shared_bytes(kernel, static_cast<int>(config.dynamicSmemBytes));
+  int clusters = 0;
   if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess || clusters < 1) {
     portable::check_device("the search for room");
     throw portable::DeviceError("no cluster of this kernel fits the device; use the portable kernel.");
   }
-  if (device < kDevices) known[device] = clusters;
-  return clusters;
+  return known[{device, stream}] = clusters;
 }
 
 // A grid that is resident as a whole, because its blocks wait for other ranks; at least one cluster.
@@ -115,7 +124,7 @@ void launch(const Problem& problem, void* stream) {
   config.attrs = &cluster;
   config.numAttrs = 1;
   config.gridDim = Config::kCluster;
-  const int clusters = clusters_of_grid<Config>(resident_clusters<Config>(kernel, config), problem);
+  const int clusters = clusters_of_grid<Config>(resident_clusters(kernel, config), problem);
   config.gridDim = static_cast<unsigned>(clusters * Config::kCluster);
   cudaLaunchKernelEx(&config, kernel, gemm);
 }

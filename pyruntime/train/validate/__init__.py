@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import typing
@@ -141,10 +142,16 @@ def check(config: RunConfig, world_size: int) -> None:
     check_tp_wire(config, world_size)
 
 
+@functools.cache
+def _hints() -> dict[str, dict[str, typing.Any]]:
+    """Types of the keys of each section."""
+    return {name: typing.get_type_hints(type(values)) for name, values in vars(RunConfig()).items()}
+
+
 def _check_values(config: RunConfig) -> None:
     """What no field can be, whatever it means."""
     for section, values in vars(config).items():
-        hints = typing.get_type_hints(type(values))
+        hints = _hints()[section]
         for key, value in vars(values).items():
             name, choices = f"{section}.{key}", typing.get_args(hints[key])
             if typing.get_origin(hints[key]) is typing.Literal:

@@ -11,13 +11,18 @@ namespace {
 
 constexpr int kMultiprocessors = 132;
 
+// Streams other than the usual one are of a green context, which has a quarter of the device.
+int multiprocessors_of(cudaStream_t stream) {
+  return stream == nullptr ? kMultiprocessors : kMultiprocessors / 4;
+}
+
 struct Launch {
   unsigned grid, threads, cluster;
   size_t shared_bytes;
 };
 
 Launch last_launch;
-int launches, encodings, refused_from_now;
+int launches, encodings, questions, refused_from_now;
 unsigned last_boxes[16][5];
 
 CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void*, const cuuint64_t*,
@@ -52,6 +57,10 @@ PYRUNTIME_API void fake_last_launch(long long* out) {
   out[0] = last_launch.grid, out[1] = last_launch.threads, out[2] = last_launch.cluster;
   out[3] = static_cast<long long>(last_launch.shared_bytes);
 }
+// How often the driver has been asked since the process began how many clusters are resident.
+PYRUNTIME_API int fake_questions() {
+  return questions;
+}
 PYRUNTIME_API int fake_encodings() {
   return encodings;
 }
@@ -62,6 +71,10 @@ PYRUNTIME_API void fake_box(int encoding, unsigned* out) {
 
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  *id = reinterpret_cast<unsigned long long>(stream);
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
@@ -91,7 +104,8 @@ cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t* config) {
-  *clusters = kMultiprocessors / static_cast<int>(config->attrs[0].val.clusterDim.x);
+  ++questions;
+  *clusters = multiprocessors_of(config->stream) / static_cast<int>(config->attrs[0].val.clusterDim.x);
   return cudaSuccess;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {

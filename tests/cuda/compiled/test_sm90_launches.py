@@ -39,9 +39,11 @@ def gather(faked: ctypes.CDLL, **changes: int | None) -> int:
     return faked.pyruntime_sm90_all_gather_matmul(ctypes.byref(group), ctypes.byref(request), None)
 
 
-def scatter(faked: ctypes.CDLL, **changes: int | None) -> int:
+def scatter(faked: ctypes.CDLL, stream: int = 0, **changes: int | None) -> int:
     group, request = group_of_two(1 << 12, 1 << 28), matmul(**changes)
-    return faked.pyruntime_sm90_matmul_reduce_scatter(ctypes.byref(group), ctypes.byref(request), None)
+    return faked.pyruntime_sm90_matmul_reduce_scatter(
+        ctypes.byref(group), ctypes.byref(request), ctypes.c_void_p(stream)
+    )
 
 
 def last_launch(faked: ctypes.CDLL) -> tuple[int, int, int, int]:
@@ -93,6 +95,18 @@ def test_grids_are_resident_in_clusters_of_two(faked: ctypes.CDLL, tiles: int) -
         grid, threads, cluster, shared_bytes = last_launch(faked)
         assert (grid, threads, cluster) == (blocks, 384, 2)
         assert shared_bytes <= 227 * 1024
+
+
+def test_a_stream_with_a_part_of_the_device_has_a_grid_that_is_resident_there(faked: ctypes.CDLL) -> None:
+    """Whichever stream came first; and the driver is asked once for each."""
+    many = {"m": 8192, "n": 8192, "ldc": 8192, "tiles": abi.LARGE}
+    before = None
+    for _ in range(2):
+        for stream, blocks in ((0, MULTIPROCESSORS), (64, 32), (128, 32)):
+            assert scatter(faked, stream, **many) == OK
+            assert last_launch(faked)[0] == blocks
+        before = before or faked.fake_questions()
+    assert faked.fake_questions() == before
 
 
 def test_blocks_fetch_half_of_what_they_share(faked: ctypes.CDLL) -> None:
