@@ -31,7 +31,7 @@ def fault_on_mesh(_, sizes, culprit, axis, transport, fault):
     whole = transport == "collectives"  # which moves rows whole
     do = partial(call, tier="unfused") if whole else call
     with Runtime.start(**sizes, deadline_s=DEADLINE_S) as runtime:
-        lines = [getattr(runtime, name) for name in ("tp", "cp", "dp", "pp") if getattr(runtime, name)]
+        lines = [getattr(runtime, name) for name in ("tp", "cp", "dp", "pp") if getattr(runtime, name).size > 1]
         for line in lines:
             if transport != "auto":
                 pyruntime.comm.configure(line, transport=transport)
@@ -63,7 +63,10 @@ def name_on_mesh(sizes: dict[str, int], rank: int) -> str:
     return f"rank {rank} ({', '.join(axes)}"
 
 
-@pytest.mark.parametrize("transport", ["auto", "process_group", "collectives"])
+@pytest.mark.parametrize(
+    "transport",
+    ["auto", *(pytest.param(name, marks=pytest.mark.kill) for name in ("process_group", "collectives"))],
+)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(("fault", "kind"), [("killed", "PeerLost"), ("stopped", "CommTimeout")])
 def test_every_survivor_names_the_rank_of_the_job(ranks, mesh, transport, fault, kind):
