@@ -18,6 +18,7 @@ import contextlib
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -300,6 +301,11 @@ class Ranks:
             world.close()
         self._pools.clear()
         self._template.close()
+
+
+def without_processes(message: str) -> str:
+    """A message without where its ranks run: "rank 1" for "rank 1 (tp 0; process 4711 on node3)"."""
+    return re.sub(r" \((?:[^()]*; )?process \d+ on [^()]+\)", "", message)
 
 
 def check_others_lost_rank_1(outcomes: Sequence[Launched]) -> None:

@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from pyruntime import comm
 from pyruntime.cli.arguments import writing
 from pyruntime.cli.environment import check_started, started_rank, started_ranks
 from pyruntime.comm.core import _C
+from pyruntime.comm.runtime import DEFAULT_DEADLINE_S
 from pyruntime.llama.attention import causal_attention
 from pyruntime.ops.primitives import linear
 from pyruntime.plan.cluster import to_toml
@@ -43,7 +45,7 @@ def main(path: str) -> None:
     ranks = started_ranks()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if ranks > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=DEFAULT_DEADLINE_S))
     try:
         fitted, received, together = (None, 0.0, lambda: None) if ranks == 1 else _links(ranks)
         flops, attention, copied = _gemms(together), _attention(together), _copies(together)

@@ -29,6 +29,8 @@ from pyruntime.comm.groups import (
 )
 
 Value = TypeVar("Value")
+MOST_BYTES = 1 << 26
+"""Of what a rank tells all others at once."""
 
 _WAIT = 1
 """As csrc/core/ledger.h numbers kinds of entries."""
@@ -97,6 +99,8 @@ def gather(group: Group, doing: str, mine: Value, kind: type[Value]) -> list[Val
         sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
         dist.all_gather(sizes, torch.tensor([len(told)], device=device), group=own)
         longest = max(int(size) for size in sizes)
+        if not 0 <= longest <= MOST_BYTES or min(int(size) for size in sizes) < 0:
+            raise CommError(f"{doing}: a rank has told {longest} bytes, and at most {MOST_BYTES} are read.")
         padded = torch.zeros(longest, dtype=torch.uint8, device=device)
         padded[: len(told)] = told
         parts = [torch.empty_like(padded) for _ in range(ranks)]

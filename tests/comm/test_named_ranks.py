@@ -31,7 +31,9 @@ def fault_on_mesh(_, sizes, culprit, axis, transport, fault):
     whole = transport == "collectives"  # which moves rows whole
     do = partial(call, tier="unfused") if whole else call
     with Runtime.start(**sizes, deadline_s=DEADLINE_S) as runtime:
-        lines = [getattr(runtime, name) for name in ("tp", "cp", "dp", "pp") if getattr(runtime, name).size > 1]
+        lines = [
+            getattr(runtime, name) for name in ("tp", "cp", "dp", "pp") if getattr(runtime, name).size > 1
+        ]
         for line in lines:
             if transport != "auto":
                 pyruntime.comm.configure(line, transport=transport)

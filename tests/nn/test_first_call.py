@@ -12,6 +12,7 @@ from torch import nn
 from pyruntime import parallelize
 from tests.nn.cases import assert_near, in_double
 from tests.nn.test_parallelize import compare
+from tests.ranks import without_processes
 
 D, HEADS = 12, 6
 PLAN = {"*[qkv]": "column", "*out": "row"}
@@ -210,7 +211,7 @@ def half_precision(group) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_are_given_different_batches_are_told(ranks, world_size):
     for messages in ranks.run(different_batches, world_size):
-        assert [message.split(" is not that of rank 0. ")[0] for message in messages] == [
+        assert [without_processes(message).split(" is not that of rank 0. ")[0] for message in messages] == [
             f"The ranks are given different batches: {name} of rank 1"
             for name in ("argument 0", "input", "argument 0", "argument 0")
         ]

@@ -203,9 +203,7 @@ def test_a_checkpoint_loads_at_any_tp(ranks, tmp_path, saved, loaded):
 
 def test_bad_states_are_sentences(ranks):
     shape, missing, unexpected = ranks.run(bad_states, 2)[0]
-    assert (
-        "kv.weight has full shape [7, 6] and shard [4, 6] on rank 0 of 2, but the tensor to load has" in shape
-    )
+    assert "kv.weight has full shape [7, 6] and shard [4, 6] on this process" in shape
     assert "[9, 6]" in shape
     assert "qkv.kv.bias" in missing
     assert "up.scale" in unexpected

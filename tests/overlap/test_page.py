@@ -90,7 +90,7 @@ def test_the_timeline_for_other_tools_has_a_row_for_computing_and_one_for_each_a
     rows = {(event["pid"], event.get("tid")) for event in events if event["ph"] != "M"}
     assert rows == {(rank, row) for rank in (0, 1) for row in ("computing", "tp")}
     (chunk,) = [event for event in events if event["ph"] == "b" and event["pid"] == 1]
-    assert chunk["args"] == {"bytes": 4096, "peer": 1, "waited_us": pytest.approx(1000)}
+    assert chunk["args"] == {"bytes": 4096, "peer": "tp 1", "waited_us": pytest.approx(1000)}
     assert chunk["ts"] == pytest.approx(1000)
 
 

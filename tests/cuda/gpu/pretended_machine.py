@@ -85,6 +85,8 @@ passed(f"{{sys.argv[2]}} {{sys.argv[-1]}}")
 # One file does not compile. A library is the list of its objects.
 NVCC = """#!{python} -S
 arguments = sys.argv[1:]
+if arguments == ["--version"]:
+    sys.exit(print("Cuda compilation tools, release 13.0, V13.0.88"))
 target = Path(arguments[arguments.index("-o") + 1])
 if "-shared" in arguments:
     passed(f"link {{target.parent.name}}")

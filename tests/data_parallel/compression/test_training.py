@@ -133,7 +133,11 @@ def test_a_pipeline_s_gradients_are_compressed_too(ranks, tmp_path):
         ("train", {"device": "cuda"}, "is done on the CPU alone; use none on GPUs, or train.device=cpu."),
         ("optimizer", {"on_bad_step": "skip"}, "what compression keeps has it already;"),
         ("data_parallel", {"compression_bits": 9}, "compression_bits must be between 1 and 8, found 9."),
-        ("data_parallel", {"compression_density": 0.0}, "compression_density must be above 0 and at most 1,"),
+        (
+            "data_parallel",
+            {"compression_density": 0.0},
+            "compression_density must be between 1e-6 and 1, found 0.0.",
+        ),
         ("data_parallel", {"compression_rank": 0}, "compression_rank must be at least 1, found 0."),
         (
             "data_parallel",

@@ -23,7 +23,7 @@ def test_a_slow_rank_is_named_with_its_host_the_factor_the_steps_and_who_waited_
     (found,) = judge.add(windows)
     assert found.sentence == (
         "rank 3 (host h3) computes 1.6 times as long as its peers over the last 60 steps: 0.48 s a step "
-        "without waiting, where they take 0.3 s; rank 2 waited 2.1 s for it since the last look."
+        "without waiting, where they take 0.3 s; rank 2 (host h2) waited 2.1 s for it since the last look."
     )
     assert (found.rank, found.host, found.is_slow, found.to) == (3, "h3", True, None)
     assert found.times == pytest.approx(1.6)
