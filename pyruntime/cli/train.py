@@ -36,6 +36,7 @@ def main(argv: list[str], stop: StopRequest) -> None:
             raise ConfigError(refusal)
         return
     check_started()
+    stop.says("before the first step; nothing was saved.")
     world_size = started_ranks()
     validate.check(config, world_size)
     run(config, name, world_size, stop)

@@ -226,4 +226,7 @@ def read(checkpoint: Path) -> Facts:
         whole = False
     if not whole:
         raise manifest.refusal(checkpoint, FACTS_FILE, "it does not say what was saved")
+    if STEP_NAME.fullmatch(checkpoint.name) and step_of(checkpoint) != facts.step:
+        finding = f"it is of step {facts.step}, and the folder has another name"
+        raise manifest.refusal(checkpoint, FACTS_FILE, finding)
     return facts

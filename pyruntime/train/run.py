@@ -19,6 +19,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import shutil
 import signal
 import socket
 import time
@@ -432,7 +433,9 @@ def _make_run_dir(
             again = config.checkpoint.resume == checkpoint_folder.AUTO
             # A replica that is started again before it has saved anything takes its state from the others.
             of_a_run = not config.data_parallel.members and (run_dir / metrics.FILE_NAME).exists()
-            if (of_a_run or checkpoint_folder.newest(run_dir)) and not same and not again:
+            newest = checkpoint_folder.newest(run_dir)
+            saved = newest is not None and (newest / checkpoint_folder.FACTS_FILE).is_file()
+            if (of_a_run or saved) and not same and not again:
                 how = checkpoint_folder.AUTO if config.data_parallel.members else run_dir
                 raise ConfigError(
                     f"output.run_dir: {run_dir} holds a run already; name another folder, or go on with it "
@@ -449,6 +452,8 @@ def _make_run_dir(
         if config.train.ledger:
             forget(run_dir)
         (run_dir / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
+        if config.model.init_from or not start_at:  # of another run, it would be given to this one's model
+            shutil.rmtree(run_dir / origin.FOLDER, ignore_errors=True)
         if config.model.init_from:
             origin.keep(Path(config.model.init_from), run_dir / origin.FOLDER)
         if not before:

@@ -52,7 +52,7 @@ class StopRequest:
         self._defer = False
         self._ending = False
         self._saving = False
-        self._where: Callable[[], str] = lambda: "before the first step; nothing was saved."
+        self._where: Callable[[], str] = lambda: ""
         self._end_process = end_process
         self._previous: dict[int, Any] = {}
         self._watch: _Watch | None = None
@@ -69,6 +69,10 @@ class StopRequest:
             signal.signal(signum, handler)
         if self._watch is not None:
             self._watch.close()
+
+    def says(self, where: str) -> None:
+        """`where` completes the sentence from now on."""
+        self._where = lambda: where
 
     @contextlib.contextmanager
     def deferred(self, where: Callable[[], str] | None = None) -> Iterator[None]:

@@ -15,9 +15,10 @@ from pyruntime.train.signals import Stopped, StopRequest
 
 def test_outside_a_step_a_signal_stops_at_once():
     with (
-        pytest.raises(Stopped, match="SIGTERM before the first step; nothing was saved") as stopped,
-        StopRequest(),
+        pytest.raises(Stopped, match=r"SIGTERM before it began\.") as stopped,
+        StopRequest() as request,
     ):
+        request.says("before it began.")
         os.kill(os.getpid(), signal.SIGTERM)
     assert stopped.value.signum == signal.SIGTERM
 
