@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench import compare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +23,7 @@ def test_the_table_of_the_readme_is_that_of_the_last_run():
     assert shown == compare.table(runs)
 
 
+@pytest.mark.alone
 def test_one_command_measures_everybody_in_turns_and_shows_them(tmp_path):
     wrote, readme = tmp_path / "compare.json", tmp_path / "README.md"
     readme.write_text("\n".join(["above", *compare.MARKS, "below"]))

@@ -168,9 +168,7 @@ def test_rings_of_a_configuration_are_those_of_the_tensor_parallel_group(monkeyp
     asked, trained = [], []
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr("pyruntime.train.device.check_device", lambda config, device: None)
-    monkeypatch.setattr(
-        "pyruntime.comm.configure", lambda group, *, rings: asked.append((group.size(), rings))
-    )
+    monkeypatch.setattr("pyruntime.comm.configure", lambda group, *, rings: asked.append((group.size, rings)))
     monkeypatch.setattr("pyruntime.train.run.run", lambda config, name, runtime, stop: trained.append(config))
     for rings in ((), ("0",)):
         run(RunConfig(comm=Comm(rings=rings), train=Train(device="cpu")), "name", 1, StopRequest())

@@ -41,7 +41,10 @@ def test_what_names_no_steps_is_refused(text):
     [
         (RunConfig(train=Train(steps=9, profile="9-10")), "train.profile=9-10 goes beyond the last step, 9;"),
         (RunConfig(train=Train(profile="1", ledger=True)), "leave one of them out."),
-        (RunConfig(train=Train(peak_flops=0.0)), "train.peak_flops must be a positive finite number, found"),
+        (
+            RunConfig(train=Train(peak_flops=0.0)),
+            "train.peak_flops must be between 1e6 and 1e20 FLOP/s, found",
+        ),
         (RunConfig(output=Output(cluster="no-such")), "output.cluster: There is no cluster 'no-such'"),
     ],
 )
