@@ -125,7 +125,7 @@ def table(runs: Mapping[str, Mapping[str, dict[str, Any]]]) -> str:
         found = [figures_of(name, of_place[place]) if place in of_place else None for place in places]
         for label, contender in TASKS[name].rows.items():
             cells = [
-                f"{each[contender].seconds * 1e3:.0f} | {each[contender].of_limit:.2f}" if each else " | "
+                f"{_ms(each[contender].seconds)} | {each[contender].of_limit:.2f}" if each else " | "
                 for each in found
             ]
             lines.append(" | ".join([label, *cells, ""]))
@@ -153,6 +153,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--readme", type=Path, metavar="FILE", help="put the table there, between its marks")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, one round: shows that all runs")
     return parser.parse_args()
+
+
+def _ms(seconds: float) -> str:
+    """Two digits at least, so that nothing takes 0 ms."""
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.2g}"
 
 
 def main() -> None:
