@@ -63,7 +63,9 @@ def documents(draw: st.DrawFn, valid: Any) -> Any:
         if draw(st.integers(0, 4)) == 0:
             del parent[path[-1]]
         else:
-            parent[path[-1]] = draw(values())
+            # A copy: a list or dict of NASTY would otherwise be changed itself by the next mutation, for all
+            # examples to come, and could be put into itself.
+            parent[path[-1]] = copy.deepcopy(draw(values()))
     return document
 
 

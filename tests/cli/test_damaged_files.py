@@ -49,6 +49,16 @@ def files(run):
 
 
 @st.composite
+def changed_values(draw, content, has_lines):
+    """The bytes of a JSON file, or of one of JSON lines, in which some values are others."""
+    valid = [json.loads(line) for line in content.splitlines()] if has_lines else json.loads(content)
+    changed = draw(documents(valid))
+    if has_lines and isinstance(changed, list):
+        return "".join(json.dumps(line) + "\n" for line in changed).encode()
+    return json.dumps(changed).encode()
+
+
+@st.composite
 def damages(draw, files):
     """A file and what becomes of it: other bytes, other values, another file's, nothing, a folder."""
     name = draw(st.sampled_from(sorted(files)))
@@ -57,10 +67,7 @@ def damages(draw, files):
     if how == "bytes":
         return name, how, draw(contents(files[name]))
     if how == "values":
-        lines = [json.loads(line) for line in files[name].splitlines()] if name.endswith("l") else None
-        changed = draw(documents(json.loads(files[name]) if lines is None else lines))
-        whole = json.dumps(changed) if lines is None or not isinstance(changed, list) else ""
-        return name, how, (whole or "".join(json.dumps(line) + "\n" for line in changed)).encode()
+        return name, how, draw(changed_values(files[name], name.endswith(".jsonl")))
     return name, how, files[draw(st.sampled_from(sorted(files)))] if how == "another's" else b""
 
 
@@ -111,16 +118,14 @@ def test_a_page_of_changed_figures(run, files, tmp_path, name, examples):
     """No figure of a ledger or of a step leads to a traceback, or to a page that a browser does not read."""
     damaged = shutil.copytree(run, tmp_path / "run")
 
-    @given(damages({name: files[name]}))
+    @given(changed_values(files[name], name.endswith(".jsonl")))
     @examples
-    def check(found):
+    def check(content):
         (damaged / "report.html").unlink(missing_ok=True)
-        _, how, content = found
-        if how == "values":
-            (damaged / name).write_bytes(content)
-            check_ending("report", str(damaged))
-            if (damaged / "report.html").is_file():
-                check_page(damaged)
+        (damaged / name).write_bytes(content)
+        check_ending("report", str(damaged))
+        if (damaged / "report.html").is_file():
+            check_page(damaged)
 
     check()
 
