@@ -69,8 +69,8 @@ def main(argv: list[str]) -> None:
         elif options.host and error.errno not in (errno.EADDRINUSE, errno.EACCES):
             what = f"--host={options.host}"
         raise ConfigError(f"{what} cannot be had: {error.strerror}; name another one.") from error
-    say(f"members of a run of {options.replicas} replicas, quorum {quorum}, on port {service.port}")
     try:
+        say(f"members of a run of {options.replicas} replicas, quorum {quorum}, on port {service.port}")
         service.run()
     except Stopped as stopped:
         raise Stopped(stopped.signum, WHAT_FOLLOWS) from None
