@@ -52,6 +52,14 @@ class Shape:
         return 6.0 * self.tokens_per_step * (linears + causal_attention)
 
 
+LONGER = {
+    f"dim{dim}-{seq}": Shape(dim, 4, dim // 64, dim // 128, dim * 11 // 4, 8192, seq, 1, 1)
+    for dim in (1024, 2048)
+    for seq in (512, 2048, 4096)
+}
+"""Steps of one sequence, for every training benchmark: weights and rows that no longer fit a core's cache."""
+
+
 class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from torch import Tensor
 import pyruntime
 from bench.common.limits import LIMITS_HEAD, Held, limits_cells
 from bench.common.measuring import interleave, parser_of, report_each, started
-from bench.common.plain_llama import Shape
+from bench.common.plain_llama import LONGER, Shape
 from bench.common.tables import table
 from bench.training.workers import BETA1, BETA2, CLIP, DTYPES, EPS, LEARNING_RATE, WEIGHT_DECAY, our_model
 from pyruntime import comm
@@ -33,7 +33,13 @@ LINES = ("ring zigzag", "ring striped", "ring contiguous", "all_gather_kv zigzag
 MODEL = Shape(1024, 4, 16, 8, 2816, 8192, seq=2048, micro_batch=1, accumulate=1)
 SMALL = Shape(256, 4, 8, 4, 768, 2048, seq=2048, micro_batch=1, accumulate=1)
 TINY = Shape(64, 2, 4, 2, 128, 256, seq=64, micro_batch=1, accumulate=1)
-MODELS = {"dim256": SMALL, "dim1024": MODEL, "dim1024-1k": replace(MODEL, seq=1024), "tiny": TINY}
+MODELS = {
+    "dim256": SMALL,
+    "dim1024": MODEL,
+    "dim1024-1k": replace(MODEL, seq=1024),
+    "tiny": TINY,
+    **{f"{name}-a-rank": replace(shape, seq=2 * shape.seq) for name, shape in LONGER.items()},
+}
 TOLERANCE = {"bf16": 0.02, "fp32": 1e-4}  # of the norm
 
 HOW = """\

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import pyruntime
 from bench.common.limits import LIMITS_HEAD, Figure, Held, limits_cells
 from bench.common.measuring import Sample, at_least_one, interleave, parser_of, report_each, started
-from bench.common.plain_llama import PlainLlama, Shape
+from bench.common.plain_llama import LONGER, PlainLlama, Shape
 from bench.common.tables import table
 from bench.training.workers import BETA1, BETA2, CLIP, DTYPES, EPS, LEARNING_RATE, WEIGHT_DECAY, our_model
 
@@ -30,6 +30,7 @@ SHAPES = {
     "dim256": Shape(256, 4, 8, 4, 768, 2048, seq=256, micro_batch=2, accumulate=1),
     "dim1024": Shape(1024, 4, 16, 8, 2816, 8192, seq=512, micro_batch=1, accumulate=1),
     "tiny": Shape(64, 2, 4, 2, 128, 256, seq=32, micro_batch=2, accumulate=1),
+    **LONGER,
 }
 ALONE, PLAIN_ALONE = "pyruntime, each rank alone", "PyTorch, each rank alone"
 IN_STEP = "pyruntime, alone, in step"

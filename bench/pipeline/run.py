@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.common.measuring import at_least_one, interleave, parser_of, report_each, start_together, started
-from bench.common.plain_llama import PlainLlama, Shape
+from bench.common.plain_llama import LONGER, PlainLlama, Shape
 from bench.common.tables import table
 from bench.training.workers import DTYPES, llama_config
 from pyruntime import comm
@@ -37,6 +37,7 @@ from pyruntime.pipeline.weight_gradients import WeightGradients
 SHAPES = {
     "dim1024": Shape(1024, 4, 16, 8, 2816, 8192, seq=512, micro_batch=1, accumulate=1),
     "tiny": Shape(64, 4, 4, 2, 128, 256, seq=64, micro_batch=1, accumulate=1),
+    **LONGER,
 }
 KINDS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 1}
 PEERS = ("torch 1F1B", "torch interleaved", "torch zero bubble")

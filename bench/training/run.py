@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bench.common.measuring import Sample, facts, parser_of, write_json
-from bench.common.plain_llama import Shape
+from bench.common.plain_llama import LONGER, Shape
 from bench.common.tables import table
 from bench.data_parallel.run import TOLERANCE
 from bench.training.workers import DTYPES, KEEP_FREED_MEMORY, LEAD_S, Team, Turn, Variant
@@ -28,6 +28,7 @@ SHAPES = {
     "dim256": Shape(256, 4, 8, 4, 768, 2048, seq=256, micro_batch=2, accumulate=4),
     "dim1024": Shape(1024, 4, 16, 8, 2816, 8192, seq=512, micro_batch=1, accumulate=4),
     "tiny": Shape(64, 2, 4, 2, 128, 256, seq=32, micro_batch=2, accumulate=2),
+    **LONGER,
 }
 OF_LIMIT = {"dim256": 0.85, "dim1024": 0.93}  # least share of the limit that tp=2 is to reach
 OF_PLAIN, AIM_OF_PLAIN = 1.0, 1.2  # of plain PyTorch with its memory kept, one rank alone

@@ -28,6 +28,7 @@ from pyruntime import ops
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
 from pyruntime.comm.wire import Wire, WireFormat
+from pyruntime.data_parallel.away import give_back, own_memory, take_back
 from pyruntime.data_parallel.axes import MOST_FLIGHTS, PLACES, Axis
 from pyruntime.data_parallel.buckets import Bucket, Part
 from pyruntime.nn import VocabParallelEmbedding
@@ -58,9 +59,14 @@ class BucketWeights:
         self._gather: _C.LineGather | None = None
         self.is_current = True
         """The parameters hold the values of all ranks' rows."""
+        self._apart = apart and self.is_cut
+        if self._apart:
+            for parameter in bucket.parameters:
+                own_memory(parameter, bucket.name)
         self.rows = [self._own_rows(part) for part in bucket.parts]
         """This rank's rows of each part, contiguous: what the optimizer updates."""
-        self._apart = apart and self.is_cut
+        self._stays = False
+        """Somebody else than its modules has read it: whole until the next update."""
         if self._apart:
             self.rows = [rows.clone() for rows in self.rows]
 
@@ -72,7 +78,7 @@ class BucketWeights:
     def has_changed(self) -> None:
         """This rank's rows have been written. What is under way holds values of before, and lands first."""
         self._land()
-        self.is_current = not self.is_cut
+        self.is_current, self._stays = not self.is_cut, False
 
     def begin(self) -> None:
         """The gather is under way when it returns, unless nothing has changed."""
@@ -118,11 +124,18 @@ class BucketWeights:
         self._wire, self.is_current = self._rounding, False
 
     def free(self) -> None:
-        """Gives the parameters' memory back; their shapes stay."""
+        """Gives the parameters' memory back; their shapes stay. What somebody else has read stays."""
         self._land()
+        if self._stays:
+            return
         for parameter in self.bucket.parameters:
-            parameter.untyped_storage().resize_(0)
+            give_back(parameter, self.bucket.name, self._fetch)
         self.is_current = False
+
+    def _fetch(self) -> None:
+        with torch.no_grad():
+            self.bring()
+        self._stays = True
 
     def _land(self) -> None:
         if self.is_under_way:
@@ -166,7 +179,7 @@ class BucketWeights:
         bucket = self.bucket
         with marked("dp take weights", bucket.name):
             for parameter in bucket.parameters:
-                _allocate(parameter)
+                take_back(parameter)
             if self._apart:
                 for part, rows in zip(bucket.parts, self.rows, strict=True):
                     own = self._wire.packed(rows.view(-1, bucket.width))
@@ -181,13 +194,6 @@ class BucketWeights:
                     )
             gather.finish()
         self._gather = None
-
-
-def _allocate(parameter: Tensor) -> None:
-    storage = parameter.untyped_storage()
-    needed = (parameter.storage_offset() + parameter.numel()) * parameter.element_size()
-    if storage.size() < needed:
-        storage.resize_(needed)
 
 
 class Gatherer(ABC):

@@ -1,0 +1,121 @@
+"""Weights of stage 3 while their memory is given back.
+
+A rank keeps rows of them alone; their shapes stay, and modules that hold them gather them for their own
+calls. Whoever else reads one (a head that takes the embedding's weight, a norm, a copy) gets it gathered as
+well, and it stays whole until the next update. That is a collective: every rank must read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+
+class AwayWeight(nn.Parameter):
+    """A parameter whose memory is given back, until `is_back`. Parameters change into it and back again in
+    place, as torch's UninitializedParameter does."""
+
+    fetch: Callable[[], None]
+    """Gathers it; it is a plain nn.Parameter when that returns."""
+    of_model: str
+    """Its name."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if _reads_values(func):
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, AwayWeight):
+                    if _writes(func, args, kwargs, each):
+                        _refuse(each, func)
+                    each.fetch()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        self.fetch()
+        return self.__deepcopy__(memo)  # nn.Parameter's: the class has changed
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.fetch()
+        return self.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Parameter {self.of_model} {list(self.shape)}, {self.dtype}, of which ranks keep rows"
+
+
+def give_back(parameter: nn.Parameter, name: str, fetch: Callable[[], None]) -> None:
+    """Gives its memory back; its shape stays. fetch: gathers it, for whoever reads it."""
+    parameter.untyped_storage().resize_(0)
+    parameter.__class__ = AwayWeight
+    parameter.of_model, parameter.fetch = name, fetch
+
+
+def take_back(parameter: nn.Parameter) -> None:
+    """It has memory again, of which nothing is written yet."""
+    if isinstance(parameter, AwayWeight):
+        parameter.__class__ = nn.Parameter
+        del parameter.of_model, parameter.fetch
+    storage = parameter.untyped_storage()
+    needed = parameter.numel() * parameter.element_size()
+    if storage.nbytes() < needed:
+        storage.resize_(needed)
+
+
+def own_memory(parameter: nn.Parameter, name: str) -> None:
+    """Its memory is its alone and can be given back: what is mapped from a file, or what several parameters
+    share, is copied.
+
+    Raises ValueError for a parameter of another class than nn.Parameter."""
+    if type(parameter) is not nn.Parameter:
+        raise ValueError(
+            f"Stage 3 gives back the memory of weights between calls, and {name} is a "
+            f"{type(parameter).__name__}, not an nn.Parameter; use stage 2."
+        )
+    storage = parameter.untyped_storage()
+    if not storage.resizable() or storage.nbytes() != parameter.numel() * parameter.element_size():
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+
+
+def _refuse(parameter: AwayWeight, func: Callable) -> None:
+    name = getattr(func, "__name__", func)
+    raise RuntimeError(
+        f"{'an assignment to .data' if name == '__set__' else name} would write into {parameter.of_model} "
+        f"{list(parameter.shape)}, of which this rank keeps rows at stage 3: what is written into the whole "
+        "is lost. Write into the tensors of the handle's state_dict() and call its loaded(), or write before "
+        "shard()."
+    )
+
+
+def _reads_values(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):  # of a property, such as p.grad
+        return func.__self__.__name__ in ("data", "T", "H", "mT", "mH", "real", "imag")
+    return name not in _READ_NO_VALUES
+
+
+def _writes(func: Callable, args: tuple, kwargs: dict[str, Any], parameter: AwayWeight) -> bool:
+    """Whether `parameter` is written by it: the first argument of what torch names so, or `out`."""
+    if any(each is parameter for each in tree_leaves(kwargs.get("out"))):
+        return True
+    name = getattr(func, "__name__", "")
+    operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+    in_place = name.endswith("_") and not name.endswith("__")
+    target = args[0] if args else kwargs.get("tensor")  # torch.nn.init names it
+    writes = in_place or operator or name in ("__setitem__", "__set__")
+    return writes and any(each is parameter for each in tree_leaves(target))
+
+
+# fmt: off
+_READ_NO_VALUES = frozenset({
+    "__hash__", "__len__", "size", "dim", "ndimension", "numel", "nelement", "element_size",
+    "storage_offset", "stride", "is_contiguous", "untyped_storage", "data_ptr", "requires_grad_",
+    "register_hook", "register_post_accumulate_grad_hook", "is_floating_point", "is_complex",
+    "get_device", "is_shared", "is_pinned", "empty_like", "zeros_like", "ones_like", "full_like",
+    "rand_like", "randn_like",
+})
+# fmt: on
+"""What asks a tensor for its shape, or autograd for what it knows of it; neither has to know the values."""
