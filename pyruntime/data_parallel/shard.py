@@ -79,8 +79,9 @@ def shard(
             "fp8"; all ranks compute with the rounded values, and update those that they keep.
 
     Raises ValueError for another stage, a mesh that does not fit it, a mesh with several ranks of a group
-    that the model is cut over already, a model without trainable parameters, or where nothing can be
-    compressed; TypeError for what is no module or no mesh.
+    that the model is cut over already, a model without trainable parameters, parameters that are complex,
+    not contiguous or have sparse gradients, or where nothing can be compressed; TypeError for what is no
+    module or no mesh.
     """
     if isinstance(mesh, Axis):
         mesh = mesh.mesh
@@ -96,6 +97,7 @@ def shard(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient.")
+    _check_kinds(model, named)
     if mesh is not None:
         _check_ranks(named, mesh)
     axes = axes_of(mesh, stage)
@@ -128,6 +130,32 @@ def _check_compression(stage: int, axes: Axes) -> None:
             "compression was asked for at stage=3, where weights travel as they are, twice as much as "
             "gradients; use stage 0, 1 or 2."
         )
+
+
+def _check_kinds(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """ValueError for parameters whose gradients cannot travel as rows."""
+    sparse = {
+        id(module.weight): name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    for name, parameter in named:
+        if id(parameter) in sparse:
+            raise ValueError(
+                f"{sparse[id(parameter)]} has sparse gradients, and shard() reduces dense rows (of a "
+                "table, those that a step has read); make it with sparse=False."
+            )
+        if parameter.is_complex():
+            raise ValueError(
+                f"{name} is {parameter.dtype}, and shard() reduces real numbers alone; keep the real and the "
+                "imaginary part as two parameters (torch.view_as_real)."
+            )
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"{name} {list(parameter.shape)} has strides {list(parameter.stride())} (such as "
+                "channels_last), and shard() takes rows that lie one after the other; call "
+                "model.to(memory_format=torch.contiguous_format) first."
+            )
 
 
 def _check_ranks(named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:

@@ -29,7 +29,9 @@ MIX_ELEMENTS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 def before_step(optimizer: Optimizer, _args: tuple, _kwargs: dict) -> None:
     """Hook of torch for every step of every optimizer: takes care of those that hold shards.
 
-    Raises ValueError for an optimizer that would mix elements of a weight that is cut."""
+    Raises ValueError for an optimizer that would mix elements of a weight that is cut, or that holds weights
+    which were replaced when the model was cut."""
+    _refuse_replaced(optimizer)
     watched = whole_states in optimizer._optimizer_state_dict_post_hooks.values()
     if watched or next(_shards(optimizer), None) is None:
         return
@@ -42,6 +44,22 @@ def before_step(optimizer: Optimizer, _args: tuple, _kwargs: dict) -> None:
         if parameter in optimizer.state:
             state = optimizer.state[parameter]
             state.update({name: _local(layout, name, value) for name, value in state.items()})
+
+
+def replaced(parameter: Tensor, name: str) -> None:
+    """A shard stands in the model in its place from now on."""
+    parameter.replaced_by_shard_of = name
+
+
+def _refuse_replaced(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if name := getattr(parameter, "replaced_by_shard_of", None):
+                raise ValueError(
+                    f"This {type(optimizer).__name__} was made before the model was cut: its {name} "
+                    f"{list(parameter.shape)} is no part of the model any more, and would be trained for "
+                    "nobody; make the optimizer after parallelize()."
+                )
 
 
 def _shards(optimizer: Optimizer) -> Iterator[tuple[Tensor, Layout]]:

@@ -25,6 +25,7 @@ from pyruntime.nn.linear import (
     is_transposed,
 )
 from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.optimizer_states import replaced as replaced_by_shard
 from pyruntime.nn.parameters import Group, TensorGroup
 from pyruntime.nn.plans import LEFT_WHOLE, Plan, find_plan
 from pyruntime.nn.regions import Region
@@ -102,6 +103,8 @@ def parallelize(
     _tie(model, replaced)
     for name, module in replaced.items():
         parent, _, leaf = name.rpartition(".")
+        for key, parameter in model.get_submodule(name).named_parameters():
+            replaced_by_shard(parameter, f"{name}.{key}")
         setattr(model.get_submodule(parent), leaf, module)
     if group.ranks > 1:
         _watch(model, replaced, group, plan.gives_way)

@@ -332,3 +332,19 @@ def made_anew(_group, folder):
 def test_a_process_group_is_made_anew_under_its_name(ranks, tmp_path):
     for outcome in ranks.launch(made_anew, 2, str(tmp_path), init=False):
         assert outcome.value == 1, outcome.output
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda: nn.Embedding(7, 3, sparse=True), "has sparse gradients"),
+        (lambda: nn.Linear(4, 3, dtype=torch.complex64), "weight is torch.complex64"),
+        (
+            lambda: nn.Conv2d(4, 3, 3).to(memory_format=torch.channels_last),
+            r"weight \[3, 4, 3, 3\] has strides",
+        ),
+    ],
+)
+def test_parameters_that_do_not_travel_as_rows_are_refused_at_once(build, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        pyruntime.shard(nn.Sequential(build()), None)

@@ -324,3 +324,20 @@ def test_what_takes_a_shard_for_the_whole_is_refused(ranks):
     assert "from this rank's shard alone" in said[0]["spectral_norm"]
     assert "Adafactor computes the update of an element from others" in said[0]["adafactor"]
     assert "Muon computes" in said[0]["muon"] and "torch.optim.AdamW" in said[0]["muon"]
+
+
+def step_of_what_was_there_before(group):
+    torch.manual_seed(0)
+    model = Net()
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    norm_alone = torch.optim.SGD(model.norm.parameters(), lr=0.1)
+    parallelize(model, group, PLAN)
+    model(batch(1)).sum().backward()
+    norm_alone.step()  # it holds nothing that was replaced
+    with pytest.raises(ValueError, match=r"This SGD was made before .* its up\.weight \[15, 6\] is no part"):
+        before.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_an_optimizer_that_was_made_before_the_cut_is_refused(ranks):
+    ranks.run(step_of_what_was_there_before, 2)
