@@ -158,6 +158,17 @@ class GradientReducer:
         self._next = 0
         self._ended = False
 
+    def drop(self) -> bool:
+        """Lets go of all gradients of this step; returns whether some have been reduced already, which are
+        handed over first. Every rank calls it, after the same passes."""
+        self._forget_failed_pass()
+        if self._ended or any(inbox.left for inbox in self._inboxes):
+            self.finish()
+            return True
+        for inbox in self._inboxes:
+            inbox.clear()
+        return False
+
     def close(self) -> None:
         """Gives the gradients back to autograd."""
         for hook in self._hooks:

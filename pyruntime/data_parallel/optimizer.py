@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pyruntime import ops
 from pyruntime.comm import Group
@@ -71,7 +72,7 @@ _Arrived: TypeAlias = dict[int, tuple[Own, Tensor | None]]
 """By bucket, its parts, and marks where these say which parameters got a gradient."""
 
 
-class ShardedAdamW:
+class ShardedAdamW(Optimizer):
     """AdamW over the shards of a model, with fp32 moments and, for parameters of lower precision, fp32 master
     weights, or none and stochastic rounding. Made by `Sharded.adamw`.
 
@@ -83,8 +84,12 @@ class ShardedAdamW:
     clipped, bucket by bucket during the backward pass, and again where that was wrong: the results are those
     of a step after the norm, bit by bit. With max_norm=0 and nonfinite="ignore" nobody asks for the norm.
 
+    It is a torch.optim.Optimizer of one group, for schedulers of learning rates; its defaults are those of
+    language models, not torch's (betas (0.9, 0.95), decay 0.1 of matrices alone). Of the group only "lr" may
+    be set. GradScaler is refused: bf16 needs no scale.
+
     finish_gradients() has handed all gradients of the step to take(); `gatherer` is told what has been
-    updated. Options:
+    updated; drop() lets go of gradients. Options:
 
         lr: learning rate of the next step; it may be set, best before the backward pass: one that is set
             after it takes back what was computed ahead.
@@ -104,7 +109,8 @@ class ShardedAdamW:
         shared: parameters that another part has too (tied embeddings): their gradients are summed over
             their holders, and the norm counts them once.
 
-    Raises ValueError for another `nonfinite` or `rounding`, for shared parameters where buckets are updated
+    Raises ValueError for another `nonfinite` or `rounding`, for names in weight_decay that no parameter has,
+    for shared parameters where buckets are updated
     during the backward pass, and for what Muon cannot update.
     """
 
@@ -114,6 +120,7 @@ class ShardedAdamW:
         axes: Axes,
         finish_gradients: Callable[[], None],
         gatherer: Gatherer,
+        drop: Callable[[], None],
         *,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -128,7 +135,12 @@ class ShardedAdamW:
     ):
         if nonfinite not in ("raise", "skip", "ignore"):
             raise ValueError(f'nonfinite={nonfinite!r} is none of "raise", "skip" and "ignore".')
-        self.lr, self.max_norm = lr, max_norm
+        parameters = [parameter for each in weights for parameter in each.bucket.parameters]
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(parameters, defaults)
+        self._fixed = {name: value for name, value in defaults.items() if name != "lr"}
+        self._drop = drop
+        self.max_norm = max_norm
         self._nonfinite = nonfinite
         self._axes, self._finish_gradients, self._gatherer = axes, finish_gradients, gatherer
         if rounding not in ("nearest", "stochastic"):
@@ -141,6 +153,8 @@ class ShardedAdamW:
                 )
         self._update = Update(betas, eps, rounding, 1.0 / axes.size)
         self._parts, self._shared = parts, dict(shared or {})
+        if isinstance(weight_decay, dict):
+            weight_decay = _named_decay(weight_decay, weights)
         self._states = self._made_states(weights, weight_decay, rounding, muon)
         self._muon = MuonUpdate(self._states, axes, 0.0 if muon is None else muon.momentum)
         if self._shared and self.at_once:
@@ -200,6 +214,16 @@ class ShardedAdamW:
     def _has_shared(self, bucket: Bucket) -> bool:
         """Whether gradients of other parts of the model are still to be added to the bucket's."""
         return any(parameter in self._shared for parameter in bucket.parameters)
+
+    _step_supports_amp_scaling: ClassVar[bool] = True  # so that GradScaler gives its scale to `grad_scale`
+
+    @property
+    def lr(self) -> float:
+        return self.param_groups[0]["lr"]
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self.param_groups[0]["lr"] = lr
 
     @property
     def at_once(self) -> bool:
@@ -262,6 +286,12 @@ class ShardedAdamW:
         Raises NonFiniteGradient on every rank, having updated nothing, where nonfinite="raise"; CommTimeout
         or PeerLost.
         """
+        if callable(grad_norm):
+            raise TypeError(
+                "step() takes no closure: gradients come during the backward pass and are updated once; run "
+                "the backward pass before it."
+            )
+        self._check_group()
         if grad_norm is None:
             self._finish()
             if self.at_once:
@@ -273,13 +303,56 @@ class ShardedAdamW:
             self._take_step(arrived, clip_on_device(grad_norm, self.max_norm))
             return StepReport(math.nan, False)
         if self._nonfinite != "ignore" and not math.isfinite(grad_norm):
-            self._take_back()
+            self.take_back()
             if self._nonfinite == "raise":
                 raise NonFiniteGradient(self._nonfinite_keys(arrived) or ["a parameter of another stage"])
             return StepReport(grad_norm, True)
         scale = min(1.0, self.max_norm / (grad_norm + 1e-6)) if self.max_norm else 1.0
         self._take_step(arrived, scale)
         return StepReport(grad_norm, False)
+
+    def _check_group(self) -> None:
+        for name, value in self._fixed.items():
+            found = self.param_groups[0].get(name)
+            if found is not value and found != value:
+                raise RuntimeError(
+                    f"{name} was set to {found} in the optimizer's group, and only lr may change; it was "
+                    f"made with {value} (OneCycleLR, say, takes cycle_momentum=False)."
+                )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of this step. Every rank calls it."""
+        self._drop()
+
+    def drop_gradients(self) -> None:
+        """Those that have been reduced."""
+        if self.at_once:
+            raise RuntimeError(
+                "The gradients of this step have been used as they came, since nothing asks for their norm; "
+                'to drop some, set max_norm, or nonfinite to "raise" or "skip".'
+            )
+        self._arrived = {}
+        self.take_back()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.param_groups:
+            raise RuntimeError(
+                "The optimizer of a sharded model has one group, of what shard() found; close() the handle "
+                "and shard() the model again to train other parameters."
+            )
+        super().add_param_group(param_group)
+
+    @property
+    def grad_scale(self) -> Tensor:
+        """Where GradScaler puts its scale."""
+        raise AttributeError("It has none.")
+
+    @grad_scale.setter
+    def grad_scale(self, _: Any) -> None:
+        raise RuntimeError(
+            "GradScaler scales losses so that fp16 gradients do not vanish, and this optimizer takes "
+            "gradients as they are; train in bf16 without it, or with GradScaler(enabled=False)."
+        )
 
     def _finish(self) -> None:
         """All gradients have arrived when it returns."""
@@ -351,7 +424,7 @@ class ShardedAdamW:
         if self._muon:
             scale = float(scale)
             if math.isnan(scale):
-                self._take_back()
+                self.take_back()
                 return
             self._muon.settle(gradients, scale / self._axes.size)
         self._was_plain = _is_plain(scale)
@@ -366,7 +439,7 @@ class ShardedAdamW:
         self._ahead_lr = None
         self._send_all(gradients, scale / self._axes.size)
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         """The step does not count: weights are as before it, on all ranks."""
         self._was_plain = False
         self._muon.forget()
@@ -410,14 +483,14 @@ class ShardedAdamW:
 
     def loaded(self, state: Mapping[str, Tensor]) -> None:
         """Something was loaded into the tensors of `state_dict()`, `state`: takes up the step counts too."""
-        self._take_back()
+        self.take_back()
         for one in self._all_states():
             one.behind = None  # what was loaded is all of it
             one.steps = int(state[f"steps.{one.part.key}"])
 
     def resume(self, steps: int) -> None:
         """Every parameter has taken so many steps."""
-        self._take_back()
+        self.take_back()
         self._update.catch_up(self._all_states())
         for one in self._all_states():
             one.steps = steps
@@ -428,6 +501,35 @@ class ShardedAdamW:
         `written()`."""
         self._update.catch_up(self._all_states())
         return list(self._all_states())
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """What `state_dict()` of an optimizer of the same parameters gave, on the same ranks or, by DCP, on
+        others. Every rank calls it.
+
+        Raises ValueError for other names or shapes."""
+        own = self.state_dict()
+        if state.keys() != own.keys():
+            missing, more = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+            raise ValueError(
+                f"This optimizer has {len(own)} tensors; of what is loaded {len(missing)} are missing "
+                f"{missing[:3]} and {len(more)} are not among them {more[:3]}."
+            )
+        for key, tensor in own.items():
+            if tensor.shape != state[key].shape:
+                raise ValueError(
+                    f"{key} is {list(tensor.shape)}, and what is loaded {list(state[key].shape)}."
+                )
+            if tensor is not state[key]:
+                tensor.copy_(state[key])
+        self.loaded(state)
+
+    @torch.no_grad()
+    def take_rows(self) -> None:
+        """This rank's rows have been written: masters are theirs, moments stay."""
+        for state in self.current():
+            if state.has_master:
+                state.master.copy_(state.rows)
 
     def counts(self, state: State) -> bool:
         """Whether a norm over all ranks of the model counts these rows here."""
@@ -442,6 +544,18 @@ class ShardedAdamW:
     def _all_states(self) -> Iterator[State]:
         for states in self._states.values():
             yield from states
+
+
+def _named_decay(decay: dict[str, float], weights: Sequence[BucketWeights]) -> dict[str, float]:
+    """By the names of parameters, of which torch.compile's wrapper is no part."""
+    named = {name.replace("_orig_mod.", ""): value for name, value in decay.items()}
+    keys = {part.key.replace("_orig_mod.", ""): part.key for each in weights for part in each.bucket.parts}
+    if unknown := [name for name in named if name not in keys]:
+        raise ValueError(
+            f"weight_decay names {', '.join(unknown[:5])}, and no trainable parameter of the model has that "
+            f"name; its first ones are {', '.join(list(keys)[:5])}."
+        )
+    return {keys[name]: value for name, value in named.items()}
 
 
 def _is_plain(scale: float | Tensor) -> bool:

@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from pyruntime.data_parallel.reduction import launch
 from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.touched import tables_of
 from pyruntime.data_parallel.weights import BucketWeights, GatherAhead, GatherPerUse
+from pyruntime.data_parallel.written import Written, begin_alike
 from pyruntime.nn.weight_sinks import patch_linears, unpatch_linears, weights_with_sinks
 
 _LARGE_BUCKET = (4 << 20) - (64 << 10)  # 4 MiB with its marks and padding: places are powers of two
@@ -50,7 +53,7 @@ def shard(
     compression: Compression | None = None,
     weight_wire: WireFormat = "same",
 ) -> Sharded:
-    """Makes `model`, which is the same on every rank of `mesh`, train on different data on each of them.
+    """Makes `model` train on different data on each rank of `mesh`, beginning with the first rank's weights.
 
         handle = pyruntime.shard(model, mesh["dp"], stage=2)
         optimizer = handle.adamw(lr=1e-3)
@@ -62,6 +65,10 @@ def shard(
 
     Gradients are averaged over the ranks: each computes the mean loss of its own data. They never appear in
     `.grad`, unless there is but one rank: there they stay until step() takes them, summed as autograd sums.
+
+    What is written into the model afterwards reaches the optimizer by `load_state_dict()` or within
+    `handle.writes()`; any other write, and parameters that are frozen, thawed, replaced or added, are a
+    RuntimeError in the next step.
 
     Args:
         model: anything made of nn.Modules, parallel linears among them. Its parameters with requires_grad
@@ -80,8 +87,8 @@ def shard(
 
     Raises ValueError for another stage, a mesh that does not fit it, a mesh with several ranks of a group
     that the model is cut over already, a model without trainable parameters, parameters that are complex,
-    not contiguous or have sparse gradients, or where nothing can be compressed; TypeError for what is no
-    module or no mesh.
+    not contiguous or have sparse gradients, ranks whose models differ in names, shapes or dtypes, or where
+    nothing can be compressed; TypeError for what is no module or no mesh.
     """
     if isinstance(mesh, Axis):
         mesh = mesh.mesh
@@ -106,6 +113,7 @@ def shard(
     if weight_wire != "same":
         _check_weight_wire(weight_wire, stage, axes)
     bucket_bytes = BUCKET_BYTES[stage] if bucket_bytes is None else bucket_bytes
+    begin_alike(model, axes)
     buckets = cut_into_buckets(named, axes.shard.size, bucket_bytes)
     return Sharded(model, stage, axes, buckets, reduce_dtype, keep_gathered, compression, weight_wire)
 
@@ -176,6 +184,18 @@ def _check_ranks(named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) ->
                 )
 
 
+_HANDLES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sharded]] = weakref.WeakKeyDictionary()
+"""Of sharded models. A copy of a model is not among them."""
+
+
+def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
+    """zero_grad() of a sharded model, whose gradients are not in `.grad`."""
+    type(model).zero_grad(model, set_to_none)
+    handle = _HANDLES[model]() if model in _HANDLES else None
+    if handle is not None:
+        handle.zero_grad()
+
+
 class Sharded:
     """A model whose gradients, optimizer states and weights are spread over data-parallel ranks. From
     `shard`."""
@@ -223,6 +243,14 @@ class Sharded:
             self._patched = patch_linears(model)
         if weight_wire != "same":
             self._gatherer.loaded()  # the first forward pass reads rounded weights too
+        self._written = Written(model, buckets)
+        self._loading: contextlib.AbstractContextManager[None] | None = None
+        _HANDLES[model] = weakref.ref(self)
+        model.zero_grad = types.MethodType(_zero_grad, model)
+        self._load_hooks = [
+            model.register_load_state_dict_pre_hook(lambda *_: self._before_load()),
+            model.register_load_state_dict_post_hook(lambda *_: self._after_load()),
+        ]
         model._pyruntime_sharded = True
 
     def adamw(self, **options: Any) -> ShardedAdamW:
@@ -233,11 +261,12 @@ class Sharded:
         if self.optimizer is not None:
             raise ValueError("This model has an optimizer already.")
         self.optimizer = ShardedAdamW(
-            self._weights, self.axes, self._finish_gradients, self._gatherer, **options
+            self._weights, self.axes, self._finish_gradients, self._gatherer, self.zero_grad, **options
         )
         return self.optimizer
 
     def _finish_gradients(self) -> None:
+        self._written.check()
         self._gradients.finish()
         if self.compressor is not None:
             self.compressor.end_step()
@@ -270,6 +299,48 @@ class Sharded:
         """All parameters of the model are whole and current when it returns. Every rank calls it."""
         self._gatherer.complete()
 
+    @contextlib.contextmanager
+    def writes(self) -> Iterator[None]:
+        """Within it the model's parameters and buffers may be written; afterwards rows and master weights
+        have what the first rank has written. Moments stay. Every rank enters and leaves it."""
+        if self.optimizer is not None:
+            self.optimizer.take_back()
+        self.complete()
+        yield
+        self._written.restore()
+        begin_alike(self.model, self.axes)
+        for each in self._weights:
+            each.take_parameters()
+        if self.optimizer is not None:
+            self.optimizer.take_rows()
+        self._gatherer.loaded()
+        self._written.accept()
+
+    def _before_load(self) -> None:
+        self._loading = self.writes()
+        self._loading.__enter__()
+
+    def _after_load(self) -> None:
+        if self._loading is not None:
+            loading, self._loading = self._loading, None
+            loading.__exit__(None, None, None)
+
+    def zero_grad(self) -> None:
+        """Drops the gradients of this step: those of `accumulate()`, and those of a pass that is over. Every
+        rank calls it.
+
+        Raises RuntimeError where the optimizer has updated with them already (max_norm=0 and
+        nonfinite="ignore")."""
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        if (
+            isinstance(self._gradients, GradientReducer)
+            and self._gradients.drop()
+            and self.optimizer is not None
+        ):
+            self.optimizer.drop_gradients()
+
     def state_dict(self) -> dict[str, Tensor]:
         """The weights as DTensors over this rank's shards. What is loaded into them reaches the model with
         `loaded()`."""
@@ -283,6 +354,9 @@ class Sharded:
         """The model is as it was, with its current weights; it can be sharded again. Every rank calls it."""
         for axis in (self.axes.shard, self.axes.replicate):
             axis.complete_all()
+        for hook in self._load_hooks:
+            hook.remove()
+        del self.model.zero_grad
         self._gatherer.close()
         self._gradients.close()
         unpatch_linears(self._patched)

@@ -28,7 +28,7 @@ from pyruntime import ops
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
 from pyruntime.comm.wire import Wire, WireFormat
-from pyruntime.data_parallel.away import give_back, own_memory, take_back
+from pyruntime.data_parallel.away import AwayWeight, give_back, own_memory, take_back
 from pyruntime.data_parallel.axes import MOST_FLIGHTS, PLACES, Axis
 from pyruntime.data_parallel.buckets import Bucket, Part
 from pyruntime.nn import VocabParallelEmbedding
@@ -74,6 +74,12 @@ class BucketWeights:
         first = part.first_row + self.axis.rank * part.share
         rows = torch.atleast_1d(self.bucket.parameters[part.owner].data)
         return rows[first : first + part.local_rows(self.axis.rank)]
+
+    def take_parameters(self) -> None:
+        """The parameters, which are whole, have been written: this rank's rows are theirs."""
+        if self._apart and not any(isinstance(each, AwayWeight) for each in self.bucket.parameters):
+            for part, rows in zip(self.bucket.parts, self.rows, strict=True):
+                rows.copy_(self._own_rows(part))
 
     def has_changed(self) -> None:
         """This rank's rows have been written. What is under way holds values of before, and lands first."""

@@ -153,3 +153,18 @@ class _NoDropout(TorchDispatchMode):
         if "dropout_p" in names:
             args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0}
         return func(*args, **kwargs)
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> tuple[int, int]:
+    """Two integer sums over the bits, one weighted by row so that permuted rows differ; (0, 0) on meta."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return 0, 0
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    rows = tensor.detach().contiguous().view(integer).view(len(tensor) if tensor.dim() else 1, -1)
+    # Integer sums wrap and do not round, so their order does not matter.
+    sums = rows.sum(1, dtype=torch.int64)
+    weights = torch.arange(1, sums.numel() + 1, device=sums.device)
+    return int(sums.sum()), int((sums * weights).sum())

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pyruntime import comm
 from pyruntime.comm.exchange import gather
@@ -16,6 +16,7 @@ from pyruntime.nn.activations.causal_loss import read_own_logits
 from pyruntime.nn.activations.fused_norms import fuse_norms
 from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.auto import auto_plan
+from pyruntime.nn.comparing import checksum
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.first_call import FirstCall
 from pyruntime.nn.linear import (
@@ -247,7 +248,7 @@ def check_same_model(model: nn.Module, group: TensorGroup) -> None:
     between ranks. Reads every parameter once and exchanges a line for each."""
     if group.size == 1:
         return
-    mine = [(name, f"{name} {list(p.shape)} {p.dtype}", _checksum(p)) for name, p in model.named_parameters()]
+    mine = [(name, f"{name} {list(p.shape)} {p.dtype}", checksum(p)) for name, p in model.named_parameters()]
     kind = list[tuple[str, str, tuple[int, int]]]
     everyone = gather(group.process_group, "Comparing the models of the ranks", mine, kind)
     first = comm.rank_name(group.name, 0)
@@ -281,16 +282,3 @@ def _check_one_device(model: nn.Module) -> None:
             f"A model is cut over ranks that hold all of it on one device each, but this one has {found}; "
             "move it to one device first (without device_map)."
         )
-
-
-@torch.no_grad()
-def _checksum(parameter: Tensor) -> tuple[int, int]:
-    """Two integer sums over the bits, one weighted by row so that permuted rows differ; (0, 0) on meta."""
-    if parameter.is_meta or parameter.numel() == 0:
-        return 0, 0
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-    rows = parameter.detach().contiguous().view(integer).view(len(parameter) if parameter.dim() else 1, -1)
-    # Integer sums wrap and do not round, so their order does not matter.
-    sums = rows.sum(1, dtype=torch.int64)
-    weights = torch.arange(1, sums.numel() + 1, device=sums.device)
-    return int(sums.sum()), int((sums * weights).sum())

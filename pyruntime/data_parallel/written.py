@@ -1,0 +1,164 @@
+"""What somebody else does to a sharded model: begins it apart, writes into it, changes what trains.
+
+Rows, master weights and the values that ranks send each other know nothing of a write into a parameter. So
+ranks begin with rank 0's model; `load_state_dict()` and `Sharded.writes()` carry writes over; and every other
+write, and every change of what trains, is found when the next step begins, and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from pyruntime import comm
+from pyruntime.comm.exchange import gather, named_failures
+from pyruntime.data_parallel.away import AwayWeight
+from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.buckets import Bucket
+from pyruntime.nn.comparing import checksum
+
+
+@torch.no_grad()
+def begin_alike(model: nn.Module, axes: Axes) -> None:
+    """Parameters and buffers are those of the first rank of `axes` when it returns; only what differs
+    travels.
+
+    Raises ValueError, on every rank alike, where ranks have different names, shapes or dtypes."""
+    for mesh in dict.fromkeys((axes.shard.mesh, axes.replicate.mesh)):
+        if mesh is None or comm.group_size(mesh) == 1:
+            continue
+        group = comm.process_group(mesh)
+        tensors = [(name, tensor) for name, tensor in _tensors_of(model) if not tensor.is_meta]
+        mine = [(name, f"{list(t.shape)} {t.dtype}", checksum(t)) for name, t in tensors]
+        everyone = gather(group, "Comparing the replicas", mine, list[tuple[str, str, tuple[int, int]]])
+        shapes = [[(name, shape) for name, shape, _ in theirs] for theirs in everyone]
+        for rank, theirs in enumerate(shapes):
+            if theirs != shapes[0]:
+                here, there = next(
+                    (a, b)
+                    for a, b in zip([*shapes[0], ("nothing", "")], [*theirs, ("nothing", "")], strict=False)
+                    if a != b
+                )
+                first, other = comm.rank_name(group.group_name, 0), comm.rank_name(group.group_name, rank)
+                raise ValueError(
+                    f"shard() trains one model on the data of several ranks, but where {first} has "
+                    f"{' '.join(here)}, {other} has {' '.join(there)}; build the same model on every rank."
+                )
+        root = dist.get_global_rank(group, 0)
+        for index, (_, tensor) in enumerate(tensors):
+            if any(theirs[index][2] != everyone[0][index][2] for theirs in everyone):
+                whole = tensor.detach().contiguous()
+                with named_failures(group, "Giving the replicas one model"):
+                    dist.broadcast(whole, root, group=group)
+                tensor.data.copy_(whole)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+class Written:
+    """Notices writes into the parameters of `buckets`, and changes of what trains in `model`."""
+
+    def __init__(self, model: nn.Module, buckets: Sequence[Bucket]):
+        _watch_registrations()
+        self._model = model
+        self._trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._seen: list[tuple[str, nn.Parameter, tuple]] = []
+        self._parameters = [(self._trainable[id(p)], p) for bucket in buckets for p in bucket.parameters]
+        self._memory = [parameter.data for _, parameter in self._parameters]
+        self._registered = _registrations
+        self.accept()
+
+    def accept(self) -> None:
+        """What the parameters hold now is what the optimizer has."""
+        self._seen = [(name, p, _mark_of(p)) for name, p in self._parameters]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Parameters that were given other memory have their own again, with what was written."""
+        for (_, parameter), own in zip(self._parameters, self._memory, strict=True):
+            given = parameter.data
+            if given.dtype == own.dtype and given.untyped_storage()._cdata != own.untyped_storage()._cdata:
+                own.copy_(given)
+                parameter.data = own
+
+    def check(self) -> None:
+        """Raises RuntimeError where somebody has written, or something else would have to train."""
+        for name, parameter, mark in self._seen:
+            if isinstance(parameter, AwayWeight):
+                continue  # nobody could
+            found = _mark_of(parameter)
+            if found == mark:
+                continue
+            if not parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was trainable when the model was sharded and is frozen now; {_ANEW}"
+                )
+            if parameter.dtype != mark[-1]:
+                raise RuntimeError(
+                    f"{name} was {mark[-1]} when the model was sharded and is {parameter.dtype} now; {_ANEW}"
+                )
+            raise RuntimeError(
+                f"{name} was written since the last step by somebody who is not the optimizer, whose rows "
+                "and master weights do not have it; write within `with handle.writes():`, on every rank, or "
+                "before shard(). load_state_dict() of the whole model does so by itself."
+            )
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen when the model was sharded and is trainable now; {_ANEW}"
+                )
+        if self._registered != _registrations:
+            self._check_names()
+            self._registered = _registrations
+
+    def _check_names(self) -> None:
+        now = {id(p): name for name, p in self._model.named_parameters() if p.requires_grad}
+        for key, name in now.items():
+            if key not in self._trainable:
+                raise RuntimeError(
+                    f"{name} is new since the model was sharded, so nothing would train it; {_ANEW}"
+                )
+        for key, name in self._trainable.items():
+            if key not in now:
+                raise RuntimeError(
+                    f"{name} is no parameter of the model any more, in which shard() found it; {_ANEW}"
+                )
+
+
+_ANEW = "close() the handle and shard() the model as it is now, on every rank."
+_registrations = 0
+"""Of parameters and modules, in any module: a model is looked through again where there were some."""
+
+
+def _registered(*_: object) -> None:
+    global _registrations
+    _registrations += 1
+
+
+_watching = False
+
+
+def _watch_registrations() -> None:
+    global _watching
+    if not _watching:
+        register_module_parameter_registration_hook(_registered)
+        register_module_module_registration_hook(_registered)
+        _watching = True
+
+
+def _mark_of(parameter: nn.Parameter) -> tuple:
+    """Changes where it is written, given other memory or another dtype, or frozen."""
+    if isinstance(parameter, AwayWeight):
+        return (None,)
+    storage = parameter.untyped_storage()._cdata
+    return parameter._version, storage, parameter.requires_grad, parameter.dtype

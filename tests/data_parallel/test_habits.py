@@ -1,0 +1,329 @@
+"""What people do to a model by habit, after shard(): as with plain torch, or refused in a sentence."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils.parametrizations import weight_norm
+
+import pyruntime
+from tests.transports import take
+
+WIDTH, STEPS, WORLD = 13, 3, 2
+ADAMW = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+
+
+def made(seed=7, dtype=torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(WIDTH, 19), nn.Tanh(), nn.BatchNorm1d(19, track_running_stats=True).eval()]
+    return nn.Sequential(*layers, nn.Linear(19, WIDTH, bias=False)).to(dtype)
+
+
+def data(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model, rank, step):
+    x = data(rank, step)
+    dtype = next(p.dtype for p in model.parameters())
+    return F.mse_loss(model(x.to(dtype)).float(), x.flip(1))
+
+
+class Plain:
+    """One process over the batches of all ranks."""
+
+    def __init__(self, model):
+        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), **ADAMW)
+
+    def backward(self, step):
+        (sum(loss_of(self.model, rank, step) for rank in range(WORLD)) / WORLD).backward()
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def writes(self):
+        return torch.no_grad()
+
+
+class Ours:
+    def __init__(self, model, rank, mesh, stage):
+        self.model, self.rank = model, rank
+        self.handle = pyruntime.shard(model, mesh, stage=stage, bucket_bytes=64)
+        self.optimizer = self.handle.adamw(**ADAMW)
+
+    def backward(self, step):
+        loss_of(self.model, self.rank, step).backward()
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def writes(self):
+        return self.handle.writes()
+
+
+# -- habits that train on: what is done between two steps
+
+
+def load_state_dict(run):
+    run.model.load_state_dict(made(seed=11).state_dict())
+
+
+def write_within(run):
+    with run.writes(), torch.no_grad():
+        nn.init.constant_(run.model[0].weight, 0.25)
+        run.model[2].running_mean.fill_(0.5)
+
+
+def a_vector_within(run):
+    with run.writes(), torch.no_grad():
+        vector_to_parameters(parameters_to_vector(run.model.parameters()) / 2, run.model.parameters())
+
+
+def gradients_dropped(run):
+    run.backward(5)
+    run.model.zero_grad()
+
+
+def gradients_dropped_by_the_optimizer(run):
+    run.backward(5)
+    run.optimizer.zero_grad()
+
+
+def accumulated_and_dropped(run):
+    if isinstance(run, Ours):
+        with run.handle.accumulate():
+            run.backward(5)
+    else:
+        run.backward(5)
+    run.model.zero_grad()
+
+
+def a_scheduler(run):
+    scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 0.1 if step else 1.0)
+    run.backward(4)
+    run.step()
+    scheduler.step()
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+
+
+def a_copy_for_averages(run):
+    copied = copy.deepcopy(run.model)
+    copied.zero_grad()
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.mul_(0.5)
+
+
+def states_saved_and_loaded(run):
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    weights = copy.deepcopy(run.model.state_dict())
+    run.backward(6)
+    run.step()
+    run.optimizer.load_state_dict(saved)
+    run.model.load_state_dict(weights)
+
+
+TRAIN_ON = [
+    load_state_dict,
+    write_within,
+    a_vector_within,
+    gradients_dropped,
+    gradients_dropped_by_the_optimizer,
+    accumulated_and_dropped,
+    a_scheduler,
+    a_copy_for_averages,
+    states_saved_and_loaded,
+]
+
+
+def trained(run, habit):
+    for step in range(STEPS):
+        run.backward(step)
+        run.step()
+        if step == 1:
+            habit(run)
+    return run
+
+
+def weights(model):
+    return {name: tensor.detach().float().clone() for name, tensor in model.state_dict().items()}
+
+
+def trained_by_ranks(group, stage, number, apart=False):
+    take(group, "symmetric_memory")
+    model = made(7 + (100 * group.rank() if apart else 0))
+    run = Ours(model, group.rank(), DeviceMesh.from_group(group, "cpu"), stage)
+    trained(run, TRAIN_ON[number] if number is not None else lambda _: None)
+    result = weights(run.model)
+    run.handle.close()
+    return result
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("number", range(len(TRAIN_ON)), ids=[habit.__name__ for habit in TRAIN_ON])
+def test_training_goes_on_as_in_one_process(ranks, number, stage):
+    wanted = weights(trained(Plain(made()), TRAIN_ON[number]).model)
+    for result in ranks.run(trained_by_ranks, WORLD, stage, number):
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(result[name], tensor, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_replicas_that_are_seeded_apart_begin_with_the_first_ones(ranks, stage):
+    wanted = weights(trained(Plain(made()), lambda _: None).model)
+    for result in ranks.run(trained_by_ranks, WORLD, stage, None, True):
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(result[name], tensor, rtol=2e-4, atol=2e-5)
+
+
+def loaded_in_bf16(group, stage):
+    """Masters follow what is loaded, so that the next steps start there."""
+    take(group, "symmetric_memory")
+    model = made(dtype=torch.bfloat16)
+    run = Ours(model, group.rank(), DeviceMesh.from_group(group, "cpu"), stage)
+    run.backward(0)
+    run.step()
+    other = made(seed=11, dtype=torch.bfloat16).state_dict()
+    model.load_state_dict(other)
+    run.optimizer.lr = 0.0
+    run.backward(1)
+    run.step()
+    kept = weights(model)
+    run.handle.close()
+    return kept, {name: tensor.float() for name, tensor in other.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_loaded_stays_loaded_in_bf16(ranks, stage):
+    for kept, other in ranks.run(loaded_in_bf16, WORLD, stage):
+        assert all(torch.equal(kept[name], tensor) for name, tensor in other.items())
+
+
+# -- habits that are refused: what is done, and what the next step says
+
+
+def in_place(model):
+    model[0].weight.data.add_(0)  # a write that autograd does not see is as lost
+    with torch.no_grad():
+        model[3].weight.mul_(0.5)
+
+
+def other_memory(model):
+    model[3].weight.data = torch.zeros(WIDTH, 19)
+
+
+def another_dtype(model):
+    model.double()
+
+
+def frozen(model):
+    model[0].bias.requires_grad_(False)
+
+
+def thawed(model):
+    model[2].weight.requires_grad_(True)
+
+
+def another_head(model):
+    model[3] = nn.Linear(19, WIDTH, bias=False)
+
+
+def one_more(model):
+    model.append(nn.Linear(WIDTH, WIDTH))
+
+
+def normed(model):
+    weight_norm(model[3])
+
+
+REFUSED = {
+    in_place: "3.weight was written since the last step",
+    other_memory: "3.weight was written since the last step",
+    another_dtype: "0.weight was torch.float32 when the model was sharded and is torch.float64 now",
+    frozen: "0.bias was trainable when the model was sharded and is frozen now",
+    thawed: "2.weight was frozen when the model was sharded and is trainable now",
+    another_head: "3.weight is new since the model was sharded",
+    one_more: "4.weight is new since the model was sharded",
+    normed: "3.parametrizations.weight.original0 is new since the model was sharded",
+}
+
+
+def refused_by_ranks(group, stage, number):
+    take(group, "symmetric_memory")
+    model = made()
+    model[2].weight.requires_grad_(False)
+    run = Ours(model, group.rank(), DeviceMesh.from_group(group, "cpu"), stage)
+    run.backward(0)
+    run.step()
+    run.handle.complete()
+    list(REFUSED)[number](model)
+    with pytest.raises(RuntimeError) as said:
+        run.optimizer.step()
+    return str(said.value)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=[habit.__name__ for habit in REFUSED])
+def test_the_next_step_refuses(ranks, number, stage):
+    for said in ranks.run(refused_by_ranks, WORLD, stage, number):
+        assert said.startswith(list(REFUSED.values())[number])
+
+
+def of_the_optimizer(group):
+    take(group, "symmetric_memory")
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = made()
+    handle = pyruntime.shard(model, mesh, stage=2)
+    with pytest.raises(ValueError, match=r"weight_decay names 0\.wait, .* its first ones are 0\.weight"):
+        handle.adamw(weight_decay={"_orig_mod.0.weight": 0.1, "0.wait": 0.1})
+    optimizer = handle.adamw(weight_decay={"_orig_mod.0.weight": 0.1})
+    decays = {state.part.key: state.decay for state in optimizer.current()}
+    assert decays["0.weight"] == 0.1 and not any(decays[key] for key in decays if key != "0.weight")
+    loss_of(model, group.rank(), 0).backward()
+    with pytest.raises(TypeError, match="takes no closure"):
+        optimizer.step(lambda: None)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match="train in bf16 without it"):
+        scaler.step(optimizer)
+    optimizer.step()
+    optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+    with pytest.raises(RuntimeError, match=r"betas was set to \(0\.5, 0\.9\)"):
+        optimizer.step()
+    optimizer.param_groups[0]["betas"] = (0.9, 0.95)
+    with pytest.raises(RuntimeError, match="has one group"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ValueError, match="of what is loaded"):
+        optimizer.load_state_dict({})
+    loss_of(model, group.rank(), 1).backward()
+    optimizer.step()
+    handle.close()
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    assert "zero_grad" not in vars(model)
+
+
+def test_the_optimizer_is_one_of_torchs_and_says_what_it_is_not(ranks):
+    ranks.run(of_the_optimizer, WORLD)
+
+
+def other_models(group):
+    take(group, "symmetric_memory")
+    model = nn.Linear(4, 3 + group.rank())
+    with pytest.raises(
+        ValueError, match=r"has weight \[3, 4\] torch\.float32, .* has weight \[4, 4\]"
+    ) as said:
+        pyruntime.shard(model, DeviceMesh.from_group(group, "cpu"))
+    return str(said.value)
+
+
+def test_replicas_of_other_shapes_are_refused_on_every_rank(ranks):
+    one, other = ranks.run(other_models, WORLD)
+    assert one == other
