@@ -44,6 +44,15 @@ Key key_of(const at::Tensor& weight) {
   return {weight.storage().unsafeGetStorageImpl(), weight.storage_offset()};
 }
 
+// Whether the backward pass that runs gives the gradient to somebody else than the sink: to who asked for it
+// by torch.autograd.grad() or backward(inputs=...), or to a hook of the weight.
+bool is_asked_for(const at::Tensor& weight) {
+  if (torch::autograd::get_current_graph_task_id() < 0) return false;
+  if (!torch::autograd::get_current_graph_task_exec_info()->empty()) return true;
+  return weight.is_leaf() && weight.requires_grad() &&
+         !torch::autograd::impl::grad_accumulator(weight)->tensor_pre_hooks().empty();
+}
+
 // Empty where there is none.
 WeightGradientSink sink_of(const at::Tensor& weight) {
   // What torch.compile traces with has no memory to be known by.
@@ -53,7 +62,8 @@ WeightGradientSink sink_of(const at::Tensor& weight) {
   const auto found = all.by_weight.find(key_of(weight));
   if (found == all.by_weight.end()) return {};
   // Another tensor may lie where a weight once was.
-  return found->second.storage.expired() ? WeightGradientSink() : found->second.sink;
+  if (found->second.storage.expired() || is_asked_for(weight)) return {};
+  return found->second.sink;
 }
 
 }  // namespace

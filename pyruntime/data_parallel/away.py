@@ -1,8 +1,9 @@
-"""Weights of stage 3 while their memory is given back.
+"""Parameters of sharded models: who asks for a gradient that was taken is told so, and weights of stage 3
+come when they are read.
 
-A rank keeps rows of them alone; their shapes stay, and modules that hold them gather them for their own
-calls. Whoever else reads one (a head that takes the embedding's weight, a norm, a copy) gets it gathered as
-well, and it stays whole until the next update. That is a collective: every rank must read it."""
+At stage 3 a rank keeps rows of them alone; their shapes stay, and modules that hold them gather them for
+their own calls. Whoever else reads one (a head that takes the embedding's weight, a norm, a copy) gets it
+gathered as well, and it stays whole until the next update. That is a collective: every rank must read it."""
 
 from __future__ import annotations
 
@@ -10,18 +11,68 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pyruntime.nn.gradients import gradient_of
 
-class AwayWeight(nn.Parameter):
+_GRAD: Any = Tensor.grad
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter whose gradients the handle of shard() takes."""
+
+    taken: Callable[[], bool]
+    """Whether the handle has gradients of this step."""
+    of_model: str
+    """Its name."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        found = gradient_of(self)
+        if found is None and self.taken():
+            raise RuntimeError(
+                f"The gradient of {self.of_model} {list(self.shape)} was asked for, and shard()'s handle has "
+                "taken it on its way to the ranks that keep its rows, so it is not in `.grad`; clip by "
+                "handle.adamw(max_norm=...), whose step() returns the norm."
+            )
+        return found
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        _GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__set__(self, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def gradients_are_taken(parameter: nn.Parameter, name: str, taken: Callable[[], bool]) -> None:
+    """Until `gradients_are_left`. A parameter of a class of its own stays as it is."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = ShardedParameter
+        parameter.of_model, parameter.taken = name, taken
+
+
+def gradients_are_left(parameter: nn.Parameter) -> None:
+    if isinstance(parameter, ShardedParameter):
+        parameter.__class__ = nn.Parameter
+        del parameter.of_model, parameter.taken
+
+
+class AwayWeight(ShardedParameter):
     """A parameter whose memory is given back, until `is_back`. Parameters change into it and back again in
     place, as torch's UninitializedParameter does."""
 
     fetch: Callable[[], None]
-    """Gathers it; it is a plain nn.Parameter when that returns."""
-    of_model: str
-    """Its name."""
+    """Gathers it; it is an ordinary ShardedParameter when that returns."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -37,7 +88,7 @@ class AwayWeight(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         self.fetch()
-        return self.__deepcopy__(memo)  # nn.Parameter's: the class has changed
+        return self.__deepcopy__(memo)  # ShardedParameter's: the class has changed
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.fetch()
@@ -47,18 +98,18 @@ class AwayWeight(nn.Parameter):
         return f"Parameter {self.of_model} {list(self.shape)}, {self.dtype}, of which ranks keep rows"
 
 
-def give_back(parameter: nn.Parameter, name: str, fetch: Callable[[], None]) -> None:
+def give_back(parameter: nn.Parameter, fetch: Callable[[], None]) -> None:
     """Gives its memory back; its shape stays. fetch: gathers it, for whoever reads it."""
     parameter.untyped_storage().resize_(0)
     parameter.__class__ = AwayWeight
-    parameter.of_model, parameter.fetch = name, fetch
+    parameter.fetch = fetch
 
 
 def take_back(parameter: nn.Parameter) -> None:
     """It has memory again, of which nothing is written yet."""
     if isinstance(parameter, AwayWeight):
-        parameter.__class__ = nn.Parameter
-        del parameter.of_model, parameter.fetch
+        parameter.__class__ = ShardedParameter
+        del parameter.fetch
     storage = parameter.untyped_storage()
     needed = parameter.numel() * parameter.element_size()
     if storage.nbytes() < needed:

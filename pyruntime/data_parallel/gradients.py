@@ -30,6 +30,7 @@ from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.reduction import Launch, Reduced, Touched, launch, may_send_some
 from pyruntime.data_parallel.touched import touched_rows
+from pyruntime.nn.gradients import gradient_of
 from pyruntime.nn.weight_sinks import InTurn
 from pyruntime.ops.attention import statistics_dtype
 from pyruntime.ops.layers import add_
@@ -158,6 +159,10 @@ class GradientReducer:
         self._next = 0
         self._ended = False
 
+    def has_some(self) -> bool:
+        """Whether a gradient of this step has come."""
+        return self._ended or any(inbox.left or any(inbox.got()) for inbox in self._inboxes)
+
     def drop(self) -> bool:
         """Lets go of all gradients of this step; returns whether some have been reduced already, which are
         handed over first. Every rank calls it, after the same passes."""
@@ -181,7 +186,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _on_gradient(self, index: int, owner: int, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        gradient, parameter.grad = gradient_of(parameter), None
         if gradient is None:  # the sink has taken it
             return
         self._begin_pass()

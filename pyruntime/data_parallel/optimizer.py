@@ -215,7 +215,7 @@ class ShardedAdamW(Optimizer):
         """Whether gradients of other parts of the model are still to be added to the bucket's."""
         return any(parameter in self._shared for parameter in bucket.parameters)
 
-    _step_supports_amp_scaling: ClassVar[bool] = True  # so that GradScaler gives its scale to `grad_scale`
+    takes_shards: ClassVar[bool] = True  # of gradients that are not in `.grad`
 
     @property
     def lr(self) -> float:
@@ -343,12 +343,8 @@ class ShardedAdamW(Optimizer):
         super().add_param_group(param_group)
 
     @property
-    def grad_scale(self) -> Tensor:
-        """Where GradScaler puts its scale."""
-        raise AttributeError("It has none.")
-
-    @grad_scale.setter
-    def grad_scale(self, _: Any) -> None:
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler asks first."""
         raise RuntimeError(
             "GradScaler scales losses so that fp16 gradients do not vanish, and this optimizer takes "
             "gradients as they are; train in bf16 without it, or with GradScaler(enabled=False)."

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime.comm import Axis
 from pyruntime.comm.wire import WireFormat
+from pyruntime.data_parallel.away import gradients_are_left, gradients_are_taken
 from pyruntime.data_parallel.axes import Axes, axes_of
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
 from pyruntime.data_parallel.compression.compressor import Compressor
@@ -34,6 +35,7 @@ from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.touched import tables_of
 from pyruntime.data_parallel.weights import BucketWeights, GatherAhead, GatherPerUse
 from pyruntime.data_parallel.written import Written, begin_alike
+from pyruntime.nn.module import register_with_torch
 from pyruntime.nn.weight_sinks import patch_linears, unpatch_linears, weights_with_sinks
 
 _LARGE_BUCKET = (4 << 20) - (64 << 10)  # 4 MiB with its marks and padding: places are powers of two
@@ -99,8 +101,12 @@ def shard(
         )
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage} is none of 0, 1, 2 and 3.")
-    if getattr(model, "_pyruntime_sharded", False):
-        raise ValueError("This model is sharded already; call close() of its handle first.")
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "sharded_as"):
+            raise ValueError(
+                f"{name} is sharded already, as {parameter.sharded_as} of the model that shard() was given "
+                "before; shard the whole model once, blocks and all, or call close() of that handle first."
+            )
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient.")
@@ -190,10 +196,10 @@ _HANDLES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sharded]] = weakref.W
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
     """zero_grad() of a sharded model, whose gradients are not in `.grad`."""
-    type(model).zero_grad(model, set_to_none)
     handle = _HANDLES[model]() if model in _HANDLES else None
     if handle is not None:
         handle.zero_grad()
+    type(model).zero_grad(model, set_to_none)
 
 
 class Sharded:
@@ -251,7 +257,13 @@ class Sharded:
             model.register_load_state_dict_pre_hook(lambda *_: self._before_load()),
             model.register_load_state_dict_post_hook(lambda *_: self._after_load()),
         ]
-        model._pyruntime_sharded = True
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.sharded_as = name
+                if isinstance(self._gradients, GradientReducer):
+                    parameter.gradients_go_to_shard = name
+                    gradients_are_taken(parameter, name, self._gradients.has_some)
+        register_with_torch()
 
     def adamw(self, **options: Any) -> ShardedAdamW:
         """The optimizer of this model; there is one. Options and errors are those of `ShardedAdamW`.
@@ -360,7 +372,12 @@ class Sharded:
         self._gatherer.close()
         self._gradients.close()
         unpatch_linears(self._patched)
-        self.model._pyruntime_sharded = False
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                del parameter.sharded_as
+                if self.axes.size > 1:
+                    del parameter.gradients_go_to_shard
+                    gradients_are_left(parameter)
 
     def _on_reduced(self, bucket: Bucket, gradient: Tensor) -> None:
         self._take(bucket, bucket.views(gradient, self.axes.shard.rank), bucket.got(gradient))

@@ -135,7 +135,7 @@ class BucketWeights:
         if self._stays:
             return
         for parameter in self.bucket.parameters:
-            give_back(parameter, self.bucket.name, self._fetch)
+            give_back(parameter, self._fetch)
         self.is_current = False
 
     def _fetch(self) -> None:

@@ -33,6 +33,14 @@ class ShardGradient(Tensor):
             return func(*args, **kwargs) if whole is None else whole(func, *args, **kwargs)
 
 
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """What is in `.grad`, also where its class would say why there is none."""
+    return _GRAD.__get__(parameter)
+
+
+_GRAD: Any = Tensor.grad
+
+
 def watch_gradient(parameter: nn.Parameter) -> None:
     """The gradients that autograd accumulates into `parameter` are ShardGradients of the groups of
     `parameter.tp_layout` from now on."""
@@ -53,13 +61,13 @@ _C.set_hooks_check(_bears_none)
 
 
 def _wrap(parameter: Tensor) -> None:
-    gradient = parameter.grad
+    gradient = gradient_of(parameter)
     if gradient is None or isinstance(
         gradient, ShardGradient
     ):  # None: a sink has taken it, or it comes later
         return
-    parameter.grad = gradient.as_subclass(ShardGradient)
-    parameter.grad.groups = parameter.tp_layout.cut_over
+    parameter.grad = shard = gradient.as_subclass(ShardGradient)
+    shard.groups = parameter.tp_layout.cut_over
 
 
 # -- what is computed of the shards of all ranks; `func` is torch's own, for this rank's

@@ -36,7 +36,7 @@ class ParallelModule(nn.Module):
     qualified name."""
 
     def __init__(self, group: Group | TensorGroup | None):
-        _register_with_torch()
+        register_with_torch()
         super().__init__()
         self.group = TensorGroup.of(group)
         self.label = ""
@@ -170,7 +170,7 @@ def _mark(parameter: nn.Parameter, layout: Layout) -> None:
 
 
 @functools.cache
-def _register_with_torch() -> None:
+def register_with_torch() -> None:
     """Once in a process: torch's optimizers and wrappers know what parallel modules are."""
     register_optimizer_step_pre_hook(before_step)
     register_module_module_registration_hook(refuse_wrapper)

@@ -30,8 +30,9 @@ def before_step(optimizer: Optimizer, _args: tuple, _kwargs: dict) -> None:
     """Hook of torch for every step of every optimizer: takes care of those that hold shards.
 
     Raises ValueError for an optimizer that would mix elements of a weight that is cut, or that holds weights
-    which were replaced when the model was cut."""
-    _refuse_replaced(optimizer)
+    which were replaced when the model was cut, or whose gradients shard() takes."""
+    if not getattr(optimizer, "takes_shards", False):
+        _refuse_idle(optimizer)
     watched = whole_states in optimizer._optimizer_state_dict_post_hooks.values()
     if watched or next(_shards(optimizer), None) is None:
         return
@@ -51,9 +52,16 @@ def replaced(parameter: Tensor, name: str) -> None:
     parameter.replaced_by_shard_of = name
 
 
-def _refuse_replaced(optimizer: Optimizer) -> None:
+def _refuse_idle(optimizer: Optimizer) -> None:
+    """ValueError where a parameter would never get a gradient here."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if name := getattr(parameter, "gradients_go_to_shard", None):
+                raise ValueError(
+                    f"This {type(optimizer).__name__} holds {name} {list(parameter.shape)}, whose gradients "
+                    "go to the optimizer of shard()'s handle and are not in `.grad`, so its step would "
+                    "change nothing; take handle.adamw()."
+                )
             if name := getattr(parameter, "replaced_by_shard_of", None):
                 raise ValueError(
                     f"This {type(optimizer).__name__} was made before the model was cut: its {name} "

@@ -76,6 +76,7 @@ def parallelize(
     group = TensorGroup.of(mesh)
     check_tier(tier)
     check_unwrapped(model)
+    _check_unsharded(model)
     _check_one_device(model)
     plan = auto_plan(model, group.size) if plan == "auto" else find_plan(plan)
     plan.check(model, group.size)
@@ -269,6 +270,15 @@ def check_same_model(model: nn.Module, group: TensorGroup) -> None:
             raise ValueError(
                 f"The ranks hold different models: {first} has {len(everyone[0])} parameters, {one} "
                 f"has {len(theirs)}; build the same model on every rank."
+            )
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "sharded_as"):
+            raise ValueError(
+                f"{name} is sharded over data-parallel ranks already, and what parallelize() puts in its "
+                "place would not be; call parallelize() first and shard() the model that it returns."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -122,6 +123,30 @@ def a_copy_for_averages(run):
             p.mul_(0.5)
 
 
+def a_hook_on_a_weight(run):
+    seen = []
+    hook = run.model[3].weight.register_hook(lambda gradient: seen.append(gradient.shape) or gradient * 0.5)
+    run.backward(8)
+    run.step()
+    hook.remove()
+    assert seen and all(shape == run.model[3].weight.shape for shape in seen)
+
+
+def a_gradient_that_is_asked_for(run):
+    weights = [run.model[0].weight, run.model[3].weight]
+    gradients = torch.autograd.grad(loss_of(run.model, 0, 9), weights)
+    assert all(g.shape == w.shape and g.abs().sum() > 0 for g, w in zip(gradients, weights, strict=True))
+
+
+def a_backward_for_some(run):
+    if isinstance(run, Ours):
+        loss_of(run.model, run.rank, 9).backward(inputs=[run.model[3].weight])
+    else:
+        loss = sum(loss_of(run.model, rank, 9) for rank in range(WORLD)) / WORLD
+        loss.backward(inputs=[run.model[3].weight])
+    run.step()
+
+
 def states_saved_and_loaded(run):
     saved = copy.deepcopy(run.optimizer.state_dict())
     weights = copy.deepcopy(run.model.state_dict())
@@ -140,6 +165,9 @@ TRAIN_ON = [
     accumulated_and_dropped,
     a_scheduler,
     a_copy_for_averages,
+    a_hook_on_a_weight,
+    a_gradient_that_is_asked_for,
+    a_backward_for_some,
     states_saved_and_loaded,
 ]
 
@@ -240,10 +268,6 @@ def one_more(model):
     model.append(nn.Linear(WIDTH, WIDTH))
 
 
-def normed(model):
-    weight_norm(model[3])
-
-
 REFUSED = {
     in_place: "3.weight was written since the last step",
     other_memory: "3.weight was written since the last step",
@@ -252,7 +276,6 @@ REFUSED = {
     thawed: "2.weight was frozen when the model was sharded and is trainable now",
     another_head: "3.weight is new since the model was sharded",
     one_more: "4.weight is new since the model was sharded",
-    normed: "3.parametrizations.weight.original0 is new since the model was sharded",
 }
 
 
@@ -327,3 +350,43 @@ def other_models(group):
 def test_replicas_of_other_shapes_are_refused_on_every_rank(ranks):
     one, other = ranks.run(other_models, WORLD)
     assert one == other
+
+
+def beside_others(group):
+    take(group, "symmetric_memory")
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = made()
+    torchs = torch.optim.SGD(model.parameters(), lr=0.1)
+    block = pyruntime.shard(model[0], mesh)
+    with pytest.raises(ValueError, match=r"0\.weight is sharded already, as weight of the model"):
+        pyruntime.shard(model, mesh)
+    block.close()
+    handle = pyruntime.shard(model, mesh, stage=3)
+    with pytest.raises(ValueError, match=r"weight is sharded already, as 0\.weight of the model"):
+        pyruntime.shard(model[0], mesh)
+    with pytest.raises(ValueError, match=r"0\.weight is sharded over data-parallel ranks already"):
+        pyruntime.parallelize(model, group, {"0": "column_gather"})
+    handle.adamw()
+    loss_of(model, group.rank(), 0).backward()
+    with pytest.raises(ValueError, match=r"This SGD holds 0\.weight \[19, 13\], whose gradients go"):
+        torchs.step()
+    with pytest.raises(RuntimeError, match=r"gradient of 0\.weight \[19, 13\] was asked for"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="Creating a Parameter from an instance of type"):
+        weight_norm(model[3])  # torch's words
+    handle.zero_grad()
+    assert model[0].weight.grad is None
+    with handle.accumulate():
+        loss_of(model, group.rank(), 0).backward()
+    with pytest.raises(RuntimeError, match=r"clip by handle\.adamw\(max_norm"):
+        model[0].weight.grad  # noqa: B018
+    model.zero_grad()
+    torch.save(model.state_dict(), io.BytesIO())
+    handle.close()
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    loss_of(model, group.rank(), 0).backward()
+    torchs.step()
+
+
+def test_what_is_sharded_is_left_alone_by_others_or_they_say_so(ranks):
+    ranks.run(beside_others, WORLD)
