@@ -26,6 +26,7 @@ from pyruntime.data_parallel.muon import Matrix, Muon, MuonUpdate
 from pyruntime.data_parallel.states import as_dtensor
 from pyruntime.data_parallel.update import Decay, Own, Rounding, State, Update
 from pyruntime.data_parallel.weights import BucketWeights, Gatherer
+from pyruntime.data_parallel.written import Handed, load_into
 from pyruntime.ops.layers import sum_of_squares
 
 NonFinite = Literal["raise", "skip", "ignore"]
@@ -140,6 +141,8 @@ class ShardedAdamW(Optimizer):
         super().__init__(parameters, defaults)
         self._fixed = {name: value for name, value in defaults.items() if name != "lr"}
         self._drop = drop
+        self.handed = Handed()
+        """What `state_dict()` gave."""
         self.max_norm = max_norm
         self._nonfinite = nonfinite
         self._axes, self._finish_gradients, self._gatherer = axes, finish_gradients, gatherer
@@ -298,6 +301,7 @@ class ShardedAdamW(Optimizer):
                 self._send_all({})  # each bucket has been updated when it came
                 return StepReport(math.nan, False)
             grad_norm = math.sqrt(self._of_all_ranks(self._squares(lambda state: True)))
+        self.handed.forget()
         arrived, self._arrived = self._arrived, {}
         if isinstance(grad_norm, Tensor):
             self._take_step(arrived, clip_on_device(grad_norm, self.max_norm))
@@ -464,8 +468,12 @@ class ShardedAdamW(Optimizer):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Moments, fp32 master weights and step counts, as DTensors over this rank's state: what is loaded
-        into them is loaded into the state. Keys: exp_avg.NAME, exp_avg_sq.NAME (of Muon's in their place
-        momentum.NAME), master.NAME, steps.NAME. Of the steps until now: after further ones, ask again."""
+        into them counts from the model's next forward pass on. Keys: exp_avg.NAME, exp_avg_sq.NAME (of Muon's
+        in their place momentum.NAME), master.NAME, steps.NAME. Of the steps until now: after further ones,
+        ask again."""
+        return self.handed.out(self._tensors())
+
+    def _tensors(self) -> dict[str, Tensor]:
         self._update.catch_up(self._all_states())
         result: dict[str, Tensor] = {}
         for state in self._all_states():
@@ -479,6 +487,7 @@ class ShardedAdamW(Optimizer):
 
     def loaded(self, state: Mapping[str, Tensor]) -> None:
         """Something was loaded into the tensors of `state_dict()`, `state`: takes up the step counts too."""
+        self.handed.forget()
         self.take_back()
         for one in self._all_states():
             one.behind = None  # what was loaded is all of it
@@ -504,28 +513,17 @@ class ShardedAdamW(Optimizer):
         others. Every rank calls it.
 
         Raises ValueError for other names or shapes."""
-        own = self.state_dict()
-        if state.keys() != own.keys():
-            missing, more = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-            raise ValueError(
-                f"This optimizer has {len(own)} tensors; of what is loaded {len(missing)} are missing "
-                f"{missing[:3]} and {len(more)} are not among them {more[:3]}."
-            )
-        for key, tensor in own.items():
-            if tensor.shape != state[key].shape:
-                raise ValueError(
-                    f"{key} is {list(tensor.shape)}, and what is loaded {list(state[key].shape)}."
-                )
-            if tensor is not state[key]:
-                tensor.copy_(state[key])
+        load_into(self._tensors(), state, "This optimizer")
         self.loaded(state)
 
     @torch.no_grad()
     def take_rows(self) -> None:
-        """This rank's rows have been written: masters are theirs, moments stay."""
+        """This rank's rows may have been written: masters that round to other values are theirs, moments
+        stay."""
         for state in self.current():
             if state.has_master:
-                state.master.copy_(state.rows)
+                is_same = state.master.to(state.rows.dtype) == state.rows
+                state.master.copy_(torch.where(is_same, state.master, state.rows.to(state.master.dtype)))
 
     def counts(self, state: State) -> bool:
         """Whether a norm over all ranks of the model counts these rows here."""

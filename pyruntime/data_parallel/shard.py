@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from pyruntime.data_parallel.reduction import launch
 from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.touched import tables_of
 from pyruntime.data_parallel.weights import BucketWeights, GatherAhead, GatherPerUse
-from pyruntime.data_parallel.written import Written, begin_alike
+from pyruntime.data_parallel.written import Handed, Written, begin_alike, load_into
 from pyruntime.nn.module import register_with_torch
 from pyruntime.nn.weight_sinks import patch_linears, unpatch_linears, weights_with_sinks
 
@@ -249,13 +249,14 @@ class Sharded:
             self._patched = patch_linears(model)
         if weight_wire != "same":
             self._gatherer.loaded()  # the first forward pass reads rounded weights too
-        self._written = Written(model, buckets)
+        self._written, self._handed = Written(model, buckets), Handed()
         self._loading: contextlib.AbstractContextManager[None] | None = None
         _HANDLES[model] = weakref.ref(self)
         model.zero_grad = types.MethodType(_zero_grad, model)
         self._load_hooks = [
             model.register_load_state_dict_pre_hook(lambda *_: self._before_load()),
             model.register_load_state_dict_post_hook(lambda *_: self._after_load()),
+            model.register_forward_pre_hook(lambda *_: self._take_loaded()),
         ]
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -279,6 +280,8 @@ class Sharded:
 
     def _finish_gradients(self) -> None:
         self._written.check()
+        self._take_loaded()
+        self._handed.forget()
         self._gradients.finish()
         if self.compressor is not None:
             self.compressor.end_step()
@@ -355,11 +358,32 @@ class Sharded:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The weights as DTensors over this rank's shards. What is loaded into them reaches the model with
-        `loaded()`."""
-        return weights_state(self._weights, self.axes)
+        its next forward pass, on every rank, or with `loaded()`."""
+        return self._handed.out(weights_state(self._weights, self.axes))
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """What `state_dict()` of a model with the same parameters gave. Every rank calls it.
+
+        Raises ValueError for other names or shapes."""
+        load_into(weights_state(self._weights, self.axes), state, "This model")
+        self._take_loaded(True)
+
+    def _take_loaded(self, weights: bool = False) -> None:
+        """What was loaded into tensors of state dicts reaches rows, masters and all ranks. weights: those
+        have been."""
+        weights = weights or self._handed.was_written()
+        if self.optimizer is not None:
+            if self.optimizer.handed.was_written():
+                self.optimizer.loaded(self.optimizer.handed.tensors)
+            elif weights:
+                self.optimizer.take_back()
+                self.optimizer.take_rows()
+        if weights:
+            self.loaded()
 
     def loaded(self) -> None:
         """Something was written into the tensors of `state_dict()`: the parameters follow."""
+        self._handed.forget()
         self._gatherer.loaded()
 
     def close(self) -> None:

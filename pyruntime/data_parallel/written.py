@@ -6,11 +6,12 @@ write, and every change of what trains, is found when the next step begins, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -133,6 +134,48 @@ class Written:
                 raise RuntimeError(
                     f"{name} is no parameter of the model any more, in which shard() found it; {_ANEW}"
                 )
+
+
+class Handed:
+    """State dicts that were given out: whether somebody, such as torch.distributed.checkpoint, has loaded
+    into their tensors since."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._versions: list[int] = []
+
+    def out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """They are given out, in place of others before."""
+        self.tensors, self._versions = dict(tensors), [_local(each)._version for each in tensors.values()]
+        return tensors
+
+    def was_written(self) -> bool:
+        versions = zip(self.tensors.values(), self._versions, strict=True)
+        return any(_local(tensor)._version != version for tensor, version in versions)
+
+    def forget(self) -> None:
+        self.tensors, self._versions = {}, []
+
+
+@torch.no_grad()
+def load_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor], who: str) -> None:
+    """Copies what `state` holds into the tensors of `own`. Raises ValueError for other names or shapes."""
+    if state.keys() != own.keys():
+        missing, more = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        raise ValueError(
+            f"{who} has {len(own)} tensors; of what is loaded {len(missing)} are missing {missing[:3]} and "
+            f"{len(more)} are not among them {more[:3]}."
+        )
+    for key, tensor in own.items():
+        if tensor.shape != state[key].shape:
+            raise ValueError(f"{key} is {list(tensor.shape)}, and what is loaded {list(state[key].shape)}.")
+    for key, tensor in own.items():
+        if _local(tensor).data_ptr() != _local(state[key]).data_ptr() or not tensor.numel():
+            tensor.copy_(state[key])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 _ANEW = "close() the handle and shard() the model as it is now, on every rank."

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import tempfile
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +59,7 @@ class Plain:
 class Ours:
     def __init__(self, model, rank, mesh, stage):
         self.model, self.rank = model, rank
+        self.group = mesh.get_group()
         self.handle = pyruntime.shard(model, mesh, stage=stage, bucket_bytes=64)
         self.optimizer = self.handle.adamw(**ADAMW)
 
@@ -123,6 +127,46 @@ def a_copy_for_averages(run):
             p.mul_(0.5)
 
 
+def of_a_checkpoint(run, load_plain, state_of):
+    """Saved by torch.distributed.checkpoint, and loaded in place after another step."""
+    if isinstance(run, Plain):
+        saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+        run.backward(6)
+        run.step()
+        load_plain(run, *saved)
+        return
+    group = run.group
+    with tempfile.TemporaryDirectory() as folder:
+        box = [folder]
+        dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group=group)
+        dcp.save(state_of(run), checkpoint_id=box[0], process_group=group)
+        run.backward(6)
+        run.step()
+        dcp.load(state_of(run), checkpoint_id=box[0], process_group=group)
+        dist.barrier(group)
+
+
+def load_both(run, weights, states):
+    run.model.load_state_dict(weights)
+    run.optimizer.load_state_dict(states)
+
+
+def a_checkpoint_of_torchs(run):
+    of_a_checkpoint(
+        run, load_both, lambda run: {"model": run.handle.state_dict(), "opt": run.optimizer.state_dict()}
+    )
+
+
+def weights_of_a_checkpoint_of_torchs(run):
+    of_a_checkpoint(
+        run, lambda run, weights, _: run.model.load_state_dict(weights), lambda run: run.handle.state_dict()
+    )
+
+
+def a_checkpoint_of_stateful_objects(run):
+    of_a_checkpoint(run, load_both, lambda run: {"model": run.handle, "opt": run.optimizer})
+
+
 def a_hook_on_a_weight(run):
     seen = []
     hook = run.model[3].weight.register_hook(lambda gradient: seen.append(gradient.shape) or gradient * 0.5)
@@ -165,6 +209,9 @@ TRAIN_ON = [
     accumulated_and_dropped,
     a_scheduler,
     a_copy_for_averages,
+    a_checkpoint_of_torchs,
+    weights_of_a_checkpoint_of_torchs,
+    a_checkpoint_of_stateful_objects,
     a_hook_on_a_weight,
     a_gradient_that_is_asked_for,
     a_backward_for_some,
