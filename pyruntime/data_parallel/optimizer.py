@@ -301,7 +301,6 @@ class ShardedAdamW(Optimizer):
                 self._send_all({})  # each bucket has been updated when it came
                 return StepReport(math.nan, False)
             grad_norm = math.sqrt(self._of_all_ranks(self._squares(lambda state: True)))
-        self.handed.forget()
         arrived, self._arrived = self._arrived, {}
         if isinstance(grad_norm, Tensor):
             self._take_step(arrived, clip_on_device(grad_norm, self.max_norm))

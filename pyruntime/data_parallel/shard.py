@@ -249,7 +249,7 @@ class Sharded:
             self._patched = patch_linears(model)
         if weight_wire != "same":
             self._gatherer.loaded()  # the first forward pass reads rounded weights too
-        self._written, self._handed = Written(model, buckets), Handed()
+        self._written, self._handed = Written(model, buckets, alone=axes.size == 1), Handed()
         self._loading: contextlib.AbstractContextManager[None] | None = None
         _HANDLES[model] = weakref.ref(self)
         model.zero_grad = types.MethodType(_zero_grad, model)
@@ -280,8 +280,6 @@ class Sharded:
 
     def _finish_gradients(self) -> None:
         self._written.check()
-        self._take_loaded()
-        self._handed.forget()
         self._gradients.finish()
         if self.compressor is not None:
             self.compressor.end_step()
@@ -369,8 +367,8 @@ class Sharded:
         self._take_loaded(True)
 
     def _take_loaded(self, weights: bool = False) -> None:
-        """What was loaded into tensors of state dicts reaches rows, masters and all ranks. weights: those
-        have been."""
+        """What was loaded into tensors of state dicts before this forward pass reaches rows, masters and all
+        ranks. weights: those have been."""
         weights = weights or self._handed.was_written()
         if self.optimizer is not None:
             if self.optimizer.handed.was_written():
@@ -378,8 +376,10 @@ class Sharded:
             elif weights:
                 self.optimizer.take_back()
                 self.optimizer.take_rows()
+            self.optimizer.handed.forget()
         if weights:
             self.loaded()
+        self._handed.forget()
 
     def loaded(self) -> None:
         """Something was written into the tensors of `state_dict()`: the parameters follow."""
