@@ -493,7 +493,8 @@ class ShardedAdamW(Optimizer):
             one.steps = int(state[f"steps.{one.part.key}"])
 
     def resume(self, steps: int) -> None:
-        """Every parameter has taken so many steps."""
+        """Every parameter has taken so many steps; what was loaded into `state_dict()` is of those."""
+        self.handed.forget()
         self.take_back()
         self._update.catch_up(self._all_states())
         for one in self._all_states():
