@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch.profiler import profile
+
+from pyruntime.comm.exchange import gather
 
 Spans = list[tuple[str, float, float]]
 """(name, start, seconds), seconds since the first of them began."""
@@ -24,9 +25,7 @@ def spans_of(profiled: profile, prefixes: tuple[str, ...]) -> Spans:
 
 def of_all_ranks(found: Spans) -> list[Spans]:
     """By rank, on every rank."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, found)
-    return ranks
+    return gather(dist.group.WORLD, "Gathering what ranks did", found, Spans)
 
 
 def write(path: str, figure, axes, ranks: Sequence[Spans], colours: Mapping[str, tuple[str, str]]) -> None:

@@ -26,6 +26,7 @@ import pyruntime
 from bench.common.measuring import Report, parser_of, started
 from bench.common.tables import table
 from pyruntime.comm import Runtime
+from pyruntime.comm.exchange import gather
 from pyruntime.overlap import Account
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.train.config import Data, Model, Output, Parallel, RunConfig, Train
@@ -70,9 +71,8 @@ def places(times: int) -> tuple[Place, Place, Path]:
             free.bind(("", 0))
         ports = tuple(free.getsockname()[1] for free in sockets)
     own = socket.gethostbyname(socket.gethostname()), ports
-    told: list[Any] = [None] * dist.get_world_size()
     folder = tempfile.mkdtemp() if dist.get_rank() == 0 else ""
-    dist.all_gather_object(told, (*own, folder))
+    told = gather(dist.group.WORLD, "Gathering addresses", (*own, folder), tuple[str, tuple[int, ...], str])
     rank = dist.get_rank()
     pair = told[rank - rank % 2]
     return Place(rank % 2, 2, *pair[:2]), Place(rank, len(told), *told[0][:2]), Path(told[0][2])
@@ -188,8 +188,7 @@ def main() -> None:
         own[phase] = accounts(config)
     everyone.take(len(phases))
     with started({"dp": -1, "tp": 1}):
-        told: list[Any] = [None] * 4
-        dist.all_gather_object(told, own)
+        told = gather(dist.group.WORLD, "Gathering accounts", own, dict[str, Account])
         found = {phase: [each[phase] for each in told] for phase in phases}
         rows = lines(found, args.steps)
         report.add({"rows": rows}, show(rows))

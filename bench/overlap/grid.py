@@ -28,6 +28,7 @@ from bench.data_parallel.run import SHAPES, ours, ours_alone
 from bench.training.workers import CLIP
 from pyruntime import comm
 from pyruntime.comm import Runtime
+from pyruntime.comm.exchange import gather
 from pyruntime.llama import Llama, LlamaConfig
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.mesh import Job, Mesh
@@ -157,8 +158,8 @@ def main() -> None:
                     rounds=args.rounds,
                 )
                 report = Report(args, how)
-            told: list[Any] = [None] * world
-            torch.distributed.all_gather_object(told, measured(runtime, args.hidden_size, args.seq))
+            own = measured(runtime, args.hidden_size, args.seq)
+            told = gather(torch.distributed.group.WORLD, "Gathering what was read", own, list[float])
             ranks = torch.arange(world).view(world, 1)
             one = DeviceMesh("cpu", ranks, mesh_dim_names=("others", "one"))["one"]
             result = {

@@ -18,7 +18,6 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,6 +26,7 @@ from bench.common.plain_llama import LONGER, PlainLlama, Shape
 from bench.common.tables import table
 from bench.training.workers import DTYPES, llama_config
 from pyruntime import comm
+from pyruntime.comm.exchange import gather
 from pyruntime.llama import Llama
 from pyruntime.llama.stage import LlamaStage, layers_of_stages, part_of_layers
 from pyruntime.pipeline import Costs, Schedule, closed_form_bubble, make_schedule, simulate
@@ -167,8 +167,7 @@ def costs_of(shape: Shape, stages: dict[int, LlamaStage], schedule: Schedule, gr
             seconds[2].append(time.perf_counter() - begin)
         own[number] = [median(each[1:]) for each in seconds]
     weights.close()
-    told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, own, group=group)
+    told = gather(group, "Gathering the costs of stages", own, dict[int, list[float]])
     of_stage = {number: each for part in told for number, each in part.items()}
     tables = [[[of_stage[stage][kind]] for stage in range(schedule.stages)] for kind in range(3)]
     return Costs(*tables)
@@ -287,8 +286,7 @@ def bubble_of(schedule: Schedule, costs: Costs) -> float:
 
 def agree(name: str, found: float, wanted: float, dtype: str, group) -> None:
     """Raises RuntimeError where the last stage's losses are not the whole model's."""
-    told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, found, group=group)
+    told = gather(group, "Gathering losses", found, float)
     if abs(sum(told) - wanted) > abs(wanted) * (2e-3 if dtype == "bf16" else 1e-5):
         raise RuntimeError(
             f"{name}: the losses add up to {sum(told)}, and those of the whole model to {wanted}."

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.common.measuring import Report, Sample, interleave, parser_of, start_together, started
 from bench.common.tables import table
 from bench.training.workers import DTYPES
 from pyruntime import comm
+from pyruntime.comm.exchange import gather
 from pyruntime.llama import Llama
 from pyruntime.llama.model import Part
 from pyruntime.llama.presets import preset
-from pyruntime.llama.profile import profile_stage
+from pyruntime.llama.profile import Profile, profile_stage
 from pyruntime.pipeline import make_schedule
 from pyruntime.pipeline.executor import Pipeline
 from pyruntime.pipeline.slices import Carry
@@ -82,9 +82,7 @@ def measure(args: argparse.Namespace, group) -> dict[str, Any]:
     found = profile_stage(
         shape, args.layers, DTYPES[args.dtype], lengths, lengths[:: max(1, len(lengths) // 8)]
     )
-    told: list[Any] = [found]
-    dist.broadcast_object_list(told, src=0)
-    found = told[0]
+    found = gather(group, "Telling what stages cost", found, Profile)[0]
     fitted = fit(*zip(*found.contexts, strict=True), found.lengths, found.seconds)
     costs = costs_table(fitted.cost, args.seq, args.step)
     slicings = {

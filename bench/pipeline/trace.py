@@ -14,7 +14,9 @@ import torch.distributed as dist
 from bench.common.measuring import parser_of, start_together, started
 from bench.pipeline.run import KINDS, SHAPES, batches, costs_of, loss_of, stages_of
 from pyruntime import comm
+from pyruntime.comm.exchange import gather
 from pyruntime.pipeline import Action, Schedule, Span, Timeline, make_schedule, png, simulate
+from pyruntime.pipeline.actions import Kind
 from pyruntime.pipeline.executor import Pipeline
 
 
@@ -44,14 +46,17 @@ def measured(schedule: Schedule, shape, dtype: torch.dtype, group) -> tuple[Time
         dist.barrier()
         start_together()
         pipeline.step([[one] for one in ids], loss)
-    told: list = [None] * group.size()
-    dist.all_gather_object(told, pipeline.seen, group=group)
-    start = min(begin for own in told for _, begin, _ in own)
-    spans = [
-        Span(rank, action, begin - start, end - start)
-        for rank, own in enumerate(told)
-        for action, begin, end in own
+    own = [
+        (action.kind.value, action.stage, action.micro_batch, action.slice, begin, end)
+        for action, begin, end in pipeline.seen
         if action.kind.is_compute
+    ]
+    told = gather(group, "Gathering what ranks did", own, list[tuple[str, int, int, int, float, float]])
+    start = min(begin for spans in told for *_, begin, _ in spans)
+    spans = [
+        Span(rank, Action(Kind(kind), *numbers), begin - start, end - start)
+        for rank, own in enumerate(told)
+        for kind, *numbers, begin, end in own
     ]
     ran = Timeline(schedule, tuple(spans), max(span.end for span in spans))
     return ran, simulate(schedule, costs)

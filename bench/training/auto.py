@@ -30,6 +30,7 @@ from bench.common.plain_llama import PlainLlama, Shape, shard_with_dtensor
 from bench.common.tables import table
 from bench.data_parallel.run import SHAPES, TOLERANCE
 from bench.training.workers import DTYPES, SEED, our_model, renamed
+from pyruntime.comm.exchange import gather
 
 AUTO, OURS, THEIRS, COMPILED = "auto", "our Llama", "transformers' tp_plan", "DTensor, compiled"
 BARE_AUTO, BARE_OURS = "auto, without attention", "our Llama, without attention"
@@ -161,12 +162,11 @@ def theirs(kind: str, shape: Shape, dtype: torch.dtype) -> nn.Module:
     """transformers cuts it as it loads it, from rank 0's folder, which every host sees."""
     plan = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
     with tempfile.TemporaryDirectory() as own:
-        folder = [own]
-        dist.broadcast_object_list(folder, 0)
-        hf_model(kind, shape, dtype).save_pretrained(folder[0])  # rank 0 alone writes
+        folder = gather(dist.group.WORLD, "Telling the folder", own, str)[0]
+        hf_model(kind, shape, dtype).save_pretrained(folder)  # rank 0 alone writes
         dist.barrier()
         model_class = transformers.AutoModelForCausalLM
-        model = model_class.from_pretrained(folder[0], dtype=dtype, distributed_config=plan)
+        model = model_class.from_pretrained(folder, dtype=dtype, distributed_config=plan)
         dist.barrier()
     return model
 

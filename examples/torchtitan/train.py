@@ -48,6 +48,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"{name} is not installed: run the two lines of pip in README.md beside this program first.")
 
 import pyruntime  # noqa: E402
+from pyruntime.comm.exchange import gather  # noqa: E402
 
 WAYS = {
     "dtensor": "torchtitan's own path",
@@ -200,8 +201,7 @@ def model_args(args: argparse.Namespace):
 def slowest(ways: dict[str, Way]) -> dict[str, list[float]]:
     """Seconds of the slowest rank, step by step, without the first that warm up."""
     mine = [way.seconds[WARM:] for way in ways.values()]
-    everyone: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    everyone = gather(dist.group.WORLD, "Gathering seconds", mine, list[list[float]])
     return {
         name: [max(steps) for steps in zip(*(each[i] for each in everyone), strict=True)]
         for i, name in enumerate(ways)
