@@ -141,7 +141,7 @@ def link_of(measure: Callable[[], list[float]], ranks: int) -> tuple[AlphaBeta, 
         with contextlib.suppress(ValueError):
             return fit_alpha_beta(SIZES, medians, ranks), medians
     raise ConfigError(
-        f"--measure: all-gathers of {SIZES[-1] / 1e6:.0f} MB took no longer than those of "
+        f"--measure: all-gathers of {SIZES[-1] / 1e6:.0f} MB took hardly longer than those of "
         f"{SIZES[0] / 1e3:.0f} kB, {ATTEMPTS} times over: other work on this machine hides what transfers "
         "cost. Run it again when the machine is idle."
     )

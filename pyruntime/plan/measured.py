@@ -28,7 +28,8 @@ class AlphaBeta:
 def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float], ranks: int) -> AlphaBeta:
     """Least squares in relative error over all-gathers of `nbytes` bytes in all that took `seconds`.
 
-    Raises ValueError for fewer than two sizes, or times that do not rise with size.
+    Raises ValueError for fewer than two sizes, or times that do not rise with size, or by less than the fit
+    is wrong.
     """
     if len(set(nbytes)) < 2 or len(nbytes) != len(seconds):
         raise ValueError(f"alpha and beta need two sizes or more with a time each, found {len(set(nbytes))}.")
@@ -45,7 +46,16 @@ def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float], ranks: int
     if not beta > 0:
         raise ValueError("times do not rise with the size, so there is no bandwidth; measure larger ones.")
     fitted = terms @ np.array([alpha, beta])
-    return AlphaBeta(float(alpha), float(1 / beta), float(np.abs(fitted / t - 1).mean()))
+    error = float(np.abs(fitted / t - 1).mean())
+    largest = int(n.argmax())
+    share = beta * terms[largest, 1] / fitted[largest]
+    if alpha > 0 and share <= 2 * error:  # the slope is of the size of the noise
+        raise ValueError(
+            f"the bytes of the largest size take {share:.0%} of its time, and "
+            f"the fit is wrong by {error:.0%}: there is no bandwidth in such times; measure larger ones, "
+            "or on a machine that does nothing else."
+        )
+    return AlphaBeta(float(alpha), float(1 / beta), error)
 
 
 def cluster_of(

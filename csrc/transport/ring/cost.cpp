@@ -29,6 +29,7 @@ constexpr int64_t kMostWindowBytes = 1 << 20;
 constexpr double kSendPieceSeconds = 8e-3;
 // No link of a process group is faster than 1 TB/s; a measurement may be.
 constexpr double kLeastSecondsPerByte = 1e-12;
+constexpr int64_t kLargestProbe = 1 << 22;
 
 }  // namespace
 
@@ -100,30 +101,44 @@ double exchange_probe(const GroupContext& context, const RingParts& parts, std::
 }
 
 // Every rank sends to its neighbour downstream and receives from the one upstream, so the link is measured
-// as it will be used. The time of a small message is the latency; the slope from there to one that takes
-// about kProbeSeconds gives the seconds per byte. The least of a few each, as whatever else the machine
-// does only ever adds; then the slowest rank's for all.
+// as it will be used.
 LinkCost measure(const GroupContext& context, const RingParts& parts, const Agree& agree) {
-  constexpr int64_t kSmall = 1 << 10, kMedium = 1 << 16, kLargest = 1 << 22;
-  constexpr double kProbeSeconds = 20e-3;
-  constexpr int kRepeats = 8;
-  std::vector<char> out(kLargest, 1), in(kLargest);
-  const auto least = [&](int64_t bytes) {
-    double seconds = exchange_probe(context, parts, in, out, bytes);
-    for (int i = 1; i < kRepeats; ++i) {
-      seconds = std::min(seconds, exchange_probe(context, parts, in, out, bytes));
-    }
-    return seconds;
-  };
-  const std::vector<double> first = agree({least(kSmall), least(kMedium)});
-  const double scale = std::max(1.0, kProbeSeconds / first[1]);
-  const int64_t large = std::min(kLargest, static_cast<int64_t>(scale * kMedium));
-  const double latency = std::max(10e-6, first[0]);
-  const double slope = (least(large) - first[0]) / static_cast<double>(large - kSmall);
-  return {latency, std::max(kLeastSecondsPerByte, agree({slope})[0])};
+  std::vector<char> out(kLargestProbe, 1), in(kLargestProbe);
+  return link_cost_of([&](int64_t bytes) { return exchange_probe(context, parts, in, out, bytes); }, agree);
 }
 
 }  // namespace
+
+// The time of a small message is the latency; the slope from there to one that takes about kProbeSeconds
+// gives the seconds per byte. The least of a few each, as whatever else the machine does only ever adds; then
+// the slowest rank's for all. Where the large one hardly takes longer, a busy machine or a long way hides the
+// slope, and all is measured again, of more bytes. At last all of a message's time counts as its bytes': more
+// than they cost, where no slope would say that they cost nothing.
+LinkCost link_cost_of(const std::function<double(int64_t)>& probe, const Agree& agree) {
+  constexpr int64_t kSmall = 1 << 10, kMedium = 1 << 16;
+  constexpr double kProbeSeconds = 20e-3, kPlainly = 1.5, kAtLeast = 1.1;
+  constexpr int kRepeats = 8, kAttempts = 4, kGrowth = 8;
+  const auto least = [&](int64_t bytes) {
+    double seconds = probe(bytes);
+    for (int i = 1; i < kRepeats; ++i) seconds = std::min(seconds, probe(bytes));
+    return seconds;
+  };
+  double small_s = least(kSmall);
+  const std::vector<double> first = agree({small_s, least(kMedium)});
+  const double scale = std::max(1.0, kProbeSeconds / first[1]);
+  int64_t large = std::min(kLargestProbe, static_cast<int64_t>(scale * kMedium));
+  for (int attempt = 1;; ++attempt) {
+    const std::vector<double> agreed = agree({small_s, least(large)});
+    const double latency = std::max(10e-6, agreed[0]), more_s = agreed[1] - agreed[0];
+    const bool last = attempt == kAttempts;
+    if (agreed[1] >= (last ? kAtLeast : kPlainly) * agreed[0]) {
+      return {latency, std::max(kLeastSecondsPerByte, more_s / static_cast<double>(large - kSmall))};
+    }
+    if (last) return {latency, std::max(kLeastSecondsPerByte, agreed[1] / static_cast<double>(large))};
+    small_s = std::min(small_s, least(kSmall));
+    large = std::min(kLargestProbe, large * kGrowth);
+  }
+}
 
 // All ranks must know the cost, or all measure.
 LinkCost settle_link_cost(const GroupContext& context, const RingParts& parts, const Agree& agree) {

@@ -3,6 +3,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <cstdint>
 #include <functional>
 #include <vector>
 
@@ -27,6 +28,9 @@ using Agree = std::function<std::vector<double>(const std::vector<double>&)>;
 
 // Measured once for a set of hosts, by all ranks; also settles how many bytes may be under way. Collective.
 LinkCost settle_link_cost(const GroupContext& context, const RingParts& parts, const Agree& agree);
+
+// From the seconds that `probe` takes to exchange so many bytes with the neighbours; collective.
+LinkCost link_cost_of(const std::function<double(int64_t)>& probe, const Agree& agree);
 
 // Flags that a workspace needs for a ring over the layout.
 int ring_flags(int world_size, int hosts);
