@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 FOLDER = "came_with"
 """Of a run: what its model.init_from held besides weights."""
+ADVICE = "copy it again from the model that the run began with, or move the folder away to do without"
+"""Where what came is damaged."""
 TEMPLATES = "additional_chat_templates"
 CONFIG = "config.json"
 OURS = ("dtype", "torch_dtype", "max_position_embeddings", "vocab_size")
@@ -43,7 +46,8 @@ def keep(source: Path, target: Path) -> None:
 
 def give_back(kept: Path, target: Path) -> None:
     """Puts what `keep` copied to `kept` beside the weights in `target`, whose config.json is there. Raises
-    OSError or ValueError."""
+    OSError, and ValueError, before anything is changed, where the config.json that came is damaged."""
+    came = _came(kept / CONFIG)
     written = json.loads((target / CONFIG).read_text(encoding="utf-8"))
     for path in kept.iterdir():
         if path.is_dir():
@@ -52,7 +56,6 @@ def give_back(kept: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
     if not (kept / "generation_config.json").is_file():
         (target / "generation_config.json").unlink(missing_ok=True)
-    came = json.loads((kept / CONFIG).read_text(encoding="utf-8"))
     dtype = "dtype" if "dtype" in came else "torch_dtype"
     changed = {key: written[key] for key in OURS if key in written and key in came} | {
         dtype: written["torch_dtype"]
@@ -60,3 +63,13 @@ def give_back(kept: Path, target: Path) -> None:
     partial = target / f"{CONFIG}.partial"
     partial.write_text(json.dumps(came | changed, indent=2) + "\n", encoding="utf-8")
     partial.replace(target / CONFIG)
+
+
+def _came(path: Path) -> dict[str, Any]:
+    try:
+        came = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}); {ADVICE}.") from error
+    if not isinstance(came, dict):
+        raise ValueError(f"{path} is damaged: it holds no settings; {ADVICE}.")
+    return came

@@ -95,10 +95,13 @@ def step_of(checkpoint: Path) -> int:
 def left_over(folder: Path, saved: int, keep: Checkpoint) -> list[Path]:
     """What is to be removed of `folder` once step `saved` was: checkpoints past it, which are of a branch of
     the run that was left, and of the others all but the newest `keep.keep` and those that
-    `keep.keep_every_h` keeps: the oldest, and each that is so many hours younger than the last one kept."""
+    `keep.keep_every_h` keeps: the oldest, and each that is so many hours younger than the last one kept.
+    Past it a damaged one goes too, as it would stay the newest; before it those that do not say what they
+    are stay, and are not counted."""
+    past = [path for path in complete(folder) if step_of(path) > saved]
     found = [path for path in complete(folder) if (path / FACTS_FILE).is_file()]
-    past = [path for path in found if step_of(path) > saved]
-    older = found[: max(len(found) - len(past) - keep.keep, 0)]
+    found = [path for path in found if path not in past]
+    older = found[: max(len(found) - keep.keep, 0)]
     last = -math.inf
     for path in [*older] if keep.keep_every_h else []:
         if (at := _saved_at(path)) >= last + 3600 * keep.keep_every_h:

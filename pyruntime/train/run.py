@@ -32,7 +32,7 @@ from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.llama import Llama, generate, origin, save_hf
 from pyruntime.llama.config import LlamaConfig
-from pyruntime.llama.hf import weight_files
+from pyruntime.llama.hf import read_config, saved_dtype, weight_files
 from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger, forget
 from pyruntime.overlap.record import ledger
@@ -57,7 +57,7 @@ from pyruntime.train.errors import ConfigError, TrainingError, refusing
 from pyruntime.train.loop import Trainer
 from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile
-from pyruntime.train.model import llama, llama_config, make_model
+from pyruntime.train.model import DTYPES, llama, llama_config, make_model
 from pyruntime.train.pipelined import resolved, with_layers, with_moved_layers
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.progress import Progress
@@ -140,6 +140,8 @@ def _run(
         progress.say(_first_lines(config, shape, text, run_dir, runtime))
         if tuned:
             progress.say(f"tuning {tuned}")
+        if said := _words_of_dtype(config):
+            progress.say(said)
         if before:
             progress.say(_words_of_restart(before, start_at))
         if left:
@@ -215,7 +217,12 @@ def _run(
         with writing(run_dir, trainer.what_is_saved()):
             kept = run_dir / origin.FOLDER
             if kept.is_dir():
-                origin.give_back(kept, run_dir / MODEL_FOLDER)
+                try:
+                    origin.give_back(kept, run_dir / MODEL_FOLDER)
+                except ValueError as error:  # the weights are there, and training is done
+                    progress.say(
+                        f"{run_dir / MODEL_FOLDER} gets nothing of what came with its model: {error}"
+                    )
             if config.data.tokenizer or not (kept / TOKENIZER_FILE).is_file():
                 tokenizer.save(run_dir / MODEL_FOLDER)
             lines = metrics.read(run_dir / metrics.FILE_NAME)
@@ -392,6 +399,20 @@ def _checkpoints(config: RunConfig, shape: LlamaConfig) -> tuple[Life | None, li
 def _life_before() -> Life | None:
     kept = comm.kept(LIFE)
     return Life(**json.loads(kept)) if kept else None
+
+
+def _words_of_dtype(config: RunConfig) -> str:
+    """Where weights leave in another type than they came in; empty where they do not, or are new."""
+    source = Path(config.model.init_from)
+    if not config.model.init_from or not (source / "config.json").is_file():
+        return ""
+    try:
+        came, leaves = saved_dtype(read_config(source)), DTYPES[config.train.dtype]
+    except ValueError:  # a type that has no name here: loading says what it takes
+        return ""
+    if came == leaves:
+        return ""
+    return f"dtype  weights came as {came} and leave as {leaves}, which is train.dtype={config.train.dtype}"
 
 
 def _words_of_restart(before: Life, start_at: Path | None) -> str:

@@ -61,3 +61,10 @@ def test_outside_of_slurm_it_says_what_is_missing(tmp_path, missing):
     done = submitted(tmp_path, environment, "--config", "tiny")
     assert done.returncode != 0 and done.stdout == ""
     assert f"{missing}: " in done.stderr
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "frontier.sbatch"])
+def test_job_scripts_ask_for_a_signal_in_time_to_save(script):
+    lines = (ROOT / "docs" / script).read_text().splitlines()
+    (asked,) = (line for line in lines if line.startswith("#SBATCH --signal="))
+    assert asked == "#SBATCH --signal=TERM@240" and lines.index(asked) < lines.index("set -euo pipefail")

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pyruntime.cli import main
 from pyruntime.train.config import Model
-from pyruntime.train.run import run
+from pyruntime.train.run import _words_of_dtype, run
 from pyruntime.train.signals import StopRequest
 from tests.train import jobs
 
@@ -77,3 +77,22 @@ def test_so_it_does_through_a_checkpoint_and_back(source, tmp_path):
     assert main(["convert", "--source", str(source), "--target", str(there)]) == 0
     assert main(["convert", "--source", str(there), "--target", str(back)]) == 0
     compare(source, back, "float32")
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]", "[" * 100_000, None])
+def test_settings_that_came_and_are_damaged_are_a_sentence(source, tmp_path, capsys, damage):
+    there = tmp_path / "there"
+    assert main(["convert", "--source", str(source), "--target", str(there)]) == 0
+    kept = there / "came_with" / "config.json"
+    kept.unlink() if damage is None else kept.write_text(damage)
+    capsys.readouterr()
+    assert main(["convert", "--source", str(there), "--target", str(tmp_path / "back")]) == 2
+    said = capsys.readouterr().err
+    assert f"--source: {kept} is damaged" in said and "copy it again" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("fp32", False), ("bf16", True)])
+def test_a_run_says_that_weights_leave_in_another_type(source, tmp_path, dtype, said):
+    config = dataclasses.replace(jobs.job(tmp_path, dtype=dtype), model=Model(init_from=str(source)))
+    words = f"weights came as torch.float32 and leave as torch.bfloat16, which is train.dtype={dtype}"
+    assert (words in _words_of_dtype(config)) is said

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from pyruntime.train import checkpoint_folder, disk, manifest, metrics
 from pyruntime.train import run as train_run
+from pyruntime.train.config import Checkpoint
 from pyruntime.train.errors import ConfigError, TrainingError
 from pyruntime.train.run import run
 from pyruntime.train.saving import staging
@@ -293,3 +294,13 @@ def test_a_checkpoint_that_lost_a_file_is_told_and_not_passed_over(tmp_path, gon
             checkpoint_folder.read_matching(found, wanted)
     found, why = checkpoint_folder.to_go_on_with(tmp_path, wanted)
     assert found == [older] and str(newest) in why
+
+
+def test_a_damaged_checkpoint_past_the_saved_step_does_not_stay_the_newest(tmp_path):
+    for step, is_whole in ((2, False), (4, True), (6, True), (8, True), (9, False), (12, True)):
+        folder = tmp_path / checkpoint_folder.name_of(step)
+        folder.mkdir()
+        if is_whole:
+            (folder / checkpoint_folder.FACTS_FILE).write_text("{}")
+    left = checkpoint_folder.left_over(tmp_path, 8, Checkpoint(keep=2))
+    assert [checkpoint_folder.step_of(path) for path in left] == [9, 12, 4]

@@ -61,7 +61,8 @@ def to_hf(
         )
         kept = folder.resolve().parent.parent / origin.FOLDER
         if runtime.rank == 0 and kept.is_dir():
-            origin.give_back(kept, target)
+            with refusing("--source: "):
+                origin.give_back(kept, target)
         if tokenizer is not None and not (kept / FILE_NAME).is_file():
             tokenizer.save(target)
     return facts

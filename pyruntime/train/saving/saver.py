@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import shutil
 import threading
 import time
@@ -272,6 +273,11 @@ class Write:
         manifest.write(self._partial, sums | {FACTS_FILE: manifest.checksum(facts)})
         publish_folder(self._partial, self.final, self._count)
         for old in left_over(self.final.parent, self._facts.step, self._keep):
+            if not (old / FACTS_FILE).is_file():
+                logging.getLogger("pyruntime").warning(
+                    f"{old} is damaged (it holds no {FACTS_FILE}) and of a branch of the run that was left: "
+                    "it is removed."
+                )
             remove_folder(old)
             self._count()
 
