@@ -61,7 +61,7 @@ def matches_with_z_loss(group, vocabulary: int, dtype: torch.dtype, overwrite_lo
     reference = logits.double().requires_grad_()
     wanted = F.cross_entropy(reference, labels, reduction="none")
     wanted = wanted + z * (reference.logsumexp(1) ** 2).masked_fill(labels == -100, 0.0)
-    grad = torch.rand(17, dtype=torch.float64)
+    grad = torch.rand(17, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     wanted.backward(grad)
     leaf = my_features(logits, group).requires_grad_()
     start, _ = shard_bounds(vocabulary, size, rank)
@@ -69,7 +69,7 @@ def matches_with_z_loss(group, vocabulary: int, dtype: torch.dtype, overwrite_lo
     loss = vocab_parallel_cross_entropy(leaf * 1, labels, group, vocab_start=start, **options)
     loss.backward(grad.float())
     assert_near(loss, wanted, "loss")
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # 1 + 2 z lse times what bf16 loses of a probability
     assert_near(leaf.grad, my_features(reference.grad, group), "dlogits", tolerance)
     assert (loss[3:6] == 0).all() and (leaf.grad[3:6] == 0).all()
     assert same_on_all_ranks(loss.detach(), group)
