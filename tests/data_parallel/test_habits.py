@@ -437,3 +437,21 @@ def beside_others(group):
 
 def test_what_is_sharded_is_left_alone_by_others_or_they_say_so(ranks):
     ranks.run(beside_others, WORLD)
+
+
+def test_on_one_rank_a_write_in_place_is_right():
+    models, results = (made(), made()), []
+    for model, optimizer in zip(
+        models,
+        (torch.optim.AdamW(models[0].parameters(), **ADAMW), pyruntime.shard(models[1], None).adamw(**ADAMW)),
+        strict=True,
+    ):
+        for step in range(STEPS):
+            loss_of(model, 0, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model[0].weight.mul_(0.5)
+        results.append(weights(model))
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(results[1][name], tensor, rtol=2e-4, atol=2e-5)
