@@ -14,37 +14,35 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pyruntime.nn.gradients import gradient_of
-
-_GRAD: Any = Tensor.grad
+from pyruntime.nn.gradients import GRAD, gradient_of
 
 
 class ShardedParameter(nn.Parameter):
     """A parameter whose gradients the handle of shard() takes."""
 
-    taken: Callable[[], bool]
-    """Whether the handle has gradients of this step."""
-    of_model: str
-    """Its name."""
+    has_gradients: Callable[[], bool]
+    """Says whether the handle has some of this step."""
+    sharded_as: str
+    """Its name in the model that was sharded."""
 
     @property
     def grad(self) -> Tensor | None:
         found = gradient_of(self)
-        if found is None and self.taken():
+        if found is None and self.has_gradients():
             raise RuntimeError(
-                f"The gradient of {self.of_model} {list(self.shape)} was asked for, and shard()'s handle has "
-                "taken it on its way to the ranks that keep its rows, so it is not in `.grad`; clip by "
+                f"The gradient of {self.sharded_as} {list(self.shape)} was asked for, and shard()'s handle "
+                "has taken it on its way to the ranks that keep its rows, so it is not in `.grad`; clip by "
                 "handle.adamw(max_norm=...), whose step() returns the norm."
             )
         return found
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        _GRAD.__set__(self, gradient)
+        GRAD.__set__(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        _GRAD.__set__(self, None)
+        GRAD.__set__(self, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -54,21 +52,25 @@ class ShardedParameter(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
-def gradients_are_taken(parameter: nn.Parameter, name: str, taken: Callable[[], bool]) -> None:
-    """Until `gradients_are_left`. A parameter of a class of its own stays as it is."""
-    if type(parameter) is nn.Parameter:
-        parameter.__class__ = ShardedParameter
-        parameter.of_model, parameter.taken = name, taken
+def mark_sharded(parameter: nn.Parameter, name: str, has_gradients: Callable[[], bool] | None) -> None:
+    """Says of a parameter that it is sharded, until `unmark`. has_gradients: of the handle that takes them;
+    None: they stay in `.grad`. A parameter that has a class of its own keeps it."""
+    parameter.sharded_as = name
+    if has_gradients is not None:
+        parameter.has_gradients = has_gradients
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = ShardedParameter
 
 
-def gradients_are_left(parameter: nn.Parameter) -> None:
+def unmark(parameter: nn.Parameter) -> None:
     if isinstance(parameter, ShardedParameter):
         parameter.__class__ = nn.Parameter
-        del parameter.of_model, parameter.taken
+    for name in ("sharded_as", "has_gradients"):
+        vars(parameter).pop(name, None)
 
 
 class AwayWeight(ShardedParameter):
-    """A parameter whose memory is given back, until `is_back`. Parameters change into it and back again in
+    """A parameter whose memory is given back, until `take_back`. Parameters change into it and back again in
     place, as torch's UninitializedParameter does."""
 
     fetch: Callable[[], None]
@@ -95,7 +97,7 @@ class AwayWeight(ShardedParameter):
         return self.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Parameter {self.of_model} {list(self.shape)}, {self.dtype}, of which ranks keep rows"
+        return f"Parameter {self.sharded_as} {list(self.shape)}, {self.dtype}, of which ranks keep rows"
 
 
 def give_back(parameter: nn.Parameter, fetch: Callable[[], None]) -> None:
@@ -134,10 +136,9 @@ def own_memory(parameter: nn.Parameter, name: str) -> None:
 def _refuse(parameter: AwayWeight, func: Callable) -> None:
     name = getattr(func, "__name__", func)
     raise RuntimeError(
-        f"{'an assignment to .data' if name == '__set__' else name} would write into {parameter.of_model} "
+        f"{'an assignment to .data' if name == '__set__' else name} would write into {parameter.sharded_as} "
         f"{list(parameter.shape)}, of which this rank keeps rows at stage 3: what is written into the whole "
-        "is lost. Write into the tensors of the handle's state_dict() and call its loaded(), or write before "
-        "shard()."
+        "is lost. Write within `with handle.writes():`, on every rank, or before shard()."
     )
 
 
@@ -169,4 +170,4 @@ _READ_NO_VALUES = frozenset({
     "rand_like", "randn_like",
 })
 # fmt: on
-"""What asks a tensor for its shape, or autograd for what it knows of it; neither has to know the values."""
+"""Names functions of torch that ask a tensor for its shape, or autograd for what it knows of it."""

@@ -12,20 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from pyruntime import ops
 from pyruntime.comm import Group
 from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Bucket, Part
 from pyruntime.data_parallel.muon import Matrix, Muon, MuonUpdate
+from pyruntime.data_parallel.one_group import OneGroup
 from pyruntime.data_parallel.states import as_dtensor
 from pyruntime.data_parallel.update import Decay, Own, Rounding, State, Update
-from pyruntime.data_parallel.weights import BucketWeights, Gatherer
+from pyruntime.data_parallel.weights import Gatherer
 from pyruntime.data_parallel.written import Handed, load_into
 from pyruntime.ops.layers import sum_of_squares
 
@@ -73,7 +74,7 @@ _Arrived: TypeAlias = dict[int, tuple[Own, Tensor | None]]
 """By bucket, its parts, and marks where these say which parameters got a gradient."""
 
 
-class ShardedAdamW(Optimizer):
+class ShardedAdamW(OneGroup):
     """AdamW over the shards of a model, with fp32 moments and, for parameters of lower precision, fp32 master
     weights, or none and stochastic rounding. Made by `Sharded.adamw`.
 
@@ -85,9 +86,7 @@ class ShardedAdamW(Optimizer):
     clipped, bucket by bucket during the backward pass, and again where that was wrong: the results are those
     of a step after the norm, bit by bit. With max_norm=0 and nonfinite="ignore" nobody asks for the norm.
 
-    It is a torch.optim.Optimizer of one group, for schedulers of learning rates; its defaults are those of
-    language models, not torch's (betas (0.9, 0.95), decay 0.1 of matrices alone). Of the group only "lr" may
-    be set. GradScaler is refused: bf16 needs no scale.
+    Its defaults are those of language models, not torch's: betas (0.9, 0.95), decay 0.1 of matrices alone.
 
     finish_gradients() has handed all gradients of the step to take(); `gatherer` is told what has been
     updated; drop() lets go of gradients. Options:
@@ -137,10 +136,7 @@ class ShardedAdamW(Optimizer):
         if nonfinite not in ("raise", "skip", "ignore"):
             raise ValueError(f'nonfinite={nonfinite!r} is none of "raise", "skip" and "ignore".')
         parameters = [parameter for each in weights for parameter in each.bucket.parameters]
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(parameters, defaults)
-        self._fixed = {name: value for name, value in defaults.items() if name != "lr"}
-        self._drop = drop
+        super().__init__(parameters, drop, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.handed = Handed()
         """What `state_dict()` gave."""
         self.max_norm = max_norm
@@ -218,16 +214,6 @@ class ShardedAdamW(Optimizer):
         """Whether gradients of other parts of the model are still to be added to the bucket's."""
         return any(parameter in self._shared for parameter in bucket.parameters)
 
-    takes_shards: ClassVar[bool] = True  # of gradients that are not in `.grad`
-
-    @property
-    def lr(self) -> float:
-        return self.param_groups[0]["lr"]
-
-    @lr.setter
-    def lr(self, lr: float) -> None:
-        self.param_groups[0]["lr"] = lr
-
     @property
     def at_once(self) -> bool:
         """Whether a bucket is updated as soon as it is reduced."""
@@ -294,7 +280,7 @@ class ShardedAdamW(Optimizer):
                 "step() takes no closure: gradients come during the backward pass and are updated once; run "
                 "the backward pass before it."
             )
-        self._check_group()
+        self.check_group()
         if grad_norm is None:
             self._finish()
             if self.at_once:
@@ -314,19 +300,6 @@ class ShardedAdamW(Optimizer):
         self._take_step(arrived, scale)
         return StepReport(grad_norm, False)
 
-    def _check_group(self) -> None:
-        for name, value in self._fixed.items():
-            found = self.param_groups[0].get(name)
-            if found is not value and found != value:
-                raise RuntimeError(
-                    f"{name} was set to {found} in the optimizer's group, and only lr may change; it was "
-                    f"made with {value} (OneCycleLR, say, takes cycle_momentum=False)."
-                )
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of this step. Every rank calls it."""
-        self._drop()
-
     def drop_gradients(self) -> None:
         """Those that have been reduced."""
         if self.at_once:
@@ -336,22 +309,6 @@ class ShardedAdamW(Optimizer):
             )
         self._arrived = {}
         self.take_back()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self.param_groups:
-            raise RuntimeError(
-                "The optimizer of a sharded model has one group, of what shard() found; close() the handle "
-                "and shard() the model again to train other parameters."
-            )
-        super().add_param_group(param_group)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler asks first."""
-        raise RuntimeError(
-            "GradScaler scales losses so that fp16 gradients do not vanish, and this optimizer takes "
-            "gradients as they are; train in bf16 without it, or with GradScaler(enabled=False)."
-        )
 
     def _finish(self) -> None:
         """All gradients have arrived when it returns."""

@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime.comm import Axis
 from pyruntime.comm.wire import WireFormat
-from pyruntime.data_parallel.away import gradients_are_left, gradients_are_taken
+from pyruntime.data_parallel.away import mark_sharded, unmark
 from pyruntime.data_parallel.axes import Axes, axes_of
+from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
 from pyruntime.data_parallel.compression.compressor import Compressor
 from pyruntime.data_parallel.compression.settings import Compression
@@ -33,7 +34,7 @@ from pyruntime.data_parallel.optimizer import ShardedAdamW
 from pyruntime.data_parallel.reduction import launch
 from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.touched import tables_of
-from pyruntime.data_parallel.weights import BucketWeights, GatherAhead, GatherPerUse
+from pyruntime.data_parallel.weights import GatherAhead, GatherPerUse
 from pyruntime.data_parallel.written import Handed, Written, begin_alike, load_into
 from pyruntime.nn.module import register_with_torch
 from pyruntime.nn.weight_sinks import patch_linears, unpatch_linears, weights_with_sinks
@@ -191,7 +192,7 @@ def _check_ranks(named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) ->
 
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sharded]] = weakref.WeakKeyDictionary()
-"""Of sharded models. A copy of a model is not among them."""
+"""Finds the handle of a sharded model, which a copy of the model does not have."""
 
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
@@ -250,20 +251,17 @@ class Sharded:
         if weight_wire != "same":
             self._gatherer.loaded()  # the first forward pass reads rounded weights too
         self._written, self._handed = Written(model, buckets, alone=axes.size == 1), Handed()
-        self._loading: contextlib.AbstractContextManager[None] | None = None
         _HANDLES[model] = weakref.ref(self)
         model.zero_grad = types.MethodType(_zero_grad, model)
         self._load_hooks = [
-            model.register_load_state_dict_pre_hook(lambda *_: self._before_load()),
-            model.register_load_state_dict_post_hook(lambda *_: self._after_load()),
+            model.register_load_state_dict_pre_hook(lambda *_: self._begin_writes()),
+            model.register_load_state_dict_post_hook(lambda *_: self._end_writes()),
             model.register_forward_pre_hook(lambda *_: self._take_loaded()),
         ]
+        taken = self._gradients.has_some if isinstance(self._gradients, GradientReducer) else None
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.sharded_as = name
-                if isinstance(self._gradients, GradientReducer):
-                    parameter.gradients_go_to_shard = name
-                    gradients_are_taken(parameter, name, self._gradients.has_some)
+                mark_sharded(parameter, name, taken)
         register_with_torch()
 
     def adamw(self, **options: Any) -> ShardedAdamW:
@@ -316,10 +314,16 @@ class Sharded:
     def writes(self) -> Iterator[None]:
         """Within it the model's parameters and buffers may be written; afterwards rows and master weights
         have what the first rank has written. Moments stay. Every rank enters and leaves it."""
+        self._begin_writes()
+        yield
+        self._end_writes()
+
+    def _begin_writes(self) -> None:
         if self.optimizer is not None:
             self.optimizer.take_back()
         self.complete()
-        yield
+
+    def _end_writes(self) -> None:
         self._written.restore()
         begin_alike(self.model, self.axes)
         for each in self._weights:
@@ -328,15 +332,6 @@ class Sharded:
             self.optimizer.take_rows()
         self._gatherer.loaded()
         self._written.accept()
-
-    def _before_load(self) -> None:
-        self._loading = self.writes()
-        self._loading.__enter__()
-
-    def _after_load(self) -> None:
-        if self._loading is not None:
-            loading, self._loading = self._loading, None
-            loading.__exit__(None, None, None)
 
     def zero_grad(self) -> None:
         """Drops the gradients of this step: those of `accumulate()`, and those of a pass that is over. Every
@@ -367,8 +362,8 @@ class Sharded:
         self._take_loaded(True)
 
     def _take_loaded(self, weights: bool = False) -> None:
-        """What was loaded into tensors of state dicts before this forward pass reaches rows, masters and all
-        ranks. weights: those have been."""
+        """Carries what was loaded into tensors of state dicts to rows, masters and all ranks, before a
+        forward pass. weights: those have been."""
         weights = weights or self._handed.was_written()
         if self.optimizer is not None:
             if self.optimizer.handed.was_written():
@@ -398,10 +393,7 @@ class Sharded:
         unpatch_linears(self._patched)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                del parameter.sharded_as
-                if self.axes.size > 1:
-                    del parameter.gradients_go_to_shard
-                    gradients_are_left(parameter)
+                unmark(parameter)
 
     def _on_reduced(self, bucket: Bucket, gradient: Tensor) -> None:
         self._take(bucket, bucket.views(gradient, self.axes.shard.rank), bucket.got(gradient))

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Part
-from pyruntime.data_parallel.weights import BucketWeights
 from pyruntime.nn.packed.dtensor import PackedDTensor, dtensor
 
 

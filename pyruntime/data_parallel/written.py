@@ -1,4 +1,4 @@
-"""What somebody else does to a sharded model: begins it apart, writes into it, changes what trains.
+"""Finds what somebody else has done to a sharded model, and carries it over or refuses it.
 
 Rows, master weights and the values that ranks send each other know nothing of a write into a parameter. So
 ranks begin with rank 0's model; `load_state_dict()` and `Sharded.writes()` carry writes over; and every other
@@ -18,11 +18,11 @@ from torch.nn.modules.module import (
 )
 
 from pyruntime import comm
-from pyruntime.comm.exchange import gather, named_failures
+from pyruntime.comm.exchange import named_failures
 from pyruntime.data_parallel.away import AwayWeight
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.buckets import Bucket
-from pyruntime.nn.comparing import checksum
+from pyruntime.nn.comparing import different
 
 
 @torch.no_grad()
@@ -35,29 +35,12 @@ def begin_alike(model: nn.Module, axes: Axes) -> None:
         if mesh is None or comm.group_size(mesh) == 1:
             continue
         group = comm.process_group(mesh)
-        tensors = [(name, tensor) for name, tensor in _tensors_of(model) if not tensor.is_meta]
-        mine = [(name, f"{list(t.shape)} {t.dtype}", checksum(t)) for name, t in tensors]
-        everyone = gather(group, "Comparing the replicas", mine, list[tuple[str, str, tuple[int, int]]])
-        shapes = [[(name, shape) for name, shape, _ in theirs] for theirs in everyone]
-        for rank, theirs in enumerate(shapes):
-            if theirs != shapes[0]:
-                here, there = next(
-                    (a, b)
-                    for a, b in zip([*shapes[0], ("nothing", "")], [*theirs, ("nothing", "")], strict=False)
-                    if a != b
-                )
-                first, other = comm.rank_name(group.group_name, 0), comm.rank_name(group.group_name, rank)
-                raise ValueError(
-                    f"shard() trains one model on the data of several ranks, but where {first} has "
-                    f"{' '.join(here)}, {other} has {' '.join(there)}; build the same model on every rank."
-                )
-        root = dist.get_global_rank(group, 0)
-        for index, (_, tensor) in enumerate(tensors):
-            if any(theirs[index][2] != everyone[0][index][2] for theirs in everyone):
-                whole = tensor.detach().contiguous()
-                with named_failures(group, "Giving the replicas one model"):
-                    dist.broadcast(whole, root, group=group)
-                tensor.data.copy_(whole)
+        tensors = {name: tensor for name, tensor in _tensors_of(model) if not tensor.is_meta}
+        for name, _ in different(tensors, group):
+            whole = tensors[name].detach().contiguous()
+            with named_failures(group, "Giving the replicas one model"):
+                dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
+            tensors[name].data.copy_(whole)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -81,7 +64,7 @@ class Written:
         self.accept()
 
     def accept(self) -> None:
-        """What the parameters hold now is what the optimizer has."""
+        """Takes what the parameters hold now for what the optimizer has."""
         self._seen = [(name, p, _mark_of(p)) for name, p in self._parameters]
 
     @torch.no_grad()
@@ -181,7 +164,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 _ANEW = "close() the handle and shard() the model as it is now, on every rank."
 _registrations = 0
-"""Of parameters and modules, in any module: a model is looked through again where there were some."""
+"""Counts registrations of parameters and modules, in any module: after some, names are compared."""
 
 
 def _registered(*_: object) -> None:
@@ -201,8 +184,6 @@ def _watch_registrations() -> None:
 
 
 def _mark_of(parameter: nn.Parameter) -> tuple:
-    """Changes where it is written, given other memory or another dtype, or frozen."""
-    if isinstance(parameter, AwayWeight):
-        return (None,)
+    """Differs after it was written, given other memory or another dtype, or frozen."""
     storage = parameter.untyped_storage()._cdata
     return parameter._version, storage, parameter.requires_grad, parameter.dtype

@@ -14,7 +14,7 @@ from typing import Any
 FOLDER = "came_with"
 """Of a run: what its model.init_from held besides weights."""
 ADVICE = "copy it again from the model that the run began with, or move the folder away to do without"
-"""Where what came is damaged."""
+"""Ends the sentence about a folder of what came that is damaged."""
 TEMPLATES = "additional_chat_templates"
 CONFIG = "config.json"
 OURS = ("dtype", "torch_dtype", "max_position_embeddings", "vocab_size")

@@ -34,11 +34,12 @@ class ShardGradient(Tensor):
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """What is in `.grad`, also where its class would say why there is none."""
-    return _GRAD.__get__(parameter)
+    """Reads `.grad` past a class that would say why there is none."""
+    return GRAD.__get__(parameter)
 
 
-_GRAD: Any = Tensor.grad
+GRAD: Any = Tensor.grad
+"""Torch's own descriptor."""
 
 
 def watch_gradient(parameter: nn.Parameter) -> None:

@@ -56,11 +56,11 @@ def _refuse_idle(optimizer: Optimizer) -> None:
     """ValueError where a parameter would never get a gradient here."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if name := getattr(parameter, "gradients_go_to_shard", None):
+            if hasattr(parameter, "has_gradients"):
                 raise ValueError(
-                    f"This {type(optimizer).__name__} holds {name} {list(parameter.shape)}, whose gradients "
-                    "go to the optimizer of shard()'s handle and are not in `.grad`, so its step would "
-                    "change nothing; take handle.adamw()."
+                    f"This {type(optimizer).__name__} holds {parameter.sharded_as} {list(parameter.shape)}, "
+                    "whose gradients go to the optimizer of shard()'s handle and are not in `.grad`, so "
+                    "its step would change nothing; take handle.adamw()."
                 )
             if name := getattr(parameter, "replaced_by_shard_of", None):
                 raise ValueError(

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from pyruntime import comm
-from pyruntime.comm.exchange import gather
 from pyruntime.nn import lora
 from pyruntime.nn.activations.causal_loss import read_own_logits
 from pyruntime.nn.activations.fused_norms import fuse_norms
 from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.auto import auto_plan
-from pyruntime.nn.comparing import checksum
+from pyruntime.nn.comparing import different
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.first_call import FirstCall
 from pyruntime.nn.linear import (
@@ -249,28 +248,12 @@ def check_same_model(model: nn.Module, group: TensorGroup) -> None:
     between ranks. Reads every parameter once and exchanges a line for each."""
     if group.size == 1:
         return
-    mine = [(name, f"{name} {list(p.shape)} {p.dtype}", checksum(p)) for name, p in model.named_parameters()]
-    kind = list[tuple[str, str, tuple[int, int]]]
-    everyone = gather(group.process_group, "Comparing the models of the ranks", mine, kind)
-    first = comm.rank_name(group.name, 0)
-    for rank, theirs in enumerate(everyone):
-        one = comm.rank_name(group.name, rank)
-        for (name, ours, own_sum), (_, other, other_sum) in zip(everyone[0], theirs, strict=False):
-            if ours != other:
-                raise ValueError(
-                    f"The ranks hold different models: where {first} has {ours}, {one} has {other}; "
-                    "build the same model on every rank."
-                )
-            if own_sum != other_sum:
-                raise ValueError(
-                    f"The ranks hold different weights: {name} of {one} is not that of {first}; "
-                    "load the same checkpoint or seed every rank alike before building the model."
-                )
-        if len(theirs) != len(everyone[0]):
-            raise ValueError(
-                f"The ranks hold different models: {first} has {len(everyone[0])} parameters, {one} "
-                f"has {len(theirs)}; build the same model on every rank."
-            )
+    for name, rank in different(dict(model.named_parameters()), group.process_group):
+        first, one = comm.rank_name(group.name, 0), comm.rank_name(group.name, rank)
+        raise ValueError(
+            f"The ranks hold different weights: {name} of {one} is not that of {first}; load the same "
+            "checkpoint or seed every rank alike before building the model."
+        )
 
 
 def _check_unsharded(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from pyruntime.context import Context
 from pyruntime.llama import Llama, load_weights
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.elementwise import NoCompiler
-from pyruntime.llama.hf import check_shapes, read_config
+from pyruntime.llama.hf import check_shapes, read_config, saved_dtype
 from pyruntime.llama.presets import preset
 from pyruntime.nn.parameters import shard_bounds
 from pyruntime.train.config import Model, RunConfig
@@ -144,3 +144,17 @@ def llama(
         seed=seed,
         **options,
     )
+
+
+def words_of_dtype(config: RunConfig) -> str:
+    """Where weights leave in another type than they came in; empty where they do not, or are new."""
+    source = Path(config.model.init_from)
+    if not config.model.init_from or not (source / "config.json").is_file():
+        return ""
+    try:
+        came, leaves = saved_dtype(read_config(source)), DTYPES[config.train.dtype]
+    except ValueError:  # a type that has no name here: loading says what it takes
+        return ""
+    if came == leaves:
+        return ""
+    return f"dtype  weights came as {came} and leave as {leaves}, which is train.dtype={config.train.dtype}"

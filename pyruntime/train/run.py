@@ -32,7 +32,7 @@ from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.llama import Llama, generate, origin, save_hf
 from pyruntime.llama.config import LlamaConfig
-from pyruntime.llama.hf import read_config, saved_dtype, weight_files
+from pyruntime.llama.hf import weight_files
 from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger, forget
 from pyruntime.overlap.record import ledger
@@ -57,7 +57,7 @@ from pyruntime.train.errors import ConfigError, TrainingError, refusing
 from pyruntime.train.loop import Trainer
 from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile
-from pyruntime.train.model import DTYPES, llama, llama_config, make_model
+from pyruntime.train.model import llama, llama_config, make_model, words_of_dtype
 from pyruntime.train.pipelined import resolved, with_layers, with_moved_layers
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.progress import Progress
@@ -140,7 +140,7 @@ def _run(
         progress.say(_first_lines(config, shape, text, run_dir, runtime))
         if tuned:
             progress.say(f"tuning {tuned}")
-        if said := _words_of_dtype(config):
+        if said := words_of_dtype(config):
             progress.say(said)
         if before:
             progress.say(_words_of_restart(before, start_at))
@@ -401,20 +401,6 @@ def _life_before() -> Life | None:
     return Life(**json.loads(kept)) if kept else None
 
 
-def _words_of_dtype(config: RunConfig) -> str:
-    """Where weights leave in another type than they came in; empty where they do not, or are new."""
-    source = Path(config.model.init_from)
-    if not config.model.init_from or not (source / "config.json").is_file():
-        return ""
-    try:
-        came, leaves = saved_dtype(read_config(source)), DTYPES[config.train.dtype]
-    except ValueError:  # a type that has no name here: loading says what it takes
-        return ""
-    if came == leaves:
-        return ""
-    return f"dtype  weights came as {came} and leave as {leaves}, which is train.dtype={config.train.dtype}"
-
-
 def _words_of_restart(before: Life, start_at: Path | None) -> str:
     goes = f"goes on with {start_at}" if start_at else f"begins anew in {before.run_dir}"
     return f"again  its launcher has started this job anew, which {goes}"
@@ -473,8 +459,9 @@ def _make_run_dir(
         if config.train.ledger:
             forget(run_dir)
         (run_dir / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
-        if config.model.init_from or not start_at:  # of another run, it would be given to this one's model
-            shutil.rmtree(run_dir / origin.FOLDER, ignore_errors=True)
+        came = run_dir / origin.FOLDER  # of another run, it would be given to this one's model
+        if (config.model.init_from or not start_at) and came.exists():
+            shutil.rmtree(came)
         if config.model.init_from:
             origin.keep(Path(config.model.init_from), run_dir / origin.FOLDER)
         if not before:

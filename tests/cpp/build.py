@@ -52,6 +52,7 @@ PROGRAMS = {
     "transport/ring/test_ring": RING,
     "transport/ring/test_failures": RING,
     "transport/ring/test_schedule": RING,
+    "transport/ring/test_cost": RING,
 }
 # In these several threads meet.
 OF_THREADS = {"core/test_arbiter", "transport/ring/test_ring", "transport/ring/test_failures"}

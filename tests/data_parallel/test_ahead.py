@@ -11,7 +11,7 @@ import torch
 
 import pyruntime
 from pyruntime.data_parallel import NonFiniteGradient, ShardedAdamW, gradients
-from pyruntime.data_parallel.weights import BucketWeights
+from pyruntime.data_parallel.bucket_weights import BucketWeights
 from tests.data_parallel import cases
 from tests.transports import TRANSPORTS, on_transport, take
 

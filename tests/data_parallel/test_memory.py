@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
 from pyruntime import comm
-from pyruntime.data_parallel import weights
+from pyruntime.data_parallel.bucket_weights import BucketWeights
 from tests.transports import take
 
 LAYERS, WIDTH = 4, 500
@@ -70,7 +70,7 @@ def gathers_of_a_step(group, tied):
     for _ in range(2):
         model(torch.arange(8)).sum().backward()
         names.clear()
-        with patch.object(weights.BucketWeights, "_send", watched(names)):
+        with patch.object(BucketWeights, "_send", watched(names)):
             optimizer.step()  # the first ones leave when they have been updated
             model(torch.arange(8)).sum().backward()
         optimizer.step()
@@ -79,7 +79,7 @@ def gathers_of_a_step(group, tied):
 
 
 def watched(names):
-    def send(bucket_weights, gather, rows, sent=weights.BucketWeights._send):
+    def send(bucket_weights, gather, rows, sent=BucketWeights._send):
         names.append(bucket_weights.bucket.name)
         sent(bucket_weights, gather, rows)
 

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pyruntime.cli import main
 from pyruntime.train.config import Model
-from pyruntime.train.run import _words_of_dtype, run
+from pyruntime.train.model import words_of_dtype
+from pyruntime.train.run import run
 from pyruntime.train.signals import StopRequest
 from tests.train import jobs
 
@@ -95,4 +96,4 @@ def test_settings_that_came_and_are_damaged_are_a_sentence(source, tmp_path, cap
 def test_a_run_says_that_weights_leave_in_another_type(source, tmp_path, dtype, said):
     config = dataclasses.replace(jobs.job(tmp_path, dtype=dtype), model=Model(init_from=str(source)))
     words = f"weights came as torch.float32 and leave as torch.bfloat16, which is train.dtype={dtype}"
-    assert (words in _words_of_dtype(config)) is said
+    assert (words in words_of_dtype(config)) is said

@@ -1,0 +1,178 @@
+"""One bucket's parameters on this rank: which of their rows it keeps, and how the whole comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyruntime.comm.core import _C
+from pyruntime.comm.ranges import marked
+from pyruntime.comm.wire import Wire, WireFormat
+from pyruntime.data_parallel.away import AwayWeight, give_back, own_memory, take_back
+from pyruntime.data_parallel.axes import Axis
+from pyruntime.data_parallel.buckets import Bucket, Part
+
+
+class BucketWeights:
+    """One bucket's parameters, and which rows of them are this rank's. Under way it is a flight of its axis.
+
+    apart: this rank's rows have memory of their own, because that of the parameters comes and goes. wire: of
+    a matrix that is alone and apart, what its rows travel as; this rank's are rounded alike in the parameter.
+    """
+
+    def __init__(self, bucket: Bucket, axis: Axis, *, apart: bool, wire: WireFormat = "same"):
+        self.bucket, self.axis = bucket, axis
+        self._exact = Wire("same", bucket.width, bucket.dtype, bucket.device)
+        self._rounding = self._exact
+        if bucket.is_matrix:
+            self._rounding = Wire(wire, bucket.width, bucket.dtype, bucket.device)
+        self._wire = self._rounding
+        """Of the gather that is under way."""
+        self.is_cut = axis.size > 1
+        self.is_under_way = False
+        self._gather: _C.LineGather | None = None
+        self.is_current = True
+        """The parameters hold the values of all ranks' rows."""
+        self._apart = apart and self.is_cut
+        if self._apart:
+            for parameter in bucket.parameters:
+                own_memory(parameter, bucket.name)
+        self.rows = [self._own_rows(part) for part in bucket.parts]
+        """This rank's rows of each part, contiguous: what the optimizer updates."""
+        self._stays = False
+        """Somebody else than its modules has read it: whole until the next update."""
+        if self._apart:
+            self.rows = [rows.clone() for rows in self.rows]
+
+    def _own_rows(self, part: Part) -> Tensor:
+        first = part.first_row + self.axis.rank * part.share
+        rows = torch.atleast_1d(self.bucket.parameters[part.owner].data)
+        return rows[first : first + part.local_rows(self.axis.rank)]
+
+    def take_parameters(self) -> None:
+        """The parameters, which are whole, have been written: this rank's rows are theirs."""
+        if self._apart and not any(isinstance(each, AwayWeight) for each in self.bucket.parameters):
+            for part, rows in zip(self.bucket.parts, self.rows, strict=True):
+                rows.copy_(self._own_rows(part))
+
+    def has_changed(self) -> None:
+        """This rank's rows have been written. What is under way holds values of before, and lands first."""
+        self._land()
+        self.is_current, self._stays = not self.is_cut, False
+
+    def begin(self) -> None:
+        """The gather is under way when it returns, unless nothing has changed."""
+        if not self.is_current and not self.is_under_way:
+            self._begin(self.rows)
+
+    def begin_again(self) -> None:
+        """The gather is under way when it returns, whether anything has changed or not."""
+        self.has_changed()
+        self._begin(self.rows)
+
+    def begin_ahead(self, rows: Sequence[Tensor]) -> None:
+        """As begin(), of what this rank's rows are going to be."""
+        self.has_changed()
+        self._begin(rows)
+
+    def _begin(self, rows: Sequence[Tensor]) -> None:
+        self.axis.make_room()
+        bucket, wire = self.bucket, self._wire
+        self._gather = _C.LineGather(
+            self.axis.name, bucket.lines, wire.travelling_width, wire.travels_as, str(bucket.device)
+        )
+        with marked("dp send weights", bucket.name):
+            self._send(self._gather, rows)
+        self.is_under_way = True
+        self.axis.add(self)
+
+    def bring(self) -> None:
+        """The parameters are current when it returns."""
+        self.begin()
+        self._land()
+
+    def bring_exact(self) -> None:
+        """The parameters hold the values of all ranks' rows, not rounded, when it returns; modules will
+        gather them anew as they travel."""
+        if self._rounding is self._exact or not self.is_cut:
+            self.bring()
+            return
+        self._land()
+        self._wire = self._exact
+        self.begin_again()
+        self._land()
+        self._wire, self.is_current = self._rounding, False
+
+    def free(self) -> None:
+        """Gives the parameters' memory back; their shapes stay. What somebody else has read stays."""
+        self._land()
+        if self._stays:
+            return
+        for parameter in self.bucket.parameters:
+            give_back(parameter, self._fetch)
+        self.is_current = False
+
+    def _fetch(self) -> None:
+        with torch.no_grad():
+            self.bring()
+        self._stays = True
+
+    def _land(self) -> None:
+        if self.is_under_way:
+            self.axis.complete_up_to(self)
+
+    # -- as a flight
+
+    def advance(self) -> None:
+        # Apart, the parameters have no memory before a module reads them.
+        if self._gather is not None and not self._apart and self._gather.has_come():
+            self._take(self._gather)
+
+    def complete(self) -> None:
+        if self._gather is not None:
+            self._take(self._gather)
+        self.is_under_way, self.is_current = False, True
+
+    def drop(self) -> None:
+        self._gather, self.is_under_way = None, False
+
+    def has_landed(self) -> bool:
+        return self._gather is None
+
+    def _send(self, gather: _C.LineGather, rows: Sequence[Tensor]) -> None:
+        """Sends `rows` as this rank's."""
+        bucket = self.bucket
+        own = [part.view(-1, bucket.width) for part in rows]
+        for index, (begin, count) in enumerate(gather.own_chunks()):
+            chunk = gather.own(index)
+            start = begin % bucket.segment_lines
+            for part, lines in zip(bucket.parts, own, strict=True):
+                low, high = max(start, part.offset), min(start + count, part.offset + len(lines))
+                if low < high:
+                    self._wire.write(
+                        lines[low - part.offset : high - part.offset], chunk[low - start : high - start]
+                    )
+            gather.publish(index)
+
+    def _take(self, gather: _C.LineGather) -> None:
+        """Writes what has come into the parameters."""
+        bucket = self.bucket
+        with marked("dp take weights", bucket.name):
+            for parameter in bucket.parameters:
+                take_back(parameter)
+            if self._apart:
+                for part, rows in zip(bucket.parts, self.rows, strict=True):
+                    own = self._wire.packed(rows.view(-1, bucket.width))
+                    self._wire.read(own, self._own_rows(part).view(-1, bucket.width))
+            whole = [bucket.lines_of(parameter.data) for parameter in bucket.parameters]
+            for index, (begin, count) in enumerate(gather.chunks()):
+                chunk = gather.chunk(index)
+                for span in bucket.spans(begin, count):
+                    self._wire.read(
+                        chunk[span.place : span.place + span.count],
+                        whole[span.owner][span.source : span.source + span.count],
+                    )
+            gather.finish()
+        self._gather = None
