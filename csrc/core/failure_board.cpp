@@ -16,6 +16,7 @@
 #include "core/deadline.h"
 #include "core/host_process.h"
 #include "core/job_ranks.h"
+#include "core/late_report.h"
 #include "core/peers.h"
 #include "core/sealed.h"
 
@@ -194,7 +195,8 @@ bool FailureBoard::Session::look(std::unique_lock<std::mutex>& lock) {
   look_now = false;
   const std::string board_key = key(), own_life = life_key(rank);
   const uint64_t looked_in = generation;
-  const std::string sign = SignOfLife{host_identity(), getpid(), looks, host_name()}.text();
+  const std::string sign =
+      SignOfLife{host_identity(), getpid(), looks, LateReport::is_one_waited_for(), host_name()}.text();
   const std::optional<Failure> posting = std::exchange(to_post, std::nullopt);
   std::optional<Failure> found;
   bool reached = true;

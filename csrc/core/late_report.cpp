@@ -1,6 +1,7 @@
 #include "core/late_report.h"
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <utility>
 
@@ -15,6 +16,7 @@ constexpr double kLongSeconds = 10.0;
 constexpr double kLongShare = 0.25;  // of the deadline
 
 std::function<void(const std::string&)> report = [](const std::string&) {};
+std::atomic<int> waits{0};
 
 }  // namespace
 
@@ -23,7 +25,13 @@ void set_reporter(std::function<void(const std::string&)> reporter) {
 }
 
 LateReport::LateReport(double deadline_seconds, std::function<std::string()> site)
-    : deadline_(deadline_seconds), site_(std::move(site)), start_(monotonic_seconds()) {}
+    : deadline_(deadline_seconds), site_(std::move(site)), start_(monotonic_seconds()) {
+  waits.fetch_add(1, std::memory_order_relaxed);
+}
+
+bool LateReport::is_one_waited_for() {
+  return waits.load(std::memory_order_relaxed) > 0;
+}
 
 void LateReport::look() {
   if (!reported_.empty()) return;
@@ -35,6 +43,7 @@ void LateReport::look() {
 }
 
 LateReport::~LateReport() {
+  waits.fetch_sub(1, std::memory_order_relaxed);
   if (reported_.empty() || std::uncaught_exceptions() > 0) return;
   const double waited = monotonic_seconds() - start_;
   if (waited >= deadline_) return;

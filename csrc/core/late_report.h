@@ -21,6 +21,9 @@ class LateReport {
   // Now and then, while waiting. Reports once, after 10 s or a quarter of the deadline.
   void look();
 
+  // Whether a thread of this process waits for a peer just now.
+  static bool is_one_waited_for();
+
  private:
   double deadline_;
   std::function<std::string()> site_;

@@ -115,7 +115,7 @@ void check_in_time(const Life& life, double waited, const Waiting& waiting) {
 
 std::string SignOfLife::text() const {
   return host + kSeparator + std::to_string(pid) + kSeparator + std::to_string(count) + kSeparator +
-         host_name;
+         (waits ? "1" : "0") + kSeparator + host_name;
 }
 
 SignOfLife SignOfLife::of(const std::string& text) {
@@ -123,7 +123,7 @@ SignOfLife SignOfLife::of(const std::string& text) {
   SignOfLife sign;
   char separator = 0;
   std::getline(parts, sign.host, kSeparator);
-  parts >> sign.pid >> separator >> sign.count >> separator;
+  parts >> sign.pid >> separator >> sign.count >> separator >> sign.waits >> separator;
   std::getline(parts, sign.host_name);
   return sign;
 }
@@ -181,6 +181,27 @@ std::string hear(const std::string& key, int rank, const Waiting& waiting) {
       std::this_thread::sleep_for(pause);
     }
   }
+}
+
+void await_better_word(int rank) {
+  FailureBoard& board = FailureBoard::instance();
+  const auto look = [&, key = board.life_key(rank)] {
+    const auto text = std::make_shared<std::string>();
+    board.ask([text, key](c10d::Store& store) { *text = get_text(store, key); }, kHearsay);
+    return SignOfLife::of(*text);
+  };
+  const auto listen = [](double seconds) {
+    const double end = monotonic_seconds() + seconds;
+    while (monotonic_seconds() < end) {
+      std::this_thread::sleep_for(std::chrono::duration<double>(kLookEvery / 4));
+      check_wait();
+    }
+  };
+  const SignOfLife before = look();
+  if (!before.waits) return;
+  listen(3 * kLookEvery);
+  // One that has been stopped while it waited is the culprit.
+  if (look().count != before.count) listen(kHearsay);
 }
 
 void raise_for_ended(const Waiting& waiting) {

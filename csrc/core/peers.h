@@ -14,6 +14,7 @@ struct SignOfLife {
   std::string host;  // host_identity()
   pid_t pid = 0;
   uint64_t count = 0;
+  bool waits = false;  // for a peer, in an op
   std::string host_name;
 
   std::string text() const;
@@ -44,6 +45,11 @@ std::string hear(const std::string& key, int rank, const Waiting& waiting);
 // ranks, what another rank has reported, or the name of the one that has ended or shows no sign of life.
 [[noreturn]] void raise_for_missing(const std::vector<int>& ranks, const Waiting& waiting,
                                     const std::string& cause);
+
+// For a rank that has waited for another until the deadline: where that one lives and waits for a third itself,
+// whoever waits for the culprit is about to name it. Waits for its word, a second at most, and raises it;
+// returns where none comes.
+void await_better_word(int rank);
 
 // Raises, on all ranks, what a rank has reported, or PeerLost that names a rank whose process on this host
 // has ended without leaving the job. For a rank that is asked to stop: a launcher stops all when one has

@@ -11,6 +11,7 @@
 #include "core/deadline.h"
 #include "core/host_process.h"
 #include "core/late_report.h"
+#include "core/peers.h"
 #include "core/text.h"
 #include "transport/host/host_workspace.h"
 
@@ -153,6 +154,7 @@ class SymmetricWorkspace : public HostWorkspace {
     // acquire: what the peer wrote before it published is seen by the reads that follow.
     const auto arrived = [&] { return number.load(std::memory_order_acquire) >= expected; };
     if (wait_until(arrived, context_.deadline_seconds, peer_lives)) return;
+    await_better_word(context_.job_rank(ranks_[peer]));
     fail(CommErrorKind::kTimeout, site() + ": not within the deadline of " +
                                       seconds_text(context_.deadline_seconds) + " (expected " +
                                       std::to_string(expected) + ", seen " + std::to_string(number.load()) +

@@ -1,10 +1,12 @@
 #include "transport/ring/control.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "core/deadline.h"
 #include "core/late_report.h"
+#include "core/peers.h"
 #include "core/text.h"
 
 namespace pyruntime {
@@ -121,12 +123,17 @@ void Control::raise_if_deserted(const RingFlight& flight) {
 
 std::string Control::silent_neighbour(uint64_t number) {
   uint64_t round;
+  std::optional<int> behind;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [peer, neighbour] : neighbours_) {
-      if (neighbour.last_begun < number) return "; " + context_.name_of(peer) + " has not begun it";
+      if (!behind && neighbour.last_begun < number) behind = peer;
     }
     round = ++probe_round_;
+  }
+  if (behind) {
+    await_better_word(context_.job_rank(*behind));
+    return "; " + context_.name_of(*behind) + " has not begun it";
   }
   tell_all({ControlMessage::kProbe, 0, round});
   int silent = -1;
