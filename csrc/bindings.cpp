@@ -441,15 +441,6 @@ void bind_data_parallel(py::module_& m) {
       m, "NewtonSchulz", "A matrix made orthogonal, in pieces under the waits of this thread.")
       .def(py::init(&NewtonSchulz::make), py::arg("matrix"))
       .def("finish", &NewtonSchulz::finish, NoGil());
-  // Asked in backward(), without the GIL.
-  m.def("set_hooks_check", [](const py::object& check) {
-    // Never destroyed: the interpreter may be gone by then.
-    const auto* held = new py::object(check);
-    set_hooks_check([held](const at::Tensor& weight) {
-      const py::gil_scoped_acquire gil;
-      return (*held)(weight).cast<bool>();
-    });
-  });
   m.def("processor_key", &processor_key);
   m.def("use_gemm_table",
         [](std::vector<int64_t> rows, std::vector<int64_t> features, std::vector<std::vector<bool>> is_ours) {

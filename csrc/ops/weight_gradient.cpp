@@ -269,8 +269,6 @@ Pass& this_pass() {
   return *pass;
 }
 
-std::function<bool(const at::Tensor&)> hooks_check;
-
 // Whether it is real memory of a parameter, and not something that stands for it.
 bool is_plain_leaf(const at::Tensor& weight) {
   return weight.device().is_cpu() && weight.is_leaf() && weight.has_storage() &&
@@ -289,12 +287,9 @@ bool may_come_later(const at::Tensor& weight) {
   const auto node = torch::autograd::get_current_node();
   const auto accumulator = torch::autograd::impl::grad_accumulator(weight);
   if (!node->post_hooks().empty() || !accumulator->pre_hooks().empty() ||
-      !accumulator->post_hooks().empty() || !accumulator->tensor_pre_hooks().empty())
+      !accumulator->post_hooks().empty() || !accumulator->tensor_pre_hooks().empty() ||
+      accumulator->tensor_post_acc_grad_hooks())
     return false;
-  // What was saved may be another tensor than the parameter, which has the hooks: checkpointing makes them
-  // anew.
-  const at::Tensor& parameter = static_cast<torch::autograd::AccumulateGrad&>(*accumulator).variable;
-  if (accumulator->tensor_post_acc_grad_hooks() && !(hooks_check && hooks_check(parameter))) return false;
   Pass& pass = this_pass();
   // torch leaves the root out of the nodes of its graph.
   if (!torch::autograd::get_current_graph_task_nodes_in_graph()->contains(node.get()) &&
@@ -303,10 +298,6 @@ bool may_come_later(const at::Tensor& weight) {
     pass.uses[node.get()] = 0;
   }
   return pass.uses[accumulator.get()] == 1;
-}
-
-void set_hooks_check(std::function<bool(const at::Tensor& weight)> check) {
-  hooks_check = std::move(check);
 }
 
 void multiply_later(const at::Tensor& weight, const char* name, const at::Tensor& dy, const at::Tensor& x,

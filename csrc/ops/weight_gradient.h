@@ -78,9 +78,6 @@ class WeightProduct : public Piecework {
 // torch.autograd.grad() or backward(inputs=...) asks for it, where hooks are to be called when it comes,
 // where the weight has a sink, another use in the pass, or is computed, and not while torch.compile traces.
 bool may_come_later(const at::Tensor& weight);
-// Python's hooks that are called when a gradient has been accumulated: whether they also bear being called
-// before, when it has not come. The bindings' part of may_come_later().
-void set_hooks_check(std::function<bool(const at::Tensor& weight)> check);
 
 // The gradient of `weight`, for which may_come_later() holds, is the sum of such products, dy [blocks, rows,
 // N] and x [blocks, rows, K], which nobody writes into any more. `last`: none follows. `name`: of what

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pyruntime.nn.gradients import GRAD, gradient_of
+from pyruntime.nn.cut import GRAD, LIKE, SHAPES_ALONE, CutParameter, as_plain, gradient_of
 
 
 class ShardedParameter(nn.Parameter):
@@ -27,7 +27,7 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        found = gradient_of(self)
+        found = super().grad if isinstance(self, CutParameter) else gradient_of(self)
         if found is None and self.has_gradients():
             raise RuntimeError(
                 f"The gradient of {self.sharded_as} {list(self.shape)} was asked for, and shard()'s handle "
@@ -38,18 +38,30 @@ class ShardedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        GRAD.__set__(self, gradient)
+        with as_plain():
+            GRAD.__set__(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        GRAD.__set__(self, None)
+        with as_plain():
+            GRAD.__set__(self, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if isinstance(self, CutParameter):
+            return super().__deepcopy__(memo)
         memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        with as_plain():
+            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class ShardedCutParameter(ShardedParameter, CutParameter):
+    """One that is cut over a tensor-parallel group, too."""
+
+
+_SHARDED: dict[type, type] = {nn.Parameter: ShardedParameter, CutParameter: ShardedCutParameter}
 
 
 def mark_sharded(parameter: nn.Parameter, name: str, has_gradients: Callable[[], bool] | None) -> None:
@@ -58,13 +70,12 @@ def mark_sharded(parameter: nn.Parameter, name: str, has_gradients: Callable[[],
     parameter.sharded_as = name
     if has_gradients is not None:
         parameter.has_gradients = has_gradients
-        if type(parameter) is nn.Parameter:
-            parameter.__class__ = ShardedParameter
+        parameter.__class__ = _SHARDED.get(type(parameter), type(parameter))
 
 
 def unmark(parameter: nn.Parameter) -> None:
     if isinstance(parameter, ShardedParameter):
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = CutParameter if isinstance(parameter, CutParameter) else nn.Parameter
     for name in ("sharded_as", "has_gradients"):
         vars(parameter).pop(name, None)
 
@@ -85,7 +96,8 @@ class AwayWeight(ShardedParameter):
                     if _writes(func, args, kwargs, each):
                         _refuse(each, func)
                     each.fetch()
-        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)  # none is away now
+        with as_plain():
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -100,17 +112,22 @@ class AwayWeight(ShardedParameter):
         return f"Parameter {self.sharded_as} {list(self.shape)}, {self.dtype}, of which ranks keep rows"
 
 
+class AwayCutWeight(AwayWeight, ShardedCutParameter):
+    """One that is cut over a tensor-parallel group, too."""
+
+
 def give_back(parameter: nn.Parameter, fetch: Callable[[], None]) -> None:
     """Gives its memory back; its shape stays. fetch: gathers it, for whoever reads it."""
     parameter.untyped_storage().resize_(0)
-    parameter.__class__ = AwayWeight
+    parameter.__class__ = AwayCutWeight if isinstance(parameter, CutParameter) else AwayWeight
     parameter.fetch = fetch
 
 
 def take_back(parameter: nn.Parameter) -> None:
     """It has memory again, of which nothing is written yet."""
     if isinstance(parameter, AwayWeight):
-        parameter.__class__ = ShardedParameter
+        is_cut = isinstance(parameter, CutParameter)
+        parameter.__class__ = ShardedCutParameter if is_cut else ShardedParameter
         del parameter.fetch
     storage = parameter.untyped_storage()
     needed = parameter.numel() * parameter.element_size()
@@ -123,7 +140,7 @@ def own_memory(parameter: nn.Parameter, name: str) -> None:
     share, is copied.
 
     Raises ValueError for a parameter of another class than nn.Parameter."""
-    if type(parameter) is not nn.Parameter:
+    if type(parameter) not in _SHARDED:
         raise ValueError(
             f"Stage 3 gives back the memory of weights between calls, and {name} is a "
             f"{type(parameter).__name__}, not an nn.Parameter; use stage 2."
@@ -146,7 +163,7 @@ def _reads_values(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):  # of a property, such as p.grad
         return func.__self__.__name__ in ("data", "T", "H", "mT", "mH", "real", "imag")
-    return name not in _READ_NO_VALUES
+    return name not in SHAPES_ALONE | LIKE
 
 
 def _writes(func: Callable, args: tuple, kwargs: dict[str, Any], parameter: AwayWeight) -> bool:
@@ -159,15 +176,3 @@ def _writes(func: Callable, args: tuple, kwargs: dict[str, Any], parameter: Away
     target = args[0] if args else kwargs.get("tensor")  # torch.nn.init names it
     writes = in_place or operator or name in ("__setitem__", "__set__")
     return writes and any(each is parameter for each in tree_leaves(target))
-
-
-# fmt: off
-_READ_NO_VALUES = frozenset({
-    "__hash__", "__len__", "size", "dim", "ndimension", "numel", "nelement", "element_size",
-    "storage_offset", "stride", "is_contiguous", "untyped_storage", "data_ptr", "requires_grad_",
-    "register_hook", "register_post_accumulate_grad_hook", "is_floating_point", "is_complex",
-    "get_device", "is_shared", "is_pinned", "empty_like", "zeros_like", "ones_like", "full_like",
-    "rand_like", "randn_like",
-})
-# fmt: on
-"""Names functions of torch that ask a tensor for its shape, or autograd for what it knows of it."""

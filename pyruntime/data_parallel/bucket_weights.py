@@ -13,6 +13,7 @@ from pyruntime.comm.wire import Wire, WireFormat
 from pyruntime.data_parallel.away import AwayWeight, give_back, own_memory, take_back
 from pyruntime.data_parallel.axes import Axis
 from pyruntime.data_parallel.buckets import Bucket, Part
+from pyruntime.nn.cut import memory_of
 
 
 class BucketWeights:
@@ -166,7 +167,7 @@ class BucketWeights:
                 for part, rows in zip(bucket.parts, self.rows, strict=True):
                     own = self._wire.packed(rows.view(-1, bucket.width))
                     self._wire.read(own, self._own_rows(part).view(-1, bucket.width))
-            whole = [bucket.lines_of(parameter.data) for parameter in bucket.parameters]
+            whole = [bucket.lines_of(memory_of(parameter)) for parameter in bucket.parameters]
             for index, (begin, count) in enumerate(gather.chunks()):
                 chunk = gather.chunk(index)
                 for span in bucket.spans(begin, count):

@@ -30,7 +30,7 @@ from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.reduction import Launch, Reduced, Touched, launch, may_send_some
 from pyruntime.data_parallel.touched import touched_rows
-from pyruntime.nn.gradients import gradient_of
+from pyruntime.nn.cut import gradient_of
 from pyruntime.nn.weight_sinks import InTurn
 from pyruntime.ops.attention import statistics_dtype
 from pyruntime.ops.layers import add_

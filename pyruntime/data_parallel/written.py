@@ -23,6 +23,7 @@ from pyruntime.data_parallel.away import AwayWeight
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.nn.comparing import different
+from pyruntime.nn.cut import memory_of
 
 
 @torch.no_grad()
@@ -59,7 +60,7 @@ class Written:
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._seen: list[tuple[str, nn.Parameter, tuple]] = []
         self._parameters = [(self._trainable[id(p)], p) for bucket in buckets for p in bucket.parameters]
-        self._memory = [parameter.data for _, parameter in self._parameters]
+        self._memory = [memory_of(parameter) for _, parameter in self._parameters]
         self._registered = _registrations
         self.accept()
 
@@ -71,7 +72,7 @@ class Written:
     def restore(self) -> None:
         """Parameters that were given other memory have their own again, with what was written."""
         for (_, parameter), own in zip(self._parameters, self._memory, strict=True):
-            given = parameter.data
+            given = memory_of(parameter)
             if given.dtype == own.dtype and given.untyped_storage()._cdata != own.untyped_storage()._cdata:
                 own.copy_(given)
                 parameter.data = own

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from pyruntime.nn.cut import memory_of
 from pyruntime.nn.gather import gather_whole
 from pyruntime.nn.parameters import TensorGroup
 
@@ -59,7 +60,7 @@ def gather_full(shard: Shard, group: TensorGroup) -> Tensor:
 def _shards_of(module: nn.Module, names: dict[str, str], prefix: str = "") -> Iterator[Shard]:
     for parameter in module.parameters(recurse=False):
         layout = parameter.tp_layout
-        for part, local in zip(layout.parts, layout.split(parameter.detach()), strict=True):
+        for part, local in zip(layout.parts, layout.split(memory_of(parameter)), strict=True):
             # "q.weight" of a merged linear, "weight" of a plain one
             which, _, kind = part.key.rpartition(".")
             starts = {dim: start for dim, start, _ in layout.places(part)}

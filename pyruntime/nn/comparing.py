@@ -19,6 +19,7 @@ from pyruntime import ops
 from pyruntime.comm import rank_name
 from pyruntime.comm.core import _C
 from pyruntime.comm.exchange import gather
+from pyruntime.nn.cut import as_plain, memory_of
 from pyruntime.nn.parameters import TensorGroup
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -126,11 +127,11 @@ def forwards(layers: Sequence[Layer], of: Callable[[Layer], Callable]) -> Iterat
 
 @contextlib.contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout; buffers and random numbers are put back."""
+    """No gradients, no dropout, and cut weights are plain shards; buffers and random numbers are put back."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = {b.device for b in (*module.parameters(), *module.buffers()) if b.device.type == "cuda"}
     state = random.getstate()
-    with torch.no_grad(), torch.random.fork_rng(list(devices)), _NoDropout():
+    with torch.no_grad(), as_plain(), torch.random.fork_rng(list(devices)), _NoDropout():
         torch.manual_seed(0)
         random.seed(0)
         try:
@@ -162,7 +163,8 @@ def different(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[t
     rank; the same on every rank. Reads every tensor once and exchanges a line for each.
 
     Raises ValueError, on every rank alike, where ranks have other names, shapes or dtypes."""
-    mine = [(name, f"{name} {list(t.shape)} {t.dtype}", _checksum(t)) for name, t in tensors.items()]
+    local = {name: memory_of(tensor) for name, tensor in tensors.items()}
+    mine = [(name, f"{name} {list(t.shape)} {t.dtype}", _checksum(t)) for name, t in local.items()]
     kind = list[tuple[str, str, tuple[int, int]]]
     everyone = gather(group, "Comparing the models of the ranks", mine, kind)
     first = rank_name(group.group_name, 0)

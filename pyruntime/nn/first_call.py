@@ -37,6 +37,7 @@ from pyruntime.nn.comparing import (
     tensors_of,
     untouched,
 )
+from pyruntime.nn.cut import memory_of
 from pyruntime.nn.gather import gather_whole
 from pyruntime.nn.head_counts import Mismatch
 from pyruntime.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -435,7 +436,7 @@ def _own_columns(layer: ParallelLinear) -> Tensor:
     if layer.group.y is None:
         return layer.matrix
     layout = layer._layouts["weight"]
-    weight = gather_whole(layer.weight.detach(), layout.cuts[1:], layout.parts[0].shape)
+    weight = gather_whole(memory_of(layer.weight), layout.cuts[1:], layout.parts[0].shape)
     return weight.t() if layer.transposed else weight
 
 
@@ -445,4 +446,4 @@ def _whole(layer: ParallelLinear, name: str) -> Tensor | None:
         return None
     layout = layer._layouts[name]
     part = layout.parts[0]
-    return gather_whole(parameter.detach(), layout.cuts, part.shape, part.packed)
+    return gather_whole(memory_of(parameter), layout.cuts, part.shape, part.packed)

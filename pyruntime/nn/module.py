@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pyruntime.comm.ranges import is_heard, marked
-from pyruntime.nn.gradients import watch_gradient
+from pyruntime.nn.cut import as_plain, mark_cut
 from pyruntime.nn.optimizer_states import before_step
 from pyruntime.nn.parameters import Group, Layout, Part, TensorGroup
 from pyruntime.nn.wrappers import refuse_removal, refuse_replacement, refuse_wrapper
@@ -61,7 +61,7 @@ class ParallelModule(nn.Module):
         parameter = nn.Parameter(torch.empty(layout.local_shape(), dtype=dtype, device=device))
         self.register_parameter(name, parameter)
         self._layouts[name] = layout
-        _mark(parameter, layout)
+        mark_cut(parameter, layout)
         return parameter
 
     @torch.no_grad()
@@ -87,11 +87,12 @@ class ParallelModule(nn.Module):
         """What the module computes, in a range "tp LABEL" (of a rank alone, "LABEL") where a profiler is
         watching. Calls pay less than a microsecond where none is. In place of arguments, a `Step` of it."""
         compute = args[0].take if args and isinstance(args[0], Step) else self.compute
-        if not is_compiling() and is_heard():
-            name = self.label or type(self).__name__
-            with marked("tp", name) if self.group.size > 1 else marked(name):
-                return compute(*args, **kwargs)
-        return compute(*args, **kwargs)
+        with as_plain():  # a layer computes with its shards
+            if not is_compiling() and is_heard():
+                name = self.label or type(self).__name__
+                with marked("tp", name) if self.group.size > 1 else marked(name):
+                    return compute(*args, **kwargs)
+            return compute(*args, **kwargs)
 
     def compute(self, *args, **kwargs) -> Tensor:
         # Abstract: nn.Module and abc.ABC do not mix.
@@ -112,7 +113,7 @@ class ParallelModule(nn.Module):
     def _mark_all(self) -> None:
         for name, layout in self._layouts.items():
             if self._parameters.get(name) is not None:
-                _mark(self._parameters[name], layout)
+                mark_cut(self._parameters[name], layout)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -158,15 +159,7 @@ class ParallelModule(nn.Module):
         # clone: a narrow of a full tensor would keep the whole of it alive.
         own = value.clone(memory_format=torch.contiguous_format)
         self._parameters[name] = nn.Parameter(own, requires_grad=parameter.requires_grad)
-        _mark(self._parameters[name], self._layouts[name])
-
-
-def _mark(parameter: nn.Parameter, layout: Layout) -> None:
-    parameter.tp_layout = layout
-    parameter.tp_dim = layout.dim
-    parameter.tp_group_name = layout.group.name
-    if layout.cut_over:
-        watch_gradient(parameter)
+        mark_cut(self._parameters[name], self._layouts[name])
 
 
 @functools.cache

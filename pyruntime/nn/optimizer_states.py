@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pyruntime.nn.cut import cut_like
 from pyruntime.nn.parameters import Layout
 
 MIX_ELEMENTS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
@@ -140,15 +141,15 @@ def _whole(layout: Layout, name: str, value: Any) -> Any:
 
 def _local(layout: Layout, name: str, value: Any) -> Any:
     if isinstance(value, Mapping) and all(part.key in value for part in layout.parts):
-        return layout.gather_parts(value)
+        return cut_like(layout.gather_parts(value), layout)
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if len(layout.parts) == 1 and (value.numel() > 1 or tuple(value.shape) == layout.parts[0].shape):
-        return layout.gather_parts({layout.parts[0].key: value}).contiguous()
+        return cut_like(layout.gather_parts({layout.parts[0].key: value}).contiguous(), layout)
     if tuple(value.shape) != layout.local_shape():
         raise ValueError(
             f"The optimizer's state {name!r} to load has shape {list(value.shape)}, but is one for "
             f"{', '.join(part.key for part in layout.parts)}, of which this rank holds "
             f"{list(layout.local_shape())} in one; pass a DTensor for each, as state_dict() has them."
         )
-    return value
+    return cut_like(value, layout)

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from pyruntime import comm
 from pyruntime.comm import Axis, Group
 from pyruntime.comm.runtime import AXES
+from pyruntime.nn.cut import CutTensor
 from pyruntime.nn.packed.dtensor import PackedDTensor, dtensor
 from pyruntime.nn.packed.order import ranges_of
 
@@ -258,6 +259,7 @@ class Layout:
     def to_dtensors(self, local: Tensor) -> dict[str, Tensor]:
         """A DTensor per part over the storage of `local`, which is the parameter or anything of its shape
         (a gradient, a moment of the optimizer). No communication. Without a group the tensors are plain."""
+        local = local.to_local() if isinstance(local, CutTensor) else local
         shards = dict(zip(self.parts, self.split(local), strict=True))
         if not self.group.name:
             return {part.key: shard for part, shard in shards.items()}

@@ -1,0 +1,555 @@
+"""Tensors that are cut over the ranks of a tensor-parallel group, and know it.
+
+A weight that is cut is a `CutParameter`, and its gradient, the moments of an optimizer, a copy of it and
+whatever is computed of them element by element are `CutTensor`s. They have the shape of this rank's shard and
+its memory, so that layers and optimizers read them as they read any tensor. What torch computes of them is
+what it would compute of the whole:
+
+| of cut tensors | is |
+|---|---|
+| element by element (p.grad / 2, p.lerp_(q, 0.1), fused updates), copies, dtypes | cut likewise |
+| one number (norms, sum, mean, max, any, equal, ...) | of the whole, the same bits on every rank |
+| random numbers (torch.nn.init, rand_like) | drawn for the whole, of which this rank takes its shard |
+| anything else (p @ q, p[0], p.view(-1), p.sum(dim=0)) | refused, in a sentence |
+
+Numbers are exchanged between the ranks, so every rank must ask for them. `p.full_tensor()` is the whole, on
+every rank, all of which must call it; `p.to_local()` the shard as a plain tensor that nobody watches over.
+Parallel layers compute with shards (ParallelModule.forward)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pyruntime import ops
+
+if TYPE_CHECKING:
+    from pyruntime.nn.parameters import Layout
+
+GRAD: Any = Tensor.grad
+"""Torch's own descriptor."""
+
+as_plain = torch._C.DisableTorchFunctionSubclass
+"""Within it cut tensors are this rank's shards, and what is computed of them is plain."""
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Reads `.grad` past a class that would say why there is none; a plain tensor or as it was set."""
+    with as_plain():
+        return GRAD.__get__(parameter)
+
+
+def memory_of(parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter, cut or not: a plain tensor over its memory, without gradients."""
+    with as_plain():
+        return parameter.detach()
+
+
+class CutTensor(Tensor):
+    """This rank's shard of a tensor that is cut over a group; see the module's docstring."""
+
+    tp_layout: Layout
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with as_plain():
+            return _rule_of(func)(func, args, kwargs or {})
+
+    def to_local(self) -> Tensor:
+        """This rank's shard, a plain tensor over the same memory."""
+        with as_plain():
+            return self.view_as(self)
+
+    def full_tensor(self) -> Tensor:
+        """The whole, a plain tensor; no gradient flows through it. Every rank of the group must call it."""
+        with as_plain(), torch.no_grad():
+            layout = self.tp_layout
+            parts = layout.to_dtensors(self.detach()).values()
+            wholes = [part.full_tensor() for part in parts]  # type: ignore[attr-defined]
+            return wholes[0] if len(wholes) == 1 else torch.cat(wholes, layout.dim or 0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CutTensor:
+        with as_plain():
+            if not self.is_leaf:
+                raise RuntimeError(
+                    "Only tensors that were made by the user can be copied deeply; detach() it first."
+                )
+            memo[id(self)] = copied = _cut(self.detach().clone().requires_grad_(self.requires_grad), self)
+            return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with as_plain():
+            parts = list(self.tp_layout.to_dtensors(self.detach()).values())
+            if len(parts) == 1:
+                return parts[0].__reduce_ex__(protocol)
+        raise ValueError(
+            f"A tensor of {_words(self)} holds several tensors of the whole; save state_dict(), which has "
+            "them one by one."
+        )
+
+
+class CutParameter(CutTensor, nn.Parameter):
+    """A parameter that is cut over a group. Parameters change into it in place."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        gradient = gradient_of(self)
+        if type(gradient) is Tensor:
+            _cut(gradient, self)  # that very object, which stays the gradient
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        with as_plain():
+            GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with as_plain():
+            GRAD.__set__(self, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        with as_plain():
+            memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return mark_cut(copied, self.tp_layout)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Its layer marks it again when it is loaded.
+        with as_plain():
+            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def mark_cut(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
+    """Writes on a parameter what it holds of whole tensors; where it is cut over several ranks it becomes a
+    CutParameter."""
+    parameter.tp_layout = layout
+    parameter.tp_dim = layout.dim
+    parameter.tp_group_name = layout.group.name
+    if layout.cut_over and type(parameter) is nn.Parameter:
+        parameter.__class__ = CutParameter
+    return parameter
+
+
+def cut_like(tensor: Tensor, layout: Layout) -> Tensor:
+    """`tensor`, of the shape of a shard, as a cut tensor where the layout is of several ranks."""
+    if not layout.cut_over:
+        return tensor
+    with as_plain():
+        tensor = tensor.view_as(tensor)
+        tensor.__class__, tensor.tp_layout = CutTensor, layout
+        return tensor
+
+
+def _cut(tensor: Tensor, like: CutTensor) -> CutTensor:
+    """That plain tensor is cut as `like` is, from now on."""
+    tensor.__class__, tensor.tp_layout = CutTensor, like.tp_layout
+    return tensor  # type: ignore[return-value]
+
+
+def _words(tensor: CutTensor) -> str:
+    layout = tensor.tp_layout
+    keys = ", ".join(part.key for part in layout.parts)
+    shapes = ", ".join(str(list(part.shape)) for part in layout.parts)
+    return f"{keys} {shapes}, cut over group {layout.group}, of which this rank holds {list(tensor.shape)}"
+
+
+def _name(func: Any) -> str:
+    """Of a function of torch: "mul" for Tensor.mul_, torch.mul and Tensor.__rmul__ alike; "grad.get" where it
+    reads a property."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{func.__self__.__name__}.{name.strip('_')}"
+    if name.startswith("__"):
+        name = name.strip("_")
+        return _OPERATORS.get(name, f"__{name}__")
+    return name
+
+
+_BINARY = {
+    **{name: name for name in ("add", "sub", "mul", "pow", "matmul", "mod")},
+    **{"truediv": "div", "div": "div", "floordiv": "floor_divide"},
+    **{"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"},
+}
+_OPERATORS = {
+    **{f"{side}{name}": func for name, func in _BINARY.items() for side in ("", "r", "i")},
+    **{name: name for name in ("neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "pos")},
+    "invert": "bitwise_not",
+}
+
+
+# -- what may be done with cut tensors; each rule is called within as_plain()
+
+Rule = Callable[[Any, tuple, dict[str, Any]], Any]
+
+
+@functools.cache
+def _rule_of(func: Any) -> Rule:
+    if getattr(func, "__module__", "") == "torch.nn.init":
+        return _initialised
+    name = _name(func)
+    if name in _RULES:
+        return _RULES[name]
+    if name.startswith(("_foreach_", "_fused_")):
+        return _each
+    if name.endswith(".get"):
+        return _refuse if name in _TURNED else _plain
+    if name.endswith((".set", ".delete")) or (name.startswith("__") and name not in _ELEMENTS):
+        return _plain
+    return _element_by_element if _is_pointwise(name) else _refuse
+
+
+def _is_pointwise(name: str) -> bool:
+    for each in (name, name.rstrip("_")):
+        packet = getattr(torch.ops.aten, each, None)
+        if packet is not None and any(
+            torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+        ):
+            return True
+    return False
+
+
+def _first_cut(args: Any) -> CutTensor:
+    return next(each for each in tree_leaves(args) if isinstance(each, CutTensor))
+
+
+def _plain(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _refuse(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    name = _name(func).removesuffix(".get")
+    raise RuntimeError(
+        f"{name} was asked of a tensor of {_words(_first_cut((args, kwargs)))}, and what it computes of a "
+        "shard is no shard of what it computes of the whole; take it of tensor.full_tensor(), which every "
+        "rank must call, or of tensor.to_local(), the shard alone."
+    )
+
+
+def _element_by_element(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    like = _check_alike(func, tree_leaves((args, kwargs)))
+    result = func(*args, **kwargs)
+    if isinstance(result, tuple):
+        return tuple(_wrapped(func, each, like) for each in result)
+    return _wrapped(func, result, like)
+
+
+def _wrapped(func: Any, result: Any, like: CutTensor) -> Any:
+    if type(result) is not Tensor:
+        return result  # in place, or no tensor
+    if result.shape != like.shape:
+        raise RuntimeError(
+            f"{_name(func)} would spread a tensor of {_words(like)}, over {list(result.shape)}; take "
+            "tensor.full_tensor(), which every rank must call, or tensor.to_local()."
+        )
+    return _cut(result, like)
+
+
+def _check_alike(func: Any, operands: Iterable[Any]) -> CutTensor:
+    """The first cut one of the operands, which are all cut in the same way."""
+    first: CutTensor | None = None
+    for each in operands:
+        if not isinstance(each, CutTensor):
+            continue
+        if first is None:
+            first = each
+        elif (theirs := each.tp_layout) is not (ours := first.tp_layout) and (
+            (ours.dim, ours.dim_y, ours.group.name, first.shape)
+            != (theirs.dim, theirs.dim_y, theirs.group.name, each.shape)
+        ):
+            raise RuntimeError(
+                f"{_name(func)} was asked of {_words(first)}, and of {_words(each)}: they are not cut alike; "
+                "take full_tensor() of both, which every rank must call."
+            )
+    assert first is not None
+    return first
+
+
+def _each(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Functions of lists, element by element: the i-th result is cut as the i-th of the first list that has
+    cut ones."""
+    results = func(*args, **kwargs)
+    if not isinstance(results, list | tuple):
+        return results  # in place
+    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
+    for i, result in enumerate(results):
+        cut = [each[i] for each in lists if i < len(each) and isinstance(each[i], CutTensor)]
+        if cut:
+            _wrapped(func, result, _check_alike(func, cut))
+    return results
+
+
+def _copied(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """p.copy_(other): of a whole tensor this rank takes its shard."""
+    target, source = args[0], args[1] if len(args) > 1 else kwargs["src"]
+    if isinstance(target, CutTensor) and not isinstance(source, CutTensor):
+        layout = target.tp_layout
+        if source.shape != target.shape and len(layout.parts) == 1 and source.dim() > 0:
+            source = layout.local_part(layout.parts[0], source)
+        return target.copy_(source, *args[2:], **{k: v for k, v in kwargs.items() if k != "src"})
+    _check_alike(func, args)
+    return func(*args, **kwargs)
+
+
+def _set_item(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """p[mask] = number."""
+    tensor, index, value = args
+    if (
+        getattr(index, "dtype", None) != torch.bool
+        or index.shape != tensor.shape
+        or torch.numel(torch.as_tensor(value)) != 1
+    ):
+        _refuse(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _initialised(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """torch.nn.init: on the whole, of which each rank takes its shard."""
+    (tensor, *rest), kwargs = (args, kwargs) if args else ((kwargs["tensor"],), kwargs)
+    others = {name: value for name, value in kwargs.items() if name != "tensor"}
+    with torch.no_grad():
+        tensor.copy_(_whole_drawn(tensor, lambda whole: func(whole, *rest, **others)))
+    return tensor
+
+
+def _random_like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """rand_like, randn_like: of a whole tensor."""
+    like = _first_cut(args)
+    return _cut(_whole_drawn(like, lambda whole: func(whole, *args[1:], **kwargs)), like)
+
+
+def _whole_drawn(tensor: CutTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    layout = tensor.tp_layout
+    wholes = {
+        part.key: draw(torch.empty(part.shape, dtype=tensor.dtype, device=tensor.device))
+        for part in layout.parts
+    }
+    return layout.gather_parts(wholes).contiguous()
+
+
+def _refuse_draw(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    raise RuntimeError(
+        f"{_name(func)} was asked of a tensor of {_words(_first_cut((args, kwargs)))}: each rank would draw "
+        "for itself, and torch.nn.init's rules that count a weight's features (xavier) would count those of "
+        "the shard. Use torch.nn.init.normal_, uniform_ or kaiming_uniform_, which draw for the whole; the "
+        "layer's reset_parameters(); or copy_() a whole tensor into it."
+    )
+
+
+# -- numbers of the whole
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of every rank's number; what each rank goes on to compute is the same on all, so the gradient
+    comes back as it is."""
+
+    @staticmethod
+    def forward(ctx, local: Tensor, group: str) -> Tensor:
+        return ops.all_gather_stats(local.double().reshape(1), group).sum(0).to(local.dtype).reshape(())
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, None
+
+
+def _summed(local: Tensor, like: CutTensor) -> Tensor:
+    for group in like.tp_layout.cut_over:
+        local = _SumOverRanks.apply(local, group)
+    return local
+
+
+def _count(tensor: CutTensor) -> int:
+    layout = tensor.tp_layout
+    return sum(functools.reduce(int.__mul__, part.shape, 1) for part in layout.parts)
+
+
+def _whole_number(func: Any, args: tuple, kwargs: dict[str, Any], given: str = "dim") -> CutTensor:
+    """The tensor, of which one number was asked; refuses numbers along dimensions."""
+    tensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    along = kwargs.get(given, kwargs.get("axis", args[1] if len(args) > 1 else None))
+    if not isinstance(tensor, CutTensor) or along not in (None, ()):
+        _refuse(func, args, kwargs)
+    return tensor
+
+
+def _sum(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    tensor = _whole_number(func, args, kwargs)
+    return _summed(func(*args, **kwargs), tensor)
+
+
+def _mean(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    tensor = _whole_number(func, args, kwargs)
+    return _summed(torch.sum(tensor, dtype=kwargs.get("dtype")), tensor) / _count(tensor)
+
+
+def _variance(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """var and std."""
+    tensor = _whole_number(func, args, {}) if len(args) == 1 else _refuse(func, args, kwargs)
+    options = dict(kwargs)
+    correction = options.pop("correction", 1 if options.pop("unbiased", True) else 0)
+    if options:
+        _refuse(func, args, kwargs)
+    mean = _summed(tensor.sum(), tensor) / _count(tensor)
+    variance = _summed((tensor - mean).square().sum(), tensor) / max(_count(tensor) - correction, 0)
+    return variance.sqrt() if _name(func) == "std" else variance
+
+
+class _ExtremeOverRanks(torch.autograd.Function):
+    """The greatest or the least of every rank's number; ranks that all have it share the gradient."""
+
+    @staticmethod
+    def forward(ctx, local: Tensor, group: str, combine: Callable[[Tensor], Tensor]) -> Tensor:
+        every = ops.all_gather_stats(local.double().reshape(1), group)
+        found = combine(every).to(local.dtype).reshape(())
+        ctx.share = float(local == found) / max(int((every == found.double()).sum()), 1)
+        return found
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient * ctx.share, None, None
+
+
+def _extreme(combine: Callable[[Tensor], Tensor]) -> Rule:
+    def rule(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if len(args) > 1 and isinstance(args[1], Tensor):
+            return _element_by_element(func, args, kwargs)  # torch.max(p, q)
+        tensor = _whole_number(func, args, kwargs)
+        value = func(*args, **kwargs)
+        for group in tensor.tp_layout.cut_over:
+            value = _ExtremeOverRanks.apply(value, group, combine)
+        return value
+
+    return rule
+
+
+def _alike_everywhere(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """torch.equal and allclose."""
+    tensor = _check_alike(func, tree_leaves((args, kwargs)))
+    same = torch.tensor([float(func(*args, **kwargs))])
+    for group in tensor.tp_layout.cut_over:
+        same = ops.all_gather_stats(same.double(), group).amin(0)
+    return bool(same)
+
+
+def _norms(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """torch._foreach_norm."""
+    order = kwargs.get("ord", args[1] if len(args) > 1 else 2)
+    return _of_all_ranks(list(func(*args, **kwargs)), args[0], float(order))
+
+
+def _norm(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """torch.linalg.vector_norm, torch.norm and Tensor.norm."""
+    arguments = {**dict(zip(("ord", "dim"), args[1:], strict=False)), **kwargs}
+    if arguments.get("dim") is not None or not isinstance(args[0] if args else None, CutTensor):
+        _refuse(func, args, kwargs)
+    norm = func(*args, **kwargs)
+    given = arguments.get("ord", arguments.get("p"))
+    order = 2.0 if given in ("fro", None) else float(given)
+    if torch.is_grad_enabled() and norm.requires_grad:
+        if order <= 0 or order == float("inf"):
+            _refuse(func, args, kwargs)
+        return _summed(norm**order, args[0]) ** (1 / order)
+    return _of_all_ranks([norm], [args[0]], order)[0]
+
+
+def _of_all_ranks(norms: list[Tensor], tensors: Sequence[Tensor], order: float) -> list[Tensor]:
+    """`norms` of this rank's shards, made those of all ranks' shards where the tensor is one. One gather for
+    each group."""
+    for groups, places in _places(tensors).items():
+        whole = torch.stack([norms[i].double().reshape(()) for i in places])
+        for group in groups:
+            whole = _combined(ops.all_gather_stats(whole, group), order)  # of [P, len(places)]
+        for i, norm in zip(places, whole, strict=True):
+            norms[i] = norm.to(norms[i].dtype).reshape(norms[i].shape)
+    return norms
+
+
+def _combined(norms: Tensor, order: float) -> Tensor:
+    """Norms of vectors [n] out of those of their parts [P, n]."""
+    if order == float("inf"):
+        return norms.amax(0)
+    if order == -float("inf"):
+        return norms.amin(0)
+    return norms.sum(0) if order == 0 else norms.pow(order).sum(0).pow(1 / order)
+
+
+def _unscale(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """torch._amp_foreach_non_finite_check_and_unscale_: what one rank found, all have found."""
+    gradients, found_inf, _ = args
+    func(*args, **kwargs)
+    for group in dict.fromkeys(group for groups in _places(gradients) for group in groups):
+        found_inf.copy_(ops.all_gather_stats(found_inf.double(), group).amax(0))
+
+
+def _places(tensors: Sequence[Tensor]) -> dict[tuple[str, ...], list[int]]:
+    """By the groups that they are cut over, where the cut ones stand."""
+    places: dict[tuple[str, ...], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, CutTensor):
+            places.setdefault(tensor.tp_layout.cut_over, []).append(i)
+    return places
+
+
+def _gradients(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """torch.autograd.grad: each gradient is cut as its input is."""
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    found = func(*args, **kwargs)
+    for gradient, of in zip(found, inputs, strict=True):
+        if isinstance(of, CutTensor) and type(gradient) is Tensor:
+            _cut(gradient, of)
+    return found
+
+
+# fmt: off
+_ELEMENTS = {"__contains__", "__getitem__", "__setitem__", "__iter__", "__matmul__", "__reversed__"}
+"""What Python's operators do with some of the elements."""
+_TURNED = {f"{name}.get" for name in ("T", "mT", "H", "mH")}
+SHAPES_ALONE = frozenset({
+    "__hash__", "__len__", "size", "dim", "ndimension", "numel", "nelement", "element_size",
+    "storage_offset", "stride", "is_contiguous", "untyped_storage", "data_ptr", "requires_grad_",
+    "register_hook", "register_post_accumulate_grad_hook", "is_floating_point", "is_complex",
+    "get_device", "is_shared", "is_pinned",
+})
+"""Names of functions of torch that ask a tensor for its shape, or autograd for what it knows of it."""
+LIKE = frozenset({"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"})
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys((
+        *SHAPES_ALONE, "backward", "as_subclass", "numpy", "tolist", "type", "storage", "retain_grad",
+        "data.set", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "share_memory_",
+        "pin_memory",
+        "is_same_size", "is_nonzero", "is_inference", "is_set_to", "is_signed", "is_conj", "is_neg",
+        "set_", "resize_", "view_as",
+        "result_type", "promote_types", "can_cast", "is_tensor", "is_storage", "typename", "unsafe_chunk",
+    ), _plain),
+    **dict.fromkeys((
+        "clone", "detach", "detach_", "to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type_as",
+        "contiguous", "empty_like", "zeros_like", "ones_like", "full_like", "zero_", "fill_", "data.get",
+        "multiply", "multiply_", "subtract", "subtract_", "divide", "divide_", "floor_divide",
+        "floor_divide_", "negative", "negative_", "absolute", "absolute_", "isclose", "isfinite", "isreal",
+        "square", "square_", "pos", "true_divide", "true_divide_",
+    ), _element_by_element),
+    **dict.fromkeys(("rand_like", "randn_like"), _random_like),
+    **dict.fromkeys((
+        "normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_",
+        "random_", "bernoulli", "dropout", "dropout_",
+    ), _refuse_draw),
+    **dict.fromkeys(("sum", "count_nonzero"), _sum),
+    **dict.fromkeys(("var", "std"), _variance),
+    **dict.fromkeys(("max", "amax", "any"), _extreme(lambda every: every.amax(0))),
+    **dict.fromkeys(("min", "amin", "all"), _extreme(lambda every: every.amin(0))),
+    **dict.fromkeys(("equal", "allclose"), _alike_everywhere),
+    **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm"), _norm),
+    "mean": _mean,
+    "copy_": _copied,
+    "__setitem__": _set_item,
+    "grad": _gradients,
+    "_foreach_norm": _norms,
+    "_foreach_max": _refuse,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+}
+# fmt: on
