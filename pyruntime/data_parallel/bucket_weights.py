@@ -49,7 +49,7 @@ class BucketWeights:
 
     def _own_rows(self, part: Part) -> Tensor:
         first = part.first_row + self.axis.rank * part.share
-        rows = torch.atleast_1d(self.bucket.parameters[part.owner].data)
+        rows = torch.atleast_1d(memory_of(self.bucket.parameters[part.owner]))
         return rows[first : first + part.local_rows(self.axis.rank)]
 
     def take_parameters(self) -> None:

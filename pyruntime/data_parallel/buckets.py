@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pyruntime.nn.cut import memory_of
+
 
 @dataclass(frozen=True)
 class Part:
@@ -72,7 +74,7 @@ class Bucket:
         self.parameters, self.segments = [parameter for _, parameter in named], segments
         self.is_matrix = not more and alone.dim() >= 2
         """One parameter, whose rows are the lines."""
-        self.width = max(1, alone[:1].numel()) if self.is_matrix else 1
+        self.width = max(1, memory_of(alone)[:1].numel()) if self.is_matrix else 1
         """Elements of a line, which divides every parameter's row."""
         self.parts: list[Part] = []
         offset = 0
@@ -99,7 +101,7 @@ class Bucket:
 
     def lines_of(self, tensor: Tensor) -> Tensor:
         """A tensor of the shape of one of the parameters as lines [-1, width]."""
-        return tensor.reshape(-1, self.width)
+        return memory_of(tensor).reshape(-1, self.width)
 
     def spans(self, begin: int, count: int) -> Iterator[Span]:
         """The rows of parameters in the lines [begin, begin + count), which lie in one segment."""

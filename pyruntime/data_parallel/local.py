@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyruntime.data_parallel.buckets import Bucket
+from pyruntime.nn.cut import gradient_of
 from pyruntime.nn.weight_sinks import AddedToGrad
 
 
@@ -28,7 +29,7 @@ class LocalGradients(AddedToGrad):
         for bucket in self._buckets:
             rows: list[Tensor | None] = []
             for part in bucket.parts:
-                gradient = bucket.parameters[part.owner].grad
+                gradient = gradient_of(bucket.parameters[part.owner])
                 last = part.first_row + part.rows
                 rows.append(None if gradient is None else torch.atleast_1d(gradient)[part.first_row : last])
             for parameter in bucket.parameters:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyruntime import ops
+from pyruntime.nn.cut import memory_of
 from pyruntime.nn.parameters import Group, TensorGroup
 from pyruntime.ops.layers import sum_of_squares
 
@@ -28,7 +29,7 @@ def grad_norm(parameters: Tensor | Iterable[nn.Parameter], group: Group | Tensor
     gradients: dict[tuple[bool, ...], list[Tensor]] = {kind: [] for kind in kinds}
     for p in parameters:
         if p.grad is not None:
-            gradients[tuple(axis.name in _cut_over(p, group) for axis in axes)].append(p.grad)
+            gradients[tuple(axis.name in _cut_over(p, group) for axis in axes)].append(memory_of(p.grad))
     device = parameters[0].device if parameters else torch.device("cpu")
     squares = torch.stack([sum_of_squares(of_kind, device) for of_kind in gradients.values()])
     for place, axis in enumerate(axes):
@@ -78,7 +79,7 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"The gradient's norm is {total.item()}, so it cannot be clipped to max_norm={max_norm}."
         )
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = [memory_of(p.grad) for p in parameters if p.grad is not None]
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     if grads and (total.device.type != "cpu" or scale.item() != 1.0):
         torch._foreach_mul_(grads, scale.to(grads[0].device, torch.float32))

@@ -10,7 +10,8 @@ what it would compute of the whole:
 | element by element (p.grad / 2, p.lerp_(q, 0.1), fused updates), copies, dtypes | cut likewise |
 | one number (norms, sum, mean, max, any, equal, ...) | of the whole, the same bits on every rank |
 | random numbers (torch.nn.init, rand_like) | drawn for the whole, of which this rank takes its shard |
-| anything else (p @ q, p[0], p.view(-1), p.sum(dim=0)) | refused, in a sentence |
+| a product that sums over features which every rank has, a transposed matrix | cut likewise |
+| anything else (p @ p.T, p[0], p.view(-1), p.sum(dim=0)) | refused, in a sentence |
 
 Numbers are exchanged between the ranks, so every rank must ask for them. `p.full_tensor()` is the whole, on
 every rank, all of which must call it; `p.to_local()` the shard as a plain tensor that nobody watches over.
@@ -18,6 +19,7 @@ Parallel layers compute with shards (ParallelModule.forward)."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pyruntime import ops
+
+INSTEAD = "for data parallelism beside tensor parallelism call pyruntime.shard(model, runtime.dp)"
+_TAKEN_FOR_WHOLE = (
+    " What takes a weight for a whole one (FSDP, fully_shard, spectral_norm) cannot be used on a tensor-parallel "
+    f"model: {INSTEAD}."
+)
 
 if TYPE_CHECKING:
     from pyruntime.nn.parameters import Layout
@@ -45,9 +53,9 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def memory_of(parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter, cut or not: a plain tensor over its memory, without gradients."""
+    """`.data` of a parameter: what this rank holds of it, cut or not, as a plain tensor over its memory."""
     with as_plain():
-        return parameter.detach()
+        return parameter.data
 
 
 class CutTensor(Tensor):
@@ -171,7 +179,7 @@ def _name(func: Any) -> str:
 
 
 _BINARY = {
-    **{name: name for name in ("add", "sub", "mul", "pow", "matmul", "mod")},
+    **{name: name for name in ("add", "sub", "mul", "pow", "mod")},
     **{"truediv": "div", "div": "div", "floordiv": "floor_divide"},
     **{"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"},
 }
@@ -189,6 +197,8 @@ Rule = Callable[[Any, tuple, dict[str, Any]], Any]
 
 @functools.cache
 def _rule_of(func: Any) -> Rule:
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return _plain  # what torch.compile has made of a model calls them, and pyruntime.ops, with shards
     if getattr(func, "__module__", "") == "torch.nn.init":
         return _initialised
     name = _name(func)
@@ -197,9 +207,9 @@ def _rule_of(func: Any) -> Rule:
     if name.startswith(("_foreach_", "_fused_")):
         return _each
     if name.endswith(".get"):
-        return _refuse if name in _TURNED else _plain
-    if name.endswith((".set", ".delete")) or (name.startswith("__") and name not in _ELEMENTS):
         return _plain
+    if name.endswith((".set", ".delete")) or (name.startswith("_") and name not in _ELEMENTS):
+        return _plain  # Python's and torch's own business
     return _element_by_element if _is_pointwise(name) else _refuse
 
 
@@ -227,6 +237,7 @@ def _refuse(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         f"{name} was asked of a tensor of {_words(_first_cut((args, kwargs)))}, and what it computes of a "
         "shard is no shard of what it computes of the whole; take it of tensor.full_tensor(), which every "
         "rank must call, or of tensor.to_local(), the shard alone."
+        + (_TAKEN_FOR_WHOLE if name in ("chunk", "flatten") else "")
     )
 
 
@@ -281,6 +292,42 @@ def _each(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if cut:
             _wrapped(func, result, _check_alike(func, cut))
     return results
+
+
+def _of_layout(tensor: Tensor, dim: int | None, dim_y: int | None, like: CutTensor, turn: Any) -> CutTensor:
+    """`tensor`, whose parts have the shapes that `turn` makes of those of `like`, cut along other
+    dimensions."""
+    layout = like.tp_layout
+    parts = tuple(dataclasses.replace(part, shape=turn(part.shape)) for part in layout.parts)
+    tensor.__class__ = CutTensor
+    tensor.tp_layout = dataclasses.replace(layout, dim=dim, dim_y=dim_y, parts=parts)
+    return tensor  # type: ignore[return-value]
+
+
+def _turned(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """p.T, p.mT, p.t(), p.transpose(0, 1) of a matrix."""
+    tensor = args[0]
+    if tensor.dim() != 2 or {each % 2 for each in args[1:]} not in (set(), {0, 1}) or kwargs:
+        _refuse(func, args, kwargs)
+    dim, dim_y = (
+        None if each is None else 1 - each for each in (tensor.tp_layout.dim, tensor.tp_layout.dim_y)
+    )
+    return _of_layout(func(*args), dim, dim_y, tensor, lambda shape: shape[::-1])
+
+
+def _product(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A @ B, where the features that are summed are whole: A's rows are cut, or B's columns."""
+    operands = [each for each in args if isinstance(each, Tensor)]
+    cut = [isinstance(each, CutTensor) for each in operands]
+    if cut not in ([True, False], [False, True]) or any(each.dim() != 2 for each in operands) or kwargs:
+        _refuse(func, args, kwargs)
+    kept = cut.index(True)  # the dimension of that operand which the result has, too
+    tensor, other = operands[kept], operands[1 - kept]
+    if (tensor.tp_layout.dim, tensor.tp_layout.dim_y) != (kept, None):
+        _refuse(func, args, kwargs)
+    width = other.shape[1 - kept]
+    turn = (lambda shape: (shape[0], width)) if kept == 0 else (lambda shape: (width, shape[1]))
+    return _of_layout(func(*args), kept, None, tensor, turn)
 
 
 def _copied(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -506,9 +553,9 @@ def _gradients(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 # fmt: off
-_ELEMENTS = {"__contains__", "__getitem__", "__setitem__", "__iter__", "__matmul__", "__reversed__"}
+_ELEMENTS = {"__contains__", "__getitem__", "__setitem__", "__iter__", "__reversed__"}
+_ELEMENTS |= {"__rmatmul__", "__imatmul__", "__divmod__", "__rdivmod__"}
 """What Python's operators do with some of the elements."""
-_TURNED = {f"{name}.get" for name in ("T", "mT", "H", "mH")}
 SHAPES_ALONE = frozenset({
     "__hash__", "__len__", "size", "dim", "ndimension", "numel", "nelement", "element_size",
     "storage_offset", "stride", "is_contiguous", "untyped_storage", "data_ptr", "requires_grad_",
@@ -546,6 +593,8 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm"), _norm),
     "mean": _mean,
     "copy_": _copied,
+    **dict.fromkeys(("t", "T.get", "mT.get", "transpose"), _turned),
+    **dict.fromkeys(("matmul", "mm", "__matmul__"), _product),
     "__setitem__": _set_item,
     "grad": _gradients,
     "_foreach_norm": _norms,

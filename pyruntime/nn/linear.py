@@ -39,6 +39,7 @@ from pyruntime.comm.wire import FORMATS, WireFormat
 from pyruntime.nn.activations.causal_loss import leave_own
 from pyruntime.nn.activations.row_shard import RowShard, to_rows
 from pyruntime.nn.activations.shared_input import SharedInput
+from pyruntime.nn.cut import as_plain
 from pyruntime.nn.gather import gather_features, split_features
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
@@ -161,7 +162,10 @@ class ParallelLinear(ParallelModule):
     @property
     def matrix(self) -> Tensor:
         """This rank's weight as [out_features, in_features], whichever way it is kept."""
-        return self.weight.t() if self.transposed else self.weight
+        if not self.transposed:
+            return self.weight
+        with as_plain():
+            return self.weight.t()
 
     def reset_parameters(self) -> None:
         if self.weight.is_meta:

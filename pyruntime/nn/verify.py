@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pyruntime import ops
 from pyruntime.comm.core import _C
 from pyruntime.nn.comparing import tensors_of
+from pyruntime.nn.cut import memory_of
 from pyruntime.nn.parameters import TensorGroup
 
 # Of a tensor's norm; what is smaller than _NOISE of the largest gradient is compared with that instead.
@@ -64,7 +65,11 @@ def _run(model: nn.Module, batch: Any) -> tuple[list[tuple[str, Tensor]], dict[s
         for p in parameters.values():
             p.grad = None
         loss.backward()  # not autograd.grad: reentrant checkpoints refuse it
-        return outputs, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+        gradients = {name: p if p.grad is None else p.grad for name, p in parameters.items()}
+        return outputs, {
+            name: torch.zeros_like(memory_of(g)) if g is parameters[name] else memory_of(g)
+            for name, g in gradients.items()
+        }
     finally:
         for name, p in parameters.items():
             p.grad = kept[name]

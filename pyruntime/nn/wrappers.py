@@ -9,10 +9,10 @@ from typing import NoReturn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pyruntime.nn.cut import INSTEAD
 from pyruntime.nn.parameters import TensorGroup
 
 DATA_PARALLEL = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
-INSTEAD = "for data parallelism beside tensor parallelism call pyruntime.shard(model, runtime.dp)"
 
 
 def refuse_wrapper(wrapper: nn.Module, _name: str, module: nn.Module) -> None:

@@ -18,6 +18,7 @@ from pyruntime.data_parallel import gradients
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.touched import packed, tables_of, touched_rows, unpacked
 from pyruntime.nn import VocabParallelEmbedding
+from pyruntime.nn.cut import memory_of
 from tests.data_parallel import cases
 from tests.transports import TRANSPORTS, on_transport, take
 
@@ -242,7 +243,7 @@ def vocabulary_cut(group, stage, by_rows):
             norms.append(optimizer.step().grad_norm)
     handle.complete()
     name = handle.axes.shard.name
-    found = table.weight.detach().clone(), norms, comm.stats(name).bytes
+    found = memory_of(table.weight).clone(), norms, comm.stats(name).bytes
     handle.close()
     comm.close(mesh["tp"])
     return found

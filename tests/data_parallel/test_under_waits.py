@@ -19,6 +19,7 @@ import pyruntime
 from pyruntime import comm
 from pyruntime.data_parallel.gradients import GradientReducer
 from pyruntime.nn import ColumnParallelLinear, RowParallelLinear
+from pyruntime.nn.cut import memory_of
 from pyruntime.nn.weight_sinks import InTurn
 from pyruntime.overlap import Kind
 
@@ -119,7 +120,7 @@ def train(
         InTurn.MOST = most
     handle.complete()
     found = any(entry.kind is Kind.OP and entry.name == PRODUCT for entry in ledger.stretch.entries)
-    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    weights = [memory_of(parameter).clone() for parameter in model.parameters()]
     handle.close()
     return weights, norms, names, found
 
@@ -200,7 +201,7 @@ def filled(group) -> tuple[float, float]:
     waits = [entry for entry in entries if entry.kind is Kind.WAIT and entry.axis == "tp"]
     products = [entry for entry in entries if entry.kind is Kind.OP and entry.name == PRODUCT]
     assert not any(wait.begin < each.begin < wait.end for wait in waits for each in products)
-    last = max(wait.end for wait in waits)
+    last = max((wait.end for wait in waits), default=0.0)  # a late rank may not have waited
     return sum(each.seconds for each in products if each.end < last), sum(each.seconds for each in products)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from pyruntime import comm
 from pyruntime.comm import group_rank
 from pyruntime.nn import ColumnParallelLinear, RowParallelLinear
+from pyruntime.nn.cut import memory_of
 from pyruntime.nn.sliced import SlicedColumn, SlicedRow
 from tests.transports import take
 
@@ -115,7 +116,7 @@ def gradient(group, kind: str, transport: str) -> tuple[Tensor, Tensor]:
     x = drawn(2, ROWS, IN).double()
     (x @ whole.weight.T).square().sum().backward()
     expected = whole.weight.grad.tensor_split(2, 0 if kind == "column" else 1)[group_rank(group)]
-    return linear.weight.grad, expected
+    return memory_of(linear.weight.grad), expected
 
 
 @pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyruntime import ops
+from pyruntime.nn.cut import memory_of
 from pyruntime.nn.parameters import TensorGroup
 from pyruntime.ops import layers
 from pyruntime.ops.attention import statistics_dtype
@@ -84,7 +85,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         features, group = ctx.over
         xhat, grad = x.to(rstd.dtype) * rstd, grad.to(rstd.dtype)
-        scaled = grad * weight
+        scaled = grad * memory_of(weight)
         mean = _sum_over((scaled * xhat).sum(-1, keepdim=True), group) / features
         dx = (scaled - xhat * mean) * rstd
         dweight = (grad * xhat).flatten(0, -2).sum(0)
