@@ -126,28 +126,34 @@ def forwards(layers: Sequence[Layer], of: Callable[[Layer], Callable]) -> Iterat
 
 
 @contextlib.contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
+def untouched(module: nn.Module) -> Iterator[NoDropout]:
     """No gradients, no dropout, and cut weights are plain shards; buffers and random numbers are put back."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = {b.device for b in (*module.parameters(), *module.buffers()) if b.device.type == "cuda"}
     state = random.getstate()
-    with torch.no_grad(), as_plain(), torch.random.fork_rng(list(devices)), _NoDropout():
+    with torch.no_grad(), as_plain(), torch.random.fork_rng(list(devices)), NoDropout() as mode:
         torch.manual_seed(0)
         random.seed(0)
         try:
-            yield
+            yield mode
         finally:
             random.setstate(state)
             for buffer, value in buffers:
                 buffer.copy_(value)
 
 
-class _NoDropout(TorchDispatchMode):
-    """Dropout keeps everything: masks of a rank's heads are not a part of the whole's."""
+class NoDropout(TorchDispatchMode):
+    """Dropout keeps everything: masks of a rank's heads are not a part of the whole's. has_drawn: whether
+    random numbers were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_drawn = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         aten = torch.ops.aten
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
         if func is aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if func is aten.bernoulli_.float:  # dropout divides by the same number afterwards

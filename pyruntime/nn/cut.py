@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,8 @@ from pyruntime import ops
 
 INSTEAD = "for data parallelism beside tensor parallelism call pyruntime.shard(model, runtime.dp)"
 _TAKEN_FOR_WHOLE = (
-    " What takes a weight for a whole one (FSDP, fully_shard, spectral_norm) cannot be used on a tensor-parallel "
-    f"model: {INSTEAD}."
+    " What takes a weight for a whole one (FSDP, fully_shard, spectral_norm) cannot be used on a "
+    f"tensor-parallel model: {INSTEAD}."
 )
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class CutTensor(Tensor):
         with as_plain(), torch.no_grad():
             layout = self.tp_layout
             parts = layout.to_dtensors(self.detach()).values()
-            wholes = [part.full_tensor() for part in parts]  # type: ignore[attr-defined]
+            wholes = [part.full_tensor() for part in parts]
             return wholes[0] if len(wholes) == 1 else torch.cat(wholes, layout.dim or 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutTensor:
@@ -156,7 +156,7 @@ def cut_like(tensor: Tensor, layout: Layout) -> Tensor:
 def _cut(tensor: Tensor, like: CutTensor) -> CutTensor:
     """That plain tensor is cut as `like` is, from now on."""
     tensor.__class__, tensor.tp_layout = CutTensor, like.tp_layout
-    return tensor  # type: ignore[return-value]
+    return tensor
 
 
 def _words(tensor: CutTensor) -> str:
@@ -231,7 +231,7 @@ def _plain(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _refuse(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _refuse(func: Any, args: tuple, kwargs: dict[str, Any]) -> NoReturn:
     name = _name(func).removesuffix(".get")
     raise RuntimeError(
         f"{name} was asked of a tensor of {_words(_first_cut((args, kwargs)))}, and what it computes of a "
@@ -301,7 +301,7 @@ def _of_layout(tensor: Tensor, dim: int | None, dim_y: int | None, like: CutTens
     parts = tuple(dataclasses.replace(part, shape=turn(part.shape)) for part in layout.parts)
     tensor.__class__ = CutTensor
     tensor.tp_layout = dataclasses.replace(layout, dim=dim, dim_y=dim_y, parts=parts)
-    return tensor  # type: ignore[return-value]
+    return tensor
 
 
 def _turned(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -124,8 +124,13 @@ def _check(
     called: set[ParallelLinear] = set()
 
     def run(forward_of: Callable[[ParallelLinear], Callable]) -> Any:
-        with untouched(module), forwards(layers, forward_of):
-            return module(*copied(args), **copied(kwargs))
+        with untouched(module) as mode, forwards(layers, forward_of):
+            result = module(*copied(args), **copied(kwargs))
+        if mode.has_drawn and module.training:
+            for layer in layers:
+                if layer.region is not None:
+                    layer.region.streams.draws = True
+        return result
 
     inputs = SeenInputs()
 

@@ -28,6 +28,7 @@ from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.optimizer_states import replaced as replaced_by_shard
 from pyruntime.nn.parameters import Group, TensorGroup
 from pyruntime.nn.plans import LEFT_WHOLE, Plan, find_plan
+from pyruntime.nn.random_streams import RandomStreams
 from pyruntime.nn.regions import Region
 from pyruntime.nn.save_pretrained import save_whole
 from pyruntime.nn.tiers import check_tier
@@ -124,9 +125,10 @@ def _watch(
     is compared with the whole model's (first_call.py)."""
     holders: dict[nn.Module, None] = {}
     form = RowForm(group) if gives_way and group.y is None else None
+    streams = RandomStreams(group)
     for name, module in replaced.items():
         if isinstance(module, ParallelLinear):
-            module.region = Region(name, group, gives_way, form)
+            module.region = Region(name, group, streams, gives_way, form)
         elif isinstance(module, VocabParallelEmbedding):
             module.form = form
         while name:
@@ -141,6 +143,7 @@ def _watch(
             holder.activation_relu_or_gelu = 0
         if isinstance(holder, nn.TransformerEncoder):
             holder.use_nested_tensor = False
+    model.register_forward_pre_hook(streams.begin_forward)  # after the first call has found what it draws
 
 
 def match_modules(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:

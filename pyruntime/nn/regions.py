@@ -25,6 +25,7 @@ from torch.compiler import is_compiling
 from pyruntime import ops
 from pyruntime.nn.activations.row_form import RowForm
 from pyruntime.nn.parameters import TensorGroup
+from pyruntime.nn.random_streams import RandomStreams
 
 # In a node's metadata:
 _MARKS = "pyruntime.regions"  # {number of the output: its Region where it is cut, None where it is whole}
@@ -44,15 +45,22 @@ class Region:
     trace the layer; None before the first pass.
     checked: in which of training (True) and evaluation (False) the first call was compared
     (first_call.py).
+    streams: which random numbers are drawn in the region.
     form: whether the model's row linears give rows (activations/row_form.py); None: whole activations.
     gives_way: whether the first call may have the layer give or take whole activations; gave_way: why it did,
     "" where it did not."""
 
     def __init__(
-        self, label: str, group: TensorGroup, gives_way: bool = False, form: RowForm | None = None
+        self,
+        label: str,
+        group: TensorGroup,
+        streams: RandomStreams,
+        gives_way: bool = False,
+        form: RowForm | None = None,
     ) -> None:
         self.label = label
         self.group = group
+        self.streams = streams
         self.form = form
         self.gives_way = gives_way
         self.gave_way = ""
@@ -62,10 +70,12 @@ class Region:
 
     def begin(self, y: Tensor) -> Tensor:
         """Marks y [..., N/P], the output of a column linear, as cut."""
+        self.streams.enter()
         return self._eagerly(Region._begin, y)
 
     def end(self, x: Tensor) -> Tensor:
         """x [..., K/P], the input of a row linear, once the gradients behind it are seen to."""
+        self.streams.leave()
         return self._eagerly(Region._end, x)
 
     def whole(self, y: Tensor) -> Tensor:
