@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 import pyruntime
 from bench.linear.problem import Case, Operands, Outcome
 from pyruntime.nn import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from pyruntime.nn.cut import memory_of
 from pyruntime.ops.layers import swiglu
 
 
@@ -60,7 +61,7 @@ class Contender:
         return Outcome(y, self.x.grad, {key: _local(g) for key, g in self.weight_gradients().items()})
 
     def weight_gradients(self) -> dict[str, Tensor]:
-        return {name.removesuffix(".weight"): p.grad for name, p in self.module.named_parameters()}
+        return {name.removesuffix(".weight"): memory_of(p.grad) for name, p in self.module.named_parameters()}
 
 
 class Ours(Contender):
