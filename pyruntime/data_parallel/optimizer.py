@@ -1,4 +1,4 @@
-"""AdamW on shards: every rank updates the rows it holds, as soon as their gradients are there.
+"""Optimizers of shards: every rank updates the rows it holds, as soon as their gradients are there.
 
 Clipping asks for the norm of all gradients before any weight may change. Where the step before was not
 clipped, this one is taken ahead of its norm (Qi et al. 2023, arXiv 2401.10241, "bypassing optimizer
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,11 @@ from pyruntime import ops
 from pyruntime.comm import Group
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.bucket_weights import BucketWeights
-from pyruntime.data_parallel.buckets import Bucket, Part
-from pyruntime.data_parallel.muon import Matrix, Muon, MuonUpdate
+from pyruntime.data_parallel.buckets import Bucket
+from pyruntime.data_parallel.muon import MuonUpdate
 from pyruntime.data_parallel.one_group import OneGroup
 from pyruntime.data_parallel.states import as_dtensor
-from pyruntime.data_parallel.update import Decay, Own, Rounding, State, Update
+from pyruntime.data_parallel.update import Own, State, Update
 from pyruntime.data_parallel.weights import Gatherer
 from pyruntime.data_parallel.written import Handed, load_into
 from pyruntime.ops.layers import sum_of_squares
@@ -74,44 +74,30 @@ _Arrived: TypeAlias = dict[int, tuple[Own, Tensor | None]]
 """By bucket, its parts, and marks where these say which parameters got a gradient."""
 
 
-class ShardedAdamW(OneGroup):
-    """AdamW over the shards of a model, with fp32 moments and, for parameters of lower precision, fp32 master
-    weights, or none and stochastic rounding. Made by `Sharded.adamw`.
-
-        m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2        (Loshchilov and Hutter 2019)
-        w = w (1 - lr * decay) - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+class ShardedOptimizer(OneGroup):
+    """Steps over the shards of a model: what all optimizers do with gradients, their norm and new weights;
+    `Update` has the arithmetic.
 
     A parameter without a gradient on any rank is left alone, as torch.optim does. The norm of all gradients
-    clips as a factor on them. On the CPU a step is taken ahead of its norm where the one before was not
-    clipped, bucket by bucket during the backward pass, and again where that was wrong: the results are those
-    of a step after the norm, bit by bit. With max_norm=0 and nonfinite="ignore" nobody asks for the norm.
-
-    Its defaults are those of language models, not torch's: betas (0.9, 0.95), decay 0.1 of matrices alone.
+    clips as a factor on them. With max_norm=0 and nonfinite="ignore" nobody asks for the norm.
 
     finish_gradients() has handed all gradients of the step to take(); `gatherer` is told what has been
-    updated; drop() lets go of gradients. Options:
+    updated; drop() lets go of gradients. states: by id of the bucket. momentum: of those that Muon updates.
+    group: what torch's tools see of it. Options:
 
         lr: learning rate of the next step; it may be set, best before the backward pass: one that is set
             after it takes back what was computed ahead.
-        weight_decay: of matrices (vectors do not decay), or by name in the state dict, 0 where it is not
-            named.
         max_norm: largest norm of the whole model's gradient, clipped as torch.nn.utils.clip_grad_norm_ clips;
             0: no clipping.
         nonfinite: of a step whose gradient holds NaN or infinity: "raise" NonFiniteGradient, "skip" it, or
             "ignore" that.
-        rounding: of bf16 weights: "nearest", from fp32 master weights; or "stochastic", without these (4
-            bytes a parameter less), on the CPU: up or down at random so that the mean is exact, the same way
-            at every stage and number of data-parallel ranks.
-        muon: the matrices that Muon updates in place of AdamW, on the CPU, with the same lr, weight_decay and
-            max_norm; the norm is then always asked for.
         parts: the ranks, this one among them, whose models are the parts of one (the stages of a pipeline):
             the norm is that of all of them.
         shared: parameters that another part has too (tied embeddings): their gradients are summed over
             their holders, and the norm counts them once.
 
-    Raises ValueError for another `nonfinite` or `rounding`, for names in weight_decay that no parameter has,
-    for shared parameters where buckets are updated
-    during the backward pass, and for what Muon cannot update.
+    Raises ValueError for another `nonfinite`, and for shared parameters where buckets are updated during the
+    backward pass.
     """
 
     def __init__(
@@ -121,41 +107,28 @@ class ShardedAdamW(OneGroup):
         finish_gradients: Callable[[], None],
         gatherer: Gatherer,
         drop: Callable[[], None],
+        update: Update,
+        states: dict[int, list[State]],
         *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: Decay = 0.1,
+        group: dict[str, Any],
+        momentum: float = 0.0,
         max_norm: float = 0.0,
         nonfinite: NonFinite = "raise",
-        rounding: Rounding = "nearest",
-        muon: Muon | None = None,
         parts: Group | None = None,
         shared: Shared | None = None,
     ):
         if nonfinite not in ("raise", "skip", "ignore"):
             raise ValueError(f'nonfinite={nonfinite!r} is none of "raise", "skip" and "ignore".')
         parameters = [parameter for each in weights for parameter in each.bucket.parameters]
-        super().__init__(parameters, drop, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(parameters, drop, **group)
         self.handed = Handed()
         """What `state_dict()` gave."""
         self.max_norm = max_norm
         self._nonfinite = nonfinite
         self._axes, self._finish_gradients, self._gatherer = axes, finish_gradients, gatherer
-        if rounding not in ("nearest", "stochastic"):
-            raise ValueError(f'rounding={rounding!r} is neither "nearest" nor "stochastic".')
-        for each in weights if rounding == "stochastic" else ():
-            if each.bucket.dtype not in (torch.bfloat16, torch.float32) or each.bucket.device.type != "cpu":
-                raise ValueError(
-                    f"{each.bucket.name} is {each.bucket.dtype} on {each.bucket.device}, and stochastic "
-                    'rounding is of bfloat16 weights on the CPU; use rounding="nearest".'
-                )
-        self._update = Update(betas, eps, rounding, 1.0 / axes.size)
+        self._update, self._states = update, states
         self._parts, self._shared = parts, dict(shared or {})
-        if isinstance(weight_decay, dict):
-            weight_decay = _named_decay(weight_decay, weights)
-        self._states = self._made_states(weights, weight_decay, rounding, muon)
-        self._muon = MuonUpdate(self._states, axes, 0.0 if muon is None else muon.momentum)
+        self._muon = MuonUpdate(self._states, axes, momentum)
         if self._shared and self.at_once:
             raise ValueError(
                 "Buckets are updated during the backward pass, where the gradients of parameters that other "
@@ -170,45 +143,6 @@ class ShardedAdamW(OneGroup):
         """Of the buckets of this step that were; None: there are none."""
         self._buckets = [each.bucket for each in weights]
         self._held_back = {id(each.bucket) for each in weights if self._has_shared(each.bucket)}
-
-    def _made_states(
-        self, weights: Sequence[BucketWeights], decay: Decay, rounding: Rounding, muon: Muon | None
-    ) -> dict[int, list[State]]:
-        """By bucket."""
-        matrices = {id(parameter) for parameter in ([] if muon is None else muon.matrices)}
-        known = {id(parameter) for each in weights for parameter in each.bucket.parameters}
-        if not matrices <= known:
-            raise ValueError(
-                f"{len(matrices - known)} of the matrices for Muon are no trainable parameters of the model."
-            )
-        made: dict[int, list[State]] = {}
-        for each in weights:
-            made[id(each.bucket)] = states = []
-            for part, rows in zip(each.bucket.parts, each.rows, strict=True):
-                parameter, options = each.bucket.parameters[part.owner], {}
-                if id(parameter) in matrices:
-                    self._check_matrix(parameter, part, rounding)
-                    options["moments"] = ("momentum",)
-                state = State(each.bucket, part, rows, self._axes, decay, rounding == "nearest", **options)
-                if options:
-                    state.matrix = Matrix.of(state, self._axes.shard.size)
-                states.append(state)
-        return made
-
-    def _check_matrix(self, parameter: nn.Parameter, part: Part, rounding: Rounding) -> None:
-        found = f"{part.key} is {list(parameter.shape)} {parameter.dtype} on {parameter.device}"
-        if parameter.dim() != 2 or parameter.device.type != "cpu":
-            raise ValueError(f"{found}, and Muon is of matrices on the CPU; leave it to AdamW.")
-        if rounding != "nearest":
-            raise ValueError(f'rounding="{rounding}" is AdamW\'s, and {part.key} Muon\'s; use "nearest".')
-        layout = getattr(parameter, "tp_layout", None)
-        if layout is not None and layout.group.size > 1 and any(each.packed for each in layout.parts):
-            raise ValueError(
-                f"{part.key} holds several matrices, each cut over {layout.group} by itself, and Muon takes "
-                "it as one; leave it to AdamW."
-            )
-        if parameter in self._shared:
-            raise ValueError(f"{part.key} is shared with another part of the model; leave it to AdamW.")
 
     def _has_shared(self, bucket: Bucket) -> bool:
         """Whether gradients of other parts of the model are still to be added to the bucket's."""
@@ -246,7 +180,8 @@ class ShardedAdamW(OneGroup):
     def _goes_ahead(self, bucket: Bucket) -> bool:
         """Whether a bucket's step is taken before it is known to count; the same on all ranks."""
         return (
-            self._was_plain
+            self._update.goes_ahead
+            and self._was_plain
             and self._axes.shard.size > 1
             and bucket.device.type == "cpu"
             and id(bucket) not in self._held_back
@@ -423,14 +358,15 @@ class ShardedAdamW(OneGroup):
         self._gatherer.end_update()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Moments, fp32 master weights and step counts, as DTensors over this rank's state: what is loaded
-        into them counts from the model's next forward pass on. Keys: exp_avg.NAME, exp_avg_sq.NAME (of Muon's
-        in their place momentum.NAME), master.NAME, steps.NAME. Of the steps until now: after further ones,
-        ask again."""
+        """What the optimizer keeps, fp32 master weights and step counts, as DTensors over this rank's state:
+        what is loaded into them counts from the model's next forward pass on. Keys: of AdamW exp_avg.NAME,
+        exp_avg_sq.NAME (of Muon's in their place momentum.NAME), of others the names that these give;
+        master.NAME, steps.NAME. Of the steps until now: after further ones, ask again."""
         return self.handed.out(self._tensors())
 
     def _tensors(self) -> dict[str, Tensor]:
         self._update.catch_up(self._all_states())
+        self._update.make_states()
         result: dict[str, Tensor] = {}
         for state in self._all_states():
             key = state.part.key
@@ -438,6 +374,7 @@ class ShardedAdamW(OneGroup):
             for kind, tensor in tensors.items():
                 if kind != "master" or state.has_master:
                     result[f"{kind}.{key}"] = as_dtensor(tensor, state.parameter, state.part, self._axes)
+            result |= {f"{kind}.{key}": number for kind, number in state.numbers.items()}
             result[f"steps.{key}"] = torch.tensor(state.steps)
         return result
 
@@ -445,6 +382,7 @@ class ShardedAdamW(OneGroup):
         """Something was loaded into the tensors of `state_dict()`, `state`: takes up the step counts too."""
         self.handed.forget()
         self.take_back()
+        self._update.loaded()
         for one in self._all_states():
             one.behind = None  # what was loaded is all of it
             one.steps = int(state[f"steps.{one.part.key}"])
@@ -495,18 +433,6 @@ class ShardedAdamW(OneGroup):
     def _all_states(self) -> Iterator[State]:
         for states in self._states.values():
             yield from states
-
-
-def _named_decay(decay: dict[str, float], weights: Sequence[BucketWeights]) -> dict[str, float]:
-    """By the names of parameters, of which torch.compile's wrapper is no part."""
-    named = {name.replace("_orig_mod.", ""): value for name, value in decay.items()}
-    keys = {part.key.replace("_orig_mod.", ""): part.key for each in weights for part in each.bucket.parts}
-    if unknown := [name for name in named if name not in keys]:
-        raise ValueError(
-            f"weight_decay names {', '.join(unknown[:5])}, and no trainable parameter of the model has that "
-            f"name; its first ones are {', '.join(list(keys)[:5])}."
-        )
-    return {keys[name]: value for name, value in named.items()}
 
 
 def _is_plain(scale: float | Tensor) -> bool:

@@ -19,9 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from pyruntime.comm import Axis
 from pyruntime.comm.wire import WireFormat
+from pyruntime.data_parallel.adamw import ShardedAdamW
+from pyruntime.data_parallel.any_optimizer import ShardedTorchOptimizer
 from pyruntime.data_parallel.away import mark_sharded, unmark
 from pyruntime.data_parallel.axes import Axes, axes_of
 from pyruntime.data_parallel.bucket_weights import BucketWeights
@@ -30,7 +33,7 @@ from pyruntime.data_parallel.compression.compressor import Compressor
 from pyruntime.data_parallel.compression.settings import Compression
 from pyruntime.data_parallel.gradients import GradientReducer
 from pyruntime.data_parallel.local import LocalGradients
-from pyruntime.data_parallel.optimizer import ShardedAdamW
+from pyruntime.data_parallel.optimizer import ShardedOptimizer
 from pyruntime.data_parallel.reduction import launch
 from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.touched import tables_of
@@ -227,8 +230,8 @@ class Sharded:
             self._gatherer = GatherPerUse(model, self._weights, axes.shard, keep_gathered)
         else:
             self._gatherer = GatherAhead(model, self._weights, axes.shard)
-        self.optimizer: ShardedAdamW | None = None
-        """Once `adamw` has made it."""
+        self.optimizer: ShardedOptimizer | None = None
+        """Once `adamw` or `of_torch` has made it."""
         self._gradients: GradientReducer | LocalGradients
         self._patched: list[nn.Linear] = []
         tables = tables_of(model)
@@ -269,9 +272,26 @@ class Sharded:
 
         Raises ValueError where the model has an optimizer already.
         """
+        return self._take_optimizer(ShardedAdamW, options)
+
+    def of_torch(self, kind: type[Optimizer], **options: Any) -> ShardedOptimizer:
+        """Any optimizer of torch, or one that is written as these are, over the rows that this rank keeps:
+
+            optimizer = handle.of_torch(torch.optim.SGD, lr=0.1, momentum=0.9, max_norm=1.0)
+
+        It computes what `kind(model.parameters(), **options)` would with the mean gradient of all ranks;
+        parameters of lower precision are updated as fp32 masters. Norms that it takes of a weight or an
+        update are of the whole one (cut.py), and what else mixes elements of a weight is refused where the
+        weight is cut. options: of `kind`, and max_norm and nonfinite of `ShardedOptimizer`.
+
+        Raises ValueError where the model has an optimizer already; TypeError where `kind` is no optimizer.
+        """
+        return self._take_optimizer(ShardedTorchOptimizer, {"kind": kind, **options})
+
+    def _take_optimizer(self, made_by: Callable[..., Any], options: dict[str, Any]) -> Any:
         if self.optimizer is not None:
             raise ValueError("This model has an optimizer already.")
-        self.optimizer = ShardedAdamW(
+        self.optimizer = made_by(
             self._weights, self.axes, self._finish_gradients, self._gatherer, self.zero_grad, **options
         )
         return self.optimizer

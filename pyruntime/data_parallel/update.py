@@ -45,6 +45,8 @@ class State:
     ):
         self.parameter, self.part, self.rows = bucket.parameters[part.owner], part, rows
         self.moments = {name: torch.zeros_like(rows, dtype=statistics_dtype(rows)) for name in moments}
+        self.numbers: dict[str, Tensor] = {}
+        """What an optimizer of torch keeps beside moments: the same on every rank."""
         self.matrix: Matrix | None = None
         """Of which Muon updates these rows, in place of AdamW."""
         self.first = axes.shard.rank * part.lines * bucket.width
@@ -73,6 +75,8 @@ Own: TypeAlias = list[tuple[State, Tensor]]
 
 class Update:
     """mean: the factor that makes the mean of a gradient's sum; steps ahead are taken with it alone."""
+
+    goes_ahead = True
 
     def __init__(self, betas: tuple[float, float], eps: float, rounding: Rounding, mean: float):
         self._betas, self._eps, self._rounding, self._mean = betas, eps, rounding, mean
@@ -165,6 +169,12 @@ class Update:
                         grad_scale=self._mean,
                         **self._options(lr),
                     )
+
+    def make_states(self) -> None:
+        """They are there from the beginning."""
+
+    def loaded(self) -> None:
+        """Something was loaded into them."""
 
     def _options(self, lr: float) -> dict[str, float]:
         return {"lr": lr, "beta1": self._betas[0], "beta2": self._betas[1], "eps": self._eps}

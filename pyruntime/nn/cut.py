@@ -143,8 +143,9 @@ def mark_cut(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     return parameter
 
 
-def cut_like(tensor: Tensor, layout: Layout) -> Tensor:
-    """`tensor`, of the shape of a shard, as a cut tensor where the layout is of several ranks."""
+def cut_like(tensor: Tensor, layout: Any) -> Tensor:
+    """`tensor`, of the shape of a shard, as a cut tensor where the layout, a Layout or what answers as one
+    does, is of several ranks."""
     if not layout.cut_over:
         return tensor
     with as_plain():

@@ -37,8 +37,7 @@ def before_step(optimizer: Optimizer, _args: tuple, _kwargs: dict) -> None:
     watched = whole_states in optimizer._optimizer_state_dict_post_hooks.values()
     if watched or next(_shards(optimizer), None) is None:
         return
-    if isinstance(optimizer, MIX_ELEMENTS):
-        _refuse_mixing(optimizer)
+    refuse_mixing(optimizer)
     optimizer.register_state_dict_post_hook(whole_states)
     optimizer.register_load_state_dict_pre_hook(local_states)
     # What was loaded before this step came in without the hook.
@@ -75,13 +74,17 @@ def _shards(optimizer: Optimizer) -> Iterator[tuple[Tensor, Layout]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             layout = getattr(parameter, "tp_layout", None)
-            if layout is not None:
+            if isinstance(layout, Layout):
                 yield parameter, layout
 
 
-def _refuse_mixing(optimizer: Optimizer) -> None:
-    for parameter, layout in _shards(optimizer):
-        if layout.cut_over:
+def refuse_mixing(optimizer: Optimizer) -> None:
+    """ValueError for one of MIX_ELEMENTS that holds a weight which is cut."""
+    if not isinstance(optimizer, MIX_ELEMENTS):
+        return
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        layout = getattr(parameter, "tp_layout", None)
+        if layout is not None and layout.cut_over:
             raise ValueError(
                 f"{type(optimizer).__name__} computes the update of an element from others of the same "
                 f"weight, but {layout.parts[0].key} {list(layout.parts[0].shape)} is cut over group "

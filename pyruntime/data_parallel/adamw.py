@@ -1,0 +1,142 @@
+"""AdamW on shards, with Muon for some matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.bucket_weights import BucketWeights
+from pyruntime.data_parallel.buckets import Part
+from pyruntime.data_parallel.muon import Matrix, Muon
+from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shared
+from pyruntime.data_parallel.update import Decay, Rounding, State, Update
+from pyruntime.data_parallel.weights import Gatherer
+
+
+class ShardedAdamW(ShardedOptimizer):
+    """AdamW over the shards of a model, with fp32 moments and, for parameters of lower precision, fp32 master
+    weights, or none and stochastic rounding. Made by `Sharded.adamw`.
+
+        m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2        (Loshchilov and Hutter 2019)
+        w = w (1 - lr * decay) - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    On the CPU a step is taken ahead of its norm where the one before was not clipped, bucket by bucket during
+    the backward pass, and again where that was wrong: the results are those of a step after the norm, bit by
+    bit.
+
+    Its defaults are those of language models, not torch's: betas (0.9, 0.95), decay 0.1 of matrices alone.
+    Options beside those of `ShardedOptimizer`:
+
+        weight_decay: of matrices (vectors do not decay), or by name in the state dict, 0 where it is not
+            named.
+        rounding: of bf16 weights: "nearest", from fp32 master weights; or "stochastic", without these (4
+            bytes a parameter less), on the CPU: up or down at random so that the mean is exact, the same way
+            at every stage and number of data-parallel ranks.
+        muon: the matrices that Muon updates in place of AdamW, on the CPU, with the same lr, weight_decay and
+            max_norm; the norm is then always asked for.
+
+    Raises ValueError for what ShardedOptimizer refuses, for another `rounding`, for names in weight_decay
+    that no parameter has, and for what Muon cannot update.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[BucketWeights],
+        axes: Axes,
+        finish_gradients: Callable[[], None],
+        gatherer: Gatherer,
+        drop: Callable[[], None],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: Decay = 0.1,
+        rounding: Rounding = "nearest",
+        muon: Muon | None = None,
+        shared: Shared | None = None,
+        **options: Any,
+    ):
+        if rounding not in ("nearest", "stochastic"):
+            raise ValueError(f'rounding={rounding!r} is neither "nearest" nor "stochastic".')
+        for each in weights if rounding == "stochastic" else ():
+            if each.bucket.dtype not in (torch.bfloat16, torch.float32) or each.bucket.device.type != "cpu":
+                raise ValueError(
+                    f"{each.bucket.name} is {each.bucket.dtype} on {each.bucket.device}, and stochastic "
+                    'rounding is of bfloat16 weights on the CPU; use rounding="nearest".'
+                )
+        decay = _named_decay(weight_decay, weights) if isinstance(weight_decay, dict) else weight_decay
+        super().__init__(
+            weights,
+            axes,
+            finish_gradients,
+            gatherer,
+            drop,
+            Update(betas, eps, rounding, 1.0 / axes.size),
+            _states(weights, axes, decay, rounding, muon, shared or {}),
+            group={"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            momentum=0.0 if muon is None else muon.momentum,
+            shared=shared,
+            **options,
+        )
+
+
+def _states(
+    weights: Sequence[BucketWeights],
+    axes: Axes,
+    decay: Decay,
+    rounding: Rounding,
+    muon: Muon | None,
+    shared: Shared,
+) -> dict[int, list[State]]:
+    """By bucket."""
+    matrices = {id(parameter) for parameter in ([] if muon is None else muon.matrices)}
+    known = {id(parameter) for each in weights for parameter in each.bucket.parameters}
+    if not matrices <= known:
+        raise ValueError(
+            f"{len(matrices - known)} of the matrices for Muon are no trainable parameters of the model."
+        )
+    made: dict[int, list[State]] = {}
+    for each in weights:
+        made[id(each.bucket)] = states = []
+        for part, rows in zip(each.bucket.parts, each.rows, strict=True):
+            parameter, options = each.bucket.parameters[part.owner], {}
+            if id(parameter) in matrices:
+                _check_matrix(parameter, part, rounding, shared)
+                options["moments"] = ("momentum",)
+            state = State(each.bucket, part, rows, axes, decay, rounding == "nearest", **options)
+            if options:
+                state.matrix = Matrix.of(state, axes.shard.size)
+            states.append(state)
+    return made
+
+
+def _check_matrix(parameter: nn.Parameter, part: Part, rounding: Rounding, shared: Shared) -> None:
+    found = f"{part.key} is {list(parameter.shape)} {parameter.dtype} on {parameter.device}"
+    if parameter.dim() != 2 or parameter.device.type != "cpu":
+        raise ValueError(f"{found}, and Muon is of matrices on the CPU; leave it to AdamW.")
+    if rounding != "nearest":
+        raise ValueError(f'rounding="{rounding}" is AdamW\'s, and {part.key} Muon\'s; use "nearest".')
+    layout = getattr(parameter, "tp_layout", None)
+    if layout is not None and layout.group.size > 1 and any(each.packed for each in layout.parts):
+        raise ValueError(
+            f"{part.key} holds several matrices, each cut over {layout.group} by itself, and Muon takes "
+            "it as one; leave it to AdamW."
+        )
+    if parameter in shared:
+        raise ValueError(f"{part.key} is shared with another part of the model; leave it to AdamW.")
+
+
+def _named_decay(decay: dict[str, float], weights: Sequence[BucketWeights]) -> dict[str, float]:
+    """By the names of parameters, of which torch.compile's wrapper is no part."""
+    named = {name.replace("_orig_mod.", ""): value for name, value in decay.items()}
+    keys = {part.key.replace("_orig_mod.", ""): part.key for each in weights for part in each.bucket.parts}
+    if unknown := [name for name in named if name not in keys]:
+        raise ValueError(
+            f"weight_decay names {', '.join(unknown[:5])}, and no trainable parameter of the model has that "
+            f"name; its first ones are {', '.join(list(keys)[:5])}."
+        )
+    return {keys[name]: value for name, value in named.items()}
