@@ -199,7 +199,7 @@ class ShardedOptimizer(OneGroup):
         return whole if self._axes.replicate.rank == 0 else torch.zeros_like(whole)
 
     @torch.no_grad()
-    def step(self, grad_norm: float | Tensor | None = None) -> StepReport:
+    def step(self, grad_norm: float | Tensor | None = None, **others: Any) -> StepReport:
         """Reduces what is left of the gradients, updates the shards and sends the new weights on their way.
         Every rank calls it.
 
@@ -210,7 +210,15 @@ class ShardedOptimizer(OneGroup):
         Raises NonFiniteGradient on every rank, having updated nothing, where nonfinite="raise"; CommTimeout
         or PeerLost.
         """
-        if callable(grad_norm):
+        if "closure" in others and others["closure"] is None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad = None  # zeros that it has put there
+            raise TypeError(
+                "torch's get_optimizer_state_dict() and get_state_dict() make an optimizer's state by a step "
+                "of their own, which the optimizer of a sharded model does not take; save the handle and the "
+                'optimizer themselves: dcp.save({"model": handle, "optimizer": optimizer}).'
+            )
+        if callable(grad_norm) or others:
             raise TypeError(
                 "step() takes no closure: gradients come during the backward pass and are updated once; run "
                 "the backward pass before it."

@@ -12,6 +12,7 @@ from torch import Tensor
 from pyruntime import ops
 from pyruntime.llama.config import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from pyruntime.llama.model import Llama
+from pyruntime.nn.cut import memory_of
 from pyruntime.nn.gather import gather_features
 
 
@@ -119,7 +120,7 @@ def next_logits(model: Llama, ids: Tensor, cache: KVCache | None = None) -> Tens
     hidden = model.hidden(ids, start, caches, whole=True)  # every rank of a context generates for itself
     if model.group.size > 1:
         hidden = ops.all_gather(hidden, model.group.name, dim=0, rows=batch * seq)
-    logits = F.linear(hidden.view(batch, seq, -1)[:, -1], model.head.weight)
+    logits = F.linear(hidden.view(batch, seq, -1)[:, -1], memory_of(model.head.weight))
     if model.group.y is not None:
         logits = ops.all_reduce(logits, model.group.y.name)
     return gather_features(logits, model.group, model.config.vocab_size).float()

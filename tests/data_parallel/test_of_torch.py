@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
+from pyruntime.nn.cut import gradient_of
 from tests.nn.test_cut import Lamb
 
 WIDTH, STEPS = 7, 4
@@ -163,3 +165,22 @@ def rounded(group):
 
 def test_weights_of_lower_precision_follow_their_masters(ranks):
     assert ranks.run(rounded, 2) == [(True, False)] * 2
+
+
+def asked_by_torch(group):
+    model = made()
+    handle = pyruntime.shard(model, mesh_of(group), stage=1)
+    optimizer = handle.adamw(lr=0.1)
+    loss_of(model, 0, 0).backward()
+    optimizer.step()
+    try:
+        get_optimizer_state_dict(model, optimizer)
+    except TypeError as error:
+        return str(error), [p for p in model.parameters() if gradient_of(p) is not None]
+    return "nothing", []
+
+
+def test_torchs_state_of_an_optimizer_is_refused_with_what_to_do(ranks):
+    for message, left in ranks.run(asked_by_torch, 2):
+        assert 'dcp.save({"model": handle, "optimizer": optimizer})' in message
+        assert not left
