@@ -21,12 +21,12 @@ import itertools
 import json
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from pyruntime import comm
 from pyruntime.comm import Runtime
@@ -125,7 +125,7 @@ def _run(
     )
     asked = config  # as config.toml has it, with the layers that were asked for
     config = _with_layers_of(start_at, asked, runtime)
-    on_every_rank(ranks, "Opening the run folder", lambda: _check_seen(run_dir, ranks.rank()))
+    on_every_rank(ranks, "Opening the run folder", lambda: _check_seen(run_dir, ranks))
     progress = Progress(
         config.train.steps,
         config.output.progress if is_rank_0 else "off",
@@ -483,11 +483,12 @@ def _first_free(parent: Path, name: str) -> Path:
             number += 1
 
 
-def _check_seen(run_dir: Path, rank: int) -> None:
+def _check_seen(run_dir: Path, ranks: dist.ProcessGroup) -> None:
     if not run_dir.is_dir():
+        own, maker = comm.rank_name(ranks, ranks.rank()), comm.rank_name(ranks, 0)
         raise ConfigError(
-            f"output.run_dir: rank {rank} on host {socket.gethostname()} does not see {run_dir}, which rank "
-            "0 has made; all hosts need one run folder: name one on shared storage."
+            f"output.run_dir: {own} does not see {run_dir}, which {maker} has made; all hosts need one run "
+            "folder: name one on shared storage."
         )
 
 
