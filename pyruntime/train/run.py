@@ -120,6 +120,7 @@ def _run(
         tuple[Life | None, list[Path], str],
     )
     start_at = saved[0] if saved else None
+    without = origin.why_without(start_at) if start_at and is_rank_0 else ""
     run_dir = on_rank_0(
         ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held, before), Path
     )
@@ -144,6 +145,8 @@ def _run(
             progress.say(said)
         if before:
             progress.say(_words_of_restart(before, start_at))
+        if without and not config.model.init_from:
+            progress.say(without)
         if left:
             progress.say(f"{left} The run goes on with {start_at}.")
     watch = _watch(config, shape, runtime, progress.say if is_rank_0 else lambda _: None)
@@ -464,6 +467,8 @@ def _make_run_dir(
             shutil.rmtree(came)
         if config.model.init_from:
             origin.keep(Path(config.model.init_from), run_dir / origin.FOLDER)
+        elif start_at and not came.exists() and origin.of_checkpoint(start_at).is_dir():
+            origin.keep(origin.of_checkpoint(start_at), came)
         if not before:
             comm.keep(LIFE, json.dumps(dataclasses.asdict(Life(str(run_dir), time.time()))))
     except OSError as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import shutil
 import threading
@@ -42,7 +43,7 @@ from pyruntime.train.checkpoint_folder import (
     to_json,
 )
 from pyruntime.train.config import Checkpoint
-from pyruntime.train.disk import REMOVED, cannot_write, cause_of, publish_folder, remove_folder
+from pyruntime.train.disk import REMOVED, cannot_write, cause_of, publish_folder, remove_folder, remove_tree
 from pyruntime.train.errors import TrainingError
 from pyruntime.train.manifest import Checksum
 from pyruntime.train.ranks import on_rank_0
@@ -149,7 +150,7 @@ class Saver:
                 if left.name.endswith(REMOVED):
                     remove_folder(left)
                 else:
-                    shutil.rmtree(left)
+                    remove_tree(left)
             final.parent.mkdir(parents=True, exist_ok=True)
 
         on_rank_0(self._group, doing, clear)
@@ -235,6 +236,8 @@ class Write:
         name, begin = f"rank-{self._group.rank():05}{SUFFIX}", time.monotonic()
         try:
             self._partial.mkdir(parents=True, exist_ok=True)
+            if self._partial.is_symlink():
+                raise NotADirectoryError(errno.ENOTDIR, f"{self._partial} is a link that leads elsewhere")
             found = self._staging.write(self._partial / name)
         except Exception as error:
             return {}, cause_of(error)
