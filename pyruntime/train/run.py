@@ -19,6 +19,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import os
 import shutil
 import signal
 import time
@@ -30,6 +31,7 @@ import torch.distributed as dist
 
 from pyruntime import comm
 from pyruntime.comm import Runtime
+from pyruntime.comm.launcher import grace_s
 from pyruntime.llama import Llama, generate, origin, save_hf
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.hf import weight_files
@@ -62,7 +64,7 @@ from pyruntime.train.pipelined import resolved, with_layers, with_moved_layers
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_every_rank, on_rank_0
-from pyruntime.train.signals import Stopped, StopRequest
+from pyruntime.train.signals import Stopped, StopRequest, why_cut_off
 from pyruntime.train.watching.peak import peak_of
 from pyruntime.train.watching.profile import StepProfile
 from pyruntime.train.watching.sinks import Sink, open_sinks
@@ -171,7 +173,7 @@ def _run(
         steps_done = trainer.step
         if is_rank_0:
             progress.say(f"joins  {config.data_parallel.members} after step {steps_done}")
-    first, said = trainer.step, ""
+    first, said, cut_off, grace = trainer.step, "", "", grace_s(os.environ)
     sinks: list[Sink] = []
     on_rank_0(
         ranks,
@@ -191,6 +193,8 @@ def _run(
                 if is_rank_0 and news != said:
                     progress.say(news)
                 said = news
+                if is_rank_0 and not cut_off and (cut_off := why_cut_off(trainer.save_took, grace)):
+                    progress.say(cut_off)
                 if file:
                     for sink in (file, *sinks):
                         with _told_to_all(), writing(sink.path, trainer.what_is_saved()):
