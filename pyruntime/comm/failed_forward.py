@@ -19,26 +19,31 @@ from pyruntime.comm.core import _C
 
 class ForwardWatch:
     """Hooks of a module that call `note` where its forward pass ends by an exception, unless the job has
-    failed, which all ranks know. Code that torch.compile has made is not watched."""
+    failed, which all ranks know. Code that torch.compile has made is not watched. Copies of the module share
+    it."""
 
     def __init__(self, module: nn.Module, note: Callable[[], None]):
         self._note = note
-        self._handled: BaseException | None = None
-        """What the caller was handling when the pass began."""
+        self._handled: list[BaseException | None] = []
+        """What the callers were handling when their passes began: a check may call the module from within."""
         self.hooks: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._enter, prepend=True),
             module.register_forward_hook(self._leave, always_call=True),
         ]
 
+    def __deepcopy__(self, _: dict) -> ForwardWatch:
+        """A copy of the module is of the same groups."""
+        return self
+
     def _enter(self, *_: object) -> None:
         if not torch.compiler.is_compiling():
-            self._handled = sys.exception()
+            self._handled.append(sys.exception())
 
     def _leave(self, *_: object) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._handled:
             return
-        error, before, self._handled = sys.exception(), self._handled, None
-        if error is None or error is before:
+        error, before = sys.exception(), self._handled.pop()
+        if error is None or error is before or self._handled:
             return
         try:
             _C.raise_if_failed()

@@ -305,3 +305,35 @@ def alike_case(group):
 
 def test_forwards_that_raise_on_all_ranks_alike_may_be_caught(ranks):
     assert ranks.run(alike_case, 2) == [2.0, 2.0]
+
+
+class RefusesRows(nn.Module):
+    """Code of a model that raises on rank 1 where only its rows come, as the first call tries."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.raises = group_rank(group) == 1
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.raises and self.calls == 2:
+            raise Raised("in a trial")
+        return x
+
+
+def trial_case(group):
+    """The first call's own trials of a model may raise on one rank: whether ranks disagree after that."""
+    pyruntime.comm.set_deadline(group, DEADLINE_S)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), RefusesRows(group), nn.Linear(8, 8))
+    model = pyruntime.parallelize(model, group, {"0": "column", "2": "row"})
+    try:
+        model(torch.ones(4, 8))
+    except ValueError as error:
+        return "Ranks disagree" in str(error), float(ops.all_reduce(torch.ones(1), group))
+    return False, float(ops.all_reduce(torch.ones(1), group))
+
+
+def test_a_trial_of_the_first_call_is_no_pass(ranks):
+    assert ranks.run(trial_case, 2) == [(False, 2.0)] * 2
