@@ -140,6 +140,7 @@ void FailureBoard::join(const c10::intrusive_ptr<c10d::Store>& store, int rank, 
   made->world_size = world_size;
   made->served_by = served_by;
   made->watched = true;
+  JobRanks::instance().learn(rank, host_name(), getpid());
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     session_ = made;

@@ -230,9 +230,9 @@ void raise_for_ended(const Waiting& waiting) {
     const SignOfLife sign = SignOfLife::of(found->at(rank).sign);
     if (found->at(rank).has_left || sign.pid == 0 || sign.host != host_identity()) continue;
     if (!WatchedProcess(sign.pid).gone()) continue;
+    JobRanks::instance().learn(static_cast<int>(rank), sign.host_name, sign.pid);
     raise(CommErrorKind::kPeerLost, waiting,
-          ": " + JobRanks::instance().name(static_cast<int>(rank)) + " has ended (its process " +
-              std::to_string(sign.pid) + ").");
+          ": " + JobRanks::instance().name_and_place(static_cast<int>(rank)) + " has ended.");
   }
 }
 

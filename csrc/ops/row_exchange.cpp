@@ -54,6 +54,7 @@ RowGather::RowGather(Transport& transport, Op op, const Operand& x_shard, int64_
   descriptor.dtype = static_cast<int32_t>(wire.travels_as(x_shard.data.scalar_type()));
   descriptor.pieces = pieces;
   descriptor.pass = transport.context().passes.now();
+  descriptor.failed_passes = transport.context().failed_passes;
   flight_ = transport.gather(descriptor);
   const int64_t first = flight_->order().front().begin;
   const auto own_rows = [&](const at::Tensor& all, const Chunk& chunk) {
@@ -143,9 +144,8 @@ RowScatter::RowScatter(Transport& transport, Op op, const Operand& like, int64_t
                        bool all, int pieces, const std::vector<int64_t>* some, bool stays_open)
     : transport_(transport), op_(op), like_(like), width_(width), all_(all) {
   FlightDescriptor descriptor = flight_of(op, like, like.rows, width);
-  if (stays_open) {
-    descriptor.failed_passes = transport.context().failed_passes;
-  } else {
+  descriptor.failed_passes = transport.context().failed_passes;
+  if (!stays_open) {
     inside_.emplace(transport.context(), op);
     descriptor.pass = transport.context().passes.now();
   }

@@ -76,8 +76,8 @@ std::string disagreement_text(const GroupContext& context, uint64_t number, cons
          context.name_of(peer) + " called " + theirs.text() + pass(theirs) +
          "; all ranks must call the same ops with the same shapes and dtypes, in the same order." +
          (other_pass || ours.failed_passes != theirs.failed_passes
-              ? " One of them may have left a backward pass by an exception that was caught: let such an "
-                "exception end the program."
+              ? " One of them may have left a forward or backward pass by an exception that was caught: let "
+                "such an exception end the program."
               : "");
 }
 

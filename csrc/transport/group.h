@@ -70,7 +70,7 @@ class Group {
   // collectively.
   void free_workspaces();
 
-  // This rank has left a backward pass whose gradients travel in this group by an exception.
+  // This rank has left a pass by an exception: see GroupContext::failed_passes.
   void note_failed_pass() { ++context_.failed_passes; }
 
   CommStats stats() const { return context_.stats; }

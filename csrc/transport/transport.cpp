@@ -143,8 +143,7 @@ std::string FlightDescriptor::text() const {
   if (pieces != 0) text << ", each rank's rows in " << pieces << " chunks";
   if (failed_passes != 0) {
     text << ", after " << failed_passes
-         << (failed_passes == 1 ? " backward pass that an exception ended"
-                                : " backward passes that exceptions ended");
+         << (failed_passes == 1 ? " pass that an exception ended" : " passes that exceptions ended");
   }
   if (agreement != 0) text << ", its other arguments having the digest " << agreement;
   return text.str();

@@ -110,7 +110,8 @@ struct GroupContext {
   std::string process_group = {};
   Occupied inside = {};
   Passes passes = {};
-  // Backward passes that this rank has left by an exception, where the group's flights carry gradients.
+  // Forward passes of a model whose ops are of this group, and backward passes whose gradients travel in it,
+  // that this rank has left by an exception. Ranks that have left as many may go on.
   int32_t failed_passes = 0;
 
   // By which figures and ledgers know it.

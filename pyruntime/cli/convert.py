@@ -39,6 +39,7 @@ def main(argv: list[str]) -> None:
     world_size = started_ranks()
 
     from pyruntime.comm import Runtime
+    from pyruntime.llama import origin
     from pyruntime.train.saving.convert import from_hf, to_hf
 
     source, target = Path(options.source), Path(options.target)
@@ -53,6 +54,8 @@ def main(argv: list[str]) -> None:
                 facts = to_hf(folder, target, runtime, dtype, options.max_file_bytes)
             except ConfigError as error:
                 raise ConfigError(str(error).replace("checkpoint.resume: ", "--source: ", 1)) from error
+            if runtime.rank == 0 and (without := origin.why_without(folder)):
+                print(without)
             said = f"weights of step {facts.step}, for transformers and --model.init_from {target}"
         if runtime.rank == 0:
             print(f"{target}: {said}")

@@ -83,10 +83,11 @@ def _end_now(stopped: Stopped) -> None:
     rank's failure is why it ends, where there is one."""
     from pyruntime.comm import post_failure
     from pyruntime.comm.exchange import raise_for_ended
+    from pyruntime.comm.groups import job_rank_name
 
     failure: Exception | None = None
     try:
-        raise_for_ended(f"Rank {started_rank()} was asked to stop")
+        raise_for_ended(f"{job_rank_name(started_rank())} was asked to stop")
     except Exception as found:
         failure = found
     if failure is None or "reports: Stopped by " in str(failure):  # as a rule all ranks are sent the signal

@@ -117,14 +117,16 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
         check_device(config, Device(runtime.device, runtime.why_device))
         if config.comm.rings:
             configure(runtime.tp, rings=ring_orders(config.comm))
-        with failures_told_to_all():
+        with failures_told_to_all(runtime.rank):
             train(config, name, runtime, stop)
 
 
 @contextlib.contextmanager
-def failures_told_to_all() -> Iterator[None]:
-    """The other ranks end with what this one raises that nobody foresaw; what was foreseen they raise too."""
+def failures_told_to_all(rank: int) -> Iterator[None]:
+    """The other ranks end with what this one raises that nobody foresaw; what was foreseen they raise too.
+    Its traceback ends with what `rank`, of the job, is called."""
     from pyruntime.comm import CommError, post_failure
+    from pyruntime.comm.groups import job_rank_name
 
     try:
         yield
@@ -132,6 +134,7 @@ def failures_told_to_all() -> Iterator[None]:
         raise
     except Exception as error:
         post_failure(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        error.add_note(f"That was {job_rank_name(rank)}.")
         raise
 
 

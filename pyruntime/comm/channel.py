@@ -94,6 +94,12 @@ class Channels:
         """Whether receive() would not wait; false also where that cannot be told."""
         return self._posted[sender][0].has_come()
 
+    def note_failed_pass(self) -> None:
+        """This rank has left out a pass: what it sends and receives next is of another one than its peers'
+        and raises ValueError, on all ranks, unless they have left out as many."""
+        for edge in self._edges.values():
+            _C.note_failed_pass(edge.name)
+
     def stats(self) -> list[_C.CommStats]:
         """Of this rank's channels, as `pyruntime.comm.stats`."""
         return [_C.stats(edge.name) for edge in self._edges.values()]

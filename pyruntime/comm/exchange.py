@@ -149,7 +149,7 @@ def raise_for_ended(doing: str) -> None:
     """For a rank that a signal ends: a launcher sends one to all ranks when one of them has failed. Raises
     what that one has reported, or PeerLost where a process on this host has ended without a word. Takes a
     second at most."""
-    _C.raise_for_ended(doing, 1.0)
+    _C.raise_for_ended(doing[:1].upper() + doing[1:], 1.0)
 
 
 def is_of_connection(error: BaseException) -> bool:

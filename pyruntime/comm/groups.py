@@ -68,7 +68,12 @@ def group_size(group: Group) -> int:
 def rank_name(group: Group, rank: int) -> str:
     """What messages call that rank of `group`: "rank 2 (tp 0, dp 1; process 4711 on node3)", by its number in
     the job, as far as the rest is known."""
-    return _C.name_of_rank(_job_ranks(group_name(group), group_size(group))[rank])
+    return job_rank_name(_job_ranks(group_name(group), group_size(group))[rank])
+
+
+def job_rank_name(rank: int) -> str:
+    """The same of a rank of the job."""
+    return _C.name_of_rank(rank)
 
 
 def stats(group: Group) -> _C.CommStats:

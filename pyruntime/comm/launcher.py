@@ -10,6 +10,18 @@ TASKS = {
 }
 """Variables in which launchers say how many tasks they have started."""
 
+GRACE_S = 30.0
+"""Of torchrun, and of Slurm: between SIGTERM and SIGKILL, where nobody asked for another."""
+
+
+def grace_s(environment: Mapping[str, str]) -> float | None:
+    """Seconds that torchrun leaves its ranks between SIGTERM and SIGKILL; None where it has not started this
+    process."""
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    asked = environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    return float(asked) if asked.isdigit() else GRACE_S
+
 
 def check_launcher(environment: Mapping[str, str]) -> None:
     """Raises ValueError where a launcher has started several tasks without torchrun's variables: each would

@@ -26,6 +26,7 @@ from pyruntime.comm.groups import (
     check_deadline,
     exposed_by_class,
     group_name,
+    job_rank_name,
     process_group,
     set_deadline,
     stats,
@@ -285,7 +286,7 @@ class Runtime:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
             if error is not None and not isinstance(error, Exception):  # a signal, as a rule
-                raise_for_ended(f"Rank {dist.get_rank()} was asked to stop")
+                raise_for_ended(f"{job_rank_name(dist.get_rank())} was asked to stop")
         finally:
             self.close()
 
@@ -310,7 +311,7 @@ def _named_failures(world_size: int, deadline_s: float) -> Iterator[None]:
     except BaseException as error:
         try:
             if world_size > 1 and not isinstance(error, Exception):
-                raise_for_ended(f"Start-up, rank {os.environ['RANK']} was asked to stop")
+                raise_for_ended(f"Start-up, {job_rank_name(int(os.environ['RANK']))} was asked to stop")
             if world_size > 1 and is_of_connection(error):
                 rank = int(os.environ["RANK"])
                 others = [other for other in range(world_size) if other != rank]

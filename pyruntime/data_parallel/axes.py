@@ -186,10 +186,10 @@ class Axes:
     def size(self) -> int:
         return self.shard.size * self.replicate.size
 
-    def note_failed_pass(self) -> None:
-        """This rank has left a backward pass by an exception. Its flights and those of ranks that have not
-        raise ValueError, on all ranks."""
-        for axis in (self.shard, self.replicate):
+    def note_failed_pass(self, of_weights: bool = False) -> None:
+        """This rank has left a forward or backward pass by an exception. Its flights, also those of weights
+        where that is said, and those of ranks that have not raise ValueError, on all ranks."""
+        for axis in (self.shard, self.replicate, *((self.weights,) if of_weights else ())):
             if axis.size > 1:
                 _C.note_failed_pass(axis.name)
 

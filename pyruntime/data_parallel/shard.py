@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from pyruntime.comm import Axis
+from pyruntime.comm.failed_forward import ForwardWatch
 from pyruntime.comm.wire import WireFormat
 from pyruntime.data_parallel.adamw import ShardedAdamW
 from pyruntime.data_parallel.any_optimizer import ShardedTorchOptimizer
@@ -261,6 +262,8 @@ class Sharded:
             model.register_load_state_dict_post_hook(lambda *_: self._end_writes()),
             model.register_forward_pre_hook(lambda *_: self._take_loaded()),
         ]
+        if axes.size > 1:
+            self._load_hooks += ForwardWatch(model, self._note_failed_forward).hooks
         taken = self._gradients.has_some if isinstance(self._gradients, GradientReducer) else None
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -295,6 +298,12 @@ class Sharded:
             self._weights, self.axes, self._finish_gradients, self._gatherer, self.zero_grad, **options
         )
         return self.optimizer
+
+    def _note_failed_forward(self) -> None:
+        if self.stage == 3:  # weights come in all passes
+            self.axes.note_failed_pass(of_weights=True)
+        elif torch.is_grad_enabled():  # else a rank may evaluate alone
+            self.axes.note_failed_pass()
 
     def _finish_gradients(self) -> None:
         self._written.check()

@@ -173,6 +173,11 @@ class Coordinator:
         return [each for each in self.replicas.values() if each.state in (State.ENTERING, State.MEMBER)]
 
     @property
+    def incomplete(self) -> list[str]:
+        """Those of whose ranks some have not come, in the order in which they came."""
+        return [each.name for each in self.replicas.values() if len(each.addresses) < each.places]
+
+    @property
     def waiting(self) -> list[str]:
         """Those that wait for an order and want to know that somebody is there."""
         computing = {

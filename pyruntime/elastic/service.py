@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import selectors
 import socket
 import sys
@@ -21,6 +22,11 @@ MOST_UNSENT = 1 << 22
 """Bytes that a connection may leave unread before it counts as lost."""
 MOST_STRANGERS = 64
 """Connections that may have said no hello; of more, the oldest are closed."""
+MOST_RANKS = 4096
+"""Connections that may have said hello, or as many as there are descriptors for; of more, the oldest replica
+goes whose ranks are not all here."""
+SPARE = 32
+"""Descriptors that are left for everything else."""
 HELLO_S = 5.0
 """For a connection to say hello, all of it, and for one that is ending to read why."""
 REST_S = 0.5
@@ -145,6 +151,8 @@ class Service:
         for index, connection in enumerate(strangers):
             if now > connection.end or len(strangers) - index > MOST_STRANGERS:
                 self._drop(connection)
+        for connection in [each for each in self._connections if each.is_ending and now > each.end]:
+            self._drop(connection)
         if self._rests_until is not None and now > self._rests_until:
             self._rests_until = None
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -177,12 +185,29 @@ class Service:
             raise ValueError("its first message is hello, and no other one")
         if connection.name:
             self._coordinator.hear(connection.name, connection.place, message, now)
-        elif reason := self._coordinator.why_not(message["replica"], message["place"], message):
+        elif reason := (
+            self._coordinator.why_not(message["replica"], message["place"], message)
+            or self._why_full(message["replica"])
+        ):
             self._refuse(connection, reason)
         else:
             connection.name, connection.place = message["replica"], message["place"]
             self._coordinator.hello(connection.name, connection.place, message, now)
         self._carry_out()
+
+    def _why_full(self, newcomer: str) -> str:
+        """Why there is no room for one more rank, in words; empty where there is, or was made."""
+        here = sum(bool(each.name) and not each.is_ending for each in self._connections)
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        others = min(MOST_STRANGERS, descriptors // 4) + min(SPARE, descriptors // 4)
+        if here < min(MOST_RANKS, descriptors - others):
+            return ""
+        full = f"{here} ranks are here, as many as the service takes"
+        if other := next((name for name in self._coordinator.incomplete if name != newcomer), ""):
+            first = next(each for each in self._connections if each.name == other)
+            self._refuse(first, f"{full}, and not all of its replica's are")
+            return ""
+        return f"{full}; start it with more descriptors (ulimit -n), and see who else reaches its port"
 
     def _refuse(self, connection: Connection, reason: str) -> None:
         """It is told why, and its replica, where it is of one, has lost it."""
@@ -207,7 +232,9 @@ class Service:
                 for connection in list(self._connections):
                     if connection.name == order.replica and order.place in (None, connection.place):
                         connection.unsent += encode(order.message)
-                        connection.is_ending |= order.message["type"] == "expelled"
+                        if order.message["type"] == "expelled":
+                            connection.is_ending = True
+                            connection.end = time.monotonic() + HELLO_S
                         self._send(connection)
 
     def _enter(self, event: dict[str, Any]) -> None:

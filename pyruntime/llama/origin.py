@@ -33,6 +33,23 @@ _WEIGHTS = (
 )
 
 
+def of_checkpoint(folder: Path) -> Path:
+    """Where what came with the model of a checkpoint is: in its run's folder."""
+    return folder.resolve().parent.parent / FOLDER
+
+
+def why_without(folder: Path) -> str:
+    """Where the checkpoint `folder` was copied out of its run, a sentence that says what does not go with it;
+    else empty."""
+    run_dir = folder.resolve().parent.parent
+    if (run_dir / "config.toml").is_file() or (run_dir / FOLDER).is_dir():
+        return ""
+    return (
+        f"{folder} is not in the folder of its run: the tokenizer that config.toml names there, and what "
+        f"came with an imported model, in {FOLDER}/, are not with it; copy both to {run_dir} to have them."
+    )
+
+
 def keep(source: Path, target: Path) -> None:
     """Copies what the model's folder `source` holds besides weights to the new folder `target`. Raises
     OSError."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pyruntime import comm
+from pyruntime.comm.failed_forward import ForwardWatch, NotePasses
 from pyruntime.nn import lora
 from pyruntime.nn.activations.causal_loss import read_own_logits
 from pyruntime.nn.activations.fused_norms import fuse_norms
@@ -110,6 +111,7 @@ def parallelize(
         setattr(model.get_submodule(parent), leaf, module)
     if group.ranks > 1:
         _watch(model, replaced, group, plan.gives_way)
+        ForwardWatch(model, NotePasses(*(axis.name for axis in group.axes if axis.size > 1)))
         if plan.gives_way:
             read_own_logits(model)
             fuse_norms(model)

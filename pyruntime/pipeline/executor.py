@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pyruntime.comm import Group, group_rank, group_size
+from pyruntime.comm import CommError, Group, group_rank, group_size, post_failure
 from pyruntime.comm.channel import Channels
+from pyruntime.comm.exchange import first_line
 from pyruntime.comm.ranges import marked
 from pyruntime.comm.wire import WireFormat
 from pyruntime.nn.weight_sinks import AddedToGrad
@@ -164,16 +165,32 @@ class Pipeline:
     ) -> list[list[Tensor]]:
         if self._is_broken:
             raise RuntimeError("An earlier step of this pipeline ended in an error; make the pipeline anew.")
-        self._check_given(micro_batches, inputs, loss, run.options)
+        try:
+            self._check_given(micro_batches, inputs, loss, run.options)
+        except ValueError:
+            self._channels.note_failed_pass()
+            raise
         self._is_broken = True  # unless all goes well: messages of a step that ends early stay on their way
         self._expect(actions, run.shapes)
         losses: list[list[Tensor]] = [[] for _ in range(micro_batches)]
         for action in actions:
             what = f"pp {action.kind.value} of stage {action.stage}, micro-batch"
             with marked(what, str(action.micro_batch)):
-                self._execute(action, run, inputs, loss, losses)
+                try:
+                    self._execute(action, run, inputs, loss, losses)
+                except Exception as error:
+                    self._tell_all(action, error)
+                    raise
         self._is_broken = False
         return losses if any(losses) else []
+
+    def _tell_all(self, action: Action, error: Exception) -> None:
+        """The other ranks wait for what this stage does not send after an error, be it caught."""
+        if self.schedule.ranks > 1 and not isinstance(error, CommError):
+            post_failure(
+                f"the {action.kind.name.lower().replace('_', ' ')} of stage {action.stage}, micro-batch "
+                f"{action.micro_batch}, of its pipeline ended by {type(error).__name__}: {first_line(error)}."
+            )
 
     def _check_given(self, micro_batches: int, inputs: Any, loss: Loss | None, options: Options) -> None:
         slices = self.schedule.slices

@@ -39,8 +39,17 @@ def publish_folder(partial: Path, final: Path, progress: Callable[[], None] = la
     partial.rename(final)
     flush(final.parent)
     progress()
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove_tree(replaced, ignore_errors=True)
     progress()
+
+
+def remove_tree(folder: Path, ignore_errors: bool = False) -> None:
+    """Removes it and what is in it; of a link the link alone, wherever it leads. Raises OSError, unless
+    `ignore_errors`."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 
 def remove_folder(folder: Path) -> None:
@@ -50,13 +59,18 @@ def remove_folder(folder: Path) -> None:
     try:
         if not folder.name.endswith(REMOVED):
             gone = folder.with_name(folder.name + REMOVED)
-            shutil.rmtree(gone, ignore_errors=True)  # of an earlier try
+            remove_tree(gone, ignore_errors=True)  # of an earlier try
             folder.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        remove_tree(gone, ignore_errors=True)
     except OSError as error:
         gone, cause = folder, cause_of(error)
     if gone.exists():
         logging.getLogger("pyruntime").warning(f"{gone} stays: {cause}; remove it by hand.")
+
+
+def without_links(path: str, flags: int) -> int:
+    """An opener for `open` that refuses a link: what it leads to is somebody else's."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def flush(path: Path) -> None:

@@ -205,6 +205,12 @@ class Trainer:
             return False
         return True
 
+    @property
+    def save_took(self) -> tuple[int, float] | None:
+        """Where a stop is to save: the step of the newest checkpoint of this run, and the seconds it took;
+        None: there is none."""
+        return self._saver.took if self._config.checkpoint.save_on_stop else None
+
     def what_is_not_resumed(self, folder: Path) -> str:
         """In words: of the checkpoint in `folder`; empty where all of it is."""
         return checkpoint_folder.why_residuals_are_left(folder, self._facts)

@@ -170,7 +170,7 @@ def move_of(
         return None
     ranks = runtime.by_axes(torch.arange(runtime.world.size())).flatten(1).tolist()
     counts = [len(run) for run in layers_of_stages(config, shape)]
-    return best_move(slow.windows, ranks, placement(config), counts, slow.slow_ranks, slow.hosts)
+    return best_move(slow.windows, ranks, placement(config), counts, slow.slow_ranks, slow.names)
 
 
 def _no_time() -> float:

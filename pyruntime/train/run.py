@@ -19,17 +19,19 @@ import dataclasses
 import gc
 import itertools
 import json
+import os
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from pyruntime import comm
 from pyruntime.comm import Runtime
+from pyruntime.comm.launcher import grace_s
 from pyruntime.llama import Llama, generate, origin, save_hf
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.hf import weight_files
@@ -62,7 +64,7 @@ from pyruntime.train.pipelined import resolved, with_layers, with_moved_layers
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_every_rank, on_rank_0
-from pyruntime.train.signals import Stopped, StopRequest
+from pyruntime.train.signals import Stopped, StopRequest, why_cut_off
 from pyruntime.train.watching.peak import peak_of
 from pyruntime.train.watching.profile import StepProfile
 from pyruntime.train.watching.sinks import Sink, open_sinks
@@ -120,12 +122,13 @@ def _run(
         tuple[Life | None, list[Path], str],
     )
     start_at = saved[0] if saved else None
+    without = origin.why_without(start_at) if start_at and is_rank_0 else ""
     run_dir = on_rank_0(
         ranks, "Making the run folder", lambda: _make_run_dir(config, name, start_at, held, before), Path
     )
     asked = config  # as config.toml has it, with the layers that were asked for
     config = _with_layers_of(start_at, asked, runtime)
-    on_every_rank(ranks, "Opening the run folder", lambda: _check_seen(run_dir, ranks.rank()))
+    on_every_rank(ranks, "Opening the run folder", lambda: _check_seen(run_dir, ranks))
     progress = Progress(
         config.train.steps,
         config.output.progress if is_rank_0 else "off",
@@ -144,6 +147,8 @@ def _run(
             progress.say(said)
         if before:
             progress.say(_words_of_restart(before, start_at))
+        if without and not config.model.init_from:
+            progress.say(without)
         if left:
             progress.say(f"{left} The run goes on with {start_at}.")
     watch = _watch(config, shape, runtime, progress.say if is_rank_0 else lambda _: None)
@@ -168,7 +173,7 @@ def _run(
         steps_done = trainer.step
         if is_rank_0:
             progress.say(f"joins  {config.data_parallel.members} after step {steps_done}")
-    first, said = trainer.step, ""
+    first, said, cut_off, grace = trainer.step, "", "", grace_s(os.environ)
     sinks: list[Sink] = []
     on_rank_0(
         ranks,
@@ -188,6 +193,8 @@ def _run(
                 if is_rank_0 and news != said:
                     progress.say(news)
                 said = news
+                if is_rank_0 and not cut_off and (cut_off := why_cut_off(trainer.save_took, grace)):
+                    progress.say(cut_off)
                 if file:
                     for sink in (file, *sinks):
                         with _told_to_all(), writing(sink.path, trainer.what_is_saved()):
@@ -464,6 +471,8 @@ def _make_run_dir(
             shutil.rmtree(came)
         if config.model.init_from:
             origin.keep(Path(config.model.init_from), run_dir / origin.FOLDER)
+        elif start_at and not came.exists() and origin.of_checkpoint(start_at).is_dir():
+            origin.keep(origin.of_checkpoint(start_at), came)
         if not before:
             comm.keep(LIFE, json.dumps(dataclasses.asdict(Life(str(run_dir), time.time()))))
     except OSError as error:
@@ -483,11 +492,12 @@ def _first_free(parent: Path, name: str) -> Path:
             number += 1
 
 
-def _check_seen(run_dir: Path, rank: int) -> None:
+def _check_seen(run_dir: Path, ranks: dist.ProcessGroup) -> None:
     if not run_dir.is_dir():
+        own, maker = comm.rank_name(ranks, ranks.rank()), comm.rank_name(ranks, 0)
         raise ConfigError(
-            f"output.run_dir: rank {rank} on host {socket.gethostname()} does not see {run_dir}, which rank "
-            "0 has made; all hosts need one run folder: name one on shared storage."
+            f"output.run_dir: {own} does not see {run_dir}, which {maker} has made; all hosts need one run "
+            "folder: name one on shared storage."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -131,6 +132,20 @@ class StopRequest:
     def _cut_short(self, signum: int) -> None:
         if not self._ending and self._end_process is not None:
             self._end_process(Stopped(signum, self._where()))
+
+
+def why_cut_off(took: tuple[int, float] | None, grace_s: float | None) -> str:
+    """A sentence where a save that takes as long as that one (its step, and seconds) does not end within
+    `grace_s` of a signal; empty where it does, or nothing is known."""
+    if took is None or grace_s is None or took[1] <= grace_s:
+        return ""
+    step, seconds = took
+    enough = 10 * math.ceil((2 * seconds + STEP_MAY_TAKE_S) / 10)
+    return (
+        f"saving step {step} took {seconds:.3g} s, and torchrun kills ranks {grace_s:g} s after SIGTERM, so "
+        f"the save of a run that is stopped would be cut off; set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={enough} "
+        f"for torchrun, and have SIGTERM sent {enough + 20} s before a time limit."
+    )
 
 
 class _Watch:

@@ -14,6 +14,8 @@ import pytest
 
 import pyruntime
 from pyruntime.comm import Runtime
+from pyruntime.comm.exchange import raise_for_ended
+from pyruntime.comm.groups import job_rank_name
 from tests.comm.test_failures import OPS, call
 from tests.comm.test_faults import stop
 
@@ -92,3 +94,30 @@ def test_every_survivor_names_the_rank_of_the_job(ranks, mesh, transport, fault,
             # Who is waited for, or has ended, is the culprit alone.
             blamed = re.findall(r"waiting for rank (\d+)|: rank (\d+) \([^)]*\) has ended", message)
             assert {int(first or second) for first, second in blamed} <= {culprit}, message
+
+
+def ended_on_mesh(_, sizes, culprit):
+    """What a rank that is asked to stop is told when another has been killed."""
+    with Runtime.start(**sizes, deadline_s=DEADLINE_S) as runtime:
+        if runtime.rank == culprit:
+            time.sleep(0.5)  # for a sign of life
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.0)
+        try:
+            raise_for_ended(f"{job_rank_name(runtime.rank)} was asked to stop")
+        except pyruntime.PeerLost as error:
+            return str(error)
+    return None
+
+
+def test_who_has_ended_is_named_to_a_rank_that_is_asked_to_stop(ranks):
+    sizes, _ = MESHES["tp x dp"]
+    outcomes = ranks.launch(ended_on_mesh, 4, sizes, 3, init=False, timeout=60)
+    for outcome in outcomes[:3]:
+        message, host = outcome.value, re.escape(socket.gethostname())
+        assert re.search(
+            rf": {re.escape(name_on_mesh(sizes, 3))}; process \d+ on {host}\) has ended", message
+        )
+        assert re.match(
+            rf"(rank \d [^:]* reports: )?Rank \d [^:]*; process \d+ on {host}\) was asked", message
+        )

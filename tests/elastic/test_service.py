@@ -185,6 +185,62 @@ def test_where_descriptors_run_out_replicas_get_in_and_no_core_is_spent(tmp_path
     assert float(share) < 0.3
 
 
+def named(number: int, **change) -> bytes:
+    """The hello of a rank whose replica has another one, which never comes."""
+    return line(HELLO | {"replica": f"stranger {number}"} | change)
+
+
+def test_ranks_of_replicas_that_are_not_whole_go_the_oldest_first(tmp_path, monkeypatch):
+    """They say hello, and that they live for as long as they are let."""
+    monkeypatch.setattr(services, "MOST_RANKS", 5)
+    with replicas.service(tmp_path, 1) as address, contextlib.ExitStack() as held:
+        said = []
+        for number in range(300):
+            said.append(held.enter_context(socket.create_connection(split_address(address), 5)))
+            said[-1].sendall(named(number) + line({"type": "alive"}))
+        for each in said[:295]:
+            told = b"".join(iter(lambda each=each: each.recv(1 << 16), b""))
+            assert b"as many as the service takes, and not all of its replica's are" in told
+        take_the_only_round(address).close()
+        assert said[-1].recv(1 << 16)  # still there
+
+
+def test_where_all_replicas_are_whole_one_more_is_refused_and_they_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(services, "MOST_RANKS", 2)
+    with replicas.service(tmp_path, 3, ends=False) as address, contextlib.ExitStack() as held:
+        first, second = (
+            held.enter_context(socket.create_connection(split_address(address), 5)) for _ in range(2)
+        )
+        for place, each in enumerate((first, second)):
+            each.sendall(named(0, place=place))
+            assert json.loads(each.makefile().readline())["type"] == "alive"
+        refused = answer(address, named(1))
+        assert refused.startswith("2 ranks are here, as many as the service takes; start it with more")
+        for each in (first, second):
+            assert each.recv(1 << 16)
+        first.close()
+        assert "its replica left" in second.makefile().read()
+
+
+def test_where_descriptors_run_out_by_hellos_replicas_get_in_and_no_core_is_spent(tmp_path):
+    program = FLOODED.replace("30.0", "3.0")  # so long it waits for them in the end
+    with (
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as service,
+        contextlib.ExitStack() as held,
+    ):
+        address = f"127.0.0.1:{int(service.stdout.readline())}"
+        for number in range(300):
+            with contextlib.suppress(ConnectionError):  # its turn to be put out
+                stranger = held.enter_context(socket.create_connection(split_address(address)))
+                stranger.sendall(named(number))
+            time.sleep(0.005)  # a connection that finds the queue full tries again after seconds
+        time.sleep(2)
+        take_the_only_round(address).close()
+        *_, share = service.stdout.read().splitlines()
+    assert service.returncode == 0
+    assert float(share) < 0.5
+
+
 def test_noise_does_not_keep_it_from_its_work(tmp_path):
     """Whatever bytes, and messages with some of them changed."""
     draw = random.Random(0)

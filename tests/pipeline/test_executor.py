@@ -377,3 +377,54 @@ def closed_after_an_error(group):
 def test_a_pipeline_is_made_anew_after_an_error(ranks):
     outcomes = ranks.launch(closed_after_an_error, 2)
     assert [outcome.value for outcome in outcomes] == ["CommTimeout"] * 2, outcomes
+
+
+class Raised(Exception):
+    """Of the user's code."""
+
+
+def caught(group, fault):
+    """Steps of which rank 1 leaves the third one by an exception, or rank 0 gives it too few inputs; it
+    catches that and goes on. The steps that this rank has done, and its error with the seconds until then."""
+    comm.set_deadline(group, 20.0)
+    stage = nn.Linear(WIDTH, WIDTH)
+    schedule = make_schedule("1f1b", 3, 4)
+    pipeline = Pipeline(schedule, {group.rank(): stage}, group, shapes=[(BATCH, WIDTH)], dtype=torch.float32)
+    step, done, begin = 0, [], time.monotonic()
+
+    def hook(*_):
+        if step == 2 and fault == "a stage raises" and group.rank() == 1:
+            raise Raised("not a number")
+
+    stage.register_forward_pre_hook(hook)
+    for step in range(5):
+        begin = time.monotonic()
+        count = 3 if step == 2 and fault == "inputs" else 4
+        try:
+            pipeline.step([[torch.randn(BATCH, WIDTH)] for _ in range(count)], loss_of)
+            done.append(step)
+        except CommError as error:
+            return done, str(error), time.monotonic() - begin
+        except (Raised, ValueError) as error:
+            if "Ranks disagree" in str(error):
+                return done, str(error), time.monotonic() - begin
+        except RuntimeError as error:
+            assert "make the pipeline anew" in str(error)
+            return done, str(error), 0.0
+    return done, "", 0.0
+
+
+def test_a_stage_that_raises_is_told_to_all(ranks):
+    outcomes = [outcome.value for outcome in ranks.launch(caught, 3, "a stage raises")]
+    for done, _, seconds in outcomes:
+        assert done == [0, 1] and seconds < 5, outcomes
+    for rank in (0, 2):
+        sentence = "the forward of stage 1, micro-batch 0, of its pipeline ended by Raised: not a number."
+        assert f"rank 1 reports: {sentence}" in outcomes[rank][1], outcomes
+
+
+def test_a_step_that_one_rank_refused_and_left_out_is_told_to_all(ranks):
+    outcomes = [outcome.value for outcome in ranks.launch(caught, 3, "inputs")]
+    for done, error, seconds in outcomes:
+        assert done == [0, 1] and seconds < 5, outcomes
+        assert "Ranks disagree" in error and "after 1 pass that an exception ended" in error, outcomes

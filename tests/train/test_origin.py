@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from pyruntime.cli import main
 from pyruntime.train.config import Model
 from pyruntime.train.model import words_of_dtype
-from pyruntime.train.run import run
+from pyruntime.train.run import _make_run_dir, run
 from pyruntime.train.signals import StopRequest
 from tests.train import jobs
 
@@ -97,3 +99,31 @@ def test_a_run_says_that_weights_leave_in_another_type(source, tmp_path, dtype, 
     config = dataclasses.replace(jobs.job(tmp_path, dtype=dtype), model=Model(init_from=str(source)))
     words = f"weights came as torch.float32 and leave as torch.bfloat16, which is train.dtype={dtype}"
     assert (words in words_of_dtype(config)) is said
+
+
+def test_a_checkpoint_copied_out_of_its_run_says_what_is_not_with_it(source, tmp_path, capsys):
+    there, out = tmp_path / "there", tmp_path / "out" / "copies"
+    assert main(["convert", "--source", str(source), "--target", str(there)]) == 0
+    shutil.copytree(there / "checkpoints" / "step-000000", out / "step-000000")
+    capsys.readouterr()
+    convert = ["convert", "--source", str(out / "step-000000"), "--target"]
+    assert main([*convert, str(tmp_path / "without")]) == 0
+    said = capsys.readouterr().out
+    assert "step-000000 is not in the folder of its run: " in said and f"copy both to {out.parent}" in said
+    assert not (tmp_path / "without" / "chat_template.jinja").exists()
+    for name in ("config.toml", "came_with"):
+        copy = shutil.copytree if (there / name).is_dir() else shutil.copyfile
+        copy(there / name, out.parent / name)
+    assert main([*convert, str(tmp_path / "with")]) == 0
+    assert "is not in the folder" not in capsys.readouterr().out
+    compare(source, tmp_path / "with", "float32")
+
+
+def test_what_came_goes_along_to_another_run_folder(source, tmp_path):
+    there, other = tmp_path / "there", tmp_path / "other"
+    assert main(["convert", "--source", str(source), "--target", str(there)]) == 0
+    config = jobs.changed(jobs.job(tmp_path), "output", run_dir=str(other))
+    with contextlib.ExitStack() as held:
+        _make_run_dir(config, "any", there / "checkpoints" / "step-000000", held)
+    for name in OTHERS:
+        assert (other / "came_with" / name).read_bytes() == (source / name).read_bytes()

@@ -14,14 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pyruntime.comm.launcher import grace_s
 from pyruntime.train import checkpoint_folder, disk, manifest, metrics
 from pyruntime.train import run as train_run
 from pyruntime.train.config import Checkpoint
 from pyruntime.train.errors import ConfigError, TrainingError
+from pyruntime.train.progress import Progress
 from pyruntime.train.run import run
 from pyruntime.train.saving import staging
 from pyruntime.train.saving.staging import Piece, Staging
-from pyruntime.train.signals import StopRequest
+from pyruntime.train.signals import StopRequest, why_cut_off
 from tests.train import jobs
 
 
@@ -304,3 +306,41 @@ def test_a_damaged_checkpoint_past_the_saved_step_does_not_stay_the_newest(tmp_p
             (folder / checkpoint_folder.FACTS_FILE).write_text("{}")
     left = checkpoint_folder.left_over(tmp_path, 8, Checkpoint(keep=2))
     assert [checkpoint_folder.step_of(path) for path in left] == [9, 12, 4]
+
+
+def slowly_saved(group, config):
+    """What is said of it by a run below torchrun, which leaves ranks no second, and whose disk is slow."""
+    real, said = Staging.write, []
+
+    def slow(kept, path):
+        threading.Event().wait(0.2)
+        return real(kept, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Staging, "write", slow)
+        patch.setenv("TORCHELASTIC_RUN_ID", "any")
+        patch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0")
+        patch.setattr(Progress, "say", lambda _, line: said.append(line))
+        run(config, "job", jobs.runtime(group, config), StopRequest())
+    return [line for line in said if "would be cut off" in line]
+
+
+@pytest.mark.parametrize("save_on_stop", [True, False])
+def test_a_save_that_takes_longer_than_torchrun_waits_is_told_once(ranks, tmp_path, save_on_stop):
+    config = jobs.changed(jobs.job(tmp_path, steps=8), "checkpoint", every_steps=2, save_on_stop=save_on_stop)
+    told, none = ranks.run(slowly_saved, 2, config)
+    assert not none and len(told) == save_on_stop, told
+    for line in told:
+        assert "saving step 2 took 0." in line and "torchrun kills ranks 0 s after SIGTERM" in line, line
+
+
+def test_the_sentence_about_a_slow_save_has_the_numbers():
+    assert why_cut_off((100, 41.0), 30.0).endswith(
+        "set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90 for torchrun and have SIGTERM sent 110 s before a time limit."
+    )
+    assert [why_cut_off(*each) for each in (((100, 29.0), 30.0), (None, 30.0), ((100, 41.0), None))] == [
+        ""
+    ] * 3
+    found = [{}, {"TORCHELASTIC_RUN_ID": "a"}]
+    found.append(found[1] | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "220"})
+    assert [grace_s(each) for each in found] == [None, 30.0, 220.0]

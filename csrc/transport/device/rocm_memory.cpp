@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/job_ranks.h"
+
 namespace pyruntime {
 
 namespace {
@@ -93,11 +95,15 @@ struct Leaving {
 // The memory of all ranks, where this one sees it.
 class RocmSymmetricMemory : public symm::SymmetricMemory {
  public:
-  // `pages` are those of all ranks. Raises where a peer's memory cannot be opened, and then closes the
-  // others'.
+  // `pages` are those of all ranks, which have these numbers in the job. Raises where a peer's memory cannot
+  // be opened, and then closes the others'.
   RocmSymmetricMemory(const HipRuntime& hip, c10::Device device, void* own, size_t bytes,
-                      c10::intrusive_ptr<symm::SymmetricMemory> pages)
-      : hip_(hip), device_(device), bytes_(bytes), pages_(std::move(pages)) {
+                      c10::intrusive_ptr<symm::SymmetricMemory> pages, std::vector<int> job_ranks)
+      : hip_(hip),
+        device_(device),
+        bytes_(bytes),
+        pages_(std::move(pages)),
+        job_ranks_(std::move(job_ranks)) {
     for (void* page : pages_->get_buffer_ptrs()) page_of_.push_back(static_cast<Page*>(page));
     buffers_.resize(page_of_.size());
     buffers_[get_rank()] = own;
@@ -137,14 +143,16 @@ class RocmSymmetricMemory : public symm::SymmetricMemory {
                                 "addresses on the device; use torch.distributed._symmetric_memory.");
   }
 
+  std::string name_of(int rank) const { return JobRanks::instance().name_and_place(job_ranks_.at(rank)); }
+
   void open(int peer) {
     const Page& page = *page_of_[peer];
-    TORCH_CHECK_VALUE(page.bytes == bytes_, "rendezvous: rank ", peer, " of the workspace brings ",
-                      page.bytes, " bytes of GPU memory and rank ", get_rank(), " brings ", bytes_,
+    TORCH_CHECK_VALUE(page.bytes == bytes_, "rendezvous: ", name_of(peer), " brings ", page.bytes,
+                      " bytes of GPU memory and ", name_of(get_rank()), " brings ", bytes_,
                       "; symmetric memory has the same size on every rank.");
     const c10::DeviceGuard guard(device_);
     check(hip_, hip_.hipIpcOpenMemHandle(&buffers_[peer], page.handle, kEnablePeerAccess),
-          "hipIpcOpenMemHandle of the memory of rank " + std::to_string(peer));
+          "hipIpcOpenMemHandle of the memory of " + name_of(peer));
   }
 
   // What this rank's device still does there ends first. A peer is told also where nothing was opened.
@@ -162,6 +170,7 @@ class RocmSymmetricMemory : public symm::SymmetricMemory {
   c10::Device device_;
   size_t bytes_;
   c10::intrusive_ptr<symm::SymmetricMemory> pages_;  // keeps them mapped
+  std::vector<int> job_ranks_;
   std::vector<Page*> page_of_;
   std::vector<void*> buffers_;
 };
@@ -202,8 +211,9 @@ class RocmAllocator : public symm::SymmetricMemoryAllocator {
     auto pages = symm::rendezvous(block->page_memory, group_name);
     if (!block->handle) {
       block->peers = static_cast<uint32_t>(pages->get_world_size()) - 1;
-      block->handle = c10::make_intrusive<RocmSymmetricMemory>(hip_, block->device, block->data,
-                                                               block->page->bytes, std::move(pages));
+      std::vector<int> job_ranks = JobRanks::instance().of(group_name.value_or(""), pages->get_world_size());
+      block->handle = c10::make_intrusive<RocmSymmetricMemory>(
+          hip_, block->device, block->data, block->page->bytes, std::move(pages), std::move(job_ranks));
     }
     return block->handle;
   }

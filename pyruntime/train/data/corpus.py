@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
+from pyruntime.comm import rank_name
 from pyruntime.comm.exchange import gather
 from pyruntime.train import agreement
 from pyruntime.train.config import Data, RunConfig
@@ -350,7 +351,7 @@ def open_everywhere(
 
     def open_here() -> Corpus:
         for text in mine:
-            _check_seen(text, group.rank())
+            _check_seen(text, group)
         return open_corpus(data, mine, tokenizer, seq_len)
 
     on_every_rank(group, doing, build_here)
@@ -366,17 +367,17 @@ def _as_seen_here(text: Tokenized, data: Data) -> Tokenized:
     return dataclasses.replace(text, folder=cache_folder(data) / text.folder.name)
 
 
-def _check_seen(text: Tokenized, rank: int) -> None:
+def _check_seen(text: Tokenized, group: dist.ProcessGroup) -> None:
+    own = rank_name(group, group.rank())
     if text.wanted.is_tokens:
         if not text.folder.is_dir() or tokenizing.read_facts(text.folder).name != text.facts.name:
             raise ConfigError(
-                f"data.paths: rank {rank} on host {os.uname().nodename} does not see the tokens in "
-                f"{text.folder} that rank 0 does; copy the folder to every host, or name one on shared "
-                "storage."
+                f"data.paths: {own} does not see the tokens in {text.folder} that {rank_name(group, 0)} "
+                "does; copy the folder to every host, or name one on shared storage."
             )
     elif not text.folder.is_dir():
         raise ConfigError(
-            f"data.cache: rank {rank} does not see {text.folder}, which another rank of its host wrote; "
+            f"data.cache: {own} does not see {text.folder}, which another rank of its host wrote; "
             "name a folder that all ranks of a host see."
         )
 

@@ -59,7 +59,7 @@ def to_hf(
             separator=separator,
             begin=begin,
         )
-        kept = folder.resolve().parent.parent / origin.FOLDER
+        kept = origin.of_checkpoint(folder)
         if runtime.rank == 0 and kept.is_dir():
             with refusing("--source: "):
                 origin.give_back(kept, target)

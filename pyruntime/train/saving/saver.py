@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import shutil
 import threading
@@ -42,7 +43,7 @@ from pyruntime.train.checkpoint_folder import (
     to_json,
 )
 from pyruntime.train.config import Checkpoint
-from pyruntime.train.disk import REMOVED, cannot_write, cause_of, publish_folder, remove_folder
+from pyruntime.train.disk import REMOVED, cannot_write, cause_of, publish_folder, remove_folder, remove_tree
 from pyruntime.train.errors import TrainingError
 from pyruntime.train.manifest import Checksum
 from pyruntime.train.ranks import on_rank_0
@@ -72,6 +73,7 @@ class Saver:
         self._staging: Staging | None = None
         self._write: Write | None = None
         self._newest: Path | None = None
+        self._took: tuple[int, float] | None = None
 
     def __enter__(self) -> Saver:
         return self
@@ -91,11 +93,11 @@ class Saver:
         Raises TrainingError where that one could not be written, or this one not begun, CommTimeout and
         PeerLost where a rank is stopped or ends meanwhile; what was there before stays."""
         self.finish()
-        final = self._run_dir / FOLDER / name_of(facts.step)
+        began, final = time.monotonic(), self._run_dir / FOLDER / name_of(facts.step)
         doing = f"Writing the checkpoint {final}"
         try:
             staging = self._staged(final, doing)
-            self._write = Write(self._run_dir, facts, self._keep, staging, self._group, doing)
+            self._write = Write(self._run_dir, facts, self._keep, staging, self._group, doing, began)
         except CommError:
             raise
         except Exception as error:
@@ -114,6 +116,14 @@ class Saver:
             return self._write.final
         return self._newest
 
+    @property
+    def took(self) -> tuple[int, float] | None:
+        """The step of the newest checkpoint that this run has saved, and the seconds from its copy until it
+        was on the disk of all ranks; None: it has saved none."""
+        if self._write is not None and self._write.is_there:
+            return self._write.took
+        return self._took
+
     def finish(self) -> None:
         """Waits until nothing is being written any more. Every rank calls it. Raises as `begin` does."""
         write, self._write = self._write, None
@@ -122,7 +132,7 @@ class Saver:
         begin = time.monotonic()
         write.wait()
         entered(Kind.WAIT, "checkpoint", "write", begin)
-        self._newest = write.final
+        self._newest, self._took = write.final, write.took
 
     def _staged(self, final: Path, doing: str) -> Staging:
         """What this rank is to write, copied."""
@@ -149,7 +159,7 @@ class Saver:
                 if left.name.endswith(REMOVED):
                     remove_folder(left)
                 else:
-                    shutil.rmtree(left)
+                    remove_tree(left)
             final.parent.mkdir(parents=True, exist_ok=True)
 
         on_rank_0(self._group, doing, clear)
@@ -172,8 +182,10 @@ class Write:
         staging: Staging,
         group: dist.ProcessGroup,
         doing: str,
+        began: float,
     ):
         self.final = run_dir / FOLDER / name_of(facts.step)
+        self._step, self._began, self._ended = facts.step, began, began
         self._partial = self.final.with_name(self.final.name + PARTIAL)
         self._run_dir, self._keep, self._staging, self._group = run_dir, keep, staging, group
         self._facts = dataclasses.replace(facts, saved_at=time.time())
@@ -193,6 +205,10 @@ class Write:
     def is_there(self) -> bool:
         """Whether the checkpoint is complete."""
         return not self._thread.is_alive() and not self._refusal and self._failure is None
+
+    @property
+    def took(self) -> tuple[int, float]:
+        return self._step, self._ended - self._began
 
     @property
     def has_failed(self) -> bool:
@@ -227,6 +243,7 @@ class Write:
             sums, problem = self._write_own()
             self._is_at_disk = False
             self._refusal = self._settle(sums, problem)
+            self._ended = time.monotonic()
         except BaseException as error:  # a peer's end, or a defect: for the thread that waits
             self._failure = error
 
@@ -235,6 +252,8 @@ class Write:
         name, begin = f"rank-{self._group.rank():05}{SUFFIX}", time.monotonic()
         try:
             self._partial.mkdir(parents=True, exist_ok=True)
+            if self._partial.is_symlink():
+                raise NotADirectoryError(errno.ENOTDIR, f"{self._partial} is a link that leads elsewhere")
             found = self._staging.write(self._partial / name)
         except Exception as error:
             return {}, cause_of(error)

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pyruntime.train.disk import without_links
 from pyruntime.train.manifest import Checksum
 
 DTYPES = {
@@ -134,7 +135,7 @@ class Staging:
         content = memoryview(self._memory.numpy())
         parts = [content[at : at + AT_ONCE] for at in range(0, len(content), AT_ONCE)]
         flushed = 0
-        with open(path, "wb", buffering=0) as file:
+        with open(path, "wb", buffering=0, opener=without_links) as file:
             for part in (memoryview(self._header), *parts):
                 if self.written >= flushed + FLUSH_EVERY:
                     os.fsync(file.fileno())

@@ -203,7 +203,7 @@ class Judge:
         times = median(seen.times)
         if not seen.is_slow:
             sentence = (
-                f"{self._name(rank)} computes {times:.1f} times as long as its peers over the last "
+                f"{self.name_of(rank)} computes {times:.1f} times as long as its peers over the last "
                 f"{self._steps} steps, and is no longer slow."
             )
             return Finding(rank, host, times, sentence, is_slow=False)
@@ -212,15 +212,18 @@ class Judge:
             (each.waited_s, other) for other, each in enumerate(windows) if each.waited_for == rank != other
         ]
         seconds, waiting = max(waits, default=(0.0, -1))
-        waited = f"; {self._name(waiting)} waited {seconds:.3g} s for it since the last look" if waits else ""
+        waited = (
+            f"; {self.name_of(waiting)} waited {seconds:.3g} s for it since the last look" if waits else ""
+        )
         sentence = (
-            f"{self._name(rank)} computes {times:.1f} times as long as its peers over the last "
+            f"{self.name_of(rank)} computes {times:.1f} times as long as its peers over the last "
             f"{self._steps} steps: {windows[rank].layer_s:.3g} s {per} without waiting, where they take "
             f"{usual:.3g} s{waited}."
         )
         return Finding(rank, host, times, sentence)
 
-    def _name(self, rank: int) -> str:
+    def name_of(self, rank: int) -> str:
+        """ "rank 3 (tp 1, dp 1; host b)"."""
         place = self._places[rank] if rank < len(self._places) else ""
         return f"rank {rank} ({place}{'; ' if place else ''}host {self.hosts[rank]})"
 
@@ -238,9 +241,9 @@ class Judge:
         # No bandwidth: chunks of a link that are under way together count each.
         own, others = (1e6 * median(each[ends] for ends in told) for each in (links, news))
         host, again = self.hosts[rank], "" if is_slow else ", and no longer slow"
-        what = f"all links of {self._name(rank)}, both ways, take"
+        what = f"all links of {self.name_of(rank)}, both ways, take"
         if to is not None:
-            what = f"the link from {self._name(rank)} to {self._name(to)} takes"
+            what = f"the link from {self.name_of(rank)} to {self.name_of(to)} takes"
         sentence = (
             f"{what} {times:.1f} times as long as others for a byte of {traffic} over the last {self._steps} "
             f"steps: {own:.3g} s for a MB until it is acknowledged, where others take {others:.3g} s"

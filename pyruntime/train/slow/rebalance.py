@@ -56,12 +56,12 @@ def best_move(
     placement: Sequence[int],
     layers: Sequence[int],
     slow: Sequence[int],
-    hosts: Sequence[str],
+    names: Sequence[str],
 ) -> Move | None:
     """The move that saves at least GAIN, of what was measured in `windows`, of all ranks each; None: none.
 
     ranks_of: of each place in the pipeline. placement: the place of each stage. layers: of each stage now.
-    slow, hosts: ranks that are slow, and all ranks' hosts, for the sentence.
+    slow, names: ranks that are slow, and what all ranks are called, for the sentence.
     """
 
     def of_place(ranks: Sequence[int], name: str) -> float:
@@ -79,7 +79,7 @@ def best_move(
         return None
     after = _by_stage(then, placement)
     told = ", ".join(f"{seconds:.3g}" for seconds in per_layer)
-    why = "".join(f"rank {rank} (host {hosts[rank]}) is slow, and " for rank in slow)
+    why = "".join(f"{names[rank]} is slow, and " for rank in slow)
     before, ahead = (", ".join(map(str, each)) for each in (layers, after))
     sentence = (
         f"layers of the stages go from {before} to {ahead}: {why}the ranks of the pipeline take {told} s a "

@@ -84,10 +84,10 @@ class SlowReport:
         return [] if self._judge is None else self._judge.slow_ranks
 
     @property
-    def hosts(self) -> Sequence[str]:
-        """By rank, once there was a window."""
+    def names(self) -> Sequence[str]:
+        """What sentences call the ranks, once there was a window."""
         assert self._judge is not None
-        return self._judge.hosts
+        return [self._judge.name_of(rank) for rank in range(len(self._judge.hosts))]
 
     def look(self) -> list[Finding]:
         """What is new with the steps since the last look; the same on all ranks, which all call it. Nothing

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import time
@@ -302,7 +303,7 @@ def test_ranks_of_a_host_that_see_too_many_folders_are_refused(ranks, tmp_path):
     errors = ranks.run(on_hosts, 3, small_run(tmp_path), "aaa", "012", expect_errors=True)
     for error in errors:
         assert isinstance(error, ConfigError)
-        assert str(error).startswith("data.cache: rank 2 does not see ")
+        assert re.match(r"data\.cache: rank 2 \(.*process \d+ on .*\) does not see ", str(error)), error
 
 
 def without_a_home_on_rank_1(group, config):

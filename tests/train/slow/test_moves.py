@@ -41,7 +41,14 @@ def found(per_layer, layers, placement, rest=None, ranks_of=None, slow=()):
     rest = rest or [0.0] * ranks
     windows = [[Window(*each) for each in zip(per_layer, [0.0] * ranks, rest, strict=True)]] * WINDOWS
     places = ranks_of or [[rank] for rank in range(ranks)]
-    return best_move(windows, places, placement, layers, slow, [f"h{rank}" for rank in range(ranks)])
+    return best_move(
+        windows,
+        places,
+        placement,
+        layers,
+        slow,
+        [f"rank {rank} (pp {rank}; host h{rank})" for rank in range(ranks)],
+    )
 
 
 def test_a_rank_twice_as_slow_holds_half_as_much():
@@ -49,9 +56,9 @@ def test_a_rank_twice_as_slow_holds_half_as_much():
     assert (move.before, move.after) == ((6, 6), (4, 8))
     assert move.gain == pytest.approx(1 / 3)
     assert move.sentence == (
-        "layers of the stages go from 6, 6 to 4, 8: rank 0 (host h0) is slow, and the ranks of the pipeline "
-        "take 0.02, 0.01 s a step for each layer they hold, so that the one that takes longest will take 33% "
-        "less."
+        "layers of the stages go from 6, 6 to 4, 8: rank 0 (pp 0; host h0) is slow, and the ranks of the "
+        "pipeline take 0.02, 0.01 s a step for each layer they hold, so that the one that takes longest will "
+        "take 33% less."
     )
 
 

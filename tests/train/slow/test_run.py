@@ -189,7 +189,7 @@ def test_layers_leave_a_slow_rank_at_a_checkpoint_and_losses_stay(ranks, tmp_pat
     assert [line["step"] for line in lines] == list(range(1, 21))
     (moved,) = [line["moved"] for line in lines if "moved" in line]
     assert lines[17]["moved"] == moved
-    assert "rank 1 (host " in moved["sentence"]
+    assert "rank 1 (dp 1, pp 0; host " in moved["sentence"]
     facts = checkpoint_folder.read(run_dir / "checkpoints" / "step-000018")
     assert list(facts.layers) == moved["after"]
     assert [line["loss"] for line in lines] == stayed  # bitwise: the same sums, whoever takes them
