@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pyruntime.comm.ranges import marked
@@ -52,8 +53,14 @@ class RowsLayout:
         return {self.parts[0].key: as_dtensor(local, self.state.parameter, self.state.part, self.axes)}
 
     def gather_parts(self, wholes: Mapping[str, Tensor]) -> Tensor:
-        """This rank's rows of a whole tensor."""
+        """This rank's rows of a whole tensor, or of a DTensor."""
         whole = wholes[self.parts[0].key]
+        if isinstance(whole, DTensor):
+            own = as_dtensor(self.state.rows, self.state.parameter, self.state.part, self.axes)
+            is_own = isinstance(own, DTensor) and type(own) is type(whole)
+            if is_own and (own.device_mesh, own.placements) == (whole.device_mesh, whole.placements):
+                return whole._local_tensor.detach()
+            whole = whole.full_tensor()
         layout = getattr(self.state.parameter, "tp_layout", None)
         if layout is not None:
             name = self.state.part.key

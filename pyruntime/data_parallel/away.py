@@ -8,43 +8,45 @@ gathered as well, and it stays whole until the next update. That is a collective
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pyruntime.nn.cut import GRAD, LIKE, SHAPES_ALONE, CutParameter, as_plain, gradient_of
+from pyruntime.nn.cut import LIKE, SHAPES_ALONE, CutParameter, as_plain, gradient_of, set_gradient
+
+
+class Handle(Protocol):
+    """What a parameter asks of the handle that takes its gradients."""
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """What reading `.grad` gives."""
+
+    def takes_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> bool:
+        """`.grad` is set; False where it is to be the parameter's own."""
 
 
 class ShardedParameter(nn.Parameter):
     """A parameter whose gradients the handle of shard() takes."""
 
-    has_gradients: Callable[[], bool]
-    """Says whether the handle has some of this step."""
+    handle: Handle
     sharded_as: str
     """Its name in the model that was sharded."""
 
     @property
     def grad(self) -> Tensor | None:
         found = super().grad if isinstance(self, CutParameter) else gradient_of(self)
-        if found is None and self.has_gradients():
-            raise RuntimeError(
-                f"The gradient of {self.sharded_as} {list(self.shape)} was asked for, and shard()'s handle "
-                "has taken it on its way to the ranks that keep its rows, so it is not in `.grad`; clip by "
-                "handle.adamw(max_norm=...), whose step() returns the norm."
-            )
-        return found
+        return self.handle.gradient_of(self) if found is None else found
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        with as_plain():
-            GRAD.__set__(self, gradient)
+        if not self.handle.takes_gradient(self, gradient):
+            set_gradient(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        with as_plain():
-            GRAD.__set__(self, None)
+        self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if isinstance(self, CutParameter):
@@ -64,19 +66,19 @@ class ShardedCutParameter(ShardedParameter, CutParameter):
 _SHARDED: dict[type, type] = {nn.Parameter: ShardedParameter, CutParameter: ShardedCutParameter}
 
 
-def mark_sharded(parameter: nn.Parameter, name: str, has_gradients: Callable[[], bool] | None) -> None:
-    """Says of a parameter that it is sharded, until `unmark`. has_gradients: of the handle that takes them;
-    None: they stay in `.grad`. A parameter that has a class of its own keeps it."""
+def mark_sharded(parameter: nn.Parameter, name: str, handle: Handle | None) -> None:
+    """Says of a parameter that it is sharded, until `unmark`. handle: which takes its gradients; None: they
+    stay in `.grad`. A parameter that has a class of its own keeps it."""
     parameter.sharded_as = name
-    if has_gradients is not None:
-        parameter.has_gradients = has_gradients
+    if handle is not None:
+        parameter.handle = handle
         parameter.__class__ = _SHARDED.get(type(parameter), type(parameter))
 
 
 def unmark(parameter: nn.Parameter) -> None:
     if isinstance(parameter, ShardedParameter):
         parameter.__class__ = CutParameter if isinstance(parameter, CutParameter) else nn.Parameter
-    for name in ("sharded_as", "has_gradients"):
+    for name in ("sharded_as", "handle"):
         vars(parameter).pop(name, None)
 
 

@@ -30,7 +30,7 @@ from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.reduction import Launch, Reduced, Touched, launch, may_send_some
 from pyruntime.data_parallel.touched import touched_rows
-from pyruntime.nn.cut import gradient_of
+from pyruntime.nn.cut import gradient_of, set_gradient
 from pyruntime.nn.weight_sinks import InTurn
 from pyruntime.ops.attention import statistics_dtype
 from pyruntime.ops.layers import add_
@@ -159,6 +159,14 @@ class GradientReducer:
         self._next = 0
         self._ended = False
 
+    def check_complete(self) -> None:
+        """Raises RuntimeError within a step whose last pass has not come."""
+        if not self._ended and self.has_some():
+            raise RuntimeError(
+                "The gradients were asked for before the last backward pass of their step has run, the one "
+                "outside of handle.accumulate(): they are not reduced yet."
+            )
+
     def has_some(self) -> bool:
         """Whether a gradient of this step has come."""
         return self._ended or any(inbox.left or any(inbox.got()) for inbox in self._inboxes)
@@ -186,7 +194,8 @@ class GradientReducer:
 
     @torch.no_grad()
     def _on_gradient(self, index: int, owner: int, parameter: Tensor) -> None:
-        gradient, parameter.grad = gradient_of(parameter), None
+        gradient = gradient_of(parameter)
+        set_gradient(parameter, None)
         if gradient is None:  # the sink has taken it
             return
         self._begin_pass()

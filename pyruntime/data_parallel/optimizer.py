@@ -70,7 +70,7 @@ class StepReport:
     """Whether the gradient was not finite and nothing was updated."""
 
 
-_Arrived: TypeAlias = dict[int, tuple[Own, Tensor | None]]
+Arrived: TypeAlias = dict[int, tuple[Own, Tensor | None]]
 """By bucket, its parts, and marks where these say which parameters got a gradient."""
 
 
@@ -136,7 +136,7 @@ class ShardedOptimizer(OneGroup):
             )
         self._device = weights[0].bucket.device
         self._tp_groups = dict.fromkeys([(), *(state.tp_groups for state in self._all_states())])
-        self._arrived: _Arrived = {}
+        self._arrived: Arrived = {}
         self._was_plain = False
         """Whether the last step counted, unclipped: the next one is taken ahead."""
         self._ahead_lr: float | None = None
@@ -160,15 +160,15 @@ class ShardedOptimizer(OneGroup):
         states = self._states[id(bucket)]
         own = [(state, part) for state, part in zip(states, rows, strict=True) if part is not None]
         if self.at_once:
-            self._update.update(_with_gradients({0: (own, marks)})[0], self.lr, 1.0 / self._axes.size)
+            self._update.update(with_gradients({0: (own, marks)})[0], self.lr, 1.0 / self._axes.size)
             if bucket.device.type == "cpu":
                 self._gatherer.ahead(bucket, [state.rows for state in states])
         elif self._muon.has(bucket) and self._was_plain:
-            own = _with_gradients({0: (own, marks)})[0]
+            own = with_gradients({0: (own, marks)})[0]
             self._arrived[id(bucket)] = own, None
             self._muon.begin(id(bucket), own, 1.0 / self._axes.size)
         elif self._goes_ahead(bucket):
-            own = _with_gradients({0: (own, marks)})[0]
+            own = with_gradients({0: (own, marks)})[0]
             self._arrived[id(bucket)] = own, None
             self._ahead_lr = self.lr if self._ahead_lr is None else self._ahead_lr
             self._update.ahead(own, self._ahead_lr)
@@ -303,7 +303,7 @@ class ShardedOptimizer(OneGroup):
             return sums
         return ops.all_gather_stats(sums, self._axes.shard.name).sum(0)
 
-    def _nonfinite_keys(self, arrived: _Arrived) -> list[str]:
+    def _nonfinite_keys(self, arrived: Arrived) -> list[str]:
         """Of the parts whose gradient is not finite, the same on all ranks that hold a part of them."""
         found = [each for own, _ in arrived.values() for each in own if self._is_counted(each[0])]
         if not found:
@@ -316,9 +316,9 @@ class ShardedOptimizer(OneGroup):
         finite = sums.isfinite().tolist()
         return [state.part.key for (state, _), good in zip(found, finite, strict=True) if not good]
 
-    def _take_step(self, arrived: _Arrived, scale: float | Tensor) -> None:
+    def _take_step(self, arrived: Arrived, scale: float | Tensor) -> None:
         """scale: that clips the mean gradient."""
-        gradients = _with_gradients(arrived)
+        gradients = with_gradients(arrived)
         arrived.clear()
         if self._muon:
             scale = float(scale)
@@ -454,7 +454,7 @@ def clip_on_device(norm: Tensor, max_norm: float) -> Tensor:
     return scale.float().masked_fill(norm.isfinite().logical_not(), math.nan)
 
 
-def _with_gradients(arrived: _Arrived) -> dict[int, Own]:
+def with_gradients(arrived: Arrived) -> dict[int, Own]:
     """Without the parts of parameters that no rank had a gradient for. A device is waited for once."""
     marks = {key: tensor for key, (_, tensor) in arrived.items() if tensor is not None}
     flags = iter(torch.cat(list(marks.values())).tolist() if marks else [])

@@ -35,11 +35,13 @@ from pyruntime.data_parallel.compression.settings import Compression
 from pyruntime.data_parallel.gradients import GradientReducer
 from pyruntime.data_parallel.local import LocalGradients
 from pyruntime.data_parallel.optimizer import ShardedOptimizer
+from pyruntime.data_parallel.plain import UsersOptimizer
 from pyruntime.data_parallel.reduction import launch
 from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.touched import tables_of
 from pyruntime.data_parallel.weights import GatherAhead, GatherPerUse
 from pyruntime.data_parallel.written import Handed, Written, begin_alike, load_into
+from pyruntime.nn.cut import set_gradient
 from pyruntime.nn.module import register_with_torch
 from pyruntime.nn.weight_sinks import patch_linears, unpatch_linears, weights_with_sinks
 
@@ -70,8 +72,9 @@ def shard(
         loss(model, micro_batches[-1]).backward()
         optimizer.step()
 
-    Gradients are averaged over the ranks: each computes the mean loss of its own data. They never appear in
-    `.grad`, unless there is but one rank: there they stay until step() takes them, summed as autograd sums.
+    Gradients are averaged over the ranks: each computes the mean loss of its own data. An optimizer that is
+    made as for any model, torch.optim.AdamW(model.parameters()), works too, and clip_grad_norm_ before it
+    (plain.py); the handle's own ones are faster, and bf16 weights have fp32 masters there.
 
     What is written into the model afterwards reaches the optimizer by `load_state_dict()` or within
     `handle.writes()`; any other write, and parameters that are frozen, thawed, replaced or added, are a
@@ -232,7 +235,7 @@ class Sharded:
         else:
             self._gatherer = GatherAhead(model, self._weights, axes.shard)
         self.optimizer: ShardedOptimizer | None = None
-        """Once `adamw` or `of_torch` has made it."""
+        """What `adamw` or `of_torch` has made; else what carries gradients to the user's own."""
         self._gradients: GradientReducer | LocalGradients
         self._patched: list[nn.Linear] = []
         tables = tables_of(model)
@@ -264,10 +267,10 @@ class Sharded:
         ]
         if axes.size > 1:
             self._load_hooks += ForwardWatch(model, self._note_failed_forward).hooks
-        taken = self._gradients.has_some if isinstance(self._gradients, GradientReducer) else None
+        takes = self if isinstance(self._gradients, GradientReducer) else None
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                mark_sharded(parameter, name, taken)
+                mark_sharded(parameter, name, takes)
         register_with_torch()
 
     def adamw(self, **options: Any) -> ShardedAdamW:
@@ -291,9 +294,66 @@ class Sharded:
         """
         return self._take_optimizer(ShardedTorchOptimizer, {"kind": kind, **options})
 
+    def _users_optimizer(self) -> UsersOptimizer:
+        """Where the handle was asked for none."""
+        if self.optimizer is None:
+            assert isinstance(self._gradients, GradientReducer)
+            self.optimizer = UsersOptimizer(
+                self._weights,
+                self.axes,
+                self._finish_gradients,
+                self._gatherer,
+                self.zero_grad,
+                has_some=self._gradients.has_some,
+            )
+        assert isinstance(self.optimizer, UsersOptimizer)
+        return self.optimizer
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """What reading `.grad` of a parameter gives: see plain.py."""
+        assert isinstance(self._gradients, GradientReducer)
+        if self.optimizer is None and not self._gradients.has_some():
+            return None
+        if self.optimizer is None or isinstance(self.optimizer, UsersOptimizer):
+            self._gradients.check_complete()
+            return self._users_optimizer().gradient(parameter)
+        if not self._gradients.has_some():
+            return None
+        raise RuntimeError(
+            f"The gradient of {parameter.sharded_as} {list(parameter.shape)} was asked for, and the "
+            "optimizer of its handle takes it on its way to the ranks that keep its rows, so it is not in "
+            "`.grad`; clip by handle.adamw(max_norm=...), whose step() returns the norm."
+        )
+
+    def takes_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> bool:
+        """`.grad` of a parameter is set; whether it is the rows' now."""
+        if isinstance(self.optimizer, UsersOptimizer):
+            self.optimizer.set_gradient(parameter, gradient)
+            return True
+        return False
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Hook of torch's optimizers that hold parameters of the model.
+
+        Raises ValueError where the handle has one of its own."""
+        if self.optimizer is not None and not isinstance(self.optimizer, UsersOptimizer):
+            raise ValueError(
+                f"This {type(optimizer).__name__} holds parameters of a sharded model, and their gradients "
+                f"go to the optimizer of its handle, {type(self.optimizer).__name__}; take one of the two."
+            )
+        self._users_optimizer().before_step(optimizer)
+
+    def after_step(self, _optimizer: Optimizer) -> None:
+        """Hook of these, too."""
+        if isinstance(self.optimizer, UsersOptimizer):
+            self.optimizer.after_step(_optimizer)
+
     def _take_optimizer(self, made_by: Callable[..., Any], options: dict[str, Any]) -> Any:
         if self.optimizer is not None:
-            raise ValueError("This model has an optimizer already.")
+            raise ValueError(
+                "This model has an optimizer already: call this before the first backward pass, and before "
+                "another optimizer steps."
+            )
         self.optimizer = made_by(
             self._weights, self.axes, self._finish_gradients, self._gatherer, self.zero_grad, **options
         )
@@ -370,7 +430,7 @@ class Sharded:
         nonfinite="ignore")."""
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                parameter.grad = None
+                set_gradient(parameter, None)
         if (
             isinstance(self._gradients, GradientReducer)
             and self._gradients.drop()
@@ -414,6 +474,8 @@ class Sharded:
         """The model is as it was, with its current weights; it can be sharded again. Every rank calls it."""
         for axis in (self.axes.shard, self.axes.replicate):
             axis.complete_all()
+        if isinstance(self.optimizer, UsersOptimizer):
+            self.optimizer.is_closed = True
         for hook in self._load_hooks:
             hook.remove()
         del self.model.zero_grad
@@ -428,6 +490,6 @@ class Sharded:
         self._take(bucket, bucket.views(gradient, self.axes.shard.rank), bucket.got(gradient))
 
     def _take(self, bucket: Bucket, rows: Sequence[Tensor | None], marks: Tensor | None = None) -> None:
-        if self.optimizer is None:
+        if self.optimizer is None and not isinstance(self._gradients, GradientReducer):
             raise RuntimeError("Gradients came before the model had an optimizer; call handle.adamw() first.")
-        self.optimizer.take(bucket, rows, marks)
+        (self.optimizer or self._users_optimizer()).take(bucket, rows, marks)

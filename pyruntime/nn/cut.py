@@ -52,6 +52,12 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
         return GRAD.__get__(parameter)
 
 
+def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Sets `.grad` past a class that would take it elsewhere."""
+    with as_plain():
+        GRAD.__set__(parameter, gradient)
+
+
 def memory_of(parameter: Tensor) -> Tensor:
     """`.data` of a parameter: what this rank holds of it, cut or not, as a plain tensor over its memory."""
     with as_plain():
@@ -113,13 +119,11 @@ class CutParameter(CutTensor, nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        with as_plain():
-            GRAD.__set__(self, gradient)
+        set_gradient(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        with as_plain():
-            GRAD.__set__(self, None)
+        set_gradient(self, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         with as_plain():

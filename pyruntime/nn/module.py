@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pyruntime.comm.ranges import is_heard, marked
 from pyruntime.nn.cut import as_plain, mark_cut
-from pyruntime.nn.optimizer_states import before_step
+from pyruntime.nn.optimizer_states import after_step, before_step
 from pyruntime.nn.parameters import Group, Layout, Part, TensorGroup
 from pyruntime.nn.wrappers import refuse_removal, refuse_replacement, refuse_wrapper
 
@@ -166,4 +166,5 @@ class ParallelModule(nn.Module):
 def register_with_torch() -> None:
     """Once in a process: torch's optimizers and wrappers know what parallel modules are."""
     register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
     register_module_module_registration_hook(refuse_wrapper)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyruntime.nn.cut import cut_like
+from pyruntime.nn.cut import CutTensor, cut_like
 from pyruntime.nn.parameters import Layout
 
 MIX_ELEMENTS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
@@ -32,8 +32,11 @@ def before_step(optimizer: Optimizer, _args: tuple, _kwargs: dict) -> None:
 
     Raises ValueError for an optimizer that would mix elements of a weight that is cut, or that holds weights
     which were replaced when the model was cut, or whose gradients shard() takes."""
-    if not getattr(optimizer, "takes_shards", False):
-        _refuse_idle(optimizer)
+    if getattr(optimizer, "takes_shards", False):
+        return
+    for handle in _handles(optimizer):
+        handle.before_step(optimizer)
+    _refuse_idle(optimizer)
     watched = whole_states in optimizer._optimizer_state_dict_post_hooks.values()
     if watched or next(_shards(optimizer), None) is None:
         return
@@ -47,6 +50,23 @@ def before_step(optimizer: Optimizer, _args: tuple, _kwargs: dict) -> None:
             state.update({name: _local(layout, name, value) for name, value in state.items()})
 
 
+@torch.compiler.disable
+def after_step(optimizer: Optimizer, _args: tuple, _kwargs: dict) -> None:
+    """Hook of torch after every step."""
+    if not getattr(optimizer, "takes_shards", False):
+        for handle in _handles(optimizer):
+            handle.after_step(optimizer)
+
+
+def _handles(optimizer: Optimizer) -> list[Any]:
+    """Of the models that shard() was given whose parameters, or rows of these, the optimizer holds."""
+    found = {}
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if (handle := getattr(parameter, "handle", None)) is not None:
+            found[id(handle)] = handle
+    return list(found.values())
+
+
 def replaced(parameter: Tensor, name: str) -> None:
     """A shard stands in the model in its place from now on."""
     parameter.replaced_by_shard_of = name
@@ -56,12 +76,6 @@ def _refuse_idle(optimizer: Optimizer) -> None:
     """ValueError where a parameter would never get a gradient here."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if hasattr(parameter, "has_gradients"):
-                raise ValueError(
-                    f"This {type(optimizer).__name__} holds {parameter.sharded_as} {list(parameter.shape)}, "
-                    "whose gradients go to the optimizer of shard()'s handle and are not in `.grad`, so "
-                    "its step would change nothing; take handle.adamw()."
-                )
             if name := getattr(parameter, "replaced_by_shard_of", None):
                 raise ValueError(
                     f"This {type(optimizer).__name__} was made before the model was cut: its {name} "
@@ -74,7 +88,7 @@ def _shards(optimizer: Optimizer) -> Iterator[tuple[Tensor, Layout]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             layout = getattr(parameter, "tp_layout", None)
-            if isinstance(layout, Layout):
+            if layout is not None:
                 yield parameter, layout
 
 
@@ -143,6 +157,8 @@ def _whole(layout: Layout, name: str, value: Any) -> Any:
 
 
 def _local(layout: Layout, name: str, value: Any) -> Any:
+    if isinstance(value, CutTensor):
+        return value
     if isinstance(value, Mapping) and all(part.key in value for part in layout.parts):
         return cut_like(layout.gather_parts(value), layout)
     if not isinstance(value, Tensor) or value.dim() == 0:

@@ -1,0 +1,209 @@
+"""The optimizer of a sharded model that its user has made as for any model:
+
+    pyruntime.shard(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+`.grad` of a parameter is the mean gradient of all ranks, of this rank's rows, a CutTensor (nn/cut.py) where
+the rows are cut. As it is first read, or as an optimizer steps, what is left of the gradients is reduced,
+which is a collective. At its first step the optimizer's parameters, and what it keeps of them, become these
+rows; after each step they leave for the other ranks. Bits are those of that optimizer at that dtype: there
+are no fp32 masters, and no step is taken ahead of its norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pyruntime.data_parallel.any_optimizer import RowsLayout
+from pyruntime.data_parallel.axes import Axes
+from pyruntime.data_parallel.bucket_weights import BucketWeights
+from pyruntime.data_parallel.optimizer import ShardedOptimizer, with_gradients
+from pyruntime.data_parallel.update import State, Update
+from pyruntime.data_parallel.weights import Gatherer
+from pyruntime.nn.cut import CutTensor, cut_like, gradient_of, set_gradient
+
+
+class _Rows(Tensor):
+    """This rank's rows of a part, as an optimizer sees a parameter. users: who has their gradients."""
+
+    users: UsersOptimizer
+    handle: Any  # the users': what torch's hooks ask of a parameter
+
+    @property
+    def grad(self) -> Tensor | None:
+        self.users.show()
+        return gradient_of(self)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        set_gradient(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+class WholeRows(_Rows):
+    """All rows, with the parameter's shape."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class CutRows(_Rows, CutTensor):
+    """Rows that are cut over ranks."""
+
+
+class _ByItself(Update):
+    """The user's optimizer updates."""
+
+    goes_ahead = False
+
+    def __init__(self) -> None:
+        """It keeps nothing."""
+
+    def update(self, gradients: Any, lr: float, scale: float | Tensor) -> None:
+        """It has done so."""
+
+    def catch_up(self, states: Any) -> None:
+        """Nothing is behind."""
+
+    def forget(self, states: Any) -> None:
+        """Nothing was taken ahead."""
+
+
+class UsersOptimizer(ShardedOptimizer):
+    """See the module's docstring; there may be several optimizers, each of some parameters.
+
+    has_some: whether a gradient of this step has come."""
+
+    def __init__(
+        self,
+        weights: Sequence[BucketWeights],
+        axes: Axes,
+        finish_gradients: Callable[[], None],
+        gatherer: Gatherer,
+        drop: Callable[[], None],
+        *,
+        has_some: Callable[[], bool],
+    ):
+        states = {
+            id(each.bucket): [
+                State(each.bucket, part, rows, axes, 0.0, with_master=False, moments=())
+                for part, rows in zip(each.bucket.parts, each.rows, strict=True)
+            ]
+            for each in weights
+        }
+        update = _ByItself()
+        super().__init__(weights, axes, finish_gradients, gatherer, drop, update, states, group={"lr": 0.0})
+        self._has_some, self.is_closed = has_some, False
+        self._layouts = {id(state): RowsLayout.of(state, axes) for state in self._all_states()}
+        self._rows_of: dict[int, list[_Rows]] = {}
+        """By the id of the parameter."""
+        self._of: dict[int, _Rows] = {}
+        """By the id of the state."""
+        for state in self._all_states():
+            rows = self._made(state.rows, self._layouts[id(state)])
+            self._of[id(state)] = rows
+            self._rows_of.setdefault(id(state.parameter), []).append(rows)
+
+    def _made(self, tensor: Tensor, layout: RowsLayout) -> _Rows:
+        if layout.cut_over:
+            rows = cut_like(tensor, layout)
+            rows.__class__ = CutRows
+        else:
+            rows = tensor.view(layout.parts[0].shape)
+            rows.__class__ = WholeRows
+        rows.users = rows.handle = self
+        return rows
+
+    @property
+    def at_once(self) -> bool:
+        """Never: they are updated when the user's optimizer steps."""
+        return False
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """The gradients that have come are in `.grad` of the rows, reduced; every rank calls it."""
+        if self._has_some():
+            self._finish()
+        arrived, self._arrived = self._arrived, {}
+        for own in with_gradients(arrived).values():
+            for state, gradient in own:
+                rows, layout = self._of[id(state)], self._layouts[id(state)]
+                mean = (gradient * (1.0 / self._axes.size)).view(rows.shape)
+                before = gradient_of(rows)
+                if before is None:
+                    rows.grad = cut_like(mean, layout)
+                else:
+                    before.add_(cut_like(mean, layout))
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """What reading `.grad` of a parameter gives."""
+        (rows,) = self._whole_ones(parameter)
+        return rows.grad
+
+    def set_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """What setting `.grad` of a parameter does. Of a whole one this rank takes its rows."""
+        rows_of = self._rows_of[id(parameter)] if gradient is None else self._whole_ones(parameter)
+        for rows in rows_of:
+            if gradient is not None and gradient.shape != rows.shape:
+                layout = rows.tp_layout
+                gradient = cut_like(layout.gather_parts({layout.parts[0].key: gradient}), layout)
+            rows.grad = gradient
+
+    def _whole_ones(self, parameter: nn.Parameter) -> list[_Rows]:
+        found = self._rows_of[id(parameter)]
+        if len(found) > 1:
+            raise RuntimeError(
+                f"The gradient of {parameter.sharded_as} {list(parameter.shape)} is of {len(found)} tensors, "
+                "which are cut one by one; take handle.adamw(max_norm=...), or handle.of_torch()."
+            )
+        return found
+
+    def drop_gradients(self) -> None:
+        self._arrived = {}
+        for rows in self._of.values():
+            rows.grad = None
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer of parameters of the model steps: rows take their place, with their gradients.
+
+        Raises ValueError where the model is not sharded any more."""
+        if self.is_closed:
+            raise ValueError(
+                f"This {type(optimizer).__name__} holds rows of a model whose handle was closed; make an "
+                "optimizer of the model's parameters anew."
+            )
+        self.show()
+        self._gatherer.complete()  # of the step of another optimizer, whose rows are under way
+        for group in optimizer.param_groups:
+            if any(id(each) in self._rows_of for each in group["params"]):
+                group["params"] = [
+                    rows for each in group["params"] for rows in self._rows_of.get(id(each), [each])
+                ]
+        for parameter in [each for each in optimizer.state if id(each) in self._rows_of]:
+            (rows,) = self._whole_ones(parameter)
+            state = optimizer.state.pop(parameter)
+            optimizer.state[rows] = {
+                name: self._rows_in(value, rows, parameter) for name, value in state.items()
+            }
+
+    def _rows_in(self, value: Any, rows: _Rows, parameter: Tensor) -> Any:
+        """What an optimizer has kept of a whole parameter."""
+        if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(rows, CutRows):
+            return value
+        layout = rows.tp_layout
+        return cut_like(layout.gather_parts({layout.parts[0].key: value}).clone(), layout)
+
+    @torch.no_grad()
+    def after_step(self, _optimizer: Optimizer) -> None:
+        """The new rows leave."""
+        self._send_all({})
