@@ -183,7 +183,6 @@ class UsersOptimizer(ShardedOptimizer):
                 "optimizer of the model's parameters anew."
             )
         self.show()
-        self._gatherer.complete()  # of the step of another optimizer, whose rows are under way
         for group in optimizer.param_groups:
             if any(id(each) in self._rows_of for each in group["params"]):
                 group["params"] = [

@@ -4,7 +4,7 @@
 |---|---|
 | 0 | nothing: gradients are summed on every rank |
 | 1, 2 | optimizer states and reduced gradients; new weights are gathered under the next forward pass |
-| 3 | the weights too, but for small ones |
+| 3 | the weights too, frozen ones among them, but for small ones |
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def shard(
             its backward pass has read them.
         compression: how gradients of matrices travel in fewer bytes, at stages 0 to 2 over one axis of
             several ranks on the CPU (docs/compression.md); None: as they are.
-        weight_wire: at stage 3 on the CPU, what matrices are rounded to where they are gathered: "bf16" or
-            "fp8"; all ranks compute with the rounded values, and update those that they keep.
+        weight_wire: at stage 3 on the CPU, what matrices that train are rounded to where they are gathered:
+            "bf16" or "fp8"; all ranks compute with the rounded values, and update those that they keep.
 
     Raises ValueError for another stage, a mesh that does not fit it, a mesh with several ranks of a group
     that the model is cut over already, a model without trainable parameters, parameters that are complex,
@@ -129,7 +129,16 @@ def shard(
     bucket_bytes = BUCKET_BYTES[stage] if bucket_bytes is None else bucket_bytes
     begin_alike(model, axes)
     buckets = cut_into_buckets(named, axes.shard.size, bucket_bytes)
-    return Sharded(model, stage, axes, buckets, reduce_dtype, keep_gathered, compression, weight_wire)
+    frozen: list[Bucket] = []
+    if stage == 3:
+        fixed = [
+            (name, p)
+            for name, p in model.named_parameters()
+            if not p.requires_grad and p.dim() >= 2 and p.nbytes >= bucket_bytes
+        ]
+        _check_kinds(model, fixed)
+        frozen = cut_into_buckets(fixed, axes.shard.size, bucket_bytes)
+    return Sharded(model, stage, axes, buckets, frozen, reduce_dtype, keep_gathered, compression, weight_wire)
 
 
 def _check_weight_wire(wire: WireFormat, stage: int, axes: Axes) -> None:
@@ -220,6 +229,7 @@ class Sharded:
         stage: int,
         axes: Axes,
         buckets: list[Bucket],
+        frozen: list[Bucket],
         reduce_dtype: torch.dtype | None,
         keep_gathered: int,
         compression: Compression | None = None,
@@ -229,9 +239,10 @@ class Sharded:
         self._weights = [
             BucketWeights(bucket, axes.weights, apart=stage == 3, wire=weight_wire) for bucket in buckets
         ]
+        self._frozen = [BucketWeights(bucket, axes.weights, apart=True) for bucket in frozen]
         self._gatherer: GatherPerUse | GatherAhead
         if stage == 3:
-            self._gatherer = GatherPerUse(model, self._weights, axes.shard, keep_gathered)
+            self._gatherer = GatherPerUse(model, self._weights, self._frozen, axes.shard, keep_gathered)
         else:
             self._gatherer = GatherAhead(model, self._weights, axes.shard)
         self.optimizer: ShardedOptimizer | None = None
@@ -268,8 +279,9 @@ class Sharded:
         if axes.size > 1:
             self._load_hooks += ForwardWatch(model, self._note_failed_forward).hooks
         takes = self if isinstance(self._gradients, GradientReducer) else None
+        cut = {id(p) for each in (*self._weights, *self._frozen) for p in each.bucket.parameters}
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
+            if id(parameter) in cut:
                 mark_sharded(parameter, name, takes)
         register_with_torch()
 
@@ -312,7 +324,7 @@ class Sharded:
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         """What reading `.grad` of a parameter gives: see plain.py."""
         assert isinstance(self._gradients, GradientReducer)
-        if self.optimizer is None and not self._gradients.has_some():
+        if not parameter.requires_grad or (self.optimizer is None and not self._gradients.has_some()):
             return None
         if self.optimizer is None or isinstance(self.optimizer, UsersOptimizer):
             self._gradients.check_complete()
@@ -327,7 +339,7 @@ class Sharded:
 
     def takes_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> bool:
         """`.grad` of a parameter is set; whether it is the rows' now."""
-        if isinstance(self.optimizer, UsersOptimizer):
+        if isinstance(self.optimizer, UsersOptimizer) and parameter.requires_grad:
             self.optimizer.set_gradient(parameter, gradient)
             return True
         return False
@@ -415,7 +427,7 @@ class Sharded:
     def _end_writes(self) -> None:
         self._written.restore()
         begin_alike(self.model, self.axes)
-        for each in self._weights:
+        for each in (*self._weights, *self._frozen):
             each.take_parameters()
         if self.optimizer is not None:
             self.optimizer.take_rows()
@@ -482,8 +494,8 @@ class Sharded:
         self._gatherer.close()
         self._gradients.close()
         unpatch_linears(self._patched)
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
+        for each in (*self._weights, *self._frozen):
+            for parameter in each.bucket.parameters:
                 unmark(parameter)
 
     def _on_reduced(self, bucket: Bucket, gradient: Tensor) -> None:

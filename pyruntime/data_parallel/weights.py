@@ -47,6 +47,8 @@ class Gatherer(ABC):
 
     def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: Axis):
         self._weights, self._shard = list(weights), shard
+        self._never_updated: set[int] = set()
+        """Ids of the buckets of frozen weights."""
         self._of_bucket = {id(each.bucket): each for each in weights}
         self._order: list[BucketWeights] = []
         """Buckets in the order in which modules read them first; once a step has been taken, in rank 0's
@@ -103,11 +105,12 @@ class Gatherer(ABC):
         """What was shown ahead is not going to be: an update must follow, which sends what is."""
 
     def update_order(self) -> list[Bucket]:
-        """All buckets, in the order in which their new values are wanted."""
+        """All buckets that are updated, in the order in which their new values are wanted."""
         if not self._is_agreed:
             self._agree()
         unannounced = [each for each in self._weights if each not in self._order]
-        return [each.bucket for each in (*unannounced, *self._order)]
+        every = [each.bucket for each in (*unannounced, *self._order)]
+        return [bucket for bucket in every if id(bucket) not in self._never_updated]
 
     @abstractmethod
     def updated(self, bucket: Bucket) -> None:
@@ -268,10 +271,19 @@ class GatherAhead(Gatherer):
 
 
 class GatherPerUse(Gatherer):
-    """Stage 3. keep: the first so many buckets of the order stay between forward and backward."""
+    """Stage 3. frozen: weights that are never updated. keep: the first so many buckets of the order stay
+    between forward and backward."""
 
-    def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: Axis, keep: int):
-        super().__init__(model, weights, shard)
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Sequence[BucketWeights],
+        frozen: Sequence[BucketWeights],
+        shard: Axis,
+        keep: int,
+    ):
+        super().__init__(model, [*weights, *frozen], shard)
+        self._never_updated = {id(each.bucket) for each in frozen}
         self._keep = keep
         self._wanted_again: set[int] = set()
         """Buckets whose place in the order is that of a module that reads them in its backward pass too."""
@@ -286,13 +298,20 @@ class GatherPerUse(Gatherer):
         )
 
     def updated(self, bucket: Bucket) -> None:
-        self._in_backward = []
+        self._end_backward()
         each = self._of_bucket[id(bucket)]
         each.has_changed()
         if each in self._order:
             each.free()  # nobody reads it before it is gathered
         elif each.axis.has_room():
             each.begin()
+
+    def _end_backward(self) -> None:
+        """What the backward pass has read last is not read any more; what is updated is given back then."""
+        for each in self._in_backward:
+            if id(each.bucket) in self._never_updated and each in self._order:
+                each.free()
+        self._in_backward = []
 
     def end_update(self) -> None:
         super().end_update()

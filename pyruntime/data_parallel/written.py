@@ -38,10 +38,10 @@ def begin_alike(model: nn.Module, axes: Axes) -> None:
         group = comm.process_group(mesh)
         tensors = {name: tensor for name, tensor in _tensors_of(model) if not tensor.is_meta}
         for name, _ in different(tensors, group):
-            whole = tensors[name].detach().contiguous()
+            whole = memory_of(tensors[name]).contiguous()
             with named_failures(group, "Giving the replicas one model"):
                 dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
-            tensors[name].data.copy_(whole)
+            memory_of(tensors[name]).copy_(whole)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

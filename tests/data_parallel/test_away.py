@@ -206,3 +206,59 @@ def refused(group):
 
 def test_parameters_of_another_class_are_refused(ranks):
     ranks.run(refused, 2)
+
+
+FROZEN = ("0.weight", "3.weight")
+
+
+def adapted(seed=2) -> nn.Sequential:
+    """A model of which only small parts train, with a frozen matrix at both ends."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(13, 32), nn.Tanh(), nn.Linear(32, 2), nn.Linear(2, 40), nn.Tanh(), nn.Linear(40, 13)
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in FROZEN)
+    return model.double()
+
+
+def of_adapters(model, rank, step):
+    x = torch.randn(3, 13, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    return (model(x) - x).square().mean()
+
+
+def trains_adapters(group, users):
+    model = adapted()
+    handle = pyruntime.shard(model, DeviceMesh.from_group(group, "cpu"), stage=3, bucket_bytes=256)
+    if users:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        optimizer = handle.of_torch(torch.optim.SGD, lr=0.1)
+    held = []
+    for step in range(4):
+        if step == 2:
+            model.load_state_dict({**model.state_dict(), "0.weight": adapted(9).state_dict()["0.weight"]})
+        of_adapters(model, group.rank(), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held.append(model[3].weight.untyped_storage().nbytes())
+    found = {key: value.clone() for key, value in model.state_dict().items()}
+    handle.close()
+    return found, held
+
+
+@pytest.mark.parametrize("users", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_frozen_weights_are_cut_too(ranks, world_size, users):
+    plain = adapted()
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    for step in range(4):
+        if step == 2:
+            plain.load_state_dict({**plain.state_dict(), "0.weight": adapted(9).state_dict()["0.weight"]})
+        (sum(of_adapters(plain, rank, step) for rank in range(world_size)) / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, held in ranks.run(trains_adapters, world_size, users):
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+        assert held[-1] == 0
