@@ -137,6 +137,12 @@ def take_back(parameter: nn.Parameter) -> None:
         storage.resize_(needed)
 
 
+def is_ordinary_matrix(parameter: nn.Parameter) -> bool:
+    """Whether a frozen parameter can be cut: quantised ones, say, are of a class of their own."""
+    is_known = type(parameter) in _SHARDED and parameter.is_floating_point()
+    return is_known and parameter.dim() >= 2 and parameter.is_contiguous()
+
+
 def own_memory(parameter: nn.Parameter, name: str) -> None:
     """Its memory is its alone and can be given back: what is mapped from a file, or what several parameters
     share, is copied.

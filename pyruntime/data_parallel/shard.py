@@ -26,7 +26,7 @@ from pyruntime.comm.failed_forward import ForwardWatch
 from pyruntime.comm.wire import WireFormat
 from pyruntime.data_parallel.adamw import ShardedAdamW
 from pyruntime.data_parallel.any_optimizer import ShardedTorchOptimizer
-from pyruntime.data_parallel.away import mark_sharded, unmark
+from pyruntime.data_parallel.away import is_ordinary_matrix, mark_sharded, unmark
 from pyruntime.data_parallel.axes import Axes, axes_of
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
@@ -97,8 +97,8 @@ def shard(
 
     Raises ValueError for another stage, a mesh that does not fit it, a mesh with several ranks of a group
     that the model is cut over already, a model without trainable parameters, parameters that are complex,
-    not contiguous or have sparse gradients, ranks whose models differ in names, shapes or dtypes, or where
-    nothing can be compressed; TypeError for what is no module or no mesh.
+    not contiguous or have sparse gradients, embeddings with max_norm, ranks whose models differ in names,
+    shapes or dtypes, or where nothing can be compressed; TypeError for what is no module or no mesh.
     """
     if isinstance(mesh, Axis):
         mesh = mesh.mesh
@@ -120,7 +120,7 @@ def shard(
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient.")
     _check_kinds(model, named)
     if mesh is not None:
-        _check_ranks(named, mesh)
+        _check_ranks(model, named, mesh)
     axes = axes_of(mesh, stage)
     if compression is not None:
         _check_compression(stage, axes)
@@ -134,9 +134,8 @@ def shard(
         fixed = [
             (name, p)
             for name, p in model.named_parameters()
-            if not p.requires_grad and p.dim() >= 2 and p.nbytes >= bucket_bytes
+            if not p.requires_grad and p.nbytes >= bucket_bytes and is_ordinary_matrix(p)
         ]
-        _check_kinds(model, fixed)
         frozen = cut_into_buckets(fixed, axes.shard.size, bucket_bytes)
     return Sharded(model, stage, axes, buckets, frozen, reduce_dtype, keep_gathered, compression, weight_wire)
 
@@ -189,8 +188,19 @@ def _check_kinds(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) ->
             )
 
 
-def _check_ranks(named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
-    """ValueError where ranks that hold different shards of a parameter would be given the same."""
+def _check_ranks(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
+    """ValueError where ranks that hold different shards of a parameter would be given the same, or where each
+    would write into a weight in its forward pass."""
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.max_norm is not None
+            and mesh.size() > 1
+        ):
+            raise ValueError(
+                f"{name} has max_norm={module.max_norm}, so its forward pass writes into its weight, on each "
+                "rank the rows of its own data; clip the rows yourself, within handle.writes()."
+            )
     ours = set(mesh.mesh.flatten().tolist())
     for name, parameter in named:
         layout = getattr(parameter, "tp_layout", None)

@@ -145,7 +145,18 @@ def _watch(
             holder.activation_relu_or_gelu = 0
         if isinstance(holder, nn.TransformerEncoder):
             holder.use_nested_tensor = False
+    model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
     model.register_forward_pre_hook(streams.begin_forward)  # after the first call has found what it draws
+
+
+def _refuse_attentions(model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+    """ValueError where transformers is asked for attention weights: a rank has those of its heads alone."""
+    asked = kwargs.get("output_attentions")
+    if asked or (asked is None and getattr(getattr(model, "config", None), "output_attentions", False)):
+        raise ValueError(
+            "output_attentions=True was asked of a tensor-parallel model, whose ranks compute the attention "
+            "of their own heads alone; leave it out, or ask the model before parallelize()."
+        )
 
 
 def match_modules(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:

@@ -312,3 +312,13 @@ def test_a_script_for_fsdp2_changes_one_line(ranks, tmp_path):
                 losses,
                 expected,
             )
+
+
+def with_max_norm(group):
+    with pytest.raises(ValueError, match=r"0 has max_norm=1.0, so its forward pass writes into its weight"):
+        pyruntime.shard(nn.Sequential(nn.Embedding(7, 3, max_norm=1.0)), mesh_of(group))
+    pyruntime.shard(nn.Sequential(nn.Embedding(7, 3, max_norm=1.0)), None)
+
+
+def test_an_embedding_that_writes_into_its_weight_is_refused(ranks):
+    ranks.run(with_max_norm, 2)

@@ -121,6 +121,15 @@ def refused(group, changes: dict) -> str:
     return str(caught.value)
 
 
+def asked_for_attentions(group) -> str:
+    model = parallelize(llama(), group, "llama").eval()
+    with torch.no_grad():
+        model(**batch())
+        with pytest.raises(ValueError) as caught:
+            model(**batch(), output_attentions=True)
+    return str(caught.value)
+
+
 def save(group, folder: str) -> None:
     torch.manual_seed(0)
     model = parallelize(llama(), group, "llama")
@@ -192,6 +201,11 @@ def test_heads_that_tp_does_not_divide_are_refused(ranks):
         "tp=4 does not divide num_key_value_heads=2, and a head cannot be cut; use a tp out of 1, 2."
     )
     assert "tp=3 does not divide num_attention_heads=8" in ranks.run(refused, 3, {})[0]
+
+
+def test_attention_weights_of_a_ranks_heads_are_refused(ranks):
+    for message in ranks.run(asked_for_attentions, 2):
+        assert "whose ranks compute the attention of their own heads alone" in message
 
 
 def test_checkpoint_of_one_tp_loads_at_another(ranks, tmp_path):
