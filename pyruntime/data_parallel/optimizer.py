@@ -216,7 +216,7 @@ class ShardedOptimizer(OneGroup):
             raise TypeError(
                 "torch's get_optimizer_state_dict() and get_state_dict() make an optimizer's state by a step "
                 "of their own, which the optimizer of a sharded model does not take; save the handle and the "
-                'optimizer themselves: dcp.save({"model": handle, "optimizer": optimizer}).'
+                'optimizer themselves by DCP, as {"model": handle, "optimizer": optimizer}.'
             )
         if callable(grad_norm) or others:
             raise TypeError(

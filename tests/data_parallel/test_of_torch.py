@@ -182,5 +182,5 @@ def asked_by_torch(group):
 
 def test_torchs_state_of_an_optimizer_is_refused_with_what_to_do(ranks):
     for message, left in ranks.run(asked_by_torch, 2):
-        assert 'dcp.save({"model": handle, "optimizer": optimizer})' in message
+        assert 'as {"model": handle, "optimizer": optimizer}' in message
         assert not left
