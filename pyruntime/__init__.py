@@ -13,6 +13,7 @@ from pyruntime.lazy import names_of
 if TYPE_CHECKING:
     from pyruntime.comm import CommError, CommTimeout, PeerLost, Runtime, keep_freed_memory
     from pyruntime.context import ring_attention
+    from pyruntime.data_parallel.meta import on_meta
     from pyruntime.data_parallel.shard import shard
     from pyruntime.nn.explain import explain
     from pyruntime.nn.parallelize import parallelize
@@ -46,6 +47,7 @@ __all__ = [
     "ledger",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "on_meta",
     "parallelize",
     "reduce_scatter",
     "replicate_grad",
@@ -63,6 +65,7 @@ _PLACES = {
     "OuterOptimizer": "pyruntime.outer",
     "explain": "pyruntime.nn.explain",
     "ledger": "pyruntime.overlap.record",
+    "on_meta": "pyruntime.data_parallel.meta",
     "parallelize": "pyruntime.nn.parallelize",
     "ring_attention": "pyruntime.context",
     "shard": "pyruntime.data_parallel",

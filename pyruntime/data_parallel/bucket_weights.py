@@ -37,13 +37,17 @@ class BucketWeights:
         self.is_current = True
         """The parameters hold the values of all ranks' rows."""
         self._apart = apart and self.is_cut
+        self._stays = False
+        """Somebody else than its modules has read it: whole until the next update."""
+        if self._apart and not any(map(_has_memory, bucket.parameters)):
+            self.rows = [self._new_rows(part) for part in bucket.parts]
+            """This rank's rows of each part, contiguous: what the optimizer updates."""
+            self.free()
+            return
         if self._apart:
             for parameter in bucket.parameters:
                 own_memory(parameter, bucket.name)
         self.rows = [self._own_rows(part) for part in bucket.parts]
-        """This rank's rows of each part, contiguous: what the optimizer updates."""
-        self._stays = False
-        """Somebody else than its modules has read it: whole until the next update."""
         if self._apart:
             self.rows = [rows.clone() for rows in self.rows]
 
@@ -51,6 +55,18 @@ class BucketWeights:
         first = part.first_row + self.axis.rank * part.share
         rows = torch.atleast_1d(memory_of(self.bucket.parameters[part.owner]))
         return rows[first : first + part.local_rows(self.axis.rank)]
+
+    def _new_rows(self, part: Part) -> Tensor:
+        parameter = self.bucket.parameters[part.owner]
+        shape = (part.local_rows(self.axis.rank), *parameter.shape[1:])
+        return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+
+    def take_rows_of(self, owner: int, whole: Tensor) -> None:
+        """Of one of its parameters this rank's rows are those of `whole`."""
+        for part, rows in zip(self.bucket.parts, self.rows, strict=True):
+            if part.owner == owner:
+                first = part.first_row + self.axis.rank * part.share
+                rows.copy_(torch.atleast_1d(whole)[first : first + len(rows)])
 
     def take_parameters(self) -> None:
         """The parameters, which are whole, have been written: this rank's rows are theirs."""
@@ -177,3 +193,7 @@ class BucketWeights:
                     )
             gather.finish()
         self._gather = None
+
+
+def _has_memory(parameter: Tensor) -> bool:
+    return parameter.numel() == 0 or parameter.untyped_storage().nbytes() > 0

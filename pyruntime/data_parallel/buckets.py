@@ -74,7 +74,7 @@ class Bucket:
         self.parameters, self.segments = [parameter for _, parameter in named], segments
         self.is_matrix = not more and alone.dim() >= 2
         """One parameter, whose rows are the lines."""
-        self.width = max(1, memory_of(alone)[:1].numel()) if self.is_matrix else 1
+        self.width = max(1, alone.numel() // max(1, _rows(alone))) if self.is_matrix else 1
         """Elements of a line, which divides every parameter's row."""
         self.parts: list[Part] = []
         offset = 0

@@ -10,9 +10,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from pyruntime.data_parallel.compression.compressor import Compressor
 from pyruntime.data_parallel.compression.settings import Compression
 from pyruntime.data_parallel.gradients import GradientReducer
 from pyruntime.data_parallel.local import LocalGradients
+from pyruntime.data_parallel.meta import of_first_rank, read_rows, take_from_first, take_memory
 from pyruntime.data_parallel.optimizer import ShardedOptimizer
 from pyruntime.data_parallel.plain import UsersOptimizer
 from pyruntime.data_parallel.reduction import launch
@@ -82,7 +85,7 @@ def shard(
 
     Args:
         model: anything made of nn.Modules, parallel linears among them. Its parameters with requires_grad
-            train.
+            train. At stage 3 it may be on meta, on every rank or on all but the first (meta.py).
         mesh: one dimension, or two, (replicate, shard), for hybrid sharding; None: this rank alone.
         stage: 0 to 3; see the module's docstring.
         reduce_dtype: what gradients travel as; by default the parameters' dtype. Sums are fp32 in any case.
@@ -127,7 +130,13 @@ def shard(
     if weight_wire != "same":
         _check_weight_wire(weight_wire, stage, axes)
     bucket_bytes = BUCKET_BYTES[stage] if bucket_bytes is None else bucket_bytes
-    begin_alike(model, axes)
+    sent = of_first_rank(model, stage, axes)
+    begins_empty = any(p.is_meta for p in model.parameters())
+    begin_alike(model, axes, sent)
+    if begins_empty:
+        device = torch.device(mesh.device_type if mesh is not None else "cpu")
+        take_memory(model, device, bucket_bytes)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     buckets = cut_into_buckets(named, axes.shard.size, bucket_bytes)
     frozen: list[Bucket] = []
     if stage == 3:
@@ -137,7 +146,13 @@ def shard(
             if not p.requires_grad and p.nbytes >= bucket_bytes and is_ordinary_matrix(p)
         ]
         frozen = cut_into_buckets(fixed, axes.shard.size, bucket_bytes)
-    return Sharded(model, stage, axes, buckets, frozen, reduce_dtype, keep_gathered, compression, weight_wire)
+    handle = Sharded(
+        model, stage, axes, buckets, frozen, reduce_dtype, keep_gathered, compression, weight_wire
+    )
+    if sent:
+        handle.take_from_first(sent)
+    handle.lacks_values = begins_empty and not sent
+    return handle
 
 
 def _check_weight_wire(wire: WireFormat, stage: int, axes: Axes) -> None:
@@ -255,6 +270,8 @@ class Sharded:
             self._gatherer = GatherPerUse(model, self._weights, self._frozen, axes.shard, keep_gathered)
         else:
             self._gatherer = GatherAhead(model, self._weights, axes.shard)
+        self.lacks_values = False
+        """It began on meta, and nothing has been loaded."""
         self.optimizer: ShardedOptimizer | None = None
         """What `adamw` or `of_torch` has made; else what carries gradients to the user's own."""
         self._gradients: GradientReducer | LocalGradients
@@ -476,6 +493,11 @@ class Sharded:
         """Carries what was loaded into tensors of state dicts to rows, masters and all ranks, before a
         forward pass. weights: those have been."""
         weights = weights or self._handed.was_written()
+        if self.lacks_values and not weights:
+            raise RuntimeError(
+                "This model began on meta, and no values have been loaded into it: call "
+                "handle.load_pretrained(folder), or load into handle.state_dict() by DCP, on every rank."
+            )
         if self.optimizer is not None:
             if self.optimizer.handed.was_written():
                 self.optimizer.loaded(self.optimizer.handed.tensors)
@@ -491,6 +513,29 @@ class Sharded:
         """Something was written into the tensors of `state_dict()`: the parameters follow."""
         self._handed.forget()
         self._gatherer.loaded()
+        self.lacks_values = False
+
+    def take_from_first(self, names: Sequence[str]) -> None:
+        """Parameters that only the first rank had when the model was sharded: see meta.py."""
+        assert self.axes.shard.mesh is not None
+        take_from_first([*self._weights, *self._frozen], names, self.axes.shard.mesh)
+        self._values_came()
+
+    def load_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """The weights of a Hugging Face folder of safetensors; each rank reads its own rows alone. Moments of
+        an optimizer stay, master weights follow. Every rank calls it.
+
+        Raises ValueError or OSError where the folder lacks a weight, or holds one of another shape."""
+        if self.optimizer is not None:
+            self.optimizer.take_back()
+        read_rows([*self._weights, *self._frozen], Path(folder))
+        if self.optimizer is not None:
+            self.optimizer.take_rows()
+        self._values_came()
+
+    def _values_came(self) -> None:
+        self.loaded()
+        self._written.accept()
 
     def close(self) -> None:
         """The model is as it was, with its current weights; it can be sharded again. Every rank calls it."""

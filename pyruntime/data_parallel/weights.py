@@ -317,6 +317,16 @@ class GatherPerUse(Gatherer):
         super().end_update()
         self._prefetch(0, +1)
 
+    def loaded(self) -> None:
+        """Something was written into this rank's rows: weights that are cut are gathered as they are read."""
+        for each in self._weights:
+            each.has_changed()
+        for each in self._weights:
+            if self._may_wait(each.bucket):
+                each.free()
+            else:
+                each.bring()
+
     def begin_rest(self) -> None:
         """None: weights are gathered where they are used."""
 

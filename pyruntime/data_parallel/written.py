@@ -6,7 +6,7 @@ write, and every change of what trains, is found when the next step begins, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,16 @@ from pyruntime.nn.cut import memory_of
 
 
 @torch.no_grad()
-def begin_alike(model: nn.Module, axes: Axes) -> None:
-    """Parameters and buffers are those of the first rank of `axes` when it returns; only what differs
-    travels.
+def begin_alike(model: nn.Module, axes: Axes, sent: Collection[str] = ()) -> None:
+    """Parameters and buffers are those of the first rank of `axes` when it returns, but for those in `sent`;
+    only what differs travels.
 
     Raises ValueError, on every rank alike, where ranks have different names, shapes or dtypes."""
     for mesh in dict.fromkeys((axes.shard.mesh, axes.replicate.mesh)):
         if mesh is None or comm.group_size(mesh) == 1:
             continue
         group = comm.process_group(mesh)
-        tensors = {name: tensor for name, tensor in _tensors_of(model) if not tensor.is_meta}
+        tensors = {name: tensor for name, tensor in _tensors_of(model) if name not in sent}
         for name, _ in different(tensors, group):
             whole = memory_of(tensors[name]).contiguous()
             with named_failures(group, "Giving the replicas one model"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pyruntime.llama.config import LlamaConfig
@@ -19,11 +19,10 @@ from pyruntime.llama.model import Llama
 from pyruntime.llama.shards import Shard, gather_full
 from pyruntime.nn.parameters import Group
 from pyruntime.nn.save_pretrained import raise_everywhere
+from pyruntime.nn.weight_files import INDEX, WEIGHTS, find_tensors, listed, open_tensors, read_json
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,7 +54,7 @@ def check_shapes(config: LlamaConfig, directory: str | os.PathLike[str]) -> None
     """Raises ValueError where the tensors of a checkpoint folder are not those of `config`: before memory is
     taken for a model that a damaged config.json makes too large. Nothing but headers is read."""
     directory = Path(directory)
-    files = _find_tensors(directory)
+    files = find_tensors(directory)
     layers = {name.split(".")[2] for name in files if name.startswith("model.layers.")}
     if len(layers) != config.num_hidden_layers:
         raise ValueError(
@@ -64,7 +63,7 @@ def check_shapes(config: LlamaConfig, directory: str | os.PathLike[str]) -> None
         )
     whole = {shard.name: shard for shard in Llama(config, device="meta", seed=None).shards()}
     for path in sorted({files[name] for name in whole if name in files}):
-        with _open(path) as file:
+        with open_tensors(path) as file:
             for name, shard in whole.items():
                 if files.get(name) == path:
                     _slice_of(shard, file, path)
@@ -74,12 +73,12 @@ def check_shapes(config: LlamaConfig, directory: str | os.PathLike[str]) -> None
 def load_weights(model: Llama, directory: str | os.PathLike[str]) -> None:
     """Fills `model` from the safetensors of a checkpoint folder; errors as in `load_hf`."""
     directory = Path(directory)
-    files = _find_tensors(directory)
+    files = find_tensors(directory)
     wanted = {shard.name: shard for shard in model.shards()}
     whole = {shard.name for shard in Llama(model.config, device="meta", seed=None).shards()}
     _check_names(directory, wanted, whole, files, tied=model.config.tie_word_embeddings)
     for path in sorted({files[name] for name in wanted}):
-        with _open(path) as file:
+        with open_tensors(path) as file:
             for name in wanted:
                 if files[name] == path:
                     _read(wanted[name], file, path)
@@ -136,7 +135,7 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{directory} holds no {CONFIG}, so it is not a Hugging Face checkpoint folder."
         )
-    return _read_json(path)
+    return read_json(path)
 
 
 def plan_files(content: list[Shard], dtype: torch.dtype, max_file_bytes: int) -> dict[str, list[Shard]]:
@@ -208,32 +207,9 @@ class _Writer:
             self.error = error
 
 
-def _find_tensors(directory: Path) -> dict[str, Path]:
-    """Path of the file that holds each tensor of the checkpoint."""
-    single, index = directory / WEIGHTS, directory / INDEX
-    if single.is_file():
-        with _open(single) as file:
-            return dict.fromkeys(file.keys(), single)
-    if not index.is_file():
-        found = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pth", ".pt"))
-        hint = f" (it has {found[0]}; save it as safetensors first)" if found else ""
-        raise FileNotFoundError(f"{directory} holds neither {WEIGHTS} nor {INDEX}{hint}.")
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{index} has no weight_map from tensor names to file names.")
-    for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
-            raise ValueError(f"{index} names {name!r}, which is no file of its own folder; name files alone.")
-        if not (directory / name).is_file():
-            raise FileNotFoundError(
-                f"{index} names {name}, but {directory} does not hold it; fetch it as well."
-            )
-    return {tensor: directory / name for tensor, name in weight_map.items()}
-
-
 def weight_files(directory: str | Path) -> set[Path]:
     """The files that hold the tensors of a checkpoint. Raises ValueError or OSError where it is damaged."""
-    return set(_find_tensors(Path(directory)).values())
+    return set(find_tensors(Path(directory)).values())
 
 
 def _check_names(
@@ -251,11 +227,11 @@ def _check_names(
     ]
     if missing:
         raise ValueError(
-            f"The checkpoint in {directory} lacks {_listed(missing)} that its {CONFIG} calls for."
+            f"The checkpoint in {directory} lacks {listed(missing)} that its {CONFIG} calls for."
         )
     if unexpected:
         raise ValueError(
-            f"The checkpoint in {directory} holds {_listed(unexpected)} that a Llama does not have."
+            f"The checkpoint in {directory} holds {listed(unexpected)} that a Llama does not have."
         )
 
 
@@ -285,28 +261,6 @@ def _read(shard: Shard, file: Any, path: Path) -> None:
     shard.local.copy_(stored[tuple(index)])
 
 
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    try:
-        opened = safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path} is not a whole safetensors file ({error}); fetch or save it again."
-        ) from error
-    with opened as file:
-        yield file
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); fetch or save it again.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
-    return value
-
-
 def saved_dtype(hf: Mapping[str, Any]) -> torch.dtype:
     """The dtype that a parsed config.json names. Raises ValueError for another than fp32, bf16 and fp16."""
     name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
@@ -315,9 +269,3 @@ def saved_dtype(hf: Mapping[str, Any]) -> torch.dtype:
             f"{CONFIG} says dtype {ascii(name)[:60]}; give dtype= one of {', '.join(_DTYPES)} to convert to."
         )
     return _DTYPES[name]
-
-
-def _listed(names: list[str]) -> str:
-    """The first few of many names."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -54,6 +54,7 @@ from pyruntime.nn import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
+from pyruntime.nn.cut import CutTensor
 from pyruntime.nn.gather import gather_features
 from pyruntime.nn.grid import Normed
 from pyruntime.nn.module import ParallelModule
@@ -501,6 +502,7 @@ class Llama(nn.Module):
         if layers[-1] == self.config.num_hidden_layers - 1:
             modules.append(self.norm)
         weights = [norm.weight for norm in modules]
+        weights = [weight.to_local() if isinstance(weight, CutTensor) else weight for weight in weights]
         if self.group.size == 1:
             return weights
         return ops.replicate_grad(torch.stack(weights), self.group.name).unbind()

@@ -71,6 +71,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: Tensor, eps: float, features: int, group: str
     ) -> tuple[Tensor, Tensor]:
+        weight = memory_of(weight)
         wide = x.to(statistics_dtype(x))
         square = _sum_over(wide.square().sum(-1, keepdim=True), group)
         rstd = (square / features + eps).rsqrt()
@@ -85,7 +86,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         features, group = ctx.over
         xhat, grad = x.to(rstd.dtype) * rstd, grad.to(rstd.dtype)
-        scaled = grad * memory_of(weight)
+        scaled = grad * weight
         mean = _sum_over((scaled * xhat).sum(-1, keepdim=True), group) / features
         dx = (scaled - xhat * mean) * rstd
         dweight = (grad * xhat).flatten(0, -2).sum(0)
