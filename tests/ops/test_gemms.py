@@ -97,14 +97,19 @@ def test_how_rows_are_cut_and_where_they_lie_changes_no_bit(depth):
     assert torch.equal(linear(x.view(4, 16, depth), weight, bias).view(64, 200), whole)
 
 
-def test_nan_and_infinity_stay_in_their_rows():
+def test_nan_and_infinity_stay_in_their_rows(gemm):
+    """But for torch's own product on processors with AMX, which at an odd depth multiplies the first element
+    of the row below by 0."""
     torch.manual_seed(0)
     weight, x = drawn(70, 33), drawn(20, 33)
     x[3, 32], x[9, 0] = float("nan"), float("inf")
     y = linear(x, weight, None)
     rows = torch.arange(20)
     assert y[3].isnan().all() and not y[9].isfinite().any()
-    assert y[(rows != 3) & (rows != 9)].isfinite().all()
+    if gemm == "ours" and OWN:
+        assert y[(rows != 3) & (rows != 9)].isfinite().all()
+    else:
+        assert torch.equal(y.isfinite(), torch.mm(x, weight.t()).isfinite())
 
 
 def linear_in_fp32(dtype: torch.dtype) -> None:
