@@ -66,8 +66,12 @@ class RowsLayout:
             name = self.state.part.key
             part = next(each for each in layout.parts if f".{name}".endswith(f".{each.key}"))
             whole = layout.local_part(part, whole)
+        return self.rows_of(whole)
+
+    def rows_of(self, parameter: Tensor) -> Tensor:
+        """This rank's rows of what has the shape of the part on it."""
         first, count = self.state.first, self.state.rows.numel()
-        return whole.reshape(-1)[first : first + count].view(self.state.rows.shape)
+        return parameter.reshape(-1)[first : first + count].view(self.state.rows.shape)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ class Handle(Protocol):
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         """What reading `.grad` gives."""
 
+    def bring(self, parameter: nn.Parameter) -> None:
+        """All of it is here and current when it returns."""
+
     def takes_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> bool:
         """`.grad` is set; False where it is to be the parameter's own."""
 
@@ -49,6 +52,7 @@ class ShardedParameter(nn.Parameter):
         self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        self.handle.bring(self)
         if isinstance(self, CutParameter):
             return super().__deepcopy__(memo)
         memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -88,6 +92,8 @@ class AwayWeight(ShardedParameter):
 
     fetch: Callable[[], None]
     """Gathers it; it is an ordinary ShardedParameter when that returns."""
+    keeps_writes: bool
+    """Whether what is written into the whole counts."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -95,7 +101,7 @@ class AwayWeight(ShardedParameter):
         if _reads_values(func):
             for each in tree_leaves((args, kwargs)):
                 if isinstance(each, AwayWeight):
-                    if _writes(func, args, kwargs, each):
+                    if not each.keeps_writes and _writes(func, args, kwargs, each):
                         _refuse(each, func)
                     each.fetch()
             return func(*args, **kwargs)  # none is away now
@@ -118,11 +124,12 @@ class AwayCutWeight(AwayWeight, ShardedCutParameter):
     """One that is cut over a tensor-parallel group, too."""
 
 
-def give_back(parameter: nn.Parameter, fetch: Callable[[], None]) -> None:
-    """Gives its memory back; its shape stays. fetch: gathers it, for whoever reads it."""
+def give_back(parameter: nn.Parameter, fetch: Callable[[], None], keeps_writes: bool) -> None:
+    """Gives its memory back; its shape stays. fetch: gathers it, for whoever reads it. keeps_writes: or
+    writes it."""
     parameter.untyped_storage().resize_(0)
     parameter.__class__ = AwayCutWeight if isinstance(parameter, CutParameter) else AwayWeight
-    parameter.fetch = fetch
+    parameter.fetch, parameter.keeps_writes = fetch, keeps_writes
 
 
 def take_back(parameter: nn.Parameter) -> None:
@@ -130,7 +137,7 @@ def take_back(parameter: nn.Parameter) -> None:
     if isinstance(parameter, AwayWeight):
         is_cut = isinstance(parameter, CutParameter)
         parameter.__class__ = ShardedCutParameter if is_cut else ShardedParameter
-        del parameter.fetch
+        del parameter.fetch, parameter.keeps_writes
     storage = parameter.untyped_storage()
     needed = parameter.numel() * parameter.element_size()
     if storage.nbytes() < needed:

@@ -19,12 +19,21 @@ from pyruntime.nn.cut import memory_of
 class BucketWeights:
     """One bucket's parameters, and which rows of them are this rank's. Under way it is a flight of its axis.
 
-    apart: this rank's rows have memory of their own, because that of the parameters comes and goes. wire: of
+    apart: this rank's rows have memory of their own, because that of the parameters comes and goes. frozen:
+    nobody updates them, and what is written into the parameters counts, of each rank for its rows. wire: of
     a matrix that is alone and apart, what its rows travel as; this rank's are rounded alike in the parameter.
     """
 
-    def __init__(self, bucket: Bucket, axis: Axis, *, apart: bool, wire: WireFormat = "same"):
-        self.bucket, self.axis = bucket, axis
+    def __init__(
+        self,
+        bucket: Bucket,
+        axis: Axis,
+        *,
+        apart: bool,
+        frozen: bool = False,
+        wire: WireFormat = "same",
+    ):
+        self.bucket, self.axis, self.frozen = bucket, axis, frozen
         self._exact = Wire("same", bucket.width, bucket.dtype, bucket.device)
         self._rounding = self._exact
         if bucket.is_matrix:
@@ -127,9 +136,17 @@ class BucketWeights:
         self._land()
         if self._stays:
             return
+        if self.frozen and self.is_current and any(map(_has_memory, self.bucket.parameters)):
+            self.take_parameters()
         for parameter in self.bucket.parameters:
-            give_back(parameter, self._fetch)
+            give_back(parameter, self._fetch, keeps_writes=self.frozen)
         self.is_current = False
+
+    def end_stay(self) -> None:
+        """Who has read it, or written, needs it no more."""
+        if self._stays:
+            self._stays = False
+            self.free()
 
     def _fetch(self) -> None:
         with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyruntime.data_parallel.buckets import Bucket
-from pyruntime.nn.cut import gradient_of
+from pyruntime.nn.cut import gradient_of, memory_of
 from pyruntime.nn.weight_sinks import AddedToGrad
 
 
@@ -31,7 +31,9 @@ class LocalGradients(AddedToGrad):
             for part in bucket.parts:
                 gradient = gradient_of(bucket.parameters[part.owner])
                 last = part.first_row + part.rows
-                rows.append(None if gradient is None else torch.atleast_1d(gradient)[part.first_row : last])
+                rows.append(
+                    None if gradient is None else torch.atleast_1d(memory_of(gradient))[part.first_row : last]
+                )
             for parameter in bucket.parameters:
                 parameter.grad = None
             self._on_gradient(bucket, rows)

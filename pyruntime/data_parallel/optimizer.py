@@ -210,14 +210,6 @@ class ShardedOptimizer(OneGroup):
         Raises NonFiniteGradient on every rank, having updated nothing, where nonfinite="raise"; CommTimeout
         or PeerLost.
         """
-        if "closure" in others and others["closure"] is None:
-            for parameter in self.param_groups[0]["params"]:
-                parameter.grad = None  # zeros that it has put there
-            raise TypeError(
-                "torch's get_optimizer_state_dict() and get_state_dict() make an optimizer's state by a step "
-                "of their own, which the optimizer of a sharded model does not take; save the handle and the "
-                'optimizer themselves by DCP, as {"model": handle, "optimizer": optimizer}.'
-            )
         if callable(grad_norm) or others:
             raise TypeError(
                 "step() takes no closure: gradients come during the backward pass and are updated once; run "

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pyruntime import ops
 from pyruntime.data_parallel.any_optimizer import RowsLayout
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.optimizer import ShardedOptimizer, with_gradients
 from pyruntime.data_parallel.update import State, Update
 from pyruntime.data_parallel.weights import Gatherer
-from pyruntime.nn.cut import CutTensor, cut_like, gradient_of, set_gradient
+from pyruntime.nn.cut import CutTensor, cut_like, gradient_of, memory_of, set_gradient
 
 
 class _Rows(Tensor):
@@ -43,6 +44,7 @@ class _Rows(Tensor):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
+        self.users.show()
         set_gradient(self, gradient)
 
     @grad.deleter
@@ -108,18 +110,23 @@ class UsersOptimizer(ShardedOptimizer):
         """By the id of the parameter."""
         self._of: dict[int, _Rows] = {}
         """By the id of the state."""
+        self._layout_of: dict[int, RowsLayout] = {}
+        """By the id of the rows."""
+        self._sent: list[int] = []
+        """Versions of the rows that the other ranks have."""
         for state in self._all_states():
             rows = self._made(state.rows, self._layouts[id(state)])
-            self._of[id(state)] = rows
+            self._of[id(state)], self._layout_of[id(rows)] = rows, self._layouts[id(state)]
             self._rows_of.setdefault(id(state.parameter), []).append(rows)
 
     def _made(self, tensor: Tensor, layout: RowsLayout) -> _Rows:
         if layout.cut_over:
-            rows = cut_like(tensor, layout)
+            rows = cut_like(tensor.detach(), layout)
             rows.__class__ = CutRows
         else:
-            rows = tensor.view(layout.parts[0].shape)
+            rows = tensor.detach().view(layout.parts[0].shape)
             rows.__class__ = WholeRows
+        rows.requires_grad_(True)
         rows.users = rows.handle = self
         return rows
 
@@ -140,7 +147,7 @@ class UsersOptimizer(ShardedOptimizer):
                 mean = (gradient * (1.0 / self._axes.size)).view(rows.shape)
                 before = gradient_of(rows)
                 if before is None:
-                    rows.grad = cut_like(mean, layout)
+                    set_gradient(rows, cut_like(mean, layout))
                 else:
                     before.add_(cut_like(mean, layout))
 
@@ -150,13 +157,19 @@ class UsersOptimizer(ShardedOptimizer):
         return rows.grad
 
     def set_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """What setting `.grad` of a parameter does. Of a whole one this rank takes its rows."""
+        """What setting `.grad` of a parameter does. Of a whole one this rank takes its rows of the mean over
+        the ranks, all of which set one."""
+        self.show()
         rows_of = self._rows_of[id(parameter)] if gradient is None else self._whole_ones(parameter)
         for rows in rows_of:
-            if gradient is not None and gradient.shape != rows.shape:
-                layout = rows.tp_layout
-                gradient = cut_like(layout.gather_parts({layout.parts[0].key: gradient}), layout)
-            rows.grad = gradient
+            if gradient is not None and not isinstance(gradient, CutTensor):
+                layout = self._layout_of[id(rows)]
+                mean = memory_of(gradient).contiguous()
+                for axis in (self._axes.shard, self._axes.replicate):
+                    mean = ops.all_reduce(mean, axis.name) if axis.size > 1 else mean
+                mean = mean / self._axes.size
+                gradient = cut_like(layout.rows_of(mean).view(rows.shape), layout)
+            set_gradient(rows, gradient)
 
     def _whole_ones(self, parameter: nn.Parameter) -> list[_Rows]:
         found = self._rows_of[id(parameter)]
@@ -170,7 +183,7 @@ class UsersOptimizer(ShardedOptimizer):
     def drop_gradients(self) -> None:
         self._arrived = {}
         for rows in self._of.values():
-            rows.grad = None
+            set_gradient(rows, None)
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
@@ -192,17 +205,30 @@ class UsersOptimizer(ShardedOptimizer):
             (rows,) = self._whole_ones(parameter)
             state = optimizer.state.pop(parameter)
             optimizer.state[rows] = {
-                name: self._rows_in(value, rows, parameter) for name, value in state.items()
+                name: value if name == "step" else self._rows_in(value, rows, parameter)
+                for name, value in state.items()
             }
 
     def _rows_in(self, value: Any, rows: _Rows, parameter: Tensor) -> Any:
         """What an optimizer has kept of a whole parameter."""
         if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(rows, CutRows):
             return value
-        layout = rows.tp_layout
+        layout = self._layout_of[id(rows)]
         return cut_like(layout.gather_parts({layout.parts[0].key: value}).clone(), layout)
 
     @torch.no_grad()
     def after_step(self, _optimizer: Optimizer) -> None:
         """The new rows leave."""
         self._send_all({})
+        self._sent = self._versions()
+
+    @torch.no_grad()
+    def send_written(self) -> None:
+        """Before a forward pass: rows that somebody has written in place since the last step, on every rank,
+        as schedule-free optimizers do, leave."""
+        if self._sent and self._axes.shard.size > 1 and (versions := self._versions()) != self._sent:
+            self._send_all({})
+            self._sent = versions
+
+    def _versions(self) -> list[int]:
+        return [rows._version for rows in self._of.values()]

@@ -264,7 +264,7 @@ class Sharded:
         self._weights = [
             BucketWeights(bucket, axes.weights, apart=stage == 3, wire=weight_wire) for bucket in buckets
         ]
-        self._frozen = [BucketWeights(bucket, axes.weights, apart=True) for bucket in frozen]
+        self._frozen = [BucketWeights(bucket, axes.weights, apart=True, frozen=True) for bucket in frozen]
         self._gatherer: GatherPerUse | GatherAhead
         if stage == 3:
             self._gatherer = GatherPerUse(model, self._weights, self._frozen, axes.shard, keep_gathered)
@@ -365,11 +365,30 @@ class Sharded:
         )
 
     def takes_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> bool:
-        """`.grad` of a parameter is set; whether it is the rows' now."""
-        if isinstance(self.optimizer, UsersOptimizer) and parameter.requires_grad:
-            self.optimizer.set_gradient(parameter, gradient)
-            return True
-        return False
+        """`.grad` of a parameter is set; whether it is the rows' now. Of a whole one, which every rank must
+        set, the mean over the ranks counts.
+
+        Raises RuntimeError where the handle has an optimizer of its own."""
+        if not parameter.requires_grad:
+            return False
+        if self.optimizer is not None and not isinstance(self.optimizer, UsersOptimizer):
+            if gradient is None:
+                return False
+            raise RuntimeError(
+                f"`.grad` of {parameter.sharded_as} was set, and the optimizer of its handle takes gradients "
+                "as they come from backward(). (get_optimizer_state_dict() and get_state_dict() of torch do "
+                'so, to make states: save {"model": handle, "optimizer": optimizer} by DCP instead.)'
+            )
+        assert isinstance(self._gradients, GradientReducer)
+        if gradient is None and self.optimizer is None and not self._gradients.has_some():
+            return False
+        self._gradients.check_complete()
+        self._users_optimizer().set_gradient(parameter, gradient)
+        return True
+
+    def bring(self, parameter: nn.Parameter) -> None:
+        """A copy of it is made."""
+        self._gatherer.bring(parameter)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Hook of torch's optimizers that hold parameters of the model.
@@ -405,7 +424,8 @@ class Sharded:
             self.axes.note_failed_pass()
 
     def _finish_gradients(self) -> None:
-        self._written.check()
+        is_users = isinstance(self.optimizer, UsersOptimizer)
+        self._written.check(counts=is_users and self.axes.shard.size == 1)
         self._gradients.finish()
         if self.compressor is not None:
             self.compressor.end_step()
@@ -470,11 +490,10 @@ class Sharded:
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 set_gradient(parameter, None)
-        if (
-            isinstance(self._gradients, GradientReducer)
-            and self._gradients.drop()
-            and self.optimizer is not None
-        ):
+        if not isinstance(self._gradients, GradientReducer):
+            return
+        were_reduced = self._gradients.drop()
+        if self.optimizer is not None and (were_reduced or isinstance(self.optimizer, UsersOptimizer)):
             self.optimizer.drop_gradients()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -492,6 +511,8 @@ class Sharded:
     def _take_loaded(self, weights: bool = False) -> None:
         """Carries what was loaded into tensors of state dicts to rows, masters and all ranks, before a
         forward pass. weights: those have been."""
+        if isinstance(self.optimizer, UsersOptimizer):
+            self.optimizer.send_written()
         weights = weights or self._handed.was_written()
         if self.lacks_values and not weights:
             raise RuntimeError(

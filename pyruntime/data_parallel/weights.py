@@ -47,8 +47,6 @@ class Gatherer(ABC):
 
     def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: Axis):
         self._weights, self._shard = list(weights), shard
-        self._never_updated: set[int] = set()
-        """Ids of the buckets of frozen weights."""
         self._of_bucket = {id(each.bucket): each for each in weights}
         self._order: list[BucketWeights] = []
         """Buckets in the order in which modules read them first; once a step has been taken, in rank 0's
@@ -71,6 +69,18 @@ class Gatherer(ABC):
 
     def _watch(self, module: nn.Module, read: list[BucketWeights]) -> None:
         self._hooks.append(module.register_forward_pre_hook(lambda module, _: self._before(module, read)))
+        self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.complete_some(read)))
+
+    def complete_some(self, read: list[BucketWeights]) -> None:
+        """Those are current when it returns."""
+        for each in read:
+            each.bring_exact()
+
+    def bring(self, parameter: nn.Parameter) -> None:
+        """It is current when it returns."""
+        self.complete_some(
+            [each for each in self._weights if any(p is parameter for p in each.bucket.parameters)]
+        )
 
     def _before(self, module: nn.Module, read: list[BucketWeights]) -> None:
         if not self._is_agreed:
@@ -109,8 +119,7 @@ class Gatherer(ABC):
         if not self._is_agreed:
             self._agree()
         unannounced = [each for each in self._weights if each not in self._order]
-        every = [each.bucket for each in (*unannounced, *self._order)]
-        return [bucket for bucket in every if id(bucket) not in self._never_updated]
+        return [each.bucket for each in (*unannounced, *self._order) if not each.frozen]
 
     @abstractmethod
     def updated(self, bucket: Bucket) -> None:
@@ -237,6 +246,12 @@ class GatherAhead(Gatherer):
         self._show_what_is()
         super().complete()
 
+    def complete_some(self, read: list[BucketWeights]) -> None:
+        if any(each in read for each, _ in self._shown):
+            self._show_what_is()
+        for each in read:
+            self._bring(each)
+
     def loaded(self) -> None:
         self._show_what_is()
         super().loaded()
@@ -283,7 +298,6 @@ class GatherPerUse(Gatherer):
         keep: int,
     ):
         super().__init__(model, [*weights, *frozen], shard)
-        self._never_updated = {id(each.bucket) for each in frozen}
         self._keep = keep
         self._wanted_again: set[int] = set()
         """Buckets whose place in the order is that of a module that reads them in its backward pass too."""
@@ -309,7 +323,7 @@ class GatherPerUse(Gatherer):
     def _end_backward(self) -> None:
         """What the backward pass has read last is not read any more; what is updated is given back then."""
         for each in self._in_backward:
-            if id(each.bucket) in self._never_updated and each in self._order:
+            if each.frozen and each in self._order:
                 each.free()
         self._in_backward = []
 

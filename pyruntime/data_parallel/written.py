@@ -77,13 +77,15 @@ class Written:
                 own.copy_(given)
                 parameter.data = own
 
-    def check(self) -> None:
-        """Raises RuntimeError where somebody has written, or something else would have to train."""
+    def check(self, counts: bool = False) -> None:
+        """Raises RuntimeError where somebody has written, or something else would have to train. counts: what
+        is written in place is right here."""
         for name, parameter, mark in self._seen:
             if isinstance(parameter, AwayWeight):
                 continue  # nobody could
             found = _mark_of(parameter)
-            if found == mark or (self._alone and parameter.dtype.itemsize >= 4 and found[1:] == mark[1:]):
+            in_place = counts or (self._alone and parameter.dtype.itemsize >= 4)
+            if found == mark or (in_place and found[1:] == mark[1:]):
                 continue
             if not parameter.requires_grad:
                 raise RuntimeError(

@@ -153,7 +153,8 @@ class NoDropout(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         aten = torch.ops.aten
-        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            self.has_drawn = True
         if func is aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if func is aten.bernoulli_.float:  # dropout divides by the same number afterwards

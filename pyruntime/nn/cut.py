@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -142,7 +142,7 @@ def mark_cut(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     parameter.tp_layout = layout
     parameter.tp_dim = layout.dim
     parameter.tp_group_name = layout.group.name
-    if layout.cut_over and type(parameter) is nn.Parameter:
+    if layout.cut_over and type(parameter) in (nn.Parameter, CutTensor):  # as `to` and `to_empty` leave it
         parameter.__class__ = CutParameter
     return parameter
 
@@ -265,7 +265,7 @@ def _wrapped(func: Any, result: Any, like: CutTensor) -> Any:
     return _cut(result, like)
 
 
-def _check_alike(func: Any, operands: Iterable[Any]) -> CutTensor:
+def _check_alike(func: Any, operands: Sequence[Any]) -> CutTensor:
     """The first cut one of the operands, which are all cut in the same way."""
     first: CutTensor | None = None
     for each in operands:
@@ -282,7 +282,20 @@ def _check_alike(func: Any, operands: Iterable[Any]) -> CutTensor:
                 "take full_tensor() of both, which every rank must call."
             )
     assert first is not None
+    for each in operands:
+        if isinstance(each, Tensor) and not isinstance(each, CutTensor) and hasattr(each, "sharded_as"):
+            _check_whole(func, first, each)
     return first
+
+
+def _check_whole(func: Any, rows: CutTensor, whole: Tensor) -> None:
+    if whole.shape != rows.shape:
+        raise RuntimeError(
+            f"{_name(func)} was asked of {_words(rows)}, and of the whole {whole.sharded_as} "
+            f"{list(whole.shape)}; what is computed of a sharded model's gradients is of the rows that a "
+            "rank keeps: let an optimizer do it (weight_decay=, lr=), or take full_tensor(), within "
+            "handle.writes() where weights are written."
+        )
 
 
 def _each(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -423,7 +436,7 @@ def _whole_number(func: Any, args: tuple, kwargs: dict[str, Any], given: str = "
     """The tensor, of which one number was asked; refuses numbers along dimensions."""
     tensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
     along = kwargs.get(given, kwargs.get("axis", args[1] if len(args) > 1 else None))
-    if not isinstance(tensor, CutTensor) or along not in (None, ()):
+    if not isinstance(tensor, CutTensor) or along not in (None, ()) or kwargs.get("keepdim"):
         _refuse(func, args, kwargs)
     return tensor
 
@@ -436,6 +449,25 @@ def _sum(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 def _mean(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     tensor = _whole_number(func, args, kwargs)
     return _summed(torch.sum(tensor, dtype=kwargs.get("dtype")), tensor) / _count(tensor)
+
+
+def _loss(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """torch.nn.functional.mse_loss and the like, of penalties."""
+    reduction = kwargs.get("reduction", "mean")
+    each = _element_by_element(func, args, {**kwargs, "reduction": "none"})
+    if reduction == "none":
+        return each
+    total = _summed(torch.sum(each), each)
+    return total / _count(each) if reduction == "mean" else total
+
+
+def _same_shape(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """p.view(p.shape), p.reshape(...): of another shape it is refused."""
+    tensor, *given = args
+    shape = given[0] if len(given) == 1 and not isinstance(given[0], int) else tuple(given)
+    if not isinstance(tensor, CutTensor) or kwargs or shape != tuple(tensor.shape):
+        _refuse(func, args, kwargs)
+    return _element_by_element(func, args, kwargs)
 
 
 def _variance(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -467,7 +499,7 @@ class _ExtremeOverRanks(torch.autograd.Function):
 
 def _extreme(combine: Callable[[Tensor], Tensor]) -> Rule:
     def rule(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if len(args) > 1 and isinstance(args[1], Tensor):
+        if isinstance(args[1] if len(args) > 1 else kwargs.get("other"), Tensor):
             return _element_by_element(func, args, kwargs)  # torch.max(p, q)
         tensor = _whole_number(func, args, kwargs)
         value = func(*args, **kwargs)
@@ -500,9 +532,12 @@ def _norm(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         _refuse(func, args, kwargs)
     norm = func(*args, **kwargs)
     given = arguments.get("ord", arguments.get("p"))
+    of_matrix = _name(func) == "linalg_norm" and args[0].dim() > 1  # a number means another norm there
+    if (isinstance(given, str) and given != "fro") or (of_matrix and given not in ("fro", None)):
+        _refuse(func, args, kwargs)
     order = 2.0 if given in ("fro", None) else float(given)
     if torch.is_grad_enabled() and norm.requires_grad:
-        if order <= 0 or order == float("inf"):
+        if order <= 0 or order == float("inf") or norm.dim() > 0:
             _refuse(func, args, kwargs)
         return _summed(norm**order, args[0]) ** (1 / order)
     return _of_all_ranks([norm], [args[0]], order)[0]
@@ -579,7 +614,8 @@ _RULES: dict[str, Rule] = {
         "result_type", "promote_types", "can_cast", "is_tensor", "is_storage", "typename", "unsafe_chunk",
     ), _plain),
     **dict.fromkeys((
-        "clone", "detach", "detach_", "to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type_as",
+        "clone", "detach", "detach_", "to", "float", "int", "long", "bool", "double",
+        "half", "bfloat16", "cpu", "cuda", "type_as",
         "contiguous", "empty_like", "zeros_like", "ones_like", "full_like", "zero_", "fill_", "data.get",
         "multiply", "multiply_", "subtract", "subtract_", "divide", "divide_", "floor_divide",
         "floor_divide_", "negative", "negative_", "absolute", "absolute_", "isclose", "isfinite", "isreal",
@@ -597,6 +633,8 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("equal", "allclose"), _alike_everywhere),
     **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm"), _norm),
     "mean": _mean,
+    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"), _loss),
+    **dict.fromkeys(("view", "reshape"), _same_shape),
     "copy_": _copied,
     **dict.fromkeys(("t", "T.get", "mT.get", "transpose"), _turned),
     **dict.fromkeys(("matmul", "mm", "__matmul__"), _product),

@@ -175,12 +175,12 @@ def asked_by_torch(group):
     optimizer.step()
     try:
         get_optimizer_state_dict(model, optimizer)
-    except TypeError as error:
+    except RuntimeError as error:
         return str(error), [p for p in model.parameters() if gradient_of(p) is not None]
     return "nothing", []
 
 
 def test_torchs_state_of_an_optimizer_is_refused_with_what_to_do(ranks):
     for message, left in ranks.run(asked_by_torch, 2):
-        assert 'as {"model": handle, "optimizer": optimizer}' in message
+        assert 'save {"model": handle, "optimizer": optimizer} by DCP' in message
         assert not left

@@ -11,6 +11,7 @@ from torch import nn
 import pyruntime
 from pyruntime import comm
 from pyruntime.comm.core import _C
+from pyruntime.nn.cut import memory_of
 from pyruntime.overlap import Account, Kind, account
 from tests.transports import TRANSPORTS, on_transport
 
@@ -254,7 +255,7 @@ def gradients(group) -> tuple[torch.Tensor, torch.Tensor]:
                 step(model)
         else:
             step(model)
-        found.append(model[0].up.weight.grad.clone())
+        found.append(memory_of(model[0].up.weight.grad).clone())
     return found[0], found[1]
 
 
