@@ -20,6 +20,7 @@
 
 #include "core/deadline.h"
 #include "core/error.h"
+#include "core/failure_board.h"
 #include "core/host_process.h"
 #include "core/job_ranks.h"
 #include "core/store.h"
@@ -30,6 +31,7 @@ namespace {
 
 namespace symm = c10d::symmetric_memory;
 
+constexpr double kEndingSeconds = 1.0;  // in which a process that ends is gone
 constexpr uint64_t kMagic = 0x7079727553594d4dull;
 constexpr size_t kHugePage = size_t{2} << 20;
 
@@ -78,9 +80,15 @@ class Segment {
                                             size_t buffer_bytes, size_t signal_bytes) {
     const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(peer_fd);
     UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
-    if (!fd.valid() && WatchedProcess(pid).gone()) {
-      raise_comm_error(CommErrorKind::kPeerLost,
-                       "rendezvous: " + peer + " ended before its memory was opened.");
+    const int cause = errno;
+    if (!fd.valid()) {
+      // A process that ends loses its descriptors before it is gone.
+      const auto ended = [&] { return WatchedProcess(pid).gone(); };
+      if (wait_until(ended, kEndingSeconds, [] {})) {
+        raise_comm_error(CommErrorKind::kPeerLost,
+                         "rendezvous: " + peer + " ended before its memory was opened.");
+      }
+      errno = cause;
     }
     TORCH_CHECK(fd.valid(), "rendezvous: cannot open the symmetric memory of ", peer, " at ", path, " (",
                 std::strerror(errno),
@@ -292,6 +300,18 @@ class CpuSymmetricMemory : public symm::SymmetricMemory {
   std::vector<void*> signal_pads_;
 };
 
+// What `ask` asks of the job's store; PeerLost where that is gone.
+template <typename Ask>
+auto with_store(const std::string& site, const Ask& ask) {
+  try {
+    return ask();
+  } catch (const c10::DistError&) {
+    FailureBoard& board = FailureBoard::instance();
+    board.raise_if_failed();
+    raise_comm_error(CommErrorKind::kPeerLost, site + board.words_of_lost_store());
+  }
+}
+
 // As torch's symmetric memory of CUDA finds a group: of the process groups alone, never by set_group_info().
 symm::GroupInfo group_named(const std::string& name) {
   const auto group = c10d::resolve_process_group(name);
@@ -384,20 +404,23 @@ class CpuSymmetricMemoryAllocator : public symm::SymmetricMemoryAllocator {
     const double seconds = deadline_seconds;
     const std::string topic = "pyruntime/symmetric_memory/" + group_name + "/";
     // Counted in the store, which is the group's: here a count would outlive the group.
-    const int64_t before = group.store->add(topic + "rounds of " + std::to_string(group.rank), 1) - 1;
+    const std::vector<int> job_ranks = JobRanks::instance().of(group_name, group.world_size);
+    const std::string site =
+        "rendezvous on group '" + group_name + "', " + name_of(job_ranks[group.rank]) + ": ";
+    const int64_t before = with_store(
+        site, [&] { return group.store->add(topic + "rounds of " + std::to_string(group.rank), 1) - 1; });
     const std::string round = topic + std::to_string(before) + "/";
     const Invitation own{host_identity(), getpid(), segment->fd(), segment->buffer_bytes(),
                          segment->signal_bytes()};
     const std::string text = own.encode();
-    group.store->set(round + std::to_string(group.rank), std::vector<uint8_t>(text.begin(), text.end()));
-
-    const std::vector<int> job_ranks = JobRanks::instance().of(group_name, group.world_size);
-    const std::string site =
-        "rendezvous on group '" + group_name + "', " + name_of(job_ranks[group.rank]) + ": ";
+    with_store(site, [&] {
+      group.store->set(round + std::to_string(group.rank), std::vector<uint8_t>(text.begin(), text.end()));
+    });
     std::vector<Invitation> invitations;
     for (int peer = 0; peer < group.world_size; ++peer) {
-      const Invitation from =
-          peer == group.rank ? own : receive(group, site + name_of(job_ranks[peer]), round, peer, seconds);
+      const Invitation from = peer == group.rank ? own : with_store(site, [&] {
+        return receive(group, site + name_of(job_ranks[peer]), round, peer, seconds);
+      });
       if (from.host == own.host) JobRanks::instance().learn(job_ranks[peer], host_name(), from.pid);
       invitations.push_back(from);
     }

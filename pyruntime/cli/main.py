@@ -82,15 +82,9 @@ def _end_now(stopped: Stopped) -> None:
     """Called by another thread than the one that works, which does not answer: the process ends here. Another
     rank's failure is why it ends, where there is one."""
     from pyruntime.comm import post_failure
-    from pyruntime.comm.exchange import raise_for_ended
-    from pyruntime.comm.groups import job_rank_name
 
-    failure: Exception | None = None
-    try:
-        raise_for_ended(f"{job_rank_name(started_rank())} was asked to stop")
-    except Exception as found:
-        failure = found
-    if failure is None or "reports: Stopped by " in str(failure):  # as a rule all ranks are sent the signal
+    failure = _failure_of_another()
+    if failure is None:
         post_failure(str(stopped))
         _say_once(str(stopped))
         code = 128 + stopped.signum
@@ -98,6 +92,19 @@ def _end_now(stopped: Stopped) -> None:
         _explain(failure)
         code = 1
     os._exit(code)
+
+
+def _failure_of_another() -> Exception | None:
+    """What another rank has reported, or that one has ended: why a launcher stops all. None where it stops
+    them for another reason."""
+    from pyruntime.comm.exchange import raise_for_ended
+    from pyruntime.comm.groups import job_rank_name
+
+    try:
+        raise_for_ended(f"{job_rank_name(started_rank())} was asked to stop")
+    except Exception as found:
+        return None if "reports: Stopped by " in str(found) else found  # as a rule all are sent the signal
+    return None
 
 
 def _last_words(ending: BaseException, stop: StopRequest) -> int:
@@ -114,6 +121,9 @@ def _last_words(ending: BaseException, stop: StopRequest) -> int:
             _say_on_one_rank(str(ending), stop)
             return 1
         case Stopped():
+            if ending.signum == signal.SIGTERM and (failure := _failure_of_another()) is not None:
+                _explain(failure)
+                return 1
             if ending.signum != signal.SIGPIPE:
                 _say_once(str(ending))
             return 128 + ending.signum

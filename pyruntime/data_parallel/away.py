@@ -8,6 +8,7 @@ gathered as well, and it stays whole until the next update. That is a collective
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -87,8 +88,8 @@ def unmark(parameter: nn.Parameter) -> None:
 
 
 class AwayWeight(ShardedParameter):
-    """A parameter whose memory is given back, until `take_back`. Parameters change into it and back again in
-    place, as torch's UninitializedParameter does."""
+    """A parameter whose memory is given back, or old, until `take_back`. Parameters change into it and back
+    again in place, as torch's UninitializedParameter does."""
 
     fetch: Callable[[], None]
     """Gathers it; it is an ordinary ShardedParameter when that returns."""
@@ -128,6 +129,17 @@ def give_back(parameter: nn.Parameter, fetch: Callable[[], None], keeps_writes: 
     """Gives its memory back; its shape stays. fetch: gathers it, for whoever reads it. keeps_writes: or
     writes it."""
     parameter.untyped_storage().resize_(0)
+    _send_away(parameter, fetch, keeps_writes)
+
+
+def mark_old(parameter: nn.Parameter) -> None:
+    """Its memory stays, and has values of before an update until `take_back`: the new ones come for whoever
+    reads it."""
+    if isinstance(parameter, ShardedParameter) and not isinstance(parameter, AwayWeight):
+        _send_away(parameter, partial(parameter.handle.bring, parameter), keeps_writes=False)
+
+
+def _send_away(parameter: nn.Parameter, fetch: Callable[[], None], keeps_writes: bool) -> None:
     parameter.__class__ = AwayCutWeight if isinstance(parameter, CutParameter) else AwayWeight
     parameter.fetch, parameter.keeps_writes = fetch, keeps_writes
 
@@ -169,8 +181,8 @@ def _refuse(parameter: AwayWeight, func: Callable) -> None:
     name = getattr(func, "__name__", func)
     raise RuntimeError(
         f"{'an assignment to .data' if name == '__set__' else name} would write into {parameter.sharded_as} "
-        f"{list(parameter.shape)}, of which this rank keeps rows at stage 3: what is written into the whole "
-        "is lost. Write within `with handle.writes():`, on every rank, or before shard()."
+        f"{list(parameter.shape)}, of which this rank keeps rows and others have new values: what is written "
+        "into the whole is lost. Write within `with handle.writes():`, on every rank, or before shard()."
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
 from pyruntime.comm.wire import Wire, WireFormat
-from pyruntime.data_parallel.away import AwayWeight, give_back, own_memory, take_back
+from pyruntime.data_parallel.away import AwayWeight, give_back, mark_old, own_memory, take_back
 from pyruntime.data_parallel.axes import Axis
 from pyruntime.data_parallel.buckets import Bucket, Part
 from pyruntime.nn.cut import memory_of
@@ -36,7 +36,7 @@ class BucketWeights:
         self.bucket, self.axis, self.frozen = bucket, axis, frozen
         self._exact = Wire("same", bucket.width, bucket.dtype, bucket.device)
         self._rounding = self._exact
-        if bucket.is_matrix:
+        if bucket.is_matrix and wire != "same":
             self._rounding = Wire(wire, bucket.width, bucket.dtype, bucket.device)
         self._wire = self._rounding
         """Of the gather that is under way."""
@@ -87,6 +87,9 @@ class BucketWeights:
         """This rank's rows have been written. What is under way holds values of before, and lands first."""
         self._land()
         self.is_current, self._stays = not self.is_cut, False
+        if self.is_cut and not self._apart:
+            for parameter in self.bucket.parameters:
+                mark_old(parameter)
 
     def begin(self) -> None:
         """The gather is under way when it returns, unless nothing has changed."""

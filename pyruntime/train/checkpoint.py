@@ -13,6 +13,7 @@ rest are numbers.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from pyruntime.comm import CommError
-from pyruntime.comm.exchange import barrier
+from pyruntime.comm import CommError, rank_name
+from pyruntime.comm.exchange import barrier, gather
 from pyruntime.data_parallel import Sharded
 from pyruntime.outer.fragment import Fragment
 from pyruntime.outer.sharded import ShardedOuter
@@ -145,20 +146,46 @@ def _refused(checkpoint: Path) -> Iterator[None]:
 
 def check_files(checkpoint: Path, group: dist.ProcessGroup, wanted: Facts | None = None) -> Facts:
     """What the checkpoint says of itself. Raises the same on every rank: DamagedError where a file is not
-    what was saved, on any of their hosts (each is read by one), ConfigError where it is not of the `wanted`
-    model and dtype, or of an older format."""
+    what was saved (each is read by one rank, where the folder is one, else by all), ConfigError where it is
+    not of the `wanted` model and dtype, of an older format, or another one on some host."""
     doing = f"Checking the checkpoint {checkpoint}"
-    finding, kinds = "", {"damaged ": DamagedError, "refused ": ConfigError}
+    finding = ""
     try:
         found = read(checkpoint) if wanted is None else read_matching(checkpoint, wanted)
         expected = manifest.read(checkpoint)
+    except ConfigError as error:
+        finding = ("damaged " if isinstance(error, DamagedError) else "refused ") + str(error)
+    _raise_finding(barrier(group, doing, finding))
+    is_shared = _compare_folders(checkpoint, group, doing)
+    try:
         sizes = {name: each.size for name, each in expected.items()}
-        for name in sorted(manifest.share(sizes, group.rank(), group.size())):
+        mine = manifest.share(sizes, group.rank(), group.size()) if is_shared else sizes
+        for name in sorted(mine):
             manifest.check(checkpoint, name, expected)
     except ConfigError as error:
         finding = ("damaged " if isinstance(error, DamagedError) else "refused ") + str(error)
-    finding = barrier(group, doing, finding)
-    for kind, raised in kinds.items():
+    _raise_finding(barrier(group, doing, finding))
+    return found
+
+
+def _raise_finding(finding: str) -> None:
+    for kind, raised in {"damaged ": DamagedError, "refused ": ConfigError}.items():
         if finding.startswith(kind):
             raise raised(finding.removeprefix(kind))
-    return found
+
+
+def _compare_folders(checkpoint: Path, group: dist.ProcessGroup, doing: str) -> bool:
+    """Whether the ranks see one folder, and not a copy each. Raises ConfigError on every rank where it holds
+    another checkpoint on one of them."""
+    content = hashlib.sha256((checkpoint / manifest.MANIFEST).read_bytes()).hexdigest()
+    status = (checkpoint / manifest.MANIFEST).stat()
+    place = f"{status.st_ino} {status.st_mtime_ns}"
+    seen = gather(group, doing, [content, place], list[str])
+    for rank, (theirs, _) in enumerate(seen):
+        if theirs != seen[0][0]:
+            first, other = rank_name(group.group_name, 0), rank_name(group.group_name, rank)
+            raise ConfigError(
+                f"checkpoint.resume: {checkpoint} is another checkpoint on {other} than on {first}; give all "
+                "hosts one folder, or copies of one."
+            )
+    return len({place for _, place in seen}) == 1

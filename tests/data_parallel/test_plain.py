@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 
 import pytest
@@ -322,3 +323,140 @@ def with_max_norm(group):
 
 def test_an_embedding_that_writes_into_its_weight_is_refused(ranks):
     ranks.run(with_max_norm, 2)
+
+
+# -- what people do between the gradients and the next forward pass
+
+
+def no_gradient_of_the_head(model, optimizer, step):
+    if step < 2:
+        model[2].weight.grad = None
+
+
+def by_hand(model, optimizer, step):
+    parameters = list(model.parameters())
+    found = [p.grad * 2 for p in parameters]
+    for p, gradient in zip(parameters, found, strict=True):
+        p.grad = gradient
+
+
+def clamped(model, optimizer, step):
+    optimizer.step()
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.clamp_(-0.2, 0.2)
+
+
+def dropped_and_taken_again(model, optimizer, step):
+    for p in model.parameters():
+        p.grad = None
+
+
+BETWEEN = (no_gradient_of_the_head, by_hand, clamped, dropped_and_taken_again)
+
+
+def between(model, backward, handle=None):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(8):
+        backward(model, step)
+        BETWEEN[step % len(BETWEEN)](model, optimizer, step)
+        if step % len(BETWEEN) < 2:
+            optimizer.step()
+        if step % len(BETWEEN) == 1 and handle is not None:
+            backward(model, step)
+            clip(model)
+            handle.zero_grad()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def set_by_autograd(model, loss):
+    parameters = list(model.parameters())
+    for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        p.grad = gradient
+
+
+def habits(group, stage):
+    rank, model = dist.get_rank(group), made()
+    handle = pyruntime.shard(model, mesh_of(group), stage=stage, bucket_bytes=64)
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+    set_by_autograd(model, loss_of(model, rank, 50))
+    first.step()
+    first.zero_grad()
+    between(model, lambda m, step: loss_of(m, rank, step).backward(), handle)
+    of_a_part = {f"2.{key}": value.clone() for key, value in model[2].state_dict().items()}
+    copied = copy.deepcopy(model)
+    handle.complete()
+    found = {key: p.detach().clone() for key, p in model.named_parameters()}
+    handle.close()
+    same = all(torch.equal(found[key], value) for key, value in of_a_part.items())
+    return found, same and all(torch.equal(found[key], p) for key, p in copied.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_and_weights_that_are_set_in_between(ranks, stage):
+    plain = made()
+    first = torch.optim.SGD(plain.parameters(), lr=0.1)
+    set_by_autograd(plain, of_all(2)(plain, 50))
+    first.step()
+    first.zero_grad()
+    between(plain, lambda m, step: of_all(2)(m, step).backward())
+    outcomes = ranks.run(habits, 2, stage)
+    assert_alike([found for found, _ in outcomes], {k: p.detach() for k, p in plain.named_parameters()})
+    assert all(same for _, same in outcomes), "a part's state dict, and a copy"
+
+
+class Scaled(nn.Module):
+    """With a scalar, as CLIP has one, and a frozen teacher that follows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.student, self.teacher = (nn.Linear(7, 23).double() for _ in range(2))
+        self.teacher.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.student(x) * self.scale - self.teacher(x)
+
+    def follow(self):
+        with torch.no_grad():
+            for mine, theirs in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                mine.data.mul_(0.8).add_(theirs.detach(), alpha=0.2)
+
+
+def steps_of(model, optimizer, ranks):
+    for step in range(4):
+        for rank in ranks:
+            x = torch.randn(
+                3, 7, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64
+            )
+            (model(x).square().mean() / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.follow()
+
+
+def with_a_teacher(group, stage):
+    model = Scaled()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model(torch.ones(1, 7, dtype=torch.float64)).sum().backward()
+    optimizer.step()  # it has states before the model is sharded
+    optimizer.zero_grad()
+    handle = pyruntime.shard(model, mesh_of(group), stage=stage, bucket_bytes=64)
+    steps_of(model, optimizer, [dist.get_rank(group)])
+    found = {key: value.clone() for key, value in model.state_dict().items()}
+    handle.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_scalar_and_a_frozen_part_that_is_written(ranks, stage):
+    plain = Scaled()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+    plain(torch.ones(1, 7, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    steps_of(plain, optimizer, [0, 1])
+    assert_alike(ranks.run(with_a_teacher, 2, stage), plain.state_dict())

@@ -180,6 +180,8 @@ def numbers(model):
     found = [p.sum(), p.mean(), p.std(), p.var(), p.max(), p.min(), p.norm(), p.norm(1), g.norm(float("inf"))]
     found += [torch.linalg.vector_norm(g), torch.norm(q, p=3), (g > 0).sum(), (p * g).sum(), p.abs().amax()]
     found += list(torch._foreach_norm([p, q, g]))
+    found += [torch.nn.functional.mse_loss(p, 2 * p), torch.nn.functional.l1_loss(q, q * q, reduction="sum")]
+    found += [torch.max(p, other=2 * p).sum(), p.view(p.shape).sum(), p.int().sum(), torch.linalg.norm(p)]
     found += [torch.nn.utils.get_total_norm([p, q, g])]
     found += [torch.tensor(float(torch.equal(p, p))), torch.tensor(float(torch.allclose(p, p + 1)))]
     return {str(i): value.double() for i, value in enumerate(found)}
@@ -305,6 +307,8 @@ REFUSED = {
     "linear": lambda p: torch.nn.functional.linear(torch.ones(2, p.shape[1], dtype=p.dtype), p),
     "concatenated": lambda p: torch.cat([p, p]),
     "a vector of all": lambda p: torch.nn.utils.parameters_to_vector([p]),
+    "matrix norm": lambda p: torch.linalg.norm(p, 2),
+    "nuclear norm": lambda p: torch.norm(p, p="nuc"),
     "another cut": lambda p: p + torch.empty_like(p.other),
 }
 

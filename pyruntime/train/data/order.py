@@ -70,6 +70,8 @@ class Order:
 def quotas(weights: tuple[float, ...]) -> tuple[int, ...]:
     """How many of BLOCK samples each source has: the nearest whole numbers that add up (largest
     remainders)."""
+    if BLOCK * sum(weights) == float("inf"):
+        weights = tuple(weight / max(weights) for weight in weights)
     exact = [BLOCK * weight / sum(weights) for weight in weights]
     found = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda source: (found[source] - exact[source], source))
