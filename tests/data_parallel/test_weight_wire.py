@@ -100,7 +100,7 @@ def bytes_of_steps(group, transport, wire):
         optimizer.step()
         if step == 0:
             before = comm.bytes_read("dp")
-    handle.complete()
+    model(torch.randn(2, 256))  # what is on its way has come
     taken = comm.bytes_read("dp") - before
     handle.close()
     return taken
