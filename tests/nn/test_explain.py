@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from pyruntime import comm, explain, ops, parallelize
 from pyruntime.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from pyruntime.nn.tiers import strict_refusal
+from tests.transports import take
 
 
 class Net(nn.Module):
@@ -27,6 +28,7 @@ class Net(nn.Module):
 
 
 def explained(group) -> tuple[str, str]:
+    take(group, "symmetric_memory")
     net = Net(group, tier="unfused")
     before = explain(net)
     assert [row.tier for row in before.rows if row.op != "reduce_scatter"] == ["-"] * 4
@@ -50,6 +52,7 @@ def explained(group) -> tuple[str, str]:
 
 def by_rule(group) -> list[tuple[str, str, str]]:
     """(pass, tier, reason) of what "auto" takes after one step."""
+    take(group, "symmetric_memory")
     net = Net(group)
     net(torch.arange(10)).sum().backward()
     return [(row.when, row.tier, row.reason) for row in explain(net).rows if row.asked == "auto"]
