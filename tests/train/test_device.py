@@ -9,6 +9,7 @@ import torch
 
 from pyruntime.cli.train import run
 from pyruntime.comm.core import _C
+from pyruntime.nn.cut import memory_of
 from pyruntime.train.config import Comm, Optimizer, Parallel, RunConfig, Train
 from pyruntime.train.device import Device, check_device, peak_flops_of
 from pyruntime.train.errors import ConfigError, TrainingError
@@ -134,7 +135,7 @@ def after(group, config: RunConfig, steps: int) -> dict[str, torch.Tensor]:
 
 
 def weights_of(trainer) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    return {name: memory_of(parameter).clone() for name, parameter in trainer.model.named_parameters()}
 
 
 def test_figures_that_are_read_later_are_those_that_are_read_at_once(ranks, config):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pyruntime.comm import PeerLost
+from pyruntime.nn.cut import memory_of
 from pyruntime.train import checkpoint, checkpoint_folder, validate
 from pyruntime.train.config import DataParallel, Parallel, RunConfig, Train
 from pyruntime.train.errors import ConfigError, TrainingError
@@ -100,7 +101,7 @@ def ended(group, config, resume=None):
     if resume:
         made.resume(resume)
     curves = list(made.fit())
-    weights = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    weights = {name: memory_of(p).clone() for name, p in made.model.named_parameters()}
     sentence = made.outer.describe()
     made.close()
     return curves, weights, sentence
@@ -222,7 +223,7 @@ def test_a_run_goes_on_with_replicas_that_are_cut_otherwise(ranks, tmp_path, dat
 def loaded_weights(group, config, saved):
     made = jobs.trainer(group, dataclasses.replace(config, data_parallel=DataParallel()))
     checkpoint.load_weights(saved, made.model, group)
-    return {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    return {name: memory_of(p).clone() for name, p in made.model.named_parameters()}
 
 
 def test_a_checkpoint_has_the_weights_that_replicas_have_in_common(ranks, tmp_path):
