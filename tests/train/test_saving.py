@@ -336,7 +336,7 @@ def test_a_save_that_takes_longer_than_torchrun_waits_is_told_once(ranks, tmp_pa
 
 def test_the_sentence_about_a_slow_save_has_the_numbers():
     assert why_cut_off((100, 41.0), 30.0).endswith(
-        "set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90 for torchrun and have SIGTERM sent 110 s before a time limit."
+        "set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90 for torchrun, and have SIGTERM sent 110 s before a time limit."
     )
     assert [why_cut_off(*each) for each in (((100, 29.0), 30.0), (None, 30.0), ((100, 41.0), None))] == [
         ""
