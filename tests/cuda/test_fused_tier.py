@@ -11,6 +11,7 @@ import torch
 from pyruntime import comm, explain, ops
 from pyruntime.comm import CommTimeout, group_rank, group_size
 from pyruntime.llama import Llama, LlamaConfig
+from pyruntime.nn.cut import memory_of
 from tests.cuda import cases
 from tests.cuda.test_chunked import on_device
 from tests.ops.test_primitives import assert_close, column_case, leaf, operand, row_case
@@ -243,7 +244,7 @@ def llama_step(group, tier):
     loss = model(ids, labels=ids)
     loss.backward()
     tiers = {row.tier for row in explain(model).rows if row.asked == tier}
-    return float(loss.detach()), [p.grad.float() for p in model.parameters()], tiers
+    return float(loss.detach()), [memory_of(p.grad).float() for p in model.parameters()], tiers
 
 
 @pytest.mark.parametrize("world", [2, 4])
