@@ -46,9 +46,9 @@ std::string hear(const std::string& key, int rank, const Waiting& waiting);
 [[noreturn]] void raise_for_missing(const std::vector<int>& ranks, const Waiting& waiting,
                                     const std::string& cause);
 
-// For a rank that has waited for another until the deadline: where that one lives and waits for a third itself,
-// whoever waits for the culprit is about to name it. Waits for its word, a second at most, and raises it;
-// returns where none comes.
+// For a rank that has waited for another until the deadline: where that one lives and waits for a third
+// itself, whoever waits for the culprit is about to name it. Waits for its word, a second at most, and raises
+// it; returns where none comes.
 void await_better_word(int rank);
 
 // Raises, on all ranks, what a rank has reported, or PeerLost that names a rank whose process on this host
