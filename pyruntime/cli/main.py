@@ -95,8 +95,8 @@ def _end_now(stopped: Stopped) -> None:
 
 
 def _failure_of_another() -> Exception | None:
-    """What another rank has reported, or that one has ended: why a launcher stops all. None where it stops
-    them for another reason."""
+    """The failure because of which a launcher stops all: one that a rank has reported, or that a rank has
+    ended. None where it stops them for another reason."""
     from pyruntime.comm.exchange import raise_for_ended
     from pyruntime.comm.groups import job_rank_name
 

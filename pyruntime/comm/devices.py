@@ -72,3 +72,10 @@ def place(asked: str, host: Host) -> Placement:
     # NCCL refuses two ranks of a group on one device.
     device = torch.device("cuda", host.local_rank % host.gpus)
     return Placement(device, "gloo", f"{host.ranks} ranks share {host.gpus} GPU(s)")
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Those from which a model on `device` draws: the CPU's, and that of the device."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[device.index]]

@@ -25,7 +25,7 @@ class ForwardWatch:
     def __init__(self, module: nn.Module, note: Callable[[], None]):
         self._note = note
         self._handled: list[BaseException | None] = []
-        """What the callers were handling when their passes began: a check may call the module from within."""
+        """Exceptions that were being handled when the passes under way began: a handler may run one."""
         self.hooks: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._enter, prepend=True),
             module.register_forward_hook(self._leave, always_call=True),
@@ -47,7 +47,7 @@ class ForwardWatch:
             return
         try:
             _C.raise_if_failed()
-        except Exception:
+        except Exception:  # all ranks have this one already, and the pass ends by the caller's own
             return
         self._note()
 

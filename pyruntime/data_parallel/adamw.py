@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Part
 from pyruntime.data_parallel.muon import Matrix, Muon
-from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shared
+from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shards, Shared
 from pyruntime.data_parallel.update import Decay, Rounding, State, Update
-from pyruntime.data_parallel.weights import Gatherer
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -45,11 +43,7 @@ class ShardedAdamW(ShardedOptimizer):
 
     def __init__(
         self,
-        weights: Sequence[BucketWeights],
-        axes: Axes,
-        finish_gradients: Callable[[], None],
-        gatherer: Gatherer,
-        drop: Callable[[], None],
+        shards: Shards,
         *,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -62,21 +56,17 @@ class ShardedAdamW(ShardedOptimizer):
     ):
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f'rounding={rounding!r} is neither "nearest" nor "stochastic".')
-        for each in weights if rounding == "stochastic" else ():
+        for each in shards.weights if rounding == "stochastic" else ():
             if each.bucket.dtype not in (torch.bfloat16, torch.float32) or each.bucket.device.type != "cpu":
                 raise ValueError(
                     f"{each.bucket.name} is {each.bucket.dtype} on {each.bucket.device}, and stochastic "
                     'rounding is of bfloat16 weights on the CPU; use rounding="nearest".'
                 )
-        decay = _named_decay(weight_decay, weights) if isinstance(weight_decay, dict) else weight_decay
+        decay = _named_decay(weight_decay, shards.weights) if isinstance(weight_decay, dict) else weight_decay
         super().__init__(
-            weights,
-            axes,
-            finish_gradients,
-            gatherer,
-            drop,
-            Update(betas, eps, rounding, 1.0 / axes.size),
-            _states(weights, axes, decay, rounding, muon, shared or {}),
+            shards,
+            Update(betas, eps, rounding, 1.0 / shards.axes.size),
+            _states(shards, decay, rounding, muon, shared or {}),
             group={"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
             momentum=0.0 if muon is None else muon.momentum,
             shared=shared,
@@ -85,14 +75,10 @@ class ShardedAdamW(ShardedOptimizer):
 
 
 def _states(
-    weights: Sequence[BucketWeights],
-    axes: Axes,
-    decay: Decay,
-    rounding: Rounding,
-    muon: Muon | None,
-    shared: Shared,
+    shards: Shards, decay: Decay, rounding: Rounding, muon: Muon | None, shared: Shared
 ) -> dict[int, list[State]]:
     """By bucket."""
+    weights, axes = shards.weights, shards.axes
     matrices = {id(parameter) for parameter in ([] if muon is None else muon.matrices)}
     known = {id(parameter) for each in weights for parameter in each.bucket.parameters}
     if not matrices <= known:

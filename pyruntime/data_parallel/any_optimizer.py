@@ -5,7 +5,7 @@ weight, a norm is that of the whole weight, and what mixes elements otherwise is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,9 @@ from torch.optim import Optimizer
 
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axes
-from pyruntime.data_parallel.bucket_weights import BucketWeights
-from pyruntime.data_parallel.optimizer import ShardedOptimizer
-from pyruntime.data_parallel.states import as_dtensor
-from pyruntime.data_parallel.update import Own, State, Update
-from pyruntime.data_parallel.weights import Gatherer
+from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shards
+from pyruntime.data_parallel.states import as_dtensor, part_of
+from pyruntime.data_parallel.update import AfterTheNorm, Own, State
 from pyruntime.nn.cut import cut_like
 from pyruntime.nn.optimizer_states import refuse_mixing
 from pyruntime.nn.parameters import Part
@@ -28,7 +26,7 @@ from pyruntime.nn.parameters import Part
 
 @dataclass(frozen=True)
 class RowsLayout:
-    """What a CutTensor asks of its layout: of this rank's rows of one part. group: in words."""
+    """The layout of this rank's rows of one part, as a CutTensor has it. group: in words."""
 
     state: State
     axes: Axes
@@ -63,9 +61,7 @@ class RowsLayout:
             whole = whole.full_tensor()
         layout = getattr(self.state.parameter, "tp_layout", None)
         if layout is not None:
-            name = self.state.part.key
-            part = next(each for each in layout.parts if f".{name}".endswith(f".{each.key}"))
-            whole = layout.local_part(part, whole)
+            whole = layout.local_part(part_of(layout, self.state.part.key), whole)
         return self.rows_of(whole)
 
     def rows_of(self, parameter: Tensor) -> Tensor:
@@ -86,10 +82,8 @@ class _Words:
         return " and ".join(map(repr, self.over))
 
 
-class TorchUpdate(Update):
+class TorchUpdate(AfterTheNorm):
     """A torch optimizer whose parameters are the masters, or the rows, of `states`."""
-
-    goes_ahead = False
 
     def __init__(
         self, kind: type[Optimizer], options: dict[str, Any], states: Sequence[State], axes: Axes
@@ -131,7 +125,7 @@ class TorchUpdate(Update):
         self._take_states()
 
     def _take_states(self) -> None:
-        """What the optimizer keeps now."""
+        """Notes the tensors that the optimizer has made."""
         for state in self._states:
             own = self._of[id(state)]
             found = self.inner.state.get(own, {})
@@ -142,7 +136,7 @@ class TorchUpdate(Update):
 
     @torch.no_grad()
     def make_states(self) -> None:
-        """What is kept after no step: that of one without gradients, at zero."""
+        """Has the optimizer make its states, at zero, by a step without gradients."""
         if self.inner.state:
             return
         for own in self._of.values():
@@ -161,23 +155,13 @@ class TorchUpdate(Update):
     def loaded(self) -> None:
         self._is_blank = False
 
-    def catch_up(self, states: Iterable[State]) -> None:
-        """Nothing is behind."""
-
-    def forget(self, states: Iterable[State]) -> None:
-        """Nothing was taken ahead."""
-
 
 class ShardedTorchOptimizer(ShardedOptimizer):
     """See `Sharded.of_torch`."""
 
     def __init__(
         self,
-        weights: Sequence[BucketWeights],
-        axes: Axes,
-        finish_gradients: Callable[[], None],
-        gatherer: Gatherer,
-        drop: Callable[[], None],
+        shards: Shards,
         *,
         kind: type[Optimizer],
         max_norm: float = 0.0,
@@ -188,33 +172,18 @@ class ShardedTorchOptimizer(ShardedOptimizer):
             raise TypeError(
                 f"of_torch() takes a class of optimizers, such as torch.optim.SGD; found: {kind!r}."
             )
-        states = {
-            id(each.bucket): [
-                State(each.bucket, part, rows, axes, 0.0, with_master=True, moments=())
-                for part, rows in zip(each.bucket.parts, each.rows, strict=True)
-            ]
-            for each in weights
-        }
-        update = TorchUpdate(kind, options, [each for some in states.values() for each in some], axes)
+        states = shards.states(with_master=True)
+        update = TorchUpdate(kind, options, [each for some in states.values() for each in some], shards.axes)
         (first, *_) = update.inner.param_groups
         group = {name: value for name, value in first.items() if name != "params"}
         super().__init__(
-            weights,
-            axes,
-            finish_gradients,
-            gatherer,
-            drop,
+            shards,
             update,
             states,
             group={"lr": 0.0, **group},
             max_norm=max_norm,
             nonfinite=nonfinite,
         )
-
-    @property
-    def at_once(self) -> bool:
-        """Never: the optimizer may ask for numbers of all parameters."""
-        return False
 
     def _send_all(self, gradients: dict[int, Own], scale: float | Tensor = 1.0) -> None:
         self._update.update([each for own in gradients.values() for each in own], self.lr, scale)

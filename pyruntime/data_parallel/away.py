@@ -19,10 +19,10 @@ from pyruntime.nn.cut import LIKE, SHAPES_ALONE, CutParameter, as_plain, gradien
 
 
 class Handle(Protocol):
-    """What a parameter asks of the handle that takes its gradients."""
+    """A parameter's handle, which takes its gradients."""
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """What reading `.grad` gives."""
+        """Reads `.grad`."""
 
     def bring(self, parameter: nn.Parameter) -> None:
         """All of it is here and current when it returns."""

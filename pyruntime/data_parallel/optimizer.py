@@ -74,6 +74,30 @@ Arrived: TypeAlias = dict[int, tuple[Own, Tensor | None]]
 """By bucket, its parts, and marks where these say which parameters got a gradient."""
 
 
+@dataclass(frozen=True)
+class Shards:
+    """A sharded model, as its optimizer sees it."""
+
+    weights: Sequence[BucketWeights]
+    axes: Axes
+    finish_gradients: Callable[[], None]
+    """All gradients of the step have been handed to `take()` when it returns."""
+    gatherer: Gatherer
+    """Is told what has been updated."""
+    drop: Callable[[], None]
+    """Lets go of gradients."""
+
+    def states(self, with_master: bool) -> dict[int, list[State]]:
+        """Of optimizers that keep their own moments, by id of the bucket."""
+        return {
+            id(each.bucket): [
+                State(each.bucket, part, rows, self.axes, 0.0, with_master, moments=())
+                for part, rows in zip(each.bucket.parts, each.rows, strict=True)
+            ]
+            for each in self.weights
+        }
+
+
 class ShardedOptimizer(OneGroup):
     """Steps over the shards of a model: what all optimizers do with gradients, their norm and new weights;
     `Update` has the arithmetic.
@@ -81,9 +105,8 @@ class ShardedOptimizer(OneGroup):
     A parameter without a gradient on any rank is left alone, as torch.optim does. The norm of all gradients
     clips as a factor on them. With max_norm=0 and nonfinite="ignore" nobody asks for the norm.
 
-    finish_gradients() has handed all gradients of the step to take(); `gatherer` is told what has been
-    updated; drop() lets go of gradients. states: by id of the bucket. momentum: of those that Muon updates.
-    group: what torch's tools see of it. Options:
+    states: by id of the bucket. momentum: of those that Muon updates. group: what torch's tools see of it.
+    Options:
 
         lr: learning rate of the next step; it may be set, best before the backward pass: one that is set
             after it takes back what was computed ahead.
@@ -102,11 +125,7 @@ class ShardedOptimizer(OneGroup):
 
     def __init__(
         self,
-        weights: Sequence[BucketWeights],
-        axes: Axes,
-        finish_gradients: Callable[[], None],
-        gatherer: Gatherer,
-        drop: Callable[[], None],
+        shards: Shards,
         update: Update,
         states: dict[int, list[State]],
         *,
@@ -119,30 +138,31 @@ class ShardedOptimizer(OneGroup):
     ):
         if nonfinite not in ("raise", "skip", "ignore"):
             raise ValueError(f'nonfinite={nonfinite!r} is none of "raise", "skip" and "ignore".')
-        parameters = [parameter for each in weights for parameter in each.bucket.parameters]
-        super().__init__(parameters, drop, **group)
+        self._buckets = [each.bucket for each in shards.weights]
+        parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        super().__init__(parameters, shards.drop, **group)
         self.handed = Handed()
         """What `state_dict()` gave."""
         self.max_norm = max_norm
         self._nonfinite = nonfinite
-        self._axes, self._finish_gradients, self._gatherer = axes, finish_gradients, gatherer
+        self._axes, self._gatherer = shards.axes, shards.gatherer
+        self._finish_gradients = shards.finish_gradients
         self._update, self._states = update, states
         self._parts, self._shared = parts, dict(shared or {})
-        self._muon = MuonUpdate(self._states, axes, momentum)
+        self._muon = MuonUpdate(self._states, self._axes, momentum)
         if self._shared and self.at_once:
             raise ValueError(
                 "Buckets are updated during the backward pass, where the gradients of parameters that other "
                 'parts of the model share cannot be summed; set max_norm, or nonfinite to "raise" or "skip".'
             )
-        self._device = weights[0].bucket.device
+        self._device = self._buckets[0].device
         self._tp_groups = dict.fromkeys([(), *(state.tp_groups for state in self._all_states())])
         self._arrived: Arrived = {}
         self._was_plain = False
         """Whether the last step counted, unclipped: the next one is taken ahead."""
         self._ahead_lr: float | None = None
         """Of the buckets of this step that were; None: there are none."""
-        self._buckets = [each.bucket for each in weights]
-        self._held_back = {id(each.bucket) for each in weights if self._has_shared(each.bucket)}
+        self._held_back = {id(bucket) for bucket in self._buckets if self._has_shared(bucket)}
 
     def _has_shared(self, bucket: Bucket) -> bool:
         """Whether gradients of other parts of the model are still to be added to the bucket's."""
@@ -151,7 +171,8 @@ class ShardedOptimizer(OneGroup):
     @property
     def at_once(self) -> bool:
         """Whether a bucket is updated as soon as it is reduced."""
-        return self.max_norm == 0 and self._nonfinite == "ignore" and not self._muon
+        asks_for_norm = self.max_norm > 0 or self._nonfinite != "ignore" or self._muon
+        return self._update.goes_ahead and not asks_for_norm
 
     def take(self, bucket: Bucket, rows: Sequence[Tensor | None], marks: Tensor | None = None) -> None:
         """A bucket's gradient has come, summed over all ranks: this rank's rows of each part. Those are None

@@ -14,7 +14,7 @@ are no fp32 masters, and no step is taken ahead of its norm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,17 +23,15 @@ from torch.optim import Optimizer
 
 from pyruntime import ops
 from pyruntime.data_parallel.any_optimizer import RowsLayout
-from pyruntime.data_parallel.axes import Axes
-from pyruntime.data_parallel.bucket_weights import BucketWeights
-from pyruntime.data_parallel.optimizer import ShardedOptimizer, with_gradients
-from pyruntime.data_parallel.update import State, Update
-from pyruntime.data_parallel.weights import Gatherer
+from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shards, with_gradients
+from pyruntime.data_parallel.update import AfterTheNorm
 from pyruntime.nn.cut import CutTensor, cut_like, gradient_of, memory_of, set_gradient
 
 
 class _Rows(Tensor):
     """This rank's rows of a part, as an optimizer sees a parameter. users: who has their gradients."""
 
+    cut_by: RowsLayout
     users: UsersOptimizer
     handle: Any  # the users': what torch's hooks ask of a parameter
 
@@ -62,10 +60,8 @@ class CutRows(_Rows, CutTensor):
     """Rows that are cut over ranks."""
 
 
-class _ByItself(Update):
+class _ByItself(AfterTheNorm):
     """The user's optimizer updates."""
-
-    goes_ahead = False
 
     def __init__(self) -> None:
         """It keeps nothing."""
@@ -73,50 +69,23 @@ class _ByItself(Update):
     def update(self, gradients: Any, lr: float, scale: float | Tensor) -> None:
         """It has done so."""
 
-    def catch_up(self, states: Any) -> None:
-        """Nothing is behind."""
-
-    def forget(self, states: Any) -> None:
-        """Nothing was taken ahead."""
-
 
 class UsersOptimizer(ShardedOptimizer):
     """See the module's docstring; there may be several optimizers, each of some parameters.
 
     has_some: whether a gradient of this step has come."""
 
-    def __init__(
-        self,
-        weights: Sequence[BucketWeights],
-        axes: Axes,
-        finish_gradients: Callable[[], None],
-        gatherer: Gatherer,
-        drop: Callable[[], None],
-        *,
-        has_some: Callable[[], bool],
-    ):
-        states = {
-            id(each.bucket): [
-                State(each.bucket, part, rows, axes, 0.0, with_master=False, moments=())
-                for part, rows in zip(each.bucket.parts, each.rows, strict=True)
-            ]
-            for each in weights
-        }
-        update = _ByItself()
-        super().__init__(weights, axes, finish_gradients, gatherer, drop, update, states, group={"lr": 0.0})
+    def __init__(self, shards: Shards, has_some: Callable[[], bool]):
+        super().__init__(shards, _ByItself(), shards.states(with_master=False), group={"lr": 0.0})
         self._has_some, self.is_closed = has_some, False
-        self._layouts = {id(state): RowsLayout.of(state, axes) for state in self._all_states()}
         self._rows_of: dict[int, list[_Rows]] = {}
         """By the id of the parameter."""
         self._of: dict[int, _Rows] = {}
         """By the id of the state."""
-        self._layout_of: dict[int, RowsLayout] = {}
-        """By the id of the rows."""
         self._sent: list[int] = []
         """Versions of the rows that the other ranks have."""
         for state in self._all_states():
-            rows = self._made(state.rows, self._layouts[id(state)])
-            self._of[id(state)], self._layout_of[id(rows)] = rows, self._layouts[id(state)]
+            self._of[id(state)] = rows = self._made(state.rows, RowsLayout.of(state, shards.axes))
             self._rows_of.setdefault(id(state.parameter), []).append(rows)
 
     def _made(self, tensor: Tensor, layout: RowsLayout) -> _Rows:
@@ -127,13 +96,8 @@ class UsersOptimizer(ShardedOptimizer):
             rows = tensor.detach().view(layout.parts[0].shape)
             rows.__class__ = WholeRows
         rows.requires_grad_(True)
-        rows.users = rows.handle = self
+        rows.users, rows.handle, rows.cut_by = self, self, layout
         return rows
-
-    @property
-    def at_once(self) -> bool:
-        """Never: they are updated when the user's optimizer steps."""
-        return False
 
     @torch.no_grad()
     def show(self) -> None:
@@ -143,32 +107,31 @@ class UsersOptimizer(ShardedOptimizer):
         arrived, self._arrived = self._arrived, {}
         for own in with_gradients(arrived).values():
             for state, gradient in own:
-                rows, layout = self._of[id(state)], self._layouts[id(state)]
+                rows = self._of[id(state)]
                 mean = (gradient * (1.0 / self._axes.size)).view(rows.shape)
                 before = gradient_of(rows)
                 if before is None:
-                    set_gradient(rows, cut_like(mean, layout))
+                    set_gradient(rows, cut_like(mean, rows.cut_by))
                 else:
-                    before.add_(cut_like(mean, layout))
+                    before.add_(cut_like(mean, rows.cut_by))
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """What reading `.grad` of a parameter gives."""
+        """Reads `.grad` of a parameter."""
         (rows,) = self._whole_ones(parameter)
         return rows.grad
 
     def set_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """What setting `.grad` of a parameter does. Of a whole one this rank takes its rows of the mean over
+        """Sets `.grad` of a parameter. Of a whole one this rank takes its rows of the mean over
         the ranks, all of which set one."""
         self.show()
         rows_of = self._rows_of[id(parameter)] if gradient is None else self._whole_ones(parameter)
         for rows in rows_of:
             if gradient is not None and not isinstance(gradient, CutTensor):
-                layout = self._layout_of[id(rows)]
                 mean = memory_of(gradient).contiguous()
                 for axis in (self._axes.shard, self._axes.replicate):
                     mean = ops.all_reduce(mean, axis.name) if axis.size > 1 else mean
                 mean = mean / self._axes.size
-                gradient = cut_like(layout.rows_of(mean).view(rows.shape), layout)
+                gradient = cut_like(rows.cut_by.rows_of(mean).view(rows.shape), rows.cut_by)
             set_gradient(rows, gradient)
 
     def _whole_ones(self, parameter: nn.Parameter) -> list[_Rows]:
@@ -210,10 +173,10 @@ class UsersOptimizer(ShardedOptimizer):
             }
 
     def _rows_in(self, value: Any, rows: _Rows, parameter: Tensor) -> Any:
-        """What an optimizer has kept of a whole parameter."""
+        """This rank's rows of a state that an optimizer has kept of a whole parameter."""
         if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(rows, CutRows):
             return value
-        layout = self._layout_of[id(rows)]
+        layout = rows.cut_by
         return cut_like(layout.gather_parts({layout.parts[0].key: value}).clone(), layout)
 
     @torch.no_grad()

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -32,12 +31,13 @@ from pyruntime.data_parallel.away import is_ordinary_matrix, mark_sharded, unmar
 from pyruntime.data_parallel.axes import Axes, axes_of
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
+from pyruntime.data_parallel.checks import check_compression, check_kinds, check_ranks, check_weight_wire
 from pyruntime.data_parallel.compression.compressor import Compressor
 from pyruntime.data_parallel.compression.settings import Compression
 from pyruntime.data_parallel.gradients import GradientReducer
 from pyruntime.data_parallel.local import LocalGradients
 from pyruntime.data_parallel.meta import of_first_rank, read_rows, take_from_first, take_memory
-from pyruntime.data_parallel.optimizer import ShardedOptimizer
+from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shards
 from pyruntime.data_parallel.plain import UsersOptimizer
 from pyruntime.data_parallel.reduction import launch
 from pyruntime.data_parallel.states import weights_state
@@ -121,14 +121,14 @@ def shard(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient.")
-    _check_kinds(model, named)
+    check_kinds(model, named)
     if mesh is not None:
-        _check_ranks(model, named, mesh)
+        check_ranks(model, named, mesh)
     axes = axes_of(mesh, stage)
     if compression is not None:
-        _check_compression(stage, axes)
+        check_compression(stage, axes)
     if weight_wire != "same":
-        _check_weight_wire(weight_wire, stage, axes)
+        check_weight_wire(weight_wire, stage, axes)
     bucket_bytes = BUCKET_BYTES[stage] if bucket_bytes is None else bucket_bytes
     sent = of_first_rank(model, stage, axes)
     begins_empty = any(p.is_meta for p in model.parameters())
@@ -153,83 +153,6 @@ def shard(
         handle.take_from_first(sent)
     handle.lacks_values = begins_empty and not sent
     return handle
-
-
-def _check_weight_wire(wire: WireFormat, stage: int, axes: Axes) -> None:
-    if stage != 3:
-        raise ValueError(
-            f'weight_wire="{wire}" at stage={stage}, where what is gathered is what ranks keep; use stage 3, '
-            "or leave it out."
-        )
-    if axes.shard.size == 1:
-        raise ValueError(
-            f'weight_wire="{wire}" was asked for, and one rank alone gathers nothing; leave it out.'
-        )
-
-
-def _check_compression(stage: int, axes: Axes) -> None:
-    if axes.size == 1:
-        raise ValueError("compression was asked for, and one rank alone sends nothing; leave it out.")
-    if stage == 3:
-        raise ValueError(
-            "compression was asked for at stage=3, where weights travel as they are, twice as much as "
-            "gradients; use stage 0, 1 or 2."
-        )
-
-
-def _check_kinds(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """ValueError for parameters whose gradients cannot travel as rows."""
-    sparse = {
-        id(module.weight): name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    }
-    for name, parameter in named:
-        if id(parameter) in sparse:
-            raise ValueError(
-                f"{sparse[id(parameter)]} has sparse gradients, and shard() reduces dense rows (of a "
-                "table, those that a step has read); make it with sparse=False."
-            )
-        if parameter.is_complex():
-            raise ValueError(
-                f"{name} is {parameter.dtype}, and shard() reduces real numbers alone; keep the real and the "
-                "imaginary part as two parameters (torch.view_as_real)."
-            )
-        if not parameter.is_contiguous():
-            raise ValueError(
-                f"{name} {list(parameter.shape)} has strides {list(parameter.stride())} (such as "
-                "channels_last), and shard() takes rows that lie one after the other; call "
-                "model.to(memory_format=torch.contiguous_format) first."
-            )
-
-
-def _check_ranks(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
-    """ValueError where ranks that hold different shards of a parameter would be given the same, or where each
-    would write into a weight in its forward pass."""
-    for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.Embedding | nn.EmbeddingBag)
-            and module.max_norm is not None
-            and mesh.size() > 1
-        ):
-            raise ValueError(
-                f"{name} has max_norm={module.max_norm}, so its forward pass writes into its weight, on each "
-                "rank the rows of its own data; clip the rows yourself, within handle.writes()."
-            )
-    ours = set(mesh.mesh.flatten().tolist())
-    for name, parameter in named:
-        layout = getattr(parameter, "tp_layout", None)
-        for group in () if layout is None else layout.group.axes:
-            if group.size == 1:
-                continue
-            shared = ours.intersection(dist.get_process_group_ranks(group.process_group))
-            if len(shared) > 1:
-                raise ValueError(
-                    f"shard() was asked to make ranks {sorted(shared)} train one model on different data, "
-                    f"but {name} is cut over them (tensor-parallel group {group}), so that they hold "
-                    "different shards. Pass the mesh of ranks that hold the same shards: runtime.dp of "
-                    "Runtime.start(dp=2), say."
-                )
 
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sharded]] = weakref.WeakKeyDictionary()
@@ -337,19 +260,12 @@ class Sharded:
         """Where the handle was asked for none."""
         if self.optimizer is None:
             assert isinstance(self._gradients, GradientReducer)
-            self.optimizer = UsersOptimizer(
-                self._weights,
-                self.axes,
-                self._finish_gradients,
-                self._gatherer,
-                self.zero_grad,
-                has_some=self._gradients.has_some,
-            )
+            self.optimizer = UsersOptimizer(self._shards(), self._gradients.has_some)
         assert isinstance(self.optimizer, UsersOptimizer)
         return self.optimizer
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """What reading `.grad` of a parameter gives: see plain.py."""
+        """Reads `.grad` of a parameter: see plain.py."""
         assert isinstance(self._gradients, GradientReducer)
         if not parameter.requires_grad or (self.optimizer is None and not self._gradients.has_some()):
             return None
@@ -412,10 +328,11 @@ class Sharded:
                 "This model has an optimizer already: call this before the first backward pass, and before "
                 "another optimizer steps."
             )
-        self.optimizer = made_by(
-            self._weights, self.axes, self._finish_gradients, self._gatherer, self.zero_grad, **options
-        )
+        self.optimizer = made_by(self._shards(), **options)
         return self.optimizer
+
+    def _shards(self) -> Shards:
+        return Shards(self._weights, self.axes, self._finish_gradients, self._gatherer, self.zero_grad)
 
     def _note_failed_forward(self) -> None:
         if self.stage == 3:  # weights come in all passes

@@ -12,6 +12,8 @@ from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Part
 from pyruntime.nn.packed.dtensor import PackedDTensor, dtensor
+from pyruntime.nn.parameters import Layout
+from pyruntime.nn.parameters import Part as LayoutPart
 
 
 def weights_state(weights: Sequence[BucketWeights], axes: Axes) -> dict[str, Tensor]:
@@ -23,11 +25,16 @@ def weights_state(weights: Sequence[BucketWeights], axes: Axes) -> dict[str, Ten
     }
 
 
+def part_of(layout: Layout, key: str) -> LayoutPart:
+    """The part of a parameter's layout that has this name in the model's state dict."""
+    return next(each for each in layout.parts if f".{key}".endswith(f".{each.key}"))
+
+
 def as_dtensor(rows: Tensor, parameter: Tensor, part: Part, axes: Axes) -> Tensor:
     """This rank's rows of a part as what they are of the whole tensor."""
     layout = getattr(parameter, "tp_layout", None)
     if layout is not None and (layout.group.ranks > 1 or (axes.size == 1 and layout.group.name)):
-        whole = next(each for each in layout.parts if f".{part.key}".endswith(f".{each.key}"))
+        whole = part_of(layout, part.key)
         if axes.shard.size == 1:
             return layout.to_dtensor(whole, rows)
         mesh = _tp_and_shard(layout.group.mesh(parameter.device.type), axes.shard.mesh)

@@ -185,6 +185,18 @@ class Update:
         return [random_rounding(state.part.key, steps, state.first) for state in states]
 
 
+class AfterTheNorm(Update):
+    """The updates of others: none is taken ahead of its norm, so nothing is ever behind."""
+
+    goes_ahead = False
+
+    def catch_up(self, states: Iterable[State]) -> None:
+        """Nothing is behind."""
+
+    def forget(self, states: Iterable[State]) -> None:
+        """Nothing was taken ahead."""
+
+
 def _moments(states: Sequence[State]) -> tuple[list[Tensor], list[Tensor]]:
     exp_avg, exp_avg_sq = ([state.moments[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
     return exp_avg, exp_avg_sq

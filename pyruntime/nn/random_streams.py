@@ -18,6 +18,7 @@ from torch import Generator, Tensor, nn
 from torch.compiler import is_compiling
 
 from pyruntime import ops
+from pyruntime.comm.devices import generators_of
 from pyruntime.nn.parameters import TensorGroup
 
 
@@ -48,10 +49,7 @@ class RandomStreams:
 
     @property
     def _generators(self) -> list[Generator]:
-        """The CPU's, and that of the device on which the model is."""
-        if self._device.type != "cuda":
-            return [torch.default_generator]
-        return [torch.default_generator, torch.cuda.default_generators[self._device.index]]
+        return generators_of(self._device)
 
     def _take_first(self, group: str, device: torch.device) -> None:
         for generator in self._generators:

@@ -1,0 +1,89 @@
+"""Models and options that shard() refuses, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pyruntime.comm.wire import WireFormat
+from pyruntime.data_parallel.axes import Axes
+
+
+def check_weight_wire(wire: WireFormat, stage: int, axes: Axes) -> None:
+    if stage != 3:
+        raise ValueError(
+            f'weight_wire="{wire}" at stage={stage}, where what is gathered is what ranks keep; use stage 3, '
+            "or leave it out."
+        )
+    if axes.shard.size == 1:
+        raise ValueError(
+            f'weight_wire="{wire}" was asked for, and one rank alone gathers nothing; leave it out.'
+        )
+
+
+def check_compression(stage: int, axes: Axes) -> None:
+    if axes.size == 1:
+        raise ValueError("compression was asked for, and one rank alone sends nothing; leave it out.")
+    if stage == 3:
+        raise ValueError(
+            "compression was asked for at stage=3, where weights travel as they are, twice as much as "
+            "gradients; use stage 0, 1 or 2."
+        )
+
+
+def check_kinds(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """ValueError for parameters whose gradients cannot travel as rows."""
+    sparse = {
+        id(module.weight): name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    for name, parameter in named:
+        if id(parameter) in sparse:
+            raise ValueError(
+                f"{sparse[id(parameter)]} has sparse gradients, and shard() reduces dense rows (of a "
+                "table, those that a step has read); make it with sparse=False."
+            )
+        if parameter.is_complex():
+            raise ValueError(
+                f"{name} is {parameter.dtype}, and shard() reduces real numbers alone; keep the real and the "
+                "imaginary part as two parameters (torch.view_as_real)."
+            )
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"{name} {list(parameter.shape)} has strides {list(parameter.stride())} (such as "
+                "channels_last), and shard() takes rows that lie one after the other; call "
+                "model.to(memory_format=torch.contiguous_format) first."
+            )
+
+
+def check_ranks(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
+    """ValueError where ranks that hold different shards of a parameter would be given the same, or where each
+    would write into a weight in its forward pass."""
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.max_norm is not None
+            and mesh.size() > 1
+        ):
+            raise ValueError(
+                f"{name} has max_norm={module.max_norm}, so its forward pass writes into its weight, on each "
+                "rank the rows of its own data; clip the rows yourself, within handle.writes()."
+            )
+    ours = set(mesh.mesh.flatten().tolist())
+    for name, parameter in named:
+        layout = getattr(parameter, "tp_layout", None)
+        for group in () if layout is None else layout.group.axes:
+            if group.size == 1:
+                continue
+            shared = ours.intersection(dist.get_process_group_ranks(group.process_group))
+            if len(shared) > 1:
+                raise ValueError(
+                    f"shard() was asked to make ranks {sorted(shared)} train one model on different data, "
+                    f"but {name} is cut over them (tensor-parallel group {group}), so that they hold "
+                    "different shards. Pass the mesh of ranks that hold the same shards: runtime.dp of "
+                    "Runtime.start(dp=2), say."
+                )
