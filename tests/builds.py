@@ -20,6 +20,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.rank_worker import die_with_parent
 from tools.build_ninja import ROOT, find_ninja
 
@@ -63,6 +65,10 @@ class Builds:
         something does not compile, and without ninja."""
         self._running[recipe].finish()
 
+    def running(self) -> set[int]:
+        """The processes of those that have not ended."""
+        return {one.process for one in self._running.values() if one.process is not None}
+
     def stop(self) -> None:
         """Ends those that have not ended."""
         for one in self._running.values():
@@ -95,6 +101,11 @@ class Build:
                 process_group=0,  # Ctrl-C is for pytest, which ends its builds itself
             )
 
+    @property
+    def process(self) -> int | None:
+        """Its pid while it runs and until it was waited for."""
+        return None if self._ninja is None or self._ninja.returncode is not None else self._ninja.pid
+
     def finish(self) -> None:
         said = "is still compiling"
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -113,6 +124,10 @@ class Build:
         except subprocess.TimeoutExpired:
             os.killpg(self._ninja.pid, signal.SIGKILL)
             self._ninja.wait()
+
+
+BUILDS = pytest.StashKey[Builds]()
+"""Those of a session."""
 
 
 def jobs_at_once() -> int:

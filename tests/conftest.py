@@ -18,15 +18,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.beside import (  # noqa: F401 - hooks
-    pytest_configure,
-    pytest_configure_node,
-    pytest_runtest_protocol,
-    pytest_unconfigure,
-)
-from tests.builds import Builds
+from tests.builds import BUILDS, Builds
 from tests.ranks import Ranks
-from tests.skips import pytest_terminal_summary  # noqa: F401 - a hook
 
 # The tests on GPUs run where hypothesis may not be installed, and do without it.
 with contextlib.suppress(ModuleNotFoundError):
@@ -36,8 +29,8 @@ with contextlib.suppress(ModuleNotFoundError):
     hypothesis.settings.register_profile("pyruntime", deadline=None, print_blob=True)
     hypothesis.settings.load_profile("pyruntime")
 
+pytest_plugins = ["tests.beside", "tests.costs", "tests.skips"]
 RANKS = pytest.StashKey[Ranks]()
-BUILDS = pytest.StashKey[Builds]()
 OF_BUILDS = {"built", "host_kernels"}
 """Fixtures of tests that need a build; such tests come last, when it has ended."""
 

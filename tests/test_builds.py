@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import builds
-from tests.builds import NICENESS, ROOT, Builds, Recipe
-from tests.conftest import BUILDS
+from tests.builds import BUILDS, NICENESS, ROOT, Builds, Recipe
 from tests.cpp import conftest as of_cpp
 from tests.cuda import conftest as of_cuda
 

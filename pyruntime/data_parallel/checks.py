@@ -1,11 +1,13 @@
-"""Models and options that shard() refuses, before anything is changed."""
+"""Models and options that shard() refuses, before anything is changed, and torch.compile, at any time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyruntime.comm.wire import WireFormat
@@ -58,6 +60,30 @@ def check_kinds(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> 
                 "channels_last), and shard() takes rows that lie one after the other; call "
                 "model.to(memory_format=torch.contiguous_format) first."
             )
+
+
+def check_uncompiled(model: nn.Module) -> None:
+    """ValueError for a model of which torch.compile is to trace a part."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            raise ValueError(f"{name or 'The model'} is under torch.compile, and {_NOT_COMPILED}")
+
+
+def refuse_compiled(_module: nn.Module, _args: tuple) -> None:
+    """A forward pre-hook of sharded modules: RuntimeError where torch.compile traces one."""
+    if is_compiling():
+        _raise_compiled()
+
+
+_NOT_COMPILED = (
+    "the weights and gradients of a sharded model travel by hooks that it cannot trace; compile functions "
+    "that hold no weights (an activation, a loss), or leave it out."
+)
+
+
+@torch.compiler.disable(reason=f"shard() has sharded this module, and {_NOT_COMPILED}")
+def _raise_compiled() -> None:
+    raise RuntimeError(f"torch.compile was asked to trace a sharded module, and {_NOT_COMPILED}")
 
 
 def check_ranks(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:

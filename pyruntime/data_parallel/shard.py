@@ -31,7 +31,14 @@ from pyruntime.data_parallel.away import is_ordinary_matrix, mark_sharded, unmar
 from pyruntime.data_parallel.axes import Axes, axes_of
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
-from pyruntime.data_parallel.checks import check_compression, check_kinds, check_ranks, check_weight_wire
+from pyruntime.data_parallel.checks import (
+    check_compression,
+    check_kinds,
+    check_ranks,
+    check_uncompiled,
+    check_weight_wire,
+    refuse_compiled,
+)
 from pyruntime.data_parallel.compression.compressor import Compressor
 from pyruntime.data_parallel.compression.settings import Compression
 from pyruntime.data_parallel.gradients import GradientReducer
@@ -81,7 +88,7 @@ def shard(
 
     What is written into the model afterwards reaches the optimizer by `load_state_dict()` or within
     `handle.writes()`; any other write, and parameters that are frozen, thawed, replaced or added, are a
-    RuntimeError in the next step.
+    RuntimeError in the next step. So is a forward pass under torch.compile.
 
     Args:
         model: anything made of nn.Modules, parallel linears among them. Its parameters with requires_grad
@@ -124,6 +131,8 @@ def shard(
     check_kinds(model, named)
     if mesh is not None:
         check_ranks(model, named, mesh)
+        if mesh.size() > 1:
+            check_uncompiled(model)
     axes = axes_of(mesh, stage)
     if compression is not None:
         check_compression(stage, axes)
@@ -228,6 +237,11 @@ class Sharded:
         ]
         if axes.size > 1:
             self._load_hooks += ForwardWatch(model, self._note_failed_forward).hooks
+            self._load_hooks += [
+                module.register_forward_pre_hook(refuse_compiled, prepend=True)
+                for module in model.modules()
+                if module is model or next(module.parameters(recurse=False), None) is not None
+            ]
         takes = self if isinstance(self._gradients, GradientReducer) else None
         cut = {id(p) for each in (*self._weights, *self._frozen) for p in each.bucket.parameters}
         for name, parameter in model.named_parameters():

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -71,8 +72,11 @@ class CutTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         with as_plain():
-            return _rule_of(func)(func, args, kwargs or {})
+            if "out" in kwargs and "extern_kernels" in sys._getframe(1).f_globals:
+                return func(*args, **kwargs)  # in what Inductor has made of a layer, which takes its shard
+            return _rule_of(func)(func, args, kwargs)
 
     def to_local(self) -> Tensor:
         """This rank's shard, a plain tensor over the same memory."""
@@ -203,7 +207,8 @@ Rule = Callable[[Any, tuple, dict[str, Any]], Any]
 @functools.cache
 def _rule_of(func: Any) -> Rule:
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        return _plain  # what torch.compile has made of a model calls them, and pyruntime.ops, with shards
+        # pyruntime.ops takes shards, and so does what torch.compile has made of a model's layers.
+        return _refuse_compiled if _is_arithmetic(func) else _plain
     if getattr(func, "__module__", "") == "torch.nn.init":
         return _initialised
     name = _name(func)
@@ -216,6 +221,18 @@ def _rule_of(func: Any) -> Rule:
     if name.endswith((".set", ".delete")) or (name.startswith("_") and name not in _ELEMENTS):
         return _plain  # Python's and torch's own business
     return _element_by_element if _is_pointwise(name) else _refuse
+
+
+def _is_arithmetic(func: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and torch.Tag.pointwise in func.tags
+
+
+def _refuse_compiled(func: Any, args: tuple, kwargs: dict[str, Any]) -> NoReturn:
+    raise RuntimeError(
+        f"{func} was called, as code is that torch.compile has made, of a tensor of "
+        f"{_words(_first_cut((args, kwargs)))}; what is computed of cut tensors besides their layers (the "
+        "step() of an optimizer) is to stay out of torch.compile."
+    )
 
 
 def _is_pointwise(name: str) -> bool:

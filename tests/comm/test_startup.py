@@ -92,9 +92,10 @@ def test_a_rank_lost_while_process_groups_are_made_is_named(ranks, how, expected
 
 
 def work_case(_, how):
-    """Rank 0 is stopped or killed while it works for all, or works for long."""
+    """Rank 0 is stopped or killed while it works for all, or works for long. All have started by then."""
 
     def work():
+        store.wait(["started/1", "started/2"])
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "stopped":
@@ -105,6 +106,8 @@ def work_case(_, how):
 
     with pyruntime.Runtime.start(deadline_s=DEADLINE_S) as runtime:
         group = pyruntime.comm.process_group(runtime.tp)
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"started/{dist.get_rank()}", "")
         return error_of(lambda: on_rank_0(group, "Building the corpus", work, str))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import BUILDS
+from tests.builds import BUILDS
 from tests.cpp import build
 
 

@@ -439,6 +439,26 @@ def test_what_is_sharded_is_left_alone_by_others_or_they_say_so(ranks):
     ranks.run(beside_others, WORLD)
 
 
+def compiled(group, stage):
+    take(group, "symmetric_memory")
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = made()
+    model[0].compile(backend="eager")
+    with pytest.raises(ValueError, match=r"^0 is under torch\.compile, and the weights and gradients"):
+        pyruntime.shard(model, mesh, stage=stage)
+    model = made()
+    pyruntime.shard(model, mesh, stage=stage)
+    for each in (model, model[0]):  # the whole, and a block
+        with pytest.raises(RuntimeError, match=r"asked to trace a sharded module"):
+            torch.compile(each, backend="eager")(torch.ones(2, 13))
+    loss_of(model, group.rank(), 0).backward()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_sharded_model_under_compile_says_that_it_is_not_traced(ranks, stage):
+    ranks.run(compiled, WORLD, stage)
+
+
 def test_on_one_rank_a_write_in_place_is_right():
     models, results = (made(), made()), []
     for model, optimizer in zip(

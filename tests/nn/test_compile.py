@@ -79,5 +79,6 @@ def test_one_graph_equals_eager(ranks, kind, world_size):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ to compile for the CPU")
-def test_inductor_equals_eager(ranks):
-    ranks.run(compiled_equals_eager, 2, "mlp", "inductor", timeout=300)
+@pytest.mark.parametrize("kind", ["mlp", "plain"])
+def test_inductor_equals_eager(ranks, kind):
+    ranks.run(compiled_equals_eager, 2, kind, "inductor", timeout=300)
