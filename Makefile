@@ -32,9 +32,21 @@ help:  ## say what the targets do
 train: $(BUILT)  ## train the main model: 2 ranks, tensor parallel
 	$(TORCHRUN) --nproc-per-node 2 -m pyruntime train --config main
 
+PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 .PHONY: test
-test: lint  ## lint, then all tests but those of the seven targets below
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: lint  ## lint, then the first tier of tests: what a person waits for (tests/tiers.py)
+	$(PYTEST) --first-tier
+
+.PHONY: test-second
+test-second: $(BUILT)  ## the second tier: more cases, benches, packaging, compiled kernels
+	$(PYTEST) --second-tier
+
+.PHONY: test-all
+test-all: test test-second  ## both tiers: all tests but those of the targets below
+
+.PHONY: test-costs
+test-costs: $(BUILT)  ## the first tier, and what each file of it costs into tests/costs.json
+	$(PYTEST) --first-tier --write-costs
 
 .PHONY: smoke
 smoke: $(BUILT)  ## a few tests of everything that leans on torch: for a torch that is new here

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import shutil
+import sys
 import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
@@ -25,17 +26,21 @@ from tests.ranks import Ranks
 with contextlib.suppress(ModuleNotFoundError):
     import hypothesis
 
-    # Fresh random data in every run; a failure prints the line that repeats it. No deadline: CI is slow.
-    hypothesis.settings.register_profile("pyruntime", deadline=None, print_blob=True)
-    hypothesis.settings.load_profile("pyruntime")
+    # The same data in every run, and fresh data in the second tier, where a failure prints the line that
+    # repeats it. No deadline: CI is slow.
+    hypothesis.settings.register_profile("first tier", deadline=None, derandomize=True)
+    hypothesis.settings.register_profile("second tier", deadline=None, print_blob=True)
 
-pytest_plugins = ["tests.beside", "tests.costs", "tests.skips"]
+pytest_plugins = ["tests.beside", "tests.costs", "tests.skips", "tests.tiers"]
 RANKS = pytest.StashKey[Ranks]()
 OF_BUILDS = {"built", "host_kernels"}
 """Fixtures of tests that need a build; such tests come last, when it has ended."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    if hypothesis := sys.modules.get("hypothesis"):
+        second = session.config.option.second_tier
+        hypothesis.settings.load_profile("second tier" if second else "first tier")
     session.config.stash[BUILDS] = Builds()
 
 
@@ -57,24 +62,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     shutil.rmtree(CACHE, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def pool_as_it_was(ranks: Ranks) -> Iterator[None]:
-    """After the module the groups of the pool are open as other tests want them."""
-    yield
-    from tests.transports import take  # not before pyruntime is wanted
-
-    for world_size in (2, 3, 4):
-        ranks.run(take, world_size, "symmetric_memory")
-
-
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Processes to run a function on: ranks.run(function, world_size, *args), ranks.launch(...)."""
-    made = request.config.stash[RANKS] = Ranks()
+    made = request.config.stash[RANKS] = Ranks(request.config.option.seed)
     yield made
     made.close()
 
 
-def pytest_runtest_teardown(item: pytest.Item) -> None:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if RANKS in item.config.stash:
-        item.config.stash[RANKS].end_test()
+        ranks = item.config.stash[RANKS]
+        ranks.end_test()
+        if nextitem is None or nextitem.path != item.path:
+            ranks.end_file()

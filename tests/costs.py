@@ -18,6 +18,7 @@ import pytest
 
 from tests.builds import BUILDS
 
+ROOT = Path(__file__).resolve().parent.parent
 RECORDED = Path(__file__).with_suffix(".json")
 SHOWN = 10
 TICKS = os.sysconf("SC_CLK_TCK")

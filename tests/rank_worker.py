@@ -11,12 +11,14 @@ A rank dies with its template and the template with pytest, even when that is ki
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
 import importlib
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -36,10 +38,12 @@ class SpawnRequest:
     """What the template needs to fork one rank; the rank's end of its pipe travels beside it."""
 
     environment: dict[str, str]
-    log: str  # path of the file that takes stdout and stderr
-    group_sizes: tuple[
-        int, ...
-    ]  # the gloo groups to build: of the first n ranks, each n; none: no torch.distributed
+    log: str
+    """Path of the file that takes stdout and stderr."""
+    group_sizes: tuple[int, ...]
+    """The gloo groups to build: of the first n ranks, each n; none: no torch.distributed."""
+    module: str
+    """Imported before the fork, once for all ranks of a session."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,14 @@ class ReapRequest:
 
 @dataclass(frozen=True)
 class Call:
-    """One function to run, with the group of the first `group_size` ranks (0: None) and args."""
+    """One function to run, with the group of the first `group_size` ranks (0: None) and args; the random
+    numbers of every rank begin at `seed`."""
 
     module: str
     qualname: str
     group_size: int
     args: tuple[Any, ...]
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,8 @@ def serve_requests(channel: socket.socket) -> tuple[SpawnRequest, int] | None:
             channel.send(pickle.dumps(os.waitstatus_to_exitcode(status) if pid else None))
             continue
         template = os.getpid()
+        with contextlib.suppress(Exception):  # the ranks import it again, and say why it cannot be
+            importlib.import_module(request.module)
         pid = os.fork()
         if pid == 0:
             die_with_parent(template)
@@ -120,7 +128,15 @@ def become_rank(request: SpawnRequest) -> dict[int, Any]:
     return {0: None} | {size: dist.new_group(list(range(size))) for size in request.group_sizes}
 
 
+def seed_all(seed: int) -> None:
+    """Python's random numbers, and torch's where it is there, begin at `seed`."""
+    random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+
+
 def run_call(call: Call, groups: dict[int, Any]) -> Outcome:
+    seed_all(call.seed)
     try:
         function: Any = importlib.import_module(call.module)
         for name in call.qualname.split("."):

@@ -1,4 +1,4 @@
-"""Ranks for tests: real processes with gloo process groups, started once for the whole pytest session.
+"""Ranks for tests: real processes with gloo process groups, started once for each file of tests.
 
     def sums(group, x):                         # a function of the test module, run on every rank
         dist.all_reduce(x, group=group)
@@ -7,9 +7,10 @@
     def test_sum(ranks):
         first, second = ranks.run(sums, 2, torch.ones(3))
 
-`run` uses a pool of ranks that lives on. `launch` starts fresh processes, for tests that kill them or that
-set up torch.distributed themselves. The functions travel by name, so they stand at the top level of a module;
-arguments and results travel by pickle. How the processes come to be is told in tests/rank_worker.py.
+`run` uses a pool of ranks that lives on to the end of the file; the next one has ranks of its own. `launch`
+starts fresh processes, for tests that kill them or that set up torch.distributed themselves. The functions
+travel by name, so they stand at the top level of a module; arguments and results travel by pickle. How the
+processes come to be is told in tests/rank_worker.py.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class Rank:
 class World:
     """A set of ranks that can talk to each other, and their one call at a time."""
 
-    def __init__(self, template: Template, size: int, group_sizes: tuple[int, ...]) -> None:
+    def __init__(self, template: Template, size: int, group_sizes: tuple[int, ...], module: str) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         # The store lives in pytest, as it lives in torchrun's agent: it outlasts any rank.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -177,7 +178,7 @@ class World:
         for number in range(size):
             log = self._folder / f"rank{number}.log"
             request = SpawnRequest(
-                torchrun_environment(number, size, self._store.port), str(log), group_sizes
+                torchrun_environment(number, size, self._store.port), str(log), group_sizes, module
             )
             self.ranks.append(Rank(template, number, log, request))
 
@@ -214,9 +215,10 @@ class World:
 
 
 class Ranks:
-    """The `ranks` fixture."""
+    """The `ranks` fixture. seed: where random numbers begin, on every rank and in every call."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._template = Template()
         self._pools: dict[int, World] = {}
         self._large_pool_used = False
@@ -237,12 +239,12 @@ class Ranks:
         """
         if not 1 <= world_size <= LARGE_POOL_SIZE:
             raise ValueError(f"world_size={world_size} is not in 1 to {LARGE_POOL_SIZE}; use ranks.launch.")
-        call = Call(*name_of(function), world_size, args)
+        call = Call(*name_of(function), world_size, args, self._seed)
         size = POOL_SIZE if world_size <= POOL_SIZE else LARGE_POOL_SIZE
         self._large_pool_used |= size == LARGE_POOL_SIZE
         if size not in self._pools:
             group_sizes = range(1 if size == POOL_SIZE else POOL_SIZE + 1, size + 1)
-            self._pools[size] = World(self._template, size, tuple(group_sizes))
+            self._pools[size] = World(self._template, size, tuple(group_sizes), call.module)
         world = self._pools[size]
 
         clean = False
@@ -276,8 +278,8 @@ class Ranks:
         With init=False torch.distributed is not initialised and group is None; the environment is torchrun's
         either way. Raises RankError only for a rank that is still running after `timeout` seconds.
         """
-        call = Call(*name_of(function), world_size if init else 0, args)
-        world = World(self._template, world_size, (world_size,) if init else ())
+        call = Call(*name_of(function), world_size if init else 0, args, self._seed)
+        world = World(self._template, world_size, (world_size,) if init else (), call.module)
         try:
             outcomes = world.call(call, world_size, timeout, grace=timeout)
             if len(outcomes) < world_size:
@@ -296,10 +298,14 @@ class Ranks:
             self._pools.pop(LARGE_POOL_SIZE).close()
         self._large_pool_used = False
 
-    def close(self) -> None:
+    def end_file(self) -> None:
+        """Called after the last test of a file: the next one has ranks of its own."""
         for world in self._pools.values():
             world.close()
         self._pools.clear()
+
+    def close(self) -> None:
+        self.end_file()
         self._template.close()
 
 

@@ -212,7 +212,7 @@ def test_ranks_die_with_pytest(tmp_path):
 import time
 from tests.ranks import Ranks
 from tests.test_ranks import process_id
-print(*Ranks().run(process_id, 2), flush=True)
+print(*Ranks(0).run(process_id, 2), flush=True)
 time.sleep(60)
 """
     command = [sys.executable, "-c", program]

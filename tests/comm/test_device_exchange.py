@@ -18,9 +18,6 @@ from tests.transports import on_transport, take
 BETWEEN = "device between hosts"
 
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
-
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("rows", "dim"), [(0, 0), (1, 0), (3, 1), (41, 0), (50, 1)])

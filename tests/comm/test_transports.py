@@ -10,8 +10,6 @@ from pyruntime import comm, ops
 from pyruntime.comm import group_rank, group_size
 from tests.transports import take
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
 
 def reopened(group, **settings) -> str:
     comm.close(group)

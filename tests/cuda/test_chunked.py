@@ -22,7 +22,7 @@ def on_device(group, case, *arguments):
     return case(group, *arguments)
 
 
-pytestmark = pytest.mark.usefixtures("host_kernels", "pool_as_it_was")
+pytestmark = pytest.mark.usefixtures("host_kernels")
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

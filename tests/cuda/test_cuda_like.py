@@ -14,7 +14,7 @@ from tests.cuda.cuda_like import cuda_like
 from tests.ops.test_primitives import column_case, row_case
 from tests.transports import take
 
-pytestmark = pytest.mark.usefixtures("host_kernels", "cuda_like_memory", "pool_as_it_was")
+pytestmark = pytest.mark.usefixtures("host_kernels", "cuda_like_memory")
 
 
 def opened_anew(group, transport, so_far=0):

@@ -20,7 +20,7 @@ from tests.transports import take
 TIERS = ["fused", "chunked", "unfused"]
 
 
-pytestmark = pytest.mark.usefixtures("host_kernels", "pool_as_it_was")
+pytestmark = pytest.mark.usefixtures("host_kernels")
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -13,7 +13,7 @@ from tests.ops.test_primitives import all_reduce_case, column_case, plain_case, 
 from tests.ranks import without_processes
 from tests.transports import CHUNK_BYTES
 
-pytestmark = pytest.mark.usefixtures("host_kernels", "pool_as_it_was")
+pytestmark = pytest.mark.usefixtures("host_kernels")
 
 BEGINS = "symmetric memory and copy engines"
 OPEN_AS = {

@@ -12,7 +12,7 @@ from tests.data_parallel.test_shard import trained
 from tests.pipeline import test_executor as executor
 from tests.transports import take
 
-pytestmark = pytest.mark.usefixtures("host_kernels", "pool_as_it_was")
+pytestmark = pytest.mark.usefixtures("host_kernels")
 
 
 def by_devices(group, case, *arguments):

@@ -15,8 +15,6 @@ from pyruntime.data_parallel.bucket_weights import BucketWeights
 from tests.data_parallel import cases
 from tests.transports import TRANSPORTS, on_transport, take
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
 BUCKET = 400  # bytes: most matrices travel alone, vectors together
 STEPS = 7
 NO_CLIPPING = 1e9

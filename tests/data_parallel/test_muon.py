@@ -21,8 +21,6 @@ from pyruntime.nn import ColumnParallelLinear, MergedColumnParallelLinear, RowPa
 from tests.data_parallel import cases
 from tests.transports import TRANSPORTS, take
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
 LR, DECAY, STEPS, BUCKET = 0.01, 0.1, 4, 400
 
 

@@ -22,8 +22,6 @@ from pyruntime.nn.cut import memory_of
 from tests.data_parallel import cases
 from tests.transports import TRANSPORTS, on_transport, take
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
 VOCAB, WIDTH, STEPS = 61, 9, 5  # no number of ranks divides them; a bf16 row is no number of words
 BUCKET = 100  # bytes: both tables travel alone
 

@@ -23,8 +23,6 @@ from pyruntime.nn.cut import memory_of
 from pyruntime.nn.weight_sinks import InTurn
 from pyruntime.overlap import Kind
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
 ROWS, FEATURES, INNER = 157, 250, 1331
 """A weight gradient has 52 million floating-point operations: two pieces."""
 PRODUCT = "linear weight gradient"

@@ -20,8 +20,6 @@ from tests.llama.cases import CASES, continue_text, logits_loss_gradients
 from tests.llama.test_model import assert_same
 from tests.transports import on_transport, take
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
 SLOTS = 4  # kSlots of csrc/transport/flights.h
 
 

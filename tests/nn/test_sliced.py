@@ -14,8 +14,6 @@ from pyruntime.nn.cut import memory_of
 from pyruntime.nn.sliced import SlicedColumn, SlicedRow
 from tests.transports import take
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
 ROWS, IN, OUT = 10, 14, 18
 """Of each slice, over two ranks; features."""
 

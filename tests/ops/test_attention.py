@@ -12,7 +12,6 @@ from tests.ops.cases import dtypes, randn, statistics_dtype, wide
 LENGTHS = [1, 3, 17, 65, 257, 530]  # within a tile, a block of queries, and over several blocks of keys
 DIMS = [1, 5, 32, 80]
 
-pytestmark = pytest.mark.usefixtures("seed")
 
 ops = torch.ops.pyruntime
 

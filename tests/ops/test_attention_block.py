@@ -16,7 +16,6 @@ LENGTHS = [(1, 1), (1, 257), (3, 17), (17, 3), (65, 65), (65, 530), (257, 1), (2
 LENGTHS += [(257, 530), (530, 257), (530, 530)]
 INFINITY = float("inf")
 
-pytestmark = pytest.mark.usefixtures("seed")
 
 ops = torch.ops.pyruntime
 

@@ -10,8 +10,6 @@ from pyruntime.ops import compression
 from pyruntime.ops.compression import BLOCK
 from pyruntime.ops.layers import random_rounding
 
-pytestmark = pytest.mark.usefixtures("seed")
-
 SIZES = [0, 1, 7, 8, 9, 511, 512, 513, 5_000, 70_001]
 BITS = list(range(1, 9))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

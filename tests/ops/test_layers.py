@@ -10,8 +10,6 @@ from torch import Tensor
 from pyruntime.ops import layers
 from tests.ops.cases import EPS, randn, rotary_tables
 
-pytestmark = pytest.mark.usefixtures("seed")
-
 ops = torch.ops.pyruntime
 
 # ---- what torch asks of an op ----

@@ -10,8 +10,6 @@ import torch
 from pyruntime.ops import layers
 from tests.ops.cases import dtypes, implementations, randn
 
-pytestmark = pytest.mark.usefixtures("seed")
-
 ops = torch.ops.pyruntime
 
 

@@ -13,8 +13,6 @@ import torch
 from pyruntime.ops.outer_step import outer_step_, squared_displacement, squared_gap
 from tests.ops.cases import DTYPES, randn
 
-pytestmark = pytest.mark.usefixtures("seed")
-
 SIZES = [0, 1, 33, 512, 40_001]
 PARTS = [each for each in itertools.product([None, 0.4], [False, True], [False, True]) if any(each)]
 """step, pulls, launches"""

@@ -214,9 +214,6 @@ def gradcheck_case(group, tier):
 # --- tests
 
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
-
 sizes = st.integers(1, 40)
 
 

@@ -20,8 +20,6 @@ from tests.ops.cases import (
     wide,
 )
 
-pytestmark = pytest.mark.usefixtures("seed")
-
 ops = torch.ops.pyruntime
 
 

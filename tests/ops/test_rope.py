@@ -17,8 +17,6 @@ from tests.ops.cases import (
     wide,
 )
 
-pytestmark = pytest.mark.usefixtures("seed")
-
 ops = torch.ops.pyruntime
 
 

@@ -13,7 +13,6 @@ from tests.transports import take
 
 N, K = 6, 10  # of a rank's weight
 MESHES = [(2, 2), (1, 4), (4, 1)]
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
 
 
 @functools.cache

@@ -9,8 +9,6 @@ from torch import Tensor
 from pyruntime.ops import layers
 from tests.ops.cases import ROWS, WIDTHS, assert_close, dtypes, implementations, randn, wide
 
-pytestmark = pytest.mark.usefixtures("seed")
-
 ops = torch.ops.pyruntime
 
 

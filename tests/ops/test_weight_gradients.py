@@ -21,8 +21,6 @@ from pyruntime.comm import group_rank, group_size
 from pyruntime.overlap import Kind
 from tests.transports import TRANSPORTS, on_transport, take
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
 ROWS, FEATURES, INNER = 157, 330, 520
 """A weight gradient has 54 to 108 million floating-point operations: two pieces or three."""
 GRADIENTS = {"all_gather_matmul weight gradient", "matmul_reduce_scatter weight gradient"}

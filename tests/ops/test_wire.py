@@ -16,8 +16,6 @@ from tests.ops.test_primitives import activation_shape, assert_close, leaf, oper
 from tests.ops.test_sums import axes
 from tests.transports import take
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
 N, K = 9, 130  # two blocks of fp8, one of them with 2 values
 FORMATS = ["bf16", "fp8"]
 MESHES = [

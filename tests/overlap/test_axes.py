@@ -13,8 +13,6 @@ from pyruntime.overlap import Account, Kind
 from tests.train import jobs
 from tests.transports import take
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
 MESHES = [
     {"tp": 2, "dp": 2, "zero": 1},
     {"tp": 1, "cp": 2, "dp": 2, "zero": 3},

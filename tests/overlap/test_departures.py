@@ -95,7 +95,6 @@ def reads(group) -> RankLedger:
     )
 
 
-@pytest.mark.usefixtures("pool_as_it_was")
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_chunk_left_its_sender_before_it_arrived_and_arrived_before_it_was_read(ranks, size):
     """These ranks have one clock, so what is found must be where it was without any finding."""
@@ -112,7 +111,6 @@ def test_a_chunk_left_its_sender_before_it_arrived_and_arrived_before_it_was_rea
             assert entry.left in sent or entry.left < ledgers[entry.sender].begin
 
 
-@pytest.mark.usefixtures("pool_as_it_was")
 def test_ranks_that_share_memory_read_what_nobody_sent(ranks):
     for ledger in ranks.run(on_transport, 2, "symmetric_memory", reads):
         found = [entry for entry in ledger.entries if entry.kind is Kind.READ]

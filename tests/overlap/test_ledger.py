@@ -15,8 +15,6 @@ from pyruntime.nn.cut import memory_of
 from pyruntime.overlap import Account, Kind, account
 from tests.transports import TRANSPORTS, on_transport
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
 PLAN = {"up": "column", "down": "row"}
 
 

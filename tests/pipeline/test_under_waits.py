@@ -19,8 +19,6 @@ from pyruntime.nn.weight_sinks import AddedToGrad
 from pyruntime.pipeline.weight_gradients import WeightGradients
 from tests.transports import take
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
 MICRO_BATCHES, ROWS = 3, 64
 PRODUCT = "linear weight gradient"
 

@@ -104,7 +104,7 @@ def both_case(group):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_over_every_transport(ranks, pool_as_it_was, transport):
+def test_over_every_transport(ranks, transport):
     hierarchical = transport == "hierarchical"  # two hosts of two ranks each
     ranks.run(
         on_transport, 4 if hierarchical else 2, transport, four_ranks_case if hierarchical else both_case
@@ -313,7 +313,7 @@ def gradients_case(group, transport):
 
 
 @pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
-def test_gradients_are_those_of_one_process(ranks, pool_as_it_was, transport):
+def test_gradients_are_those_of_one_process(ranks, transport):
     ranks.run(gradients_case, 2, transport)
 
 

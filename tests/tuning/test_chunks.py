@@ -15,8 +15,6 @@ from pyruntime.tuning.measure import Problem, measure
 from tests.ops.test_primitives import all_reduce_case, column_case, row_case
 from tests.transports import take
 
-pytestmark = pytest.mark.usefixtures("pool_as_it_was")
-
 TIMES = {"unfused": 0.002, "chunked": 0.0015, "chunked:6": 0.001}
 
 

@@ -1,0 +1,81 @@
+"""Each test is of one tier, names of cases that are not there are told, and random numbers begin anew."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = """
+import random
+
+import pytest
+
+@pytest.mark.second_tier
+def test_long(): pass
+
+@pytest.mark.second_tier("two", "three")
+@pytest.mark.parametrize("name", ["one", "two", "three"])
+def test_some(name): pass
+
+@pytest.mark.second_tier(but=["b"])
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_but(name): pass
+
+@pytest.mark.parametrize("again", range(2))
+def test_short(again): assert random.random() == random.Random(7).random()
+"""
+FIRST = ["test_some[one]", "test_but[b]", "test_short[0]", "test_short[1]"]
+SECOND = ["test_long", "test_some[two]", "test_some[three]", "test_but[a]", "test_but[c]"]
+
+
+def run(folder: Path, *options: str, tests: str = TESTS) -> str:
+    (folder / "test_tiers_of_these.py").write_text(tests)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.tiers",
+        "-p",
+        "no:cacheprovider",
+        "-v",
+        str(folder),
+    ]
+    done = subprocess.run(
+        [*command, "--rootdir", str(folder), "-c", "/dev/null", *options],
+        cwd=ROOT,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--first-tier", "--seed", "7"], FIRST),
+        (["--second-tier"], SECOND),
+        (["--seed", "7"], [*SECOND, *FIRST]),
+    ],
+)
+def test_each_test_is_of_one_tier(tmp_path, options, expected):
+    assert sorted(re.findall(r"::(\S+) PASSED", run(tmp_path, *options))) == sorted(expected)
+
+
+def test_a_case_that_is_not_there_is_told(tmp_path):
+    said = run(tmp_path, "--first-tier", tests=TESTS.replace('but=["b"]', 'but=["d"]'))
+    assert "second_tier names cases that are not there: " in said and "::test_but[d]" in said
+
+
+def test_the_second_tier_begins_at_another_seed_in_each_session(tmp_path):
+    seeds = {re.search(r"--seed (\d+)", run(tmp_path, "--second-tier", "--co"))[1] for _ in range(2)}
+    assert len(seeds) == 2
+    assert "--seed 0\n" in run(tmp_path, "--first-tier", "--co")
