@@ -11,6 +11,8 @@ import pytest
 from tools.check_torch import check
 from tools.torch_versions import KNOWN, refuse_unknown
 
+pytestmark = pytest.mark.second_tier
+
 HEADER = """#pragma once
 namespace c10 {
 int sum(int a, int b);

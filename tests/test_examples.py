@@ -65,6 +65,7 @@ def test_the_page_names_every_example():
 
 
 @pytest.mark.parametrize("name", ["primitives", "ring_attention"])
+@pytest.mark.second_tier("primitives")
 def test_what_ranks_compute_together_is_the_whole(printed, name):
     for rank, said in enumerate(printed):
         (off,) = re.findall(rf"^rank {rank}: .* off by {NUMBER}\n$", said[name])

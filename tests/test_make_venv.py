@@ -12,6 +12,8 @@ import pytest
 from tools import python_headers
 from tools.make_venv import importable_torch, put_torchrun
 
+pytestmark = pytest.mark.second_tier
+
 
 def packaged(folder: Path, version: str, for_pip: str) -> None:
     """A torch as a wheel leaves it."""

@@ -94,6 +94,7 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.second_tier("8")
 def test_results_come_in_rank_order_and_groups_have_the_size_asked_for(ranks, world_size):
     x = torch.randn(5, dtype=torch.float64)
     for result in ranks.run(summed, world_size, x):
@@ -149,6 +150,7 @@ def test_a_hang_shows_the_stack_and_the_next_call_has_new_ranks(ranks):
 
 @pytest.mark.parametrize("expect_errors", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.second_tier("9-False", "11-True")
 def test_a_death_is_named_and_the_next_call_has_new_ranks(ranks, number, expect_errors):
     with pytest.raises(RankError, match="rank 0 of 2 died") as caught:
         ranks.run(dies_on_one, 2, number, expect_errors=expect_errors)

@@ -36,6 +36,7 @@ def test_the_readme_has_one_short_program():
         (1, r"rank 0: [1-9]\d* ops have run on our engines"),
     ],
 )
+@pytest.mark.second_tier("1-rank 0: [1-9]\\\\d* ops have run on our engines")
 def test_program_runs_on_two_ranks(ranks, number, printed):
     outcomes = ranks.launch(run_program, 2, number, init=False, timeout=120)
     for rank in outcomes:

@@ -18,6 +18,8 @@ import torch
 import pyruntime
 from tools.build_cuda import ROOT
 
+pytestmark = pytest.mark.second_tier
+
 COMPILER = """#!/bin/sh
 # Compiles nothing: looks whether its sources are there, and makes what it is asked for.
 for argument; do

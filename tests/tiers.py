@@ -21,7 +21,14 @@ import pytest
 
 from tests.rank_worker import seed_all
 
-FOLDERS = ("tests/bench/", "tests/cuda/compiled/", "tests/cuda/gpu/", "tests/cuda/kernels/", "tests/tuning/")
+FOLDERS = (
+    "tests/bench/",
+    "tests/cpp/",
+    "tests/cuda/compiled/",
+    "tests/cuda/gpu/",
+    "tests/cuda/kernels/",
+    "tests/tuning/",
+)
 """All of whose tests are of the second tier."""
 
 

@@ -82,6 +82,7 @@ def check_page(folder: Path) -> None:
 
 @few_or_many(15)
 @pytest.mark.parametrize("command", ["report", "convert", "generate", "train"])
+@pytest.mark.second_tier(but=["generate-few"])
 def test_commands_on_damaged_files(run, files, tmp_path, command, examples):
     """With another configuration a run may take any number of steps, so training is given its own."""
     read = {"generate": "model/", "train": "checkpoints/"}.get(command, "")
@@ -114,6 +115,7 @@ def test_commands_on_damaged_files(run, files, tmp_path, command, examples):
 
 @few_or_many(15)
 @pytest.mark.parametrize("name", ["ledger/rank-0.json", "metrics.jsonl"])
+@pytest.mark.second_tier("ledger/rank-0.json-few")
 def test_a_page_of_changed_figures(run, files, tmp_path, name, examples):
     """No figure of a ledger or of a step leads to a traceback, or to a page that a browser does not read."""
     damaged = shutil.copytree(run, tmp_path / "run")
@@ -132,6 +134,7 @@ def test_a_page_of_changed_figures(run, files, tmp_path, name, examples):
 
 @few_or_many(15)
 @pytest.mark.parametrize("command", ["generate", "convert", "train"])
+@pytest.mark.second_tier("train-few")
 def test_a_model_of_a_changed_shape(run, files, tmp_path, command, examples):
     name = "model/config.json"
     model = shutil.copytree(run / "model", tmp_path / "model")

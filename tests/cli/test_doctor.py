@@ -136,6 +136,7 @@ def test_nvlink_is_read_from_nvidia_smi(monkeypatch):
         ),
     ],
 )
+@pytest.mark.second_tier("import time; time.sleep(60)-1.0-timed out after")
 def test_ranks_that_fail_are_reported(capsys, monkeypatch, program, limit_s, sentence):
     run = subprocess.run
     monkeypatch.setattr(

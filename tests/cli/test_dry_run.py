@@ -105,6 +105,7 @@ def test_presets_run_on_gpus_of_several_hosts_and_fit_them(preset):
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.model)
+@pytest.mark.second_tier(but=["llama3-70b"])
 def test_a_preset_planned_anew_and_written_is_dry_run_to_the_same_bytes_and_verdict(preset, capsys, tmp_path):
     for gpus in config_file.ranks_of(config_file.find(preset.model))[::3]:
         files = {"config": tmp_path / f"{gpus}.toml", "json": tmp_path / f"{gpus}.json"}
@@ -125,6 +126,7 @@ def test_a_preset_planned_anew_and_written_is_dry_run_to_the_same_bytes_and_verd
 
 
 @pytest.mark.parametrize(("cpus", "optimizer"), [(False, "adamw"), (True, "adamw"), (True, "muon")])
+@pytest.mark.second_tier(but=["True-adamw"])
 def test_planner_and_trainer_count_the_same_bytes_of_every_mesh_that_runs(cpus, optimizer):
     cluster = find_cluster("dgx-h100")
     if cpus:

@@ -115,6 +115,7 @@ def test_who_was_killed_is_named_by_every_other_rank(tmp_path, moment, mesh, vic
         assert re.search(rf"\brank {victim}\b[^;]*has ended", lines[-1].split("PeerLost", 1)[1]), lines[-1]
 
 
+@pytest.mark.second_tier
 def test_the_sentence_stands_at_the_end_of_torchruns_report(tmp_path):
     ranks, axes = MESHES["tp"]
     said = below_torchrun(

@@ -58,6 +58,9 @@ def test_a_plan_is_a_table_and_its_files(capsys, tmp_path):
     ],
     ids=lambda flags: " ".join(flags),
 )
+@pytest.mark.second_tier(
+    "--gpus 64 --seq 1", "--model llama3-405b --cluster frontier --gpus 5040 --tokens_per_step 82575360"
+)
 def test_a_plan_of_extreme_numbers_takes_seconds(flags, capsys):
     started = time.perf_counter()
     assert main(["plan", *flags]) in (0, 2)
@@ -141,6 +144,7 @@ def test_a_plan_without_master_weights_trains_without_them(capsys, tmp_path):
     assert main(["train", "--config", str(tmp_path / "stochastic.toml"), "--dry-run", "8"]) == 0
 
 
+@pytest.mark.second_tier
 def test_a_plan_with_muon_is_one_that_the_trainer_takes(capsys, tmp_path):
     file = tmp_path / "muon.toml"
     asked = [*SMALL, "--optimizer", "muon", "--config", str(file)]
@@ -194,6 +198,7 @@ def test_numbers_of_tokens(text, tokens):
         (["--model", "llama3-1b", "--plot", "/nowhere/a.png"], "/nowhere/a.png: cannot be written:"),
     ],
 )
+@pytest.mark.second_tier("argv12-/nowhere/a.png: cannot be written:")
 def test_a_bad_request_is_one_sentence_and_exit_code_2(capsys, argv, sentence):
     assert main(["plan", "--axonn", "False", *argv]) == 2
     err = capsys.readouterr().err

@@ -126,6 +126,7 @@ def test_sigterm_to_the_launcher_ends_all_ranks_with_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.second_tier("2-130")
 def test_a_signal_ends_a_single_process_with_the_shells_exit_code(tmp_path, signum, code):
     run_dir = tmp_path / "stopped"
     process = start(
@@ -174,6 +175,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_nothing_behind(tmp_path):
     assert processes_naming(str(run_dir)) == []
 
 
+@pytest.mark.second_tier
 def test_doctor_shows_every_part(tmp_path):
     arguments = ["doctor", "--rows", "64", "--hidden_size", "64", "--intermediate_size", "64"]
     code, out, err = finish(start(0, *arguments, cwd=tmp_path))
@@ -190,6 +192,7 @@ def test_doctor_shows_every_part(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.second_tier("2")
 def test_output_that_nobody_reads_ends_a_run_without_a_word(tmp_path, ranks):
     run_dir = tmp_path / "unread"
     arguments = ["--train.steps", "100000", "--output.run_dir", run_dir]
@@ -216,6 +219,7 @@ def test_generated_text_that_nobody_reads_ends_without_a_word(trained, tmp_path)
     assert (code, err) == (141, "")
 
 
+@pytest.mark.second_tier
 def test_the_planner_measures_the_link_of_two_ranks(tmp_path):
     """A gather takes something from products beside it, and moves no more than memory does."""
     process = start(2, "plan", "--measure", "mine.toml", cwd=tmp_path)

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from torch.distributed import TCPStore
 
 from pyruntime.cli import main
@@ -37,6 +38,7 @@ def run_command(_group, *argv):
     return main(list(argv))
 
 
+@pytest.mark.second_tier
 def test_a_killed_job_restarts_and_ends_as_if_nothing_had_been(tmp_path, ranks):
     arguments = [*SIZES, "--checkpoint.every_steps", "15"]
     undisturbed = ["train", *arguments, "--output.run_dir", str(tmp_path / "undisturbed")]

@@ -12,6 +12,8 @@ from pyruntime.tuning.linears import Linear
 from pyruntime.tuning.measure import Measured
 from tests.cli.test_processes import finish, start
 
+pytestmark = pytest.mark.second_tier
+
 SMALL = ["tune", "--model", "debug", "--seq_len", "64", "--rounds", "3", "--budget", "60", "--device", "cpu"]
 LINEARS = ("qkv", "o_proj", "gate+up", "down", "head")
 

@@ -21,6 +21,7 @@ BETWEEN = "device between hosts"
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("rows", "dim"), [(0, 0), (1, 0), (3, 1), (41, 0), (50, 1)])
+@pytest.mark.second_tier("0-0-dtype0-2")
 def test_primitives_equal_exact_products(ranks, world, dtype, rows, dim):
     seed = int(torch.randint(2**31, ()))
 
@@ -35,6 +36,7 @@ def test_primitives_equal_exact_products(ranks, world, dtype, rows, dim):
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.second_tier("4")
 def test_sums_are_bitwise_those_of_symmetric_memory_and_of_the_next_run(ranks, world):
     found, again = (ranks.run(many, world, BETWEEN) for _ in range(2))
     expected = ranks.run(many, world, "symmetric_memory")

@@ -66,6 +66,7 @@ def open_memory() -> list[str]:
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.second_tier(but=["matmul_all_reduce"])
 def test_a_rank_killed_in_the_middle_of_an_op(ranks, op):
     before = set(open_memory())  # what the pool of other tests holds
     outcomes = ranks.launch(killed_case, 3, op)
@@ -95,6 +96,7 @@ def silent_case(group, op):
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.second_tier(but=["matmul_all_reduce"])
 def test_a_silent_rank_ends_in_a_timeout_and_closes_the_group(ranks, op):
     first, second = ranks.launch(silent_case, 2, op)[0].value
     assert first[0] is pyruntime.CommTimeout

@@ -81,6 +81,7 @@ def fault_case(group, transport, fault):
         ("other shape", {"ValueError"}),
     ],
 )
+@pytest.mark.second_tier(but=["killed-errors0-process_group"])
 def test_all_ranks_end_with_the_same_named_cause(ranks, transport, fault, errors):
     outcomes = ranks.launch(fault_case, size_for(transport), transport, fault)
     told = [outcome.value for rank, outcome in enumerate(outcomes) if rank != CULPRIT]
@@ -124,6 +125,7 @@ def late_case(group, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.second_tier(but=["process_group"])
 def test_a_rank_that_is_late_is_reported_and_waited_for(ranks, transport):
     outcomes = ranks.launch(late_case, size_for(transport), transport)
     lines = [line for rank, outcome in enumerate(outcomes) if rank != CULPRIT for line in outcome.value]
@@ -147,6 +149,7 @@ def reopened_case(group, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.second_tier(but=["symmetric_memory"])
 def test_a_group_is_used_again_after_an_error(ranks, transport):
     for outcome in ranks.launch(reopened_case, size_for(transport), transport):
         assert outcome.error is None, outcome.error
@@ -210,6 +213,7 @@ def axes_case(group, seed, rounds):
     return {name: figures.ops for name, figures in pyruntime.comm.traffic().items()}
 
 
+@pytest.mark.second_tier
 def test_1000_random_ops_on_all_axes_at_once(ranks):
     seed = random.randrange(2**31)
     for outcome in ranks.launch(axes_case, 4, seed, 334, timeout=240):

@@ -73,6 +73,7 @@ def name_on_mesh(sizes: dict[str, int], rank: int) -> str:
 )
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(("fault", "kind"), [("killed", "PeerLost"), ("stopped", "CommTimeout")])
+@pytest.mark.second_tier(but=["killed-PeerLost-tp x pp-auto"])
 def test_every_survivor_names_the_rank_of_the_job(ranks, mesh, transport, fault, kind):
     sizes, axes = MESHES[mesh]
     for culprit, axis in ((2, axes[0]), (3, axes[1])):

@@ -22,7 +22,7 @@ FAULT_AT_S = 0.5  # from when the ops go round
 RUN_S = 5.0
 NOT_HERE = missing()
 
-pytestmark = pytest.mark.skipif(bool(NOT_HERE), reason=NOT_HERE)
+pytestmark = [pytest.mark.skipif(bool(NOT_HERE), reason=NOT_HERE), pytest.mark.second_tier]
 
 
 @dataclass(frozen=True)

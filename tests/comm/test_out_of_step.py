@@ -53,6 +53,7 @@ def two_threads_case(group, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.second_tier(but=["hierarchical"])
 def test_two_threads_in_one_group_are_refused_before_a_result(ranks, transport):
     outcomes = ranks.launch(two_threads_case, 2, transport)
     for outcome in outcomes:
@@ -169,6 +170,7 @@ def linears_case(group, transport, where):
 
 @pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.second_tier(but=["symmetric_memory-1"])
 def test_linears_after_a_backward_that_raised_on_one_rank(ranks, transport, where):
     for outcome in ranks.launch(linears_case, 2, transport, where):
         done, error = outcome.value
@@ -214,6 +216,7 @@ def sharded_case(group, stage, where, goes_on):
 @pytest.mark.parametrize("goes_on", [True, False])
 @pytest.mark.parametrize("where", [0, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.second_tier(but=["3-2-False"])
 def test_sharded_data_parallelism_after_a_backward_that_raised_on_one_rank(ranks, stage, where, goes_on):
     for rank, outcome in enumerate(ranks.launch(sharded_case, 2, stage, where, goes_on)):
         assert outcome.error is None, (rank, outcome)
@@ -266,6 +269,7 @@ def forward_case(group, kind, where):
 
 @pytest.mark.parametrize("where", [0, 2])
 @pytest.mark.parametrize("kind", [1, 2, 3, "tp"])
+@pytest.mark.second_tier(but=["2-0"])
 def test_a_forward_that_raised_on_one_rank_is_told_to_all(ranks, kind, where):
     for rank, outcome in enumerate(ranks.launch(forward_case, 2, kind, where)):
         assert outcome.error is None, (rank, outcome)

@@ -51,6 +51,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize(("transport", "of_rank_0"), [("symmetric_memory", False), ("process_group", True)])
+@pytest.mark.second_tier("process_group-True")
 def test_a_runtime_opens_and_closes_without_end(ranks, transport, of_rank_0):
     port = free_port() if of_rank_0 else None
     for rank in ranks.launch(cycles_case, 2, transport, port, CYCLES, init=False, timeout=150):

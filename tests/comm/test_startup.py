@@ -83,6 +83,7 @@ def lost_case(_, how):
     ("how", "expected", "words"),
     [("killed", "PeerLost", "has ended"), ("stopped", "CommTimeout", "shows no sign of life")],
 )
+@pytest.mark.second_tier(but=["killed-PeerLost-has ended"])
 def test_a_rank_lost_while_process_groups_are_made_is_named(ranks, how, expected, words):
     outcome = ranks.launch(lost_case, 2, how, init=False)[0]
     kind, message, seconds = outcome.value
@@ -119,6 +120,7 @@ def work_case(_, how):
         ("long", "nothing", "", 60.0),
     ],
 )
+@pytest.mark.second_tier(but=["killed-PeerLost-has ended-2.0"])
 def test_others_wait_for_a_rank_that_works_and_for_no_other(ranks, how, expected, words, at_most_s):
     outcomes = ranks.launch(work_case, 3, how, init=False)
     for rank in (1, 2):

@@ -73,6 +73,7 @@ def attacked(_, kind: str, marker: Path):
 
 
 @pytest.mark.parametrize("kind", ["pickle", "random", "truncated", "huge", "empty"])
+@pytest.mark.second_tier(but=["pickle"])
 def test_what_a_stranger_writes_ends_the_job_in_a_sentence(ranks, tmp_path, kind):
     marker = tmp_path / "ran"
     _, outcome = ranks.launch(attacked, 2, kind, marker, init=False)

@@ -93,6 +93,7 @@ def test_equals_dense_attention(ranks, world, layout, causal):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.second_tier("4-process_group-ring")
 def test_every_variant_over_every_transport(ranks, world, transport, variant):
     check(ranks, world, 2 * world * 5, 2 * world, world, transport=transport, variant=variant)
 
@@ -112,6 +113,7 @@ def test_every_variant_over_every_transport(ranks, world, transport, variant):
         (4, "striped", 3, "ulysses", "process_group"),
     ],
 )
+@pytest.mark.second_tier("4-striped-1-ring-hierarchical-True")
 def test_queries_may_be_the_last_tokens_alone(ranks, world, layout, queries, variant, transport, causal):
     seq, scale = 14 * world, 0.3
     whole = inputs(seq, 2 * world, world, torch.float64)
@@ -164,6 +166,7 @@ def test_a_sequence_of_one_token_for_each_rank(ranks, world):
     ("world", "transport"), [(3, "process_group"), (4, "hierarchical"), (5, "process_group")]
 )
 @pytest.mark.parametrize("documented", [False, True])
+@pytest.mark.second_tier("False-5-process_group", "True-5-process_group")
 def test_an_odd_number_of_tokens_for_each_rank(ranks, world, transport, documented):
     """One way has more of them than the other."""
     ids = documents(BATCH, 7 * world, seed=3) if documented else None
@@ -192,6 +195,7 @@ def test_bf16_errors_do_not_grow_with_the_ring(ranks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.second_tier("dtype0")
 def test_extreme_scores_neither_overflow_nor_vanish(ranks, dtype):
     seq, scale = 48, 40.0
     whole = inputs(seq, 2, 2, dtype)
@@ -310,6 +314,7 @@ def killed(group, in_backward):
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.second_tier("True")
 def test_a_killed_rank_ends_all(ranks, in_backward):
     outcomes = ranks.launch(killed, 3, in_backward)
     for rank in (0, 1):
@@ -413,6 +418,7 @@ def late_then_closed(group):
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.second_tier("3", "4")
 def test_a_group_that_failed_works_again_when_it_is_closed(ranks, world):
     outcomes = ranks.launch(late_then_closed, world)
     assert [outcome.value[1] for outcome in outcomes] == [True] * world, outcomes
@@ -463,6 +469,7 @@ def checked(group, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.second_tier(but=["ring"])
 def test_is_what_torch_asks_of_an_op(ranks, variant):
     """One key head for each rank, where a transposed result would pass for contiguous, and fewer queries than
     keys."""

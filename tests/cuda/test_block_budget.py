@@ -15,7 +15,7 @@ from pyruntime.tuning.apply import use
 from pyruntime.tuning.cache import Choice, Key, Place
 from tests.cuda import build
 
-pytestmark = pytest.mark.usefixtures("host_kernels")
+pytestmark = [pytest.mark.usefixtures("host_kernels"), pytest.mark.second_tier]
 
 ROWS, N, K = 12, 24, 16
 

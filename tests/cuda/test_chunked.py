@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "dim"), [(0, 0), (1, 0), (3, 1), (41, 0), (50, 1)])
+@pytest.mark.second_tier("0-0-dtype0-2", "0-0-dtype1-4", "3-1-dtype0-4", "50-1-dtype0-4")
 def test_primitives_equal_exact_products(ranks, world, dtype, rows, dim):
     seed = int(torch.randint(2**31, ()))
     ranks.run(on_device, world, column_case, seed, rows, dim, 7, 9, dtype, "chunked", False, True, False)
@@ -63,6 +64,7 @@ def many(group, transport):
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.second_tier("4")
 def test_sums_are_bitwise_those_of_symmetric_memory_and_of_the_next_run(ranks, world):
     """The order of sums is the same, and epochs go on from call to call. Products of another library may
     depend on where in memory their operands lie."""
@@ -97,6 +99,7 @@ def test_a_late_rank_does_no_harm(ranks):
     assert [outcome.value for outcome in outcomes] == ["", "", ""]
 
 
+@pytest.mark.second_tier
 def test_a_rank_that_stays_away_is_named_on_all(ranks):
     outcomes = ranks.launch(on_device, 3, late, 4.0, 1.0)
     for outcome in outcomes:
@@ -140,6 +143,7 @@ def data_parallel_steps(group, transport, stage, dtype):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (4, torch.float64)])
+@pytest.mark.second_tier(but=["2-dtype0-3"])
 def test_data_parallel_training_is_bitwise_that_over_symmetric_memory(ranks, world, stage, dtype):
     found = ranks.run(on_device, world, data_parallel_steps, "device", stage, dtype)
     expected = ranks.run(data_parallel_steps, world, "symmetric_memory", stage, dtype)
@@ -162,6 +166,7 @@ def without_library(group):
         comm.close(group)
 
 
+@pytest.mark.second_tier
 def test_without_the_kernels_it_says_so(ranks):
     outcomes = ranks.launch(without_library, 2)
     assert all("there are no device kernels for cpu tensors" in outcome.value for outcome in outcomes)

@@ -33,6 +33,7 @@ def opened_anew(group, transport, so_far=0):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("transport", ["device", "symmetric_memory"])
+@pytest.mark.second_tier("device-2")
 def test_workspaces_are_found_by_the_name_of_a_process_group(ranks, world, transport):
     assert min(ranks.run(opened_anew, world, transport)) > 0
 
@@ -118,6 +119,7 @@ def many_openings(group, times):
     return while_open, names_of_workspaces(group, 10 * times), open_files, _C.symmetric_memory_bytes()
 
 
+@pytest.mark.second_tier
 def test_what_is_opened_200_times_leaves_one_group_and_then_none(ranks):
     for outcome in ranks.launch(many_openings, 2, 200):
         assert outcome.error is None, outcome.error

@@ -10,6 +10,8 @@ from pyruntime.ops.device_adamw import StepSettings, device_adamw_
 from pyruntime.ops.layers import adamw_
 from tests.cuda import build
 
+pytestmark = pytest.mark.second_tier
+
 SHAPES = [(5, 7), (129,), (1,), (300, 70), (0, 4)] + [(17, 3)] * 60  # more than one launch holds
 CONSTANTS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 

@@ -95,6 +95,7 @@ def test_rows_of_a_wider_matrix_are_read_where_they_lie():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.second_tier("dtype1")
 def test_a_training_step_of_a_llama_is_that_of_the_cpu(dtype):
     check_training_step(lambda: Llama(preset("3m", vocab_size=515), dtype=dtype, seed=3), "cpu")
 

@@ -13,6 +13,8 @@ import torch
 
 from tools.build_cuda import ROOT
 
+pytestmark = pytest.mark.second_tier
+
 SOURCE = ROOT / "tests" / "cuda" / "pretended_cuda.cpp"
 EXPECTED = {"rms_norm", "add_rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rotate_qkv_"}
 EXPECTED |= {

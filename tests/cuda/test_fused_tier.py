@@ -26,6 +26,18 @@ pytestmark = pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [0, 1, 41, 270])
+@pytest.mark.second_tier(
+    "41-dtype0-3",
+    "41-dtype0-4",
+    "41-dtype1-3",
+    "41-dtype1-4",
+    "270-dtype0-2",
+    "270-dtype0-3",
+    "270-dtype0-4",
+    "270-dtype1-2",
+    "270-dtype1-3",
+    "270-dtype1-4",
+)
 def test_primitives_equal_exact_products(ranks, world, dtype, rows):
     seed = int(torch.randint(2**31, ()))
     for keep_gathered in (False, True):  # two weights, of which one has a bias
@@ -79,6 +91,7 @@ def at_random(rank, call):
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.second_tier("3", "4")
 def test_ranks_may_take_different_tiers_and_get_the_same_bits(ranks, world):
     """Sums have the same order, parts are rounded alike, and signals and slots go on from call to call."""
     expected = ranks.run(on_device, world, integers_case, always_chunked, 9)
@@ -108,6 +121,7 @@ def test_the_next_run_gives_the_same_bits(ranks):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.second_tier("3")
 def test_the_case_that_gpus_run(ranks, world):
     for errors in ranks.run(on_device, world, steps_in_tier, [(130, 40, 32), (3, 8, 72), (40, 77, 136)]):
         assert max(errors) < 1 + world, errors
@@ -141,12 +155,14 @@ def late(group, op, seconds, deadline, tiers):
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.second_tier("all_gather_matmul")
 def test_a_late_rank_does_no_harm(ranks, op):
     outcomes = ranks.launch(on_device, 3, late, op, 0.5, 30.0, TIERS)
     assert [outcome.value for outcome in outcomes] == ["", "", ""], outcomes
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.second_tier("matmul_reduce_scatter")
 def test_a_rank_that_stays_away_is_named_on_all(ranks, op):
     outcomes = ranks.launch(on_device, 3, late, op, 4.0, 1.0, ["fused"])
     for outcome in outcomes:
@@ -248,6 +264,7 @@ def llama_step(group, tier):
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.second_tier("4")
 def test_a_llama_steps_in_the_fused_tier(ranks, world):
     fused = ranks.run(on_device, world, llama_step, "fused")
     chunked = ranks.run(on_device, world, llama_step, "chunked")

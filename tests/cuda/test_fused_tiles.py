@@ -20,7 +20,7 @@ from tests.cuda.test_chunked import on_device
 from tests.cuda.test_fused_tier import always_chunked, integers_case
 from tests.ops.test_primitives import column_case, row_case
 
-pytestmark = pytest.mark.usefixtures("host_kernels")
+pytestmark = [pytest.mark.usefixtures("host_kernels"), pytest.mark.second_tier]
 
 NAMES = ("small", "large")
 NUMBERS = {"small": 0, "large": 1}

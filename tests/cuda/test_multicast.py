@@ -13,7 +13,7 @@ from tests.ops.test_primitives import all_reduce_case, column_case, plain_case, 
 from tests.ranks import without_processes
 from tests.transports import CHUNK_BYTES
 
-pytestmark = pytest.mark.usefixtures("host_kernels")
+pytestmark = [pytest.mark.usefixtures("host_kernels"), pytest.mark.second_tier]
 
 BEGINS = "symmetric memory and copy engines"
 OPEN_AS = {

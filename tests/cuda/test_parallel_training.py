@@ -23,6 +23,7 @@ def by_devices(group, case, *arguments):
 @pytest.mark.parametrize(("world", "stage", "dtype"), [
     (2, 0, torch.float32), (2, 1, torch.bfloat16), (3, 2, torch.float32), (2, 3, torch.float32),
 ])  # fmt: skip
+@pytest.mark.second_tier(but=["2-1-dtype1"])
 def test_data_parallel_training_is_that_of_shared_memory(ranks, world, stage, dtype):
     job = ("dp", stage, False, dtype, 4 * world, 1.0)
     found = ranks.run(by_devices, world, trained, "device", *job)
@@ -32,6 +33,7 @@ def test_data_parallel_training_is_that_of_shared_memory(ranks, world, stage, dt
 
 
 @pytest.mark.parametrize(("world", "kind"), [(2, "gpipe"), (3, "1f1b"), (2, "zb-h1")])
+@pytest.mark.second_tier("3-1f1b")
 def test_a_pipeline_equals_the_whole_model(ranks, world, kind):
     micro_batches = 7
     found = ranks.run(by_devices, world, executor.piped, "device", kind, micro_batches, 1)
@@ -39,6 +41,7 @@ def test_a_pipeline_equals_the_whole_model(ranks, world, kind):
 
 
 @pytest.mark.parametrize(("world", "variant"), [(2, "ring"), (3, "ring"), (2, "ulysses")])
+@pytest.mark.second_tier("2-ulysses")
 def test_ring_attention_equals_dense_attention(ranks, world, variant):
     ranks.run(by_devices, world, take, "device")
     attention.check(ranks, world, 2 * world * 5, 2 * world, world, transport="device", variant=variant)

@@ -20,7 +20,7 @@ from tests.cuda import build
 from tests.ops.test_primitives import column_case, row_case
 from tests.transports import take
 
-pytestmark = pytest.mark.usefixtures("host_kernels")
+pytestmark = [pytest.mark.usefixtures("host_kernels"), pytest.mark.second_tier]
 
 
 @pytest.fixture(scope="module")

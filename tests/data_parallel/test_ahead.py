@@ -114,6 +114,7 @@ def both(group, transport, mesh_kind, stage, dtype, rounding, clipping, poisoned
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("clipping", ["never", "sometimes", "always"])
+@pytest.mark.second_tier(but=["always-2"])
 def test_is_bitwise_the_step_after_its_norm(ranks, stage, clipping):
     found = ranks.run(both, 2, "hierarchical", "dp", stage, torch.bfloat16, "nearest", clipping, ())
     for ahead, taken_back in found:
@@ -123,6 +124,7 @@ def test_is_bitwise_the_step_after_its_norm(ranks, stage, clipping):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.second_tier("2", "3")
 def test_a_step_that_is_not_finite_is_taken_back(ranks, stage):
     arguments = (torch.bfloat16, "nearest", "never", (2, 5))
     for _, taken_back in ranks.run(both, 3, "hierarchical", "dp", stage, *arguments):
@@ -131,12 +133,14 @@ def test_a_step_that_is_not_finite_is_taken_back(ranks, stage):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, "nearest"), (torch.bfloat16, "stochastic")])
+@pytest.mark.second_tier(but=["dtype0-nearest-symmetric_memory"])
 def test_rows_without_masters_are_taken_back_too(ranks, transport, dtype, rounding):
     for _, taken_back in ranks.run(both, 3, transport, "dp", 2, dtype, rounding, "sometimes", (4,)):
         assert taken_back > 0
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.second_tier("1")
 def test_replicas_agree(ranks, stage):
     for _, taken_back in ranks.run(both, 4, "", "hsdp", stage, torch.bfloat16, "nearest", "sometimes", (4,)):
         assert taken_back > 0
@@ -172,6 +176,7 @@ def read_between(group, stage, what):
 
 @pytest.mark.parametrize("what", ["complete", "forward", "lr"])
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.second_tier(but=["2-forward"])
 def test_until_the_step_weights_are_those_before_it(ranks, stage, what):
     take_each = ranks.run(read_between, 3, stage, what)
     assert all((ahead > 0) == (stage < 3) for ahead in take_each)
@@ -224,6 +229,7 @@ def taking_turns(group, apart):
 
 
 @pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
+@pytest.mark.second_tier("process_group")
 def test_two_models_of_one_group_train_as_one_after_the_other(ranks, transport):
     for rank in range(2):
         found = [ranks.run(on_transport, 2, transport, taking_turns, apart)[rank] for apart in (True, False)]

@@ -249,6 +249,7 @@ def trains_adapters(group, users):
 
 @pytest.mark.parametrize("users", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.second_tier("3-True")
 def test_frozen_weights_are_cut_too(ranks, world_size, users):
     plain = adapted()
     optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)

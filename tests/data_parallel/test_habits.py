@@ -455,6 +455,7 @@ def compiled(group, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.second_tier("0")
 def test_a_sharded_model_under_compile_says_that_it_is_not_traced(ranks, stage):
     ranks.run(compiled, WORLD, stage)
 

@@ -88,6 +88,7 @@ def save(group, folder, saved):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("how", ["files", "first", "checkpoint"])
+@pytest.mark.second_tier(but=["first-2"])
 def test_it_trains_as_one_that_every_rank_has_loaded(ranks, folder, tmp_path, how, world_size):
     saved = str(tmp_path / "saved")
     if how == "checkpoint":

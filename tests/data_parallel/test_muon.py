@@ -108,12 +108,14 @@ def check(results, expected):
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 0), (3, 1), (3, 2), (2, 3)])
 @pytest.mark.parametrize("max_norm", [1e9, 0.5])
+@pytest.mark.second_tier(but=["1000000000.0-2-0"])
 def test_equals_one_process(ranks, world, stage, max_norm):
     found = ranks.run(trained, world, "symmetric_memory", "dp", stage, 6, max_norm)
     check(found, reference(stage == 3, 6, max_norm))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.second_tier(but=["symmetric_memory"])
 def test_equals_one_process_over_any_transport(ranks, transport):
     check(ranks.run(trained, 4, transport, "dp", 2, 4, 1e9), reference(False, 4, 1e9))
 
@@ -154,6 +156,7 @@ def stepped(group, stage, max_norm, ahead):
 
 
 @pytest.mark.parametrize(("stage", "max_norm"), [(1, 1e9), (2, 0.45), (3, 1e-3)])
+@pytest.mark.second_tier("2-0.45", "3-0.001")
 def test_what_left_before_the_norm_was_known_is_bitwise_the_step_after_it(ranks, stage, max_norm):
     early = ranks.run(stepped, 3, stage, max_norm, True)
     after = ranks.run(stepped, 3, stage, max_norm, False)
@@ -224,6 +227,7 @@ def given(group, mesh_kind, stage, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.second_tier("dtype0")
 def test_is_bitwise_the_same_on_one_rank_and_many_given_the_same_gradients(ranks, dtype):
     (alone,) = ranks.run(given, 1, "dp", 1, dtype)
     assert any(name.startswith("momentum.") for name in alone)

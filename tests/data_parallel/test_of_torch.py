@@ -86,6 +86,7 @@ def trained(group, name, stage, max_norm, resumes):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.second_tier("sgd-0")
 def test_it_is_the_optimizer_of_one_process(ranks, name, stage):
     world_size = 3 if name in ("lamb", "sgd") else 2
     max_norm, resumes = (0.05, True) if name in ("adamw", "lamb", "sgd") else (0.0, False)
@@ -114,6 +115,7 @@ def beside_tensor_parallelism(group, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.second_tier("0", "3")
 def test_norms_are_of_whole_weights_beside_tensor_parallelism(ranks, stage):
     plain = trained_alone(*KINDS["lamb"], 2, max_norm=0.05)
     for found in ranks.run(beside_tensor_parallelism, 4, stage):

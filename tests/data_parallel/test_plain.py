@@ -88,6 +88,7 @@ def assert_alike(outcomes, plain):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.second_tier("sgd-0")
 def test_the_loop_that_everybody_writes(ranks, name, stage):
     world_size = 3 if name in ("lamb", "sgd") else 2
     between = (clip,) if name in ("adamw", "lamb", "foreach") else ()
@@ -180,6 +181,7 @@ def beside_tensor_parallelism(group, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.second_tier("1", "3")
 def test_it_is_of_whole_weights_beside_tensor_parallelism(ranks, stage):
     assert_alike(ranks.run(beside_tensor_parallelism, 4, stage), alone("lamb", 2, (halve, clip)))
 
@@ -217,6 +219,7 @@ def resumed(group, folder, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.second_tier("1")
 def test_its_states_are_saved_and_loaded_by_torch(ranks, tmp_path, stage):
     assert_alike(ranks.run(resumed, 2, str(tmp_path / "state"), stage), alone("adamw", 2))
 
@@ -452,6 +455,7 @@ def with_a_teacher(group, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.second_tier("3")
 def test_a_scalar_and_a_frozen_part_that_is_written(ranks, stage):
     plain = Scaled()
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)

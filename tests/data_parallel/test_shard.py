@@ -82,6 +82,7 @@ def check(results, expected, tolerance):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("world", "sequences"), [(2, 2), (2, 8), (3, 3)])
+@pytest.mark.second_tier("2-2-1", "2-8-3")
 def test_equals_one_process(ranks, stage, world, sequences):
     arguments = (torch.float64, sequences, 0.5)
     results = ranks.run(trained, world, "symmetric_memory", "dp", stage, False, *arguments)
@@ -128,6 +129,7 @@ def test_a_norm_on_the_device_that_is_not_finite_updates_nothing(ranks, norm):
 
 @pytest.mark.parametrize("bucket", [1, 1600, 1 << 20])  # 1600: some buckets hold one matrix
 @pytest.mark.parametrize("run", [trained, trained_whole])
+@pytest.mark.second_tier("trained-1600", "trained_whole-1", "trained_whole-1600")
 def test_equals_one_process_whatever_travels_together(ranks, run, bucket):
     arguments = (torch.float64, 2, 0.5)
     results = ranks.run(run, 2, "symmetric_memory", "dp", 2, False, *arguments, 0, bucket)
@@ -136,18 +138,21 @@ def test_equals_one_process_whatever_travels_together(ranks, run, bucket):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("transport", [*TRANSPORTS, "device between hosts"])
+@pytest.mark.second_tier(but=["hierarchical-0"])
 def test_equals_one_process_over_any_transport(ranks, stage, transport):
     results = ranks.run(trained, 4, transport, "dp", stage, True, torch.float64, 4, 0.0)
     check(results, expected(stage, True, torch.float64, 4, 0.0), 1e-9)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.second_tier("1", "3")
 def test_hybrid_sharding_equals_one_process(ranks, stage):
     results = ranks.run(trained, 4, "", "hsdp", stage, False, torch.float64, 8, 1.0)
     check(results, expected(stage, False, torch.float64, 8, 1.0), 1e-9)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.second_tier("0", "2")
 def test_equals_one_process_in_fp32(ranks, stage):
     results = ranks.run(trained, 2, "symmetric_memory", "dp", stage, False, torch.float32, 4, 1.0)
     check(results, expected(stage, False, torch.float32, 4, 1.0), 2e-6)
@@ -202,6 +207,7 @@ def checkpointed(group, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.second_tier("2", "3")
 def test_layers_that_are_computed_again_train_alike(ranks, stage):
     for kept, again in ranks.run(checkpointed, 2, stage):
         for name, weight in kept.items():
@@ -289,6 +295,7 @@ def killed_in_backward(group, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.second_tier("0")
 def test_a_rank_that_dies_in_backward_ends_the_others(ranks, stage):
     outcomes = ranks.launch(killed_in_backward, 3, stage)
     check_others_lost_rank_1(outcomes)

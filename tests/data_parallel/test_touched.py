@@ -108,6 +108,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("world", "stage"), [(3, 0), (3, 1), (3, 2), (3, 3), (2, 2), (4, 2)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.second_tier(but=["symmetric_memory-2-2", "hierarchical-2-2", "process_group-2-2"])
 def test_is_bitwise_the_training_in_which_all_rows_travel(ranks, world, transport, stage):
     for few, every in ranks.run(both, world, transport, "dp", stage, torch.bfloat16, "", 0.5):
         assert few < every
@@ -115,6 +116,7 @@ def test_is_bitwise_the_training_in_which_all_rows_travel(ranks, world, transpor
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.second_tier(but=["dtype0-3"])
 def test_replicas_sum_the_rows_of_all(ranks, stage, dtype):
     for few, every in ranks.run(both, 4, "", "hsdp", stage, dtype, "", 1e9):
         assert few < every
@@ -122,6 +124,7 @@ def test_replicas_sum_the_rows_of_all(ranks, stage, dtype):
 
 @pytest.mark.parametrize("other", ["tied", "sum"])
 @pytest.mark.parametrize("stage", [0, 2])  # at stage 3 a weight may be read by its module alone
+@pytest.mark.second_tier(but=["0-tied"])
 def test_a_table_that_is_used_otherwise_too_travels_whole(ranks, stage, other):
     # Of the other table 7 rows of 40 travel.
     for few, every in ranks.run(both, 3, "hierarchical", "dp", stage, torch.float32, other, 0.5):
@@ -148,6 +151,7 @@ def reference(world):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.second_tier(but=["2-1"])
 def test_equals_one_process(ranks, stage, world):
     arguments = (on_transport, world, "hierarchical", trained, "dp", stage, torch.float64, "", 0.5)
     for found, _ in ranks.run(*arguments):
@@ -198,6 +202,7 @@ def test_bytes_are_those_of_the_touched_rows(ranks, touch):
     ("steps", "searched"),
     [(1, True), (2, False), (gradients.SEARCH_EVERY, False), (gradients.SEARCH_EVERY + 1, True)],
 )
+@pytest.mark.second_tier("16-False")
 def test_where_most_rows_are_touched_all_travel_and_few_steps_search_for_them(ranks, steps, searched):
     few, every = (ranks.run(bytes_of, 2, by_rows, 0, steps) for by_rows in (True, False))
     of_bits = (ROWS + 2) // 8 + 1 if searched else 0
@@ -248,6 +253,7 @@ def vocabulary_cut(group, stage, by_rows):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.second_tier("1")
 def test_a_vocabulary_that_is_cut_sends_the_rows_of_its_ranks(ranks, stage):
     few, every = (ranks.run(vocabulary_cut, 4, stage, by_rows) for by_rows in (True, False))
     torch.manual_seed(3)

@@ -157,6 +157,7 @@ def reference(dtype: torch.dtype) -> tuple[list[Tensor], list[float]]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.second_tier("0", "3")
 def test_gradients_under_waits_have_the_bits_of_those_at_once_and_are_those_of_one_process(ranks, stage):
     results = ranks.run(bits, 4, stage, torch.float64)
     expected, norms = reference(torch.float64)
@@ -279,6 +280,7 @@ def faulty(group, fault: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize(
     ("fault", "error", "most"), [("killed", "PeerLost", 10.0), ("late", "CommTimeout", 3.5)]
 )
+@pytest.mark.second_tier("late-CommTimeout-3.5")
 def test_a_fault_in_the_middle_of_a_filled_wait_ends_all(ranks, fault, error, most):
     outcomes = ranks.launch(faulty, 4, fault)
     if fault == "killed":

@@ -76,6 +76,7 @@ def trained(group, transport, wire):
     ("world", "transport", "wire"),
     [*((2, transport, "fp8") for transport in TRANSPORTS), (3, "symmetric_memory", "bf16")],
 )
+@pytest.mark.second_tier(but=["2-hierarchical-fp8"])
 def test_it_is_training_with_weights_rounded_by_hand(ranks, world, transport, wire):
     losses, weights = by_hand(wire)
     plain, _, _ = cases.reference(False, True, torch.float32, STEPS, SEQUENCES, 0.0)
@@ -107,6 +108,7 @@ def bytes_of_steps(group, transport, wire):
 
 
 @pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
+@pytest.mark.second_tier("process_group")
 def test_the_bytes_of_gathers_fall_as_the_values_do(ranks, transport):
     same, bf16, fp8 = (ranks.run(bytes_of_steps, 2, transport, wire)[0] for wire in ("same", "bf16", "fp8"))
     assert 0 < fp8 < bf16 < same

@@ -40,6 +40,7 @@ SHAPES = [
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("victim", ["first", "last"])
+@pytest.mark.second_tier(but=["first-{'replicas': 2, 'quorum': 2, 'rounds': 3}-stopped"])
 def test_one_that_is_gone_at_any_moment_leaves_the_round_and_one_comes_in_its_place(shape, victim, how):
     for seed in range(2):
         for moment in range(0, moves_of(seed, **shape), 1 if how == "killed" else 3):

@@ -44,6 +44,7 @@ UNDISTURBED = [diloco(TAU), slowmo(TAU), co2(TAU, lr=0.9, momentum=0.4)]
 
 
 @pytest.mark.parametrize("method", UNDISTURBED, ids=in_words)
+@pytest.mark.second_tier(but=["co2"])
 def test_undisturbed_replicas_are_the_method_by_its_definition(ranks, tmp_path, method):
     with replicas.service(tmp_path, 3) as address:
         outcomes = ranks.launch(replicas.replica, 3, tmp_path, address, method, ROUNDS, {}, (), init=False)
@@ -61,6 +62,7 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize(("moment", "number"), MOMENTS, ids=str)
+@pytest.mark.second_tier(but=["tells arrived-2"])
 def test_one_that_is_killed_leaves_and_one_comes_in_its_place(ranks, tmp_path, moment, number):
     """No step of the others is lost: the round in which it died counts, with theirs."""
     deaths = {1: (moment, number)}
@@ -84,6 +86,7 @@ LATE = [
 
 
 @pytest.mark.parametrize(("method", "moment", "number"), LATE, ids=in_words)
+@pytest.mark.second_tier(but=["co2-tells done-2"])
 def test_one_that_is_killed_beside_a_sum_that_is_on_its_way(ranks, tmp_path, method, moment, number):
     """The others take it again, from the snapshots that they keep, while they take their steps; one that
     comes adds nothing to the first sum that it takes."""
@@ -99,6 +102,7 @@ def test_one_that_is_killed_beside_a_sum_that_is_on_its_way(ranks, tmp_path, met
 
 
 @pytest.mark.parametrize("method", [diloco(TAU), co2(TAU)], ids=in_words)
+@pytest.mark.second_tier("co2")
 def test_donor_and_one_that_comes_are_killed_on_the_way(ranks, tmp_path, method):
     """The first dies in its steps, its successor takes the state from one that dies while it sends, and
     another one dies while it takes it."""
@@ -198,6 +202,7 @@ STOPPED = [(diloco(TAU), "steps", 5), (diloco(TAU), "sums", 9), (co2(TAU), "tell
 
 
 @pytest.mark.parametrize(("method", "moment", "number"), STOPPED, ids=in_words)
+@pytest.mark.second_tier(but=["diloco-sums-9"])
 def test_one_that_is_stopped_is_left_behind_by_the_deadline_and_told(ranks, tmp_path, method, moment, number):
     deaths = {1: (moment, number)}
     with replicas.service(tmp_path, 3, deadline_s=3.0) as address:

@@ -222,6 +222,7 @@ def test_where_all_replicas_are_whole_one_more_is_refused_and_they_stay(tmp_path
         assert "its replica left" in second.makefile().read()
 
 
+@pytest.mark.second_tier
 def test_where_descriptors_run_out_by_hellos_replicas_get_in_and_no_core_is_spent(tmp_path):
     program = FLOODED.replace("30.0", "3.0")  # so long it waits for them in the end
     with (

@@ -68,6 +68,7 @@ def test_attention_is_as_exact_as_torchs_in_half_precision(dtype):
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 9), (4, 9), (70, 70), (1100, 1100)])
 @pytest.mark.parametrize("training", [False, True])
+@pytest.mark.second_tier("False-1100-1100")
 def test_queries_see_what_came_before_them(queries, keys, training):
     q, k, v = heads(2, 4, queries, 8), heads(2, 2, keys, 8), heads(2, 2, keys, 8)
     with torch.set_grad_enabled(training):

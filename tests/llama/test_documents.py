@@ -73,6 +73,7 @@ def reference(tmp_path_factory):
         (2, "contiguous", {"recompute": "full"}),
     ],
 )
+@pytest.mark.second_tier("1--options0")
 def test_a_packed_batch_is_as_with_a_mask_of_transformers(ranks, reference, world, layout, options):
     folder, ids, labels, loss, logits, gradient = reference
     parts = ranks.run(packed, world, folder, ids, labels, options, layout)

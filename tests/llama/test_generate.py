@@ -34,6 +34,7 @@ def test_cached_logits_are_those_of_the_whole_text(case):
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.second_tier("True-4")
 def test_every_tp_generates_the_same_with_and_without_cache(ranks, prompt, tp, use_cache):
     expected = generate(Llama(CONFIG, seed=5), prompt, 12, temperature=0.8, top_k=20, seed=1)
     options = {"temperature": 0.8, "top_k": 20, "seed": 1, "use_cache": use_cache}

@@ -54,6 +54,7 @@ def written(config, folder):
     ],
     ids=str,
 )
+@pytest.mark.second_tier("(1, 4)-ragged-{}")
 def test_logits_loss_and_gradients_are_those_of_one_rank(ranks, tmp_path, sizes, name, options):
     config = CONFIGS[name]
     written(config, tmp_path)
@@ -114,6 +115,7 @@ def bytes_of_a_step(group, config, sizes, ids):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 4), (4, 1)], ids=str)
+@pytest.mark.second_tier("(4, 1)")
 def test_bytes_over_each_axis_are_those_of_the_formulas(ranks, sizes):
     batch, seq = 2, 48
     small = dataclasses.replace(CASES["plain"], num_hidden_layers=1)

@@ -28,6 +28,7 @@ def assert_same_tensors(found, exact):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.second_tier("plain")
 def test_saved_at_tp_2_and_loaded_at_1_and_4(ranks, tmp_path, case):
     ranks.run(init_and_save, 2, CASES[case], tmp_path / "two")
     exact = full_tensors(Llama(CASES[case], seed=3))

@@ -13,6 +13,7 @@ from tests.llama.cases import CASES, full_tensors, initial_tensors
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.second_tier("plain-2")
 def test_ranks_hold_slices_of_one_model(ranks, tp, case):
     whole = full_tensors(Llama(CASES[case], seed=7))
     for tensors in ranks.run(initial_tensors, tp, CASES[case], 7):

@@ -49,6 +49,7 @@ def assert_same(found, exact, name):
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.second_tier("plain-1", "plain-4")
 def test_logits_loss_and_gradients_are_those_of_transformers(ranks, reference, tp):
     model, directory = reference
     ids, labels = batch_of(model.config)
@@ -93,6 +94,7 @@ def test_fewer_tokens_than_ranks_and_longer_sequences_than_a_block(ranks, tmp_pa
             assert_same(gradients[name], parameter.grad, f"gradient of {name}")
 
 
+@pytest.mark.second_tier
 def test_the_whole_model_compiles_without_a_graph_break(ranks):
     config = CASES["gqa-llama3-tied"]
     ids, labels = torch.randint(config.vocab_size, (2, 2, 25)).unbind()

@@ -51,6 +51,7 @@ def kept_bytes(config, **options) -> int:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.second_tier(but=["dtype0-none"])
 def test_a_layer_keeps_what_the_formula_says(recompute, dtype):
     few, many = (
         preset("debug", num_hidden_layers=layers, hidden_size=96, intermediate_size=200) for layers in (2, 6)
@@ -109,6 +110,7 @@ def bytes_of_steps(group, config, mesh, options) -> list[float]:
     [(2, None, {}), (2, None, {"slices": 2}), (2, None, {"keep_gathered": True}), (4, (2, 2), {})],
     ids=str,
 )
+@pytest.mark.second_tier("2-None-{}", "4-(2, 2)-{}")
 def test_selective_recomputation_exchanges_nothing_twice(ranks, world, mesh, options):
     for none, selective, full in ranks.run(bytes_of_steps, world, CASES["plain"], mesh, options):
         assert 0 < none == selective < full

@@ -198,6 +198,7 @@ def fault_case(group, transport, fault, where):
         ("process_group", "late", "forward", "CommTimeout"),
     ],
 )
+@pytest.mark.second_tier(but=["symmetric_memory-killed-forward-PeerLost"])
 def test_a_fault_between_two_steps_ends_in_a_named_error(ranks, transport, fault, where, error):
     outcomes = ranks.launch(fault_case, 2, transport, fault, where)
     found, message = outcomes[0].value
@@ -227,6 +228,7 @@ def sliced(group, transport, directory, ids, labels, options):
         ("plain", 4, "hierarchical", {"slices": 4, "recompute": "full", "tier": "unfused"}),
     ],
 )
+@pytest.mark.second_tier(but=["plain-2-symmetric_memory-options0"])
 def test_logits_loss_and_gradients_are_those_of_transformers(ranks, reference, case, tp, transport, options):
     directory, ids, labels, exact, exact_loss, gradients = reference(case, 3, 47)
     results = ranks.run(sliced, tp, transport, directory, ids, labels, options)
@@ -273,6 +275,7 @@ def sliced_over_context(group, transport, directory, ids, labels, layout, option
         ("gqa-linear-bias-wide", "striped", 42, "symmetric_memory", {"slices": 3, "recompute": "selective"}),
     ],
 )
+@pytest.mark.second_tier(but=["plain-zigzag-48-symmetric_memory-options1"])
 def test_slices_of_sequences_that_are_cut_over_ranks(ranks, reference, case, layout, seq, transport, options):
     directory, ids, labels, exact, exact_loss, gradients = reference(case, 3, seq)
     results = ranks.run(sliced_over_context, 4, transport, directory, ids, labels, layout, options)

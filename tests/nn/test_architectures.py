@@ -86,6 +86,7 @@ def refused(group, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.second_tier("Qwen3")
 def test_loss_and_every_gradient_are_those_of_the_whole(ranks, name):
     ranks.run(right, 2, name)
 

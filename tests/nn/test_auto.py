@@ -75,6 +75,7 @@ GIVES_WAY = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.second_tier(but=["Qwen3"])
 def test_loss_logits_and_every_gradient_are_those_of_the_whole(ranks, name):
     gave_way, said = ranks.run(is_the_whole_model, 2, name)[0]
     assert gave_way == GIVES_WAY.get(name, set()), said
@@ -83,6 +84,7 @@ def test_loss_logits_and_every_gradient_are_those_of_the_whole(ranks, name):
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
+@pytest.mark.second_tier("Llama")
 def test_it_is_right_on_three_ranks_too(ranks, name):
     """Which divide neither heads nor features."""
     ranks.run(is_the_whole_model, 3, name)
@@ -265,11 +267,13 @@ def writes(group, name: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "GPT2"])
+@pytest.mark.second_tier("Qwen3")
 def test_training_with_checkpointing_equals_that_of_one_rank(ranks, name):
     ranks.run(trains, 2, name)
 
 
 @pytest.mark.parametrize("name", ["Llama tied", "GPT2", "Phi3"])
+@pytest.mark.second_tier("Llama tied")
 def test_what_is_saved_is_the_whole_model(ranks, tmp_path, name):
     ranks.run(saves, 2, name, str(tmp_path))
 
@@ -279,6 +283,7 @@ def test_adapters_are_cut_with_their_linears(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "GPT2", "T5"])
+@pytest.mark.second_tier("Qwen3", "T5")
 def test_generated_text_is_that_of_one_rank(ranks, name):
     alone = ranks.run(writes, 1, name)[0]
     assert ranks.run(writes, 2, name) == [alone] * 2

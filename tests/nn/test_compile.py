@@ -74,11 +74,13 @@ def compiled_equals_eager(group, kind: str, backend: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", ["mlp", "head", "plain"])
+@pytest.mark.second_tier(but=["plain-1"])
 def test_one_graph_equals_eager(ranks, kind, world_size):
     ranks.run(compiled_equals_eager, world_size, kind, "aot_eager")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ to compile for the CPU")
 @pytest.mark.parametrize("kind", ["mlp", "plain"])
+@pytest.mark.second_tier("mlp")
 def test_inductor_equals_eager(ranks, kind):
     ranks.run(compiled_equals_eager, 2, kind, "inductor", timeout=300)

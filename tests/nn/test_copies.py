@@ -77,6 +77,7 @@ def load(group, name: str, folder: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", COPIES)
+@pytest.mark.second_tier(but=["pickle-tied"])
 def test_a_copy_is_a_parallel_model_with_weights_of_its_own(ranks, tmp_path, how, name):
     ranks.run(copies, 2, how, name, str(tmp_path))
 
@@ -90,6 +91,7 @@ def test_a_pickle_is_for_the_rank_that_made_it(ranks):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.second_tier("gives way")
 def test_what_two_ranks_have_saved_one_and_four_load(ranks, tmp_path, name):
     ranks.run(save, 2, name, str(tmp_path))
     for world_size in (1, 4):

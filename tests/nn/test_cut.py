@@ -283,6 +283,7 @@ def equal_case(group, names):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.second_tier("3")
 def test_habits_give_what_plain_torch_gives(ranks, world_size):
     for outcome in ranks.run(equal_case, world_size, list(HABITS)):
         assert not outcome, outcome

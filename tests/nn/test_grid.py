@@ -83,6 +83,7 @@ def chained_on_2x2x2(group, operands):
     return {"result": result.detach(), "dx": own.grad, **pieces}, expected, kept
 
 
+@pytest.mark.second_tier
 def test_two_chained_layers_on_2x2x2_are_those_of_numpy(ranks):
     draw = np.random.default_rng().standard_normal
     given = {
@@ -150,6 +151,7 @@ def given():
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 2)], ids=str)
+@pytest.mark.second_tier("(1, 4)")
 def test_a_block_at_ragged_sizes_is_torchs(ranks, given, sizes):
     state = {name: value.clone().requires_grad_() for name, value in given["state"].items()}
     x = given["x"].clone().requires_grad_()

@@ -165,6 +165,7 @@ def whole_state_dict_of_one_rank_loads(group) -> None:
     ],
     ids=["plain", "tied", "biased"],
 )
+@pytest.mark.second_tier(but=["tied-1", "biased-1"])
 def test_training_equals_that_of_one_rank(ranks, world_size, changes):
     ranks.run(same_as_one_rank, world_size, changes)
 
@@ -178,11 +179,13 @@ def test_training_equals_that_of_one_rank(ranks, world_size, changes):
     ],
     ids=["2x2", "1x4", "auto"],
 )
+@pytest.mark.second_tier("2x2", "1x4")
 def test_training_over_two_axes_equals_that_of_one_rank(ranks, sizes, changes, plan):
     ranks.run(same_over_two_axes, 4, sizes, changes, plan)
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.second_tier("greedy")
 def test_generated_text_is_the_same(ranks, sample):
     alone = ranks.run(text, 1, False, sample)[0]
     for world_size in (1, 2, 4):

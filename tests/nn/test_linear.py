@@ -204,13 +204,16 @@ def second_derivatives_are_refused(group) -> None:
 class TestAgainstOneRank:
     @pytest.mark.parametrize("widths", WIDTHS)
     @pytest.mark.parametrize("gather_output", [False, True])
+    @pytest.mark.second_tier("False-widths0-1", "False-widths0-4", "True-widths1-4")
     def test_column(self, ranks, world_size, widths, gather_output):
         ranks.run(column_matches, world_size, *widths, gather_output)
 
     @pytest.mark.parametrize("widths", WIDTHS)
+    @pytest.mark.second_tier("widths1-3", "widths1-4")
     def test_row(self, ranks, world_size, widths):
         ranks.run(row_matches, world_size, *widths)
 
+    @pytest.mark.second_tier("2", "4")
     def test_merged_column(self, ranks, world_size):
         ranks.run(merged_matches, world_size)
 

@@ -137,6 +137,7 @@ SEEN = {
 
 
 @pytest.mark.parametrize("name", SEEN)
+@pytest.mark.second_tier(but=["GPTBigCode"])
 def test_it_is_the_whole_model_and_says_what_was_cut_how(ranks, name):
     parts, gave_way, said = ranks.run(is_the_whole_model, 2, name)[0]
     assert (parts, gave_way) == SEEN[name], said
@@ -206,6 +207,7 @@ def load(group, name: str, folder: str, again: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["Phi3 with four key heads", "GPT2"])
+@pytest.mark.second_tier("GPT2")
 def test_what_two_ranks_save_one_and_four_load_and_back(ranks, tmp_path, name):
     saved = ranks.run(save, 2, name, f"{tmp_path}/2")[0]
     for size in (1, 4):
@@ -268,5 +270,6 @@ def beside_data_parallelism(group, name: str, stage: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "stage"), [("Phi3", 0), ("Phi3", 3), ("GPT2", 1)])
+@pytest.mark.second_tier(but=["Phi3-0"])
 def test_states_beside_data_parallelism(ranks, tmp_path, name, stage):
     ranks.run(beside_data_parallelism, 4, name, stage, str(tmp_path))

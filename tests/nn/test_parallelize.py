@@ -239,6 +239,7 @@ def a_plan_checks_first(group) -> str:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.second_tier("False-3", "False-4", "True-3")
 def test_a_transformer_stays_the_same_function(ranks, world_size, tied):
     ranks.run(matches, world_size, tied)
 

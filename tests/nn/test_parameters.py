@@ -189,6 +189,7 @@ class TestStateDict:
         ],
         ids=lambda check: check.__name__,
     )
+    @pytest.mark.second_tier("loads_all_that_names_a_tensor-3", "loads_all_that_names_a_tensor-4")
     def test_state_dict(self, ranks, world_size, check):
         ranks.run(check, world_size)
 

@@ -69,6 +69,7 @@ def of_the_stream(group):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.second_tier("2")
 def test_dropout_of_what_is_whole_is_the_first_ranks(ranks, world_size):
     for (norms, parameters), (plain_norms, plain) in ranks.run(of_the_stream, world_size):
         assert norms == pytest.approx(plain_norms, rel=1e-9)

@@ -221,5 +221,6 @@ def test_what_cannot_be_told_is_refused(ranks):
 
 
 @pytest.mark.parametrize("kind", [Plain, Gain], ids=lambda kind: kind.__name__)
+@pytest.mark.second_tier("Plain")
 def test_compiled_is_right_or_refused(ranks, kind):
     ranks.run(compiled, 2, kind)

@@ -91,6 +91,7 @@ def is_whole(group, what: str) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.second_tier("2")
 def test_whatever_reads_them_reads_the_whole(ranks, world_size):
     for what, (_, gathers) in CASES.items():
         for forward, kept in ranks.run(is_whole, world_size, what):
@@ -125,6 +126,7 @@ def ragged(group) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.second_tier("3")
 def test_any_number_of_rows(ranks, world_size):
     for used in ranks.run(ragged, world_size):
         assert set(used) == {"all_gather_matmul", "matmul_reduce_scatter"}

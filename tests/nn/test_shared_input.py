@@ -78,6 +78,7 @@ def one_sum_for_what_reads_one_input(group) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.second_tier("3")
 def test_it_ends_where_they_read_another(ranks, world_size):
     together, alone = ("one input", 1, 3), ("one input", 3, 0)
     for said in ranks.run(one_sum_for_what_reads_one_input, world_size):

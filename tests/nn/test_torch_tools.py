@@ -91,6 +91,7 @@ def trains_as_one_rank_does(group, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.second_tier("adamw")
 def test_torchs_optimizers_and_clipping_train_as_on_one_rank(ranks, kind):
     ranks.run(trains_as_one_rank_does, 3, kind)
 
@@ -149,6 +150,7 @@ def load_and_save(group, folder: str, how: str, again: str) -> dict:
 
 
 @pytest.mark.parametrize("how", ["plain", "optimizer", "both"])
+@pytest.mark.second_tier(but=["both"])
 def test_moments_of_two_ranks_load_bitwise_at_one_and_four_and_back(ranks, tmp_path, how):
     saved = ranks.run(save, 2, f"{tmp_path}/2", how)[0]
     assert len({key[0] for key in saved}) == (7 if how == "both" else 10) and any(

@@ -35,6 +35,7 @@ def norms(group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.second_tier("1")
 def test_gradient_norms_are_those_of_one_rank(ranks, stage):
     ranks.run(norms, 4, stage)
 
@@ -64,5 +65,6 @@ def on_rows(group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.second_tier("3")
 def test_rows_beside_data_parallelism(ranks, stage):
     ranks.run(on_rows, 4, stage)

@@ -75,6 +75,7 @@ def check_against_float64(q, k, v, scale):
 @dtypes
 @pytest.mark.parametrize("seq", LENGTHS)
 @pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.second_tier("80-530-bfloat16", "80-530-float16", "80-530-float64")
 def test_out_lse_and_gradients_match_float64(dtype, seq, dim):
     check_against_float64(*qkv(2, 2, 2, seq, dim, dtype), dim**-0.5)
 
@@ -154,6 +155,7 @@ def test_gradcheck(seq, dim, shared):
 
 
 @dtypes
+@pytest.mark.second_tier(but=["float64"])
 def test_opcheck(dtype):
     q, k, v = (t.requires_grad_() for t in qkv(2, 2, 2, 9, 6, dtype))
     torch.library.opcheck(ops.causal_attention.default, (q, k, v, 0.4))
@@ -163,6 +165,7 @@ def test_opcheck(dtype):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.second_tier("True")
 def test_compiles_as_one_graph(dynamic):
     def layer(q, k, v):
         out, lse = causal_attention(q * 1.5, k, v)

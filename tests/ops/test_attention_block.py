@@ -177,6 +177,7 @@ def attend_blocks(run, q, k, v, begin, end, scale, cuts):
 @implementations
 @dtypes
 @pytest.mark.parametrize("queries, keys", LENGTHS)
+@pytest.mark.second_tier(but=["1-1-float32-cpu"])
 def test_out_lse_and_gradients_match_float64(run, dtype, queries, keys):
     for ranges in RANGES:
         inputs = qkv(2, 1, 2, queries, keys, 24, dtype)
@@ -365,6 +366,7 @@ def arguments(dtype: torch.dtype, queries: int = 9, keys: int = 11, dim: int = 6
 
 
 @dtypes
+@pytest.mark.second_tier(but=["bfloat16"])
 def test_opcheck(dtype):
     forward, backward = arguments(dtype)
     torch.library.opcheck(ops.attention_block_.default, forward)

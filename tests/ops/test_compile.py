@@ -42,6 +42,7 @@ def opcheck_case(group):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.second_tier("2")
 def test_opcheck(ranks, world_size):
     assert set(ranks.run(opcheck_case, world_size, timeout=120)) == {9}
 
@@ -67,5 +68,6 @@ def compile_case(group, backend, wire):
 
 
 @pytest.mark.parametrize(("backend", "wire"), [("aot_eager", "fp8"), ("inductor", "same")])
+@pytest.mark.second_tier("inductor-same")
 def test_compiled_mlp_equals_eager(ranks, backend, wire):
     ranks.run(compile_case, 2, backend, wire, timeout=180)

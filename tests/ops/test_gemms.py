@@ -128,6 +128,7 @@ def test_a_linear_in_fp16_is_multiplied_in_fp32():
     linear_in_fp32(torch.float16)
 
 
+@pytest.mark.second_tier
 def test_a_linear_in_bf16_is_multiplied_in_fp32_where_the_processor_has_no_bf16():
     """As on a processor without AVX-512, where torch's own bf16 takes a hundred times as long."""
     program = "import torch; from tests.ops.test_gemms import linear_in_fp32; linear_in_fp32(torch.bfloat16)"

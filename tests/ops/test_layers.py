@@ -66,6 +66,7 @@ def leaf(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("index", range(17))
+@pytest.mark.second_tier("7", "9", "11", "15")
 def test_opcheck(index):
     cases = list(opcheck_cases())
     assert len(cases) == 17
@@ -108,6 +109,7 @@ class Block(torch.nn.Module):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.second_tier(but=["False-False"])
 def test_a_block_compiles_to_one_graph_with_the_same_gradients(dynamic, overwrite):
     torch._dynamo.reset()
     block = Block()

@@ -232,6 +232,7 @@ sizes = st.integers(1, 40)
     with_bias=st.booleans(),
     give_rows=st.booleans(),
 )
+@pytest.mark.second_tier(but=["process_group"])
 def test_column_linear_equals_exact_products(
     ranks, transport, seed, world_size, rows, dim, n, k, dtype, tier, keep_gathered, with_bias, give_rows
 ):
@@ -266,6 +267,7 @@ def test_column_linear_equals_exact_products(
     tier=st.sampled_from(["chunked", "unfused"]),
     with_bias=st.booleans(),
 )
+@pytest.mark.second_tier("symmetric_memory")
 def test_row_linear_equals_exact_products(
     ranks, transport, seed, world_size, rows, dim, n, k, dtype, tier, with_bias
 ):
@@ -306,6 +308,7 @@ def test_gathered_operand_can_be_returned(ranks, world_size):
 
 
 @pytest.mark.parametrize("world_size", [5, 8])
+@pytest.mark.second_tier("5")
 def test_more_ranks_than_cores(ranks, world_size):
     ranks.run(
         column_case, world_size, 5, 21, 0, 6, 10, torch.float32, "chunked", False, True, True, timeout=120
@@ -317,12 +320,14 @@ def test_more_ranks_than_cores(ranks, world_size):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("tier", ["chunked", "unfused"])
 @pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.second_tier("1-chunked-symmetric_memory")
 def test_gradcheck(ranks, world_size, tier, transport):
     ranks.run(on_transport, world_size, transport, gradcheck_case, tier)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.second_tier(but=["dtype0-symmetric_memory"])
 def test_results_repeat_bitwise(ranks, dtype, transport):
     """The same call again gives the same bits, forward and backward, in either tier."""
     for tier in ("chunked", "unfused"):
@@ -428,6 +433,7 @@ def bad_input_case(group, what):
         ("vector", ValueError, r"at least two dimensions"),
     ],
 )
+@pytest.mark.second_tier(but=["width-ValueError-x has 3 features .* takes 2"])
 def test_bad_input_is_one_clear_sentence(ranks, what, error, message):
     for raised in ranks.run(bad_input_case, 2, what, expect_errors=True):
         assert isinstance(raised, error)
@@ -468,6 +474,7 @@ def disagreement_case(group, what):
         ("op", r"rank . called (all_gather_matmul|matmul_reduce_scatter) with"),
     ],
 )
+@pytest.mark.second_tier(but=["dtype-rank . called matmul_reduce_scatter with .* (Float|BFloat16) and rank"])
 def test_ranks_that_disagree_are_told_so(ranks, what, message):
     for raised in ranks.run(disagreement_case, 2, what, expect_errors=True):
         assert isinstance(raised, ValueError), repr(raised)

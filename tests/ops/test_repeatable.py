@@ -14,6 +14,8 @@ from torch import Tensor
 from pyruntime import comm, ops
 from pyruntime.ops.primitives import linear
 
+pytestmark = pytest.mark.second_tier
+
 RANKS = 4
 ROWS, N, K = 41, 24, 17  # cut unevenly by 2, 3 and 4
 TIMES = 3

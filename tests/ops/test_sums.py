@@ -102,6 +102,7 @@ def differing(group, sizes, transport, tier):
 
 @pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.second_tier(but=["(4, 1)-symmetric_memory", "(1, 4)-symmetric_memory"])
 def test_products_and_gradients_are_the_exact_ones(ranks, sizes, transport):
     for tier in ("chunked", "unfused"):
         assert ranks.run(differing, 4, sizes, transport, tier, timeout=120) == [{}] * 4

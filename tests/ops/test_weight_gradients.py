@@ -122,6 +122,7 @@ def bits(group, dtype: torch.dtype, tier: str) -> bool:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.second_tier(but=["symmetric_memory-2"])
 def test_gradients_that_come_later_have_the_bits_of_the_plain_order(ranks, transport, size):
     later = ranks.run(on_transport, size, transport, bits, torch.float32, "chunked")
     assert later == [transport != "symmetric_memory"] * size
@@ -130,6 +131,7 @@ def test_gradients_that_come_later_have_the_bits_of_the_plain_order(ranks, trans
 @pytest.mark.parametrize(
     ("dtype", "tier"), [(torch.bfloat16, "chunked"), (torch.float32, "unfused")], ids=str
 )
+@pytest.mark.second_tier("torch.float32-unfused")
 def test_so_do_those_of_other_dtypes_and_tiers(ranks, dtype, tier):
     assert all(ranks.run(on_transport, 2, "process_group", bits, dtype, tier))
 
@@ -219,6 +221,7 @@ def recomputed(group, use_reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.second_tier("True")
 def test_blocks_that_are_computed_again_have_the_same_gradients(ranks, use_reentrant):
     ranks.run(on_transport, 2, "process_group", recomputed, use_reentrant)
 

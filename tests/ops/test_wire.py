@@ -98,6 +98,7 @@ def rows_(group, transport, wire) -> None:
 @pytest.mark.parametrize("wire", FORMATS)
 @pytest.mark.parametrize(("world", "transport"), MESHES)
 @pytest.mark.parametrize("linear", [columns, rows_], ids=["column", "row"])
+@pytest.mark.second_tier(but=["column-2-symmetric_memory-fp8"])
 def test_it_is_the_linear_of_rows_rounded_by_hand(ranks, linear, world, transport, wire):
     ranks.run(linear, world, transport, wire)
 

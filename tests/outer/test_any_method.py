@@ -115,6 +115,7 @@ def trajectories(group, methods):
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.second_tier("2", "3")
 def test_any_settings_that_fit_together_do_what_they_say(ranks, replicas):
     methods = [drawn(random.randrange(10**6)) for _ in range(8)]
     of_ranks = ranks.run(trajectories, replicas, methods)

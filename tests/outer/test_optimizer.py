@@ -203,6 +203,7 @@ def pumped_or_not(group, method, dtype, way):
 @pytest.mark.parametrize(
     "method", [outer.co2(3, momentum=0.4), outer.streaming_diloco(5, 2, 3)], ids=lambda method: method.name
 )
+@pytest.mark.second_tier(but=["co2-dtype1"])
 def test_when_flights_leave_changes_no_bit(ranks, method, dtype):
     """So what travels is a snapshot: training goes on beside it."""
     results = [ranks.run(pumped_or_not, 3, method, dtype, way) for way in ("always", "never", "late")]
@@ -425,6 +426,7 @@ def killed(group, at):
 
 
 @pytest.mark.parametrize("at", [2, 4])
+@pytest.mark.second_tier("2")
 def test_a_rank_that_dies_ends_the_others_by_the_deadline(ranks, at):
     outcomes = ranks.launch(killed, 3, at)
     check_others_lost_rank_1(outcomes)

@@ -51,6 +51,9 @@ def rounds(group, transport, settings, dtype, elements=ELEMENTS, run_bytes=16 <<
 @pytest.mark.parametrize("transport", ["symmetric_memory", "process_group"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("settings", [QUANTIZE, TOP_K], ids=lambda settings: settings.method)
+@pytest.mark.second_tier(
+    "quantize-2-symmetric_memory", "quantize-3-symmetric_memory", "quantize-3-process_group"
+)
 def test_what_came_and_what_is_kept_is_what_was_given(ranks, settings, world, transport):
     results = ranks.run(rounds, world, transport, settings, torch.float32)
     for _, came, _, last, _ in results:
@@ -73,6 +76,7 @@ def test_a_fragment_of_few_elements_and_one_of_none_travel_too(ranks):
 @pytest.mark.parametrize(
     ("settings", "share"), [(QUANTIZE, 1 / 4), (Compression("quantize", bits=8), 1 / 2), (TOP_K, 0.2)]
 )
+@pytest.mark.second_tier(but=["settings2-0.2"])
 def test_the_bytes_fall_as_the_values_do(ranks, settings, share):
     """Of bf16; with what the steps of blocks and the last line take."""
     sizes = torch.bfloat16, MANY, 1 << 20
@@ -82,6 +86,7 @@ def test_the_bytes_fall_as_the_values_do(ranks, settings, share):
         assert 0 < packed < (share + 0.02) * plain
 
 
+@pytest.mark.second_tier
 def test_when_flights_leave_changes_no_bit(ranks):
     for method in (outer.co2(4, momentum=0.4), outer.streaming_diloco(5, 2, 2), outer.diloco(3)):
         one, other = (ranks.run(trained, 3, method, pumps) for pumps in (0, 7))
@@ -110,6 +115,7 @@ def trained(group, method, pumps, settings=QUANTIZE):
 
 
 @pytest.mark.parametrize("settings", [QUANTIZE, TOP_K], ids=lambda settings: settings.method)
+@pytest.mark.second_tier("quantize")
 def test_replicas_come_as_near_to_the_best_as_without(ranks, settings):
     method = outer.local_sgd(1)
     plain, packed = (ranks.run(trained, 2, method, 0, each)[0][1] for each in (None, settings))

@@ -63,6 +63,7 @@ def a_step(group, config, names) -> tuple[dict[str, list[float]], dict[str, list
 
 
 @pytest.mark.parametrize("parallel", MESHES, ids=lambda mesh: "-".join(f"{k}{v}" for k, v in mesh.items()))
+@pytest.mark.second_tier(but=["tp2-pp2"])
 def test_each_of_two_axes_has_the_bytes_and_seconds_of_its_transports_and_all_parts_add_up(
     ranks, tmp_path, parallel
 ):

@@ -96,6 +96,7 @@ def reads(group) -> RankLedger:
 
 
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.second_tier("2")
 def test_a_chunk_left_its_sender_before_it_arrived_and_arrived_before_it_was_read(ranks, size):
     """These ranks have one clock, so what is found must be where it was without any finding."""
     ledgers = ranks.run(on_transport, size, "process_group", reads)

@@ -76,6 +76,7 @@ def all_acknowledged(group) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.second_tier(but=["2-hierarchical"])
 def test_bytes_and_seconds_are_those_that_the_transports_have_counted(ranks, transport, size):
     results = ranks.run(on_transport, size, transport, sums)
     if transport == "process_group" or (transport == "hierarchical" and size != 4):
@@ -109,6 +110,7 @@ def read_and_sent(group) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.second_tier("3")
 def test_rows_that_two_products_read_come_once(ranks, size):
     results = ranks.run(on_transport, size, "hierarchical", read_and_sent)
     assert sum(read for read, _ in results) == sum(sent for _, sent in results) > 0
@@ -146,6 +148,7 @@ def attention_sums(group, variant: str) -> tuple[list[float], list[float], Accou
 
 
 @pytest.mark.parametrize("variant", ["ring", "all_gather_kv", "ulysses"])
+@pytest.mark.second_tier("ring")
 def test_attention_over_ranks_is_entered_whatever_carries_it(ranks, variant):
     for expected, seen, found in ranks.run(on_transport, 3, "process_group", attention_sums, variant):
         assert seen == pytest.approx(expected)

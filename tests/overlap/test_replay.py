@@ -31,6 +31,7 @@ COMPUTE = [(0.91, 1.91), (3.14, 6.46), (3.64, 7.63), (12.6, 25.8)]
 
 
 @pytest.mark.parametrize("number", range(4))
+@pytest.mark.second_tier(but=["1"])
 def test_rows_of_others_are_the_published_ones(number):
     case = list(CASES.values())[number]
     for scheme in OTHERS:
@@ -50,6 +51,9 @@ def test_without_overlap_all_that_travels_is_exposed():
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.second_tier(
+    but=["8B tp 2 at 45 GB/s-1", "70B tp 2 at 45 GB/s-1", "70B tp 2 at 45 GB/s-4", "70B tp 8 NVLink-2"]
+)
 def test_an_infinite_bandwidth_exposes_nothing_and_slices_compute_the_same(name, slices):
     free = replay(replace(CASES[name], bandwidth=float("inf"), between_hosts=False), slices, False)
     assert free.exposed_forward == free.exposed_backward == 0
@@ -58,6 +62,7 @@ def test_an_infinite_bandwidth_exposes_nothing_and_slices_compute_the_same(name,
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
+@pytest.mark.second_tier("2", "4")
 def test_a_slow_link_exposes_what_it_needs_less_what_is_computed(slices):
     """Whatever the schedule: the link is busy all the time."""
     case = replace(CASES["8B tp 8 NVLink"], bandwidth=1e9)

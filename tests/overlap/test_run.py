@@ -45,6 +45,7 @@ def whole_run(group, config):
 
 
 @pytest.mark.parametrize("parallel", MESHES, ids=lambda mesh: "-".join(f"{k}{v}" for k, v in mesh.items()))
+@pytest.mark.second_tier(but=["tp2-pp2"])
 def test_every_axis_of_the_mesh_is_in_it_and_a_step_s_seconds_add_up(ranks, tmp_path, parallel):
     config = jobs.job(
         tmp_path, steps=4, seq_len=32, batch_size=4, micro_batch_size=1, ledger=True, val_every=0
@@ -144,6 +145,7 @@ def test_report_writes_a_page_and_a_trace_and_refuses_what_is_no_run(ranks, tmp_
         report.main([config.output.run_dir])
 
 
+@pytest.mark.second_tier
 def test_the_page_has_what_the_planner_says_beside_what_was_measured(ranks, tmp_path, capsys):
     config = jobs.job(tmp_path, steps=2, ledger=True, val_every=0, dtype="bf16")
     jobs.prepare(config)

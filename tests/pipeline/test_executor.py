@@ -116,11 +116,22 @@ def check(results, micro_batches, frozen=()):
         ("zb-h1", 1, 9),
     ],
 )
+@pytest.mark.second_tier(
+    "gpipe-1-3-1",
+    "gpipe-1-3-2",
+    "gpipe-1-3-4",
+    "gpipe-1-9-4",
+    "1f1b-1-1-1",
+    "zb-h1-1-4-1",
+    "zb-h1-1-9-2",
+    "zb-h1-1-9-3",
+)
 def test_equals_the_whole_model(ranks, world, kind, virtual, micro_batches):
     check(ranks.run(piped, world, "symmetric_memory", kind, micro_batches, virtual), micro_batches)
 
 
 @pytest.mark.parametrize(("world", "virtual", "micro_batches"), [(2, 2, 4), (3, 2, 6), (2, 3, 2)])
+@pytest.mark.second_tier(but=["2-3-2"])
 def test_interleaved_stages_equal_the_whole_model(ranks, world, virtual, micro_batches):
     check(ranks.run(piped, world, "symmetric_memory", "interleaved", micro_batches, virtual), micro_batches)
 
@@ -132,6 +143,7 @@ def test_v_placed_stages_equal_the_whole_model(ranks, world, micro_batches):
 
 @pytest.mark.parametrize("frozen", [range(4), range(2, 6), range(6)], ids=["first", "middle", "all but one"])
 @pytest.mark.parametrize(("kind", "virtual"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+@pytest.mark.second_tier("1f1b-1-first", "1f1b-1-middle")
 def test_frozen_stages_pass_gradients_on_and_have_none(ranks, kind, virtual, frozen):
     check(ranks.run(piped, 2, "symmetric_memory", kind, 4, virtual, frozen), 4, frozen)
 
@@ -203,6 +215,7 @@ def misused(group, width, count, has_loss):
         (BATCH, 2, False, 1, "Rank 1 has the last stage; pass the loss that is taken of its output."),
     ],
 )
+@pytest.mark.second_tier(but=["8-2-True-0-sentence0"])
 def test_a_step_that_cannot_be_is_said_in_the_caller_s_words(ranks, width, count, has_loss, at, sentence):
     raised = ranks.run(misused, 2, width, count, has_loss, expect_errors=True)
     assert isinstance(raised[at], ValueError) and sentence in str(raised[at])
@@ -334,6 +347,7 @@ def sliced(group, kind, micro_batches):
 
 @pytest.mark.parametrize("kind", ["terapipe", "seq1f1b"])
 @pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.second_tier("4-terapipe")
 def test_gradients_of_slices_are_those_of_whole_sequences(ranks, world, kind):
     ids, labels = tokens(3)
     model = llama()

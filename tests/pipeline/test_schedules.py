@@ -11,6 +11,7 @@ def computes(schedule, rank):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.second_tier("zb-v", "terapipe", "seq1f1b")
 def test_every_size_can_run_over_channels_of_two_messages(kind):
     for p, m, v, q in sizes(kind):
         schedule = make_schedule(kind, p, m, virtual=v, slices=q)

@@ -27,6 +27,7 @@ def bubbles(schedule, costs):
 
 
 @pytest.mark.parametrize("kind", WITH_FORMULA)
+@pytest.mark.second_tier("terapipe", "seq1f1b")
 def test_bubbles_are_those_of_the_formula(kind):
     for p, m, v, q in sizes(kind):
         forward, of_input = (random.uniform(0.5, 2) for _ in range(2))

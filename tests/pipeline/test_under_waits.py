@@ -71,6 +71,7 @@ def bits(group, split: bool) -> float:
 
 
 @pytest.mark.parametrize("split", [True, False])
+@pytest.mark.second_tier("True")
 def test_products_under_waits_have_the_bits_of_those_at_once(ranks, split):
     """Deferred ones, and those of ordinary backward passes."""
     assert all(seconds > 0 for seconds in ranks.run(bits, 2, split))

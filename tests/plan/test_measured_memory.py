@@ -52,6 +52,7 @@ def held(group) -> int:
     reason="this processor multiplies bf16 in fp32, through copies that the rules do not count",
 )
 @pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.second_tier("2")
 def test_resident_memory_is_predicted_within_10_percent(ranks, tp):
     wanted = Job(of_llama("test", shape(512)), job("debug", "dgx-h100", 1, 1).cluster, tp, 2, SEQ)
     predicted = memory_of_rank(wanted, Mesh(tp=tp, zero=0), 0, TRAINER, process=0.0).total

@@ -132,6 +132,7 @@ def test_co2_needs_three_more_copies_of_the_parameters():
 )
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.second_tier("4-4-interleaved-4-1")
 def test_what_is_in_flight_is_what_the_schedule_holds(kind, virtual, slices, ranks, groups):
     micro_batches = groups * ranks
     made = make_schedule(kind, ranks, micro_batches, virtual=virtual, slices=slices)

@@ -31,6 +31,7 @@ def test_bubbles_are_those_of_the_simulation(kind, virtual, slices, ranks, micro
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 16), (8, 16)])
+@pytest.mark.second_tier("4-16", "8-16")
 def test_the_bubble_of_zb_v(ranks, micro_batches):
     assert bubble(pipe("zb-v", ranks), micro_batches, 2, 2, 2) == ranks - 1
     assert simulated("zb-v", ranks, micro_batches, 2, 2, 2) == ranks - 1

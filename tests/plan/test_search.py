@@ -23,6 +23,7 @@ def found() -> Result:
     return search(job("llama3-8b", "dgx-h100", 64, 256, 8192))
 
 
+@pytest.mark.second_tier
 def test_a_thousand_gpus_are_searched_in_seconds_and_little_memory():
     program = (
         "import re, time\n"
@@ -73,6 +74,7 @@ def test_candidates_fit_and_come_fastest_first(found):
     assert found.too_big + len(found.candidates) <= found.considered
 
 
+@pytest.mark.second_tier
 def test_risky_meshes_are_there_when_asked_for(found):
     more = search(found.job, risky=True)
     assert {each.verdict for each in more.candidates} == {"fits", "risky"}

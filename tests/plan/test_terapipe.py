@@ -40,6 +40,7 @@ def test_a_slice_that_costs_by_itself_is_worth_fewer_slices():
 
 
 @pytest.mark.parametrize(("units", "seeds"), [(1, 1), (2, 3), (7, 12), (11, 6), (12, 6), (14, 3)])
+@pytest.mark.second_tier("12-6", "14-3")
 def test_no_slicing_is_better(units, seeds):
     for seed in range(seeds):
         costs = random(units, seed)
@@ -64,6 +65,7 @@ def every_ceiling(costs, stages):
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.second_tier("0", "2")
 def test_no_ceiling_is_missed_where_slicings_cannot_be_counted(seed):
     noise = np.random.default_rng(seed).uniform(0.8, 1.2, (24, 25))
     costs = np.where(np.isfinite(toy(24, 3, 20)), toy(24, 3, 20) * noise, np.inf)

@@ -58,6 +58,7 @@ def bytes_read(group, sequences):
 
 @pytest.mark.parametrize("sequences", [2, 130])
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.second_tier(but=["3-2"])
 def test_the_bytes_of_gradients_are_those_that_travel(ranks, world, sequences):
     cluster = replace(job("llama3-8b", "thin", 8, 8, 8192).cluster, core_bandwidth=2e9)
     wanted = Job(SHAPE, cluster, world, world * sequences, SEQ)

@@ -86,6 +86,7 @@ def gather_case(group, return_a):
 
 
 @pytest.mark.parametrize("return_a", [True, False])
+@pytest.mark.second_tier("True")
 def test_a_gather_and_its_products_are_fused(ranks, return_a):
     ranks.run(gather_case, 2, return_a, timeout=120)
 
@@ -231,6 +232,7 @@ def dtensor_mlp_case(group, dim):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.second_tier
 def test_a_compiled_dtensor_mlp_runs_on_our_engines(ranks, dim):
     for rank in ranks.launch(dtensor_mlp_case, 2, dim, timeout=240):
         assert rank.error is None, rank.output

@@ -104,6 +104,7 @@ def both_case(group):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.second_tier("hierarchical")
 def test_over_every_transport(ranks, transport):
     hierarchical = transport == "hierarchical"  # two hosts of two ranks each
     ranks.run(

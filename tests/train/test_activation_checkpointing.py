@@ -42,6 +42,7 @@ def config(tmp_path_factory):
         ({"kind": "zb-h1"}, {"pp": 2, "dp": 2, "zero": 3}),
     ],
 )
+@pytest.mark.second_tier(but=["pipeline10-parallel10"])
 def test_training_is_bitwise_the_same(ranks, config, pipeline, parallel):
     config = jobs.changed(jobs.changed(config, "parallel", **parallel), "pipeline", **pipeline)
     world = 4 if parallel else 2

@@ -63,6 +63,7 @@ def lost_case(_, config, lost, how):
         ("stopped", "1", "CommTimeout", "waiting for rank 1: no sign of life for "),
     ],
 )
+@pytest.mark.second_tier(but=["killed-0-PeerLost-waiting for rank 0: its process "])
 def test_a_rank_lost_while_a_checkpoint_is_written_is_named_on_all_others(
     ranks, tmp_path, how, lost, expected, words
 ):
@@ -98,6 +99,7 @@ def slow_case(_, config, how):
 
 
 @pytest.mark.parametrize("how", ["write", "read_data"])
+@pytest.mark.second_tier("write")
 def test_a_rank_with_a_slow_disk_is_waited_for_past_the_deadline(ranks, tmp_path, how):
     config = jobs.job(tmp_path, steps=1)
     jobs.prepare(config)
@@ -248,6 +250,7 @@ def hung_case(_, config, where):
 
 
 @pytest.mark.parametrize("where", ["publish_folder", "remove_folder"])
+@pytest.mark.second_tier("publish_folder")
 def test_a_disk_that_hangs_after_the_files_are_written_is_told(ranks, tmp_path, where):
     config = jobs.changed(jobs.job(tmp_path, steps=2), "checkpoint", every_steps=1, keep=1)
     jobs.prepare(config)

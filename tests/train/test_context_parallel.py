@@ -32,6 +32,7 @@ def whole(ranks, tmp_path_factory):
         (4, 2, 2, 2, "zigzag", "auto"),
     ],
 )
+@pytest.mark.second_tier(but=["4-2-2-0-contiguous-ulysses"])
 def test_loss_curves_equal_those_of_one_rank(ranks, whole, world, cp, dp, zero, layout, variant):
     config, expected = whole
     config = jobs.changed(config, "parallel", cp=cp, dp=dp, zero=zero)
@@ -48,6 +49,7 @@ def test_loss_curves_equal_those_of_one_rank(ranks, whole, world, cp, dp, zero, 
         (8, {"slices": 2, "pp": 2}, "zigzag", "full"),
     ],
 )
+@pytest.mark.second_tier(but=["4-parallel0-zigzag-selective"])
 def test_slices_inside_a_tensor_parallel_group(ranks, whole, world, parallel, layout, recompute):
     config, expected = whole
     config = jobs.changed(config, "parallel", cp=2, **parallel)
@@ -64,6 +66,7 @@ def test_slices_inside_a_tensor_parallel_group(ranks, whole, world, parallel, la
         ("striped", "ulysses", {"kind": "seq1f1b", "slices": 3, "slice_tokens": (14, 4, 14)}),
     ],
 )
+@pytest.mark.second_tier(but=["striped-ulysses-pipeline2"])
 def test_slices_of_a_pipeline(ranks, whole, layout, variant, pipeline):
     config, expected = whole
     config = jobs.changed(config, "parallel", cp=2, pp=2)

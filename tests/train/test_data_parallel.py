@@ -17,6 +17,7 @@ SEQUENCES = {"batch_size": 8, "micro_batch_size": 1}
 
 
 @pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.second_tier("1")
 def test_loss_curves_of_replicas_equal_those_of_one_rank(ranks, tmp_path, zero):
     config = jobs.job(tmp_path, steps=4, val_every=2, **SEQUENCES)
     jobs.prepare(config)
@@ -35,6 +36,7 @@ def test_a_second_run_is_bitwise_the_same(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.second_tier("fp32")
 def test_a_checkpoint_is_taken_up_at_any_stage_and_number_of_ranks(ranks, tmp_path, dtype):
     config = jobs.job(tmp_path, steps=3, dtype=dtype, val_every=0, **SEQUENCES)
     folder = jobs.prepare(config)
@@ -56,6 +58,7 @@ def test_a_checkpoint_is_taken_up_at_any_stage_and_number_of_ranks(ranks, tmp_pa
     assert all(loss == pytest.approx(losses[0], abs=tolerance) for loss in losses)
 
 
+@pytest.mark.second_tier
 def test_a_checkpoint_of_a_grid_is_taken_up_over_any_other(ranks, tmp_path):
     config = jobs.job(tmp_path, steps=3, val_every=0, **SEQUENCES)
     folder = jobs.prepare(config)
@@ -110,6 +113,7 @@ def clipped_at(group, config, steps, after_norm=False, resume=None):
         ({"dp": 2, "pp": 2, "zero": 2}, {"kind": "zb-h1"}),
     ],
 )
+@pytest.mark.second_tier(but=["parallel4-pipeline4"])
 def test_steps_ahead_of_their_norm_are_those_after_it(ranks, tmp_path, parallel, pipeline):
     """Bit by bit, also from a checkpoint that was taken right after a step was taken back."""
     config = jobs.job(tmp_path, steps=6, dtype="bf16", val_every=3, **SEQUENCES)
@@ -179,6 +183,7 @@ def test_stochastic_rounding_is_the_same_at_every_stage_and_keeps_no_masters(ran
         assert all(torch.equal(weights[name], value) for name, value in first.items())
 
 
+@pytest.mark.second_tier
 def test_stochastic_rounding_learns_as_with_master_weights(ranks, tmp_path):
     """At a learning rate whose steps are below half the last bit of many weights."""
     config = jobs.job(tmp_path, steps=60, dtype="bf16", val_every=0, **SEQUENCES)

@@ -36,6 +36,7 @@ def whole(ranks, tmp_path_factory):
         (4, {"pp": 2, "cp": 2}, {"pipeline": {"kind": "terapipe", "slices": 2}}),
     ],
 )  # fmt: skip
+@pytest.mark.second_tier(but=["4-parallel5-sections5"])
 def test_loss_curves_equal_those_of_one_rank(ranks, whole, world, parallel, sections):
     config, expected = whole
     config = jobs.changed(config, "parallel", **parallel)

@@ -12,6 +12,8 @@ from pyruntime.train.signals import StopRequest
 from pyruntime.train.watching.watch import Watch
 from tests.train import jobs
 
+pytestmark = pytest.mark.second_tier
+
 FIRST, LAST = 200, 600
 """Steps between which something is counted: by the first, buffers are made and tiers are chosen."""
 MOST_BYTES, MOST_BLOCKS = 256, 2

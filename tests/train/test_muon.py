@@ -37,12 +37,14 @@ def whole(ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.second_tier(but=["{'dp': 4, 'dp_replicate': 2, 'zero': 1}"])
 def test_curves_equal_those_of_one_rank(ranks, whole, mesh):
     config, expected = whole
     jobs.check_curves(ranks.run(jobs.history, 4, on(config, mesh)), expected)
 
 
 @pytest.mark.parametrize("method", ["quantize", "top_k", "power_sgd"])
+@pytest.mark.second_tier(but=["top_k"])
 def test_it_takes_gradients_that_were_compressed(ranks, whole, method):
     config, expected = whole
     settings = {"compression": method, "compression_bits": 8, "compression_density": 0.25}
@@ -72,6 +74,7 @@ def test_replicas_that_seldom_meet_move_by_its_steps(ranks, tmp_path):
     assert jobs.curve(rest, "loss") == jobs.curve(found[0], "loss")[4:]
 
 
+@pytest.mark.second_tier
 def test_learns_more_than_adamw_in_as_many_steps(ranks, tmp_path):
     config = job(tmp_path, steps=40, dtype="bf16", val_every=0)
     jobs.prepare(config)

@@ -68,6 +68,7 @@ def trained(group, config) -> Path:
 
 
 @pytest.mark.parametrize(("dtype", "named"), [("fp32", "float32"), ("bf16", "bfloat16")])
+@pytest.mark.second_tier("fp32-float32")
 def test_what_leaves_is_what_came(ranks, source, tmp_path, dtype, named):
     config = jobs.job(tmp_path, steps=1, dtype=dtype)
     config = dataclasses.replace(config, model=Model(init_from=str(source)))

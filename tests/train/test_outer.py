@@ -62,6 +62,7 @@ def alone(ranks, tmp_path_factory):
     ],
     ids=["tp 2", "zero 1 inside", "zero 2 inside", "zero 0 inside", "cp 2"],
 )
+@pytest.mark.second_tier(but=["zero 0 inside"])
 def test_a_replica_of_several_ranks_is_one_of_one_rank(ranks, alone, parallel):
     config, expected = alone
     config = jobs.changed(config, "parallel", **parallel)
@@ -85,6 +86,7 @@ def test_a_pipeline_of_replicas_is_one_rank_each(ranks, alone):
     ],
     ids=lambda settings: settings["method"],
 )
+@pytest.mark.second_tier(but=["local_sgd"])
 def test_every_method_learns_and_ends_with_one_model(ranks, tmp_path, data_parallel):
     config = job(tmp_path, data_parallel, {"dp": 3}, batch_size=6, steps=20)
     jobs.prepare(config)
@@ -107,6 +109,7 @@ def ended(group, config, resume=None):
     return curves, weights, sentence
 
 
+@pytest.mark.second_tier
 def test_metrics_say_what_meetings_cost_and_hide(ranks, alone):
     config, _ = alone
     for curves, weights, sentence in run(ranks, ended, 2, config):
@@ -158,6 +161,7 @@ def taken(group, *configs):
     return found
 
 
+@pytest.mark.second_tier
 def test_quantised_displacements_are_fewer_bytes_and_learn_alike(ranks, alone):
     config, _ = alone
     quantised = jobs.changed(config, "data_parallel", compression="quantize")
@@ -181,6 +185,7 @@ def test_quantised_displacements_are_fewer_bytes_and_learn_alike(ranks, alone):
     ],
     ids=["co2 with tp", "streaming_diloco with zero, quantised"],
 )
+@pytest.mark.second_tier(but=["co2 with tp-fp32"])
 def test_a_run_goes_on_bitwise_from_the_midst_of_a_round(ranks, tmp_path, data_parallel, parallel, dtype):
     config = job(tmp_path, data_parallel, parallel, dtype=dtype)
     config = jobs.changed(config, "checkpoint", every_steps=5)
@@ -203,6 +208,7 @@ def test_a_run_goes_on_bitwise_from_the_midst_of_a_round(ranks, tmp_path, data_p
     ],
     ids=["co2", "co2, tau measured"],
 )
+@pytest.mark.second_tier("co2")
 def test_a_run_goes_on_with_replicas_that_are_cut_otherwise(ranks, tmp_path, data_parallel, others):
     config = job(tmp_path, data_parallel, {"dp": 2})
     config = jobs.changed(config, "checkpoint", every_steps=5)
@@ -226,6 +232,7 @@ def loaded_weights(group, config, saved):
     return {name: memory_of(p).clone() for name, p in made.model.named_parameters()}
 
 
+@pytest.mark.second_tier
 def test_a_checkpoint_has_the_weights_that_replicas_have_in_common(ranks, tmp_path):
     """Those of the last step are the model; any number of ranks loads them."""
     config = job(tmp_path, CO2, {"dp": 2}, dtype="bf16", steps=4)
@@ -242,6 +249,7 @@ def test_a_checkpoint_has_the_weights_that_replicas_have_in_common(ranks, tmp_pa
     [DataParallel(), DataParallel(method="diloco", tau=3)],
     ids=lambda settings: settings.method,
 )
+@pytest.mark.second_tier("every_step")
 def test_a_checkpoint_of_another_method_is_refused(ranks, tmp_path, other):
     config = job(tmp_path, CO2, {"dp": 2}, steps=3)
     folder = jobs.prepare(config)
@@ -329,6 +337,7 @@ def test_a_gradient_that_is_not_finite_on_one_replica_ends_all(ranks, tmp_path):
         ),
     ],
 )
+@pytest.mark.second_tier("changes9-momentum=2.0 must be at least 0 and below 1")
 def test_what_does_not_go_together_is_refused_in_one_sentence(changes, sentence):
     with pytest.raises(ConfigError, match=sentence) as refusal:
         validate.check(

@@ -57,6 +57,7 @@ def steps_of(group, config):
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.second_tier(but=["pp4 zero0 interleaved"])
 def test_losses_and_norms_are_those_of_one_rank(ranks, whole, case):
     config, expected = whole
     assert parity.refusal(case, config) == ""
@@ -98,6 +99,7 @@ def without_clipping_on_a_stage(group, config):
         (Case(tp=2, pp=2, schedule="1f1b"), without_clipping_on_a_stage),
     ],
 )
+@pytest.mark.second_tier
 def test_a_mistake_is_found(ranks, whole, case, mistaken):
     config, expected = whole
     found = ranks.run(mistaken, case.ranks, parity.config_of(case, config))

@@ -109,6 +109,7 @@ def with_pipeline(config, pp, kind, virtual=1, slices=1, **parallel):
         (2, "seq1f1b", 1, 5),
     ],
 )
+@pytest.mark.second_tier(but=["4-gpipe-1-1"])
 def test_loss_curves_equal_those_of_one_rank(ranks, whole, pp, kind, virtual, slices):
     config, expected = whole
     jobs.check_curves(ranks.run(jobs.history, 4, with_pipeline(config, pp, kind, virtual, slices)), expected)
@@ -123,6 +124,7 @@ def test_loss_curves_equal_those_of_one_rank(ranks, whole, pp, kind, virtual, sl
         (8, 2, {"pp": 2, "dp": 2, "zero": 1}, "zb-h1"),
     ],
 )
+@pytest.mark.second_tier(but=["4-2-axes1-1f1b"])
 def test_with_slices_inside_the_tensor_parallel_group(ranks, whole, world, slices, axes, kind):
     config, expected = whole
     config = jobs.changed(with_pipeline(config, kind=kind, **{"pp": 1} | axes), "parallel", slices=slices)
@@ -172,6 +174,7 @@ def first_moments(group, config):
         ("seq1f1b", 1, 2),
     ],
 )
+@pytest.mark.second_tier(but=["interleaved-2-1"])
 def test_every_gradient_with_all_axes_is_that_of_one_rank(ranks, tmp_path, kind, virtual, slices):
     # In the first step nothing leaves early; weights hardly move, so that gradients stay comparable.
     config = jobs.job(tmp_path, steps=3, val_every=2, **JOB)
@@ -201,6 +204,7 @@ def test_every_gradient_with_all_axes_is_that_of_one_rank(ranks, tmp_path, kind,
         (8, 2, 2, 1, "1f1b"),  # times tp = 2
     ],
 )
+@pytest.mark.second_tier(but=["4-2-2-2-zb-v"])
 def test_tied_embeddings_on_two_stages_train_as_one_weight(ranks, tmp_path, world, pp, dp, zero, kind):
     config = jobs.job(tmp_path, steps=3, val_every=2, **JOB)
     config = jobs.changed(config, "model", num_hidden_layers=4, tie_word_embeddings=True)
@@ -231,6 +235,7 @@ def buckets_that_left(group, config):
 
 
 @pytest.mark.parametrize(("kind", "virtual"), [("1f1b", 1), ("interleaved", 1), ("zb-h1", 1), ("zb-v", 1)])
+@pytest.mark.second_tier(but=["zb-h1-1"])
 def test_gradients_leave_in_the_backward_passes(ranks, tmp_path, kind, virtual):
     config = jobs.job(tmp_path, steps=2, val_every=0, **JOB)
     config = jobs.changed(config, "model", num_hidden_layers=4)
@@ -260,6 +265,7 @@ def weights_held(group, config):
 
 
 @pytest.mark.parametrize(("kind", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
+@pytest.mark.second_tier(but=["zb-h1-1"])
 def test_zero_3_holds_few_weights_whole_and_is_bitwise_repeatable(ranks, tmp_path, kind, virtual):
     config = jobs.job(tmp_path, steps=3, val_every=2, **JOB)
     config = jobs.changed(config, "model", num_hidden_layers=12)

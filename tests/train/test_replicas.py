@@ -110,6 +110,7 @@ def check_came_back(folder: Path) -> None:
     assert "enter" in kinds[lost:] and "round" in kinds[lost:]
 
 
+@pytest.mark.second_tier
 def test_a_replica_that_is_killed_and_started_again_goes_on_with_the_others(tmp_path, service):
     address, steps = service(2), 60
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -130,6 +131,7 @@ def test_a_replica_that_is_killed_and_started_again_goes_on_with_the_others(tmp_
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
 
 
+@pytest.mark.second_tier
 def test_torchrun_starts_a_replica_of_two_ranks_anew(tmp_path, service):
     """A rank of it dies: the replica ends as strictly as ever, comes back, and the others go on. The first
     sum that it takes part in has nothing of its own."""
@@ -161,6 +163,7 @@ def test_a_service_that_is_interrupted_says_what_follows(service):
 
 
 @pytest.mark.parametrize("method", ["diloco", "co2"])
+@pytest.mark.second_tier("co2")
 def test_a_run_goes_on_from_the_checkpoints_of_its_replicas(tmp_path, service, method):
     """All of it is ended, service and replica; what that saved, and what had been dealt, is taken up."""
     more, run_dir = ["--checkpoint.every_steps", "8", "--checkpoint.resume", "auto"], tmp_path / "a"

@@ -69,6 +69,7 @@ def finished(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", ["metrics.jsonl", "sample.txt"])
+@pytest.mark.second_tier("sample.txt")
 def test_a_disk_that_is_full_at_either_end_of_a_run_is_named(ranks, tmp_path, what):
     (outcome,) = ranks.launch(on_a_full_disk, 1, jobs.job(tmp_path, steps=1), what)
     message = outcome.value

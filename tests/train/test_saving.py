@@ -135,6 +135,7 @@ def when_a_write_fails(group, config, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.second_tier("0")
 def test_a_checkpoint_that_could_not_be_written_ends_all_ranks_before_the_next_one(ranks, tmp_path, rank):
     config = jobs.changed(jobs.job(tmp_path, steps=60, val_every=0), "checkpoint", every_steps=20)
     folder = jobs.prepare(config)
@@ -228,6 +229,7 @@ def resumed_where_a_rank_sees_damage(group, config, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.second_tier("0")
 def test_what_one_rank_finds_damaged_is_passed_over_on_all(ranks, tmp_path, rank):
     config = jobs.changed(jobs.job(tmp_path, steps=4), "checkpoint", every_steps=2)
     jobs.prepare(config)
@@ -251,6 +253,7 @@ def test_a_run_folder_is_of_one_run_at_a_time(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["vocab_size", "num_hidden_layers"])
+@pytest.mark.second_tier("vocab_size")
 def test_a_checkpoint_of_another_model_is_no_damage(ranks, tmp_path, name):
     config = jobs.job(tmp_path, steps=1)
     ranks.run(damaged_run, 2, config)
@@ -326,6 +329,7 @@ def slowly_saved(group, config):
 
 
 @pytest.mark.parametrize("save_on_stop", [True, False])
+@pytest.mark.second_tier("True")
 def test_a_save_that_takes_longer_than_torchrun_waits_is_told_once(ranks, tmp_path, save_on_stop):
     config = jobs.changed(jobs.job(tmp_path, steps=8), "checkpoint", every_steps=2, save_on_stop=save_on_stop)
     told, none = ranks.run(slowly_saved, 2, config)

@@ -127,6 +127,7 @@ def test_a_step_that_does_not_end_is_cut_short():
 
 
 @pytest.mark.parametrize("saving", [True, False])
+@pytest.mark.second_tier("True")
 def test_the_second_signal_ends_it_at_once(saving):
     process = long_step(0.5 if saving else 60.0, saving=saving)
     process.send_signal(signal.SIGINT)

@@ -138,6 +138,7 @@ def attacked(runs, tmp_path):
 
 
 @pytest.mark.parametrize("attack", REFUSED)
+@pytest.mark.second_tier("two shards")
 def test_what_is_not_of_this_checkpoint_is_refused_on_every_rank(ranks, attacked, attack):
     folder, config, _ = attacked
     do, blamed = REFUSED[attack]

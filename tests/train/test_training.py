@@ -46,6 +46,7 @@ def test_all_ranks_measure_the_same_and_a_second_run_is_bitwise_the_same(ranks, 
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.second_tier("bf16")
 def test_a_resumed_run_goes_on_bitwise(ranks, tmp_path, dtype):
     config = jobs.changed(jobs.job(tmp_path, steps=8, dtype=dtype), "comm", tier="chunked")
     config = jobs.changed(config, "checkpoint", every_steps=5)
@@ -184,6 +185,7 @@ def with_bad_steps(group, config, bad, factor, resume=None):
 
 
 @pytest.mark.parametrize(("zero", "dp"), [(0, 1), (1, 2), (3, 2)])
+@pytest.mark.second_tier("1-2", "3-2")
 def test_a_step_that_is_skipped_changes_nothing_and_is_counted(ranks, tmp_path, zero, dp):
     config = jobs.changed(jobs.job(tmp_path, steps=7, val_every=1), "optimizer", on_bad_step="skip")
     config = jobs.changed(jobs.changed(config, "parallel", dp=dp, zero=zero), "train", micro_batch_size=3)
@@ -202,6 +204,7 @@ def test_a_step_that_is_skipped_changes_nothing_and_is_counted(ranks, tmp_path, 
 
 
 @pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.second_tier("False")
 def test_a_spike_is_told_by_the_norms_of_the_steps_before(ranks, tmp_path, resumed):
     config = jobs.changed(jobs.job(tmp_path, steps=24, val_every=0), "optimizer", spike_factor=4.0)
     config = jobs.changed(config, "checkpoint", every_steps=21)

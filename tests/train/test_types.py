@@ -39,6 +39,7 @@ def steps_of(group, config):
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=str)
+@pytest.mark.second_tier(but=["tp2 pp2 zero0 1f1b"])
 def test_what_is_right_passes_and_is_bitwise_what_it_was(ranks, checked, case):
     config = parity.config_of(case, checked)
     plain = jobs.changed(config, "train", check_types=False)
@@ -90,6 +91,7 @@ def with_a_sum_too_many(group, config):
         (Case(tp=4), with_a_backward_that_sums_nothing, "norm.weight is replicated over group"),
     ],
 )
+@pytest.mark.second_tier(but=["case4-with_a_backward_that_sums_nothing-norm.weight is replicated over group"])
 def test_a_mistake_is_found_in_the_first_step(ranks, checked, case, mistaken, words):
     errors = ranks.run(mistaken, case.ranks, parity.config_of(case, checked), expect_errors=True)
     assert all(isinstance(error, PlacementError) for error in errors), errors

@@ -41,6 +41,7 @@ def said(group, config):
 
 
 @pytest.mark.parametrize("section", WIRES)
+@pytest.mark.second_tier(but=["pipeline"])
 def test_it_learns_as_without_and_the_log_says_so(ranks, tmp_path, section):
     parallel, values, words = WIRES[section]
     config = jobs.job(tmp_path, steps=12, val_every=0, batch_size=4, micro_batch_size=2, seq_len=32)
@@ -80,6 +81,7 @@ def test_it_learns_as_without_and_the_log_says_so(ranks, tmp_path, section):
         ({"context": Context(wire="fp4")}, "context.wire must be one of same, bf16, fp8, found fp4."),
     ],
 )
+@pytest.mark.second_tier("changes6-context.wire must be one of same, bf16, fp8, found fp4.")
 def test_what_does_not_go_together_is_refused_in_one_sentence(changes, sentence):
     with pytest.raises(ConfigError, match=sentence) as refusal:
         validate.check(

@@ -22,7 +22,7 @@ from tests.ops.test_primitives import column_case, plain_case, row_case
 from tests.plan.test_frontier import LINKS, gcds_of_local_ranks
 from tests.transports import CHUNK_BYTES
 
-pytestmark = pytest.mark.usefixtures("host_kernels")
+pytestmark = [pytest.mark.usefixtures("host_kernels"), pytest.mark.second_tier]
 
 NODE = [[int(rank) for rank in order.split("-")] for order in find_cluster("frontier").rings]
 THREE = [[0, 2, 1]]

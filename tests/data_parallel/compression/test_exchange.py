@@ -69,6 +69,13 @@ def test_error_feedback_telescopes(ranks, world, stage, together, settings):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("settings", [METHODS[2], METHODS[-1]], ids=named)
 @pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.second_tier(
+    "0-quantize-4-symmetric_memory",
+    "0-quantize-4-process_group",
+    "0-quantize-4-hierarchical",
+    "1-quantize-4-process_group",
+    "1-quantize-4-hierarchical",
+)
 def test_over_any_transport_the_same_bits_arrive(ranks, stage, settings, transport):
     sent = ranks.run(cases.send, 4, transport, stage, settings)
     check_telescopes(sent, stage)
@@ -79,6 +86,7 @@ def test_over_any_transport_the_same_bits_arrive(ranks, stage, settings, transpo
 
 
 @pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.second_tier("0")
 def test_rounded_at_random_nothing_is_kept_and_a_second_run_is_the_same(ranks, stage):
     settings = Compression("quantize", bits=8, error_feedback=False, seed=3)
     sent, again = (ranks.run(cases.send, 3, "symmetric_memory", stage, settings) for _ in range(2))
@@ -256,6 +264,7 @@ def trained(group, stage, settings, accumulate=False):
 
 @pytest.mark.parametrize("settings", [METHODS[2], METHODS[-2], METHODS[-1]], ids=named)
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, False), (1, True), (2, False)])
+@pytest.mark.second_tier(but=["0-False-quantize-4", "0-False-top_k-4", "0-False-power_sgd-4"])
 def test_ranks_end_with_the_same_weights(ranks, stage, accumulate, settings):
     found = ranks.run(trained, 3, stage, settings, accumulate)
     again = ranks.run(trained, 3, stage, settings, accumulate)
@@ -307,7 +316,12 @@ def killed(group, stage, settings):
     return "", "", 0.0
 
 
-@pytest.mark.parametrize(("stage", "settings"), [(0, METHODS[2]), (1, METHODS[2]), (1, METHODS[-1])], ids=str)
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [(0, METHODS[2]), (1, METHODS[2]), (1, METHODS[-1])],
+    ids=["quantize-0", "quantize-1", "power_sgd-1"],
+)
+@pytest.mark.second_tier(but=["quantize-0"])
 def test_a_rank_that_dies_ends_the_others_by_the_deadline(ranks, stage, settings):
     outcomes = ranks.launch(killed, 3, stage, settings)
     check_others_lost_rank_1(outcomes)

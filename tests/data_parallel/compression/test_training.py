@@ -41,6 +41,7 @@ def plain(ranks, tmp_path_factory):
 @pytest.mark.parametrize(
     ("zero", "method"), [(0, METHODS[0]), *((1, method) for method in METHODS[1:])], ids=named
 )
+@pytest.mark.second_tier(but=["1-quantize-5"])
 def test_it_learns_as_without_compression_in_fewer_bytes(ranks, plain, zero, method):
     config, curves = plain
     expected = curves[zero]
@@ -79,6 +80,7 @@ def curves_and_weights(group, config, resume=None):
     ],
     ids=named,
 )
+@pytest.mark.second_tier(but=["4-0-quantize-2"])
 def test_a_resumed_run_is_bitwise_the_same(ranks, tmp_path, method, dp, zero):
     config = jobs.job(tmp_path, steps=6, dtype="bf16", val_every=0, **SEQUENCES)
     config = jobs.changed(compressed(config, dp, zero, method), "checkpoint", every_steps=3)

@@ -293,6 +293,7 @@ def small_run(folder):
         ("aaaa", "0011", [1, 0, 1, 0]),  # two containers that have one name
     ],
 )
+@pytest.mark.second_tier("aabb-0000-expected0")
 def test_one_rank_of_each_host_that_sees_no_tokens_makes_them(ranks, tmp_path, hosts, disks, expected):
     found = ranks.run(on_hosts, 4, small_run(tmp_path), hosts, disks)
     assert [count for count, _ in found] == expected

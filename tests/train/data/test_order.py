@@ -10,6 +10,7 @@ from pyruntime.train.data.order import BLOCK, Order, quotas, shuffled
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 1000, 4096, 4097])
+@pytest.mark.second_tier("4097")
 def test_an_epoch_is_a_permutation_and_others_are_others(count):
     first, second = ([shuffled(index, count, 3, epoch) for index in range(count)] for epoch in (0, 1))
     assert sorted(first) == sorted(second) == list(range(count))

@@ -76,6 +76,7 @@ def stream(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("begin", [(), (7, 8)])
+@pytest.mark.second_tier("begin0")
 def test_documents_stand_in_the_order_of_their_hash_each_once(tmp_path, bpe, small_parts, begin):
     paths, expected = mixed(tmp_path / "text")
     tokenizer = JsonTokenizer(bpe)
@@ -307,6 +308,7 @@ def test_without_pyarrow_a_table_is_refused(tmp_path, monkeypatch):
         tables.groups(tmp_path / "a.parquet")
 
 
+@pytest.mark.second_tier
 def test_processes_share_tasks_and_one_that_is_killed_is_told():
     with Workers(2, squared) as pool:
         assert sorted(pool.map(range(4, 30))) == [task * task for task in range(4, 30)]

@@ -54,6 +54,7 @@ def look_at(group, config, slow_ranks):
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), (4, {"pp": 2, "dp": 2})])
+@pytest.mark.second_tier
 def test_all_ranks_name_the_one_that_is_slowed(ranks, tmp_path, size, parallel):
     config = job(tmp_path, 18, 2, **parallel)
     results = ranks.run(look_at, size, config, [1])
@@ -66,6 +67,7 @@ def test_all_ranks_name_the_one_that_is_slowed(ranks, tmp_path, size, parallel):
 
 
 @pytest.mark.alone
+@pytest.mark.second_tier
 def test_a_rank_of_more_layers_is_not_slow(ranks, tmp_path):
     config = jobs.changed(job(tmp_path, 18, 4, pp=2, dp=2), "pipeline", layers=(3, 1))
     for said, windows in ranks.run(look_at, 4, config, range(4)):  # so slow that it hides the machine's noise
@@ -132,6 +134,7 @@ def _sent(peers):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.second_tier("process_group")
 def test_a_wait_is_of_the_peer_that_is_late(ranks, transport):
     for rank, found in enumerate(ranks.run(waits_for_rank_1, 3, transport)):
         of_peers, waited, sent, left = found
@@ -170,6 +173,7 @@ def moving_run(group, config):
 
 
 @pytest.mark.alone
+@pytest.mark.second_tier
 def test_layers_leave_a_slow_rank_at_a_checkpoint_and_losses_stay(ranks, tmp_path):
     config = job(tmp_path, 20, 6, pp=2, dp=2)
     config = jobs.changed(config, "optimizer", lr=3e-4, clip_grad_norm=0.0)
@@ -206,6 +210,7 @@ def _goes_on_with_the_layers(ranks, config, after):
     assert [list(map(len, held)) for held in ranks.run(moving_run, 4, config)] == [[3]] * 4
 
 
+@pytest.mark.second_tier
 def test_who_goes_on_with_an_older_checkpoint_takes_its_layers(ranks, tmp_path):
     """The newest one, whose layers had been moved, is damaged."""
     config = jobs.changed(job(tmp_path, 4, 4, pp=2, dp=2), "checkpoint", every_steps=2, resume="auto")
@@ -258,6 +263,7 @@ def test_one_layer_a_stage_cannot_move(tmp_path):
 
 
 @pytest.mark.parametrize("layers", [(0, 8), ("3", 5), 8])
+@pytest.mark.second_tier("8")
 def test_a_checkpoint_whose_layers_are_no_numbers_is_damaged(tmp_path, layers):
     file = tmp_path / checkpoint_folder.FACTS_FILE
     for held in ((3, 5), layers):

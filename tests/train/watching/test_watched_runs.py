@@ -68,6 +68,7 @@ def cp_pp(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "axes"), [("tp_dp", {"tp", "dp", "all"}), ("cp_pp", {"cp", "pp", "all"})])
+@pytest.mark.second_tier("tp_dp-axes0")
 def test_what_was_exposed_is_there_by_axis_and_adds_up(request, name, axes):
     lines = read(request.getfixturevalue(name)[0] / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
