@@ -114,7 +114,7 @@ class ExchangeTransport : public Transport {
   }
 
   // Begins step `index` of a flight; what the caller's stream has been given so far comes first.
-  Step begin(uint64_t flight, int index, int to, const at::Tensor& from_here, int from,
+  Step begin(uint64_t flight, const char* what, int index, int to, const at::Tensor& from_here, int from,
              const at::Tensor& here) {
     Step step;
     step.begun_s = monotonic_seconds();
@@ -123,21 +123,25 @@ class ExchangeTransport : public Transport {
                          (flight % (1 << kFlightBits)) << kStepBits | index);
     const bool together = backend_->supportsCoalescing();
     if (from_here.numel() == 0 && here.numel() == 0) return step;
-    if (together) backend_->startCoalescing();
+    if (here.numel() > 0) step.receives_from = from;
+    if (from_here.numel() > 0) step.sends_to = to;
     const auto add = [&](c10::intrusive_ptr<c10d::Work> work) {
       if (!together) step.works.push_back(std::move(work));
     };
-    if (here.numel() > 0) {
-      std::vector<at::Tensor> tensors{here};
-      add(backend_->recv(tensors, context_.process_group_ranks.at(from), tag));
-      step.receives_from = from;
+    try {  // gloo raises here where a connection is closed already
+      if (together) backend_->startCoalescing();
+      if (here.numel() > 0) {
+        std::vector<at::Tensor> tensors{here};
+        add(backend_->recv(tensors, context_.process_group_ranks.at(from), tag));
+      }
+      if (from_here.numel() > 0) {
+        std::vector<at::Tensor> tensors{from_here};
+        add(backend_->send(tensors, context_.process_group_ranks.at(to), tag));
+      }
+      if (together) step.works.push_back(backend_->endCoalescing());
+    } catch (const std::exception& error) {
+      raise(step, what, error.what());
     }
-    if (from_here.numel() > 0) {
-      std::vector<at::Tensor> tensors{from_here};
-      add(backend_->send(tensors, context_.process_group_ranks.at(to), tag));
-      step.sends_to = to;
-    }
-    if (together) step.works.push_back(backend_->endCoalescing());
     return step;
   }
 
@@ -226,7 +230,7 @@ class ExchangeFlight {
 
   void begin(int index, int to, const at::Tensor& from_here, int from, const at::Tensor& here) {
     slot_.steps.resize(std::max<size_t>(slot_.steps.size(), index + 1));
-    slot_.steps[index] = transport_.begin(number_, index, to, from_here, from, here);
+    slot_.steps[index] = transport_.begin(number_, name_of(descriptor_.op), index, to, from_here, from, here);
   }
   void await(int index) {
     TORCH_CHECK(index < static_cast<int>(slot_.steps.size()), "A chunk of ", name_of(descriptor_.op),
