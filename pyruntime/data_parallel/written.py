@@ -22,7 +22,7 @@ from pyruntime.comm.exchange import named_failures
 from pyruntime.data_parallel.away import AwayWeight
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.buckets import Bucket
-from pyruntime.nn.comparing import different
+from pyruntime.nn.checksums import different
 from pyruntime.nn.cut import memory_of
 
 

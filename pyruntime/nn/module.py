@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from pyruntime.comm.ranges import is_heard, marked
 from pyruntime.nn.cut import as_plain, mark_cut
+from pyruntime.nn.hook import LayerHook
 from pyruntime.nn.optimizer_states import after_step, before_step
 from pyruntime.nn.parameters import Group, Layout, Part, TensorGroup
 from pyruntime.nn.wrappers import refuse_removal, refuse_replacement, refuse_wrapper
@@ -24,7 +25,7 @@ class Step:
     weights and give what it does a name."""
 
     def __init__(self, take: Callable[[], Any]):
-        self.take = lambda _: take()
+        self.take = lambda *_: take()
 
 
 class ParallelModule(nn.Module):
@@ -33,12 +34,13 @@ class ParallelModule(nn.Module):
     `state_dict()` holds DTensors over the parameters' own storage, so that `torch.distributed.checkpoint`
     saves and loads in place; `load_state_dict()` takes DTensors, full tensors, or plain shards. `label` is
     the name under which calls show in torch.profiler and NVTX; `parallelize` and the models set it to the
-    qualified name."""
+    qualified name. hook: what calls go through; None: nothing is done around them."""
 
-    def __init__(self, group: Group | TensorGroup | None):
+    def __init__(self, group: Group | TensorGroup | None, hook: LayerHook | None = None):
         register_with_torch()
         super().__init__()
         self.group = TensorGroup.of(group)
+        self.hook = hook or LayerHook()
         self.label = ""
         # Of the last call's input, over all ranks, for explain(); 0: not called yet. Calls write it into
         # __dict__, because nn.Module makes setting an attribute expensive.
@@ -86,13 +88,13 @@ class ParallelModule(nn.Module):
     def forward(self, *args, **kwargs) -> Tensor:
         """What the module computes, in a range "tp LABEL" (of a rank alone, "LABEL") where a profiler is
         watching. Calls pay less than a microsecond where none is. In place of arguments, a `Step` of it."""
-        compute = args[0].take if args and isinstance(args[0], Step) else self.compute
+        call = args[0].take if args and isinstance(args[0], Step) else self.hook.call
         with as_plain():  # a layer computes with its shards
             if not is_compiling() and is_heard():
                 name = self.label or type(self).__name__
                 with marked("tp", name) if self.group.size > 1 else marked(name):
-                    return compute(*args, **kwargs)
-            return compute(*args, **kwargs)
+                    return call(self, *args, **kwargs)
+            return call(self, *args, **kwargs)
 
     def compute(self, *args, **kwargs) -> Tensor:
         # Abstract: nn.Module and abc.ABC do not mix.

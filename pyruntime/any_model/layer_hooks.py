@@ -1,0 +1,146 @@
+"""What parallelize() puts around layers: a hook brings its layer what the model's code gives, and makes of
+the layer's result what that code expects."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from pyruntime import ops
+from pyruntime.any_model.activations.causal_loss import leave_own
+from pyruntime.any_model.activations.row_form import RowForm
+from pyruntime.any_model.activations.row_shard import RowShard
+from pyruntime.any_model.activations.shared_input import SharedInput, products
+from pyruntime.any_model.activations.when_read import GatheredWhenRead
+from pyruntime.any_model.random_streams import RandomStreams
+from pyruntime.any_model.regions import Region, mark_whole
+from pyruntime.nn.embedding import VocabParallelEmbedding
+from pyruntime.nn.gather import gather_features
+from pyruntime.nn.hook import LayerHook
+from pyruntime.nn.linear import ColumnParallelLinear, RowParallelLinear
+from pyruntime.nn.parameters import TensorGroup
+
+
+class ModelHook(LayerHook):
+    """form: whether the model's row linears give rows (activations/row_form.py); None: whole activations."""
+
+    def __init__(self, form: RowForm | None) -> None:
+        self.form = form
+        self._on_rows = False  # in the last call
+
+    def cuts_rows(self, layer: nn.Module) -> bool:
+        return self._on_rows
+
+    def _note(self, on_rows: bool) -> None:
+        if not is_compiling():
+            self._on_rows = on_rows
+
+
+class LinearHook(ModelHook):
+    """region: the cut activations that the linear begins (column) or ends (row).
+    whole: the linear gives (column) or takes (row) whole activations instead.
+    gives_way: whether the first call may make it `whole`; gave_way: why it did, "" where it did not.
+    checked: in which of training (True) and evaluation (False) the first call was compared (first_call.py);
+    in_check: whether it is being compared."""
+
+    def __init__(self, region: Region, *, whole: bool, gives_way: bool, form: RowForm | None) -> None:
+        super().__init__(form)
+        self.region = region
+        self.whole = whole
+        self.gives_way = gives_way
+        self.gave_way = ""
+        self.checked: set[bool] = set()
+        self.in_check = False
+
+
+class ColumnHook(LinearHook):
+    """shared: the linears that read one input with this one, which the first call finds.
+    leaves_own: whether what is gathered holds this rank's features, for the loss."""
+
+    shared: SharedInput | None = None
+    leaves_own = False
+
+    def call(self, linear: ColumnParallelLinear, x: Tensor, rows: int | None = None) -> Tensor:
+        linear.check_width(x, linear.in_features)
+        mark_whole(x)
+        self._note(isinstance(x, RowShard))
+        y = None if self.shared is None else self.shared.output(linear, x)
+        if y is None:
+            (y,) = products([linear], x)
+        linear.note(y.numel() // y.size(-1))
+        return self._gathered(linear, y) if self.whole else self.region.begin(y)
+
+    def _gathered(self, linear: ColumnParallelLinear, own: Tensor) -> Tensor:
+        leaves_own = self.leaves_own and not is_compiling()
+        # In training the loss reads each rank's own.
+        as_read = GatheredWhenRead if leaves_own and torch.is_grad_enabled() else None
+        y = gather_features(own, linear.group, linear.out_features, linear.packed, as_read=as_read)
+        mark_whole(y)
+        if leaves_own and y is not own:
+            leave_own(y, linear, own)
+        return y
+
+    def out_features(self, linear: ColumnParallelLinear) -> int:
+        layers = (self.shared and self.shared.layers) or (linear,)
+        return sum(layer.matrix.size(0) for layer in layers)
+
+
+class RowHook(LinearHook):
+    def call(self, linear: RowParallelLinear, x: Tensor) -> Tensor:
+        if self.whole:
+            mark_whole(x)
+            x = linear.own_features(x)
+        else:
+            linear.check_width(x)
+            x = self.region.end(x)
+        form = self.form if self.form is not None and self.form.gives_rows and x.dim() > 1 else None
+        self._note(form is not None)
+        if form is None:
+            y = linear.multiply(x)
+        else:
+            rows = linear.multiply(x.flatten(0, -2), cut_rows=True)
+            y = form.shard(rows, (*x.shape[:-1], linear.out_features))
+        if linear.group.y is not None:
+            y = gather_features(y, linear.group.y, linear.out_features)
+        if self.whole:
+            mark_whole(y)
+            return y
+        return self.region.whole(y)
+
+
+class EmbeddingHook(ModelHook):
+    def call(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
+        group = layer.group
+        form = self.form if self.form is not None and self.form.begins and ids.dim() > 0 else None
+        form = form if group.size > 1 else None
+        self._note(form is not None)
+        if form is None:
+            y = layer.compute(ids)
+        else:
+            own = layer.own_share(ids)
+            y = form.shard(ops.reduce_scatter(own.flatten(0, -2), group.name), own.shape)
+        if group.y is not None:
+            y = gather_features(y, group.y, layer.embedding_dim)
+        mark_whole(y)
+        return y
+
+
+class Hooks:
+    """Makes the hooks of the layers of one model, and holds what they share."""
+
+    def __init__(self, group: TensorGroup, gives_way: bool) -> None:
+        self.group = group
+        self.gives_way = gives_way
+        self.form = RowForm(group) if gives_way and group.y is None else None
+        self.streams = RandomStreams(group)
+
+    def of(self, name: str, style: str) -> LayerHook | None:
+        """None on one rank, which has the whole model."""
+        if self.group.ranks == 1:
+            return None
+        if style == "embedding":
+            return EmbeddingHook(self.form)
+        kind = RowHook if style.startswith("row") else ColumnHook
+        region, whole = Region(name, self.group, self.streams), style in ("column_gather", "row_split")
+        return kind(region, whole=whole, gives_way=self.gives_way, form=self.form)
