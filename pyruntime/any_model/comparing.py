@@ -52,6 +52,16 @@ def differs(mine: Tensor, whole: Tensor) -> bool:
     return (a - b).norm().item() > TOLERANCES.get(whole.dtype, 1e-3) * b.norm().item()
 
 
+def first_difference(expected: Any, found: Any) -> tuple[str, Tensor, Tensor | None] | None:
+    """(" name", tensor, what `found` has in its place) of the first tensor of an output that differs."""
+    ours = dict(tensors_of(found))
+    for name, whole in tensors_of(expected):
+        mine = ours.get(name)
+        if mine is None or mine.shape != whole.shape or differs(mine.detach(), whole):
+            return name, whole, mine
+    return None
+
+
 def check_same_arguments(
     group: TensorGroup, device: torch.device, args: tuple, kwargs: Mapping[str, Any]
 ) -> None:

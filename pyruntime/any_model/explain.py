@@ -112,7 +112,7 @@ def explain(model: nn.Module) -> Report:
     }
     hooks = {name: layer.hook for name, layer in layers.items() if isinstance(layer.hook, LinearHook)}
     inputs = dict.fromkeys(hook.shared for hook in hooks.values() if isinstance(hook, ColumnHook))
-    forms = dict.fromkeys(hook.form for hook in hooks.values() if hook.form)
+    forms = dict.fromkeys(hook.model.form for hook in hooks.values() if hook.model.form)
     return Report(
         tuple(_line(name, layer, use) for name, layer in layers.items() for use in layer.op_uses()),
         {name: hook.gave_way for name, hook in hooks.items() if hook.gave_way},

@@ -31,9 +31,8 @@ from pyruntime.any_model.comparing import (
     TOLERANCES,
     check_same_arguments,
     copied,
-    differs,
+    first_difference,
     forwards,
-    tensors_of,
     untouched,
 )
 from pyruntime.any_model.head_counts import Mismatch
@@ -134,7 +133,7 @@ def _check(
             result = module(*copied(args), **copied(kwargs))
         if mode.has_drawn and module.training:
             for layer in layers:
-                _hook_of(layer).region.streams.draws = True
+                _hook_of(layer).model.streams.draws = True
         return result
 
     inputs = SeenInputs()
@@ -195,7 +194,7 @@ def _make_whole(layers: list[ParallelLinear], mismatch: Mismatch) -> list[Parall
     changed = []
     for layer in layers:
         hook = _hook_of(layer)
-        if hook.gives_way and not hook.whole and block_name(layer.label) in kinds:
+        if hook.model.gives_way and not hook.whole and block_name(layer.label) in kinds:
             hook.whole, hook.gave_way = True, mismatch.fact
             changed.append(layer)
     return changed
@@ -397,29 +396,23 @@ def _difference(mine: _Call, whole: _Call) -> str:
 def _compare_outputs(cut: _CutRun, expected: Any, found: Any) -> Mismatch | None:
     """Tensors at the top of the output. Deeper ones of another shape are left alone: caches of a rank's own
     heads."""
+    if (difference := first_difference(expected, found)) is None:
+        return None
+    name, whole, mine = difference
+    what = "is missing" if mine is None else f"has shape {list(mine.shape)}"
+    if mine is not None and mine.shape == whole.shape:
+        what = "holds other numbers"
     columns = cut.open_columns()
-    names = _names(columns)
-    ours = dict(tensors_of(found))
-    for name, whole in tensors_of(expected):
-        mine = ours.get(name)
-        if mine is not None and mine.shape == whole.shape and not differs(mine, whole):
-            continue
-        what = "is missing" if mine is None else f"has shape {list(mine.shape)}"
-        if mine is not None and mine.shape == whole.shape:
-            what = "holds other numbers"
-        cause = (
-            f"what reads {names} reads a rank's features alone"
-            if names
-            else "the model reads cut weights itself"
-        )
-        return Mismatch(
-            f"With the plan, the model's output{name} {what}, without it the shape is {list(whole.shape)}: "
-            f"{cause}",
-            "a column linear without a row linear behind it must be 'column_gather'",
-            tuple(columns),
-            cut.position,
-        )
-    return None
+    cause = "the model reads cut weights itself"
+    if names := _names(columns):
+        cause = f"what reads {names} reads a rank's features alone"
+    return Mismatch(
+        f"With the plan, the model's output{name} {what}, without it the shape is {list(whole.shape)}: "
+        f"{cause}",
+        "a column linear without a row linear behind it must be 'column_gather'",
+        tuple(columns),
+        cut.position,
+    )
 
 
 def _names(layers: Iterable[ParallelLinear]) -> str:

@@ -17,16 +17,36 @@ from pyruntime.any_model.random_streams import RandomStreams
 from pyruntime.any_model.regions import Region, mark_whole
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.gather import gather_features
-from pyruntime.nn.hook import LayerHook
 from pyruntime.nn.linear import ColumnParallelLinear, RowParallelLinear
+from pyruntime.nn.module import LayerHook
 from pyruntime.nn.parameters import TensorGroup
 
 
-class ModelHook(LayerHook):
-    """form: whether the model's row linears give rows (activations/row_form.py); None: whole activations."""
+class CutModel:
+    """What the hooks of one model share.
 
-    def __init__(self, form: RowForm | None) -> None:
-        self.form = form
+    form: whether row linears give rows (activations/row_form.py); None: whole activations.
+    gives_way: whether the first call may have linears give or take whole activations."""
+
+    def __init__(self, group: TensorGroup, gives_way: bool) -> None:
+        self.group = group
+        self.gives_way = gives_way
+        self.form = RowForm(group) if gives_way and group.y is None else None
+        self.streams = RandomStreams(group)
+
+    def hook(self, name: str, style: str) -> LayerHook | None:
+        """Of a layer; None on one rank, which has the whole model."""
+        if self.group.ranks == 1:
+            return None
+        if style == "embedding":
+            return EmbeddingHook(self)
+        kind = RowHook if style.startswith("row") else ColumnHook
+        return kind(self, name, whole=style in ("column_gather", "row_split"))
+
+
+class ModelHook(LayerHook):
+    def __init__(self, model: CutModel) -> None:
+        self.model = model
         self._on_rows = False  # in the last call
 
     def cuts_rows(self, layer: nn.Module) -> bool:
@@ -39,16 +59,15 @@ class ModelHook(LayerHook):
 
 class LinearHook(ModelHook):
     """region: the cut activations that the linear begins (column) or ends (row).
-    whole: the linear gives (column) or takes (row) whole activations instead.
-    gives_way: whether the first call may make it `whole`; gave_way: why it did, "" where it did not.
+    whole: the linear gives (column) or takes (row) whole activations instead; gave_way: why the first call
+    made it so, "" where it did not.
     checked: in which of training (True) and evaluation (False) the first call was compared (first_call.py);
     in_check: whether it is being compared."""
 
-    def __init__(self, region: Region, *, whole: bool, gives_way: bool, form: RowForm | None) -> None:
-        super().__init__(form)
-        self.region = region
+    def __init__(self, model: CutModel, label: str, *, whole: bool = False) -> None:
+        super().__init__(model)
+        self.region = Region(label, model.group, model.streams)
         self.whole = whole
-        self.gives_way = gives_way
         self.gave_way = ""
         self.checked: set[bool] = set()
         self.in_check = False
@@ -94,7 +113,8 @@ class RowHook(LinearHook):
         else:
             linear.check_width(x)
             x = self.region.end(x)
-        form = self.form if self.form is not None and self.form.gives_rows and x.dim() > 1 else None
+        form = self.model.form
+        form = form if form is not None and form.gives_rows and x.dim() > 1 else None
         self._note(form is not None)
         if form is None:
             y = linear.multiply(x)
@@ -111,9 +131,8 @@ class RowHook(LinearHook):
 
 class EmbeddingHook(ModelHook):
     def call(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
-        group = layer.group
-        form = self.form if self.form is not None and self.form.begins and ids.dim() > 0 else None
-        form = form if group.size > 1 else None
+        group, form = layer.group, self.model.form
+        form = form if form is not None and form.begins and ids.dim() > 0 and group.size > 1 else None
         self._note(form is not None)
         if form is None:
             y = layer.compute(ids)
@@ -124,23 +143,3 @@ class EmbeddingHook(ModelHook):
             y = gather_features(y, group.y, layer.embedding_dim)
         mark_whole(y)
         return y
-
-
-class Hooks:
-    """Makes the hooks of the layers of one model, and holds what they share."""
-
-    def __init__(self, group: TensorGroup, gives_way: bool) -> None:
-        self.group = group
-        self.gives_way = gives_way
-        self.form = RowForm(group) if gives_way and group.y is None else None
-        self.streams = RandomStreams(group)
-
-    def of(self, name: str, style: str) -> LayerHook | None:
-        """None on one rank, which has the whole model."""
-        if self.group.ranks == 1:
-            return None
-        if style == "embedding":
-            return EmbeddingHook(self.form)
-        kind = RowHook if style.startswith("row") else ColumnHook
-        region, whole = Region(name, self.group, self.streams), style in ("column_gather", "row_split")
-        return kind(region, whole=whole, gives_way=self.gives_way, form=self.form)

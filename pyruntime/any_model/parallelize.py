@@ -15,7 +15,7 @@ from pyruntime.any_model.activations.causal_loss import read_own_logits
 from pyruntime.any_model.activations.fused_norms import fuse_norms
 from pyruntime.any_model.auto import auto_plan
 from pyruntime.any_model.first_call import FirstCall
-from pyruntime.any_model.layer_hooks import Hooks
+from pyruntime.any_model.layer_hooks import CutModel
 from pyruntime.any_model.plans import LEFT_WHOLE, Plan, find_plan
 from pyruntime.any_model.save_pretrained import save_whole
 from pyruntime.comm.failed_forward import ForwardWatch, NotePasses
@@ -78,12 +78,12 @@ def parallelize(
     _check_axes(plan, styles, group)
     for axis in group.axes:
         check_same_model(model, axis)
-    hooks = Hooks(group, plan.gives_way)
+    cut = CutModel(group, plan.gives_way)
     options = {"tier": tier, "strict": strict}
     replaced: dict[str, ParallelModule] = {}
     for name, style in styles.items():
         packed = plan.packed.get(lora.wrapper_of(name), ())
-        replaced[name] = _parallel(model.get_submodule(name), name, style, hooks, packed, options)
+        replaced[name] = _parallel(model.get_submodule(name), name, style, cut, packed, options)
     replaced = _under_all_names(model, replaced)
     _tie(model, replaced)
     for name, module in replaced.items():
@@ -92,7 +92,7 @@ def parallelize(
             replaced_by_shard(parameter, f"{name}.{key}")
         setattr(model.get_submodule(parent), leaf, module)
     if group.ranks > 1:
-        _watch(model, replaced, hooks)
+        _watch(model, replaced, cut)
         ForwardWatch(model, NotePasses(*(axis.name for axis in group.axes if axis.size > 1)))
         if plan.gives_way:
             read_own_logits(model)
@@ -102,7 +102,7 @@ def parallelize(
     return model
 
 
-def _watch(model: nn.Module, replaced: Mapping[str, ParallelModule], hooks: Hooks) -> None:
+def _watch(model: nn.Module, replaced: Mapping[str, ParallelModule], cut: CutModel) -> None:
     """From here on gradients of what is whole are summed where they must be (regions.py), and the first call
     is compared with the whole model's (first_call.py)."""
     holders: dict[nn.Module, None] = {}
@@ -112,7 +112,7 @@ def _watch(model: nn.Module, replaced: Mapping[str, ParallelModule], hooks: Hook
             holders[model.get_submodule(name)] = None
     for holder in holders:
         if not any(isinstance(hook, FirstCall) for hook in holder._forward_pre_hooks.values()):
-            hook = FirstCall(hooks.form if holder is model else None)
+            hook = FirstCall(cut.form if holder is model else None)
             holder.register_forward_pre_hook(hook, with_kwargs=True)
         # torch's fast paths read weights instead of calling the layers that hold them.
         if isinstance(holder, nn.TransformerEncoderLayer):
@@ -121,7 +121,7 @@ def _watch(model: nn.Module, replaced: Mapping[str, ParallelModule], hooks: Hook
             holder.use_nested_tensor = False
     model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
     # Comes after the first call, which finds out what the model draws.
-    model.register_forward_pre_hook(hooks.streams.begin_forward)
+    model.register_forward_pre_hook(cut.streams.begin_forward)
 
 
 def _refuse_attentions(model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
@@ -176,12 +176,12 @@ def _parallel(
     module: nn.Module,
     name: str,
     style: str,
-    hooks: Hooks,
+    cut: CutModel,
     packed: tuple[int, ...],
     options: dict[str, Any],
 ) -> ParallelModule:
     new: ParallelModule
-    group, shared = hooks.group, {"sequence_parallel": False, "hook": hooks.of(name, style)}
+    group, shared = cut.group, {"sequence_parallel": False, "hook": cut.hook(name, style)}
     try:
         if style == "embedding":
             new = VocabParallelEmbedding.from_embedding(module, group, **shared)

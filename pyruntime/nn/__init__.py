@@ -9,10 +9,11 @@ from pyruntime.lazy import names_of
 from pyruntime.nn.clip import clip_grad_norm_, grad_norm
 from pyruntime.nn.cross_entropy import vocab_parallel_cross_entropy
 from pyruntime.nn.embedding import VocabParallelEmbedding
+from pyruntime.nn.layout import Layout
 from pyruntime.nn.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.norm import RMSNorm
-from pyruntime.nn.parameters import Layout, Part, TensorGroup, shard_bounds
+from pyruntime.nn.parameters import Part, TensorGroup, shard_bounds
 
 if TYPE_CHECKING:
     from pyruntime.any_model.explain import LayerReport, Report, explain

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from pyruntime import ops
-from pyruntime.nn.hook import LayerHook
-from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.module import LayerHook, ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
 from pyruntime.nn.tiers import OpUse
 

@@ -38,8 +38,7 @@ from pyruntime import ops
 from pyruntime.comm.wire import FORMATS, WireFormat
 from pyruntime.nn.cut import as_plain
 from pyruntime.nn.gather import gather_features, split_features
-from pyruntime.nn.hook import LayerHook
-from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.module import LayerHook, ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
 from pyruntime.nn.tiers import OpUse, check_tier, refuse_slow_tier
 from pyruntime.ops import primitives

@@ -13,10 +13,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pyruntime.comm.ranges import is_heard, marked
-from pyruntime.nn.cut import as_plain, mark_cut
-from pyruntime.nn.hook import LayerHook
+from pyruntime.nn.cut import as_plain, mark_cut, shard_of
+from pyruntime.nn.layout import Layout
 from pyruntime.nn.optimizer_states import after_step, before_step
-from pyruntime.nn.parameters import Group, Layout, Part, TensorGroup
+from pyruntime.nn.parameters import Group, Part, TensorGroup
 from pyruntime.nn.wrappers import refuse_removal, refuse_replacement, refuse_wrapper
 
 
@@ -26,6 +26,24 @@ class Step:
 
     def __init__(self, take: Callable[[], Any]):
         self.take = lambda *_: take()
+
+
+class LayerHook:
+    """Every call of a layer goes through the hook that its constructor was given. This one does nothing.
+
+    `parallelize` gives layers hooks that know the model around them (any_model/layer_hooks.py)."""
+
+    def call(self, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The result of a call. `layer.compute` is what the layer does by itself."""
+        return layer.compute(*args, **kwargs)
+
+    def cuts_rows(self, layer: Any) -> bool:
+        """For explain(): whether a rank had its own rows alone in the layer's last call."""
+        return layer.sequence_parallel
+
+    def out_features(self, linear: Any) -> int:
+        """For explain(): how many features of a rank the op of the linear's last call multiplied."""
+        return linear.matrix.size(0)
 
 
 class ParallelModule(nn.Module):
@@ -131,7 +149,8 @@ class ParallelModule(nn.Module):
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         for name, layout in self._layouts.items():
             parameter = self._parameters[name]
-            for key, value in layout.to_dtensors(parameter if keep_vars else parameter.detach()).items():
+            shard = shard_of(parameter if keep_vars else parameter.detach())
+            for key, value in layout.to_dtensors(shard).items():
                 destination[prefix + key] = value
 
     def _load_from_state_dict(

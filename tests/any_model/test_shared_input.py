@@ -11,9 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pyruntime import explain, parallelize
 from pyruntime.any_model.activations.shared_input import SeenInputs
-from pyruntime.any_model.layer_hooks import ColumnHook
-from pyruntime.any_model.random_streams import RandomStreams
-from pyruntime.any_model.regions import Region
+from pyruntime.any_model.layer_hooks import ColumnHook, CutModel
 from pyruntime.nn import ColumnParallelLinear, TensorGroup
 from tests.any_model.test_auto import BATCH, build
 from tests.nn.cases import assert_near
@@ -125,9 +123,7 @@ def test_copies_share_among_themselves_and_hooks_end_it(ranks):
 
 
 def column(label: str) -> ColumnParallelLinear:
-    group = TensorGroup.of(None)
-    region = Region(label, group, RandomStreams(group))
-    hook = ColumnHook(region, whole=False, gives_way=False, form=None)
+    hook = ColumnHook(CutModel(TensorGroup.of(None), gives_way=False), label)
     layer = ColumnParallelLinear(4, 4, group=None, hook=hook)
     layer.label = label
     return layer

@@ -11,7 +11,7 @@ from torch import nn
 import pyruntime
 from pyruntime.any_model.verify import VerificationError
 from pyruntime.nn import RowParallelLinear
-from pyruntime.nn.hook import LayerHook
+from pyruntime.nn.module import LayerHook
 from tests.any_model.test_regions import PLAN, Gain
 from tests.ranks import without_processes
 

@@ -23,23 +23,21 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyruntime import ops
-from pyruntime.any_model.activations.row_shard import RowShard, cut_rows, from_rows, to_whole
-from pyruntime.any_model.comparing import differs, tensors_of
+from pyruntime.any_model.activations.row_shard import RowGroup, RowShard, cut_rows, from_rows, to_whole
+from pyruntime.any_model.comparing import first_difference
 from pyruntime.comm import CommError
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import TensorGroup
 
 
-class RowForm:
+class RowForm(RowGroup):
     """Whether the layers of one parallelize() call give rows, which their first call decides.
 
-    said: for explain(), "" before. reads, gathers: how often a column linear has taken rows, and how often
-    all rows were gathered for code that needs them."""
+    said: for explain(), "" before."""
 
     def __init__(self, group: TensorGroup) -> None:
-        self.group = group
+        super().__init__(group)
         self.said = ""
-        self.reads = self.gathers = 0
         self._on = False
         self._outermost: nn.Module | None = None  # that is being called, of those that hold parallel layers
 
@@ -64,7 +62,8 @@ class RowForm:
         hooks = self._watch(model)
         self._on = True
         try:
-            why = _difference(expected, run())
+            difference = first_difference(expected, run())
+            why = f"the model's output{difference[0]} would be another" if difference else ""
         except (CommError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -130,12 +129,3 @@ def _whole_embedding(model: nn.Module) -> nn.Module | None:
     except NotImplementedError:  # transformers' word for a model without one
         return None
     return embedding if isinstance(embedding, nn.Embedding) else None
-
-
-def _difference(expected: Any, found: Any) -> str:
-    ours = dict(tensors_of(found))
-    for name, whole in tensors_of(expected):
-        mine = ours.get(name)
-        if mine is None or mine.shape != whole.shape or differs(mine.detach(), whole):
-            return f"the model's output{name} would be another"
-    return ""

@@ -18,18 +18,25 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyruntime import ops
-
-if TYPE_CHECKING:
-    from pyruntime.any_model.activations.row_form import RowForm
+from pyruntime.nn.parameters import TensorGroup
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what travels
+
+
+class RowGroup:
+    """The ranks over which rows are cut. reads, gathers: how often a column linear has taken rows, and how
+    often all rows were gathered for code that needs them."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        self.group = group
+        self.reads = self.gathers = 0
 
 
 class _Held:
@@ -44,14 +51,14 @@ class _Held:
 
 
 class RowShard(Tensor):
-    """See above. `form`: the RowForm that it belongs to."""
+    """See above."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     held: _Held
-    form: RowForm
+    form: RowGroup
 
     @staticmethod
-    def __new__(cls, held: _Held, shape: Sequence[int], form: RowForm) -> RowShard:
+    def __new__(cls, held: _Held, shape: Sequence[int], form: RowGroup) -> RowShard:
         rows = held.rows
         self = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=rows.dtype, device=rows.device)
         self.held, self.form = held, form
@@ -115,7 +122,7 @@ class RowShard(Tensor):
         return written[0] if written and isinstance(result, Tensor) else result
 
 
-def from_rows(rows: Tensor, shape: Sequence[int], form: RowForm) -> Tensor:
+def from_rows(rows: Tensor, shape: Sequence[int], form: RowGroup) -> Tensor:
     """This rank's rows [M_r, N] as the RowShard of that shape."""
     return _FromRows.apply(rows, tuple(shape), form)
 
@@ -125,7 +132,7 @@ def to_rows(x: Tensor) -> Tensor:
     return _ToRows.apply(x)
 
 
-def cut_rows(x: Tensor, form: RowForm) -> Tensor:
+def cut_rows(x: Tensor, form: RowGroup) -> Tensor:
     """This rank's rows of x [.., N], which is whole on every rank, as a RowShard."""
     return _CutRows.apply(x, form)
 
@@ -137,7 +144,7 @@ def to_whole(x: Tensor) -> Tensor:
 
 class _FromRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, shape: tuple[int, ...], form: RowForm) -> RowShard:
+    def forward(ctx, rows: Tensor, shape: tuple[int, ...], form: RowGroup) -> RowShard:
         ctx.form = form
         return RowShard(_Held(rows.view_as(rows)), shape, form)
 
@@ -160,7 +167,7 @@ class _ToRows(torch.autograd.Function):
 
 class _CutRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, form: RowForm) -> RowShard:
+    def forward(ctx, x: Tensor, form: RowGroup) -> RowShard:
         return RowShard(_Held(_own(x, form).clone()), x.shape, form)
 
     @staticmethod
@@ -179,13 +186,13 @@ class _ToWhole(torch.autograd.Function):
         return RowShard(_Held(_rows_of(grad, ctx.form).clone()), ctx.shape, ctx.form)
 
 
-def _own(whole: Tensor, form: RowForm) -> Tensor:
+def _own(whole: Tensor, form: RowGroup) -> Tensor:
     """This rank's rows of a whole tensor."""
     rows = whole.reshape(-1, whole.shape[-1])
     return rows.tensor_split(form.group.size)[form.group.rank]
 
 
-def _rows_of(x: Tensor, form: RowForm) -> Tensor:
+def _rows_of(x: Tensor, form: RowGroup) -> Tensor:
     return x.rows() if isinstance(x, RowShard) else _own(x, form)
 
 

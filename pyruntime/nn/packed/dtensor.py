@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._pytree import tree_map_only
 
 from pyruntime.nn.packed.order import in_order
-
-if TYPE_CHECKING:
-    from pyruntime.nn.parameters import Layout, Part
+from pyruntime.nn.parameters import Cut, Part
 
 aten = torch.ops.aten
 _SAME_ROWS = {
@@ -50,7 +48,7 @@ class PackedDTensor(DTensor):
     whole, for which every rank must call it. Writing into it is refused. With `shard_mesh` the rank holds
     some rows of its parts alone, as Shard(0) over that mesh cuts them (ZeRO)."""
 
-    tp_layout: Layout
+    tp_layout: Cut
     part: Part
     shard_mesh: DeviceMesh | None
 
@@ -58,7 +56,7 @@ class PackedDTensor(DTensor):
     def of(
         cls,
         local: Tensor,
-        layout: Layout,
+        layout: Cut,
         part: Part,
         mesh: DeviceMesh,
         placements: Sequence[Placement],
