@@ -52,6 +52,15 @@ def differs(mine: Tensor, whole: Tensor) -> bool:
     return (a - b).norm().item() > TOLERANCES.get(whole.dtype, 1e-3) * b.norm().item()
 
 
+def asked(model: nn.Module, getter: str) -> Any:
+    """What a method of the model gives, such as "get_input_embeddings"; None where there is none."""
+    given = getattr(model, getter, None)
+    try:
+        return given() if callable(given) else None
+    except NotImplementedError:  # transformers' word for a model without one
+        return None
+
+
 def first_difference(expected: Any, found: Any) -> tuple[str, Tensor, Tensor | None] | None:
     """(" name", tensor, what `found` has in its place) of the first tensor of an output that differs."""
     ours = dict(tensors_of(found))

@@ -4,7 +4,7 @@ the layer's result what that code expects."""
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from pyruntime import ops
@@ -47,14 +47,6 @@ class CutModel:
 class ModelHook(LayerHook):
     def __init__(self, model: CutModel) -> None:
         self.model = model
-        self._on_rows = False  # in the last call
-
-    def cuts_rows(self, layer: nn.Module) -> bool:
-        return self._on_rows
-
-    def _note(self, on_rows: bool) -> None:
-        if not is_compiling():
-            self._on_rows = on_rows
 
 
 class LinearHook(ModelHook):
@@ -83,11 +75,11 @@ class ColumnHook(LinearHook):
     def call(self, linear: ColumnParallelLinear, x: Tensor, rows: int | None = None) -> Tensor:
         linear.check_width(x, linear.in_features)
         mark_whole(x)
-        self._note(isinstance(x, RowShard))
         y = None if self.shared is None else self.shared.output(linear, x)
         if y is None:
             (y,) = products([linear], x)
-        linear.note(y.numel() // y.size(-1))
+        features = 0 if self.shared is None else self.shared.features
+        linear.note(y.numel() // y.size(-1), isinstance(x, RowShard), features)
         return self._gathered(linear, y) if self.whole else self.region.begin(y)
 
     def _gathered(self, linear: ColumnParallelLinear, own: Tensor) -> Tensor:
@@ -100,10 +92,6 @@ class ColumnHook(LinearHook):
             leave_own(y, linear, own)
         return y
 
-    def out_features(self, linear: ColumnParallelLinear) -> int:
-        layers = (self.shared and self.shared.layers) or (linear,)
-        return sum(layer.matrix.size(0) for layer in layers)
-
 
 class RowHook(LinearHook):
     def call(self, linear: RowParallelLinear, x: Tensor) -> Tensor:
@@ -115,7 +103,6 @@ class RowHook(LinearHook):
             x = self.region.end(x)
         form = self.model.form
         form = form if form is not None and form.gives_rows and x.dim() > 1 else None
-        self._note(form is not None)
         if form is None:
             y = linear.multiply(x)
         else:
@@ -133,11 +120,10 @@ class EmbeddingHook(ModelHook):
     def call(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
         group, form = layer.group, self.model.form
         form = form if form is not None and form.begins and ids.dim() > 0 and group.size > 1 else None
-        self._note(form is not None)
         if form is None:
             y = layer.compute(ids)
         else:
-            own = layer.own_share(ids)
+            own = layer.own_share(ids, cut_rows=True)
             y = form.shard(ops.reduce_scatter(own.flatten(0, -2), group.name), own.shape)
         if group.y is not None:
             y = gather_features(y, group.y, layer.embedding_dim)

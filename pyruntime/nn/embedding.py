@@ -46,6 +46,7 @@ class VocabParallelEmbedding(ParallelModule):
         self.embedding_dim = embedding_dim
         self.sequence_parallel = sequence_parallel
         self.dim = dim
+        self.last_cut_rows = sequence_parallel
         self.padding_idx = padding_idx
         table = [Part("weight", (num_embeddings, embedding_dim))]
         self.add_parameter("weight", 0, table, dtype, device, dim_y=1)
@@ -82,17 +83,18 @@ class VocabParallelEmbedding(ParallelModule):
         return new._take({"": embedding})
 
     def compute(self, ids: Tensor) -> Tensor:
-        y = self.own_share(ids)
+        y = self.own_share(ids, self.sequence_parallel)
         if self.group.size == 1:
             return y
         if self.sequence_parallel:
             return ops.reduce_scatter(y, self.group.name, dim=self.dim)
         return ops.all_reduce(y, self.group.name)
 
-    def own_share(self, ids: Tensor) -> Tensor:
-        """What this rank's rows of the table add to the result [..., D]."""
+    def own_share(self, ids: Tensor, cut_rows: bool) -> Tensor:
+        """What this rank's rows of the table add to the result [..., D]. cut_rows: for explain(), whether a
+        rank keeps its own rows of the sum alone."""
         if not is_compiling():
-            self.__dict__["last_rows"] = ids.numel()
+            self.__dict__.update(last_rows=ids.numel(), last_cut_rows=cut_rows)
             if ids.device.type == "cpu":  # on other devices reading them would wait for the device
                 _check_ids(ids, self.num_embeddings, self.label or type(self).__name__)
         if self.group.size == 1:
@@ -104,7 +106,7 @@ class VocabParallelEmbedding(ParallelModule):
 
     def op_uses(self) -> list[OpUse]:
         """The collective of the forward pass."""
-        op = "reduce_scatter" if self.hook.cuts_rows(self) else "all_reduce"
+        op = "reduce_scatter" if self.last_cut_rows else "all_reduce"
         return [OpUse("forward", op, *self.weight.shape)]
 
     def extra_repr(self) -> str:

@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyruntime import ops
-from pyruntime.nn.packed.order import in_order, ranges_of
+from pyruntime.nn.packed import in_order, ranges_of
 from pyruntime.nn.parameters import TensorGroup, shard_bounds
-
-AsRead = Callable[[Sequence[int], Tensor, Callable[[], Tensor]], Tensor]
 
 
 def gather_features(
@@ -22,7 +20,7 @@ def gather_features(
     features: int,
     packed: tuple[int, ...] = (),
     *,
-    as_read: AsRead | None = None,
+    as_read: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """y_shard [..., N_r], rank r's features of the same rows -> y [..., N], the same on every rank. packed:
     sizes of the parts of N that are cut by themselves. as_read: makes y of its shape, of a tensor with its
@@ -90,7 +88,7 @@ class _GatherFeatures(torch.autograd.Function):
         rank: int,
         features: int,
         packed: tuple[int, ...],
-        as_read: AsRead | None,
+        as_read: Callable[..., Tensor] | None,
     ) -> Tensor:
         ctx.ranges = (
             ranges_of(packed, size, rank, "features") if packed else [shard_bounds(features, size, rank)]

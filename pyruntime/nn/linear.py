@@ -104,6 +104,7 @@ class ParallelLinear(ParallelModule):
         self.wire = self._check_wire(wire)
         self.strict = strict
         self._accepted_rows: set[int] = set()
+        self.last_cut_rows, self.last_features = sequence_parallel, 0
         self._alone = not self.group.name  # group=None: there is no process group to name
         # The group over which the features of the stream are cut.
         self._sums = None if self.group.y is None else self.group.y.name
@@ -190,12 +191,12 @@ class ParallelLinear(ParallelModule):
         # Abstract: nn.Module and abc.ABC do not mix; column and row linears answer.
         raise NotImplementedError(f"{type(self).__name__} does not say which primitives it runs.")
 
-    def note(self, rows: int) -> None:
-        """Remembers a call of so many rows for explain(); under strict, refuses a slower tier than asked
-        (once per shape)."""
+    def note(self, rows: int, cut_rows: bool, features: int = 0) -> None:
+        """Remembers a call for explain(); under strict, refuses a slower tier than asked (once per shape).
+        features: what was multiplied, other layers' too; 0: this one's alone."""
         if is_compiling():
             return
-        self.__dict__["last_rows"] = rows
+        self.__dict__.update(last_rows=rows, last_cut_rows=cut_rows, last_features=features)
         if self.strict and rows not in self._accepted_rows and refuse_slow_tier(self):
             self._accepted_rows.add(rows)
 
@@ -232,7 +233,7 @@ class _ColumnLinear(ParallelLinear):
             y = primitives.linear(x, weight, bias)
         else:
             (y,) = self.multiply(x, [weight], [bias], rows)
-        self.note(y.numel() // y.size(-1))
+        self.note(y.numel() // y.size(-1), self.sequence_parallel)
         if self.gather_output:
             return gather_features(y, self.group, sum(self._parts.values()), self.packed)
         return y
@@ -275,7 +276,8 @@ class _ColumnLinear(ParallelLinear):
         )
 
     def op_uses(self) -> list[OpUse]:
-        n, k, cut_rows = self.hook.out_features(self), self._width, self.hook.cuts_rows(self)
+        n, k = self.matrix.shape
+        n, cut_rows = self.last_features or n, self.last_cut_rows
         op = "all_gather_matmul" if cut_rows else "replicated_matmul"
         uses = [OpUse("forward", op, n, k, travels=cut_rows), OpUse("backward", f"{op}_backward", n, k)]
         if self.group.y is not None:
@@ -427,19 +429,20 @@ class RowParallelLinear(ParallelLinear):
     def multiply(self, x: Tensor, *, cut_rows: bool = False) -> Tensor:
         """y of x [..., K/P]. cut_rows: this rank's rows of it in any case, not under sequence_parallel
         alone."""
+        cut_rows = cut_rows or self.sequence_parallel
         x, weight, bias = self.operands(x)
         options: dict[str, Any] = {"bias": bias, "tier": self.tier, "sums": self._sums}
         if self._alone:
             y = primitives.linear(x, weight, bias)
-        elif cut_rows or self.sequence_parallel:
+        elif cut_rows:
             y = ops.matmul_reduce_scatter(x, weight, self.group.name, dim=self.dim, wire=self.wire, **options)
         else:
             y = ops.matmul_all_reduce(x, weight, self.group.name, **options)
-        self.note(x.numel() // x.size(-1))
+        self.note(x.numel() // x.size(-1), cut_rows)
         return y
 
     def op_uses(self) -> list[OpUse]:
-        n, k, cut_rows = self.hook.out_features(self), self._width, self.hook.cuts_rows(self)
+        (n, k), cut_rows = self.matrix.shape, self.last_cut_rows
         op = "matmul_reduce_scatter" if cut_rows else "matmul_all_reduce"
         uses = [OpUse("forward", op, n, k), OpUse("backward", f"{op}_backward", n, k, travels=cut_rows)]
         if self.group.y is not None:

@@ -37,14 +37,6 @@ class LayerHook:
         """The result of a call. `layer.compute` is what the layer does by itself."""
         return layer.compute(*args, **kwargs)
 
-    def cuts_rows(self, layer: Any) -> bool:
-        """For explain(): whether a rank had its own rows alone in the layer's last call."""
-        return layer.sequence_parallel
-
-    def out_features(self, linear: Any) -> int:
-        """For explain(): how many features of a rank the op of the linear's last call multiplied."""
-        return linear.matrix.size(0)
-
 
 class ParallelModule(nn.Module):
     """A module whose parameters are this rank's shards, held as plain tensors with a `Layout` each.
@@ -60,9 +52,9 @@ class ParallelModule(nn.Module):
         self.group = TensorGroup.of(group)
         self.hook = hook or LayerHook()
         self.label = ""
-        # Of the last call's input, over all ranks, for explain(); 0: not called yet. Calls write it into
-        # __dict__, because nn.Module makes setting an attribute expensive.
-        self.last_rows = 0
+        # Of the last call, for explain(): rows over all ranks (0: not called yet), and whether a rank had its
+        # own alone. Calls write into __dict__, because nn.Module makes setting an attribute expensive.
+        self.last_rows, self.last_cut_rows = 0, False
         self._layouts: dict[str, Layout] = {}
 
     def add_parameter(

@@ -30,7 +30,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from pyruntime import comm
 from pyruntime.comm import Axis, Group
 from pyruntime.comm.runtime import AXES
-from pyruntime.nn.packed.order import ranges_of
+from pyruntime.nn.packed import ranges_of
 
 
 class TensorGroup:

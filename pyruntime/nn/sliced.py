@@ -58,7 +58,7 @@ class SlicedColumn(_Sliced):
         begun = torch.ops.pyruntime.begin_column(
             x, weight.detach(), linear.group.name, rows, linear.tier, linear.wire, flight
         )
-        linear.note(rows)
+        linear.note(rows, True)
         return begun, flight
 
     def _end(self, begun: Tensor, flight) -> Tensor:
@@ -78,7 +78,7 @@ class SlicedRow(_Sliced):
         begun = torch.ops.pyruntime.begin_row(
             x, self._share(weight), bias, self._weight, linear.group.name, linear.tier, linear.wire, flight
         )
-        linear.note(len(x))
+        linear.note(len(x), True)
         return begun, flight
 
     def _end(self, begun: Tensor, flight) -> Tensor:

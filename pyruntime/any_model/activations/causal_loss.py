@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
+from pyruntime.any_model.comparing import asked
 from pyruntime.nn.cross_entropy import vocab_parallel_cross_entropy
 from pyruntime.nn.linear import ColumnParallelLinear
 
@@ -90,7 +91,7 @@ class CausalLoss:
 def read_own_logits(model: nn.Module) -> None:
     """The losses of causal models in `model` read their head's own logits, where the head is cut."""
     for module in model.modules():
-        head = _head(module)
+        head = asked(module, "get_output_embeddings")
         is_gathered = isinstance(head, ColumnParallelLinear) and getattr(head.hook, "whole", False)
         if not (is_gathered and hasattr(type(module), "loss_function")):
             continue
@@ -103,11 +104,3 @@ def logits_read(model: nn.Module) -> str:
     """What explain() says of the losses in `model` that read_own_logits() has put there; "" where none."""
     values = (value for module in model.modules() for value in vars(module).values())
     return "; ".join(dict.fromkeys(v.said for v in values if isinstance(v, CausalLoss) and v.said))
-
-
-def _head(module: nn.Module) -> Any:
-    given = getattr(module, "get_output_embeddings", None)
-    try:
-        return given() if callable(given) else None
-    except NotImplementedError:  # transformers' word for a model without one
-        return None

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyruntime import ops
 from pyruntime.any_model.activations.row_shard import RowGroup, RowShard, cut_rows, from_rows, to_whole
-from pyruntime.any_model.comparing import first_difference
+from pyruntime.any_model.comparing import asked, first_difference
 from pyruntime.comm import CommError
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import TensorGroup
@@ -92,7 +92,8 @@ class RowForm(RowGroup):
         for m in holders:
             hooks.append(m.register_forward_pre_hook(self._enter, with_kwargs=True))
             hooks.append(m.register_forward_hook(self._leave, always_call=True))
-        if (embedding := _whole_embedding(model)) is not None:
+        embedding = asked(model, "get_input_embeddings")
+        if isinstance(embedding, nn.Embedding):  # it is not cut
             hooks.append(embedding.register_forward_hook(self._cut))
         return hooks
 
@@ -117,15 +118,3 @@ class RowForm(RowGroup):
 
 def _has_rows(values: Any) -> bool:
     return any(isinstance(leaf, RowShard) for leaf in tree_leaves(values))
-
-
-def _whole_embedding(model: nn.Module) -> nn.Module | None:
-    """The embedding of tokens, by the model's own word, where it is not cut."""
-    given = getattr(model, "get_input_embeddings", None)
-    if not callable(given):
-        return None
-    try:
-        embedding = given()
-    except NotImplementedError:  # transformers' word for a model without one
-        return None
-    return embedding if isinstance(embedding, nn.Embedding) else None

@@ -122,68 +122,53 @@ class RowShard(Tensor):
         return written[0] if written and isinstance(result, Tensor) else result
 
 
+class _Turned(torch.autograd.Function):
+    """`there(x)`, and of its gradient `back(gradient)`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, there: Callable[[Any], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return ctx.back(grad), None, None
+
+
 def from_rows(rows: Tensor, shape: Sequence[int], form: RowGroup) -> Tensor:
     """This rank's rows [M_r, N] as the RowShard of that shape."""
-    return _FromRows.apply(rows, tuple(shape), form)
+    return _Turned.apply(
+        rows,
+        lambda x: RowShard(_Held(x.view_as(x)), shape, form),
+        lambda grad: _rows_of(grad, form).contiguous(),
+    )
 
 
-def to_rows(x: Tensor) -> Tensor:
+def to_rows(x: RowShard) -> Tensor:
     """This rank's rows [M_r, N] of a RowShard."""
-    return _ToRows.apply(x)
+    shape, form = x.shape, x.form
+    return _Turned.apply(
+        x, lambda x: x.rows().view_as(x.rows()), lambda grad: RowShard(_Held(grad), shape, form)
+    )
 
 
 def cut_rows(x: Tensor, form: RowGroup) -> Tensor:
     """This rank's rows of x [.., N], which is whole on every rank, as a RowShard."""
-    return _CutRows.apply(x, form)
+    return _Turned.apply(
+        x,
+        lambda x: RowShard(_Held(_own(x, form).clone()), x.shape, form),
+        lambda grad: grad.whole() if isinstance(grad, RowShard) else grad,
+    )
 
 
-def to_whole(x: Tensor) -> Tensor:
+def to_whole(x: RowShard) -> Tensor:
     """All rows of a RowShard, in memory of their own; whatever reads them does the same on every rank."""
-    return _ToWhole.apply(x)
-
-
-class _FromRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows: Tensor, shape: tuple[int, ...], form: RowGroup) -> RowShard:
-        ctx.form = form
-        return RowShard(_Held(rows.view_as(rows)), shape, form)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _rows_of(grad, ctx.form).contiguous(), None, None
-
-
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: RowShard) -> Tensor:
-        ctx.shape, ctx.form = x.shape, x.form
-        rows = x.rows()
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return RowShard(_Held(grad), ctx.shape, ctx.form)
-
-
-class _CutRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, form: RowGroup) -> RowShard:
-        return RowShard(_Held(_own(x, form).clone()), x.shape, form)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return (grad.whole() if isinstance(grad, RowShard) else grad), None
-
-
-class _ToWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: RowShard) -> Tensor:
-        ctx.shape, ctx.form = x.shape, x.form
-        return x.whole().clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return RowShard(_Held(_rows_of(grad, ctx.form).clone()), ctx.shape, ctx.form)
+    shape, form = x.shape, x.form
+    return _Turned.apply(
+        x,
+        lambda x: x.whole().clone(),
+        lambda grad: RowShard(_Held(_rows_of(grad, form).clone()), shape, form),
+    )
 
 
 def _own(whole: Tensor, form: RowGroup) -> Tensor:

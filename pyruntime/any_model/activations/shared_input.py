@@ -26,9 +26,12 @@ from pyruntime.nn.linear import ColumnParallelLinear
 
 def products(linears: Sequence[ColumnParallelLinear], x: Tensor) -> Sequence[Tensor]:
     """x @ W_i^T + b_i of each linear, as one op. x [.., K] is whole on every rank, or a RowShard."""
-    first, operands = linears[0], [each.operands(x) for each in linears]
-    weights, biases = [weight for _, weight, _ in operands], [bias for _, _, bias in operands]
-    x = operands[0][0]
+    weights, biases, first = [], [], linears[0]
+    for linear in linears:
+        cast, weight, bias = linear.operands(x)
+        weights.append(weight)
+        biases.append(bias)
+    x = cast
     if first.group.y is not None:
         x = split_features(x, first.group.y, first.in_features)
     if not isinstance(x, RowShard):
@@ -39,10 +42,12 @@ def products(linears: Sequence[ColumnParallelLinear], x: Tensor) -> Sequence[Ten
 
 
 class SharedInput:
-    """What some column linears know of each other."""
+    """What some column linears know of each other. features: what a rank has of all of them; 0 once they have
+    turned out not to read one input."""
 
     def __init__(self, layers: Iterable[ColumnParallelLinear]) -> None:
         self.layers = tuple(layers)
+        self.features = sum(layer.matrix.size(0) for layer in self.layers)
         self._x: Tensor | None = None
         self._state: tuple = ()
         self._outputs: dict[ColumnParallelLinear, Tensor] = {}
@@ -61,7 +66,7 @@ class SharedInput:
         if self._x is x and self._state == state and layer in self._outputs:
             y = self._outputs.pop(layer)
         elif self._outputs:
-            self.layers, self._x, self._outputs = (), None, {}
+            self.layers, self.features, self._x, self._outputs = (), 0, None, {}
             return None
         elif any(each._forward_pre_hooks or "forward" in vars(each) for each in self.layers):
             return None
