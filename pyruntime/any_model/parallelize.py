@@ -18,8 +18,9 @@ from pyruntime.any_model.first_call import FirstCall
 from pyruntime.any_model.layer_hooks import CutModel
 from pyruntime.any_model.plans import LEFT_WHOLE, Plan, find_plan
 from pyruntime.any_model.save_pretrained import save_whole
+from pyruntime.comm.exchange import different
 from pyruntime.comm.failed_forward import ForwardWatch, NotePasses
-from pyruntime.nn.checksums import different
+from pyruntime.nn.cut import memory_of
 from pyruntime.nn.embedding import VocabParallelEmbedding
 from pyruntime.nn.linear import ColumnParallelLinear, RowParallelLinear, is_transposed
 from pyruntime.nn.module import ParallelModule
@@ -238,7 +239,8 @@ def check_same_model(model: nn.Module, group: TensorGroup) -> None:
     between ranks. Reads every parameter once and exchanges a line for each."""
     if group.size == 1:
         return
-    for name, rank in different(dict(model.named_parameters()), group.process_group):
+    weights = {name: memory_of(parameter) for name, parameter in model.named_parameters()}
+    for name, rank in different(weights, group.process_group):
         first, one = comm.rank_name(group.name, 0), comm.rank_name(group.name, rank)
         raise ValueError(
             f"The ranks hold different weights: {name} of {one} is not that of {first}; load the same "

@@ -259,21 +259,11 @@ class _ColumnLinear(ParallelLinear):
     ) -> list[Tensor]:
         """x @ W_i^T + b_i, of this linear and of others that read x with it. cut_rows: x are this rank's rows
         in any case, not under sequence_parallel alone."""
-        group = self.group.name
+        options: dict[str, Any] = {"bias": biases, "tier": self.tier, "sums": self._sums}
         if not (cut_rows or self.sequence_parallel):
-            return ops.replicated_matmul(x, weights, group, bias=biases, tier=self.tier, sums=self._sums)
-        return ops.all_gather_matmul(
-            x,
-            weights,
-            group,
-            dim=self.dim,
-            rows=rows,
-            bias=biases,
-            tier=self.tier,
-            keep_gathered=self.keep_gathered,
-            sums=self._sums,
-            wire=self.wire,
-        )
+            return ops.replicated_matmul(x, weights, self.group.name, **options)
+        options |= {"dim": self.dim, "rows": rows, "keep_gathered": self.keep_gathered, "wire": self.wire}
+        return ops.all_gather_matmul(x, weights, self.group.name, **options)
 
     def op_uses(self) -> list[OpUse]:
         n, k = self.matrix.shape
