@@ -214,16 +214,8 @@ class _ColumnLinear(ParallelLinear):
 
     gather_output = False
 
-    def __init__(
-        self,
-        in_features: int,
-        parts: Mapping[str, int],
-        bias: bool,
-        *,
-        keep_gathered: bool | None = None,
-        **options,
-    ):
-        super().__init__(in_features, parts, bias, cut=(0, 0), **options)
+    def __init__(self, *args, keep_gathered: bool | None = None, **options):
+        super().__init__(*args, cut=(0, 0), **options)
         self.keep_gathered = keep_gathered
 
     def compute(self, x: Tensor, rows: int | None = None) -> Tensor:
