@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from pyruntime.lazy import names_of
 
 if TYPE_CHECKING:
+    from pyruntime.any_model.explain import explain
+    from pyruntime.any_model.parallelize import parallelize
+    from pyruntime.any_model.verify import verify
     from pyruntime.comm import CommError, CommTimeout, PeerLost, Runtime, keep_freed_memory
     from pyruntime.context import ring_attention
     from pyruntime.data_parallel.meta import on_meta
     from pyruntime.data_parallel.shard import shard
-    from pyruntime.nn.explain import explain
-    from pyruntime.nn.parallelize import parallelize
-    from pyruntime.nn.verify import verify
     from pyruntime.ops import (
         all_gather,
         all_gather_matmul,
@@ -63,13 +63,13 @@ _PLACES = {
     **{name: "pyruntime.ops" for name in __all__},
     **{name: "pyruntime.comm" for name in _COMM},
     "OuterOptimizer": "pyruntime.outer",
-    "explain": "pyruntime.nn.explain",
+    "explain": "pyruntime.any_model",
     "ledger": "pyruntime.overlap.record",
     "on_meta": "pyruntime.data_parallel.meta",
-    "parallelize": "pyruntime.nn.parallelize",
+    "parallelize": "pyruntime.any_model",
     "ring_attention": "pyruntime.context",
     "shard": "pyruntime.data_parallel",
-    "verify": "pyruntime.nn.verify",
+    "verify": "pyruntime.any_model",
 }
 __getattr__ = names_of(__name__, _PLACES, ("comm", "context", "data_parallel", "nn", "ops", "outer"))
 

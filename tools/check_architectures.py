@@ -45,8 +45,8 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 import pyruntime  # noqa: E402
+from pyruntime.any_model.verify import VerificationError  # noqa: E402
 from pyruntime.nn.linear import ParallelLinear  # noqa: E402
-from pyruntime.nn.verify import VerificationError  # noqa: E402
 from tools.small_models import batch_of, build, class_of  # noqa: E402
 
 RANKS = 2
@@ -226,7 +226,7 @@ def shares(model: nn.Module) -> str:
     head = model.get_output_embeddings()
     for module in model.modules():
         if isinstance(module, ParallelLinear):
-            open_ends = getattr(module, "split_input", False) or getattr(module, "gather_output", False)
+            open_ends = getattr(module.hook, "whole", False)
             kind = "cut, activations whole" if open_ends and module is not head else "cut"
             sizes[kind] += math.prod(module._layouts["weight"].parts[0].shape)
         elif type(module) is nn.Linear:

@@ -258,9 +258,9 @@ def show_tiers(options: Options) -> None:
     """Runs one layer forward and backward on all ranks; rank 0 prints what `explain` says of it."""
     import torch
 
+    from pyruntime import explain
     from pyruntime.comm import Runtime, transport_of
     from pyruntime.llama import Llama, LlamaConfig
-    from pyruntime.nn import explain
 
     with refusing():
         config = LlamaConfig(

@@ -11,8 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Part
-from pyruntime.nn.packed.dtensor import PackedDTensor, dtensor
-from pyruntime.nn.parameters import Layout
+from pyruntime.nn.layout import Layout, PackedDTensor, dtensor
 from pyruntime.nn.parameters import Part as LayoutPart
 
 

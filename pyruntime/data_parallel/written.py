@@ -18,11 +18,10 @@ from torch.nn.modules.module import (
 )
 
 from pyruntime import comm
-from pyruntime.comm.exchange import named_failures
+from pyruntime.comm.exchange import different, named_failures
 from pyruntime.data_parallel.away import AwayWeight
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.buckets import Bucket
-from pyruntime.nn.comparing import different
 from pyruntime.nn.cut import memory_of
 
 
@@ -36,12 +35,12 @@ def begin_alike(model: nn.Module, axes: Axes, sent: Collection[str] = ()) -> Non
         if mesh is None or comm.group_size(mesh) == 1:
             continue
         group = comm.process_group(mesh)
-        tensors = {name: tensor for name, tensor in _tensors_of(model) if name not in sent}
+        tensors = {name: memory_of(tensor) for name, tensor in _tensors_of(model) if name not in sent}
         for name, _ in different(tensors, group):
-            whole = memory_of(tensors[name]).contiguous()
+            whole = tensors[name].contiguous()
             with named_failures(group, "Giving the replicas one model"):
                 dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
-            memory_of(tensors[name]).copy_(whole)
+            tensors[name].copy_(whole)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

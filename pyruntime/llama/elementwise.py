@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyruntime.nn.grid.rms_norm import Normed, is_cut, normed_by, rms_norm
+from pyruntime.nn.norm import Normed, is_cut, normed_by, rms_norm
 from pyruntime.nn.parameters import TensorGroup
 from pyruntime.ops import layers
 from pyruntime.ops.attention import statistics_dtype
@@ -36,7 +36,7 @@ class Elementwise:
     rope: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, features: int, y: TensorGroup | None) -> Normed:
-        """As `pyruntime.nn.grid.rms_norm`."""
+        """As `pyruntime.nn.norm.rms_norm`."""
         return rms_norm(x, weight, eps, features, y, self.of_norm)
 
     def add_rms_norm(

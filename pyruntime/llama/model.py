@@ -56,8 +56,8 @@ from pyruntime.nn import (
 )
 from pyruntime.nn.cut import CutTensor
 from pyruntime.nn.gather import gather_features
-from pyruntime.nn.grid import Normed
 from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.norm import Normed
 from pyruntime.nn.parameters import Group, TensorGroup, shard_bounds
 
 IGNORE_INDEX = -100  # labels of this value are left out of the loss, as in torch.nn.functional.cross_entropy

@@ -1,17 +1,25 @@
-"""Tensor-parallel layers for torch models: linears, embedding, norm, loss, and the two that work on whole
-models, `parallelize`, `verify` and `explain`."""
+"""Tensor-parallel layers for torch models: linears, embedding, norm, loss.
 
+`parallelize`, `verify` and `explain` work on whole models. They are in `pyruntime.any_model`, which stands on
+this package, and can be imported from here too."""
+
+from typing import TYPE_CHECKING
+
+from pyruntime.lazy import names_of
 from pyruntime.nn.clip import clip_grad_norm_, grad_norm
 from pyruntime.nn.cross_entropy import vocab_parallel_cross_entropy
 from pyruntime.nn.embedding import VocabParallelEmbedding
-from pyruntime.nn.explain import LayerReport, Report, explain
+from pyruntime.nn.layout import Layout
 from pyruntime.nn.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.norm import RMSNorm
-from pyruntime.nn.parallelize import parallelize
-from pyruntime.nn.parameters import Layout, Part, TensorGroup, shard_bounds
-from pyruntime.nn.plans import PLANS, Plan
-from pyruntime.nn.verify import VerificationError, verify
+from pyruntime.nn.parameters import Part, TensorGroup, shard_bounds
+
+if TYPE_CHECKING:
+    from pyruntime.any_model.explain import LayerReport, Report, explain
+    from pyruntime.any_model.parallelize import parallelize
+    from pyruntime.any_model.plans import PLANS, Plan
+    from pyruntime.any_model.verify import VerificationError, verify
 
 __all__ = [
     "PLANS",
@@ -36,3 +44,7 @@ __all__ = [
     "verify",
     "vocab_parallel_cross_entropy",
 ]
+
+# What stands above is imported when it is first asked for.
+_ABOVE = [name for name in __all__ if name not in globals()]
+__getattr__ = names_of(__name__, dict.fromkeys(_ABOVE, "pyruntime.any_model"))

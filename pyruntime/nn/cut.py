@@ -23,22 +23,20 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pyruntime import ops
+from pyruntime.nn.layout import Layout
 
 INSTEAD = "for data parallelism beside tensor parallelism call pyruntime.shard(model, runtime.dp)"
 _TAKEN_FOR_WHOLE = (
     " What takes a weight for a whole one (FSDP, fully_shard, spectral_norm) cannot be used on a "
     f"tensor-parallel model: {INSTEAD}."
 )
-
-if TYPE_CHECKING:
-    from pyruntime.nn.parameters import Layout
 
 GRAD: Any = Tensor.grad
 """Torch's own descriptor."""
@@ -109,6 +107,11 @@ class CutTensor(Tensor):
             f"A tensor of {_words(self)} holds several tensors of the whole; save state_dict(), which has "
             "them one by one."
         )
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """This rank's shard of a cut tensor, plain over the same memory; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, CutTensor) else tensor
 
 
 class CutParameter(CutTensor, nn.Parameter):

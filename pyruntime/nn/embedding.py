@@ -10,11 +10,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from pyruntime import ops
-from pyruntime.nn.activations.row_form import RowForm
-from pyruntime.nn.gather import gather_features
-from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.module import LayerHook, ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
-from pyruntime.nn.regions import mark_whole
 from pyruntime.nn.tiers import OpUse
 
 
@@ -27,7 +24,7 @@ class VocabParallelEmbedding(ParallelModule):
     them (all-reduce). State dict: "weight", DTensor with Shard(0). With a group of two axes rank (r, s) holds
     [V/X, D/Y], and the result has this rank's features of D, cut over y.
 
-    padding_idx: as in nn.Embedding, its row gets no gradient.
+    padding_idx: as in nn.Embedding, its row gets no gradient. hook: see ParallelModule.
     Raises ValueError where the group leaves a rank without rows; IndexError for an id outside [0, V) on CPU.
     """
 
@@ -42,15 +39,14 @@ class VocabParallelEmbedding(ParallelModule):
         padding_idx: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        hook: LayerHook | None = None,
     ):
-        super().__init__(group)
+        super().__init__(group, hook)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.sequence_parallel = sequence_parallel
         self.dim = dim
-        self.form: RowForm | None = None  # set by parallelize()
-        self.whole_features = False  # set by parallelize(): the result is not cut over y
-        self.on_rows = sequence_parallel  # in the last call
+        self.last_cut_rows = sequence_parallel
         self.padding_idx = padding_idx
         table = [Part("weight", (num_embeddings, embedding_dim))]
         self.add_parameter("weight", 0, table, dtype, device, dim_y=1)
@@ -87,40 +83,30 @@ class VocabParallelEmbedding(ParallelModule):
         return new._take({"": embedding})
 
     def compute(self, ids: Tensor) -> Tensor:
+        y = self.own_share(ids, self.sequence_parallel)
+        if self.group.size == 1:
+            return y
+        if self.sequence_parallel:
+            return ops.reduce_scatter(y, self.group.name, dim=self.dim)
+        return ops.all_reduce(y, self.group.name)
+
+    def own_share(self, ids: Tensor, cut_rows: bool) -> Tensor:
+        """What this rank's rows of the table add to the result [..., D]. cut_rows: for explain(), whether a
+        rank keeps its own rows of the sum alone."""
         if not is_compiling():
-            self.__dict__["last_rows"] = ids.numel()
+            self.__dict__.update(last_rows=ids.numel(), last_cut_rows=cut_rows)
             if ids.device.type == "cpu":  # on other devices reading them would wait for the device
                 _check_ids(ids, self.num_embeddings, self.label or type(self).__name__)
-        y = self._of_features(ids)
-        if self.whole_features and self.group.y is not None:
-            y = gather_features(y, self.group.y, self.embedding_dim)
-            mark_whole(y)
-        return y
-
-    def _of_features(self, ids: Tensor) -> Tensor:
-        """The result, of this rank's features where they are cut."""
         if self.group.size == 1:
             return F.embedding(ids, self.weight, self._local_padding_idx)
         local = ids - self.vocab_start
         elsewhere = (local < 0) | (local >= self.weight.size(0))
         mine = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self._local_padding_idx)
-        mine = mine.masked_fill(elsewhere.unsqueeze(-1), 0)
-        if self.sequence_parallel:
-            return ops.reduce_scatter(mine, self.group.name, dim=self.dim)
-        form = self.form if self.form is not None and self.form.begins and ids.dim() > 0 else None
-        if not is_compiling():
-            self.__dict__["on_rows"] = form is not None
-        if form is not None:
-            rows = ops.reduce_scatter(mine.flatten(0, -2), self.group.name)
-            y = form.shard(rows, mine.shape)
-        else:
-            y = ops.all_reduce(mine, self.group.name)
-        mark_whole(y)
-        return y
+        return mine.masked_fill(elsewhere.unsqueeze(-1), 0)
 
     def op_uses(self) -> list[OpUse]:
         """The collective of the forward pass."""
-        op = "reduce_scatter" if self.on_rows else "all_reduce"
+        op = "reduce_scatter" if self.last_cut_rows else "all_reduce"
         return [OpUse("forward", op, *self.weight.shape)]
 
     def extra_repr(self) -> str:

@@ -3,15 +3,14 @@ reverse: this rank's features of what is whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from pyruntime import ops
-from pyruntime.nn.activations.when_read import GatheredWhenRead
-from pyruntime.nn.packed.order import in_order, ranges_of
+from pyruntime.nn.packed import in_order, ranges_of
 from pyruntime.nn.parameters import TensorGroup, shard_bounds
 
 
@@ -21,17 +20,17 @@ def gather_features(
     features: int,
     packed: tuple[int, ...] = (),
     *,
-    when_read: bool = False,
+    as_read: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """y_shard [..., N_r], rank r's features of the same rows -> y [..., N], the same on every rank. packed:
-    sizes of the parts of N that are cut by themselves. when_read: nothing travels before something reads y,
-    which all ranks must do or none.
+    sizes of the parts of N that are cut by themselves. as_read: makes y of its shape, of a tensor with its
+    dtype and device, and of what gathers its elements; None: they are gathered at once.
 
     Whatever reads y is replicated, so its gradient is already whole on every rank and the backward keeps this
     rank's features of it without communication (the backward of all_gather would sum P copies)."""
     if group.size == 1:
         return y_shard
-    return _GatherFeatures.apply(y_shard, group.name, group.size, group.rank, features, packed, when_read)
+    return _GatherFeatures.apply(y_shard, group.name, group.size, group.rank, features, packed, as_read)
 
 
 def split_features(x: Tensor, group: TensorGroup, features: int) -> Tensor:
@@ -89,7 +88,7 @@ class _GatherFeatures(torch.autograd.Function):
         rank: int,
         features: int,
         packed: tuple[int, ...],
-        when_read: bool,
+        as_read: Callable[..., Tensor] | None,
     ) -> Tensor:
         ctx.ranges = (
             ranges_of(packed, size, rank, "features") if packed else [shard_bounds(features, size, rank)]
@@ -101,7 +100,7 @@ class _GatherFeatures(torch.autograd.Function):
             # No view of what was gathered: autograd lets nobody write to a view that was made in here.
             return in_order(y, -1, size, packed) if packed else y.data
 
-        return GatheredWhenRead((*own.shape[:-1], features), own, gathered) if when_read else gathered()
+        return gathered() if as_read is None else as_read((*own.shape[:-1], features), own, gathered)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

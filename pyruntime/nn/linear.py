@@ -36,14 +36,10 @@ from torch.compiler import is_compiling
 
 from pyruntime import ops
 from pyruntime.comm.wire import FORMATS, WireFormat
-from pyruntime.nn.activations.causal_loss import leave_own
-from pyruntime.nn.activations.row_shard import RowShard, to_rows
-from pyruntime.nn.activations.shared_input import SharedInput
 from pyruntime.nn.cut import as_plain
 from pyruntime.nn.gather import gather_features, split_features
-from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.module import LayerHook, ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
-from pyruntime.nn.regions import Region, mark_whole
 from pyruntime.nn.tiers import OpUse, check_tier, refuse_slow_tier
 from pyruntime.ops import primitives
 
@@ -70,8 +66,8 @@ class ParallelLinear(ParallelModule):
     compute (docs/compression.md); strict (False): raise where a slower tier would run; transposed (False):
     weights are kept as [in_features, out_features], as transformers' Conv1D has them; packed (()): sizes of
     what the out_features of a column linear are one after the other (q, k and v), each of which is cut by
-    itself, so that a rank's are [part0_r | part1_r | ..]; dtype; device. Raises ValueError for packed over
-    two axes, and for a wire where no rows are gathered.
+    itself, so that a rank's are [part0_r | part1_r | ..]; dtype; device; hook (None): see ParallelModule.
+    Raises ValueError for packed over two axes, and for a wire where no rows are gathered.
 
     Initialised as nn.Linear initialises the full weights, of which each rank keeps its shard: the model is
     the same for every tp, provided that all ranks are seeded alike."""
@@ -96,8 +92,9 @@ class ParallelLinear(ParallelModule):
         packed: Sequence[int] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        hook: LayerHook | None = None,
     ):
-        super().__init__(group)
+        super().__init__(group, hook)
         self.in_features = in_features
         self.packed = tuple(packed) if self.group.size > 1 else ()
         self.transposed = transposed
@@ -106,11 +103,11 @@ class ParallelLinear(ParallelModule):
         self.tier = check_tier(tier)
         self.wire = self._check_wire(wire)
         self.strict = strict
-        self.region: Region | None = None  # set by parallelize()
-        self.whole_features = False  # set by parallelize(): over y, what comes and goes is whole
-        self.on_rows = sequence_parallel  # in the last call
         self._accepted_rows: set[int] = set()
+        self.last_cut_rows, self.last_features = sequence_parallel, 0
         self._alone = not self.group.name  # group=None: there is no process group to name
+        # The group over which the features of the stream are cut.
+        self._sums = None if self.group.y is None else self.group.y.name
         self._parts = dict(parts)
         weight_cut, bias_cut = cut
         if self.packed and [sum(self.packed)] != list(parts.values()):
@@ -132,6 +129,7 @@ class ParallelLinear(ParallelModule):
             self.add_parameter("bias", bias_cut, biases, dtype, device, dim_y=bias_cut_y)
         else:
             self.register_parameter("bias", None)
+        self._width = self.matrix.size(1)  # this rank's in_features
         self.reset_parameters()
 
     @classmethod
@@ -179,7 +177,7 @@ class ParallelLinear(ParallelModule):
                 full[f"{prefix}bias"] = torch.empty(size, **like).uniform_(-bound, bound)
         self.load_full(full)
 
-    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x, weight and bias in the dtype in which torch.autocast, where it is on, runs an nn.Linear."""
         weight, bias = self.matrix, self.bias
         device = x.device.type
@@ -188,22 +186,17 @@ class ParallelLinear(ParallelModule):
         dtype = torch.get_autocast_dtype(device)
         return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
-    @property
-    def _sums(self) -> str | None:
-        """The group over which the features of the stream are cut."""
-        return None if self.group.y is None else self.group.y.name
-
     def op_uses(self) -> list[OpUse]:
         """The primitives that one forward and one backward of this layer run."""
         # Abstract: nn.Module and abc.ABC do not mix; column and row linears answer.
         raise NotImplementedError(f"{type(self).__name__} does not say which primitives it runs.")
 
-    def _note(self, rows: int, on_rows: bool) -> None:
-        """Remembers the call for explain(); under strict, refuses a slower tier than asked (once per
-        shape)."""
+    def note(self, rows: int, cut_rows: bool, features: int = 0) -> None:
+        """Remembers a call for explain(); under strict, refuses a slower tier than asked (once per shape).
+        features: what was multiplied, other layers' too; 0: this one's alone."""
         if is_compiling():
             return
-        self.__dict__["last_rows"], self.__dict__["on_rows"] = rows, on_rows
+        self.__dict__.update(last_rows=rows, last_cut_rows=cut_rows, last_features=features)
         if self.strict and rows not in self._accepted_rows and refuse_slow_tier(self):
             self._accepted_rows.add(rows)
 
@@ -219,21 +212,26 @@ class ParallelLinear(ParallelModule):
 class _ColumnLinear(ParallelLinear):
     """The forward of a column-parallel linear, of one part or several."""
 
-    def __init__(
-        self,
-        in_features: int,
-        parts: Mapping[str, int],
-        bias: bool,
-        *,
-        keep_gathered: bool | None = None,
-        **options,
-    ):
-        super().__init__(in_features, parts, bias, cut=(0, 0), **options)
+    gather_output = False
+
+    def __init__(self, *args, keep_gathered: bool | None = None, **options):
+        super().__init__(*args, cut=(0, 0), **options)
         self.keep_gathered = keep_gathered
-        self.shared_input: SharedInput | None = None  # set by the first call
 
     def compute(self, x: Tensor, rows: int | None = None) -> Tensor:
-        width = self.in_features if self.whole_features else self.matrix.size(1)
+        self.check_width(x, self._width)
+        x, weight, bias = self.operands(x)
+        if self._alone:
+            y = primitives.linear(x, weight, bias)
+        else:
+            (y,) = self.multiply(x, [weight], [bias], rows)
+        self.note(y.numel() // y.size(-1), self.sequence_parallel)
+        if self.gather_output:
+            return gather_features(y, self.group, sum(self._parts.values()), self.packed)
+        return y
+
+    def check_width(self, x: Tensor, width: int) -> None:
+        """ValueError for an x that is not so many features wide."""
         if x.size(-1) != width:
             of = "" if width == self.in_features else f"{width} of "
             raise ValueError(
@@ -241,50 +239,29 @@ class _ColumnLinear(ParallelLinear):
                 f"input is {list(x.shape)}; a column-parallel linear needs every feature of x (only rows may "
                 "be cut), or this rank's over y where its group has that axis."
             )
-        on_rows = self.sequence_parallel or isinstance(x, RowShard)
-        y = None if self.shared_input is None else self.shared_input.output(self, x)
-        if y is None:
-            x, weight, bias = self._operands(x)
-            if self._alone:
-                y = primitives.linear(x, weight, bias)
-            else:
-                (y,) = self.multiply(x, [weight], [bias], rows)
-        self._note(y.numel() // y.size(-1), on_rows)
-        return y
 
     def multiply(
-        self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], rows: int | None = None
+        self,
+        x: Tensor,
+        weights: list[Tensor],
+        biases: list[Tensor | None],
+        rows: int | None = None,
+        *,
+        cut_rows: bool = False,
     ) -> list[Tensor]:
-        """x @ W_i^T + b_i, of this linear and of others that read x with it."""
-        if self.group.y is not None and self.whole_features:
-            x = split_features(x, self.group.y, self.in_features)
-        group, on_rows, dim = self.group.name, isinstance(x, RowShard), self.dim
-        if not (on_rows or self.sequence_parallel):
-            return ops.replicated_matmul(x, weights, group, bias=biases, tier=self.tier, sums=self._sums)
-        shard = x
-        if on_rows:
-            x.form.reads += len(weights)
-            shard, dim, rows = to_rows(x), 0, x.row_count
-        ys = ops.all_gather_matmul(
-            shard,
-            weights,
-            group,
-            dim=dim,
-            rows=rows,
-            bias=biases,
-            tier=self.tier,
-            keep_gathered=self.keep_gathered,
-            sums=self._sums,
-            wire=self.wire,
-        )
-        return [y.view(*x.shape[:-1], -1) for y in ys] if on_rows else ys
+        """x @ W_i^T + b_i, of this linear and of others that read x with it. cut_rows: x are this rank's rows
+        in any case, not under sequence_parallel alone."""
+        options: dict[str, Any] = {"bias": biases, "tier": self.tier, "sums": self._sums}
+        if not (cut_rows or self.sequence_parallel):
+            return ops.replicated_matmul(x, weights, self.group.name, **options)
+        options |= {"dim": self.dim, "rows": rows, "keep_gathered": self.keep_gathered, "wire": self.wire}
+        return ops.all_gather_matmul(x, weights, self.group.name, **options)
 
     def op_uses(self) -> list[OpUse]:
         n, k = self.matrix.shape
-        if self.shared_input is not None and self.shared_input.layers:
-            n = sum(layer.matrix.shape[0] for layer in self.shared_input.layers)
-        op = "all_gather_matmul" if self.on_rows else "replicated_matmul"
-        uses = [OpUse("forward", op, n, k, travels=self.on_rows), OpUse("backward", f"{op}_backward", n, k)]
+        n, cut_rows = self.last_features or n, self.last_cut_rows
+        op = "all_gather_matmul" if cut_rows else "replicated_matmul"
+        uses = [OpUse("forward", op, n, k, travels=cut_rows), OpUse("backward", f"{op}_backward", n, k)]
         if self.group.y is not None:
             uses.append(OpUse("forward", "matmul_all_reduce", n, k, group=self.group.y))
         return uses
@@ -314,7 +291,6 @@ class ColumnParallelLinear(_ColumnLinear):
         super().__init__(in_features, {"": out_features}, bias, group=group, **options)
         self.out_features = out_features
         self.gather_output = gather_output
-        self.leaves_own = False  # whether what is gathered holds what is not; set by parallelize()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: Group | TensorGroup | None, **options) -> Self:
@@ -327,21 +303,6 @@ class ColumnParallelLinear(_ColumnLinear):
         """The first output feature of this rank: what vocab_parallel_cross_entropy asks of a head."""
         layout = self._layouts["weight"]
         return layout.bounds(layout.parts[0])[0]
-
-    def compute(self, x: Tensor, rows: int | None = None) -> Tensor:
-        if self.region is not None:
-            mark_whole(x)
-        y = super().compute(x, rows)
-        if self.gather_output:
-            leaves_own = self.leaves_own and not is_compiling()
-            when_read = leaves_own and torch.is_grad_enabled()  # in training the loss reads each rank's own
-            own, y = y, gather_features(y, self.group, self.out_features, self.packed, when_read=when_read)
-            if self.region is not None:
-                mark_whole(y)
-            if leaves_own and y is not own:
-                leave_own(y, self, own)
-            return y
-        return y if self.region is None else self.region.begin(y)
 
 
 class MergedColumnParallelLinear(_ColumnLinear):
@@ -424,54 +385,48 @@ class RowParallelLinear(ParallelLinear):
 
     def compute(self, x: Tensor) -> Tensor:
         if self.split_input:
-            if x.size(-1) != self.in_features:
-                raise ValueError(
-                    f"{self.label or type(self).__name__} takes in_features={self.in_features}, but its "
-                    f"input is {list(x.shape)}; with split_input it needs every feature of x."
-                )
-            if self.region is not None:
-                mark_whole(x)
-            x = split_features(x, self.group, self.in_features)
-        if x.size(-1) != self.matrix.size(1):
+            x = self.own_features(x)
+        self.check_width(x)
+        return self.multiply(x)
+
+    def own_features(self, x: Tensor) -> Tensor:
+        """This rank's features of x [..., K], which is whole on every rank."""
+        if x.size(-1) != self.in_features:
             raise ValueError(
-                f"{self.label or type(self).__name__} holds {self.matrix.size(1)} of "
+                f"{self.label or type(self).__name__} takes in_features={self.in_features}, but its "
+                f"input is {list(x.shape)}; with split_input it needs every feature of x."
+            )
+        return split_features(x, self.group, self.in_features)
+
+    def check_width(self, x: Tensor) -> None:
+        """ValueError where x has not this rank's features."""
+        if x.size(-1) != self._width:
+            raise ValueError(
+                f"{self.label or type(self).__name__} holds {self._width} of "
                 f"in_features={self.in_features} on rank {self.group.rank} of {self.group.size}, but its "
                 f"input is {list(x.shape)}; a row-parallel linear takes what a column-parallel one (not "
                 "gathered) leaves on each rank."
             )
-        if self.region is not None and not self.split_input:
-            x = self.region.end(x)
-        x, weight, bias = self._operands(x)
-        group = self.group.name
+
+    def multiply(self, x: Tensor, *, cut_rows: bool = False) -> Tensor:
+        """y of x [..., K/P]. cut_rows: this rank's rows of it in any case, not under sequence_parallel
+        alone."""
+        cut_rows = cut_rows or self.sequence_parallel
+        x, weight, bias = self.operands(x)
         options: dict[str, Any] = {"bias": bias, "tier": self.tier, "sums": self._sums}
-        form = self.region.form if self.region is not None and x.dim() > 1 else None
-        form = form if form is not None and form.gives_rows else None
         if self._alone:
             y = primitives.linear(x, weight, bias)
-        elif self.sequence_parallel:
-            y = ops.matmul_reduce_scatter(x, weight, group, dim=self.dim, wire=self.wire, **options)
-        elif form is not None:
-            y = ops.matmul_reduce_scatter(x.flatten(0, -2), weight, group, **options)
-            y = form.shard(y, (*x.shape[:-1], weight.size(0)))
+        elif cut_rows:
+            y = ops.matmul_reduce_scatter(x, weight, self.group.name, dim=self.dim, wire=self.wire, **options)
         else:
-            y = ops.matmul_all_reduce(x, weight, group, **options)
-        self._note(x.numel() // x.size(-1), self.sequence_parallel or form is not None)
-        if self.group.y is not None and self.whole_features:
-            y = gather_features(y, self.group.y, self.out_features)
-        if self.region is None:
-            return y
-        if self.split_input:
-            mark_whole(y)
-            return y
-        return self.region.whole(y)
+            y = ops.matmul_all_reduce(x, weight, self.group.name, **options)
+        self.note(x.numel() // x.size(-1), cut_rows)
+        return y
 
     def op_uses(self) -> list[OpUse]:
-        n, k = self.matrix.shape
-        op = "matmul_reduce_scatter" if self.on_rows else "matmul_all_reduce"
-        uses = [
-            OpUse("forward", op, n, k),
-            OpUse("backward", f"{op}_backward", n, k, travels=self.on_rows),
-        ]
+        (n, k), cut_rows = self.matrix.shape, self.last_cut_rows
+        op = "matmul_reduce_scatter" if cut_rows else "matmul_all_reduce"
+        uses = [OpUse("forward", op, n, k), OpUse("backward", f"{op}_backward", n, k, travels=cut_rows)]
         if self.group.y is not None:
             uses.append(OpUse("backward", "replicated_matmul_backward", n, k, group=self.group.y))
         return uses

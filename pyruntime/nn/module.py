@@ -13,9 +13,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pyruntime.comm.ranges import is_heard, marked
-from pyruntime.nn.cut import as_plain, mark_cut
+from pyruntime.nn.cut import as_plain, mark_cut, shard_of
+from pyruntime.nn.layout import Layout
 from pyruntime.nn.optimizer_states import after_step, before_step
-from pyruntime.nn.parameters import Group, Layout, Part, TensorGroup
+from pyruntime.nn.parameters import Group, Part, TensorGroup
 from pyruntime.nn.wrappers import refuse_removal, refuse_replacement, refuse_wrapper
 
 
@@ -24,7 +25,17 @@ class Step:
     weights and give what it does a name."""
 
     def __init__(self, take: Callable[[], Any]):
-        self.take = lambda _: take()
+        self.take = lambda *_: take()
+
+
+class LayerHook:
+    """Every call of a layer goes through the hook that its constructor was given. This one does nothing.
+
+    `parallelize` gives layers hooks that know the model around them (any_model/layer_hooks.py)."""
+
+    def call(self, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The result of a call. `layer.compute` is what the layer does by itself."""
+        return layer.compute(*args, **kwargs)
 
 
 class ParallelModule(nn.Module):
@@ -33,16 +44,17 @@ class ParallelModule(nn.Module):
     `state_dict()` holds DTensors over the parameters' own storage, so that `torch.distributed.checkpoint`
     saves and loads in place; `load_state_dict()` takes DTensors, full tensors, or plain shards. `label` is
     the name under which calls show in torch.profiler and NVTX; `parallelize` and the models set it to the
-    qualified name."""
+    qualified name. hook: what calls go through; None: nothing is done around them."""
 
-    def __init__(self, group: Group | TensorGroup | None):
+    def __init__(self, group: Group | TensorGroup | None, hook: LayerHook | None = None):
         register_with_torch()
         super().__init__()
         self.group = TensorGroup.of(group)
+        self.hook = hook or LayerHook()
         self.label = ""
-        # Of the last call's input, over all ranks, for explain(); 0: not called yet. Calls write it into
-        # __dict__, because nn.Module makes setting an attribute expensive.
-        self.last_rows = 0
+        # Of the last call, for explain(): rows over all ranks (0: not called yet), and whether a rank had its
+        # own alone. Calls write into __dict__, because nn.Module makes setting an attribute expensive.
+        self.last_rows, self.last_cut_rows = 0, False
         self._layouts: dict[str, Layout] = {}
 
     def add_parameter(
@@ -86,13 +98,13 @@ class ParallelModule(nn.Module):
     def forward(self, *args, **kwargs) -> Tensor:
         """What the module computes, in a range "tp LABEL" (of a rank alone, "LABEL") where a profiler is
         watching. Calls pay less than a microsecond where none is. In place of arguments, a `Step` of it."""
-        compute = args[0].take if args and isinstance(args[0], Step) else self.compute
+        call = args[0].take if args and isinstance(args[0], Step) else self.hook.call
         with as_plain():  # a layer computes with its shards
             if not is_compiling() and is_heard():
                 name = self.label or type(self).__name__
                 with marked("tp", name) if self.group.size > 1 else marked(name):
-                    return compute(*args, **kwargs)
-            return compute(*args, **kwargs)
+                    return call(self, *args, **kwargs)
+            return call(self, *args, **kwargs)
 
     def compute(self, *args, **kwargs) -> Tensor:
         # Abstract: nn.Module and abc.ABC do not mix.
@@ -129,7 +141,8 @@ class ParallelModule(nn.Module):
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         for name, layout in self._layouts.items():
             parameter = self._parameters[name]
-            for key, value in layout.to_dtensors(parameter if keep_vars else parameter.detach()).items():
+            shard = shard_of(parameter if keep_vars else parameter.detach())
+            for key, value in layout.to_dtensors(shard).items():
                 destination[prefix + key] = value
 
     def _load_from_state_dict(

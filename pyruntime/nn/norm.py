@@ -1,14 +1,97 @@
-"""Root-mean-square normalisation of a sequence shard."""
+"""RMS normalisation of rows whose features are cut over ranks.
+
+With rank s holding the features x_s [M, D/Y] of the same M rows, statistics in fp32 (fp64 for fp64):
+
+    rstd = 1 / sqrt(sum_s |x_s|^2 / D + eps)        one number a row is summed over the ranks
+    y_s  = x_s rstd w_s
+    dx_s = rstd (dy_s w_s - xhat_s c),              xhat_s = x_s rstd, c = sum_s (dy_s w_s . xhat_s) / D
+    dw_s = sum over rows of dy_s xhat_s
+
+(Zhang and Sennrich 2019, equation 4; the gradients are derived.)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple, TypeGuard
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pyruntime import ops
-from pyruntime.nn.grid.rms_norm import rms_norm
+from pyruntime.nn.cut import memory_of
 from pyruntime.nn.module import ParallelModule
 from pyruntime.nn.parameters import Group, Part, TensorGroup
+from pyruntime.ops import layers
+from pyruntime.ops.attention import statistics_dtype
+
+
+class Normed(NamedTuple):
+    """What a norm gives, and what it takes to compute `rows` again from x with no exchange."""
+
+    rows: Tensor
+    """[..., D_s]"""
+    rstd: Tensor | None
+    """[..., 1] where features are cut over y, which the norm's backward keeps too."""
+
+
+def is_cut(y: TensorGroup | None) -> TypeGuard[TensorGroup]:
+    """Whether there are several ranks of y."""
+    return y is not None and y.size > 1
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    features: int,
+    y: TensorGroup | None,
+    whole: Callable[[Tensor, Tensor, float], Tensor] = layers.rms_norm,
+) -> Normed:
+    """x [..., D_s] and weight [D_s], this rank's of `features` D that are cut over y. y=None: they are not
+    cut. whole: the norm of features that are not."""
+    if not is_cut(y):
+        return Normed(whole(x, weight, eps), None)
+    return Normed(*_CutNorm.apply(x, weight, eps, features, y.name))
+
+
+def normed_by(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    """`Normed.rows` by its `rstd`."""
+    return (x.to(rstd.dtype) * rstd * weight).to(x.dtype)
+
+
+def _sum_over(numbers: Tensor, group: str) -> Tensor:
+    """Of a few numbers, on every rank in rank order: all of them travel, once, which takes half as long as
+    an all-reduce of them, that waits twice."""
+    return ops.all_gather_stats(numbers, group).sum(0)
+
+
+class _CutNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, eps: float, features: int, group: str
+    ) -> tuple[Tensor, Tensor]:
+        weight = memory_of(weight)
+        wide = x.to(statistics_dtype(x))
+        square = _sum_over(wide.square().sum(-1, keepdim=True), group)
+        rstd = (square / features + eps).rsqrt()
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.over = features, group
+        ctx.mark_non_differentiable(rstd)
+        return normed_by(x, rstd, weight), rstd
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, _):
+        x, weight, rstd = ctx.saved_tensors
+        features, group = ctx.over
+        xhat, grad = x.to(rstd.dtype) * rstd, grad.to(rstd.dtype)
+        scaled = grad * weight
+        mean = _sum_over((scaled * xhat).sum(-1, keepdim=True), group) / features
+        dx = (scaled - xhat * mean) * rstd
+        dweight = (grad * xhat).flatten(0, -2).sum(0)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None
 
 
 class RMSNorm(ParallelModule):
@@ -17,7 +100,7 @@ class RMSNorm(ParallelModule):
     Rows are independent, so a rank normalises its own rows without communication. The weight [dim] is the
     same on every rank of `group`, and its gradient, to which every rank's rows contribute, is summed over the
     group in the backward. group=None: the input is not cut (or the norm is replicated), and nothing is
-    summed. With a group of two axes the features are cut over y (grid/rms_norm.py): input [..., D/Y], weight
+    summed. With a group of two axes the features are cut over y: input [..., D/Y], weight
     [D/Y]. State dict: "weight", a DTensor, or a plain tensor without a group."""
 
     def __init__(

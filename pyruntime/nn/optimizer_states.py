@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyruntime.nn.cut import CutTensor, cut_like
-from pyruntime.nn.parameters import Layout
+from pyruntime.nn.cut import CutTensor, cut_like, shard_of
+from pyruntime.nn.layout import Layout
 
 MIX_ELEMENTS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 """Their update of an element reads others of the same weight, of which a rank has only its shard."""
@@ -152,7 +152,7 @@ def _whole(layout: Layout, name: str, value: Any) -> Any:
             "be saved for another number of ranks; take an optimizer whose state has the parameter's shape, "
             "such as torch.optim.AdamW."
         )
-    parts = layout.to_dtensors(value)
+    parts = layout.to_dtensors(shard_of(value))
     return parts if len(parts) > 1 else next(iter(parts.values()))
 
 

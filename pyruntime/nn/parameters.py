@@ -1,14 +1,15 @@
-"""How a parameter is cut over a tensor-parallel group, and how it becomes a DTensor.
+"""How a parameter is cut over a tensor-parallel group.
 
 Inside a module a parameter is a plain local tensor, so that a forward pays nothing for being distributed.
-What a rank holds of the full tensor is written in a `Layout`, kept by the module and hung on the parameter
-itself:
+What a rank holds of the full tensor is written in a `Layout` (layout.py), kept by the module and hung on the
+parameter itself:
 
     p.tp_layout       the Layout
     p.tp_dim          the dimension that is cut, or None where every rank holds the whole tensor
     p.tp_group_name   the name of the group it is cut over
 
-A group may have a second axis, y, over which another dimension is cut (grid/): `Layout.dim_y` says which.
+A group may have a second axis, y, over which another dimension is cut (docs/4d.md): `Layout.dim_y` says
+which.
 
 Only state dicts speak DTensor, the model's and those of torch's optimizers (optimizer_states.py).
 **Parameters are cut as DTensor's `Shard` cuts (`torch.chunk`: every rank ceil(n / P), the last ones less)**,
@@ -19,21 +20,17 @@ both."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from pyruntime import comm
 from pyruntime.comm import Axis, Group
 from pyruntime.comm.runtime import AXES
-from pyruntime.nn.cut import CutTensor
-from pyruntime.nn.packed.dtensor import PackedDTensor, dtensor
-from pyruntime.nn.packed.order import ranges_of
+from pyruntime.nn.packed import ranges_of
 
 
 class TensorGroup:
@@ -177,7 +174,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Cut:
     """What one rank's local parameter holds of one or several full tensors.
 
     With several parts (q, k, v in one weight) each is cut along `dim` by itself, and the local parameter is
@@ -255,62 +252,3 @@ class Layout:
         if self.dim is None or len(self.parts) == 1:
             return [local]
         return list(local.split([self.local_shape_of(part)[self.dim] for part in self.parts], self.dim))
-
-    def to_dtensors(self, local: Tensor) -> dict[str, Tensor]:
-        """A DTensor per part over the storage of `local`, which is the parameter or anything of its shape
-        (a gradient, a moment of the optimizer). No communication. Without a group the tensors are plain."""
-        local = local.to_local() if isinstance(local, CutTensor) else local
-        shards = dict(zip(self.parts, self.split(local), strict=True))
-        if not self.group.name:
-            return {part.key: shard for part, shard in shards.items()}
-        return {part.key: self.to_dtensor(part, shard) for part, shard in shards.items()}
-
-    def to_dtensor(self, part: Part, shard: Tensor) -> DTensor:
-        """The DTensor of one part over the storage of this rank's shard."""
-        mesh = self.group.mesh(shard.device.type)
-        if part.packed:
-            return PackedDTensor.of(shard, self, part, mesh, self.placements)
-        return dtensor(shard, mesh, self.placements, part.shape)
-
-    def local_part(self, part: Part, value: Tensor) -> Tensor:
-        """This rank's shard of `part` out of a DTensor (any placement, any mesh that holds this rank), a full
-        tensor, or a plain tensor that is this rank's shard already. May communicate for a DTensor placed
-        otherwise.
-
-        Raises ValueError where the shape is none of these.
-        """
-        local_shape = self.local_shape_of(part)
-        if isinstance(value, DTensor):
-            if isinstance(value, PackedDTensor) or part.packed:
-                return self._packed_part(part, value)
-            mesh = self.group.mesh(value.device_mesh.device_type) if self.group.name else None
-            if tuple(value.shape) == part.shape and value.device_mesh == mesh:
-                return value.redistribute(mesh, self.placements).to_local()
-            value = value.full_tensor()
-        if tuple(value.shape) == part.shape:
-            for dim, start, stop in self.places(part):
-                value = value.narrow(dim, start, stop - start)
-            if not part.packed or self.dim is None:
-                return value
-            held = [value.narrow(self.dim, start, stop - start) for start, stop in self.ranges(part)]
-            return torch.cat(held, self.dim)
-        if tuple(value.shape) == local_shape:
-            return value
-        raise ValueError(
-            f"{part.key} has full shape {list(part.shape)} and shard {list(local_shape)} on this "
-            f"process, group {self.group}; but the tensor to load has shape {list(value.shape)}; "
-            "pass a DTensor, the full tensor or this rank's shard."
-        )
-
-    def _packed_part(self, part: Part, value: DTensor) -> Tensor:
-        """Of a DTensor, where it or the part is packed."""
-        if isinstance(value, PackedDTensor) and value.shard_mesh is None:
-            theirs = value.tp_layout
-            if (value.part, theirs.dim, theirs.group.name) == (part, self.dim, self.group.name):
-                return value.to_local()
-        return self.local_part(part, value.full_tensor())
-
-    def gather_parts(self, source: Mapping[str, Tensor]) -> Tensor:
-        """The local tensor, made of `source[part.key]` for every part."""
-        shards = [self.local_part(part, source[part.key]) for part in self.parts]
-        return shards[0] if len(shards) == 1 else torch.cat(shards, dim=self.dim or 0)

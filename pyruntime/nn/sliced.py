@@ -53,16 +53,16 @@ class SlicedColumn(_Sliced):
 
     def _begin(self, x: Tensor, rows: int) -> tuple:
         linear, flight = self._linear, torch.classes.pyruntime.SlicedFlight()
-        x, weight, _ = linear._operands(x)
+        x, weight, _ = linear.operands(x)
         # The weight only says which tier it will be; its gradient comes by `_share`.
         begun = torch.ops.pyruntime.begin_column(
             x, weight.detach(), linear.group.name, rows, linear.tier, linear.wire, flight
         )
-        linear._note(rows, on_rows=True)
+        linear.note(rows, True)
         return begun, flight
 
     def _end(self, begun: Tensor, flight) -> Tensor:
-        _, weight, bias = self._linear._operands(begun)
+        _, weight, bias = self._linear.operands(begun)
         return torch.ops.pyruntime.end_column(begun, self._share(weight), bias, self._weight, flight)
 
 
@@ -74,11 +74,11 @@ class SlicedRow(_Sliced):
 
     def _begin(self, x: Tensor) -> tuple:
         linear, flight = self._linear, torch.classes.pyruntime.SlicedFlight()
-        x, weight, bias = linear._operands(x)
+        x, weight, bias = linear.operands(x)
         begun = torch.ops.pyruntime.begin_row(
             x, self._share(weight), bias, self._weight, linear.group.name, linear.tier, linear.wire, flight
         )
-        linear._note(len(x), on_rows=True)
+        linear.note(len(x), True)
         return begun, flight
 
     def _end(self, begun: Tensor, flight) -> Tensor:

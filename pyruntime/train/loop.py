@@ -28,13 +28,13 @@ from pathlib import Path
 import torch
 
 from pyruntime import comm
+from pyruntime.any_model import Report, explain
 from pyruntime.comm import Runtime
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel import NonFiniteGradient, shard
 from pyruntime.data_parallel.replicated import check_replicated
 from pyruntime.elastic.member import Member
 from pyruntime.llama import Llama
-from pyruntime.nn.explain import Report, explain
 from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.train import checkpoint, checkpoint_folder

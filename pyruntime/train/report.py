@@ -46,7 +46,7 @@ class Scorecard:
     memory_bytes: int
     val_loss_per_byte: float | None
     tiers: list[dict]
-    """The rows of `pyruntime.nn.explain`: per layer and primitive, which tier ran, why not a faster one."""
+    """The rows of `pyruntime.explain`: per layer and primitive, which tier ran, why not a faster one."""
 
 
 def scorecard(

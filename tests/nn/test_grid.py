@@ -21,8 +21,8 @@ from pyruntime.nn import (
     shard_bounds,
 )
 from pyruntime.ops.layers import rms_norm
+from tests.any_model.test_auto import BATCH, build
 from tests.nn.cases import assert_near
-from tests.nn.test_auto import BATCH, build
 
 K, HIDDEN, N = 10, 22, 14
 WIDE, NARROW = 22, 10  # where a GEMM hides what travels over x

@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 
 from pyruntime import explain, parallelize, shard, verify
+from pyruntime.any_model.auto.data_flow import flow_of, parts_of
 from pyruntime.nn import ColumnParallelLinear
-from pyruntime.nn.auto.data_flow import flow_of, parts_of
-from pyruntime.nn.packed.order import in_order, ranges_of
+from pyruntime.nn.packed import in_order, ranges_of
 from pyruntime.text import block_name
-from tests.nn import test_auto
-from tests.nn.test_auto import BATCH, COMMON, GPT2, IDS, MODELS
+from tests.any_model import test_auto
+from tests.any_model.test_auto import BATCH, COMMON, GPT2, IDS, MODELS
 
 FOUR = {"num_key_value_heads": 4}
 MPT = {"vocab_size": 101, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}

@@ -26,6 +26,7 @@ from pyruntime.nn import (
     shard_bounds,
     vocab_parallel_cross_entropy,
 )
+from pyruntime.nn.cut import shard_of
 from tests.nn.cases import assert_near
 
 FULL = {
@@ -139,13 +140,13 @@ def save(group, folder: str) -> None:
     net = Net(group)
     net.load_state_dict(full_state(7))
     moments = {name: torch.full_like(p, dist.get_rank(group)) for name, p in net.named_parameters()}
-    moments = net.qkv.weight.tp_layout.to_dtensors(moments["qkv.weight"])
+    moments = net.qkv.weight.tp_layout.to_dtensors(shard_of(moments["qkv.weight"]))
     dcp.save({"model": net.state_dict(), "moments": moments}, checkpoint_id=folder, process_group=group)
 
 
 def load(group, folder: str) -> torch.Tensor:
     net = Net(group)
-    moments = net.qkv.weight.tp_layout.to_dtensors(torch.zeros_like(net.qkv.weight))
+    moments = net.qkv.weight.tp_layout.to_dtensors(shard_of(torch.zeros_like(net.qkv.weight)))
     state = {"model": net.state_dict(), "moments": moments}
     dcp.load(state, checkpoint_id=folder, process_group=group)  # in place: nothing is left to be loaded
     assert holds(net, full_state(7))

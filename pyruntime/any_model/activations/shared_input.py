@@ -1,0 +1,130 @@
+"""Column linears that read one input, as one op.
+
+q, k and v read one x, and gate and up another. Each by itself would sum its share of dX over the ranks.
+Together they sum once, and every dW runs under that sum:
+
+    dX = sum over ranks of (dQ @ W_q + dK @ W_k + dV @ W_v)
+
+So the one that is called first multiplies for all, and the others take what is theirs. Weights stay where
+they are, under their own names. Who reads what is seen in the first call (first_call.py); no name is looked
+at, but that they belong to one module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from pyruntime.any_model import lora
+from pyruntime.any_model.activations.row_shard import RowShard, to_rows
+from pyruntime.nn.gather import split_features
+from pyruntime.nn.linear import ColumnParallelLinear
+
+
+def products(linears: Sequence[ColumnParallelLinear], x: Tensor) -> Sequence[Tensor]:
+    """x @ W_i^T + b_i of each linear, as one op. x [.., K] is whole on every rank, or a RowShard."""
+    weights, biases, first = [], [], linears[0]
+    for linear in linears:
+        cast, weight, bias = linear.operands(x)
+        weights.append(weight)
+        biases.append(bias)
+    x = cast
+    if first.group.y is not None:
+        x = split_features(x, first.group.y, first.in_features)
+    if not isinstance(x, RowShard):
+        return first.multiply(x, weights, biases)
+    x.form.reads += len(weights)
+    ys = first.multiply(to_rows(x), weights, biases, x.row_count, cut_rows=True)
+    return [y.view(*x.shape[:-1], -1) for y in ys]
+
+
+class SharedInput:
+    """What some column linears know of each other. features: what a rank has of all of them; 0 once they have
+    turned out not to read one input."""
+
+    def __init__(self, layers: Iterable[ColumnParallelLinear]) -> None:
+        self.layers = tuple(layers)
+        self.features = sum(layer.matrix.size(0) for layer in self.layers)
+        self._x: Tensor | None = None
+        self._state: tuple = ()
+        self._outputs: dict[ColumnParallelLinear, Tensor] = {}
+
+    def output(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor | None:
+        """What `layer` makes of x; None where it computes alone: where nothing travels (no gradient goes back
+        to x), while torch.compile traces, and where hooks bring a weight when its layer is called, as those
+        of ZeRO do.
+
+        A call with another x before all have taken theirs ends it: they do not read one input after all."""
+        if not self.layers or is_compiling() or not torch.is_grad_enabled():
+            return None
+        if not (isinstance(x, RowShard) or x.requires_grad):
+            return None
+        state = self._state_of(x)
+        if self._x is x and self._state == state and layer in self._outputs:
+            y = self._outputs.pop(layer)
+        elif self._outputs:
+            self.layers, self.features, self._x, self._outputs = (), 0, None, {}
+            return None
+        elif any(each._forward_pre_hooks or "forward" in vars(each) for each in self.layers):
+            return None
+        else:
+            self._outputs = dict(zip(self.layers, products(self.layers, x), strict=True))
+            self._x, self._state = x, state
+            y = self._outputs.pop(layer)
+        if not self._outputs:
+            self._x = None
+        return y
+
+    def _state_of(self, x: Tensor) -> tuple:
+        """Changes with whatever a product depends on but x itself."""
+        device = x.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        tensors = (x, *(p for each in self.layers for p in (each.weight, each.bias) if p is not None))
+        return autocast, *((id(tensor), tensor._version) for tensor in tensors)
+
+    def __getstate__(self) -> dict:
+        """Of copies and pickles: outputs that wait are of one call."""
+        return vars(SharedInput(self.layers))
+
+
+class SeenInputs:
+    """Notes, during one forward pass, which column linears of one module are given the same tensor."""
+
+    def __init__(self) -> None:
+        self._groups: dict[ColumnParallelLinear, tuple[ColumnParallelLinear, ...]] = {}
+        self._module = ""
+        self._open: list[tuple[Tensor, int, dict[ColumnParallelLinear, None]]] = []  # inputs of the module
+
+    def note(self, layer: ColumnParallelLinear, x: Tensor) -> None:
+        module = lora.wrapper_of(layer.label).rpartition(".")[0]
+        if module != self._module:
+            self._close()
+            self._module = module
+        version = 0 if x.is_inference() else x._version
+        for seen, its_version, layers in self._open:
+            if seen is x and its_version == version:
+                layers[layer] = None
+                return
+        self._open.append((x, version, {layer: None}))
+
+    def _close(self) -> None:
+        for _, _, layers in self._open:
+            group = tuple(layers)
+            for layer in group:
+                before = self._groups.setdefault(layer, group)
+                if before != group:  # one that reads now with these and now with those reads alone
+                    self._groups |= {each: (each,) for each in (*before, *group)}
+        self._open = []
+
+    def connect(self) -> None:
+        """Those that read one input do so together from now on."""
+        self._close()
+        for group in dict.fromkeys(self._groups.values()):
+            hooks: list[Any] = [layer.hook for layer in group]
+            if len(group) > 1 and all(hook.shared is None for hook in hooks):
+                shared = SharedInput(group)
+                for hook in hooks:
+                    hook.shared = shared

@@ -1,0 +1,131 @@
+"""What parallelize() puts around layers: a hook brings its layer what the model's code gives, and makes of
+the layer's result what that code expects."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from pyruntime import ops
+from pyruntime.any_model.activations.causal_loss import leave_own
+from pyruntime.any_model.activations.row_form import RowForm
+from pyruntime.any_model.activations.row_shard import RowShard
+from pyruntime.any_model.activations.shared_input import SharedInput, products
+from pyruntime.any_model.activations.when_read import GatheredWhenRead
+from pyruntime.any_model.random_streams import RandomStreams
+from pyruntime.any_model.regions import Region, mark_whole
+from pyruntime.nn.embedding import VocabParallelEmbedding
+from pyruntime.nn.gather import gather_features
+from pyruntime.nn.linear import ColumnParallelLinear, RowParallelLinear
+from pyruntime.nn.module import LayerHook
+from pyruntime.nn.parameters import TensorGroup
+
+
+class CutModel:
+    """What the hooks of one model share.
+
+    form: whether row linears give rows (activations/row_form.py); None: whole activations.
+    gives_way: whether the first call may have linears give or take whole activations."""
+
+    def __init__(self, group: TensorGroup, gives_way: bool) -> None:
+        self.group = group
+        self.gives_way = gives_way
+        self.form = RowForm(group) if gives_way and group.y is None else None
+        self.streams = RandomStreams(group)
+
+    def hook(self, name: str, style: str) -> LayerHook | None:
+        """Of a layer; None on one rank, which has the whole model."""
+        if self.group.ranks == 1:
+            return None
+        if style == "embedding":
+            return EmbeddingHook(self)
+        kind = RowHook if style.startswith("row") else ColumnHook
+        return kind(self, name, whole=style in ("column_gather", "row_split"))
+
+
+class ModelHook(LayerHook):
+    def __init__(self, model: CutModel) -> None:
+        self.model = model
+
+
+class LinearHook(ModelHook):
+    """region: the cut activations that the linear begins (column) or ends (row).
+    whole: the linear gives (column) or takes (row) whole activations instead; gave_way: why the first call
+    made it so, "" where it did not.
+    checked: in which of training (True) and evaluation (False) the first call was compared (first_call.py);
+    in_check: whether it is being compared."""
+
+    def __init__(self, model: CutModel, label: str, *, whole: bool = False) -> None:
+        super().__init__(model)
+        self.region = Region(label, model.group, model.streams)
+        self.whole = whole
+        self.gave_way = ""
+        self.checked: set[bool] = set()
+        self.in_check = False
+
+
+class ColumnHook(LinearHook):
+    """shared: the linears that read one input with this one, which the first call finds.
+    leaves_own: whether what is gathered holds this rank's features, for the loss."""
+
+    shared: SharedInput | None = None
+    leaves_own = False
+
+    def call(self, linear: ColumnParallelLinear, x: Tensor, rows: int | None = None) -> Tensor:
+        linear.check_width(x, linear.in_features)
+        mark_whole(x)
+        y = None if self.shared is None else self.shared.output(linear, x)
+        if y is None:
+            (y,) = products([linear], x)
+        features = 0 if self.shared is None else self.shared.features
+        linear.note(y.numel() // y.size(-1), isinstance(x, RowShard), features)
+        return self._gathered(linear, y) if self.whole else self.region.begin(y)
+
+    def _gathered(self, linear: ColumnParallelLinear, own: Tensor) -> Tensor:
+        leaves_own = self.leaves_own and not is_compiling()
+        # In training the loss reads each rank's own.
+        as_read = GatheredWhenRead if leaves_own and torch.is_grad_enabled() else None
+        y = gather_features(own, linear.group, linear.out_features, linear.packed, as_read=as_read)
+        mark_whole(y)
+        if leaves_own and y is not own:
+            leave_own(y, linear, own)
+        return y
+
+
+class RowHook(LinearHook):
+    def call(self, linear: RowParallelLinear, x: Tensor) -> Tensor:
+        if self.whole:
+            mark_whole(x)
+            x = linear.own_features(x)
+        else:
+            linear.check_width(x)
+            x = self.region.end(x)
+        form = self.model.form
+        form = form if form is not None and form.gives_rows and x.dim() > 1 else None
+        if form is None:
+            y = linear.multiply(x)
+        else:
+            rows = linear.multiply(x.flatten(0, -2), cut_rows=True)
+            y = form.shard(rows, (*x.shape[:-1], linear.out_features))
+        if linear.group.y is not None:
+            y = gather_features(y, linear.group.y, linear.out_features)
+        if self.whole:
+            mark_whole(y)
+            return y
+        return self.region.whole(y)
+
+
+class EmbeddingHook(ModelHook):
+    def call(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
+        group, form = layer.group, self.model.form
+        form = form if form is not None and form.begins and ids.dim() > 0 and group.size > 1 else None
+        if form is None:
+            y = layer.compute(ids)
+        else:
+            own = layer.own_share(ids, cut_rows=True)
+            y = form.shard(ops.reduce_scatter(own.flatten(0, -2), group.name), own.shape)
+        if group.y is not None:
+            y = gather_features(y, group.y, layer.embedding_dim)
+        mark_whole(y)
+        return y

@@ -1,0 +1,283 @@
+"""Cuts the linears of any model over a tensor-parallel group, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from pyruntime import comm
+from pyruntime.any_model import lora
+from pyruntime.any_model.activations.causal_loss import read_own_logits
+from pyruntime.any_model.activations.fused_norms import fuse_norms
+from pyruntime.any_model.auto import auto_plan
+from pyruntime.any_model.first_call import FirstCall
+from pyruntime.any_model.layer_hooks import CutModel
+from pyruntime.any_model.plans import LEFT_WHOLE, Plan, find_plan
+from pyruntime.any_model.save_pretrained import save_whole
+from pyruntime.comm.exchange import different
+from pyruntime.comm.failed_forward import ForwardWatch, NotePasses
+from pyruntime.nn.cut import memory_of
+from pyruntime.nn.embedding import VocabParallelEmbedding
+from pyruntime.nn.linear import ColumnParallelLinear, RowParallelLinear, is_transposed
+from pyruntime.nn.module import ParallelModule
+from pyruntime.nn.optimizer_states import replaced as replaced_by_shard
+from pyruntime.nn.parameters import Group, TensorGroup
+from pyruntime.nn.tiers import check_tier
+from pyruntime.nn.wrappers import check_unwrapped
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Group | TensorGroup,
+    plan: str | Mapping[str, str] | Plan,
+    *,
+    tier: str = "auto",
+    strict: bool = False,
+) -> nn.Module:
+    """Replaces the modules that `plan` names by their parallel kin, in place, and returns the model.
+
+    Between the replaced modules activations stay as the model had them: whole on every rank, so that the rest
+    of the model need not know. A "column" linear leaves this rank's features only, which a "row" linear
+    takes; what stands between must work feature by feature or head by head (activations, attention). See
+    plans.py for patterns and styles.
+
+    mesh: the 1-D DeviceMesh, process group or group name to cut over, or a 2-D mesh (x, y), over whose second
+    dimension the features that others read are cut inside of layers (docs/4d.md). Every rank calls with the
+    same full model. plan: "auto", which is transformers' plan or one read off its data flow (auto/), a
+    mapping {glob on module names: "column" | "column_gather" | "row" | "row_split" | "embedding"}, or a
+    plan's name ("llama"). tier, strict: for every linear, see nn.ColumnParallelLinear.
+
+    Weights that are whole and are read in between (norms over each head, gains, gates) get the sum of their
+    gradients over the group (regions.py). The first call in training, and the first in evaluation, is
+    compared with that of the whole model, and raises ValueError where the plan changes what the model
+    computes (first_call.py); counts of heads that modules keep are made the rank's own there. Under "auto"
+    linears that cannot stay cut give and take whole activations from then on, and `pyruntime.explain` says
+    why. `pyruntime.verify` compares a step of both, gradients too.
+
+    Tied weights stay tied: an lm_head that shares its weight with the embedding must be in the plan beside
+    it. A linear with peft's LoRA adapters is cut with them. Raises ValueError, before anything is replaced,
+    where a pattern matches nothing or a module of another kind, two patterns disagree, tp is too large for
+    a module, weights are tied across the edge of the plan, the model lies on several devices, the ranks hold
+    different models, "auto" finds nothing to cut, another tool has wrapped or cut the model, the mesh has an
+    axis of another name than tensor parallelism's, or a mesh of two dimensions meets adapters or linears that
+    are cut by their parts. Raises TypeError for what is no module, no group or no plan."""
+    if not isinstance(model, nn.Module):
+        found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"parallelize() cuts a model that is built, an nn.Module; found: {found}.")
+    group = TensorGroup.of(mesh)
+    check_tier(tier)
+    check_unwrapped(model)
+    _check_unsharded(model)
+    _check_one_device(model)
+    plan = auto_plan(model, group.size) if plan == "auto" else find_plan(plan)
+    plan.check(model, group.size)
+    styles = match_modules(model, plan.styles)
+    _check_axes(plan, styles, group)
+    for axis in group.axes:
+        check_same_model(model, axis)
+    cut = CutModel(group, plan.gives_way)
+    options = {"tier": tier, "strict": strict}
+    replaced: dict[str, ParallelModule] = {}
+    for name, style in styles.items():
+        packed = plan.packed.get(lora.wrapper_of(name), ())
+        replaced[name] = _parallel(model.get_submodule(name), name, style, cut, packed, options)
+    replaced = _under_all_names(model, replaced)
+    _tie(model, replaced)
+    for name, module in replaced.items():
+        parent, _, leaf = name.rpartition(".")
+        for key, parameter in model.get_submodule(name).named_parameters():
+            replaced_by_shard(parameter, f"{name}.{key}")
+        setattr(model.get_submodule(parent), leaf, module)
+    if group.ranks > 1:
+        _watch(model, replaced, cut)
+        ForwardWatch(model, NotePasses(*(axis.name for axis in group.axes if axis.size > 1)))
+        if plan.gives_way:
+            read_own_logits(model)
+            fuse_norms(model)
+    vars(model)[LEFT_WHOLE] = dict(plan.left_whole)
+    save_whole(model, group)
+    return model
+
+
+def _watch(model: nn.Module, replaced: Mapping[str, ParallelModule], cut: CutModel) -> None:
+    """From here on gradients of what is whole are summed where they must be (regions.py), and the first call
+    is compared with the whole model's (first_call.py)."""
+    holders: dict[nn.Module, None] = {}
+    for name in replaced:
+        while name:
+            name = name.rpartition(".")[0]
+            holders[model.get_submodule(name)] = None
+    for holder in holders:
+        if not any(isinstance(hook, FirstCall) for hook in holder._forward_pre_hooks.values()):
+            hook = FirstCall(cut.form if holder is model else None)
+            holder.register_forward_pre_hook(hook, with_kwargs=True)
+        # torch's fast paths read weights instead of calling the layers that hold them.
+        if isinstance(holder, nn.TransformerEncoderLayer):
+            holder.activation_relu_or_gelu = 0
+        if isinstance(holder, nn.TransformerEncoder):
+            holder.use_nested_tensor = False
+    model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
+    # Comes after the first call, which finds out what the model draws.
+    model.register_forward_pre_hook(cut.streams.begin_forward)
+
+
+def _refuse_attentions(model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+    """ValueError where transformers is asked for attention weights: a rank has those of its heads alone."""
+    asked = kwargs.get("output_attentions")
+    if asked or (asked is None and getattr(getattr(model, "config", None), "output_attentions", False)):
+        raise ValueError(
+            "output_attentions=True was asked of a tensor-parallel model, whose ranks compute the attention "
+            "of their own heads alone; leave it out, or ask the model before parallelize()."
+        )
+
+
+def match_modules(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """{qualified module name: style} of the modules that the patterns match, in the model's order."""
+    names = dict(model.named_modules())
+    found: dict[str, tuple[str, str]] = {}
+    for pattern, style in styles.items():
+        # A whole name is looked up: plan "auto" has one for every module.
+        hits = [pattern] if pattern in names else [n for n in names if n and fnmatchcase(n, pattern)]
+        if not hits:
+            kinds = [name for name, module in names.items() if isinstance(module, nn.Linear | nn.Embedding)]
+            shown = ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
+            raise ValueError(
+                f"The plan's pattern {pattern!r} matches no module; the model's linears are: "
+                f"{shown or 'none'}."
+            )
+        for hit in hits:
+            for name, its_style in lora.linears_of(hit, names[hit], style):
+                _check_kind(name, names[name], pattern, its_style)
+                before, by = found.setdefault(name, (its_style, pattern))
+                if before != its_style:
+                    raise ValueError(
+                        f"{name} is {before!r} by pattern {by!r} and {its_style!r} by pattern {pattern!r}; "
+                        "make them disjoint."
+                    )
+    return {name: found[name][0] for name in names if name in found}
+
+
+def _check_kind(name: str, module: nn.Module, pattern: str, style: str) -> None:
+    if isinstance(module, ParallelModule):
+        raise ValueError(f"{name} (pattern {pattern!r}) is parallel already; parallelize a model once.")
+    wanted = nn.Embedding if style == "embedding" else nn.Linear
+    # Exactly nn.Linear: a subclass computes something else (quantised, LoRA), which a plain GEMM would lose.
+    if type(module) is not wanted and not (wanted is nn.Linear and is_transposed(module)):
+        raise ValueError(
+            f"The plan's pattern {pattern!r} asks for {style!r} on {name}, which is a "
+            f"{type(module).__name__} and not an nn.{wanted.__name__}; narrow the pattern."
+        )
+
+
+def _parallel(
+    module: nn.Module,
+    name: str,
+    style: str,
+    cut: CutModel,
+    packed: tuple[int, ...],
+    options: dict[str, Any],
+) -> ParallelModule:
+    new: ParallelModule
+    group, shared = cut.group, {"sequence_parallel": False, "hook": cut.hook(name, style)}
+    try:
+        if style == "embedding":
+            new = VocabParallelEmbedding.from_embedding(module, group, **shared)
+        elif style.startswith("row"):
+            new = RowParallelLinear.from_linear(module, group, **shared, **options)
+        else:
+            new = ColumnParallelLinear.from_linear(module, group, packed=packed, **shared, **options)
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be cut as {style!r}: {error}") from error
+    new.label = name
+    return new
+
+
+def _under_all_names(model: nn.Module, replaced: Mapping[str, ParallelModule]) -> dict[str, ParallelModule]:
+    """`replaced`, with the other names of modules that several others hold (an encoder's and a decoder's
+    embedding)."""
+    new = {id(model.get_submodule(name)): module for name, module in replaced.items()}
+    every = model.named_modules(remove_duplicate=False)
+    return {name: new[id(module)] for name, module in every if id(module) in new}
+
+
+def _tie(model: nn.Module, replaced: Mapping[str, ParallelModule]) -> None:
+    """Parameters that were one before are one after; ValueError where only some of their holders are
+    replaced."""
+    holders: dict[int, list[tuple[str, str]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append((name, leaf))
+    for places in holders.values():
+        inside = [(name, leaf) for name, leaf in places if name in replaced]
+        if len({id(model.get_submodule(name)) for name, _ in places}) == 1 or not inside:
+            continue
+        shared = " and ".join(f"{name}.{leaf}" for name, leaf in places)
+        if len(inside) < len(places):
+            raise ValueError(
+                f"{shared} are one tied tensor, but only a part of them is in the plan; add the others or "
+                "untie them."
+            )
+        first_name, first_leaf = inside[0]
+        first = replaced[first_name].get_parameter(first_leaf)
+        for name, leaf in inside[1:]:
+            if replaced[name] is replaced[first_name]:
+                continue
+            if replaced[name].get_parameter(leaf).tp_dim != first.tp_dim:
+                raise ValueError(
+                    f"{shared} are one tied tensor, but the plan cuts them along different dimensions; untie "
+                    "them."
+                )
+            setattr(replaced[name], leaf, first)
+
+
+def check_same_model(model: nn.Module, group: TensorGroup) -> None:
+    """ValueError, on every rank alike, naming the first parameter whose name, shape, dtype or content differs
+    between ranks. Reads every parameter once and exchanges a line for each."""
+    if group.size == 1:
+        return
+    weights = {name: memory_of(parameter) for name, parameter in model.named_parameters()}
+    for name, rank in different(weights, group.process_group):
+        first, one = comm.rank_name(group.name, 0), comm.rank_name(group.name, rank)
+        raise ValueError(
+            f"The ranks hold different weights: {name} of {one} is not that of {first}; load the same "
+            "checkpoint or seed every rank alike before building the model."
+        )
+
+
+def _check_axes(plan: Plan, styles: Mapping[str, str], group: TensorGroup) -> None:
+    if plan.packed and group.y is not None and group.size > 1:
+        raise ValueError(
+            f"{', '.join(plan.packed)} hold several linears, which are cut by their parts over one axis "
+            "alone; use a mesh of one dimension."
+        )
+    adapted = sorted({lora.wrapper_of(name) for name in styles} - set(styles))
+    if adapted and group.y is not None and group.y.size > 1:
+        raise ValueError(
+            f"{adapted[0]} has adapters of peft, which are cut over one axis alone: over two they could not "
+            "be merged; use a mesh of one dimension, or merge them first."
+        )
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "sharded_as"):
+            raise ValueError(
+                f"{name} is sharded over data-parallel ranks already, and what parallelize() puts in its "
+                "place would not be; call parallelize() first and shard() the model that it returns."
+            )
+
+
+def _check_one_device(model: nn.Module) -> None:
+    places: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        places.setdefault(parameter.device, name)
+    if len(places) > 1:
+        found = " and ".join(f"{name} on {device}" for device, name in places.items())
+        raise ValueError(
+            f"A model is cut over ranks that hold all of it on one device each, but this one has {found}; "
+            "move it to one device first (without device_map)."
+        )

@@ -1,0 +1,156 @@
+"""One forward and backward of a parallel model against the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyruntime import ops
+from pyruntime.any_model.comparing import tensors_of
+from pyruntime.comm.core import _C
+from pyruntime.nn.cut import memory_of
+from pyruntime.nn.parameters import TensorGroup
+
+# Of a tensor's norm; what is smaller than _NOISE of the largest gradient is compared with that instead.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+_NOISE = 1e-3
+
+
+class VerificationError(ValueError):
+    """A parallel model that computes something else than the whole one."""
+
+
+def verify(
+    model: nn.Module,
+    reference: nn.Module,
+    batch: Mapping[str, Any] | tuple | Tensor,
+    *,
+    tolerance: float | None = None,
+) -> None:
+    """Raises VerificationError, on every rank alike, where `model` computes something else than `reference`.
+
+    model: what parallelize() returned. reference: the same model with the same weights, whole, on every rank
+    (copy.deepcopy before parallelize). batch: the arguments of one call, the same on every rank: a mapping of
+    keyword arguments, a tuple of positional ones, or one tensor.
+
+    Both run once, forward and backward, and every output and the gradient of every parameter are compared.
+    What is differentiated is the output's `loss` where there is one, else a random weighting of every
+    floating-point output. Gradients of both are left as they were. Dropout must be off (p = 0, or eval()),
+    because a rank draws for its own heads. The message names the parameter whose gradient is furthest off.
+    tolerance: of the norm of each tensor; None: 1e-3 in fp32, 1e-6 in fp64, 0.1 in bf16, 0.05 in fp16."""
+    expected, wanted = _run(reference, batch)
+    found, got = _run(model, batch)
+    message = _compare_outputs(dict(expected), dict(found), tolerance) or _compare_gradients(
+        model, wanted, got, tolerance
+    )
+    _raise_everywhere(message, model)
+
+
+def _run(model: nn.Module, batch: Any) -> tuple[list[tuple[str, Tensor]], dict[str, Tensor]]:
+    """Outputs, and {parameter: gradient}."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*(batch if isinstance(batch, tuple) else (batch,)))
+    outputs = list(tensors_of(output))
+    losses = [value for name, value in outputs if name == " loss"]
+    loss = losses[0] if losses else _weighted([value for _, value in outputs])
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kept = {name: p.grad for name, p in parameters.items()}
+    try:
+        for p in parameters.values():
+            p.grad = None
+        loss.backward()  # not autograd.grad: reentrant checkpoints refuse it
+        gradients = {name: p if p.grad is None else p.grad for name, p in parameters.items()}
+        return outputs, {
+            name: torch.zeros_like(memory_of(g)) if g is parameters[name] else memory_of(g)
+            for name, g in gradients.items()
+        }
+    finally:
+        for name, p in parameters.items():
+            p.grad = kept[name]
+
+
+def _weighted(outputs: list[Tensor]) -> Tensor:
+    draw = torch.Generator().manual_seed(0)
+    parts = [
+        (value * torch.randn(value.shape, generator=draw, dtype=torch.float32).to(value)).sum()
+        for value in outputs
+        if value.requires_grad
+    ]
+    if not parts:
+        raise ValueError(
+            "Nothing in the model's output depends on a parameter that is trained, so there is no "
+            "gradient to compare; give a model whose output is a tensor, or a tuple or mapping that holds "
+            "one."
+        )
+    return torch.stack(parts).sum()
+
+
+def _compare_outputs(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance: float | None) -> str:
+    for name, whole in expected.items():
+        mine = found.get(name)
+        if mine is None or mine.shape != whole.shape:
+            shape = "missing" if mine is None else f"of shape {list(mine.shape)}"
+            return f"the output{name} is {shape}, and {list(whole.shape)} in the reference"
+        if whole.is_floating_point():
+            off = _off(mine, whole, 0.0)
+            if off > (tolerance or _tolerance(whole)):
+                return f"the output{name} is {off:.2g} of its norm off"
+        elif not torch.equal(mine, whole):
+            return f"the output{name} holds other numbers than the reference's"
+    return ""
+
+
+def _compare_gradients(
+    model: nn.Module, wanted: dict[str, Tensor], got: dict[str, Tensor], tolerance: float | None
+) -> str:
+    parameters = dict(model.named_parameters())
+    if missing := sorted(wanted.keys() ^ got.keys()):
+        return f"{missing[0]} is trained in one of the two models only"
+    noise = _NOISE * max((g.double().norm().item() for g in wanted.values()), default=0.0)
+    worst, worst_name = 0.0, ""
+    for name, whole in wanted.items():
+        layout = getattr(parameters[name], "tp_layout", None)
+        if layout is not None and len(layout.parts) == 1:
+            whole = layout.local_part(layout.parts[0], whole)
+        if got[name].shape != whole.shape:
+            return f"{name} is {list(got[name].shape)}, and {list(whole.shape)} in the reference"
+        off = _off(got[name], whole, noise) / (tolerance or _tolerance(whole))
+        if off > max(worst, 1.0):
+            worst, worst_name = off, name
+    if not worst_name:
+        return ""
+    off = worst * (tolerance or _tolerance(wanted[worst_name]))
+    return f"the gradient of {worst_name} is {off:.2g} of its norm off"
+
+
+def _off(mine: Tensor, whole: Tensor, noise: float) -> float:
+    mine, whole = mine.detach().double(), whole.detach().double()
+    difference = (mine - whole).norm().item()
+    return difference / max(whole.norm().item(), noise, 1e-30) if difference == difference else float("inf")
+
+
+def _tolerance(like: Tensor) -> float:
+    return _TOLERANCES.get(like.dtype, 1e-3)
+
+
+def _raise_everywhere(message: str, model: nn.Module) -> None:
+    """Every rank raises where one has something to say."""
+    groups = [m.group for m in model.modules() if isinstance(getattr(m, "group", None), TensorGroup)]
+    failed = 1.0 + dist.get_rank() if message else 0.0
+    for axis in groups[0].axes if groups else ():
+        if axis.size > 1:
+            flag = torch.tensor([failed], dtype=torch.float64, device=next(model.parameters()).device)
+            flags = ops.all_gather_stats(flag, axis.name).flatten()
+            failed = flags[flags > 0].min().item() if flags.any() else 0.0
+    if failed:
+        what = (
+            message
+            or f"{_C.name_of_rank(int(failed) - 1)} has found a difference, which its own message names"
+        )
+        raise VerificationError(f"The parallel model is not the reference: {what}.")

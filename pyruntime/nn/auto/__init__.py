@@ -1,5 +1,0 @@
-"""Plan "auto": which linears of a model are cut how, without a word from its user."""
-
-from pyruntime.nn.auto.plan import auto_plan
-
-__all__ = ["auto_plan"]
