@@ -9,7 +9,7 @@ the trainer and with it torch.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.presets import PRESETS
@@ -19,9 +19,7 @@ from pyruntime.plan.models import GPTS, ModelShape
 from pyruntime.text import toml_value
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.planned import of_llama
-
-if TYPE_CHECKING:
-    from pyruntime.train.config import RunConfig
+from pyruntime.train.resolved import ResolvedRun, check
 
 LLAMA2_13B = LlamaConfig(
     vocab_size=32000,
@@ -127,9 +125,9 @@ class Asked:
         return self._answers[key]
 
 
-def checked(job: Job, mesh: Mesh) -> tuple[RunConfig, LlamaConfig]:
-    """The configuration that trains `job` on `mesh`, and its model. Raises ConfigError, as the run would."""
-    from pyruntime.train import config_file, dry_run
+def checked(job: Job, mesh: Mesh) -> ResolvedRun:
+    """The run that trains `job` on `mesh`. Raises ConfigError, as the run would."""
+    from pyruntime.train import config_file
     from pyruntime.train.config import Parallel, RunConfig
     from pyruntime.train.validate.gpus import check_between_hosts
 
@@ -137,4 +135,4 @@ def checked(job: Job, mesh: Mesh) -> tuple[RunConfig, LlamaConfig]:
         # First, as it is what most meshes of many hosts are refused for, and takes no time.
         check_between_hosts(RunConfig(parallel=Parallel(cp=mesh.cp, pp=mesh.pp)))
     config = config_file.from_dict(settings(job, mesh), "the trainer")
-    return config, dry_run.check(config, job.gpus)
+    return check(config, job.gpus)

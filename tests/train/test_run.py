@@ -166,10 +166,10 @@ def test_plot_and_scorecard_are_there_though_sampling_fails(ranks, tmp_path):
 
 
 def test_runs_are_numbered(tmp_path, monkeypatch):
-    from pyruntime.train.run import _first_free
+    from pyruntime.train.run_folder import first_free
 
     monkeypatch.chdir(tmp_path)
-    assert [_first_free(Path("runs"), "main") for _ in range(2)] == [Path("runs/main-1"), Path("runs/main-2")]
+    assert [first_free(Path("runs"), "main") for _ in range(2)] == [Path("runs/main-1"), Path("runs/main-2")]
 
 
 def test_too_little_text_is_refused_on_every_rank(ranks, tmp_path):
