@@ -35,12 +35,16 @@ def check_trains(model: Llama, runtime: Runtime) -> None:
     )
 
 
-def within_and_between(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh]:
-    """Of a mesh (dp_replicate, dp_shard): the ranks that share one replica, None where it is on one rank, and
-    those that hold the same of different replicas.
+def data_axes(run: ResolvedRun, runtime: Runtime) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Returns two axes: the ranks over which gradients are summed in every step, None where this rank is
+    alone; and the ranks that hold the same part of replicas that do not meet in every step, None where there
+    are no such replicas in this job.
 
-    Raises ValueError where the mesh has no replicas.
+    Raises ValueError where there are to be such replicas and the mesh has none.
     """
+    mesh = runtime.replicas.mesh
+    if run.meets_every_step or run.config.data_parallel.members:
+        return mesh, None
     names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
     if mesh is None or names[:1] != ("dp_replicate",):
         raise ValueError(
@@ -49,15 +53,6 @@ def within_and_between(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, Devi
         )
     within = mesh[names[1]] if len(names) > 1 else None
     return (within if within is not None and within.size() > 1 else None), mesh["dp_replicate"]
-
-
-def data_axes(run: ResolvedRun, runtime: Runtime) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """The ranks over which gradients are summed in every step, None where this rank is alone; and those that
-    hold the same of replicas of this job that do not meet in every step, None where there are none."""
-    mesh = runtime.replicas.mesh
-    if run.meets_every_step or run.config.data_parallel.members:
-        return mesh, None
-    return within_and_between(mesh)
 
 
 def sharded_of(run: ResolvedRun, model: Llama, within: DeviceMesh | None) -> Sharded:
@@ -96,7 +91,8 @@ def outer_of(
     member: Member | None,
     runtime: Runtime,
 ) -> ShardedOuter | None:
-    """What replicas meet by that do not meet in every step. within, between: of `data_axes`."""
+    """Returns what lets replicas meet; None where they meet in every step. For within and between see
+    `data_axes`."""
     if run.outer is None:
         return None
     axes = (runtime.tp.mesh, runtime.tp_y.mesh, within, runtime.pp.mesh)
@@ -107,7 +103,7 @@ def outer_of(
 def figures_of(
     run: ResolvedRun, within: DeviceMesh | None, outer: ShardedOuter | None, runtime: Runtime
 ) -> Figures:
-    """How ranks tell each other what a step has found."""
+    """Chooses how ranks tell each other what a step has found."""
     device, asked = Device(runtime.device, runtime.why_device), run.config.optimizer
     if outer is not None:
         return RoundFigures(runtime, device, within, outer.stats, bool(run.config.data_parallel.members))
@@ -157,28 +153,18 @@ def placement_check(
     return check
 
 
-def slow_every(run: ResolvedRun, runtime: Runtime) -> int:
-    """Steps between two looks at which rank is slow; 0: none."""
-    if run.mesh.ranks == 1:
-        return 0
-    every = run.config.train.slow_every
-    return (EVERY if runtime.device.type == "cpu" else 0) if every is None else every
-
-
-def pipelined_of(run: ResolvedRun, model: Llama, sharded: Sharded, runtime: Runtime) -> Pipelined | None:
-    """What runs the stages of this rank; None without a pipeline."""
+def stages_of(
+    run: ResolvedRun, model: Llama, sharded: Sharded, runtime: Runtime
+) -> tuple[Pipelined | None, SlowReport | None]:
+    """Returns what runs the stages of this rank, None without a pipeline; and what looks for slow ranks and
+    links, None where the run does not look."""
+    every, by_place = run.config.train.slow_every, run.config.context.layout == "contiguous"
+    if every is None:
+        every = EVERY if runtime.device.type == "cpu" else 0
+    every = 0 if run.mesh.ranks == 1 else every
     if runtime.pp.mesh is None:
-        return None
-    return Pipelined(run, model, runtime.pp, sharded, is_timed=slow_every(run, runtime) > 0)
-
-
-def slow_report(
-    run: ResolvedRun, model: Llama, runtime: Runtime, pipelined: Pipelined | None
-) -> SlowReport | None:
-    """What looks for slow ranks and links; None where nothing does."""
-    every, by_place = slow_every(run, runtime), run.config.context.layout == "contiguous"
+        return None, SlowReport(runtime, every, by_place=by_place) if every else None
+    pipelined = Pipelined(run, model, runtime.pp, sharded, is_timed=every > 0)
     if not every:
-        return None
-    if pipelined is None:
-        return SlowReport(runtime, every, by_place=by_place)
-    return SlowReport(runtime, every, len(model.part.layers), pipelined.layer_seconds, by_place)
+        return pipelined, None
+    return pipelined, SlowReport(runtime, every, len(model.part.layers), pipelined.layer_seconds, by_place)

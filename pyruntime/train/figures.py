@@ -115,7 +115,7 @@ class Guard:
 
 
 class Figures(Protocol):
-    """What steps have found. Each step calls `begin` and `add`; `read` returns what ranks know of it then."""
+    """Collects what steps find. Each step calls `begin`, then `add`; `read` returns what is known of them."""
 
     signum: int
     """Signal that a rank was sent, the same on all; 0: none."""

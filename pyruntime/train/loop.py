@@ -43,10 +43,9 @@ from pyruntime.train.assembly import (
     figures_of,
     optimizer_of,
     outer_of,
-    pipelined_of,
     placement_check,
     sharded_of,
-    slow_report,
+    stages_of,
     validation_of,
 )
 from pyruntime.train.config import learning_rate
@@ -98,8 +97,7 @@ class Trainer:
         """Of a run whose replicas come and go."""
         self.outer = outer_of(run, self.sharded, within, between, self.member, runtime)
         """Of replicas that do not meet in every step."""
-        self._pipelined = pipelined_of(run, model, self.sharded, runtime)
-        self._slow = slow_report(run, model, runtime, self._pipelined)
+        self._pipelined, self._slow = stages_of(run, model, self.sharded, runtime)
         self._types = placement_check(run, model, self.sharded, runtime)
         self._figures = figures_of(run, within, self.outer, runtime)
         self._guard = Guard(run.config.optimizer.spike_factor)

@@ -54,8 +54,6 @@ class ResolvedRun:
     shape: LlamaConfig
     """The model's."""
     mesh: MeshSizes
-    meets_every_step: bool
-    """Whether data-parallel ranks sum their gradients in every step."""
     micro_batches: int
     """Forward and backward passes of a rank in a step."""
     tokens_per_step: int
@@ -73,9 +71,14 @@ class ResolvedRun:
     facts: Facts
     """What a checkpoint says of the run before its first step."""
 
+    @property
+    def meets_every_step(self) -> bool:
+        """Whether data-parallel ranks sum their gradients in every step."""
+        return self.outer is None
+
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """Of the pipeline. It is made when it is asked for, because its actions may be millions."""
+        """The pipeline's schedule, made when it is first asked for: it may have millions of actions."""
         asked, slices = self.config.pipeline, len(self.slices)
         return make_schedule(
             asked.kind, self.mesh.pp, self.micro_batches, virtual=asked.virtual, slices=slices
@@ -99,7 +102,7 @@ class ResolvedRun:
 
 
 def _plain(value: range | Callable) -> object:
-    """What JSON does not know: the layers of a stage, and a penalty of replicas, by its name."""
+    """Writes what JSON does not know: the layers of a stage, and the function of a penalty as its name."""
     return list(value) if isinstance(value, range) else value.__name__
 
 
@@ -115,19 +118,17 @@ def check(config: RunConfig, world_size: int) -> ResolvedRun:
 def resolve(config: RunConfig, shape: LlamaConfig, world_size: int) -> ResolvedRun:
     """The run of a configuration that `settled` has returned, whose model has that shape. Raises ConfigError
     where there is no such pipeline."""
-    mesh, every_step = mesh_of(config, world_size), meets_every_step(config)
-    compression = _compression(config)
+    mesh, compression = mesh_of(config, world_size), _compression(config)
     return ResolvedRun(
         config,
         shape,
         mesh,
-        every_step,
         micro_batches(config),
         tokens_per_step(config),
         _slices(config),
         _placement(config),
         tuple(_layers(config, shape)),
-        None if every_step else outer_method(config),
+        None if meets_every_step(config) else outer_method(config),
         compression,
         _facts(config, shape, mesh, compression),
     )

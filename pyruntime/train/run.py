@@ -52,7 +52,7 @@ from pyruntime.train.run_folder import Beginning
 from pyruntime.train.shape import open_model
 from pyruntime.train.signals import StopRequest
 from pyruntime.train.watching.heading import first_lines
-from pyruntime.train.watching.log import StepLog, step_ledger, step_profile
+from pyruntime.train.watching.log import StepLog, recorded
 from pyruntime.train.watching.peak import peak_of
 from pyruntime.train.watching.sinks import Sink, open_sinks
 from pyruntime.train.watching.watch import Watch
@@ -103,15 +103,6 @@ class Job:
     def is_rank_0(self) -> bool:
         return self.runtime.world.rank() == 0
 
-    @property
-    def is_of_first_group(self) -> bool:
-        """Of tensor-parallel ranks."""
-        return self.runtime.world.rank() < self.runtime.sizes.tp
-
-    @property
-    def is_pipeline(self) -> bool:
-        return self.run.mesh.pp > 1
-
     def say(self, line: str) -> None:
         """On rank 0, a line of its own; an empty one is not said."""
         if line and self.is_rank_0:
@@ -121,7 +112,7 @@ class Job:
         self.model = on_every_rank(self.runtime.world, doing, lambda: make_model(self.run, self.runtime))
 
     def make_trainer(self) -> None:
-        """Also writes down, on rank 0, what the run is now."""
+        """Makes the trainer, and on rank 0 writes resolved.json."""
         self.trainer = Trainer(self.run, self.model, self.text, self.runtime, self.run_dir, self.stop)
         if self.is_rank_0:
             path = self.run_dir / resolved.FILE_NAME
@@ -129,7 +120,7 @@ class Job:
                 path.write_text(self.run.to_json(), encoding="utf-8")
 
     def go_on_as(self, run: ResolvedRun, folder: Path) -> None:
-        """With other layers in the stages, from the checkpoint in `folder`."""
+        """Goes on from the checkpoint in `folder` as `run`, which has other layers in its stages."""
         self.run = run
         self.trainer.close()
         del self.trainer, self.model
@@ -145,7 +136,7 @@ class Job:
 def prepare(
     config: RunConfig, name: str, runtime: Runtime, stop: StopRequest, held: contextlib.ExitStack
 ) -> Job:
-    """Everything before the first step. held: what is the run's own for as long as it lasts."""
+    """Does everything that comes before the first step. `held` is closed when the run ends."""
     check_ledger(config, runtime)
     tokenizer, asked = _resolved(config, runtime)
     begun, run_dir = _folder(asked, name, runtime, held)
@@ -164,8 +155,7 @@ def prepare(
 
 
 def joined(job: Job) -> bool:
-    """Where replicas come and go: returns when this one is a member of the run. False: nothing is left to
-    do."""
+    """Joins a run whose replicas come and go. Returns False where no step is left to take."""
     if not job.trainer.join():
         job.say("The replicas have taken the last step; nothing is left to do.")
         job.trainer.close()
@@ -176,7 +166,7 @@ def joined(job: Job) -> bool:
 
 
 def _resolved(config: RunConfig, runtime: Runtime) -> tuple[Tokenizer, ResolvedRun]:
-    """What the run is, the same on every rank. Raises ConfigError where ranks were told something else."""
+    """Resolves the run on every rank. Raises ConfigError where the ranks do not agree on what it is."""
     ranks, config = runtime.world, spelled_out(config)
     agreement.check(ranks, "Comparing the configurations", agreement.of_config(config))
     tokenizer, shape = on_every_rank(ranks, "Opening the tokenizer", lambda: open_model(config, ranks.size()))
@@ -188,7 +178,7 @@ def _resolved(config: RunConfig, runtime: Runtime) -> tuple[Tokenizer, ResolvedR
 def _folder(
     run: ResolvedRun, name: str, runtime: Runtime, held: contextlib.ExitStack
 ) -> tuple[Beginning, Path]:
-    """What the run goes on with, and its folder, which rank 0 has made and every rank sees."""
+    """Finds what the run goes on with, and makes its folder, which every rank must see."""
     ranks = runtime.world
     begun = on_rank_0(ranks, "Finding the checkpoint", lambda: run_folder.beginning_of(run), Beginning)
     run_dir = on_rank_0(
@@ -202,8 +192,8 @@ def _folder(
 
 
 def _with_layers_of(start_at: Path | None, asked: ResolvedRun, runtime: Runtime) -> ResolvedRun:
-    """The run that was asked for, with the layers of the stages that the checkpoint in `start_at` goes on
-    with, where they had been moved, between as many stages. Every rank calls it."""
+    """Returns the run that was asked for, with layers where they were when the checkpoint in `start_at` was
+    saved, if they had been moved between as many stages. Every rank calls it."""
     if start_at is None or asked.config.parallel.rebalance == "off":
         return asked
     layers = on_rank_0(
@@ -217,8 +207,8 @@ def _with_layers_of(start_at: Path | None, asked: ResolvedRun, runtime: Runtime)
 
 def _progress(config: RunConfig, runtime: Runtime, stop: StopRequest) -> Progress:
     mode = config.output.progress if runtime.world.rank() == 0 else "off"
-    on_closed = lambda: stop.note(signal.SIGPIPE)  # noqa: E731
-    return Progress(config.train.steps, mode, config.output.log_every, on_closed=on_closed)
+    shown = config.train.steps, mode, config.output.log_every
+    return Progress(*shown, on_closed=lambda: stop.note(signal.SIGPIPE))
 
 
 def _compare_first_weights(config: RunConfig, runtime: Runtime) -> None:
@@ -249,7 +239,7 @@ def _introduce(job: Job, begun: Beginning, tuned: str) -> None:
 
 
 def _go_on(job: Job, asked: ResolvedRun, saved: Sequence[Path]) -> None:
-    """With the first of `saved` that is whole, and its layers of the stages."""
+    """Loads the first of `saved` that is whole, with layers where they are in it."""
     start_at = _resume(job.trainer, saved, job.say)
     if start_at != saved[0] and (run := _with_layers_of(start_at, asked, job.runtime)) != job.run:
         job.go_on_as(run, start_at)
@@ -318,14 +308,12 @@ def _use_tuning(run: ResolvedRun, runtime: Runtime) -> str:
 
 def train(job: Job, held: contextlib.ExitStack) -> None:
     """Takes the steps that are left, with a trainer for each distribution of layers over the stages."""
-    config, run_dir = job.run.config, job.run_dir
     job.first = job.trainer.step
     sinks = _sinks(job, held)
     bytes_before = _bytes_read()
     with (
         _metrics_file(job) if job.is_rank_0 else contextlib.nullcontext() as file,
-        step_ledger(config, job.runtime, run_dir) as job.ledger,
-        step_profile(config, job.runtime, run_dir) as profile,
+        recorded(job.run.config, job.runtime, job.run_dir) as (job.ledger, profile),
     ):
         log = StepLog(job.watch, job.progress, job.say, [file, *sinks] if file else [])
         while True:
@@ -339,7 +327,8 @@ def train(job: Job, held: contextlib.ExitStack) -> None:
 
 
 def _sinks(job: Job, held: contextlib.ExitStack) -> list[Sink]:
-    """On rank 0, what watches the run besides metrics.jsonl, until `held` is closed. Every rank calls it."""
+    """Opens on rank 0, until `held` is closed, what watches the run besides metrics.jsonl. Every rank calls
+    it."""
     sinks: list[Sink] = []
 
     def open_them() -> None:
@@ -363,17 +352,19 @@ def _bytes_read() -> int:
 
 
 def finish(job: Job) -> None:
-    """What a run leaves behind: its model, a report, a ledger and a sample."""
+    """Writes what a run leaves behind: its model, a report, a ledger and a sample."""
+    runtime, is_pipeline = job.runtime, job.run.mesh.pp > 1
+    is_first_tp = runtime.world.rank() < runtime.sizes.tp
     job.trainer.close()
-    if job.is_pipeline and job.is_of_first_group:
+    if is_pipeline and is_first_tp:
         assert job.trainer.checkpoint is not None  # a run that takes no step has been resumed
-        job.model = whole_model(job.run, job.runtime, job.trainer.checkpoint)
-    if job.is_of_first_group:
+        job.model = whole_model(job.run, runtime, job.trainer.checkpoint)
+    if is_first_tp:
         _save_model(job)
-    on_rank_0(job.runtime.world, "Writing the report", lambda: _write_report(job))
+    on_rank_0(runtime.world, "Writing the report", lambda: _write_report(job))
     if job.ledger is not None:
         _write_ledger(job, job.ledger)
-    sample = _sample(job) if job.is_of_first_group or not job.is_pipeline else None
+    sample = _sample(job) if is_first_tp or not is_pipeline else None
     if job.is_rank_0:
         with writing(job.run_dir / SAMPLE_FILE, job.trainer.what_is_saved()):
             _close(job.run_dir, job.run.config.train.dtype, sample, job.progress)
@@ -387,7 +378,7 @@ def _save_model(job: Job) -> None:
 
 
 def _write_report(job: Job) -> None:
-    """And what belongs beside the weights."""
+    """Writes the plot and the scorecard, and copies what belongs beside the weights."""
     run_dir, kept = job.run_dir, job.run_dir / origin.FOLDER
     with writing(run_dir, job.trainer.what_is_saved()):
         if kept.is_dir():

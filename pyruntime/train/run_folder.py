@@ -21,7 +21,7 @@ from pyruntime.train.errors import ConfigError
 from pyruntime.train.resolved import ResolvedRun
 
 LIFE = "run"
-"""Under which a job keeps, for the one that its launcher starts in its place, what `Life` says."""
+"""The key under which a job keeps its `Life` for the job that its launcher starts in its place."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Beginning:
     before: Life | None
     """The job in whose place this one was started, if any."""
     saved: list[Path]
-    """Checkpoints, the first that is whole is the one; those that this job has saved, else those that are
-    asked for. Empty: there is none."""
+    """Checkpoints, of which the run takes the first that is whole: those that this job has saved, else those
+    that were asked for. Empty: the run starts anew."""
     left_out: str
     """Why the newest checkpoint is none of them; empty where it is."""
     not_with_it: str
-    """Where the first was copied out of its run, what does not go with it; else empty."""
+    """What is missing where the first checkpoint was copied out of the folder of its run; else empty."""
 
     @property
     def start_at(self) -> Path | None:
@@ -60,7 +60,7 @@ def beginning_of(run: ResolvedRun) -> Beginning:
 
 
 def _checkpoints(run: ResolvedRun, before: Life | None) -> tuple[list[Path], str]:
-    """The two of `Beginning`."""
+    """The checkpoints that the run may go on with, and why the newest is none of them."""
     resume = run.config.checkpoint.resume
     if before is not None:
         found, left_out = checkpoint_folder.to_go_on_with(Path(before.run_dir), run.facts)
@@ -88,8 +88,8 @@ def make(
     held: contextlib.ExitStack,
     before: Life | None = None,
 ) -> Path:
-    """Rank 0 makes the run folder, with what a run begins with. No other run may use it before `held` is
-    closed. Raises ConfigError where it cannot be had."""
+    """Rank 0 makes the run folder and writes into it what a run begins with. No other run may use the folder
+    before `held` is closed. Raises ConfigError where the folder cannot be made or used."""
     try:
         run_dir = _chosen(config, name, start_at, before)
         in_use(run_dir, held, "output.run_dir")
@@ -113,8 +113,8 @@ def make(
 
 
 def _chosen(config: RunConfig, name: str, start_at: Path | None, before: Life | None) -> Path:
-    """That of the job in whose place this one was started, the one asked for, that of the checkpoint, or the
-    first free runs/<name>-<n>; it is there afterwards."""
+    """Returns the folder of the job in whose place this one was started, the one that was asked for, that of
+    the checkpoint, or the first free runs/<name>-<n>. The folder exists afterwards."""
     if not (before or config.output.run_dir):
         return start_at.parent.parent if start_at else first_free(Path("runs"), name)
     run_dir = Path(before.run_dir if before else config.output.run_dir)

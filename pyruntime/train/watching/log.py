@@ -49,29 +49,19 @@ class StepLog:
 
 
 @contextlib.contextmanager
-def step_ledger(config: RunConfig, runtime: Runtime, run_dir: Path) -> Iterator[StepLedger | None]:
-    """None where `train.ledger` does not ask for one. A run that is stopped leaves its ledger behind too."""
-    if not config.train.ledger:
-        yield None
-        return
-    with ledger() as entered:
-        steps = StepLedger(entered)
+def recorded(
+    config: RunConfig, runtime: Runtime, run_dir: Path
+) -> Iterator[tuple[StepLedger | None, StepProfile | None]]:
+    """What `train.ledger` and `train.profile` ask for. A run that is stopped leaves both behind too."""
+    with contextlib.ExitStack() as held:
+        steps = StepLedger(held.enter_context(ledger())) if config.train.ledger else None
+        asked = config.train.profile
+        profile = StepProfile(runtime, run_dir, steps_of(asked)) if asked else None
         try:
-            yield steps
+            yield steps, profile
         except Stopped:
-            steps.write(run_dir, runtime)
+            if profile is not None:
+                profile.write()
+            if steps is not None:
+                steps.write(run_dir, runtime)
             raise
-
-
-@contextlib.contextmanager
-def step_profile(config: RunConfig, runtime: Runtime, run_dir: Path) -> Iterator[StepProfile | None]:
-    """None where `train.profile` does not ask for one. A run that is stopped leaves its trace behind too."""
-    if not config.train.profile:
-        yield None
-        return
-    profile = StepProfile(runtime, run_dir, steps_of(config.train.profile))
-    try:
-        yield profile
-    except Stopped:
-        profile.write()
-        raise
