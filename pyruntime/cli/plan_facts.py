@@ -9,7 +9,7 @@ the trainer and with it torch.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.presets import PRESETS
@@ -19,7 +19,9 @@ from pyruntime.plan.models import GPTS, ModelShape
 from pyruntime.text import toml_value
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.planned import of_llama
-from pyruntime.train.resolved import ResolvedRun, check
+
+if TYPE_CHECKING:
+    from pyruntime.train.resolved import ResolvedRun
 
 LLAMA2_13B = LlamaConfig(
     vocab_size=32000,
@@ -129,6 +131,7 @@ def checked(job: Job, mesh: Mesh) -> ResolvedRun:
     """The run that trains `job` on `mesh`. Raises ConfigError, as the run would."""
     from pyruntime.train import config_file
     from pyruntime.train.config import Parallel, RunConfig
+    from pyruntime.train.resolved import check
     from pyruntime.train.validate.gpus import check_between_hosts
 
     if job.cluster.is_of_gpus and job.gpus > job.cluster.gpus_per_node:

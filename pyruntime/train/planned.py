@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.plan.cluster import Cluster
@@ -12,7 +13,9 @@ from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
 from pyruntime.plan.step import Predictor, StepSeconds
 from pyruntime.train.config import DataParallel, RunConfig
-from pyruntime.train.resolved import ResolvedRun
+
+if TYPE_CHECKING:  # the planner alone does without the model
+    from pyruntime.train.resolved import ResolvedRun
 
 TRAINER = Rules(
     gradient=2,
