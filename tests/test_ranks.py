@@ -54,7 +54,11 @@ def sleeps_for_ever():
 
 
 def dies_on_one(group, number):
+    store = dist.distributed_c10d._get_default_store()
+    store.add("under way", 1)  # who has not met the others yet would fail, too
     if group.rank() == 0:
+        while store.add("under way", 0) < group.size():
+            time.sleep(0.01)
         print("last words", flush=True)
         os.kill(os.getpid(), number)
     return group.rank()

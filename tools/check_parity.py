@@ -41,9 +41,10 @@ import torch  # noqa: E402
 
 from pyruntime.comm import Runtime  # noqa: E402
 from pyruntime.data_parallel import gradients, shard  # noqa: E402
-from pyruntime.train import dry_run, loop  # noqa: E402
-from pyruntime.train.config import Grid, Model, Optimizer, RunConfig, tp_axes, with_pieces  # noqa: E402
+from pyruntime.train import assembly  # noqa: E402
+from pyruntime.train.config import Grid, Model, Optimizer, RunConfig, mesh_of, with_pieces  # noqa: E402
 from pyruntime.train.errors import ConfigError  # noqa: E402
+from pyruntime.train.resolved import check  # noqa: E402
 from tests.ranks import RankError, Ranks  # noqa: E402
 from tests.train import jobs  # noqa: E402
 
@@ -175,7 +176,7 @@ def config_of(case: Case, config: RunConfig) -> RunConfig:
 def refusal(case: Case, config: RunConfig) -> str:
     """The sentence with which the trainer refuses it; empty where it does not."""
     try:
-        dry_run.check(config_of(case, config), case.ranks)
+        check(config_of(case, config), case.ranks)
     except ConfigError as error:
         return str(error)
     return ""
@@ -184,7 +185,7 @@ def refusal(case: Case, config: RunConfig) -> str:
 def steps_of(runtime: Runtime, config: RunConfig) -> Figures:
     """What the first STEPS steps of a prepared job measure on this rank. No checkpoint is taken."""
     with (
-        patch.object(loop, "shard", functools.partial(shard, bucket_bytes=BUCKET_BYTES)),
+        patch.object(assembly, "shard", functools.partial(shard, bucket_bytes=BUCKET_BYTES)),
         patch.object(gradients, "LEAST_GEMM", 0),
     ):
         trainer = jobs.trainer_over(runtime, config)
@@ -238,12 +239,9 @@ def run_cases(_: object, wanted: Sequence[Case], config: RunConfig) -> tuple[lis
     found: list[Figures] = []
     for case in wanted:
         wanted_config = config_of(case, config)
-        parallel = wanted_config.parallel
-        tp, tp_y = tp_axes(parallel, case.ranks)
-        sizes = {"cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp}
-        sizes |= {"tp": tp, "tp_y": tp_y, "dp_replicate": parallel.dp_replicate}
+        sizes = mesh_of(wanted_config, case.ranks)
         try:
-            with Runtime.start(**sizes, deadline_s=DEADLINE_S) as runtime:
+            with Runtime.start(**vars(sizes), deadline_s=DEADLINE_S) as runtime:
                 found.append(steps_of(runtime, wanted_config))
         except Exception as error:  # said of the combination; the next ones run on other processes
             return found, first_line(error)
@@ -285,7 +283,7 @@ def prove(wanted: Iterable[Case], folder: Path, show=print) -> list[Result]:
     """Runs all of them against one rank, and shows each as it is known."""
     config = job(folder)
     jobs.prepare(config)
-    ranks, results = Ranks(), []
+    ranks, results = Ranks(seed=0), []
     by_size = collections.defaultdict(list)
     for case in wanted:
         if sentence := refusal(case, config):

@@ -53,8 +53,7 @@ PRESETS = (
 
 def config_of(job: Job, candidate: Candidate) -> RunConfig:
     """The trainer's. Raises ConfigError where it does not run the mesh on these GPUs."""
-    config, _ = checked(job, candidate.mesh)
-    return config
+    return checked(job, candidate.mesh).config
 
 
 def fastest(model: str, cluster: Cluster, gpus: int) -> tuple[Job, Candidate] | None:

@@ -30,8 +30,9 @@ from pyruntime.train.config import DataParallel, RunConfig
 from pyruntime.train.data import corpus
 from pyruntime.train.data.tokenizer import open_tokenizer
 from pyruntime.train.loop import Trainer
-from pyruntime.train.model import llama_config, make_model
+from pyruntime.train.model import make_model
 from pyruntime.train.ranks import on_rank_0
+from pyruntime.train.resolved import check
 from pyruntime.train.signals import StopRequest
 
 HOW = """\
@@ -116,10 +117,10 @@ def measure(name: str, chosen: DataParallel, args: argparse.Namespace, runtime: 
 
 def run(config: RunConfig, runtime: Runtime, folder: Path) -> dict[str, Any]:
     tokenizer = open_tokenizer("bytes")
-    shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, runtime.sizes.tp)
+    resolved = check(config, runtime.world.size())
     text = corpus.open_everywhere(config, tokenizer, runtime.world, lambda _: None)
-    model = make_model(config, shape, runtime)
-    trainer = Trainer(config, model, text, runtime, folder, StopRequest())
+    model = make_model(resolved, runtime)
+    trainer = Trainer(resolved, model, text, runtime, folder, StopRequest())
     compressor = trainer.sharded.compressor
     plans = None if compressor is None else Plans(compressor)
     steps = list(trainer.fit())

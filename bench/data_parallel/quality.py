@@ -33,8 +33,9 @@ from pyruntime.train.config import DataParallel, RunConfig
 from pyruntime.train.data import corpus
 from pyruntime.train.data.tokenizer import open_tokenizer
 from pyruntime.train.loop import Trainer
-from pyruntime.train.model import llama_config, make_model
+from pyruntime.train.model import make_model
 from pyruntime.train.ranks import on_rank_0
+from pyruntime.train.resolved import check
 from pyruntime.train.signals import StopRequest
 
 PRESET, RANKS = "tiny", 2
@@ -119,12 +120,12 @@ def run(name: str, seed: int, steps: int, runtime: Runtime) -> dict[str, Any]:
     """One run, from random weights to the last step."""
     config, began = config_of(name, seed, steps), time.perf_counter()
     tokenizer = open_tokenizer("bytes")
-    shape = llama_config(config.model, tokenizer.vocab_size, config.train.seq_len, 1)
+    resolved = check(config, runtime.world.size())
     text = corpus.open_everywhere(config, tokenizer, runtime.world, lambda _: None)
     folder = on_rank_0(runtime.world, "Making a folder", lambda: Path(tempfile.mkdtemp(prefix="quality-")))
     try:
-        model = make_model(config, shape, runtime)
-        trainer = Trainer(config, model, text, runtime, folder, StopRequest())
+        model = make_model(resolved, runtime)
+        trainer = Trainer(resolved, model, text, runtime, folder, StopRequest())
         losses, curve, penalties = [], [], []
         for step in trainer.fit():
             losses.append(step.loss)

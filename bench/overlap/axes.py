@@ -33,8 +33,8 @@ from pyruntime.train.config import Data, Model, Output, Parallel, RunConfig, Tra
 from pyruntime.train.data import corpus
 from pyruntime.train.data.tokenizer import ByteTokenizer
 from pyruntime.train.loop import Trainer
-from pyruntime.train.model import llama_config, make_model
-from pyruntime.train.pipelined import resolved
+from pyruntime.train.model import make_model
+from pyruntime.train.resolved import check
 from pyruntime.train.signals import StopRequest
 
 MESHES = ("tp-dp", "cp-dp", "tp-pp")
@@ -99,12 +99,11 @@ def accounts(config: RunConfig) -> Account:
     parallel = config.parallel
     folder = Path(config.output.run_dir)
     with Runtime.start(tp=parallel.tp, dp=parallel.dp, cp=parallel.cp, pp=parallel.pp) as runtime:
-        wanted = llama_config(config.model, 256, config.train.seq_len, runtime.sizes.tp)
-        config = resolved(config, wanted)
+        run = check(config, runtime.world.size())
         tokenizer = ByteTokenizer()
         tokens = corpus.build(config.data, tokenizer)
         text = corpus.open_corpus(config.data, tokens, tokenizer, config.train.seq_len)
-        trainer = Trainer(config, make_model(config, wanted, runtime), text, runtime, folder, StopRequest())
+        trainer = Trainer(run, make_model(run, runtime), text, runtime, folder, StopRequest())
         with pyruntime.ledger() as ledger:
             entered = StepLedger(ledger)
             for _ in itertools.islice(trainer.fit(entered), config.train.steps - 1):

@@ -22,13 +22,13 @@ from bench.training.saving import trainer
 from pyruntime.cli.train import read
 from pyruntime.comm.exchange import barrier
 from pyruntime.data_parallel import shard
-from pyruntime.train.config import RunConfig, learning_rate, micro_batches
+from pyruntime.train.config import RunConfig, learning_rate
 from pyruntime.train.data.batches import Batch
-from pyruntime.train.data.tokenizer import ByteTokenizer
 from pyruntime.train.metrics import MetricsFile
-from pyruntime.train.model import llama_config, make_model
+from pyruntime.train.model import make_model
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_rank_0
+from pyruntime.train.resolved import check
 from pyruntime.train.watching.watch import Watch
 
 HOW = """\
@@ -42,8 +42,8 @@ at slow ranks, in one of 20 steps, is measured by bench.training.slow."""
 
 def bare(config: RunConfig, runtime: Any) -> Callable[[Batch, int], float]:
     """A step of that number, and nothing else."""
-    wanted = llama_config(config.model, ByteTokenizer.vocab_size, config.train.seq_len, runtime.sizes.tp)
-    model = make_model(config, wanted, runtime)
+    run = check(config, runtime.world.size())
+    model = make_model(run, runtime)
     handle, settings = shard(model, runtime.replicas, stage=config.parallel.zero), config.optimizer
     optimizer = handle.adamw(
         betas=(settings.beta1, settings.beta2),
@@ -51,7 +51,7 @@ def bare(config: RunConfig, runtime: Any) -> Callable[[Batch, int], float]:
         weight_decay=settings.weight_decay,
         max_norm=settings.clip_grad_norm,
     )
-    share = 1.0 / micro_batches(config)
+    share = 1.0 / run.micro_batches
 
     def step(batch: Batch, number: int) -> float:
         optimizer.lr = learning_rate(number, config.train.steps, settings)

@@ -24,8 +24,9 @@ from pyruntime.train.config import Checkpoint
 from pyruntime.train.data import corpus
 from pyruntime.train.data.tokenizer import ByteTokenizer
 from pyruntime.train.loop import Trainer
-from pyruntime.train.model import llama_config, make_model
+from pyruntime.train.model import make_model
 from pyruntime.train.ranks import on_rank_0
+from pyruntime.train.resolved import check
 from pyruntime.train.signals import StopRequest
 
 HOW = """\
@@ -37,9 +38,9 @@ the steps: hashing and writing take their time from them."""
 
 
 def trainer(config: Any, runtime: Any, folder: Path) -> Trainer:
-    wanted = llama_config(config.model, ByteTokenizer.vocab_size, config.train.seq_len, runtime.sizes.tp)
+    run = check(config, runtime.world.size())
     text = corpus.open_everywhere(config, ByteTokenizer(), runtime.world, lambda line: None)
-    return Trainer(config, make_model(config, wanted, runtime), text, runtime, folder, StopRequest())
+    return Trainer(run, make_model(run, runtime), text, runtime, folder, StopRequest())
 
 
 def measure(config: Any, runtime: Any, folder: Path, every: int, rounds: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from unittest.mock import patch
 from bench.common.measuring import Report, at_least_one, parser_of, started
 from bench.common.tables import table
 from pyruntime.cli.train import read
-from pyruntime.train import metrics
+from pyruntime.train import metrics, run_folder
 from pyruntime.train import run as run_module
 from pyruntime.train.config import Checkpoint, Output
 from pyruntime.train.loop import Trainer
@@ -81,7 +81,7 @@ def trained(config: Any, runtime: Any, kind: type[Timed]) -> list[Timed]:
         return made[-1]
 
     # As if it were a job of its own, and not one that its launcher has started anew.
-    with patch.object(run_module, "Trainer", make), patch.object(run_module, "_life_before", lambda: None):
+    with patch.object(run_module, "Trainer", make), patch.object(run_folder, "life_before", lambda: None):
         run(config, "slow", runtime, StopRequest())
     return made
 

@@ -8,26 +8,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pyruntime.llama.config import LlamaConfig
 from pyruntime.pipeline import Costs, simulate
 from pyruntime.plan.cluster import Cluster, find_cluster
 from pyruntime.plan.memory import SAFE, Memory, verdict
 from pyruntime.text import columns
-from pyruntime.train import dry_run
-from pyruntime.train.config import (
-    RunConfig,
-    meets_every_step,
-    micro_batches,
-    replicas,
-    tokens_per_step,
-    tp_axes,
-    warmup_steps,
-    with_pieces,
-    with_steps,
-)
+from pyruntime.train.config import RunConfig, warmup_steps
 from pyruntime.train.errors import ConfigError, refusing
-from pyruntime.train.pipelined import layers_of_stages, placement, resolved, schedule_of, slice_lengths
 from pyruntime.train.planned import estimate
+from pyruntime.train.resolved import ResolvedRun, check
 
 GB = 1e9
 MOST_ACTIONS = 20_000
@@ -39,9 +27,9 @@ COMPUTED_AGAIN = {
 }
 
 
-def held(config: RunConfig, shape: LlamaConfig, ranks: int) -> Memory:
+def held(run: ResolvedRun) -> Memory:
     """Bytes that the fullest rank of a run holds, on the cluster that output.cluster names."""
-    return estimate(_settled(config, shape), shape, ranks, _cluster(config))
+    return estimate(run, _cluster(run.config))
 
 
 def _cluster(config: RunConfig) -> Cluster | None:
@@ -52,28 +40,23 @@ def _cluster(config: RunConfig) -> Cluster | None:
 def report(config: RunConfig, ranks: int) -> tuple[str, str]:
     """Mesh, shapes, memory and schedule, for people; and why it does not fit into the memory of the cluster
     that output.cluster names, empty where it does or none is named. Raises ConfigError, as the run would."""
-    shape = dry_run.check(config, ranks)
-    config = _settled(config, shape)
-    cluster, memory = _cluster(config), held(config, shape, ranks)
-    parts = [
-        _heading(config, shape, ranks),
-        _shapes(config, shape, ranks),
-        _memory(config, memory, cluster),
-    ]
-    if config.parallel.pp > 1:
-        parts.append(_pipeline(config, shape))
+    run = check(config, ranks)
+    cluster, memory = _cluster(config), held(run)
+    parts = [_heading(run), _shapes(run), _memory(run, memory, cluster)]
+    if run.mesh.pp > 1:
+        parts.append(_pipeline(run))
     refusal = ""
     if cluster is not None and memory.total > cluster.memory_bytes:
         refusal = (
             f"{config.output.cluster} has {cluster.memory_bytes / GB:.4g} GB a rank, and this run needs "
-            f"{memory.total / GB:.3g} GB on {ranks} ranks: it does not fit. {_remedy(config, ranks, cluster)}"
+            f"{memory.total / GB:.3g} GB on {ranks} ranks: it does not fit. {_remedy(run, cluster)}"
         )
     return "\n\n".join([*parts, "Nothing was started."]), refusal
 
 
-def _levers(config: RunConfig) -> Iterator[dict[str, dict[str, Any]]]:
+def _levers(run: ResolvedRun) -> Iterator[dict[str, dict[str, Any]]]:
     """Changes that take memory out of a run, the cheapest in time first, each with those before it."""
-    train, parallel = config.train, config.parallel
+    train, parallel = run.config.train, run.config.parallel
     changes: dict[str, dict[str, Any]] = {"train": {}, "parallel": {}}
     steps: list[tuple[str, str, Any]] = []
     if parallel.dp * parallel.cp > 1:
@@ -87,8 +70,8 @@ def _levers(config: RunConfig) -> Iterator[dict[str, dict[str, Any]]]:
     for size in (8, 4, 2, 1):
         if size < train.micro_batch_size:
             steps.append(("train", "micro_batch_size", size))
-    if micro_batches(config) > 1 and parallel.pp == 1:  # no sums of earlier micro-batches are kept
-        steps.append(("train", "batch_size", train.batch_size // micro_batches(config)))
+    if run.micro_batches > 1 and parallel.pp == 1:  # no sums of earlier micro-batches are kept
+        steps.append(("train", "batch_size", train.batch_size // run.micro_batches))
     for section, key, value in steps:
         yield {section: {key: value}}
     for section, key, value in steps:
@@ -98,16 +81,16 @@ def _levers(config: RunConfig) -> Iterator[dict[str, dict[str, Any]]]:
         yield {name: dict(keys) for name, keys in changes.items() if keys}
 
 
-def _remedy(config: RunConfig, ranks: int, cluster: Cluster) -> str:
+def _remedy(run: ResolvedRun, cluster: Cluster) -> str:
     """What would make the run fit, in a sentence."""
-    for changes in _levers(config):
-        other = config
+    for changes in _levers(run):
+        other = run.config
         for section, keys in changes.items():
             other = dataclasses.replace(
                 other, **{section: dataclasses.replace(getattr(other, section), **keys)}
             )
         try:
-            memory = held(other, dry_run.check(other, ranks), ranks)
+            memory = held(check(other, run.mesh.ranks))
         except ConfigError:
             continue  # the trainer does not run that
         if verdict(memory.total, cluster.memory_bytes) == "fits":
@@ -118,21 +101,16 @@ def _remedy(config: RunConfig, ranks: int, cluster: Cluster) -> str:
     return "Take more ranks, or let `python -m pyruntime plan` look for a mesh that fits."
 
 
-def _settled(config: RunConfig, shape: LlamaConfig) -> RunConfig:
-    """With what stands for something else written out: tokens as steps, z as ZeRO 3, a file of costs."""
-    return resolved(with_steps(with_pieces(config)), shape)
-
-
-def _heading(config: RunConfig, shape: LlamaConfig, ranks: int) -> str:
+def _heading(run: ResolvedRun) -> str:
+    config, shape, mesh = run.config, run.shape, run.mesh
     train, parallel, optimizer = config.train, config.parallel, config.optimizer
-    tp, tp_y = tp_axes(parallel, ranks)
-    axes = {"tp": tp, **({"tp_y": tp_y} if tp_y > 1 else {})}
-    axes |= {"cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp}
+    axes = {"tp": mesh.tp, **({"tp_y": mesh.tp_y} if mesh.tp_y > 1 else {})}
+    axes |= {"cp": mesh.cp, "pp": mesh.pp, "dp": mesh.dp}
     sizes = ", ".join(f"{name}={size}" for name, size in axes.items())
     cut = f" at zero {parallel.zero}" if parallel.dp * parallel.cp > 1 else ""
-    if replicas(config) > 1:
-        cut += f" in {replicas(config)} replicas"
-    if not meets_every_step(config):
+    if mesh.dp_replicate > 1:
+        cut += f" in {mesh.dp_replicate} replicas"
+    if not run.meets_every_step:
         cut += f" that meet by {config.data_parallel.method}"
     again = COMPUTED_AGAIN[train.activation_checkpointing]
     falls = f"{optimizer.schedule} to {optimizer.lr * optimizer.min_lr_fraction:.3g}"
@@ -145,9 +123,9 @@ def _heading(config: RunConfig, shape: LlamaConfig, ranks: int) -> str:
             f"{shape.num_hidden_layers} layers of {shape.hidden_size} features, {shape.num_attention_heads} "
             f"heads and {shape.num_key_value_heads} of keys and values, feed-forward "
             f"{shape.intermediate_size}, vocabulary {shape.vocab_size}",
-            f"mesh      {sizes}{cut} on {ranks} rank(s), device {train.device}",
-            f"step      steps of {tokens_per_step(config):,} tokens, {train.batch_size} sequences of "
-            f"{train.seq_len}: on a rank {micro_batches(config)} micro-batch(es) of "
+            f"mesh      {sizes}{cut} on {mesh.ranks} rank(s), device {train.device}",
+            f"step      steps of {run.tokens_per_step:,} tokens, {train.batch_size} sequences of "
+            f"{train.seq_len}: on a rank {run.micro_batches} micro-batch(es) of "
             f"{train.micro_batch_size}{again}",
             f"schedule  {train.steps:,} steps by {optimizer.name}; learning rate up to {optimizer.lr:.3g} "
             f"over {warmup_steps(optimizer, train.steps):,} steps, then {falls}; validated {validated}; "
@@ -156,11 +134,11 @@ def _heading(config: RunConfig, shape: LlamaConfig, ranks: int) -> str:
     )
 
 
-def _shapes(config: RunConfig, shape: LlamaConfig, ranks: int) -> str:
+def _shapes(run: ResolvedRun) -> str:
     """Of what one rank holds of a layer's weights before ZeRO cuts them, and of activations of a micro-batch;
     of what does not divide, the largest."""
-    train, cp = config.train, config.parallel.cp
-    x, y = tp_axes(config.parallel, ranks)
+    train, shape, cp = run.config.train, run.shape, run.mesh.cp
+    x, y = run.mesh.tp, run.mesh.tp_y
     tokens = train.micro_batch_size * train.seq_len // cp
     hidden, head_dim = shape.hidden_size // y, shape.head_dim
     heads, kv_heads = shape.num_attention_heads // x, shape.num_key_value_heads // x
@@ -178,13 +156,14 @@ def _shapes(config: RunConfig, shape: LlamaConfig, ranks: int) -> str:
     return columns(["shapes on a rank", "weight", "result for a micro-batch"], rows, left=(0, 1, 2))
 
 
-def _memory(config: RunConfig, found: Memory, cluster: Cluster | None) -> str:
+def _memory(run: ResolvedRun, found: Memory, cluster: Cluster | None) -> str:
+    config = run.config
     parts = ", ".join(
         f"{name} {value / GB:.3g}" for name, value in vars(found).items() if value and name != "start"
     )
     device = "a GPU" if config.train.device == "cuda" else "a rank on CPUs"
     start = f" ({found.start / GB:.3g} while the model is made)" if found.start > found.step else ""
-    uncounted = not meets_every_step(config) and config.data_parallel.method != "co2"
+    uncounted = not run.meets_every_step and config.data_parallel.method != "co2"
     without = f"; what {config.data_parallel.method} keeps besides is not counted" if uncounted else ""
     if cluster is None:
         judged = f"it wants {found.total / SAFE / GB:.3g} GB, {1 - SAFE:.0%} of it unused"
@@ -201,26 +180,21 @@ def _memory(config: RunConfig, found: Memory, cluster: Cluster | None) -> str:
     )
 
 
-def _pipeline(config: RunConfig, shape: LlamaConfig) -> str:
-    runs, of_stages, ranks = layers_of_stages(config, shape), placement(config), config.parallel.pp
-    stages = "; ".join(
-        f"{rank}: {_words([run for run, owner in zip(runs, of_stages, strict=True) if owner == rank])}"
-        for rank in range(ranks)
-    )
-    kind, slices = config.pipeline.kind, len(slice_lengths(config))
+def _pipeline(run: ResolvedRun) -> str:
+    stages = "; ".join(f"{rank}: {_words(run.layers_of(rank))}" for rank in range(run.mesh.pp))
+    count, slices = len(run.placement), len(run.slices)
     found = (
-        f"pipeline  {kind}: {len(of_stages)} stages on {ranks} ranks, "
-        f"{micro_batches(config)} micro-batches, {slices} slice(s)\n"
+        f"pipeline  {run.config.pipeline.kind}: {count} stages on {run.mesh.pp} ranks, "
+        f"{run.micro_batches} micro-batches, {slices} slice(s)\n"
         f"          layers of the ranks: {stages}"
     )
     # At least a forward and a backward of every stage; to make more than that takes long too.
-    if 2 * len(of_stages) * micro_batches(config) * slices > MOST_ACTIONS:
+    if 2 * count * run.micro_batches * slices > MOST_ACTIONS:
         return found
-    schedule = schedule_of(config)
-    if sum(map(len, schedule.actions)) > MOST_ACTIONS:
+    if sum(map(len, run.schedule.actions)) > MOST_ACTIONS:
         return found
-    timeline = simulate(schedule, Costs())
-    bubble = max(timeline.bubble(rank) for rank in range(ranks)) / timeline.makespan
+    timeline = simulate(run.schedule, Costs())
+    bubble = max(timeline.bubble(rank) for rank in range(run.mesh.pp)) / timeline.makespan
     return f"{found}\n          {bubble:.1%} of a step is bubble where all stages take alike"
 
 

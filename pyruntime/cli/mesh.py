@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -13,10 +12,10 @@ from pyruntime.cli.environment import started_ranks
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.traffic import bytes_of_step
 from pyruntime.text import columns
-from pyruntime.train import dry_run
-from pyruntime.train.config import RunConfig, meets_every_step, micro_batches, replicas, tp_axes
+from pyruntime.train.config import RunConfig, mesh_of
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.planned import planned
+from pyruntime.train.resolved import check
 
 DESCRIPTION = """Shows who talks to whom over what in a training: the groups of ranks of every axis, the
 transport between them, and the bytes that a rank receives in a step, by the planner's formulas. Takes the
@@ -32,10 +31,8 @@ def main(argv: list[str]) -> None:
     per_host, argv = _number(argv, "ranks_per_host")
     config, _ = train.read(argv, ranks, "mesh", DESCRIPTION, others=("ranks", "ranks_per_host"))
     if ranks is None:
-        parallel = config.parallel
-        others = parallel.pp * parallel.dp * parallel.cp
-        asked = parallel.tp is not None
-        ranks = others * math.prod(tp_axes(parallel, 1)) if asked else max(others, started_ranks())
+        least = mesh_of(config, 1).ranks
+        ranks = least if config.parallel.tp is not None else max(least, started_ranks())
     print(report(config, ranks, min(per_host or ranks, ranks)))
 
 
@@ -50,9 +47,9 @@ def _number(argv: list[str], name: str) -> tuple[int | None, list[str]]:
 
 def report(config: RunConfig, ranks: int, per_host: int) -> str:
     """The table. Raises ConfigError where the run would be refused, or hosts would hold unequally many."""
-    shape = dry_run.check(config, ranks)
+    run = check(config, ranks)
     chosen = config.data_parallel
-    if not meets_every_step(config) or chosen.compression != "none":
+    if not run.meets_every_step or chosen.compression != "none":
         raise ConfigError(
             f"data_parallel.method={chosen.method}, data_parallel.compression={chosen.compression}: mesh "
             "counts the bytes of whole gradients in every step; leave both out, or read outer_bytes and "
@@ -73,19 +70,18 @@ def report(config: RunConfig, ranks: int, per_host: int) -> str:
         raise ConfigError(f"--ranks_per_host={per_host} does not divide {ranks} ranks; use a divisor.")
     on_device = config.train.device == "cuda"
     cluster = Cluster.of_ranks(per_host, core_bandwidth=0.0 if on_device else 1.0)
-    job, mesh = planned(config, shape, ranks, cluster)
+    job, mesh = planned(run, cluster)
     with refusing():
         found = bytes_of_step(job, mesh, BYTES[config.train.dtype])
     parallel = config.parallel
-    tp, y = tp_axes(parallel, ranks)
-    replicate = replicas(config)
+    tp, y, replicate = run.mesh.tp, run.mesh.tp_y, run.mesh.dp_replicate
     grid = torch.arange(ranks).view(parallel.pp, parallel.dp, parallel.cp, tp, y)
     data = grid.permute(0, 3, 4, 1, 2).reshape(parallel.pp, tp * y, replicate, -1)
     stages = f", {config.pipeline.kind}" if mesh.pp > 1 else ""
     heading = (
         f"{ranks} rank(s) on {ranks // per_host} host(s): tp={tp if y == 1 else parallel.tp} (sequence "
         f"parallel), cp={mesh.cp}, pp={mesh.pp}{stages}, dp={parallel.dp}, zero={parallel.zero}; "
-        f"{micro_batches(config)} micro-batch(es)"
+        f"{run.micro_batches} micro-batch(es)"
     )
     both = " x cp" if mesh.cp > 1 else ""
     returning = "new weights" if parallel.zero else "their sums"

@@ -21,7 +21,7 @@ from pyruntime.train.errors import ConfigError
 from pyruntime.train.planned import of_llama
 
 if TYPE_CHECKING:
-    from pyruntime.train.config import RunConfig
+    from pyruntime.train.resolved import ResolvedRun
 
 LLAMA2_13B = LlamaConfig(
     vocab_size=32000,
@@ -127,14 +127,15 @@ class Asked:
         return self._answers[key]
 
 
-def checked(job: Job, mesh: Mesh) -> tuple[RunConfig, LlamaConfig]:
-    """The configuration that trains `job` on `mesh`, and its model. Raises ConfigError, as the run would."""
-    from pyruntime.train import config_file, dry_run
+def checked(job: Job, mesh: Mesh) -> ResolvedRun:
+    """The run that trains `job` on `mesh`. Raises ConfigError, as the run would."""
+    from pyruntime.train import config_file
     from pyruntime.train.config import Parallel, RunConfig
+    from pyruntime.train.resolved import check
     from pyruntime.train.validate.gpus import check_between_hosts
 
     if job.cluster.is_of_gpus and job.gpus > job.cluster.gpus_per_node:
         # First, as it is what most meshes of many hosts are refused for, and takes no time.
         check_between_hosts(RunConfig(parallel=Parallel(cp=mesh.cp, pp=mesh.pp)))
     config = config_file.from_dict(settings(job, mesh), "the trainer")
-    return config, dry_run.check(config, job.gpus)
+    return check(config, job.gpus)

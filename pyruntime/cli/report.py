@@ -19,10 +19,10 @@ from pyruntime.overlap.page import Plan, page
 from pyruntime.overlap.trace import chrome_trace
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.train import config_file, metrics
-from pyruntime.train.config import tp_axes, with_pieces
+from pyruntime.train.config import mesh_of, with_pieces
 from pyruntime.train.errors import ConfigError, refusing
-from pyruntime.train.pipelined import resolved
 from pyruntime.train.planned import estimate, planned, predicted
+from pyruntime.train.resolved import resolve, settled
 from pyruntime.train.validate.watching import why_not_predicted
 
 DESCRIPTION = """Writes RUN_DIR/report.html: curves, and of a run with --train.ledger true where a step's time
@@ -72,11 +72,10 @@ def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: 
         return Plan(words="The planner's estimates are of bf16.")
     if not ledgers and config.parallel.tp is None:
         return Plan(words="How many ranks this run had is in its ledger only (--train.ledger true).")
-    sizes = config.parallel
-    ranks = len(ledgers) or sizes.pp * sizes.dp * sizes.cp * math.prod(tp_axes(sizes, 1))
     shape = LlamaConfig.from_hf(read_config(run_dir / "model"))
-    job, mesh = planned(config, shape, ranks, find_cluster(cluster or "dgx-h100"))
-    fullest = estimate(resolved(config, shape), shape, ranks, find_cluster(cluster) if cluster else None)
+    run = resolve(settled(config, shape), shape, len(ledgers) or mesh_of(config, 1).ranks)
+    job, mesh = planned(run, find_cluster(cluster or "dgx-h100"))
+    fullest = estimate(run, find_cluster(cluster) if cluster else None)
     words = "A step is predicted with --cluster FILE, which `plan --measure FILE` writes."
     if cluster:
         why = why_not_predicted(config)

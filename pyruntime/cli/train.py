@@ -12,7 +12,7 @@ from pathlib import Path
 from pyruntime.cli.arguments import flag_name, parse, take_option
 from pyruntime.cli.environment import check_started, started_rank, started_ranks
 from pyruntime.train import checkpoint_folder, config_file, validate
-from pyruntime.train.config import Model, RunConfig, replicas, ring_orders, tp_axes, with_pieces
+from pyruntime.train.config import Model, RunConfig, mesh_of, ring_orders, with_pieces
 from pyruntime.train.errors import ConfigError, TrainingError, refusing
 from pyruntime.train.signals import StopRequest
 
@@ -101,16 +101,9 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
     if world_size > 1:
         _name_rank()
     torch.set_num_threads(threads(config.train.threads, world_size))
-    parallel = config.parallel
-    tp, tp_y = tp_axes(parallel, world_size)
     device = device_of("train.device", config.train.device)
     with Runtime.start(
-        tp=tp,
-        tp_y=tp_y,
-        dp=parallel.dp,
-        dp_replicate=replicas(config),
-        cp=parallel.cp,
-        pp=parallel.pp,
+        **vars(mesh_of(config, world_size)),
         device=device,
         deadline_s=config.comm.deadline_s,
     ) as runtime:

@@ -14,7 +14,7 @@ from pyruntime.cli.environment import check_started, started_rank, started_ranks
 from pyruntime.cli.train import device_of, threads
 from pyruntime.text import columns
 from pyruntime.train import config_file, validate
-from pyruntime.train.config import RunConfig, Train, tp_axes
+from pyruntime.train.config import RunConfig, Train, mesh_of
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.tuning import cache
 from pyruntime.tuning.cache import Cache, CacheError, Choice, Choices, Place
@@ -107,7 +107,7 @@ def check_variants(options: Options, device: str) -> None:
 def job_of(options: Options, ranks: int) -> Job:
     """The model, from a configuration or by its name, and its sizes. Raises ConfigError."""
     from pyruntime.train.data.tokenizer import open_tokenizer
-    from pyruntime.train.model import llama_config
+    from pyruntime.train.shape import llama_config
 
     if options.config:
         config = config_file.load(config_file.find(options.config), ranks)
@@ -115,7 +115,7 @@ def job_of(options: Options, ranks: int) -> Job:
         seq_len = options.seq_len or DEFAULT_SEQ_LEN
         config = RunConfig(train=Train(micro_batch_size=1, seq_len=seq_len, dtype="bf16"))
     parallel, train = config.parallel, config.train
-    tp = options.tp or tp_axes(parallel, ranks)[0]
+    tp = options.tp or mesh_of(config, ranks).tp
     if tp < 2 or ranks % tp:
         raise ConfigError(
             f"tp={tp} and {ranks} ranks were started; start tp of them or a multiple, and let tp be at least "

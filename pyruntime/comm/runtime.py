@@ -248,11 +248,6 @@ class Runtime:
         """Ranks in the tensor-parallel group, of two axes the first."""
         return self.tp.size
 
-    @property
-    def tp_sizes(self) -> tuple[int, int]:
-        """Ranks of both axes of tensor parallelism; the second is 1 where there is one axis."""
-        return self.tp_size, self.sizes.tp // self.tp_size
-
     def exposed_by_axis(self) -> dict[str, float]:
         """Seconds in which this rank has done nothing but wait for peers, copy and sum, over all its open
         groups and their companions, by class of traffic: "tp", "cp", "pp", "dp", "checkpoint". What all ranks

@@ -8,14 +8,11 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyruntime.train import manifest
-from pyruntime.train.config import Checkpoint, RunConfig, meets_every_step, replicas
+from pyruntime.train.config import Checkpoint
 from pyruntime.train.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pyruntime.llama.config import LlamaConfig
 
 FOLDER, FACTS_FILE = "checkpoints", "run.json"
 FORMAT, OLD_FORMATS = 3, (1, 2)
@@ -63,16 +60,6 @@ class Facts:
     not."""
     saved_at: float = 0.0
     """When, in seconds since 1970."""
-
-    @classmethod
-    def of(cls, config: RunConfig, shape: LlamaConfig) -> Facts:
-        """Of a run that trains a model of that shape, before its first step."""
-        of_replicas = "" if meets_every_step(config) else f" of {replicas(config)} replicas"
-        if config.data_parallel.members:
-            of_replicas = " of replicas that come and go"
-        method = config.data_parallel.method + of_replicas
-        dtype, optimizer = config.train.dtype, config.optimizer
-        return cls(0, dtype, dataclasses.asdict(shape), optimizer.name, optimizer.rounding, method=method)
 
 
 def complete(folder: Path) -> list[Path]:

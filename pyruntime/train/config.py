@@ -444,11 +444,38 @@ def micro_batches(config: RunConfig) -> int:
     return config.train.batch_size // (config.train.micro_batch_size * config.parallel.dp)
 
 
-def tp_axes(parallel: Parallel, world_size: int) -> tuple[int, int]:
-    """Ranks of the axes x and y of tensor parallelism, of so many that were started."""
-    if isinstance(parallel.tp, Grid):
-        return parallel.tp.x, parallel.tp.y
-    return parallel.tp or max(1, world_size // (parallel.pp * parallel.cp * parallel.dp)), 1
+@dataclasses.dataclass(frozen=True)
+class MeshSizes:
+    """Ranks on every axis of a run, as `Runtime.start` takes them."""
+
+    pp: int = 1
+    dp: int = 1
+    """Replicas included."""
+    dp_replicate: int = 1
+    """Groups of data-parallel ranks that each hold everything once."""
+    cp: int = 1
+    tp: int = 1
+    """Of two axes of tensor parallelism the first, x."""
+    tp_y: int = 1
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """By the name of the axis, both of tensor parallelism as one, in the order of `Runtime.sizes`."""
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp * self.tp_y}
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.axes.values())
+
+
+def mesh_of(config: RunConfig, world_size: int) -> MeshSizes:
+    """The mesh of a configuration that `spelled_out` has made, on so many ranks. Where parallel.tp is None,
+    tensor-parallel are those that the other axes leave."""
+    asked = config.parallel
+    others = {"pp": asked.pp, "dp": asked.dp, "dp_replicate": replicas(config), "cp": asked.cp}
+    if isinstance(asked.tp, Grid):
+        return MeshSizes(**others, tp=asked.tp.x, tp_y=asked.tp.y)
+    return MeshSizes(**others, tp=asked.tp or max(1, world_size // (asked.pp * asked.cp * asked.dp)))
 
 
 def with_pieces(config: RunConfig) -> RunConfig:
@@ -495,6 +522,12 @@ def with_steps(config: RunConfig) -> RunConfig:
         return config
     steps = -(-config.train.tokens // tokens_per_step(config))
     return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps, tokens=0))
+
+
+def spelled_out(config: RunConfig) -> RunConfig:
+    """The same configuration with what stands for something else written as that. Raises ConfigError as
+    `with_pieces` does."""
+    return with_steps(with_pieces(config))
 
 
 def warmup_steps(optimizer: Optimizer, steps: int) -> int:

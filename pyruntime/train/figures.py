@@ -17,6 +17,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -113,6 +114,33 @@ class Guard:
         self.in_a_row += 1
 
 
+class Figures(Protocol):
+    """Collects what steps find. Each step calls `begin`, then `add`; `read` returns what is known of them."""
+
+    signum: int
+    """Signal that a rank was sent, the same on all; 0: none."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether `read` may be left for a later step, and then returns several."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def forget_exposed(self) -> None:
+        """What ranks have waited up to now is not the next step's."""
+
+    def add(self, step: int, lr: float, loss: Tensor, square: Tensor, signum: int) -> float | Tensor:
+        """Keeps a step's figures. Returns the gradient's norm, NaN where the step must not update."""
+
+    def own(self) -> StepFigures:
+        """Of the step that was added last, as this rank has it."""
+
+    def read(self) -> list[StepFigures]:
+        """All that were added since the last call, oldest first, up to the first that is not finite. Every
+        rank calls it."""
+
+
 class ExchangedFigures:
     """Every rank tells all others its [loss, square, memory, stop request, bytes] in every step, and what it
     has waited of the time since it told them last: with that ends what counts as the step's exposed
@@ -123,7 +151,6 @@ class ExchangedFigures:
     def __init__(self, runtime: Runtime, device: Device):
         self._runtime, self._device = runtime, device
         self.signum = 0
-        """Signal that a rank was sent, the same on all; 0: none."""
         self._memory_bytes, self._started = 0, 0.0
         self._since, self._exposed_s = time.perf_counter(), _no_seconds()
         self._bytes_read = [0] * len(COUNTED)
@@ -132,16 +159,14 @@ class ExchangedFigures:
         """Of the step that was added last, what was exposed by axis."""
 
     def begin(self) -> None:
-        """A step begins."""
         self._started = time.perf_counter()
 
     def forget_exposed(self) -> None:
-        """What ranks have waited up to now is not the next step's."""
         self._since, self._exposed_s = time.perf_counter(), _exposed(self._runtime)
         self._bytes_read = [comm.bytes_read(each) for each in COUNTED]
 
     def add(self, step: int, lr: float, loss: Tensor | float, square: Tensor, signum: int) -> float | Tensor:
-        """Keeps a step's figures. Returns the gradient's norm, NaN where the loss is not finite."""
+        """Returns the norm over all ranks, NaN where the loss is not finite."""
         until, exposed_s = time.perf_counter(), _exposed(self._runtime)
         # The kernel's figure of the CPU is not exact.
         self._memory_bytes = max(self._memory_bytes, self._device.peak_memory_bytes())
@@ -174,7 +199,6 @@ class ExchangedFigures:
         return self._found.grad_norm if math.isfinite(self._found.loss) else math.nan
 
     def own(self) -> StepFigures:
-        """Of the step that was added last."""
         assert self._found is not None
         seconds = time.perf_counter() - self._started
         found = dataclasses.replace(self._found, step_time_s=seconds)
@@ -185,7 +209,7 @@ class ExchangedFigures:
         return dataclasses.replace(found, exposed_comm_s=float(exposed_s.sum()), exposed_by_axis_s=by_axis)
 
     def read(self) -> list[StepFigures]:
-        """The step that was added, with the seconds that it has taken up to now."""
+        """With the seconds that the step has taken up to now."""
         return [self.own()]
 
 
@@ -225,7 +249,6 @@ class RoundFigures:
         self._started = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
         self._end_step()
         self._started = time.perf_counter()
 
@@ -250,12 +273,10 @@ class RoundFigures:
         return exposed, seconds, nbytes
 
     def forget_exposed(self) -> None:
-        """What ranks have waited up to now is not the next step's."""
         self._since, self._before = time.perf_counter(), self._counted()
 
     def add(self, step: int, lr: float, loss: Tensor | float, square: Tensor, signum: int) -> float:
-        """Keeps a step's figures. Returns the norm of this replica's gradient, NaN where its loss is not
-        finite."""
+        """Returns the norm of this replica's gradient, NaN where its loss is not finite."""
         told = torch.tensor([float(loss), float(square)], dtype=torch.float64)
         for axis in self._axes:
             told = ops.all_gather_stats(told, comm.group_name(axis)).sum(0)
@@ -266,12 +287,10 @@ class RoundFigures:
         return norm if math.isfinite(loss) else math.nan
 
     def own(self) -> StepFigures:
-        """Of the step that was added last, as this replica alone found it."""
         self._end_step()
         return self._figures(*self._steps[-1], torch.tensor(self._found[-1], dtype=torch.float64)[None])
 
     def read(self) -> list[StepFigures]:
-        """All of them, oldest first, up to the first that is not finite. Every rank calls it."""
         self._end_step()
         mine = [number for found in self._found for number in found]
         told = exchange([*mine, self._signal], self._runtime).flatten(0, -2)
@@ -279,8 +298,7 @@ class RoundFigures:
         of_steps = told[:, :-1].unflatten(1, (len(self._steps), self.NUMBERS)).unbind(1)
         found = [self._figures(*step, each) for step, each in zip(self._steps, of_steps, strict=True)]
         self._steps, self._found = [], []
-        bad = next((index for index, each in enumerate(found) if not each.is_finite), len(found))
-        return found[: bad + 1]
+        return _up_to_bad(found)
 
     def _figures(self, step: int, lr: float, ranks: Tensor) -> StepFigures:
         """ranks: float64 [ranks, NUMBERS]."""
@@ -316,7 +334,6 @@ class LateFigures:
         self._started = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
         if not self._steps:
             self._started = time.perf_counter()
 
@@ -324,8 +341,7 @@ class LateFigures:
         """A rank alone waits for none."""
 
     def add(self, step: int, lr: float, loss: Tensor, square: Tensor, signum: int) -> Tensor:
-        """Keeps a step's figures. Returns the gradient's norm on the device; NaN from the first step on whose
-        loss or norm is not finite."""
+        """Returns the norm on the device; NaN from the first step on whose loss or norm is not finite."""
         norm = square.sqrt()
         figures = torch.stack([loss.double(), norm])
         self._stopped = self._stopped | figures.isfinite().all().logical_not()
@@ -339,7 +355,7 @@ class LateFigures:
         return self.read()[-1]
 
     def read(self) -> list[StepFigures]:
-        """All of them, oldest first, up to the first that is not finite. Waits for the device."""
+        """Waits for the device."""
         if not self._steps:
             return []
         figures = torch.stack(self._figures).tolist()
@@ -350,8 +366,13 @@ class LateFigures:
             for (step, lr), (loss, norm) in zip(self._steps, figures, strict=True)
         ]
         self._steps, self._figures = [], []
-        bad = next((index for index, each in enumerate(found) if not each.is_finite), len(found))
-        return found[: bad + 1]
+        return _up_to_bad(found)
+
+
+def _up_to_bad(found: list[StepFigures]) -> list[StepFigures]:
+    """Up to the first that is not finite."""
+    bad = next((index for index, each in enumerate(found) if not each.is_finite), len(found))
+    return found[: bad + 1]
 
 
 def _no_seconds() -> Tensor:

@@ -31,47 +31,38 @@ from pyruntime import comm
 from pyruntime.any_model import Report, explain
 from pyruntime.comm import Runtime
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel import NonFiniteGradient, shard
+from pyruntime.data_parallel import NonFiniteGradient
 from pyruntime.data_parallel.replicated import check_replicated
-from pyruntime.elastic.member import Member
 from pyruntime.llama import Llama
-from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.train import checkpoint, checkpoint_folder
 from pyruntime.train.assembly import (
+    batches_of,
     check_trains,
-    compressed_how,
-    compression_of,
-    muon_of,
+    data_axes,
+    figures_of,
+    optimizer_of,
+    outer_of,
     placement_check,
-    slow_every,
-    slow_report,
-    within_and_between,
+    sharded_of,
+    stages_of,
+    validation_of,
 )
-from pyruntime.train.checkpoint_folder import Facts
-from pyruntime.train.config import RunConfig, learning_rate, meets_every_step, micro_batches, tokens_per_step
-from pyruntime.train.data.batches import Batch, Batches, validation_batches
+from pyruntime.train.config import learning_rate
+from pyruntime.train.data.batches import Batch
 from pyruntime.train.data.corpus import Corpus
 from pyruntime.train.device import Device
 from pyruntime.train.errors import TrainingError
-from pyruntime.train.figures import (
-    MOST_IN_A_ROW,
-    ExchangedFigures,
-    Guard,
-    LateFigures,
-    RoundFigures,
-    StepFigures,
-    exchange,
-)
+from pyruntime.train.figures import MOST_IN_A_ROW, Guard, StepFigures, exchange
 from pyruntime.train.metrics import StepMetrics
-from pyruntime.train.pipelined import Pipelined, move_of, shared_weights
+from pyruntime.train.pipelined import move_of
 from pyruntime.train.ranks import on_every_rank
 from pyruntime.train.replicas import join, open_member
+from pyruntime.train.resolved import ResolvedRun
 from pyruntime.train.saving.saver import Saver
 from pyruntime.train.signals import Stopped, StopRequest
 from pyruntime.train.slow.judge import Finding
 from pyruntime.train.slow.rebalance import Move
-from pyruntime.train.validate.replicas import outer_method
 from pyruntime.train.watching.profile import StepProfile
 
 MOST_NAMES = 3
@@ -88,97 +79,46 @@ class Trainer:
 
     def __init__(
         self,
-        config: RunConfig,
+        run: ResolvedRun,
         model: Llama,
         corpus: Corpus,
         runtime: Runtime,
         run_dir: Path,
         stop: StopRequest,
     ):
-        train, optimizer = config.train, config.optimizer
-        self._config, self._corpus, self._runtime, self._run_dir = config, corpus, runtime, run_dir
-        self._stop = stop
-        self._device = device = Device(runtime.device, runtime.why_device)
-        self.model = model
+        self._run, self._config, self.model, self._corpus = run, run.config, model, corpus
+        self._runtime, self._run_dir, self._stop = runtime, run_dir, stop
+        self._device = Device(runtime.device, runtime.why_device)
         on_every_rank(runtime.world, "Sharding the model", lambda: check_trains(model, runtime))
-        compression, every_step = compression_of(config), meets_every_step(config)
-        over, between = runtime.replicas.mesh, None
-        comes_and_goes = bool(config.data_parallel.members)
-        if not (every_step or comes_and_goes):
-            over, between = within_and_between(over)
-        self.sharded = shard(
-            model,
-            over,
-            stage=config.parallel.zero,
-            compression=compression if every_step else None,
-            weight_wire=config.data_parallel.weight_wire,
-        )
-        pp = runtime.pp.mesh
-        self._guard, self._skips = Guard(optimizer.spike_factor), optimizer.on_bad_step == "skip"
-        self.optimizer = self.sharded.adamw(
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            max_norm=optimizer.clip_grad_norm,
-            nonfinite="skip" if self._skips else "raise",
-            rounding=optimizer.rounding,
-            muon=muon_of(config, model),
-            shared={} if pp is None else shared_weights(config, model, pp),
-        )
-        self.outer: ShardedOuter | None = None
-        """Of replicas that do not meet in every step."""
-        self.member: Member | None = None
+        within, between = data_axes(run, runtime)
+        self.sharded = sharded_of(run, model, within)
+        self.optimizer = optimizer_of(run, model, self.sharded, runtime)
+        self.member = open_member(run, corpus, runtime)
         """Of a run whose replicas come and go."""
-        if comes_and_goes:
-            self.member = open_member(config, model.config, corpus, runtime)
-        if not every_step:
-            parts = [axis for axis in (runtime.tp.mesh, runtime.tp_y.mesh, over, pp) if axis is not None]
-            self.outer = ShardedOuter(
-                self.sharded, between, outer_method(config), parts, self.member, compression
-            )
-        is_timed = slow_every(config, runtime) > 0
-        self._pipelined = None if pp is None else Pipelined(config, model, pp, self.sharded, is_timed)
-        self._slow = slow_report(config, model, runtime, self._pipelined)
+        self.outer = outer_of(run, self.sharded, within, between, self.member, runtime)
+        """Of replicas that do not meet in every step."""
+        self._pipelined, self._slow = stages_of(run, model, self.sharded, runtime)
+        self._types = placement_check(run, model, self.sharded, runtime)
+        self._figures = figures_of(run, within, self.outer, runtime)
+        self._guard = Guard(run.config.optimizer.spike_factor)
+        self._skips = run.config.optimizer.on_bad_step == "skip"
+        self._saver = Saver(run_dir, self.sharded, runtime.world, run.config.checkpoint, self.outer)
+        self._batches, self._validation = batches_of(run, corpus, runtime), validation_of(run, corpus)
+        self._backward_seed = torch.tensor(1.0 / run.micro_batches, device=runtime.device)
         self._moved: Sequence[int] = ()
         """Layers of each stage, where they have been moved to these."""
         self.move: Move | None = None
         """What `fit` has ended for before the last step: layers that move between stages, as the checkpoint
         says that it has saved."""
-        self._types = placement_check(model, self.sharded, runtime) if train.check_types else None
         self.step = self._samples = 0
         self.tiers = Report(())
         self._deal: Sequence[int] = ()
         """Of the checkpoint that was resumed, where replicas come and go."""
-        self._facts = dataclasses.replace(
-            Facts.of(config, model.config), compression=compressed_how(config, runtime)
-        )
-        self._saver = Saver(run_dir, self.sharded, runtime.world, config.checkpoint, self.outer)
         self._resumed: tuple[Path, int] | None = None
-        masks, dp = config.data.document_masks, runtime.sizes.dp
-        self._validation = [
-            (number, batch)
-            for number, each in enumerate(corpus.sets)
-            for batch in validation_batches(
-                each, train.val_sequences, train.micro_batch_size, train.seq_len, masks
-            )
-        ]
-        self._batches = Batches(
-            corpus, train.seed, train.batch_size, train.seq_len, model.config.vocab_size,
-            share=runtime.coordinate.dp, shares=dp, masks=masks,
-        )  # fmt: skip
-        self._backward_seed = torch.tensor(1.0 / micro_batches(config), device=device.device)
-        ranks = runtime.world.size()
-        self._figures: ExchangedFigures | LateFigures | RoundFigures
-        # What decides whether a step counts is read in that step.
-        is_late = device.is_cuda and ranks == 1 and not (self._skips or optimizer.spike_factor)
-        if self.outer is not None:
-            self._figures = RoundFigures(runtime, device, over, self.outer.stats, comes_and_goes)
-        else:
-            self._figures = LateFigures(device) if is_late else ExchangedFigures(runtime, device)
 
     def resume(self, folder: Path) -> None:
         """Loads weights, optimizer state, what compression lost, and step of the checkpoint in `folder`."""
-        found = checkpoint.load(folder, self._facts, self.sharded, self._runtime.world, self.outer)
+        found = checkpoint.load(folder, self._run.facts, self.sharded, self._runtime.world, self.outer)
         self.step, self._deal = found.step, found.deal
         self._samples = found.samples
         self._guard.resume(found.norms, found.skipped, found.in_a_row)
@@ -190,6 +130,11 @@ class Trainer:
     def saved(self) -> Path | None:
         """The newest checkpoint of this run that is there; None where it has saved none."""
         return self._saver.newest
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest one that this run has saved, else the one that it goes on with."""
+        return self.saved or (self._resumed and self._resumed[0])
 
     def join(self) -> bool:
         """Where replicas come and go: returns when this one is a member of the run, at its step. False: the
@@ -213,7 +158,7 @@ class Trainer:
 
     def what_is_not_resumed(self, folder: Path) -> str:
         """In words: of the checkpoint in `folder`; empty where all of it is."""
-        return checkpoint_folder.why_residuals_are_left(folder, self._facts)
+        return checkpoint_folder.why_residuals_are_left(folder, self._run.facts)
 
     def close(self) -> None:
         """The model is as it was, with its current weights."""
@@ -288,7 +233,7 @@ class Trainer:
         is_last = self.step == self._config.train.steps
         if self._config.parallel.rebalance == "on" and self._is_due(every_steps) and not is_last:
             is_moved = bool(self._moved)
-            self.move = move_of(self._config, self.model.config, self._runtime, slow, is_moved)
+            self.move = move_of(self._run, self._runtime, slow, is_moved)
         return news
 
     def _train_step(self, step: int) -> tuple[list[StepFigures], int]:
@@ -429,7 +374,7 @@ class Trainer:
         return any(self._is_due(every, step) for every in intervals)
 
     def _metrics(self, figures: StepFigures) -> StepMetrics:
-        tokens_per_second = tokens_per_step(self._config) / figures.step_time_s
+        tokens_per_second = self._run.tokens_per_step / figures.step_time_s
         skipped = self._guard.skipped if self._guard.in_a_row else None
         return StepMetrics(**vars(figures), tokens_per_second=tokens_per_second, skipped=skipped)
 
@@ -465,7 +410,7 @@ class Trainer:
         if self.outer is not None:
             self.outer.settle()  # what has been dealt is of the sums that are saved
         facts = dataclasses.replace(
-            self._facts,
+            self._run.facts,
             step=self.step,
             samples=self._samples,
             skipped=guard.skipped,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.plan.cluster import Cluster
@@ -11,7 +12,10 @@ from pyruntime.plan.memory import Memory, Rules, worst_memory
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
 from pyruntime.plan.step import Predictor, StepSeconds
-from pyruntime.train.config import DataParallel, RunConfig, replicas, tp_axes, with_pieces
+from pyruntime.train.config import DataParallel, RunConfig
+
+if TYPE_CHECKING:  # the planner alone does without the model
+    from pyruntime.train.resolved import ResolvedRun
 
 TRAINER = Rules(
     gradient=2,
@@ -53,11 +57,11 @@ def _on_gpus(config: RunConfig, cluster: Cluster | None) -> bool:
     return config.train.device == "cuda" or auto
 
 
-def estimate(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster | None = None) -> Memory:
+def estimate(run: ResolvedRun, cluster: Cluster | None = None) -> Memory:
     """What the fullest rank of a run holds, as the planner has it; without a `cluster` of CPU ranks unless
-    train.device is cuda. What replicas that seldom meet keep is counted for CO2 alone. `config` says its
-    steps and layers outright (`pyruntime.train.pipelined.resolved`)."""
-    job, mesh = planned(config, shape, ranks, cluster or Cluster.of_ranks(ranks))
+    train.device is cuda. What replicas that seldom meet keep is counted for CO2 alone."""
+    config = run.config
+    job, mesh = planned(run, cluster or Cluster.of_ranks(run.mesh.ranks))
     known = cluster is not None or _on_gpus(config, cluster)
     process = job.cluster.process_bytes if known else PROCESS_BYTES
     return worst_memory(job, mesh, trainer_rules(config, cluster), process)
@@ -78,15 +82,14 @@ def of_llama(name: str, config: LlamaConfig, preset: str = "") -> ModelShape:
     )
 
 
-def planned(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster) -> tuple[Job, Mesh]:
-    """What a configuration that runs on `ranks` ranks is to the planner; the way back is `settings` of
-    `pyruntime.cli.plan_facts`."""
-    config = with_pieces(config)
+def planned(run: ResolvedRun, cluster: Cluster) -> tuple[Job, Mesh]:
+    """What a run is to the planner; the way back is `settings` of `pyruntime.cli.plan_facts`."""
+    config, sizes = run.config, run.mesh
     train, parallel, pipeline = config.train, config.parallel, config.pipeline
     job = Job(
-        of_llama("the run", shape),
+        of_llama("the run", run.shape),
         cluster,
-        ranks,
+        sizes.ranks,
         train.batch_size,
         train.seq_len,
         rounding=config.optimizer.rounding,
@@ -103,14 +106,13 @@ def planned(config: RunConfig, shape: LlamaConfig, ranks: int, cluster: Cluster)
         layers=tuple(pipeline.layers),
     )
     tau = _tau(config.data_parallel)
-    tp, y = tp_axes(parallel, ranks)
-    if y > 1:
+    if sizes.tp_y > 1:
         replicated = parallel.dp_replicate if parallel.zero == 3 else parallel.dp
         z = parallel.dp // replicated
-        return job, dataclasses.replace(mesh, x=tp, y=y, z=z, dp=replicated, zero=0)
-    replicate = parallel.dp_replicate if tau else replicas(config)
+        return job, dataclasses.replace(mesh, x=sizes.tp, y=sizes.tp_y, z=z, dp=replicated, zero=0)
+    replicate = parallel.dp_replicate if tau else sizes.dp_replicate
     dp, zero = parallel.dp, 0 if tau else parallel.zero  # CO2 cuts nothing
-    return job, dataclasses.replace(mesh, tp=tp, dp=dp, zero=zero, replicate=replicate, tau=tau)
+    return job, dataclasses.replace(mesh, tp=sizes.tp, dp=dp, zero=zero, replicate=replicate, tau=tau)
 
 
 def _tau(method: DataParallel) -> int:

@@ -6,14 +6,15 @@ it may take as long as the ranks show signs of life.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, Union
 
 import torch.distributed as dist
 
-from pyruntime.comm import CommError, rank_name
+from pyruntime.comm import CommError, post_failure, rank_name
 from pyruntime.comm.exchange import Exchange, barrier
-from pyruntime.train.errors import ConfigError
+from pyruntime.train.errors import ConfigError, TrainingError
 
 Result = TypeVar("Result")
 
@@ -67,6 +68,16 @@ def on_every_rank(group: dist.ProcessGroup, doing: str, work: Callable[[], Resul
     if refusal:
         raise ConfigError(refusal)
     return result  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def told_to_all() -> Iterator[None]:
+    """Around what one rank does while others wait for it inside a step: they end with its reason."""
+    try:
+        yield
+    except TrainingError as error:
+        post_failure(str(error))
+        raise
 
 
 def _name(group: dist.ProcessGroup, rank: int) -> str:

@@ -16,12 +16,10 @@ from pyruntime.comm import Runtime
 from pyruntime.data_parallel import Sharded
 from pyruntime.elastic.member import Member
 from pyruntime.elastic.state import OuterState
-from pyruntime.llama.config import LlamaConfig
 from pyruntime.outer.sharded import ShardedOuter
-from pyruntime.train.config import RunConfig
 from pyruntime.train.data.corpus import Corpus
 from pyruntime.train.ranks import on_rank_0
-from pyruntime.train.validate.replicas import outer_method
+from pyruntime.train.resolved import ResolvedRun
 
 OF_TRAIN = ("steps", "batch_size", "micro_batch_size", "seq_len", "dtype", "z_loss", "seed")
 """Of the [train] section, what all replicas have alike."""
@@ -29,8 +27,12 @@ ITS_OWN = ("members",)
 """Of the [data_parallel] section, what they need not."""
 
 
-def open_member(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: Runtime) -> Member:
-    """This rank at the service of `data_parallel.members`. Raises PeerLost where that does not answer."""
+def open_member(run: ResolvedRun, corpus: Corpus, runtime: Runtime) -> Member | None:
+    """This rank at the service of `data_parallel.members`; None where no replicas come and go. Raises
+    PeerLost where the service does not answer."""
+    config = run.config
+    if not config.data_parallel.members:
+        return None
 
     def named() -> tuple[str, str]:
         return uuid.uuid4().hex, f"{socket.gethostname()}:{os.getpid()}"
@@ -39,7 +41,7 @@ def open_member(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: 
     return Member(
         config.data_parallel.members,
         replica,
-        job_of(config, shape, corpus, runtime),
+        job_of(run, corpus),
         place=runtime.world.rank(),
         places=runtime.world.size(),
         label=label,
@@ -47,13 +49,14 @@ def open_member(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: 
     )
 
 
-def job_of(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: Runtime) -> dict[str, Any]:
+def job_of(run: ResolvedRun, corpus: Corpus) -> dict[str, Any]:
     """What has to be the same for all replicas, by its key in the configuration where it is there; and how
     many rounds there are. Of each source in order, a hash of its text and of the tokenizer, wherever its
     files lie, and the number of its tokens to learn from."""
-    tau = config.data_parallel.tau
+    config, method = run.config, run.outer
+    assert method is not None
+    tau = method.tau
     assert isinstance(tau, int)
-    method = outer_method(config)
     job = {f"train.{name}": getattr(config.train, name) for name in OF_TRAIN}
     job |= {f"optimizer.{name}": value for name, value in vars(config.optimizer).items()}
     job |= {
@@ -62,14 +65,14 @@ def job_of(config: RunConfig, shape: LlamaConfig, corpus: Corpus, runtime: Runti
         if name not in ITS_OWN
     }
     job |= {"data_parallel.outer_lr": method.lr, "data_parallel.outer_momentum": method.momentum}
-    job |= {f"parallel.{name}": size for name, size in runtime.sizes._asdict().items()}
+    job |= {f"parallel.{name}": size for name, size in run.mesh.axes.items()}
     job |= {
         "parallel.zero": config.parallel.zero,
         "data.document_masks": config.data.document_masks,
         "data.weights": list(corpus.weights),
         "data.paths of": [[source.text.facts.name, len(source.train)] for source in corpus.sources],
     }
-    job |= {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()}
+    job |= {f"model.{name}": value for name, value in dataclasses.asdict(run.shape).items()}
     job |= {"pyruntime": pyruntime.__version__, "torch": str(torch.__version__)}
     return job | {"tau": tau, "rounds": config.train.steps // tau, "late": method.rounds_late}
 

@@ -17,9 +17,10 @@ from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.memory import SAFE, worst_memory
 from pyruntime.plan.mesh import Job
 from pyruntime.plan.search import Choice, meshes
-from pyruntime.train import config_file, dry_run
-from pyruntime.train.config import tokens_per_step, with_pieces
+from pyruntime.train import config_file
+from pyruntime.train.config import tokens_per_step
 from pyruntime.train.planned import estimate, rules_of
+from pyruntime.train.resolved import check
 from pyruntime.train.validate.gpus import check_between_hosts
 from tests.train.jobs import changed
 from tools import write_presets
@@ -52,7 +53,7 @@ def test_mesh_step_schedule_and_memory_are_said(capsys):
 def test_shapes_are_those_of_the_model_on_a_rank(capsys):
     out = report(capsys, *DIM1024, "--parallel.tp", 2, "--dry_run", 2)
     shown = dict(re.findall(r"^(\S.*?)  +\[(\d+, \d+)\]  ", out, re.MULTILINE))
-    shape = dry_run.check(config_file.load(config_file.find("dim1024")), 1)
+    shape = check(config_file.load(config_file.find("dim1024")), 1).shape
     model = Llama(shape, device="meta", dtype=torch.bfloat16)
     layer = model.layers[0]
     columns = {
@@ -78,9 +79,9 @@ def test_a_pipeline_s_stages_are_shown(capsys):
 
 def test_fp32_takes_twice_the_memory_of_weights_and_activations():
     config = config_file.load(config_file.find("dim256"))
-    shape = dry_run.check(config, 1)
-    wide = held(config, shape, 1)
-    narrow = held(changed(config, "train", dtype="bf16"), shape, 1)
+    run = check(config, 1)
+    shape, wide = run.shape, held(run)
+    narrow = held(check(changed(config, "train", dtype="bf16"), 1))
     assert wide.weights == 2 * narrow.weights == 4 * shape.parameter_count()
     assert wide.activations == 2 * narrow.activations
     assert wide.optimizer == 8 * shape.parameter_count()  # two moments, and no masters
@@ -94,11 +95,11 @@ def test_presets_run_on_gpus_of_several_hosts_and_fit_them(preset):
     assert numbers and numbers[-1] == 1024
     for gpus in numbers:
         config = config_file.load(path, gpus)
-        shape = dry_run.check(config, gpus)
+        run = check(config, gpus)
         assert config.train.device == "cuda" and tokens_per_step(config) in write_presets.TOKENS
         if gpus > cluster.gpus_per_node:
             check_between_hosts(config)
-        memory = held(config, shape, gpus).total
+        memory = held(run).total
         assert memory <= SAFE * cluster.memory_bytes, gpus
         said = re.search(rf"\d+ GB a GPU\n\[ranks.{gpus}\]", path.read_text())[0]
         assert said.startswith(f"{memory / 1e9:.0f} GB"), gpus
@@ -118,7 +119,7 @@ def test_a_preset_planned_anew_and_written_is_dry_run_to_the_same_bytes_and_verd
         gb = planned["memory_bytes"] / 1e9
         assert f"The trainer runs line 1, {planned['name']}, which fits: {gb:.1f} of " in told
         config = config_file.load(files["config"], gpus)
-        assert held(config, dry_run.check(config, gpus), gpus).total == planned["memory_bytes"]
+        assert held(check(config, gpus)).total == planned["memory_bytes"]
         out = report(capsys, "train", "--config", files["config"], "--dry-run", gpus)
         assert re.search(rf"memory +{gb:.3g} GB.* fits, as that is \d+% of \d+ GB \({preset.cluster}\)", out)
         out = report(capsys, "train", "--config", preset.model, "--dry-run", gpus)
@@ -136,8 +137,7 @@ def test_planner_and_trainer_count_the_same_bytes_of_every_mesh_that_runs(cpus, 
     every = list(meshes(job, Choice()))
     for mesh in random.Random(33).sample(every, 400):
         if asked.refusal(mesh) is None:
-            config, shape = checked(job, mesh)
-            of_trainer = estimate(with_pieces(config), shape, 8, cluster)
+            of_trainer = estimate(checked(job, mesh), cluster)
             assert of_trainer == worst_memory(job, mesh, rules), mesh
             compared += 1
     assert compared > 100

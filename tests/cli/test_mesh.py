@@ -1,6 +1,5 @@
 """`python -m pyruntime mesh` shows groups, transports and bytes, and starts nothing."""
 
-import math
 import re
 
 import pytest
@@ -9,8 +8,9 @@ from pyruntime.cli import main
 from pyruntime.llama.presets import preset
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.traffic import bytes_of_step
-from pyruntime.train.config import Grid, Parallel, Pipeline, RunConfig, Train, tp_axes, with_pieces
+from pyruntime.train.config import Grid, Parallel, Pipeline, RunConfig, Train, mesh_of, spelled_out
 from pyruntime.train.planned import of_llama, planned
+from pyruntime.train.resolved import resolve
 
 SMALL = ["mesh", "--config", "dim256", "--train.batch_size", "16"]
 
@@ -104,9 +104,9 @@ def bytes_of(element=2, **axes):
         parallel=Parallel(**{"tp": 1} | axes),
         pipeline=Pipeline(**pipeline),
     )
-    parallel = with_pieces(config).parallel
-    ranks = math.prod(tp_axes(parallel, 1)) * parallel.cp * parallel.pp * parallel.dp
-    job, mesh = planned(config, shape, ranks, find_cluster("dgx-h100"))
+    config = spelled_out(config)
+    run = resolve(config, shape, mesh_of(config, 1).ranks)
+    job, mesh = planned(run, find_cluster("dgx-h100"))
     assert job.model == of_llama("the run", shape)
     return bytes_of_step(job, mesh, element), shape
 

@@ -192,7 +192,7 @@ def test_doctor_shows_every_part(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-@pytest.mark.second_tier("2")
+@pytest.mark.second_tier
 def test_output_that_nobody_reads_ends_a_run_without_a_word(tmp_path, ranks):
     run_dir = tmp_path / "unread"
     arguments = ["--train.steps", "100000", "--output.run_dir", run_dir]
@@ -209,6 +209,7 @@ def test_output_that_nobody_reads_ends_a_run_without_a_word(tmp_path, ranks):
         assert "141" in codes and codes <= {"141", "143", "-15"}  # the launcher ends the slower rank
 
 
+@pytest.mark.second_tier
 def test_generated_text_that_nobody_reads_ends_without_a_word(trained, tmp_path):
     model = trained[0] / "model"
     process = start(0, "generate", "--checkpoint", model, "--prompt", "import", cwd=tmp_path)

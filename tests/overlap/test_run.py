@@ -24,9 +24,10 @@ from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.train import config_file
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.loop import Trainer
-from pyruntime.train.model import llama_config
 from pyruntime.train.planned import planned
+from pyruntime.train.resolved import resolve
 from pyruntime.train.run import check_ledger, run
+from pyruntime.train.shape import llama_config
 from pyruntime.train.signals import Stopped, StopRequest
 from tests.overlap.test_page import data_of
 from tests.train import jobs
@@ -203,7 +204,7 @@ def test_a_configuration_is_to_the_planner_what_the_planner_wrote():
     job = Job(find_model("30m"), find_cluster("dgx-h100"), 16, 32, 2048, rounding="stochastic")
     mesh = Mesh(tp=2, cp=1, dp=4, pp=2, zero=2, replicate=2, kind="zb-h1", micro_batch=2, recompute="full")
     config = config_file.from_dict(settings(job, mesh), "the test")
-    again, found = planned(config, PRESETS["30m"], 16, job.cluster)
+    again, found = planned(resolve(config, PRESETS["30m"], 16), job.cluster)
     assert found == mesh
     assert dataclasses.replace(again, model=job.model) == job
 

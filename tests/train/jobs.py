@@ -20,15 +20,15 @@ from pyruntime.train.config import (
     Output,
     RunConfig,
     Train,
-    replicas,
-    tp_axes,
+    mesh_of,
 )
 from pyruntime.train.data import corpus
 from pyruntime.train.data.tokenizer import open_tokenizer
 from pyruntime.train.loop import Trainer
 from pyruntime.train.metrics import StepMetrics
-from pyruntime.train.model import llama_config, make_model
-from pyruntime.train.pipelined import resolved
+from pyruntime.train.model import make_model
+from pyruntime.train.resolved import ResolvedRun, resolve, settled
+from pyruntime.train.shape import llama_config
 from pyruntime.train.signals import StopRequest
 
 
@@ -75,21 +75,24 @@ def opened(config: RunConfig) -> corpus.Corpus:
     )
 
 
+def resolved(config: RunConfig, world_size: int = 1) -> ResolvedRun:
+    """The job on so many ranks, of a model for bytes."""
+    mesh = mesh_of(config, world_size)
+    shape = llama_config(config.model, 256, config.train.seq_len, mesh.tp, mesh.tp_y)
+    return resolve(settled(config, shape), shape, world_size)
+
+
 _runtimes: dict[tuple, comm.Runtime] = {}
 
 
 def runtime(group, config: RunConfig) -> comm.Runtime:
     """The mesh of a job over the ranks of `group`, made once: with other axes than tp these are the pool's
     four ranks, or eight."""
-    parallel, world = config.parallel, comm.group_size(group)
-    dp, replicate = parallel.dp, replicas(config)
+    mesh = mesh_of(config, comm.group_size(group))
+    dp, replicate = mesh.dp, mesh.dp_replicate
     sizes = {"dp_replicate": replicate, "dp_shard": dp // replicate} if replicate > 1 else {"dp": dp}
-    sizes = {"pp": parallel.pp, **sizes, "cp": parallel.cp}
-    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
-    y = tp_axes(parallel, world)[1]
-    sizes["tp"] = world // (parallel.pp * dp * parallel.cp * y)
-    if y > 1:
-        sizes["tp_y"] = y
+    sizes = {"pp": mesh.pp, **sizes, "cp": mesh.cp, "tp": mesh.tp, "tp_y": mesh.tp_y}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name in ("dp_shard", "tp")}
     key = (comm.group_name(group), *sizes.items())
     if key not in _runtimes:
         if len(sizes) == 1:
@@ -107,11 +110,9 @@ def trainer(group, config: RunConfig, stop: StopRequest | None = None) -> Traine
 
 def trainer_over(ranks: comm.Runtime, config: RunConfig, stop: StopRequest | None = None) -> Trainer:
     """This rank's trainer of a job that was prepared."""
-    wanted = llama_config(config.model, 256, config.train.seq_len, *ranks.tp_sizes)
-    config = resolved(config, wanted)
-    text = opened(config)
-    made = make_model(config, wanted, ranks)
-    return Trainer(config, made, text, ranks, Path(config.output.run_dir), stop or StopRequest())
+    run = resolved(config, ranks.world.size())
+    made = make_model(run, ranks)
+    return Trainer(run, made, opened(run.config), ranks, Path(config.output.run_dir), stop or StopRequest())
 
 
 def history(group, config: RunConfig, resume: Path | None = None) -> list[StepMetrics]:

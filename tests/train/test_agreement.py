@@ -13,7 +13,7 @@ import pyruntime
 from pyruntime.comm import CommError
 from pyruntime.llama import Llama, save_hf
 from pyruntime.llama.presets import preset
-from pyruntime.train import agreement, model
+from pyruntime.train import agreement, shape
 from pyruntime.train.config import Model, RunConfig
 from pyruntime.train.data import corpus
 from pyruntime.train.errors import ConfigError
@@ -106,10 +106,10 @@ def in_another(name: str, work, *args):
         elif name == "torch":
             patch.setattr(agreement.torch, "__version__", "1.13.1")
         else:
-            made = model.llama_config
+            made = shape.llama_config
             changed = {"rope_theta": 5e5} if name == "rope_theta" else {"rms_norm_eps": 1e-2}
             patch.setattr(
-                "pyruntime.train.run.llama_config",
+                "pyruntime.train.shape.llama_config",
                 lambda *given: dataclasses.replace(made(*given), **changed),
             )
         return work(*args)
@@ -160,9 +160,9 @@ def hosts_case(group, config, folders: list[str], faked: str):
 
 
 def test_one_flipped_value_of_the_first_weights_is_named(ranks, tmp_path):
-    shape = preset("debug", hidden_size=64, intermediate_size=128, vocab_size=256)
+    sizes = preset("debug", hidden_size=64, intermediate_size=128, vocab_size=256)
     folders = [tmp_path / "one", tmp_path / "other"]
-    save_hf(Llama(shape, None, seed=0), folders[0])
+    save_hf(Llama(sizes, None, seed=0), folders[0])
     shutil.copytree(folders[0], folders[1])
     tensors = load_file(folders[1] / "model.safetensors")
     tensors["model.norm.weight"][5] += 1

@@ -17,7 +17,7 @@ from pyruntime.train.data.documents import survey
 from pyruntime.train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.metrics import MetricsFile, StepMetrics
-from pyruntime.train.model import llama_config
+from pyruntime.train.shape import llama_config
 from tests.mutations import BOUNDED, contents, documents, is_one_sentence
 from tests.train.data.texts import halves, open_text
 

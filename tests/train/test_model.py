@@ -9,7 +9,7 @@ from pyruntime.llama import Llama
 from pyruntime.llama.presets import PRESETS
 from pyruntime.train.config import Model
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.model import llama_config
+from pyruntime.train.shape import llama_config
 
 
 def test_a_preset_takes_the_tokenizers_vocabulary_and_the_given_sizes():

@@ -14,9 +14,10 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pyruntime.cli import main
+from pyruntime.train import run_folder
 from pyruntime.train.config import Model
 from pyruntime.train.model import words_of_dtype
-from pyruntime.train.run import _make_run_dir, run
+from pyruntime.train.run import run
 from pyruntime.train.signals import StopRequest
 from tests.train import jobs
 
@@ -125,6 +126,6 @@ def test_what_came_goes_along_to_another_run_folder(source, tmp_path):
     assert main(["convert", "--source", str(source), "--target", str(there)]) == 0
     config = jobs.changed(jobs.job(tmp_path), "output", run_dir=str(other))
     with contextlib.ExitStack() as held:
-        _make_run_dir(config, "any", there / "checkpoints" / "step-000000", held)
+        run_folder.make(config, "any", there / "checkpoints" / "step-000000", held)
     for name in OTHERS:
         assert (other / "came_with" / name).read_bytes() == (source / name).read_bytes()

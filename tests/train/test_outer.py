@@ -17,7 +17,6 @@ from pyruntime.nn.cut import memory_of
 from pyruntime.train import checkpoint, checkpoint_folder, validate
 from pyruntime.train.config import DataParallel, Parallel, RunConfig, Train
 from pyruntime.train.errors import ConfigError, TrainingError
-from pyruntime.train.model import llama_config
 from tests.train import jobs
 
 SEQUENCES = {"batch_size": 8, "micro_batch_size": 1, "seq_len": 32}
@@ -254,8 +253,7 @@ def test_a_checkpoint_of_another_method_is_refused(ranks, tmp_path, other):
     config = job(tmp_path, CO2, {"dp": 2}, steps=3)
     folder = jobs.prepare(config)
     run(ranks, ended, 2, config)
-    shape = llama_config(config.model, 256, config.train.seq_len, 1)
-    facts = checkpoint_folder.Facts.of(dataclasses.replace(config, data_parallel=other), shape)
+    facts = jobs.resolved(dataclasses.replace(config, data_parallel=other)).facts
     with pytest.raises(ConfigError, match=r"data_parallel\.method=co2 of 2 replicas, but"):
         checkpoint_folder.read_matching(checkpoint_folder.newest(folder), facts)
 

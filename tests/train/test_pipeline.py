@@ -10,10 +10,9 @@ import torch
 
 from pyruntime.data_parallel import gradients, shard
 from pyruntime.data_parallel.weights import GatherPerUse
-from pyruntime.train import checkpoint_folder, loop
+from pyruntime.train import assembly, checkpoint_folder
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.model import llama_config, slices_of
-from pyruntime.train.pipelined import layers_of_stages, resolved, schedule_of, slice_lengths
+from pyruntime.train.model import slices_of
 from tests.train import jobs
 from tests.transports import take
 
@@ -63,17 +62,13 @@ def costs_file(folder, **changes):
     return str(file)
 
 
-def shape_of(config):
-    return llama_config(config.model, 256, config.train.seq_len, 1)
-
-
 def test_layers_are_shared_out_by_measured_costs_and_sequences_cut_as_was_found_best(ranks, whole, tmp_path):
     config, expected = whole
     config = with_pipeline(config, 4, "terapipe", slices=0)
     config = jobs.changed(config, "pipeline", costs=costs_file(tmp_path))
     # 7 layers and the head's 3.2 make 2.6 a stage; the last has the head and one layer.
     assert ranks.run(layers_held, 4, config) == [(0, 1), (2, 3), (4, 5), (6,)]
-    assert slice_lengths(resolved(config, shape_of(config))) == [15, 9, 8]
+    assert jobs.resolved(config, 4).slices == (15, 9, 8)
     jobs.check_curves(ranks.run(jobs.history, 4, config), expected)
 
 
@@ -91,7 +86,7 @@ def test_costs_of_something_else_are_refused(tmp_path, changes, sentence):
     config = jobs.changed(config, "model", num_hidden_layers=4)
     config = jobs.changed(config, "pipeline", costs=costs_file(tmp_path, **changes))
     with pytest.raises(ConfigError, match=rf"^pipeline.costs: .*{sentence}"):
-        resolved(config, shape_of(config))
+        jobs.resolved(config, 4)
 
 
 def with_pipeline(config, pp, kind, virtual=1, slices=1, **parallel):
@@ -137,7 +132,7 @@ def test_with_slices_inside_the_tensor_parallel_group(ranks, whole, world, slice
 
 def slices_chosen(group, config, transport):
     take(group, transport)
-    return slices_of(config, jobs.runtime(group, config))
+    return slices_of(jobs.resolved(config, group.size()), jobs.runtime(group, config))
 
 
 def test_auto_slices_are_two_where_rows_travel_between_hosts(ranks, whole):
@@ -151,13 +146,13 @@ def first_moments(group, config):
     """Of every parameter: a sum of its gradients in all steps. Weight gradients leave as they are multiplied,
     however small they are here."""
     least, gradients.LEAST_GEMM = gradients.LEAST_GEMM, 0
-    loop.shard = functools.partial(shard, bucket_bytes=2048)
+    assembly.shard = functools.partial(shard, bucket_bytes=2048)
     try:
         made = jobs.trainer(group, config)
         for _ in made.fit():
             pass
     finally:
-        gradients.LEAST_GEMM, loop.shard = least, shard
+        gradients.LEAST_GEMM, assembly.shard = least, shard
     states = made.optimizer.state_dict()
     return {name: state.full_tensor() for name, state in states.items() if name.startswith("exp_avg.")}
 
@@ -257,7 +252,7 @@ def weights_held(group, config):
             most = max(most, sum(size > 0 for size in sizes))
 
     small = functools.partial(shard, bucket_bytes=2048)
-    with patch.object(loop, "shard", small), patch.object(GatherPerUse, "_before", counted):
+    with patch.object(assembly, "shard", small), patch.object(GatherPerUse, "_before", counted):
         made = jobs.trainer(group, config)
         losses = [step.loss for step in made.fit()]
         made.close()
@@ -339,5 +334,4 @@ def test_what_does_not_fit_is_said(tmp_path, changes, sentence):
     config = with_pipeline(jobs.job(tmp_path, **JOB), **changes)
     config = jobs.changed(config, "pipeline", layers=layers)
     with pytest.raises(ConfigError, match=sentence):
-        layers_of_stages(config, llama_config(config.model, 256, 32, 1))
-        schedule_of(config)
+        jobs.resolved(config, 4)

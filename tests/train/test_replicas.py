@@ -11,18 +11,14 @@ import re
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from pyruntime.cli import main
-from pyruntime.comm.runtime import Axes
-from pyruntime.train import validate
+from pyruntime.train import run_folder, validate
 from pyruntime.train.config import DataParallel, Parallel, RunConfig, Train
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.model import llama_config
 from pyruntime.train.replicas import job_of
-from pyruntime.train.run import _make_run_dir
 from tests.cli.test_processes import finish, start, wait_for_steps
 from tests.train import jobs
 
@@ -208,13 +204,10 @@ def test_replicas_of_other_data_are_of_another_job(tmp_path):
         path.write_text(letter * 5000)
     chosen = DataParallel(method="diloco", tau=4, members="h:1")
     base = jobs.changed(dataclasses.replace(jobs.job(tmp_path), data_parallel=chosen), "data", paths=())
-    sizes = Axes(1, 1, 1, 1)
 
     def job(*paths, **data):
         config = jobs.changed(base, "data", paths=tuple(map(str, paths)), **data)
-        shape = llama_config(config.model, 256, config.train.seq_len, 1)
-        found = job_of(config, shape, jobs.opened(config), SimpleNamespace(sizes=sizes))
-        return json.loads(json.dumps(found))
+        return json.loads(json.dumps(job_of(jobs.resolved(config), jobs.opened(config))))
 
     one, two, other = texts
     mine = job(one, two, weights=(1.0, 2.0))
@@ -244,7 +237,7 @@ def test_checkpoints_that_a_replica_does_not_go_on_with_are_not_in_its_way(tmp_p
 
     def make(config, start_at):
         with contextlib.ExitStack() as held:
-            return _make_run_dir(config, "tiny", start_at, held)
+            return run_folder.make(config, "tiny", start_at, held)
 
     assert make(config, start_at) == tmp_path / "run", "it died before it had saved anything"
     (saved / "run.json").write_text("{}")

@@ -77,6 +77,11 @@ def test_a_disk_that_is_full_at_either_end_of_a_run_is_named(ranks, tmp_path, wh
     assert f"{what} cannot be written: No space left on device (" in message and saved in message
 
 
+def test_what_the_run_was_is_in_its_folder(finished):
+    said = json.loads((finished[0] / "resolved.json").read_text())
+    assert said["mesh"]["tp"] == 2 and said["config"]["train"]["steps"] == 4
+
+
 def test_metrics_hold_every_step_with_the_promised_keys(finished):
     lines = read(finished[0] / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
@@ -167,10 +172,10 @@ def test_plot_and_scorecard_are_there_though_sampling_fails(ranks, tmp_path):
 
 
 def test_runs_are_numbered(tmp_path, monkeypatch):
-    from pyruntime.train.run import _first_free
+    from pyruntime.train.run_folder import first_free
 
     monkeypatch.chdir(tmp_path)
-    assert [_first_free(Path("runs"), "main") for _ in range(2)] == [Path("runs/main-1"), Path("runs/main-2")]
+    assert [first_free(Path("runs"), "main") for _ in range(2)] == [Path("runs/main-1"), Path("runs/main-2")]
 
 
 def test_too_little_text_is_refused_on_every_rank(ranks, tmp_path):

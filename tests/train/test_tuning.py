@@ -24,7 +24,7 @@ def taken_up(group, path, config):
     torch.set_num_threads(1)
     ops.all_gather(torch.ones(1, 1), group)
     try:
-        words = run._use_tuning(config, jobs.runtime(group, config))
+        words = run._use_tuning(jobs.resolved(config, group.size()), jobs.runtime(group, config))
         return words, ops.tier_of("all_gather_matmul", *SHAPE, group)[0]
     finally:
         use({})

@@ -11,7 +11,7 @@ import pytest
 from pyruntime.train import validate
 from pyruntime.train.config import Context, DataParallel, Parallel, Pipeline, RunConfig, Train
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.run import _first_lines
+from pyruntime.train.watching.heading import first_lines
 from tests.train import jobs
 
 WIRES = {
@@ -34,7 +34,7 @@ def said(group, config):
     """Metrics of every step, and what the log begins with. The matrices are small, and cut all the same."""
     with patch.dict(importlib.import_module("pyruntime.data_parallel.shard").BUCKET_BYTES, {3: 1024}):
         made = jobs.trainer(group, config)
-    first = _first_lines(config, made.model.config, made._corpus, made._run_dir, made._runtime)
+    first = first_lines(made._run, made._corpus, made._run_dir, made._runtime)
     curves = list(made.fit())
     made.close()
     return curves, first

@@ -16,7 +16,7 @@ from pyruntime.train.config import (
     Optimizer,
     RunConfig,
     meets_every_step,
-    tp_axes,
+    mesh_of,
     with_pieces,
     with_steps,
 )
@@ -328,7 +328,7 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
             f"{pp * dp * cp}.",
         )
         return
-    needed = math.prod(tp_axes(parallel, world_size)) * pp * dp * cp
+    needed = mesh_of(config, world_size).ranks
     axes = " times ".join([f"parallel.tp={tp}", *others])
     require(
         needed == world_size,
@@ -338,7 +338,7 @@ def _check_ranks(config: RunConfig, world_size: int) -> None:
 
 
 def _check_rings(config: RunConfig, world_size: int) -> None:
-    tp, _ = tp_axes(config.parallel, world_size)
+    tp = mesh_of(config, world_size).tp
     for order in config.comm.rings:
         ranks = [int(rank) if rank.isdecimal() else -1 for rank in order.split("-")]
         require(

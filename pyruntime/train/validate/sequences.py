@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pyruntime.train.config import Grid, Pipeline, RunConfig, tp_axes
+from pyruntime.train.config import Grid, Pipeline, RunConfig, mesh_of
 from pyruntime.train.errors import require
 
 
@@ -94,7 +94,7 @@ def why_no_slices(config: RunConfig, tp: int) -> str:
 
 def check_slices(config: RunConfig, world_size: int) -> None:
     parallel = config.parallel
-    tp, _ = tp_axes(parallel, world_size)
+    tp = mesh_of(config, world_size).tp
     why = why_no_slices(config, tp) if parallel.slices not in ("auto", 1) else ""
     require(
         not why, f"parallel.slices={parallel.slices} does not go together with {why}; leave one of them out."
@@ -125,7 +125,7 @@ def check_tp_wire(config: RunConfig, world_size: int) -> None:
     wire = config.parallel.tp_wire
     if wire == "same":
         return
-    tp, _ = tp_axes(config.parallel, world_size)
+    tp = mesh_of(config, world_size).tp
     require(
         tp > 1,
         f"parallel.tp_wire={wire} is of rows that several tensor-parallel ranks gather, and there is one; "

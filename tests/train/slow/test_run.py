@@ -18,8 +18,6 @@ from pyruntime.train import run as run_module
 from pyruntime.train.config import Output, RunConfig
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.loop import Trainer
-from pyruntime.train.model import llama_config
-from pyruntime.train.pipelined import resolved
 from pyruntime.train.run import run
 from pyruntime.train.signals import StopRequest
 from tests.train import jobs
@@ -259,7 +257,7 @@ def test_what_layers_that_move_do_not_go_together_with(changes, sentence):
 def test_one_layer_a_stage_cannot_move(tmp_path):
     config = jobs.changed(jobs.job(tmp_path), "parallel", pp=2, rebalance="on")
     with pytest.raises(ConfigError, match="and the model's 2 layers are one for each"):
-        resolved(config, llama_config(config.model, 256, 33, 1))
+        jobs.resolved(config)
 
 
 @pytest.mark.parametrize("layers", [(0, 8), ("3", 5), 8])

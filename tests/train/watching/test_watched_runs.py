@@ -88,9 +88,8 @@ def test_every_step_has_what_it_is_compared_with(tp_dp):
         assert 0 < line["mfu"] < 1
         assert line["eta_s"] >= 0
     assert lines[-1]["eta_s"] == 0
-    shape = jobs.llama_config(config.model, 256, config.train.seq_len, 2)
     asked = jobs.changed(config, "parallel", dp=2, zero=1)
-    expected = predicted(*planned(asked, shape, 4, find_cluster("dgx-h100"))).total
+    expected = predicted(*planned(jobs.resolved(asked, 4), find_cluster("dgx-h100"))).total
     assert {line["predicted_step_s"] for line in lines} == {expected}
     card = json.loads((run_dir / "scorecard.json").read_text())
     assert card["predicted_step_s"] == expected and card["mfu"] > 0

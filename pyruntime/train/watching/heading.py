@@ -1,0 +1,58 @@
+"""What a run says of itself before its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pyruntime.comm import Runtime
+from pyruntime.train.data.corpus import Corpus
+from pyruntime.train.device import Device
+from pyruntime.train.resolved import ResolvedRun
+
+
+def first_lines(run: ResolvedRun, data: Corpus, run_dir: Path, runtime: Runtime) -> str:
+    config, shape = run.config, run.shape
+    train = config.train
+    return "\n".join(
+        [
+            f"model  {shape.parameter_count() / 1e6:.1f} M parameters, {train.dtype}, {_axes(run)}, "
+            f"{torch.get_num_threads()} thread(s) a rank",
+            f"device {Device(runtime.device, runtime.why_device).describe()}",
+            f"text   {data}",
+            f"steps  {train.steps} of {run.tokens_per_step:,} tokens, in micro-batches of "
+            f"{train.micro_batch_size} x {train.seq_len}",
+            f"run    {run_dir}",
+        ]
+    )
+
+
+def _axes(run: ResolvedRun) -> str:
+    """How the model is spread over ranks."""
+    config, parallel, mesh = run.config, run.config.parallel, run.mesh
+    axes = f"tp={parallel.tp or mesh.tp} with sequence parallelism"
+    if parallel.tp_wire != "same":
+        axes += f", rows gathered as {parallel.tp_wire}"
+    if parallel.dp > 1:
+        axes += f", dp={parallel.dp} at zero {parallel.zero}"
+    if config.data_parallel.compression != "none":
+        what = "gradients" if run.meets_every_step else "displacements"
+        axes += f", {what} by {config.data_parallel.compression}"
+    if config.data_parallel.weight_wire != "same":
+        axes += f", weights gathered as {config.data_parallel.weight_wire}"
+    if mesh.dp_replicate > 1:
+        axes += f" in {mesh.dp_replicate} replicas"
+    if config.data_parallel.members:
+        axes += ", one of the replicas"
+    if not run.meets_every_step:
+        axes += f" that meet by {config.data_parallel.method}"
+    if parallel.pp > 1:
+        wire = config.pipeline.wire
+        rounded = "" if wire == "same" else f", activations and their gradients sent as {wire}"
+        axes += f", pp={parallel.pp} ({config.pipeline.kind}{rounded})"
+    if parallel.cp > 1:
+        wire = config.context.wire
+        rounded = "" if wire == "same" else f", keys and values as {wire}"
+        axes += f", cp={parallel.cp} ({config.context.layout}, {config.context.variant}{rounded})"
+    return axes

@@ -1,0 +1,67 @@
+"""What is kept of every step while a run goes on: its record, its ledger, its trace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from pyruntime.comm import Runtime
+from pyruntime.comm.launcher import grace_s
+from pyruntime.overlap.record import ledger
+from pyruntime.overlap.steps import StepLedger
+from pyruntime.train.config import RunConfig, steps_of
+from pyruntime.train.disk import writing
+from pyruntime.train.loop import Trainer
+from pyruntime.train.metrics import StepMetrics
+from pyruntime.train.progress import Progress
+from pyruntime.train.ranks import told_to_all
+from pyruntime.train.signals import Stopped, why_cut_off
+from pyruntime.train.watching.profile import StepProfile
+from pyruntime.train.watching.sinks import Sink
+from pyruntime.train.watching.watch import Watch
+
+
+class StepLog:
+    """Shows every step and writes it to `sinks`, with all that `watch` compares it with. Every rank has one;
+    that of rank 0 has sinks, and what its `say` is given is seen."""
+
+    def __init__(self, watch: Watch, progress: Progress, say: Callable[[str], None], sinks: Sequence[Sink]):
+        self._watch, self._progress, self._say, self._sinks = watch, progress, say, sinks
+        self._of_replicas, self._cut_off, self._grace = "", "", grace_s(os.environ)
+
+    def add(self, measured: StepMetrics, trainer: Trainer) -> None:
+        """Raises TrainingError, on all ranks, where a sink cannot be written."""
+        step, said = self._watch.complete(measured, trainer.step), self._of_replicas
+        self._of_replicas = "" if trainer.outer is None else trainer.outer.describe()
+        if self._of_replicas != said:
+            self._say(self._of_replicas)
+        if not self._cut_off and (cut_off := why_cut_off(trainer.save_took, self._grace)):
+            self._cut_off = cut_off
+            self._say(cut_off)
+        for sink in self._sinks:
+            with told_to_all(), writing(sink.path, trainer.what_is_saved()):
+                sink.write(step)
+        self._progress.show(step)
+        for news in (*(step.slow or ()), *filter(None, (step.moved,))):
+            self._say(f"step {step.step}: {news['sentence']}")
+
+
+@contextlib.contextmanager
+def recorded(
+    config: RunConfig, runtime: Runtime, run_dir: Path
+) -> Iterator[tuple[StepLedger | None, StepProfile | None]]:
+    """What `train.ledger` and `train.profile` ask for. A run that is stopped leaves both behind too."""
+    with contextlib.ExitStack() as held:
+        steps = StepLedger(held.enter_context(ledger())) if config.train.ledger else None
+        asked = config.train.profile
+        profile = StepProfile(runtime, run_dir, steps_of(asked)) if asked else None
+        try:
+            yield steps, profile
+        except Stopped:
+            if profile is not None:
+                profile.write()
+            if steps is not None:
+                steps.write(run_dir, runtime)
+            raise
