@@ -103,6 +103,7 @@ def test_a_run_on_two_ranks_ends_with_a_model_that_continues_a_prompt(trained, t
     assert "config.json" in refusal and refusal.count("\n") == 1
 
 
+@pytest.mark.second_tier
 def test_sigterm_to_the_launcher_ends_all_ranks_with_one_sentence(tmp_path):
     run_dir = tmp_path / "stopped"
     process = start(
@@ -139,6 +140,7 @@ def test_a_signal_ends_a_single_process_with_the_shells_exit_code(tmp_path, sign
     assert err.startswith(f"pyruntime: Stopped by {signum.name} after step ") and err.count("\n") == 1
 
 
+@pytest.mark.second_tier
 def test_a_refusal_below_torchrun_is_said_once_and_every_rank_ends_with_2(tmp_path):
     arguments = ["--config", "tiny", "--model.num_key_value_heads", "1"]
     code, out, err = finish(start(2, "train", *arguments, cwd=tmp_path))
