@@ -75,10 +75,11 @@ class ColumnHook(LinearHook):
     def call(self, linear: ColumnParallelLinear, x: Tensor, rows: int | None = None) -> Tensor:
         linear.check_width(x, linear.in_features)
         mark_whole(x)
-        y = None if self.shared is None else self.shared.output(linear, x)
+        y, features = None, 0
+        if self.shared is not None and (y := self.shared.output(linear, x)) is not None:
+            features = self.shared.features
         if y is None:
             (y,) = products([linear], x)
-        features = 0 if self.shared is None else self.shared.features
         linear.note(y.numel() // y.size(-1), isinstance(x, RowShard), features)
         return self._gathered(linear, y) if self.whole else self.region.begin(y)
 

@@ -65,14 +65,19 @@ def check_kinds(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> 
 def check_uncompiled(model: nn.Module) -> None:
     """ValueError for a model of which torch.compile is to trace a part."""
     for name, module in model.named_modules():
-        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+        compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+        if compiled and next(module.parameters(), None) is not None:
             raise ValueError(f"{name or 'The model'} is under torch.compile, and {_NOT_COMPILED}")
 
 
-def refuse_compiled(_module: nn.Module, _args: tuple) -> None:
+def refuse_compiled(module: nn.Module, _args: tuple) -> None:
     """A forward pre-hook of sharded modules: RuntimeError where torch.compile traces one."""
     if is_compiling():
-        _raise_compiled()
+        _raise_compiled(module)
+
+
+refuse_compiled.brings_no_weight = True  # type: ignore[attr-defined]
+"""Linears that read one input may be multiplied together past it."""
 
 
 _NOT_COMPILED = (
@@ -82,8 +87,9 @@ _NOT_COMPILED = (
 
 
 @torch.compiler.disable(reason=f"shard() has sharded this module, and {_NOT_COMPILED}")
-def _raise_compiled() -> None:
-    raise RuntimeError(f"torch.compile was asked to trace a sharded module, and {_NOT_COMPILED}")
+def _raise_compiled(module: nn.Module) -> None:
+    if any(hasattr(parameter, "sharded_as") for parameter in module.parameters()):  # a copy's are not
+        raise RuntimeError(f"torch.compile was asked to trace a sharded module, and {_NOT_COMPILED}")
 
 
 def check_ranks(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:

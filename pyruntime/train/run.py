@@ -112,8 +112,10 @@ class Job:
         self.model = on_every_rank(self.runtime.world, doing, lambda: make_model(self.run, self.runtime))
 
     def make_trainer(self) -> None:
-        """Makes the trainer, and on rank 0 writes resolved.json."""
         self.trainer = Trainer(self.run, self.model, self.text, self.runtime, self.run_dir, self.stop)
+
+    def write_resolved(self) -> None:
+        """Writes resolved.json, on rank 0."""
         if self.is_rank_0:
             path = self.run_dir / resolved.FILE_NAME
             with told_to_all(), writing(path, self.trainer.what_is_saved()):
@@ -128,6 +130,7 @@ class Job:
         self.make_model("Moving layers")
         self.make_trainer()
         self.trainer.resume(folder)
+        self.write_resolved()
 
 
 # -- before the first step
@@ -151,6 +154,7 @@ def prepare(
     job.make_trainer()
     if begun.saved:
         _go_on(job, asked, begun.saved)
+    job.write_resolved()
     return job
 
 

@@ -7,9 +7,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
-from pyruntime import explain, parallelize
+from pyruntime import explain, parallelize, shard
 from pyruntime.any_model.activations.shared_input import SeenInputs
 from pyruntime.any_model.layer_hooks import ColumnHook, CutModel
 from pyruntime.nn import ColumnParallelLinear, TensorGroup
@@ -160,3 +161,19 @@ def test_one_that_reads_now_here_and_now_there_reads_alone():
         seen.note(layer, given)
     seen.connect()
     assert [layer.hook.shared for layer in (a, b, c)] == [None] * 3
+
+
+def sharded_at_stage_0(group) -> list[int]:
+    """Sums of dX in two steps of a model that is cut over two ranks and replicated over two."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize(seeded_net(), mesh["tp"], PLAN)
+    optimizer = shard(model, mesh["dp"], stage=0).adamw()
+    sums = []
+    for _ in range(2):
+        sums.append(sums_of(model(torch.randn(5, 8, requires_grad=True))))
+        optimizer.step()
+    return sums
+
+
+def test_a_sharded_model_whose_weights_are_all_here_shares_too(ranks):
+    assert [outcome.value for outcome in ranks.launch(sharded_at_stage_0, 4)] == [[1, 1]] * 4

@@ -447,11 +447,14 @@ def compiled(group, stage):
     with pytest.raises(ValueError, match=r"^0 is under torch\.compile, and the weights and gradients"):
         pyruntime.shard(model, mesh, stage=stage)
     model = made()
-    pyruntime.shard(model, mesh, stage=stage)
+    model[1].compile(backend="eager")  # without weights
+    handle = pyruntime.shard(model, mesh, stage=stage)
     for each in (model, model[0]):  # the whole, and a block
         with pytest.raises(RuntimeError, match=r"asked to trace a sharded module"):
             torch.compile(each, backend="eager")(torch.ones(2, 13))
+    torch.compile(copy.deepcopy(model)[0], backend="eager")(torch.ones(2, 13))
     loss_of(model, group.rank(), 0).backward()
+    handle.close()
 
 
 @pytest.mark.parametrize("stage", [0, 3])

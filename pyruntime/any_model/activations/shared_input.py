@@ -41,6 +41,12 @@ def products(linears: Sequence[ColumnParallelLinear], x: Tensor) -> Sequence[Ten
     return [y.view(*x.shape[:-1], -1) for y in ys]
 
 
+def _may_bring_weights(layer: ColumnParallelLinear) -> bool:
+    """Whether a call of the layer does something first, such as gathering its weight."""
+    hooks = layer._forward_pre_hooks.values()
+    return "forward" in vars(layer) or not all(getattr(hook, "brings_no_weight", False) for hook in hooks)
+
+
 class SharedInput:
     """What some column linears know of each other. features: what a rank has of all of them; 0 once they have
     turned out not to read one input."""
@@ -68,7 +74,7 @@ class SharedInput:
         elif self._outputs:
             self.layers, self.features, self._x, self._outputs = (), 0, None, {}
             return None
-        elif any(each._forward_pre_hooks or "forward" in vars(each) for each in self.layers):
+        elif any(_may_bring_weights(each) for each in self.layers):
             return None
         else:
             self._outputs = dict(zip(self.layers, products(self.layers, x), strict=True))
