@@ -56,7 +56,6 @@ def test_functions_are_short():
 
 def imports(name: str, tree: ast.Module) -> set[str]:
     """The modules of the product that it imports when it is imported."""
-    package = (ROOT / Path(*name.split(".")) / "__init__.py").exists()
     found: set[str] = set()
     todo: list[ast.AST] = list(tree.body)
     while todo:
@@ -69,9 +68,7 @@ def imports(name: str, tree: ast.Module) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
-            if node.level:
-                parts = name.split(".")[: None if package and node.level == 1 else -(node.level - package)]
-                base = ".".join([*parts, *filter(None, [node.module])])
+            assert not node.level, f"{name} imports by a relative name"
             for alias in node.names:
                 whole = f"{base}.{alias.name}"
                 if alias.name != "_C":  # the core, which is no module of Python

@@ -1,11 +1,7 @@
 """A run says once what it skipped and why, and shows failures whole."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.inner_pytest import run_pytest
 
-ROOT = Path(__file__).resolve().parent.parent
 TESTS = """
 import pytest
 
@@ -24,19 +20,10 @@ def test_wrong():
 
 
 def test_each_reason_is_one_line_and_a_failure_is_shown_whole(tmp_path):
-    (tmp_path / "test_some.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.skips", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--rootdir", str(tmp_path), "-c", "/dev/null"],
-        cwd=ROOT,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    lines = done.stdout.splitlines()
+    printed = run_pytest(tmp_path, "tests.skips", TESTS)
+    lines = printed.splitlines()
     start = next(index for index, line in enumerate(lines) if line.strip("= ") == "skipped")
     assert lines[start + 1 : start + 3] == ["4 in .: no GPU is here", "1 in .: no tool was found"]
-    assert done.stdout.count("no GPU is here") == 1
-    assert ">       assert 1 + 1 == 3" in done.stdout
+    assert printed.count("no GPU is here") == 1
+    assert ">       assert 1 + 1 == 3" in printed
     assert any(line.startswith("FAILED ") and "test_some.py::test_wrong" in line for line in lines)

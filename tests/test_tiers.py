@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.inner_pytest import run_pytest
+
 TESTS = """
 import random
 
@@ -35,27 +33,7 @@ SECOND = ["test_long", "test_some[two]", "test_some[three]", "test_but[a]", "tes
 
 
 def run(folder: Path, *options: str, tests: str = TESTS) -> str:
-    (folder / "test_tiers_of_these.py").write_text(tests)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.tiers",
-        "-p",
-        "no:cacheprovider",
-        "-v",
-        str(folder),
-    ]
-    done = subprocess.run(
-        [*command, "--rootdir", str(folder), "-c", "/dev/null", *options],
-        cwd=ROOT,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.stdout + done.stderr
+    return run_pytest(folder, "tests.tiers", tests, "-v", *options)
 
 
 @pytest.mark.parametrize(

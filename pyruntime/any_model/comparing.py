@@ -53,7 +53,7 @@ def differs(mine: Tensor, whole: Tensor) -> bool:
 
 
 def asked(model: nn.Module, getter: str) -> Any:
-    """What a method of the model gives, such as "get_input_embeddings"; None where there is none."""
+    """Calls a method of the model, such as "get_input_embeddings"; None where the model has none."""
     given = getattr(model, getter, None)
     try:
         return given() if callable(given) else None

@@ -1,5 +1,7 @@
-"""What parallelize() puts around layers: a hook brings its layer what the model's code gives, and makes of
-the layer's result what that code expects."""
+"""The hooks that parallelize() gives to layers.
+
+A hook makes the layer's input of what the model's code passes, and turns the layer's result into what that
+code expects."""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from pyruntime.nn.parameters import TensorGroup
 
 
 class CutModel:
-    """What the hooks of one model share.
+    """The hooks of one model share it.
 
     form: whether row linears give rows (activations/row_form.py); None: whole activations.
     gives_way: whether the first call may have linears give or take whole activations."""
@@ -35,7 +37,7 @@ class CutModel:
         self.streams = RandomStreams(group)
 
     def hook(self, name: str, style: str) -> LayerHook | None:
-        """Of a layer; None on one rank, which has the whole model."""
+        """Makes the hook of a layer; None on one rank, which has the whole model."""
         if self.group.ranks == 1:
             return None
         if style == "embedding":

@@ -88,7 +88,7 @@ class Shards:
     """Lets go of gradients."""
 
     def states(self, with_master: bool) -> dict[int, list[State]]:
-        """Of optimizers that keep their own moments, by id of the bucket."""
+        """Makes states without moments, for optimizers that keep their own; by id of the bucket."""
         return {
             id(each.bucket): [
                 State(each.bucket, part, rows, self.axes, 0.0, with_master, moments=())

@@ -45,6 +45,6 @@ __all__ = [
     "vocab_parallel_cross_entropy",
 ]
 
-# What stands above is imported when it is first asked for.
+# pyruntime.any_model imports this package, so its names are imported when they are first used.
 _ABOVE = [name for name in __all__ if name not in globals()]
 __getattr__ = names_of(__name__, dict.fromkeys(_ABOVE, "pyruntime.any_model"))

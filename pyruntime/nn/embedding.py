@@ -91,8 +91,9 @@ class VocabParallelEmbedding(ParallelModule):
         return ops.all_reduce(y, self.group.name)
 
     def own_share(self, ids: Tensor, cut_rows: bool) -> Tensor:
-        """What this rank's rows of the table add to the result [..., D]. cut_rows: for explain(), whether a
-        rank keeps its own rows of the sum alone."""
+        """Returns the share [..., D] of the result that comes from this rank's rows of the table.
+
+        cut_rows: whether a rank keeps only its own rows of the sum, for explain()."""
         if not is_compiling():
             self.__dict__.update(last_rows=ids.numel(), last_cut_rows=cut_rows)
             if ids.device.type == "cpu":  # on other devices reading them would wait for the device

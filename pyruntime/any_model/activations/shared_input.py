@@ -48,8 +48,9 @@ def _may_bring_weights(layer: ColumnParallelLinear) -> bool:
 
 
 class SharedInput:
-    """What some column linears know of each other. features: what a rank has of all of them; 0 once they have
-    turned out not to read one input."""
+    """Column linears that read one input are multiplied together.
+
+    features: the sum of their features on a rank; 0 once they have turned out not to read one input."""
 
     def __init__(self, layers: Iterable[ColumnParallelLinear]) -> None:
         self.layers = tuple(layers)
