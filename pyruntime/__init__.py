@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         replicate_grad,
         replicated_matmul,
     )
-    from pyruntime.outer.optimizer import OuterOptimizer
     from pyruntime.overlap.record import ledger
+    from pyruntime.replicas.outer_optimizer import OuterOptimizer
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
@@ -62,7 +62,7 @@ _COMM = ("CommError", "CommTimeout", "PeerLost", "Runtime", "keep_freed_memory")
 _PLACES = {
     **{name: "pyruntime.ops" for name in __all__},
     **{name: "pyruntime.comm" for name in _COMM},
-    "OuterOptimizer": "pyruntime.outer",
+    "OuterOptimizer": "pyruntime.replicas",
     "explain": "pyruntime.any_model",
     "ledger": "pyruntime.overlap.record",
     "on_meta": "pyruntime.data_parallel.meta",
@@ -71,7 +71,7 @@ _PLACES = {
     "shard": "pyruntime.data_parallel",
     "verify": "pyruntime.any_model",
 }
-__getattr__ = names_of(__name__, _PLACES, ("comm", "context", "data_parallel", "nn", "ops", "outer"))
+__getattr__ = names_of(__name__, _PLACES, ("comm", "context", "data_parallel", "nn", "ops", "replicas"))
 
 if find_spec("torch") is not None:
     import pyruntime.comm  # noqa: F401  (registers the operators, and symmetric memory for tensors on the CPU)

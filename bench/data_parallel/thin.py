@@ -23,8 +23,8 @@ from bench.common.tables import table
 from bench.common.traffic import Traffic, bytes_out
 from bench.data_parallel.run import SETTINGS, SHAPES, Step, ours, ours_alone, plain
 from bench.training.workers import CLIP, DTYPES, our_model
-from pyruntime.outer import co2
-from pyruntime.outer.sharded import ShardedOuter
+from pyruntime.replicas import co2
+from pyruntime.replicas.sharded_outer import ShardedOuter
 
 ALONE, LOADED, CO2 = "each rank alone", "each rank alone, loaded", "CO2"
 OTHERS = ("zero 1", "DDP")

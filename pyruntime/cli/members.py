@@ -7,9 +7,9 @@ import errno
 from pathlib import Path
 
 from pyruntime.cli.arguments import check_at_least, parse
-from pyruntime.elastic.address import DEFAULT_PORT, LARGEST_PORT, is_host
-from pyruntime.elastic.coordinator import Coordinator
-from pyruntime.elastic.service import Service, say
+from pyruntime.replicas.address import DEFAULT_PORT, LARGEST_PORT, is_host
+from pyruntime.replicas.coordinator import Coordinator
+from pyruntime.replicas.service import Service, say
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.signals import Stopped
 from pyruntime.train.validate import check_seconds

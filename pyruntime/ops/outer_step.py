@@ -1,4 +1,4 @@
-"""The passes of an outer optimizer (`pyruntime.outer`) over a tensor, each one loop in C++ (csrc/cpu/layers).
+"""The passes of an outer optimizer over a tensor, each one loop in C++ (csrc/cpu/layers).
 
 On the CPU. z and m are float32 (float64 with any of that); x, what travels and rounded copies may be float32,
 bfloat16 or float16; all contiguous, of as many elements. Results are bitwise the same whatever the number of

@@ -8,10 +8,10 @@ from pyruntime import comm
 from pyruntime.comm import Runtime
 from pyruntime.data_parallel import Muon, Sharded, shard
 from pyruntime.data_parallel.adamw import ShardedAdamW
-from pyruntime.elastic.member import Member
 from pyruntime.llama import Llama
 from pyruntime.ops.placements import PlacementCheck
-from pyruntime.outer.sharded import ShardedOuter
+from pyruntime.replicas.member import Member
+from pyruntime.replicas.sharded_outer import ShardedOuter
 from pyruntime.train.data.batches import Batch, Batches, validation_batches
 from pyruntime.train.data.corpus import Corpus
 from pyruntime.train.device import Device

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from pyruntime.comm import CommError, rank_name
 from pyruntime.comm.exchange import barrier, gather
 from pyruntime.data_parallel import Sharded
-from pyruntime.outer.fragment import Fragment
-from pyruntime.outer.sharded import ShardedOuter
+from pyruntime.replicas.fragment import Fragment
+from pyruntime.replicas.sharded_outer import ShardedOuter
 from pyruntime.train import manifest
 from pyruntime.train.checkpoint_folder import Facts, read, read_matching
 from pyruntime.train.errors import ConfigError, refusing

@@ -14,9 +14,9 @@ from torch import Tensor
 import pyruntime
 from pyruntime.comm import Runtime
 from pyruntime.data_parallel import Sharded
-from pyruntime.elastic.member import Member
-from pyruntime.elastic.state import OuterState
-from pyruntime.outer.sharded import ShardedOuter
+from pyruntime.replicas.donated import OuterState
+from pyruntime.replicas.member import Member
+from pyruntime.replicas.sharded_outer import ShardedOuter
 from pyruntime.train.data.corpus import Corpus
 from pyruntime.train.ranks import on_rank_0
 from pyruntime.train.resolved import ResolvedRun

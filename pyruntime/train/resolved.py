@@ -22,10 +22,10 @@ from pyruntime.llama import stage
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Part
 from pyruntime.llama.profile import costed
-from pyruntime.outer.methods import Method
 from pyruntime.pipeline import Schedule, make_schedule, placement_of
 from pyruntime.pipeline.split import split_layers
 from pyruntime.plan import stage_costs
+from pyruntime.replicas.methods import Method
 from pyruntime.text import finite
 from pyruntime.train import validate
 from pyruntime.train.checkpoint_folder import Facts

@@ -72,7 +72,7 @@ def doors(group):
     handles = [pyruntime.shard(model, axis, stage=0) for axis in (runtime.pp,)]
     handles[0].close()
     pyruntime.shard(nn.Linear(2, 2), runtime.tp, stage=1).close()
-    outer = pyruntime.OuterOptimizer(nn.Linear(2, 2), runtime.cp, pyruntime.outer.co2(tau=2))
+    outer = pyruntime.OuterOptimizer(nn.Linear(2, 2), runtime.cp, pyruntime.replicas.co2(tau=2))
     whole = DTensor.from_local(torch.ones(1, 2), runtime.tp.mesh, [Shard(0)]).full_tensor()
     total = pyruntime.all_reduce(torch.ones(2), runtime.tp)
     return column.weight.shape, outer is not None, whole.shape, total.tolist(), Axis("cp", None) == runtime.cp

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from pyruntime.comm import CommError, post_failure
 from pyruntime.comm.exchange import Exchange
 from pyruntime.data_parallel import Sharded
-from pyruntime.outer.sharded import ShardedOuter
 from pyruntime.overlap import Kind
 from pyruntime.overlap.record import entered
+from pyruntime.replicas.sharded_outer import ShardedOuter
 from pyruntime.train import manifest
 from pyruntime.train.checkpoint import state_of, state_of_all
 from pyruntime.train.checkpoint_folder import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from pyruntime.elastic.address import split_address
-from pyruntime.outer.methods import METHODS, Method, refuse_for_members
+from pyruntime.replicas.address import split_address
+from pyruntime.replicas.methods import METHODS, Method, refuse_for_members
 from pyruntime.train.config import DataParallel, RunConfig, meets_every_step, replicas, with_steps
 from pyruntime.train.errors import refusing, require
 

@@ -16,11 +16,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
-from pyruntime import comm, outer
+from pyruntime import comm
 from pyruntime.data_parallel import Compression
-from pyruntime.outer import averaging, optimizer
-from tests.outer import cases
+from pyruntime.replicas import (
+    averaging,
+    co2,
+    diloco,
+    local_sgd,
+    outer_optimizer,
+    overlapped_local_sgd,
+    slowmo,
+    streaming_diloco,
+)
 from tests.ranks import check_others_lost_rank_1
+from tests.replicas import cases
 
 TRANSPORTS = ["symmetric_memory", "process_group"]
 
@@ -32,7 +41,7 @@ def check(results, expected) -> None:
 
 def test_local_sgd_is_its_definition(ranks):
     for world in (2, 3):
-        check(ranks.run(cases.trajectory, world, outer.local_sgd(4)), cases.local_sgd(world, 4))
+        check(ranks.run(cases.trajectory, world, local_sgd(4)), cases.local_sgd(world, 4))
 
 
 def test_one_step_of_local_sgd_is_synchronous_descent(ranks):
@@ -41,28 +50,28 @@ def test_one_step_of_local_sgd_is_synchronous_descent(ranks):
     for _ in range(cases.STEPS):
         x.x = x.x - cases.LR * (x.a * (x.x - x.c)).mean(0)
         expected.append(x.x[0].copy())
-    check(ranks.run(cases.trajectory, 3, outer.local_sgd(1)), [np.stack(expected)] * 3)
+    check(ranks.run(cases.trajectory, 3, local_sgd(1)), [np.stack(expected)] * 3)
 
 
 def test_slowmo_is_its_definition(ranks):
-    results = ranks.run(cases.trajectory, 3, outer.slowmo(3, lr=0.8, momentum=0.6))
+    results = ranks.run(cases.trajectory, 3, slowmo(3, lr=0.8, momentum=0.6))
     check(results, cases.slowmo(3, 3, 0.8, 0.6))
 
 
 def test_diloco_is_local_training_with_torchs_nesterov_outside(ranks):
-    results = ranks.run(cases.trajectory, 2, outer.diloco(4, lr=0.7, momentum=0.9))
+    results = ranks.run(cases.trajectory, 2, diloco(4, lr=0.7, momentum=0.9))
     check(results, cases.diloco(2, 4, 0.7, 0.9))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
 def test_overlapped_local_sgd_is_its_definition(ranks, momentum):
-    results = ranks.run(cases.trajectory, 3, outer.overlapped_local_sgd(3, pull=0.6, momentum=momentum))
+    results = ranks.run(cases.trajectory, 3, overlapped_local_sgd(3, pull=0.6, momentum=momentum))
     check(results, cases.overlapped_local_sgd(3, 3, 0.6, momentum))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_streaming_diloco_is_its_definition(ranks, transport):
-    method = outer.streaming_diloco(5, fragments=2, delay=2, pull=0.5, lr=0.7, momentum=0.9)
+    method = streaming_diloco(5, fragments=2, delay=2, pull=0.5, lr=0.7, momentum=0.9)
     results = ranks.run(cases.trajectory, 2, method, torch.float64, transport)
     check(results, cases.streaming_diloco(2, 5, 2, 2, 0.5, 0.7, 0.9))
 
@@ -70,14 +79,14 @@ def test_streaming_diloco_is_its_definition(ranks, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 3])
 def test_co2_is_its_definition(ranks, world, transport):
-    method = outer.co2(3, lr=0.9, momentum=0.4, penalty=None)
+    method = co2(3, lr=0.9, momentum=0.4, penalty=None)
     results = ranks.run(cases.trajectory, world, method, torch.float64, transport)
     check(results, cases.co2(world, 3, 0.9, 0.4)[0])
 
 
 def test_co2_without_momentum_is_averaging_a_round_late(ranks):
     """z moves by what replicas moved on average, in the round after."""
-    tau, results = 2, ranks.run(cases.trajectory, 2, outer.co2(2, lr=1.0, momentum=0.0, penalty=None))
+    tau, results = 2, ranks.run(cases.trajectory, 2, co2(2, lr=1.0, momentum=0.0, penalty=None))
     x = [cases.flat(found) for found, _ in results]
     start = np.concatenate([np.ravel(value) for value in cases.start().values()])
     np.testing.assert_array_equal(x[0][tau - 1], start)  # the first displacement has only left
@@ -90,14 +99,14 @@ def test_co2_without_momentum_is_averaging_a_round_late(ranks):
 def with_penalties(group, method):
     seen: list[float] = []
 
-    def before(_step, outer_optimizer):
-        seen.append(outer_optimizer.last_penalty)
+    def before(_step, outer):
+        seen.append(outer.last_penalty)
 
     return cases.trajectory(group, method, before_step=before)[0], seen
 
 
 def test_the_gap_penalty_is_that_of_the_papers_terms_and_the_same_on_all_replicas(ranks):
-    results = ranks.run(with_penalties, 3, outer.co2(3, lr=0.9, momentum=0.4))
+    results = ranks.run(with_penalties, 3, co2(3, lr=0.9, momentum=0.4))
     expected, penalties = cases.co2(3, 3, 0.9, 0.4, penalised=True)
     check(results, expected)
     assert min(penalties) > 1.05
@@ -112,12 +121,12 @@ def test_what_a_round_solves_swings_by_the_root_of_momentum_and_outer_rate(lr, m
     the minimum, here 0."""
     share, tau, rounds = 0.9, 2, 60
     module = nn.Linear(1, 1, bias=False).double()
-    outer_optimizer = pyruntime.OuterOptimizer(module, None, outer.co2(tau, lr, momentum, penalty=None))
+    outer = pyruntime.OuterOptimizer(module, None, co2(tau, lr, momentum, penalty=None))
     found = []
     for step in range(tau * rounds):
         with torch.no_grad():
             module.weight.mul_((1 - share) ** (1 / tau))
-        outer_optimizer.step()
+        outer.step()
         if step % tau == tau - 1:
             found.append(module.weight.item())
     determinants = [a * c - b * b for a, b, c in zip(found[:-2], found[1:-1], found[2:], strict=True)]
@@ -132,29 +141,33 @@ def half(gap: float, reach: float) -> float:
 
 
 def test_the_penalty_is_any_function(ranks):
-    results = ranks.run(cases.trajectory, 2, outer.co2(3, lr=1.0, momentum=0.0, penalty=half))
+    results = ranks.run(cases.trajectory, 2, co2(3, lr=1.0, momentum=0.0, penalty=half))
     check(results, cases.co2(2, 3, 0.5, 0.0)[0])
 
 
 def test_a_first_step_too_long_for_what_travels_is_no_penalty_of_one():
     module = nn.Linear(4, 1, bias=False).half()
-    outer_optimizer = pyruntime.OuterOptimizer(module, None, outer.co2(1))
+    outer = pyruntime.OuterOptimizer(module, None, co2(1))
     with pytest.raises(ValueError, match=r"more than torch\.float16 holds.*bfloat16 or float32"):
         for _ in range(3):
             with torch.no_grad():
                 module.weight.add_(150.0)
-            outer_optimizer.step()
+            outer.step()
 
 
 def test_clipping_bites_in_place(ranks):
-    method = outer.co2(3, lr=0.9, momentum=0.4, penalty=None, clip=0.05)
+    method = co2(3, lr=0.9, momentum=0.4, penalty=None, clip=0.05)
     clipped, free = (cases.co2(2, 3, 0.9, 0.4, clip=clip)[0] for clip in (0.05, math.inf))
     assert np.abs(clipped - free).max() > 0.1
     check(ranks.run(cases.trajectory, 2, method), clipped)
 
 
 def test_finishing_leaves_one_model_the_mean_of_all(ranks):
-    for method in (outer.local_sgd(4), outer.overlapped_local_sgd(4), outer.streaming_diloco(5, 2, 2)):
+    for method in (
+        local_sgd(4),
+        overlapped_local_sgd(4),
+        streaming_diloco(5, 2, 2),
+    ):
         results = ranks.run(cases.trajectory, 3, method)
         mean = {name: np.mean([found[name][-1] for found, _ in results], 0) for name in cases.SIZES}
         for _, last in results:
@@ -166,7 +179,7 @@ def test_finishing_leaves_one_model_the_mean_of_all(ranks):
 def test_finishing_co2_takes_what_is_on_its_way(ranks):
     """14 steps are four rounds of 3 and 2 steps: the displacements of round 4 and of the rest are not
     lost."""
-    results = ranks.run(cases.trajectory, 2, outer.co2(3, lr=1.0, momentum=0.0, penalty=None))
+    results = ranks.run(cases.trajectory, 2, co2(3, lr=1.0, momentum=0.0, penalty=None))
     x = np.stack([cases.flat(found) for found, _ in results])
     begun = x[:, [2, 5, 8, 11]]  # where rounds 2 to 5 began, the same on both
     alone = cases.Replicas(2)
@@ -179,7 +192,7 @@ def test_finishing_co2_takes_what_is_on_its_way(ranks):
 
 
 def test_one_replica_alone_steps_too(ranks):
-    ((found, _),) = ranks.run(cases.trajectory, 1, outer.slowmo(3, lr=0.8, momentum=0.6))
+    ((found, _),) = ranks.run(cases.trajectory, 1, slowmo(3, lr=0.8, momentum=0.6))
     check([(found, None)], cases.slowmo(1, 3, 0.8, 0.6))
 
 
@@ -201,7 +214,9 @@ def pumped_or_not(group, method, dtype, way):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "method", [outer.co2(3, momentum=0.4), outer.streaming_diloco(5, 2, 3)], ids=lambda method: method.name
+    "method",
+    [co2(3, momentum=0.4), streaming_diloco(5, 2, 3)],
+    ids=lambda method: method.name,
 )
 @pytest.mark.second_tier(but=["co2-dtype1"])
 def test_when_flights_leave_changes_no_bit(ranks, method, dtype):
@@ -217,18 +232,18 @@ def test_when_flights_leave_changes_no_bit(ranks, method, dtype):
 def what_travels(group):
     """Whether anything that travels, or is kept, shares memory with a parameter; and whether flights were
     under way during the steps of a round."""
-    model, inner, outer_optimizer = cases.made(group, outer.co2(4), torch.float32)
+    model, inner, outer = cases.made(group, co2(4), torch.float32)
     live = {p.untyped_storage().data_ptr() for p in model.parameters()}
     shared, under_way = [], []
     for _ in range(cases.STEPS):
         cases.inner_step(model, inner)
-        outer_optimizer.step()
-        for fragment in outer_optimizer._fragments:
+        outer.step()
+        for fragment in outer._fragments:
             kept = (fragment.sent, fragment.base, fragment.momentum)
             shared += [each.untyped_storage().data_ptr() in live for each in kept]
-        under_way.append(bool(outer_optimizer._averaging._last))
-    outer_optimizer.finish()
-    outer_optimizer.close()
+        under_way.append(bool(outer._averaging._last))
+    outer.finish()
+    outer.close()
     return any(shared), under_way
 
 
@@ -244,36 +259,36 @@ def saved_and_resumed(group, method, at, compression):
     def adam(model):
         return torch.optim.AdamW(model.parameters(), lr=0.05)
 
-    model, _, outer_optimizer = cases.made(group, method, torch.bfloat16, compression=compression)
+    model, _, outer = cases.made(group, method, torch.bfloat16, compression=compression)
     inner, state = adam(model), None
     for step in range(1, cases.STEPS + 1):
         cases.inner_step(model, inner)
-        outer_optimizer.step()
+        outer.step()
         if step == at:
-            kept = {name: tensor.clone() for name, tensor in outer_optimizer.state_dict().items()}
+            kept = {name: tensor.clone() for name, tensor in outer.state_dict().items()}
             weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             buffer = {"outer": kept, "model": weights}
             states = [{k: v.clone() for k, v in each.items()} for each in inner.state.values()]
             state = buffer | {"inner": states}
     whole = [p.detach().clone() for p in model.parameters()]
-    outer_optimizer.close()
-    model, _, outer_optimizer = cases.made(group, method, torch.bfloat16, compression=compression)
+    outer.close()
+    model, _, outer = cases.made(group, method, torch.bfloat16, compression=compression)
     inner = adam(model)
     model.load_state_dict(state["model"])
     for p, each in zip(model.parameters(), state["inner"], strict=True):
         inner.state[p] = each
-    outer_optimizer.load_state_dict(state["outer"])
+    outer.load_state_dict(state["outer"])
     for _ in range(at, cases.STEPS):
         cases.inner_step(model, inner)
-        outer_optimizer.step()
-    outer_optimizer.close()
+        outer.step()
+    outer.close()
     return whole, [p.detach() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("at", [4, 7])
 @pytest.mark.parametrize(
     "method",
-    [outer.co2(4, momentum=0.4), outer.streaming_diloco(5, 2, 3), outer.overlapped_local_sgd(4)],
+    [co2(4, momentum=0.4), streaming_diloco(5, 2, 3), overlapped_local_sgd(4)],
     ids=lambda method: method.name,
 )
 def test_what_is_saved_goes_on_bitwise(ranks, method, at):
@@ -287,31 +302,31 @@ def test_a_round_that_stood_still_is_saved_as_one():
 
     def after_a_round(kept, weight) -> torch.Tensor:
         module = nn.Linear(3, 3, bias=False)
-        outer_optimizer = pyruntime.OuterOptimizer(module, None, outer.co2(2, momentum=0.4))
+        outer = pyruntime.OuterOptimizer(module, None, co2(2, momentum=0.4))
         with torch.no_grad():
             module.weight.copy_(weight)
-        outer_optimizer.load_state_dict(kept)
-        return a_round(module, outer_optimizer)
+        outer.load_state_dict(kept)
+        return a_round(module, outer)
 
-    def a_round(module, outer_optimizer) -> torch.Tensor:
+    def a_round(module, outer) -> torch.Tensor:
         for _ in range(2):
             with torch.no_grad():
                 module.weight.mul_(0.9)
-            outer_optimizer.step()
+            outer.step()
         return module.weight.detach().clone()
 
     module = nn.Linear(3, 3, bias=False)
-    outer_optimizer = pyruntime.OuterOptimizer(module, None, outer.co2(2, momentum=0.4))
+    outer = pyruntime.OuterOptimizer(module, None, co2(2, momentum=0.4))
     for _ in range(3):
-        a_round(module, outer_optimizer)
-    outer_optimizer.finish()
-    weight = a_round(module, outer_optimizer)
-    kept = {name: each.clone() for name, each in outer_optimizer.state_dict().items()}
-    assert torch.equal(after_a_round(kept, weight), a_round(module, outer_optimizer))
+        a_round(module, outer)
+    outer.finish()
+    weight = a_round(module, outer)
+    kept = {name: each.clone() for name, each in outer.state_dict().items()}
+    assert torch.equal(after_a_round(kept, weight), a_round(module, outer))
 
 
 def foreign_states(group):
-    _, _, mine = cases.made(group, outer.co2(4), torch.float32)
+    _, _, mine = cases.made(group, co2(4), torch.float32)
     state, sentences = mine.state_dict(), []
     for other in (state | {"base.layers.0.weight": torch.zeros(3)}, state | {"progress": torch.zeros(9)}):
         try:
@@ -347,26 +362,26 @@ def measured(group, step_s, exchange_s):
         clock.now += exchange_s / (1 + group.rank())  # the slowest counts
         wait(self, tensor)
 
-    model, inner, outer_optimizer = cases.made(group, outer.co2("auto"), torch.float64)
-    before = outer_optimizer.describe()
-    with patch.object(optimizer, "time", clock), patch.object(averaging.Averaging, "wait", slow):
+    model, inner, outer = cases.made(group, co2("auto"), torch.float64)
+    before = outer.describe()
+    with patch.object(outer_optimizer, "time", clock), patch.object(averaging.Averaging, "wait", slow):
         for _ in range(16):
             clock.now += step_s * (1 + group.rank())
             cases.inner_step(model, inner)
-            outer_optimizer.step()
-    tau, sentence = outer_optimizer.tau, outer_optimizer.describe()
-    outer_optimizer.close()
+            outer.step()
+    tau, sentence = outer.tau, outer.describe()
+    outer.close()
     return before, tau, sentence, [p.detach() for p in model.parameters()]
 
 
 def test_tau_is_measured_anew_where_a_run_goes_on_before_it_was_known():
     module = nn.Linear(3, 2)
-    before = pyruntime.OuterOptimizer(module, None, outer.co2("auto"))
-    for _ in range(optimizer.MEASURED_STEPS - 1):
+    before = pyruntime.OuterOptimizer(module, None, co2("auto"))
+    for _ in range(outer_optimizer.MEASURED_STEPS - 1):
         before.step()
-    after = pyruntime.OuterOptimizer(module, None, outer.co2("auto"))
+    after = pyruntime.OuterOptimizer(module, None, co2("auto"))
     after.load_state_dict(before.state_dict())
-    for _ in range(optimizer.MEASURED_STEPS):
+    for _ in range(outer_optimizer.MEASURED_STEPS):
         assert after.tau is None
         after.step()
     assert after.tau is not None
@@ -384,9 +399,9 @@ def test_tau_auto_is_the_usual_number_that_hides_the_exchange_and_says_so(ranks)
 def refused(_group):
     sentences = []
     for module, method in (
-        (nn.Identity(), outer.local_sgd(2)),
-        (nn.Linear(3, 3), outer.streaming_diloco(8, fragments=4)),
-        (nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last), outer.local_sgd(2)),
+        (nn.Identity(), local_sgd(2)),
+        (nn.Linear(3, 3), streaming_diloco(8, fragments=4)),
+        (nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last), local_sgd(2)),
     ):
         try:
             pyruntime.OuterOptimizer(module, None, method)
@@ -409,7 +424,7 @@ def killed(group, at):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)])
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    outer_optimizer = pyruntime.OuterOptimizer(model, DeviceMesh.from_group(group, "cpu"), outer.co2(3))
+    outer = pyruntime.OuterOptimizer(model, DeviceMesh.from_group(group, "cpu"), co2(3))
     started = time.monotonic()
     try:
         for step in range(1, 20):
@@ -419,7 +434,7 @@ def killed(group, at):
             inner.step()
             inner.zero_grad()
             started = time.monotonic()
-            outer_optimizer.step()
+            outer.step()
     except comm.CommError as error:
         return type(error).__name__, str(error), time.monotonic() - started
     return "", "", 0.0
@@ -436,14 +451,14 @@ def two_models(group):
     """Parameters of two models whose rounds are interleaved, and of each trained without the other."""
 
     def trained(which):
-        models = {number: cases.made(group, outer.co2(2 + number), torch.float32) for number in which}
+        models = {number: cases.made(group, co2(2 + number), torch.float32) for number in which}
         for _ in range(9):
-            for model, inner, outer_optimizer in models.values():
+            for model, inner, outer in models.values():
                 cases.inner_step(model, inner)
-                outer_optimizer.step()
-        for _, _, outer_optimizer in models.values():
-            outer_optimizer.finish()
-            outer_optimizer.close()
+                outer.step()
+        for _, _, outer in models.values():
+            outer.finish()
+            outer.close()
         return [[p.detach() for p in model.parameters()] for model, _, _ in models.values()]
 
     return trained([0, 1]), trained([0]) + trained([1])

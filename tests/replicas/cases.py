@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
-from pyruntime.outer import Method, averaging
+from pyruntime.replicas import Method, averaging
 from tests.transports import take
 
 LR, STEPS, RUN_BYTES = 0.1, 14, 2048

@@ -11,21 +11,21 @@ import pytest
 import torch
 
 from pyruntime.comm import PeerLost
-from pyruntime.elastic.member import Expelled, Member
-from pyruntime.elastic.state import OuterState
-from pyruntime.outer import co2, diloco, local_sgd, overlapped_local_sgd, slowmo, streaming_diloco
-from pyruntime.outer.optimizer import OuterOptimizer
-from tests.elastic import replicas
-from tests.elastic.replicas import TAU
+from pyruntime.replicas import co2, diloco, local_sgd, overlapped_local_sgd, slowmo, streaming_diloco
+from pyruntime.replicas.donated import OuterState
+from pyruntime.replicas.member import Expelled, Member
+from pyruntime.replicas.outer_optimizer import OuterOptimizer
+from tests.replicas import processes
+from tests.replicas.processes import TAU
 
 ROUNDS = 8
 
 
 def check(tmp_path, outcomes, method, survivors) -> list[list[int]]:
-    shares = replicas.shares(tmp_path)
+    shares = processes.shares(tmp_path)
     assert len(shares) == ROUNDS
     of_rounds = [sorted(blocks.values()) for blocks in shares]
-    exact = replicas.expected(shares, method)
+    exact = processes.expected(shares, method)
     for rank in survivors:
         assert outcomes[rank].error is None, outcomes[rank].output
         found, _ = outcomes[rank].value
@@ -46,8 +46,8 @@ UNDISTURBED = [diloco(TAU), slowmo(TAU), co2(TAU, lr=0.9, momentum=0.4)]
 @pytest.mark.parametrize("method", UNDISTURBED, ids=in_words)
 @pytest.mark.second_tier(but=["co2"])
 def test_undisturbed_replicas_are_the_method_by_its_definition(ranks, tmp_path, method):
-    with replicas.service(tmp_path, 3) as address:
-        outcomes = ranks.launch(replicas.replica, 3, tmp_path, address, method, ROUNDS, {}, (), init=False)
+    with processes.service(tmp_path, 3) as address:
+        outcomes = ranks.launch(processes.replica, 3, tmp_path, address, method, ROUNDS, {}, (), init=False)
     of_rounds = check(tmp_path, outcomes, method, [0, 1, 2])
     assert of_rounds == [[3 * number, 3 * number + 1, 3 * number + 2] for number in range(ROUNDS)]
 
@@ -66,9 +66,9 @@ MOMENTS = [
 def test_one_that_is_killed_leaves_and_one_comes_in_its_place(ranks, tmp_path, moment, number):
     """No step of the others is lost: the round in which it died counts, with theirs."""
     deaths = {1: (moment, number)}
-    with replicas.service(tmp_path, 3) as address:
+    with processes.service(tmp_path, 3) as address:
         outcomes = ranks.launch(
-            replicas.replica, 4, tmp_path, address, diloco(TAU), ROUNDS, deaths, (3,), init=False
+            processes.replica, 4, tmp_path, address, diloco(TAU), ROUNDS, deaths, (3,), init=False
         )
     assert outcomes[1].exit_code == -signal.SIGKILL
     of_rounds = check(tmp_path, outcomes, diloco(TAU), [0, 2, 3])
@@ -91,9 +91,9 @@ def test_one_that_is_killed_beside_a_sum_that_is_on_its_way(ranks, tmp_path, met
     """The others take it again, from the snapshots that they keep, while they take their steps; one that
     comes adds nothing to the first sum that it takes."""
     deaths = {1: (moment, number)}
-    with replicas.service(tmp_path, 3) as address:
+    with processes.service(tmp_path, 3) as address:
         outcomes = ranks.launch(
-            replicas.replica, 4, tmp_path, address, method, ROUNDS, deaths, (3,), init=False
+            processes.replica, 4, tmp_path, address, method, ROUNDS, deaths, (3,), init=False
         )
     assert outcomes[1].exit_code == -signal.SIGKILL
     of_rounds = check(tmp_path, outcomes, method, [0, 2, 3])
@@ -108,9 +108,9 @@ def test_donor_and_one_that_comes_are_killed_on_the_way(ranks, tmp_path, method)
     another one dies while it takes it."""
     gives = ("gives", 2)  # the first of these that is asked
     deaths = {0: ("steps", 2), 1: gives, 2: gives, 3: gives, 4: ("takes", 1)}
-    with replicas.service(tmp_path, 4) as address:
+    with processes.service(tmp_path, 4) as address:
         outcomes = ranks.launch(
-            replicas.replica, 6, tmp_path, address, method, ROUNDS, deaths, (4, 5), init=False
+            processes.replica, 6, tmp_path, address, method, ROUNDS, deaths, (4, 5), init=False
         )
     killed = [rank for rank, outcome in enumerate(outcomes) if outcome.exit_code == -signal.SIGKILL]
     assert len(killed) == 3 and {0, 4} < set(killed), killed
@@ -119,9 +119,9 @@ def test_donor_and_one_that_comes_are_killed_on_the_way(ranks, tmp_path, method)
 
 def test_several_die_at_once_and_the_last_one_goes_on(ranks, tmp_path):
     deaths = {0: ("tells arrived", 2), 1: ("sums", 9), 2: ("steps", 5)}
-    with replicas.service(tmp_path, 4) as address:
+    with processes.service(tmp_path, 4) as address:
         outcomes = ranks.launch(
-            replicas.replica, 4, tmp_path, address, diloco(TAU), ROUNDS, deaths, (), init=False
+            processes.replica, 4, tmp_path, address, diloco(TAU), ROUNDS, deaths, (), init=False
         )
     of_rounds = check(tmp_path, outcomes, diloco(TAU), [3])
     assert [len(blocks) for blocks in of_rounds][-1] == 1
@@ -135,11 +135,11 @@ def test_a_service_that_does_not_answer_is_named():
 def test_a_service_that_ends_ends_the_replicas_in_a_sentence(tmp_path):
     module = torch.nn.Linear(2, 2)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        with replicas.service(tmp_path, 2, ends=False) as address:
+        with processes.service(tmp_path, 2, ends=False) as address:
             mine = Member(address, "mine", {"tau": 1, "rounds": 1}, deadline_s=2.0)
             outer = OuterOptimizer(module, None, local_sgd(1), sums=mine)
             coming = pool.submit(mine.join, OuterState(outer), *outer.travelling(), 0, [0])
-            replicas.wait_until(lambda: '"come"' in (tmp_path / "record").read_text())
+            processes.wait_until(lambda: '"come"' in (tmp_path / "record").read_text())
         with pytest.raises(PeerLost, match=rf"at {address} is lost: "):
             coming.result()
     outer.close()
@@ -147,7 +147,7 @@ def test_a_service_that_ends_ends_the_replicas_in_a_sentence(tmp_path):
 
 def test_a_replica_of_other_settings_is_put_out_in_a_sentence_that_names_the_key(tmp_path):
     module = torch.nn.Linear(2, 2)
-    with replicas.service(tmp_path, 2, ends=False) as address:
+    with processes.service(tmp_path, 2, ends=False) as address:
         jobs = [{"tau": 1, "rounds": 1, "train.seq_len": length} for length in (32, 64)]
         mine, other = (Member(address, f"of {job['train.seq_len']}", job, deadline_s=5.0) for job in jobs)
         mine._tell({"type": "hello", "label": "mine", "replica": "mine", "place": 0, "places": 1, "step": 0,
@@ -167,7 +167,7 @@ REFUSED = [
 
 
 def test_methods_that_replicas_cannot_come_to_are_refused(tmp_path):
-    with replicas.service(tmp_path, 1, ends=False) as address:
+    with processes.service(tmp_path, 1, ends=False) as address:
         mine = Member(address, "mine", {"tau": 4, "rounds": 1})
         for method, sentence in REFUSED:
             with pytest.raises(ValueError, match=sentence):
@@ -188,13 +188,13 @@ def test_a_sum_is_taken_beside_the_steps(tmp_path):
         outer.begin_anew(mine.is_behind)
         for _ in range(2):
             outer.step()
-        replicas.wait_until(mine._flight.done)
+        processes.wait_until(mine._flight.done)
         outer.step()
         outer.step()
         outer.finish()
         outer.close()
 
-    with replicas.service(tmp_path, 2) as address, concurrent.futures.ThreadPoolExecutor() as pool:
+    with processes.service(tmp_path, 2) as address, concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(train, [address] * 2, ["one", "other"]))
 
 
@@ -205,9 +205,9 @@ STOPPED = [(diloco(TAU), "steps", 5), (diloco(TAU), "sums", 9), (co2(TAU), "tell
 @pytest.mark.second_tier(but=["diloco-sums-9"])
 def test_one_that_is_stopped_is_left_behind_by_the_deadline_and_told(ranks, tmp_path, method, moment, number):
     deaths = {1: (moment, number)}
-    with replicas.service(tmp_path, 3, deadline_s=3.0) as address:
+    with processes.service(tmp_path, 3, deadline_s=3.0) as address:
         outcomes = ranks.launch(
-            replicas.replica,
+            processes.replica,
             3,
             tmp_path,
             address,
@@ -226,9 +226,9 @@ def test_one_that_is_stopped_is_left_behind_by_the_deadline_and_told(ranks, tmp_
 
 def test_one_that_comes_takes_the_run_on_where_all_members_are_stopped(ranks, tmp_path):
     """From its own state, as nobody gives it another one."""
-    with replicas.service(tmp_path, 1, deadline_s=3.0) as address:
+    with processes.service(tmp_path, 1, deadline_s=3.0) as address:
         stopped, came = ranks.launch(
-            replicas.replica, 2, tmp_path, address, diloco(TAU), ROUNDS, {0: ("steps", 4)}, (1,),
+            processes.replica, 2, tmp_path, address, diloco(TAU), ROUNDS, {0: ("steps", 4)}, (1,),
             signal.SIGSTOP, init=False,
         )  # fmt: skip
     assert came.error is None, came.output

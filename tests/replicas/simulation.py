@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyruntime.elastic.coordinator import Coordinator, Phase
+from pyruntime.replicas.coordinator import Coordinator, Phase
 
 DEADLINE_S = 10.0
 TAU = 2

@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyruntime.cli import main
-from pyruntime.elastic import service as services
-from pyruntime.elastic.address import split_address
-from pyruntime.elastic.checks import check
-from pyruntime.elastic.coordinator import Coordinator
-from pyruntime.elastic.member import Member
-from pyruntime.elastic.state import OuterState
-from pyruntime.outer import local_sgd
-from pyruntime.outer.optimizer import OuterOptimizer
-from tests.elastic import replicas
+from pyruntime.replicas import local_sgd
+from pyruntime.replicas import service as services
+from pyruntime.replicas.address import split_address
+from pyruntime.replicas.coordinator import Coordinator
+from pyruntime.replicas.donated import OuterState
+from pyruntime.replicas.member import Member
+from pyruntime.replicas.message_checks import check
+from pyruntime.replicas.outer_optimizer import OuterOptimizer
+from tests.replicas import processes
 
 
 def take_the_only_round(address: str, loads_s: float = 0.0) -> Member:
@@ -41,13 +41,13 @@ def take_the_only_round(address: str, loads_s: float = 0.0) -> Member:
 
 
 def test_a_stranger_does_not_keep_it_alive(tmp_path):
-    with replicas.service(tmp_path, 1) as address, socket.create_connection(split_address(address)):
+    with processes.service(tmp_path, 1) as address, socket.create_connection(split_address(address)):
         take_the_only_round(address).close()
 
 
 def test_a_replica_that_does_not_leave_keeps_it_alive_until_the_deadline(tmp_path):
     began = time.monotonic()
-    with replicas.service(tmp_path, 1, deadline_s=1.0) as address:
+    with processes.service(tmp_path, 1, deadline_s=1.0) as address:
         mine = take_the_only_round(address)
     assert 1.0 < time.monotonic() - began < 10
     mine.close()
@@ -78,7 +78,7 @@ def line(message: dict) -> bytes:
 
 
 def test_what_is_no_message_ends_its_connection_alone_in_a_sentence(tmp_path):
-    with replicas.service(tmp_path, 1) as address:
+    with processes.service(tmp_path, 1) as address:
         for sent in (b"[" * 100_000 + b"\n", b"3\n", b"\xff\n", b"GET / HTTP/1.1\r\n"):
             assert answer(address, sent).startswith("it sent what is no message of a replica: ")
         for change, sentence in (
@@ -107,7 +107,7 @@ def test_what_is_no_message_ends_its_connection_alone_in_a_sentence(tmp_path):
 
 def test_one_that_is_frozen_is_put_out_and_one_that_computes_for_long_is_not(tmp_path):
     """Its thread that computes says nothing meanwhile, and nobody waits for either."""
-    with replicas.service(tmp_path, 1, deadline_s=1.0) as address:
+    with processes.service(tmp_path, 1, deadline_s=1.0) as address:
         mine = Member(address, "mine", {"tau": 1, "rounds": 1}, deadline_s=5.0)
         outer = OuterOptimizer(torch.nn.Linear(2, 2), None, local_sgd(1), sums=mine)
         assert mine.join(OuterState(outer), *outer.travelling(), 0, [0])
@@ -121,7 +121,7 @@ def test_one_that_is_frozen_is_put_out_and_one_that_computes_for_long_is_not(tmp
 
 
 def test_who_says_that_it_is_a_rank_that_is_here_is_refused_and_that_one_stays(tmp_path):
-    with replicas.service(tmp_path, 1) as address:
+    with processes.service(tmp_path, 1) as address:
         with socket.create_connection(split_address(address), 5) as first:
             first.sendall(line(HELLO))
             assert json.loads(first.makefile().readline())["type"] == "alive"
@@ -134,7 +134,7 @@ def test_who_says_that_it_is_a_rank_that_is_here_is_refused_and_that_one_stays(t
 
 def test_a_replica_that_loads_for_longer_than_a_hello_may_take_gets_in(tmp_path, monkeypatch):
     monkeypatch.setattr(services, "HELLO_S", 0.5)
-    with replicas.service(tmp_path, 1) as address:
+    with processes.service(tmp_path, 1) as address:
         take_the_only_round(address, loads_s=1.5).close()
 
 
@@ -142,7 +142,7 @@ def test_silent_connections_are_closed_the_oldest_first(tmp_path, monkeypatch):
     """Those that say a byte now and then too; the oldest go first, and the rest after their time."""
     monkeypatch.setattr(services, "MOST_STRANGERS", 5)
     monkeypatch.setattr(services, "HELLO_S", 1.0)
-    with replicas.service(tmp_path, 1) as address, contextlib.ExitStack() as held:
+    with processes.service(tmp_path, 1) as address, contextlib.ExitStack() as held:
         silent = [held.enter_context(socket.create_connection(split_address(address))) for _ in range(20)]
         for each in silent:
             each.settimeout(0.8)
@@ -158,8 +158,8 @@ def test_silent_connections_are_closed_the_oldest_first(tmp_path, monkeypatch):
 
 FLOODED = """
 import resource, socket, sys, threading, time
-from pyruntime.elastic.coordinator import Coordinator
-from pyruntime.elastic.service import Service
+from pyruntime.replicas.coordinator import Coordinator
+from pyruntime.replicas.service import Service
 made = Service(Coordinator(1, 1, 30.0), "127.0.0.1", 0, None, print)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 print(made.port, flush=True)
@@ -193,7 +193,7 @@ def named(number: int, **change) -> bytes:
 def test_ranks_of_replicas_that_are_not_whole_go_the_oldest_first(tmp_path, monkeypatch):
     """They say hello, and that they live for as long as they are let."""
     monkeypatch.setattr(services, "MOST_RANKS", 5)
-    with replicas.service(tmp_path, 1) as address, contextlib.ExitStack() as held:
+    with processes.service(tmp_path, 1) as address, contextlib.ExitStack() as held:
         said = []
         for number in range(300):
             said.append(held.enter_context(socket.create_connection(split_address(address), 5)))
@@ -207,7 +207,7 @@ def test_ranks_of_replicas_that_are_not_whole_go_the_oldest_first(tmp_path, monk
 
 def test_where_all_replicas_are_whole_one_more_is_refused_and_they_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(services, "MOST_RANKS", 2)
-    with replicas.service(tmp_path, 3, ends=False) as address, contextlib.ExitStack() as held:
+    with processes.service(tmp_path, 3, ends=False) as address, contextlib.ExitStack() as held:
         first, second = (
             held.enter_context(socket.create_connection(split_address(address), 5)) for _ in range(2)
         )
@@ -245,7 +245,7 @@ def test_where_descriptors_run_out_by_hellos_replicas_get_in_and_no_core_is_spen
 def test_noise_does_not_keep_it_from_its_work(tmp_path):
     """Whatever bytes, and messages with some of them changed."""
     draw = random.Random(0)
-    with replicas.service(tmp_path, 1) as address:
+    with processes.service(tmp_path, 1) as address:
         for _ in range(100):
             data = bytearray(line(HELLO) + line({"type": "ready", "round": 3}))
             for _ in range(draw.randrange(1, 5)):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from pyruntime.elastic.wire import bytes_of
-from pyruntime.outer.optimizer import OuterOptimizer
+from pyruntime.replicas.messages import bytes_of
+from pyruntime.replicas.outer_optimizer import OuterOptimizer
 
 
 class OuterState:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyruntime.outer import METHODS, Method, co2, diloco, gap_penalty, local_sgd, streaming_diloco
-from pyruntime.outer.methods import fragments_of
 from pyruntime.plan.co2 import TAUS, least_tau, usual_tau
+from pyruntime.replicas import METHODS, Method, co2, diloco, gap_penalty, local_sgd, streaming_diloco
+from pyruntime.replicas.methods import fragments_of
 
 POSITIVE = st.floats(1e-6, 1e6)
 

@@ -18,11 +18,11 @@ from pyruntime import ops
 from pyruntime.comm import Axis, Group
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.compression import Compression
-from pyruntime.outer.averaging import Averaging, Sums
-from pyruntime.outer.fragment import Fragment
-from pyruntime.outer.methods import Method, fragments_of, refuse_for_members
-from pyruntime.outer.weights import ModuleWeights, Weights
 from pyruntime.plan.co2 import least_tau, usual_tau
+from pyruntime.replicas.averaging import Averaging, Sums
+from pyruntime.replicas.fragment import Fragment
+from pyruntime.replicas.methods import Method, fragments_of, refuse_for_members
+from pyruntime.replicas.weights import ModuleWeights, Weights
 
 MEASURED_STEPS = 4
 """Of the first round where tau is measured; the first of them warms up and does not count."""
@@ -32,7 +32,7 @@ class OuterOptimizer:
     """Makes replicas of `module`, one on each of the G ranks of `mesh`, train alone for rounds of tau steps
     and meet between them. Around any inner optimizer:
 
-        outer = pyruntime.OuterOptimizer(model, mesh["dp"], pyruntime.outer.co2(tau=12))
+        outer = pyruntime.OuterOptimizer(model, mesh["dp"], pyruntime.replicas.co2(tau=12))
         for batch in batches:                     # of this replica
             loss(model, batch).backward()
             optimizer.step()
@@ -65,12 +65,12 @@ class OuterOptimizer:
     Args:
         module: the same parameters on every rank of `mesh`; those that require a gradient are averaged.
         mesh: one dimension; None: one replica, whose outer step averages nothing.
-        method: from `pyruntime.outer.co2`, `local_sgd`, `slowmo`, `diloco`, `overlapped_local_sgd`,
+        method: from `pyruntime.replicas.co2`, `local_sgd`, `slowmo`, `diloco`, `overlapped_local_sgd`,
             `streaming_diloco`, or a `Method` of your own.
         weights: what is averaged, where another optimizer than torch's holds it; by default the parameters.
         parts: groups over which one replica is cut (tensor-parallel ranks, say): norms of the penalty are
             over all of it.
-        sums: what takes the sums over the replicas, where these come and go (`pyruntime.elastic.Member`); by
+        sums: what takes the sums over the replicas, where these come and go (`pyruntime.replicas.Member`); by
             default the ranks of `mesh` do.
         compression: how displacements travel in fewer bytes, by "quantize" or "top_k"; what is lost of them,
             fp32, is added to the next round's (docs/compression.md). None: as they are.

@@ -1,6 +1,6 @@
 """What the service of replicas that come and go decides: events in, orders out, without a socket or a clock.
 
-The protocol is in the docstring of `pyruntime.elastic`. A replica has `places` ranks; each is connected by
+The protocol is in the docstring of `pyruntime.replicas`. A replica has `places` ranks; each is connected by
 itself, sums with the ranks at its place of other replicas, and is told what all of them are told. A replica
 counts as arrived, done or ready when all its places are, and is lost with the first of them.
 """
@@ -13,9 +13,9 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pyruntime.elastic.address import is_loopback
-from pyruntime.elastic.deal import Deal
-from pyruntime.elastic.wire import ALIVE_S
+from pyruntime.replicas.address import is_loopback
+from pyruntime.replicas.deal import Deal
+from pyruntime.replicas.messages import ALIVE_S
 
 SIGNS = 3
 """Of life that a rank misses, at least, before it counts as silent."""

@@ -1,15 +1,23 @@
-"""Replicas that come and go at outer boundaries.
+"""Replicas that train alone for a round of steps, and meet beside the steps of the next one.
 
-Each replica (one process, or the ranks of one torchrun) is a job of its own, as strict inside as any. What
+    methods.py           the ways in which they meet (local SGD, SlowMo, DiLoCo, CO2, ...), as data
+    outer_optimizer.py   the outer step, of one model; sharded_outer.py of one that `shard` has sharded
+    fragment.py          a part of the model that meets at a time
+    weights.py           what is averaged
+    averaging.py         its sums over the ranks of a group, beside the steps; packing.py compresses them
+
+Replicas of one torchrun are as strict as any ranks: where one dies, all end. Those that come and go are each
+a job of its own (one process, or the ranks of one torchrun), as strict inside as any. What
 joins them is a service, `python -m pyruntime members`, which is no replica and outlives the death of all:
 
-    coordinator.py   what the service decides: pure, events in, orders out
-    service.py       its sockets
-    member.py        a rank's side: joins, arrives at the end of a round, and hears what became of it
-    exchange.py      the sum of displacements over the members of a round, on connections made for it
-    transfer.py      weights and states on their way to a replica that comes
-    deal.py          which sequences a replica takes in a round
-    checks.py        what a rank may tell the service
+    coordinator.py      what the service decides: pure, events in, orders out
+    service.py          its sockets
+    member.py           a rank's side: joins, arrives at the end of a round, and hears what became of it
+    exchange.py         the sum of displacements over the members of a round, on connections made for it
+    transfer.py         weights and states on their way to a replica that comes; donated.py says which
+    deal.py             which sequences a replica takes in a round
+    messages.py         messages and tensors on a connection
+    message_checks.py   what a rank may tell the service
 
 **A round** t has members, and each a block of sequences. A member takes tau steps on its block, has its
 displacement d = z - x in memory of its own, and says that it has arrived. Then, in two phases:
@@ -47,3 +55,36 @@ below the highest one that was dealt has counted once, is in work, or waits to b
 
 Torch's process groups are not used between replicas: they cannot lose a member, nor be interrupted.
 """
+
+from typing import TYPE_CHECKING
+
+from pyruntime.lazy import names_of
+from pyruntime.replicas.methods import (
+    METHODS,
+    Method,
+    co2,
+    diloco,
+    gap_penalty,
+    local_sgd,
+    overlapped_local_sgd,
+    slowmo,
+    streaming_diloco,
+)
+
+if TYPE_CHECKING:
+    from pyruntime.replicas.outer_optimizer import OuterOptimizer
+
+__all__ = [
+    "METHODS",
+    "Method",
+    "OuterOptimizer",
+    "co2",
+    "diloco",
+    "gap_penalty",
+    "local_sgd",
+    "overlapped_local_sgd",
+    "slowmo",
+    "streaming_diloco",
+]
+
+__getattr__ = names_of(__name__, {"OuterOptimizer": "pyruntime.replicas.outer_optimizer"})

@@ -10,9 +10,9 @@ import random
 import numpy as np
 import pytest
 
-from pyruntime import outer
-from pyruntime.outer import Method
-from tests.outer import cases
+from pyruntime import replicas
+from pyruntime.replicas import Method
+from tests.replicas import cases
 
 
 def drawn(seed: int) -> Method:
@@ -27,7 +27,7 @@ def drawn(seed: int) -> Method:
                 momentum=draw.choice([0.0, 0.4, 0.9]),
                 nesterov=draw.random() < 0.4,
                 pull=draw.choice([1.0, 0.6, 0.3]),
-                penalty=draw.choice([None, outer.gap_penalty]),
+                penalty=draw.choice([None, replicas.gap_penalty]),
                 clip=draw.choice([math.inf, 0.05]),
                 fragments=draw.choice([1, 2]),
             )
@@ -131,7 +131,7 @@ def test_any_settings_that_fit_together_do_what_they_say(ranks, replicas):
 
 
 def test_co2_that_waits_without_momentum_and_penalty_is_local_sgd(ranks):
-    plain = outer.co2(4, lr=1.0, momentum=0.0, penalty=None)
+    plain = replicas.co2(4, lr=1.0, momentum=0.0, penalty=None)
     waits = dataclasses.replace(plain, delay=0)
     for replica, ((found, _), (late, _)) in enumerate(ranks.run(trajectories, 2, [waits, plain])):
         expected = cases.local_sgd(2, 4)[replica]

@@ -18,13 +18,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from pyruntime.elastic import exchange, transfer
-from pyruntime.elastic.coordinator import Coordinator
-from pyruntime.elastic.member import Member
-from pyruntime.elastic.service import Service
-from pyruntime.elastic.state import OuterState
-from pyruntime.outer import Method
-from pyruntime.outer.optimizer import OuterOptimizer
+from pyruntime.replicas import Method, exchange, transfer
+from pyruntime.replicas.coordinator import Coordinator
+from pyruntime.replicas.donated import OuterState
+from pyruntime.replicas.member import Member
+from pyruntime.replicas.outer_optimizer import OuterOptimizer
+from pyruntime.replicas.service import Service
 
 LR, TAU, SIZE = 0.1, 3, 5000
 STEP_S = 0.03

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime.comm import Group
 from pyruntime.data_parallel import Compression, Sharded
 from pyruntime.data_parallel.states import as_dtensor
-from pyruntime.outer.averaging import Sums
-from pyruntime.outer.methods import Method
-from pyruntime.outer.optimizer import OuterOptimizer
-from pyruntime.outer.weights import Value
+from pyruntime.replicas.averaging import Sums
+from pyruntime.replicas.methods import Method
+from pyruntime.replicas.outer_optimizer import OuterOptimizer
+from pyruntime.replicas.weights import Value
 
 
 class ShardedWeights:

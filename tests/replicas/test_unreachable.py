@@ -12,13 +12,13 @@ import time
 import pytest
 import torch
 
-from pyruntime.elastic import member as members
-from pyruntime.elastic.coordinator import Phase
-from pyruntime.elastic.member import Member
-from pyruntime.elastic.state import OuterState
-from pyruntime.elastic.wire import ALIVE_S
-from pyruntime.outer import OuterOptimizer, local_sgd
-from tests.elastic.simulation import DEADLINE_S, World
+from pyruntime.replicas import OuterOptimizer, local_sgd
+from pyruntime.replicas import member as members
+from pyruntime.replicas.coordinator import Phase
+from pyruntime.replicas.donated import OuterState
+from pyruntime.replicas.member import Member
+from pyruntime.replicas.messages import ALIVE_S
+from tests.replicas.simulation import DEADLINE_S, World
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import MOST_ANY_TIME, PLACES, Axis, Flight
 from pyruntime.data_parallel.compression import Compression
 from pyruntime.data_parallel.compression.packets import PackedSum
-from pyruntime.outer import packing
+from pyruntime.replicas import packing
 
 WIDTH = 64
 """Elements of a line; the tensors are as many lines."""
@@ -36,7 +36,7 @@ OUTER = 2
 
 class Sums(Protocol):
     """What takes the sums of an `OuterOptimizer`: `Averaging`, or where replicas come and go
-    `pyruntime.elastic.Member`."""
+    `pyruntime.replicas.Member`."""
 
     size: int
     """Replicas whose displacements the sum is of that was waited for last."""

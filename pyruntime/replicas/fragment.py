@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pyruntime.ops.attention import statistics_dtype
 from pyruntime.ops.outer_step import outer_step_, squared_displacement, squared_gap
-from pyruntime.outer.averaging import WIDTH
-from pyruntime.outer.methods import Method
-from pyruntime.outer.weights import Value
+from pyruntime.replicas.averaging import WIDTH
+from pyruntime.replicas.methods import Method
+from pyruntime.replicas.weights import Value
 
 BLOCK = 1 << 16
 """Elements that operations of torch go over at once, so that what lies between them is small."""

@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from pyruntime.elastic.address import LARGEST_PORT
+from pyruntime.replicas.address import LARGEST_PORT
 
 LARGEST = (1 << 53) - 1
 """Of the numbers in a message."""

@@ -1,6 +1,6 @@
 """Blocks of sequences cut the order of all sequences into parts that do not overlap."""
 
-from pyruntime.elastic.deal import Deal, step_of_data
+from pyruntime.replicas.deal import Deal, step_of_data
 
 
 def test_what_did_not_count_is_dealt_again_first():

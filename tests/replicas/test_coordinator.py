@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from pyruntime.elastic.coordinator import OUTAGE, Phase, State
-from tests.elastic.simulation import DEADLINE_S, World
+from pyruntime.replicas.coordinator import OUTAGE, Phase, State
+from tests.replicas.simulation import DEADLINE_S, World
 
 
 def moves_of(seed: int, **world) -> int:

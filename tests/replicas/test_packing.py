@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
-from pyruntime import outer
+from pyruntime import replicas
 from pyruntime.data_parallel import Compression
-from pyruntime.outer import averaging
-from pyruntime.outer.averaging import WIDTH, Averaging
-from tests.outer import cases
+from pyruntime.replicas import averaging
+from pyruntime.replicas.averaging import WIDTH, Averaging
+from tests.replicas import cases
 from tests.transports import take
 
 QUANTIZE, TOP_K = Compression("quantize"), Compression("top_k", density=0.05)
@@ -88,7 +88,7 @@ def test_the_bytes_fall_as_the_values_do(ranks, settings, share):
 
 @pytest.mark.second_tier
 def test_when_flights_leave_changes_no_bit(ranks):
-    for method in (outer.co2(4, momentum=0.4), outer.streaming_diloco(5, 2, 2), outer.diloco(3)):
+    for method in (replicas.co2(4, momentum=0.4), replicas.streaming_diloco(5, 2, 2), replicas.diloco(3)):
         one, other = (ranks.run(trained, 3, method, pumps) for pumps in (0, 7))
         for (last, _), (again, _) in zip(one, other, strict=True):
             for name in cases.SIZES:
@@ -117,7 +117,7 @@ def trained(group, method, pumps, settings=QUANTIZE):
 @pytest.mark.parametrize("settings", [QUANTIZE, TOP_K], ids=lambda settings: settings.method)
 @pytest.mark.second_tier("quantize")
 def test_replicas_come_as_near_to_the_best_as_without(ranks, settings):
-    method = outer.local_sgd(1)
+    method = replicas.local_sgd(1)
     plain, packed = (ranks.run(trained, 2, method, 0, each)[0][1] for each in (None, settings))
     assert plain < 0.3 and packed < plain + 0.02
 
@@ -128,7 +128,7 @@ def one_bit(group, elements):
     outer_optimizer = pyruntime.OuterOptimizer(
         nn.ParameterList([parameter]),
         DeviceMesh.from_group(group, "cpu"),
-        outer.local_sgd(1),
+        replicas.local_sgd(1),
         compression=Compression("quantize", bits=1),
     )
     for _ in range(40):
@@ -146,7 +146,7 @@ def test_what_pads_the_last_line_adds_nothing(ranks):
 
 
 def described(group):
-    _, _, outer_optimizer = cases.made(group, outer.co2(3), torch.float32, compression=QUANTIZE)
+    _, _, outer_optimizer = cases.made(group, replicas.co2(3), torch.float32, compression=QUANTIZE)
     words = outer_optimizer.describe()
     sentences = []
     for state in ({"lost.0": torch.zeros(3)}, {"lost.0": None}):
@@ -175,7 +175,7 @@ def refused(group):
         (QUANTIZE, torch.float64),
     ):
         try:
-            pyruntime.OuterOptimizer(nn.Linear(40, 40).to(dtype), mesh, outer.co2(3), compression=settings)
+            pyruntime.OuterOptimizer(nn.Linear(40, 40).to(dtype), mesh, replicas.co2(3), compression=settings)
         except ValueError as error:
             sentences.append(str(error))
     return sentences
@@ -188,7 +188,7 @@ def test_what_cannot_be_compressed_is_refused(ranks):
         assert "error_feedback alone" in random and "plan_every=2" in plans
         assert "Displacements of torch.float64 are not compressed" in doubles
     with pytest.raises(ValueError, match="one replica alone sends nothing; leave it out"):
-        pyruntime.OuterOptimizer(nn.Linear(4, 4), None, outer.co2(3), compression=QUANTIZE)
+        pyruntime.OuterOptimizer(nn.Linear(4, 4), None, replicas.co2(3), compression=QUANTIZE)
 
 
 def with_a_nan(group):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from pyruntime.comm.errors import CommTimeout, PeerLost
-from pyruntime.elastic.address import split_address
-from pyruntime.elastic.deal import step_of_data
-from pyruntime.elastic.exchange import Interrupted, PeerFailed, meet, sum_over
-from pyruntime.elastic.transfer import Stream, Taken, fetch, fetch_sums, sizes
-from pyruntime.elastic.wire import ALIVE_S, NO_DESCRIPTOR, Messages, encode, readable
+from pyruntime.replicas.address import split_address
+from pyruntime.replicas.deal import step_of_data
+from pyruntime.replicas.exchange import Interrupted, PeerFailed, meet, sum_over
+from pyruntime.replicas.messages import ALIVE_S, NO_DESCRIPTOR, Messages, encode, readable
+from pyruntime.replicas.transfer import Stream, Taken, fetch, fetch_sums, sizes
 
 HEADER_S = 5.0
 """For the first message of a connection from another replica, all of it."""
