@@ -27,6 +27,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 
 from pyruntime import ops
@@ -567,7 +569,7 @@ def _of_all_ranks(norms: list[Tensor], tensors: Sequence[Tensor], order: float) 
     """`norms` of this rank's shards, made those of all ranks' shards where the tensor is one. One gather for
     each group."""
     for groups, places in _places(tensors).items():
-        whole = torch.stack([norms[i].double().reshape(()) for i in places])
+        whole = torch.stack([norms[i].reshape(()) for i in places]).double()
         for group in groups:
             whole = _combined(ops.all_gather_stats(whole, group), order)  # of [P, len(places)]
         for i, norm in zip(places, whole, strict=True):
@@ -665,3 +667,8 @@ _RULES: dict[str, Rule] = {
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
 }
 # fmt: on
+
+# As torch.distributed.tensor does for DTensors: torch's optimizers and clip_grad_norm_ take lists of cut
+# tensors where they take lists of plain ones, and the norms of a list are one exchange between the ranks.
+for _supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    _supported += [each for each in (CutTensor, CutParameter) if each not in _supported]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pyruntime
+from pyruntime import ops
+from pyruntime.nn import ColumnParallelLinear
 from pyruntime.nn.cut import CutParameter, CutTensor
 
 IN, MIDDLE, STEPS = 6, 13, 3
@@ -364,3 +367,16 @@ def test_a_cut_weight_says_what_it_is(ranks):
         assert kinds == ["CutParameter", "CutTensor", "CutTensor", "CutTensor", "Tensor", "Tensor"]
         assert saved and same_memory and same_object
         assert text
+
+
+def exchanges_of_clipping(group) -> int:
+    linears = [ColumnParallelLinear(8, 6, bias=False, group=group) for _ in range(5)]
+    for linear in linears:
+        linear.weight.grad = torch.ones_like(linear.weight)
+    with patch.object(ops, "all_gather_stats", wraps=ops.all_gather_stats) as gathered:
+        torch.nn.utils.clip_grad_norm_([linear.weight for linear in linears], 1.0)
+    return gathered.call_count
+
+
+def test_the_norms_of_all_gradients_are_one_exchange(ranks):
+    assert ranks.run(exchanges_of_clipping, 2) == [1, 1]
