@@ -25,7 +25,7 @@ through a pipeline, by its dynamic program."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ProfileOptions:
     preset: str = "3m"
     """Shape of the model, as in train --model.preset."""
     layers: int = 2
@@ -47,7 +47,7 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, "profile", DESCRIPTION)
+    options = parse(ProfileOptions, argv, "profile", DESCRIPTION)
     check_at_least(options, 1, "layers", "seq_len", "step", "stages", "threads")
     if options.seq_len % options.step or options.seq_len // options.step < 4:
         raise ConfigError(
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
     print(_report(options, shape, found, time_ends(shape, dtype, options.seq_len)))
 
 
-def _report(options: Options, shape: LlamaConfig, found: Profile, ends: Ends) -> str:
+def _report(options: ProfileOptions, shape: LlamaConfig, found: Profile, ends: Ends) -> str:
     lengths, contexts, seconds = zip(*found.contexts, strict=True)
     fitted = fit(lengths, contexts, seconds, found.lengths, found.seconds)
     cost = fitted.cost

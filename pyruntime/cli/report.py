@@ -32,7 +32,7 @@ PAGE, TRACE = "report.html", "trace.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ReportOptions:
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """Folder of a run, as train names it."""
     cluster: str = ""
@@ -41,7 +41,7 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, "report", DESCRIPTION)
+    options = parse(ReportOptions, argv, "report", DESCRIPTION)
     run_dir = Path(options.run_dir)
     if options.cluster:
         with refusing("--cluster: "):

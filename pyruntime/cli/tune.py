@@ -34,7 +34,7 @@ DEFAULT_SEQ_LEN = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class TuneOptions:
     model: str = ""
     """Name of a Llama, however spelled (llama-3-8b, 3m); or name --config."""
     config: str = ""
@@ -73,7 +73,7 @@ class Job:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, "tune", DESCRIPTION)
+    options = parse(TuneOptions, argv, "tune", DESCRIPTION)
     check(options)
     check_started()
     ranks = started_ranks()
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
     run(options, job, path, old)
 
 
-def check(options: Options) -> None:
+def check(options: TuneOptions) -> None:
     if bool(options.model) == bool(options.config):
         raise ConfigError("tune needs --model NAME or --config FILE, one of them.")
     check_at_least(options, 0, "micro_batch_size", "seq_len", "tp")
@@ -97,14 +97,14 @@ def check(options: Options) -> None:
     check_variants(options, options.device)
 
 
-def check_variants(options: Options, device: str) -> None:
+def check_variants(options: TuneOptions, device: str) -> None:
     if options.variants and device == "cpu":
         raise ConfigError(
             "--variants times tiles of kernels for GPUs, and operands lie on the CPU; leave it out."
         )
 
 
-def job_of(options: Options, ranks: int) -> Job:
+def job_of(options: TuneOptions, ranks: int) -> Job:
     """The model, from a configuration or by its name, and its sizes. Raises ConfigError."""
     from pyruntime.train.data.tokenizer import open_tokenizer
     from pyruntime.train.shape import llama_config
@@ -163,7 +163,7 @@ def known(path: Path) -> Cache:
         raise ConfigError(f"{error}; move it away, or name another file in {cache.VARIABLE}.") from error
 
 
-def run(options: Options, job: Job, path: Path, old: Cache) -> None:
+def run(options: TuneOptions, job: Job, path: Path, old: Cache) -> None:
     """Measures on all ranks; rank 0 prints and writes."""
     import torch
 
@@ -206,7 +206,7 @@ def run(options: Options, job: Job, path: Path, old: Cache) -> None:
 
 
 def measure_all(
-    options: Options, job: Job, runtime: Runtime, linears: list[Linear]
+    options: TuneOptions, job: Job, runtime: Runtime, linears: list[Linear]
 ) -> tuple[list[Measured], list[str]]:
     """What was measured, and the names of what the budget left out. What is left of the budget is shared out
     evenly, so what is quick leaves more to the others."""
@@ -257,7 +257,7 @@ def gemm_table(found: Choices) -> str:
     return columns(["product", "rows", "n", "k", "ours ms", "library", "choice"], rows, left=(0,))
 
 
-def tell_variants(options: Options, job: Job, runtime: Runtime, linears: list[Linear]) -> list[str]:
+def tell_variants(options: TuneOptions, job: Job, runtime: Runtime, linears: list[Linear]) -> list[str]:
     """A sentence for each GEMM: whether tiles that are not built in would be quicker."""
     from pyruntime.train.model import DTYPES
     from pyruntime.tuning.measure import Problem
@@ -309,7 +309,7 @@ def notes(found: list[Measured], left_out: list[str], budget: float) -> list[str
     return said
 
 
-def write_figures(options: Options, place: Place, found: list[Measured]) -> None:
+def write_figures(options: TuneOptions, place: Place, found: list[Measured]) -> None:
     document: dict[str, Any] = {
         "options": dataclasses.asdict(options),
         "place": dataclasses.asdict(place),

@@ -76,15 +76,15 @@ def test_an_old_file_is_written_over(file):
 
 
 def test_sizes_come_from_the_configuration_and_flags_change_them():
-    job = tune.job_of(tune.Options(config="main"), 2)
+    job = tune.job_of(tune.TuneOptions(config="main"), 2)
     assert (job.tp, job.rows, job.dtype, job.shape.hidden_size) == (2, 8 * 256, "bf16", 256)
-    asked = tune.Options(config="main", micro_batch_size=3, seq_len=100, tp=2, dtype="fp32")
+    asked = tune.TuneOptions(config="main", micro_batch_size=3, seq_len=100, tp=2, dtype="fp32")
     job = tune.job_of(asked, 4)
     assert (job.tp, job.rows, job.dtype) == (2, 300, "fp32")
-    job = tune.job_of(tune.Options(model="Llama-3.1-8B"), 8)
+    job = tune.job_of(tune.TuneOptions(model="Llama-3.1-8B"), 8)
     assert (job.tp, job.rows, job.shape.vocab_size) == (8, 2048, 128256)
     with pytest.raises(ConfigError, match="--model: tp=3 does not divide"):
-        tune.job_of(tune.Options(model="llama-3-8b"), 3)
+        tune.job_of(tune.TuneOptions(model="llama-3-8b"), 3)
 
 
 def test_the_table_has_what_was_measured_and_what_was_not():
