@@ -144,11 +144,11 @@ def _sum_gradients(root: Any, end: Region) -> tuple[set[Region], bool]:
                 f"module that holds {end.label} out of torch.compile (torch.compiler.disable)."
             )
         node.metadata[_SUMMED] = True
-        node.register_hook(_Sum(tuple(crossing), end.group.name))
+        node.register_hook(_SumHook(tuple(crossing), end.group.name))
     return begun, found
 
 
-class _Sum:
+class _SumHook:
     """A node's hook: sums some of the gradients that it passes on."""
 
     def __init__(self, edges: tuple[int, ...], group: str) -> None:

@@ -17,7 +17,7 @@ from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.explain import explain
 from pyruntime.plan.holmes import Across, search_across
 from pyruntime.plan.mesh import Job, sequences
-from pyruntime.plan.search import Candidate, Choice, Result, each_shape, search
+from pyruntime.plan.search import Candidate, Result, SearchSpace, each_shape, search
 from pyruntime.plan.step import Predictor
 from pyruntime.text import columns
 from pyruntime.train.errors import ConfigError, refusing
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> None:
         _join(options)
         return
     started = time.perf_counter()
-    choice = Choice(axonn=options.axonn, co2=options.co2, recompute=options.recompute)
+    choice = SearchSpace(axonn=options.axonn, co2=options.co2, recompute=options.recompute)
     with refusing():
         job = job_of(options)
         rules = rules_of(job.cluster)

@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
     )
 
 
-def _write(options: TokenizeOptions, tokenizer: Tokenizer, out: Path) -> tuple[tokenizing.Facts, bool]:
+def _write(options: TokenizeOptions, tokenizer: Tokenizer, out: Path) -> tuple[tokenizing.CorpusFacts, bool]:
     sources, skipped = survey(options.paths, options.pattern)
     if tokenizing.is_tokens(out):
         facts = tokenizing.read_facts(out)
@@ -87,7 +87,7 @@ def _write(options: TokenizeOptions, tokenizer: Tokenizer, out: Path) -> tuple[t
         return facts, False
     if not tokenizing.is_ours(out):
         raise ConfigError(f"{out} holds other files than tokens; name a folder of its own.")
-    progress = Progress(sum(source.size for source in sources))
+    progress = TokenizeProgress(sum(source.size for source in sources))
     facts = tokenizing.write(
         out,
         sources,
@@ -101,7 +101,7 @@ def _write(options: TokenizeOptions, tokenizer: Tokenizer, out: Path) -> tuple[t
     return facts, True
 
 
-class Progress:
+class TokenizeProgress:
     """How much text has become tokens: a bar that is rewritten on a terminal, elsewhere a line now and then.
 
     size: bytes of all files. Of tables, which are compressed, the bar runs ahead.

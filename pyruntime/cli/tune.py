@@ -22,7 +22,7 @@ from pyruntime.tuning.cache import Cache, CacheError, Choice, Choices, Place
 if TYPE_CHECKING:
     from pyruntime.comm import Runtime
     from pyruntime.llama.config import LlamaConfig
-    from pyruntime.tuning.linears import Linear
+    from pyruntime.tuning.linears import RankLinear
     from pyruntime.tuning.measure import Measured
 
 DESCRIPTION = """Times the tiers of every linear of a model, forward and backward, with several numbers of
@@ -62,7 +62,7 @@ class TuneOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TunedModel:
     shape: LlamaConfig
     tp: int
     rows: int
@@ -104,7 +104,7 @@ def check_variants(options: TuneOptions, device: str) -> None:
         )
 
 
-def job_of(options: TuneOptions, ranks: int) -> Job:
+def job_of(options: TuneOptions, ranks: int) -> TunedModel:
     """The model, from a configuration or by its name, and its sizes. Raises ConfigError."""
     from pyruntime.train.data.tokenizer import open_tokenizer
     from pyruntime.train.shape import llama_config
@@ -129,7 +129,7 @@ def job_of(options: TuneOptions, ranks: int) -> Job:
         shape = llama_config(config.model, vocabulary, seq_len, tp)
     else:
         shape = named(options.model, tp)
-    return Job(
+    return TunedModel(
         shape=shape,
         tp=tp,
         rows=(options.micro_batch_size or train.micro_batch_size) * seq_len // parallel.cp,
@@ -163,7 +163,7 @@ def known(path: Path) -> Cache:
         raise ConfigError(f"{error}; move it away, or name another file in {cache.VARIABLE}.") from error
 
 
-def run(options: TuneOptions, job: Job, path: Path, old: Cache) -> None:
+def run(options: TuneOptions, job: TunedModel, path: Path, old: Cache) -> None:
     """Measures on all ranks; rank 0 prints and writes."""
     import torch
 
@@ -206,7 +206,7 @@ def run(options: TuneOptions, job: Job, path: Path, old: Cache) -> None:
 
 
 def measure_all(
-    options: TuneOptions, job: Job, runtime: Runtime, linears: list[Linear]
+    options: TuneOptions, job: TunedModel, runtime: Runtime, linears: list[RankLinear]
 ) -> tuple[list[Measured], list[str]]:
     """What was measured, and the names of what the budget left out. What is left of the budget is shared out
     evenly, so what is quick leaves more to the others."""
@@ -227,7 +227,7 @@ def measure_all(
     return found, left_out
 
 
-def measure_gemms(job: Job, runtime: Runtime, linears: list[Linear]) -> Choices:
+def measure_gemms(job: TunedModel, runtime: Runtime, linears: list[RankLinear]) -> Choices:
     """Which GEMM is the faster one for each product of each linear, on the slower rank; none where there is
     no choice."""
     from pyruntime.comm.core import _C
@@ -257,7 +257,9 @@ def gemm_table(found: Choices) -> str:
     return columns(["product", "rows", "n", "k", "ours ms", "library", "choice"], rows, left=(0,))
 
 
-def tell_variants(options: TuneOptions, job: Job, runtime: Runtime, linears: list[Linear]) -> list[str]:
+def tell_variants(
+    options: TuneOptions, job: TunedModel, runtime: Runtime, linears: list[RankLinear]
+) -> list[str]:
     """A sentence for each GEMM: whether tiles that are not built in would be quicker."""
     from pyruntime.train.model import DTYPES
     from pyruntime.tuning.measure import Problem

@@ -8,7 +8,7 @@ import pytest
 from pyruntime.cli import doctor, main, tune
 from pyruntime.train.errors import ConfigError
 from pyruntime.tuning import cache
-from pyruntime.tuning.linears import Linear
+from pyruntime.tuning.linears import RankLinear
 from pyruntime.tuning.measure import Measured
 from tests.cli.test_processes import finish, start
 
@@ -88,7 +88,7 @@ def test_sizes_come_from_the_configuration_and_flags_change_them():
 
 
 def test_the_table_has_what_was_measured_and_what_was_not():
-    linear = Linear("down", "matmul_reduce_scatter", 64, 96, 128)
+    linear = RankLinear("down", "matmul_reduce_scatter", 64, 96, 128)
     both = {"unfused": 0.003, "chunked": 0.002}
     found = [
         Measured(linear, "forward", ("a",), both, {"fused": "there is no kernel."}, 0.001, 0.0015, 5),
@@ -119,7 +119,7 @@ def test_the_table_has_what_was_measured_and_what_was_not():
 
 
 def test_numbers_of_chunks_and_tiles_stand_behind_the_choice():
-    linear = Linear("down", "matmul_reduce_scatter", 64, 96, 128)
+    linear = RankLinear("down", "matmul_reduce_scatter", 64, 96, 128)
     tiers = {"unfused": 0.003, "chunked": 0.002, "chunked:2": 0.001, "chunked:8": 0.0025}
     found = [
         Measured(linear, "forward", ("a", "b"), tiers, {}, 0.001, 0.0015, 5),
