@@ -6,7 +6,7 @@ Exceptions are named here, and there may be fewer of them, never more."""
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -117,6 +117,25 @@ def test_a_class_name_is_one_thing():
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(name)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+SAME_IDEA_IN_SEVERAL_ROOMS = {
+    "agreement.py",
+    "attention.py",
+    "config.py",
+    "convert.py",
+    "errors.py",
+    "mesh.py",
+    "plot.py",
+    "rebalance.py",
+    "replicas.py",
+    "touched.py",
+}
+
+
+def test_a_file_name_is_one_thing():
+    names = Counter(path.name for path in (ROOT / "pyruntime").rglob("*.py") if path.stem != "__init__")
+    assert {name for name, count in names.items() if count > 1} == SAME_IDEA_IN_SEVERAL_ROOMS
 
 
 MUTABLE = {

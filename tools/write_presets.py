@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT))
 
 from pyruntime.cli.plan_facts import Asked, checked, find_model, settings  # noqa: E402
 from pyruntime.plan.cluster import Cluster, find_cluster  # noqa: E402
+from pyruntime.plan.findings import GB, mfu  # noqa: E402
 from pyruntime.plan.mesh import Job  # noqa: E402
-from pyruntime.plan.report import GB, mfu  # noqa: E402
 from pyruntime.plan.search import Candidate, SearchSpace, search  # noqa: E402
 from pyruntime.text import toml_value  # noqa: E402
 from pyruntime.train import config_file  # noqa: E402

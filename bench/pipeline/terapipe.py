@@ -20,10 +20,10 @@ from pyruntime.comm.exchange import gather
 from pyruntime.llama import Llama
 from pyruntime.llama.model import ModelPart
 from pyruntime.llama.presets import preset
-from pyruntime.llama.profile import Profile, profile_stage
+from pyruntime.llama.stage_profile import Profile, profile_stage
 from pyruntime.pipeline import make_schedule
+from pyruntime.pipeline.carry import Carry
 from pyruntime.pipeline.executor import Pipeline
-from pyruntime.pipeline.slices import Carry
 from pyruntime.plan import terapipe
 from pyruntime.plan.slice_cost import fit
 from pyruntime.plan.slice_cost import table as costs_table

@@ -12,9 +12,9 @@ from typing import Literal
 
 from pyruntime.cli.arguments import check_at_least, parse, writing
 from pyruntime.cli.plan_facts import Asked, find_model, toml
-from pyruntime.plan import report
+from pyruntime.plan import findings
+from pyruntime.plan.breakdown import explain
 from pyruntime.plan.cluster import find_cluster
-from pyruntime.plan.explain import explain
 from pyruntime.plan.holmes import Across, search_across
 from pyruntime.plan.mesh import Job, sequences
 from pyruntime.plan.search import Candidate, Result, SearchSpace, each_shape, search
@@ -107,14 +107,14 @@ def main(argv: list[str]) -> None:
         rules = rules_of(job.cluster)
         result = search(job, choice, overlap=options.overlap, rules=rules, risky=options.risky)
     if not result.candidates:
-        raise ConfigError(report.nothing_fits(result))
+        raise ConfigError(findings.nothing_fits(result))
     seconds = time.perf_counter() - started
     asked = Asked(job)
     shown = _shown(options, result, asked)
-    print(report.heading(result, seconds))
+    print(findings.heading(result, seconds))
     print()
-    print(report.table(result, shown, asked.refusal, options.tokens))
-    print("\n" + report.verdict(result, shown, asked.refusal))
+    print(findings.table(result, shown, asked.refusal, options.tokens))
+    print("\n" + findings.verdict(result, shown, asked.refusal))
     print(f"\nGPU hours are for {options.tokens:.3g} tokens. --explain N takes a line apart.")
     if options.explain > len(shown):
         raise ConfigError(
@@ -180,7 +180,7 @@ def _shown(options: PlanOptions, result: Result, asked: Asked) -> list[Candidate
 
 def _write(options: PlanOptions, result: Result, shown: list[Candidate], asked: Asked) -> None:
     if options.json:
-        _save(options.json, report.document(result, shown, asked.refusal, options.tokens) + "\n")
+        _save(options.json, findings.document(result, shown, asked.refusal, options.tokens) + "\n")
     if options.plot:
         from pyruntime.plan.plot import png  # imports matplotlib
 
@@ -200,7 +200,7 @@ def _config(options: PlanOptions, result: Result, shown: list[Candidate], asked:
     job = result.job
     head = (
         f"{chosen.mesh.text()}: predicted {chosen.total:.3f} s a step and "
-        f"{chosen.memory.total / report.GB:.1f} GB a rank on {job.gpus} x {job.cluster.gpu}.\n"
+        f"{chosen.memory.total / findings.GB:.1f} GB a rank on {job.gpus} x {job.cluster.gpu}.\n"
         f"python -m pyruntime train --config THIS --dry-run {job.gpus} checks it without starting anything."
     )
     return toml(job, chosen.mesh, head, options.cluster)

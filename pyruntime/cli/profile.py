@@ -12,12 +12,12 @@ import torch
 from pyruntime.cli.arguments import check_at_least, parse, writing
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.presets import preset
-from pyruntime.llama.profile import Ends, Profile, costed, profile_stage, time_ends
+from pyruntime.llama.stage_profile import Ends, Profile, costed, profile_stage, time_ends
 from pyruntime.plan.slice_cost import fit, table
 from pyruntime.plan.stage_costs import StageCosts
 from pyruntime.plan.terapipe import best_slicing, best_uniform_slicing, uniform_slicing
 from pyruntime.train.errors import ConfigError, refusing
-from pyruntime.train.model import DTYPES
+from pyruntime.train.model_of_run import DTYPES
 
 DESCRIPTION = """Times a stage of a Llama (forward and backward) on this machine over lengths of slices and
 what came before them, fits TeraPipe's model of the costs, and finds the slicing of a sequence that is fastest

@@ -210,7 +210,7 @@ def measure_all(
 ) -> tuple[list[Measured], list[str]]:
     """What was measured, and the names of what the budget left out. What is left of the budget is shared out
     evenly, so what is quick leaves more to the others."""
-    from pyruntime.train.model import DTYPES
+    from pyruntime.train.model_of_run import DTYPES
     from pyruntime.tuning.measure import Problem, largest, measure
 
     started, found, left_out = time.perf_counter(), [], []
@@ -261,7 +261,7 @@ def tell_variants(
     options: TuneOptions, job: TunedModel, runtime: Runtime, linears: list[RankLinear]
 ) -> list[str]:
     """A sentence for each GEMM: whether tiles that are not built in would be quicker."""
-    from pyruntime.train.model import DTYPES
+    from pyruntime.train.model_of_run import DTYPES
     from pyruntime.tuning.measure import Problem
     from pyruntime.tuning.tile_variants import time_variants
 

@@ -26,7 +26,7 @@ from pyruntime.data_parallel.muon import MuonUpdate
 from pyruntime.data_parallel.one_group import OneGroup
 from pyruntime.data_parallel.states import as_dtensor
 from pyruntime.data_parallel.update import Own, PartState, Update
-from pyruntime.data_parallel.weights import Gatherer
+from pyruntime.data_parallel.weight_gathers import Gatherer
 from pyruntime.data_parallel.written import Handed, load_into
 from pyruntime.ops.layers import sum_of_squares
 

@@ -49,7 +49,7 @@ from pyruntime.data_parallel.plain import UsersOptimizer
 from pyruntime.data_parallel.reduction import launch
 from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.touched import tables_of
-from pyruntime.data_parallel.weights import GatherAhead, GatherPerUse
+from pyruntime.data_parallel.weight_gathers import GatherAhead, GatherPerUse
 from pyruntime.data_parallel.written import Handed, Written, begin_alike, load_into
 from pyruntime.nn.cut import set_gradient
 from pyruntime.nn.module import register_with_torch

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from pyruntime.any_model.save_pretrained import raise_everywhere
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Llama
-from pyruntime.llama.shards import TensorShard, gather_full
+from pyruntime.llama.tensor_shards import TensorShard, gather_full
 from pyruntime.nn.parameters import Group
 from pyruntime.nn.weight_files import INDEX, WEIGHTS, find_tensors, listed, open_tensors, read_json
 

@@ -8,7 +8,7 @@ import math
 import torch
 
 from pyruntime.llama.config import LlamaConfig
-from pyruntime.llama.shards import TensorShard
+from pyruntime.llama.tensor_shards import TensorShard
 
 _TILE = 256  # indices of the cut dimension that one generator draws; changing it changes every model
 

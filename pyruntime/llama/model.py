@@ -45,7 +45,7 @@ from pyruntime.llama.elementwise import KERNELS, Elementwise, compiled, for_this
 from pyruntime.llama.init import init_shard
 from pyruntime.llama.recompute import Recompute, computed_again
 from pyruntime.llama.rope import rope_tables
-from pyruntime.llama.shards import TensorShard, shards_of_layer, shards_of_model
+from pyruntime.llama.tensor_shards import TensorShard, shards_of_layer, shards_of_model
 from pyruntime.nn import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Llama, ModelPart
-from pyruntime.pipeline.slices import Carry
+from pyruntime.pipeline.carry import Carry
 from pyruntime.pipeline.split import split_layers
 
 

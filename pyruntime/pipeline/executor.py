@@ -26,7 +26,7 @@ from pyruntime.comm.ranges import marked
 from pyruntime.comm.wire import WireFormat
 from pyruntime.nn.weight_sinks import AddedToGrad
 from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers
-from pyruntime.pipeline.slices import Carry
+from pyruntime.pipeline.carry import Carry
 from pyruntime.pipeline.validate import check
 from pyruntime.pipeline.weight_gradients import Deferred, WeightGradients
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyruntime.replicas.address import is_loopback
+from pyruntime.replicas.connection import ALIVE_S
 from pyruntime.replicas.deal import Deal
-from pyruntime.replicas.messages import ALIVE_S
 
 SIGNS = 3
 """Of life that a rank misses, at least, before it counts as silent."""

@@ -21,7 +21,7 @@ from pyruntime.data_parallel.compression.compressor import PIECES
 from pyruntime.llama import stage
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import ModelPart
-from pyruntime.llama.profile import costed
+from pyruntime.llama.stage_profile import costed
 from pyruntime.pipeline import Schedule, make_schedule, placement_of
 from pyruntime.pipeline.split import split_layers
 from pyruntime.plan import stage_costs

@@ -33,7 +33,7 @@ from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.plan.cluster import find_cluster
-from pyruntime.train import agreement, checkpoint_folder, metrics, report, resolved, run_folder
+from pyruntime.train import agreement, checkpoint_folder, metrics, resolved, run_folder, scorecard
 from pyruntime.train.config import RunConfig, spelled_out
 from pyruntime.train.data import corpus
 from pyruntime.train.data.tokenizer import FILE_NAME as TOKENIZER_FILE
@@ -43,7 +43,7 @@ from pyruntime.train.errors import ConfigError, TrainingError, refusing
 from pyruntime.train.loop import Trainer
 from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile
-from pyruntime.train.model import make_model, whole_model, words_of_dtype
+from pyruntime.train.model_of_run import make_model, whole_model, words_of_dtype
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_every_rank, on_rank_0, told_to_all
@@ -393,13 +393,13 @@ def _write_report(job: RankRun) -> None:
         if job.run.config.data.tokenizer or not (kept / TOKENIZER_FILE).is_file():
             job.tokenizer.save(run_dir / MODEL_FOLDER)
         lines = metrics.read(run_dir / metrics.FILE_NAME)
-        report.plot_loss(lines, run_dir / report.PLOT_FILE)
+        scorecard.plot_loss(lines, run_dir / scorecard.PLOT_FILE)
         if own := [line for line in lines if line["step"] > job.first]:
             flops = job.run.shape.flops_per_token(job.run.config.train.seq_len)
             tiers = [dataclasses.asdict(row) for row in job.trainer.tiers.rows]
-            card = report.scorecard(own, job.run.mesh.ranks, job.bytes_moved, flops, tiers)
-            report.write_scorecard(card, run_dir)
-            job.say("\n" + report.format_scorecard(card))
+            card = scorecard.scorecard(own, job.run.mesh.ranks, job.bytes_moved, flops, tiers)
+            scorecard.write_scorecard(card, run_dir)
+            job.say("\n" + scorecard.format_scorecard(card))
 
 
 def _write_ledger(job: RankRun, entered: StepLedger) -> None:
@@ -441,6 +441,6 @@ def _close(run_dir: Path, dtype: str, sample: str | None, progress: Progress) ->
         (run_dir / SAMPLE_FILE).write_text(sample + "\n", encoding="utf-8")
         progress.say(f"\nSample\n{sample}")
     progress.say(
-        f"\nEverything is in {run_dir}: weights in {MODEL_FOLDER}/ ({dtype}), {report.PLOT_FILE}, "
+        f"\nEverything is in {run_dir}: weights in {MODEL_FOLDER}/ ({dtype}), {scorecard.PLOT_FILE}, "
         f"{metrics.FILE_NAME}."
     )

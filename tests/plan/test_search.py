@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import pyruntime.plan
+from pyruntime.plan.findings import document, nothing_fits, table
 from pyruntime.plan.mesh import Mesh, check_job, sequences
-from pyruntime.plan.report import document, nothing_fits, table
 from pyruntime.plan.search import Result, SearchSpace, each_shape, gpu_hours, meshes, pareto, search
 from tests.plan.jobs import job
 

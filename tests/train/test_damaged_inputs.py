@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from pyruntime.train import checkpoint_folder, config_file, manifest, metrics, report, validate
+from pyruntime.train import checkpoint_folder, config_file, manifest, metrics, scorecard, validate
 from pyruntime.train.checkpoint_folder import CheckpointFacts
 from pyruntime.train.config import Data, RunConfig
 from pyruntime.train.data import tokenizing
@@ -126,7 +126,7 @@ def test_changed_values_of_metrics(folder, lines):
 def test_metrics_that_are_read_are_drawn(folder):
     path = folder / metrics.FILE_NAME
     path.write_text('{"step": 1, "loss": NaN}\n{"step": 2147483647, "loss": 1e30, "val_loss": -Infinity}\n')
-    report.plot_loss(metrics.read(path), folder / "loss.png")
+    scorecard.plot_loss(metrics.read(path), folder / "loss.png")
 
 
 WANTED = CheckpointFacts(step=0, dtype="fp32", model={"hidden_size": 64})

@@ -26,7 +26,7 @@ from pyruntime.train import agreement
 from pyruntime.train.config import Data, RunConfig
 from pyruntime.train.data import token_cache, tokenizing
 from pyruntime.train.data.documents import survey
-from pyruntime.train.data.shards import DamagedShard, TokenShard, mark_of
+from pyruntime.train.data.token_shards import DamagedShard, TokenShard, mark_of
 from pyruntime.train.data.tokenizer import Tokenizer
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.ranks import on_every_rank, on_rank_0

@@ -27,7 +27,7 @@ import numpy as np
 
 from pyruntime.train import disk
 from pyruntime.train.data.documents import Document, SourceFile, Unit, check_unchanged, documents, units
-from pyruntime.train.data.shards import PARTIAL, DamagedShard, ShardWriter, TokenShard, dtype_of
+from pyruntime.train.data.token_shards import PARTIAL, DamagedShard, ShardWriter, TokenShard, dtype_of
 from pyruntime.train.data.tokenizer import CONFIG_NAME, FACTS_FILE, FILE_NAME, Tokenizer
 from pyruntime.train.data.workers import Workers
 from pyruntime.train.disk import LOCK

@@ -20,7 +20,7 @@ from pyruntime.train.data import tokenizing
 from pyruntime.train.data.tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, open_tokenizer
 from pyruntime.train.disk import cannot_write, cause_of
 from pyruntime.train.errors import ConfigError, TrainingError, refusing
-from pyruntime.train.model import DTYPES
+from pyruntime.train.model_of_run import DTYPES
 from pyruntime.train.ranks import on_rank_0
 from pyruntime.train.saving.saver import Saver
 from pyruntime.train.shape import padded_vocabulary

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyruntime.train.data.shards import (
+from pyruntime.train.data.token_shards import (
     BLOCK_BYTES,
     HEADER_BYTES,
     SAMPLED,

@@ -22,7 +22,7 @@ from pyruntime.cli.tokenize import TokenizeProgress
 from pyruntime.train import disk
 from pyruntime.train.config import Data
 from pyruntime.train.data import documents, tables, tokenizing
-from pyruntime.train.data.shards import TokenShard
+from pyruntime.train.data.token_shards import TokenShard
 from pyruntime.train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from pyruntime.train.data.workers import Workers
 from pyruntime.train.errors import ConfigError

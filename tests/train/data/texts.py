@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from pyruntime.train.config import Data
 from pyruntime.train.data import corpus
 from pyruntime.train.data.corpus import Corpus, Tokens
-from pyruntime.train.data.shards import ShardWriter, TokenShard
+from pyruntime.train.data.token_shards import ShardWriter, TokenShard
 from pyruntime.train.data.tokenizer import ByteTokenizer
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Llama, ModelPart
-from pyruntime.pipeline.slices import Carry
+from pyruntime.pipeline.carry import Carry
 
 ROUNDS = 5
 """Of which the least counts, after one that does not: what else the machine does only ever adds."""
