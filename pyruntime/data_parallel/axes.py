@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -57,8 +57,6 @@ class FlightAxis:
     Flights travel in the companion of the axis's group. They must begin in the same order on every rank, and
     this is the only place where they begin; models that are sharded over one group share it. From `of`."""
 
-    _of_group: ClassVar[dict[str, FlightAxis]] = {}
-
     def __init__(self, mesh: DeviceMesh | None, most: int = MOST_FLIGHTS):
         self.mesh, self.most = mesh, most
         self.size = 1 if mesh is None else comm.group_size(mesh)
@@ -77,10 +75,11 @@ class FlightAxis:
         if comm.group_size(mesh) == 1:
             return cls(mesh)
         own = comm.companion(mesh, "dp", within=within)
-        if own.drop is None:
-            axis = cls._of_group[own.name] = cls(mesh, most)
-            axis.name, own.drop = own.name, axis.drop
-        axis = cls._of_group[own.name]
+        axis = own.open
+        if axis is None:
+            axis = own.open = cls(mesh, most)
+            axis.name = own.name
+        assert isinstance(axis, cls)
         if axis.held is not None:
             axis.held.settle()
         axis._user = None
