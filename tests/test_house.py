@@ -153,11 +153,22 @@ MUTABLE |= {"WeakSet", "OrderedDict"}
 STATE_THAT_STAYS = {
     # Ends with its process group; torch's, whose objects take no attributes.
     "pyruntime.comm.companions._companions",
+    # The connections to the job's store, which a Runtime finds again and others may still ask.
+    "pyruntime.comm.rendezvous._connect",
+    "pyruntime.comm.rendezvous._generation",
+    # torch's hooks are the process's, and added once.
+    "pyruntime.nn.module.register_with_torch",
+    # What never changes.
+    "pyruntime.any_model.activations.row_shard._rule_of",
+    "pyruntime.comm.ranges.nvtx_domain",
+    "pyruntime.nn.cut._rule_of",
+    "pyruntime.train.validate._hints",
 }
 
 
 def state_of(tree: ast.Module) -> Iterator[str]:
-    """Names of the module and of its classes that begin as empty containers, or that functions assign to."""
+    """Names of the module and of its classes that begin as empty containers, or that functions assign to, and
+    functions that remember all that they have answered."""
     classes = [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     for node in itertools.chain(tree.body, *classes):
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
@@ -172,6 +183,8 @@ def state_of(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             yield from node.names
+        elif isinstance(node, ast.FunctionDef) and "functools.cache" in map(ast.unparse, node.decorator_list):
+            yield node.name
 
 
 def test_modules_and_classes_keep_no_state():
