@@ -180,7 +180,7 @@ class Build(BuildExtension):
 
 
 class BuildPython(build_py):
-    """The package, and in an installation the headers of the kernels: pyruntime/cuda/variants.py
+    """The package, and in an installation the headers of the kernels: pyruntime/cuda/nvrtc_tiles.py
     compiles them at run time. A build in place finds them in the source folder."""
 
     def run(self) -> None:

@@ -18,9 +18,9 @@ sys.path.insert(0, str(ROOT))
 
 from pyruntime.cli.plan_facts import Asked, checked, find_model, settings  # noqa: E402
 from pyruntime.plan.cluster import Cluster, find_cluster  # noqa: E402
+from pyruntime.plan.findings import GB, mfu  # noqa: E402
 from pyruntime.plan.mesh import Job  # noqa: E402
-from pyruntime.plan.report import GB, mfu  # noqa: E402
-from pyruntime.plan.search import Candidate, Choice, search  # noqa: E402
+from pyruntime.plan.search import Candidate, SearchSpace, search  # noqa: E402
 from pyruntime.text import toml_value  # noqa: E402
 from pyruntime.train import config_file  # noqa: E402
 from pyruntime.train.config import RunConfig  # noqa: E402
@@ -30,7 +30,7 @@ SEQ = 8192
 TOKENS = tuple(2**power for power in range(22, 17, -1))
 """Of a step: the first with which something fits."""
 GPUS = tuple(2**power for power in range(3, 11))
-CHOICE = Choice(axonn=False, co2=False, hybrid=False, kinds=())
+CHOICE = SearchSpace(axonn=False, co2=False, hybrid=False, kinds=())
 HERE = "parallel", "train"
 """Sections of [ranks.N]."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyruntime.llama import Llama, LlamaConfig
-from pyruntime.llama.model import Part
+from pyruntime.llama.model import ModelPart
 from pyruntime.nn.parameters import TensorGroup
 
 ATTENTION = ("pyruntime.llama.model.causal_attention", "pyruntime.llama.slices.causal_attention")
@@ -131,7 +131,7 @@ def calls_of(
     """Of one forward pass of one sequence through `layers` layers, bf16, over `ranks` ranks of tensor
     parallelism."""
     group = TensorGroup("dry run", 0, ranks)
-    part = Part(tuple(range(layers)), embed=False, head=False)
+    part = ModelPart(tuple(range(layers)), embed=False, head=False)
     kept = None if slices > 1 else keep_gathered
     model = Llama(
         dataclasses.replace(config, num_hidden_layers=layers + 1),  # none of them is the last

@@ -18,12 +18,12 @@ from bench.training.workers import DTYPES
 from pyruntime import comm
 from pyruntime.comm.exchange import gather
 from pyruntime.llama import Llama
-from pyruntime.llama.model import Part
+from pyruntime.llama.model import ModelPart
 from pyruntime.llama.presets import preset
-from pyruntime.llama.profile import Profile, profile_stage
+from pyruntime.llama.stage_profile import Profile, profile_stage
 from pyruntime.pipeline import make_schedule
+from pyruntime.pipeline.carry import Carry
 from pyruntime.pipeline.executor import Pipeline
-from pyruntime.pipeline.slices import Carry
 from pyruntime.plan import terapipe
 from pyruntime.plan.slice_cost import fit
 from pyruntime.plan.slice_cost import table as costs_table
@@ -54,7 +54,7 @@ def turn(args: argparse.Namespace, config, lengths: Sequence[int], group):
     """One step with slices of these lengths."""
     dtype = DTYPES[args.dtype]
     numbers = tuple(range(1 + group.rank() * args.layers, 1 + (group.rank() + 1) * args.layers))
-    stage = Layers(Llama(config, dtype=dtype, part=Part(numbers, embed=False, head=False)), lengths)
+    stage = Layers(Llama(config, dtype=dtype, part=ModelPart(numbers, embed=False, head=False)), lengths)
     kind = "terapipe" if len(lengths) > 1 else "gpipe"
     schedule = make_schedule(kind, group.size(), 1, slices=len(lengths))
     shapes = [(length, config.hidden_size) for length in lengths]

@@ -19,7 +19,7 @@ from pyruntime.cli.plan_facts import Asked, toml
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.mesh import Job, Mesh, Recompute
 from pyruntime.plan.models import ModelShape
-from pyruntime.plan.search import Choice, meshes
+from pyruntime.plan.search import SearchSpace, meshes
 from pyruntime.plan.step import Predictor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +65,7 @@ def runnable(
     asked = Asked(job)
     found = [
         mesh
-        for mesh in meshes(job, Choice(axonn=grids, co2=False))
+        for mesh in meshes(job, SearchSpace(axonn=grids, co2=False))
         if mesh.micro_batch == micro_batch
         and mesh.recompute == recompute
         and (not grids or job.gpus in (mesh.tp, mesh.x * mesh.y * mesh.z))

@@ -25,7 +25,7 @@ from pyruntime.data_parallel import shard
 from pyruntime.train.config import RunConfig, learning_rate
 from pyruntime.train.data.batches import Batch
 from pyruntime.train.metrics import MetricsFile
-from pyruntime.train.model import make_model
+from pyruntime.train.model_of_run import make_model
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_rank_0
 from pyruntime.train.resolved import check

@@ -24,7 +24,7 @@ from pyruntime.train.config import Checkpoint
 from pyruntime.train.data import corpus
 from pyruntime.train.data.tokenizer import ByteTokenizer
 from pyruntime.train.loop import Trainer
-from pyruntime.train.model import make_model
+from pyruntime.train.model_of_run import make_model
 from pyruntime.train.ranks import on_rank_0
 from pyruntime.train.resolved import check
 from pyruntime.train.signals import StopRequest

@@ -1,4 +1,4 @@
-// In place of the host's headers, which NVRTC has none of (pyruntime/cuda/variants.py): the names that
+// In place of the host's headers, which NVRTC has none of (pyruntime/cuda/nvrtc_tiles.py): the names that
 // kernels use. NVRTC knows size_t and memcpy itself.
 #pragma once
 

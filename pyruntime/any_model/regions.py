@@ -30,10 +30,6 @@ from pyruntime.nn.parameters import TensorGroup
 _MARKS = "pyruntime.regions"  # {number of the output: its Region where it is cut, None where it is whole}
 _SUMMED = "pyruntime.summed"  # the node's gradients are summed already: two row linears may share a region
 _WHOLE = "pyruntime.whole"  # nothing behind the node is cut, as an earlier walk has found
-# Kinds of nodes that such metadata was ever written to: to ask a node for its metadata makes some, and takes
-# longer than the rest of a step of the walk.
-_marked_kinds: set[type] = set()
-_whole_kinds: set[type] = set()
 _LEAF = torch._C._functions.AccumulateGrad
 
 
@@ -113,7 +109,6 @@ def mark_whole(x: Tensor) -> None:
 def _mark(y: Tensor, region: Region | None) -> Tensor:
     if y.grad_fn is not None:
         y.grad_fn.metadata.setdefault(_MARKS, {})[y.output_nr] = region
-        _marked_kinds.add(type(y.grad_fn))
     return y
 
 
@@ -144,11 +139,11 @@ def _sum_gradients(root: Any, end: Region) -> tuple[set[Region], bool]:
                 f"module that holds {end.label} out of torch.compile (torch.compiler.disable)."
             )
         node.metadata[_SUMMED] = True
-        node.register_hook(_Sum(tuple(crossing), end.group.name))
+        node.register_hook(_SumHook(tuple(crossing), end.group.name))
     return begun, found
 
 
-class _Sum:
+class _SumHook:
     """A node's hook: sums some of the gradients that it passes on."""
 
     def __init__(self, edges: tuple[int, ...], group: str) -> None:
@@ -175,16 +170,17 @@ def _nodes_behind(root: Any, end: Region, begun: set[Region]) -> tuple[dict[Any,
         for other, number in following:
             if other is None:
                 continue
-            kind = type(other)
-            if kind is _LEAF:
+            if type(other) is _LEAF:
                 _check_leaf(other.variable, end)
                 all_cut = False
-            elif kind in _marked_kinds and number in (marks := other.metadata.get(_MARKS, ())):
+                continue
+            known = other.metadata
+            if number in (marks := known.get(_MARKS, ())):
                 if marks[number] is None:
                     all_cut = False
                 else:
                     begun.add(marks[number])
-            elif kind in _whole_kinds and _WHOLE in other.metadata:
+            elif _WHOLE in known:
                 all_cut = False
             else:
                 stack.append(other)
@@ -210,7 +206,6 @@ def _cut_nodes(root: Any, edges: dict[Any, tuple]) -> set[Any]:
             seeds.extend(readers.get(node, ()))
     for node in edges.keys() - cut:
         node.metadata[_WHOLE] = True
-        _whole_kinds.add(type(node))
     return cut
 
 

@@ -18,7 +18,7 @@ cut over all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     source: str
     """Run folder (its newest checkpoint), one of its checkpoints/step-N folders, or a Hugging Face folder
     with config.json and safetensors."""
@@ -33,7 +33,7 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, "convert", DESCRIPTION)
+    options = parse(ConvertOptions, argv, "convert", DESCRIPTION)
     check(options)
     check_started()
     world_size = started_ranks()
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
             print(f"{target}: {said}")
 
 
-def check(options: Options) -> None:
+def check(options: ConvertOptions) -> None:
     """Raises ConfigError for options that make no sense on their own."""
     if not os.path.isdir(options.source):
         raise ConfigError(f"--source {options.source}: there is no such folder.")

@@ -30,7 +30,7 @@ below torchrun it asks those."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class DoctorOptions:
     only: Literal["all", "tiers"] = "all"
     """Which part of the report is printed."""
     ranks: int = 2
@@ -48,7 +48,7 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, "doctor", DESCRIPTION)
+    options = parse(DoctorOptions, argv, "doctor", DESCRIPTION)
     check_at_least(options, 1, "rows", "hidden_size", "intermediate_size")
     check_at_least(options, 0, "ranks")
     validate.check_seconds("--timeout_s", options.timeout_s)
@@ -235,7 +235,7 @@ def multicast() -> str:
     return f"{able} of {count} GPUs can; comm.configure(multicast=...) uses it"
 
 
-def start_tiers(options: Options, argv: list[str]) -> None:
+def start_tiers(options: DoctorOptions, argv: list[str]) -> None:
     """Starts ranks that print which tier each operation takes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks)]
     command += ["-m", "pyruntime", "doctor", *argv, "--only", "tiers"]
@@ -254,7 +254,7 @@ def start_tiers(options: Options, argv: list[str]) -> None:
     print(f"Tiers\n  not found out  the {options.ranks} ranks ended with {done.returncode}: {lines[0]}")
 
 
-def show_tiers(options: Options) -> None:
+def show_tiers(options: DoctorOptions) -> None:
     """Runs one layer forward and backward on all ranks; rank 0 prints what `explain` says of it."""
     import torch
 

@@ -31,7 +31,7 @@ EMPTY = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class GenerateOptions:
     checkpoint: str
     """Folder with config.json, safetensors and, unless the model reads bytes, tokenizer.json."""
     prompt: str = ""
@@ -55,7 +55,7 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, "generate", DESCRIPTION)
+    options = parse(GenerateOptions, argv, "generate", DESCRIPTION)
     check(options)
     check_started()
     world_size = started_ranks()
@@ -92,7 +92,7 @@ def _show(piece: str, *, alone: bool) -> bool:
     return True
 
 
-def check(options: Options) -> None:
+def check(options: GenerateOptions) -> None:
     """Raises ConfigError for options that make no sense on their own."""
     if not os.path.isdir(options.checkpoint):
         raise ConfigError(f"--checkpoint {options.checkpoint}: there is no such folder.")
@@ -122,7 +122,9 @@ def _prompt_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def continue_text(model: Llama, tokenizer: Tokenizer, ids: torch.Tensor, options: Options) -> Iterator[str]:
+def continue_text(
+    model: Llama, tokenizer: Tokenizer, ids: torch.Tensor, options: GenerateOptions
+) -> Iterator[str]:
     """The text behind the prompt, piece by piece as it is drawn. Raises ConfigError for impossible
     sampling."""
     from pyruntime.llama import generate_steps

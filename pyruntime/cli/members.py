@@ -26,7 +26,7 @@ WHAT_FOLLOWS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class MembersOptions:
     replicas: int
     """Replicas that the first round waits for."""
     quorum: int = 0
@@ -45,7 +45,7 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, "members", DESCRIPTION)
+    options = parse(MembersOptions, argv, "members", DESCRIPTION)
     check_at_least(options, 1, "replicas")
     check_at_least(options, 0, "quorum", "port")
     if options.port > LARGEST_PORT:

@@ -12,12 +12,12 @@ from typing import Literal
 
 from pyruntime.cli.arguments import check_at_least, parse, writing
 from pyruntime.cli.plan_facts import Asked, find_model, toml
-from pyruntime.plan import report
+from pyruntime.plan import findings
+from pyruntime.plan.breakdown import explain
 from pyruntime.plan.cluster import find_cluster
-from pyruntime.plan.explain import explain
 from pyruntime.plan.holmes import Across, search_across
 from pyruntime.plan.mesh import Job, sequences
-from pyruntime.plan.search import Candidate, Choice, Result, each_shape, search
+from pyruntime.plan.search import Candidate, Result, SearchSpace, each_shape, search
 from pyruntime.plan.step import Predictor
 from pyruntime.text import columns
 from pyruntime.train.errors import ConfigError, refusing
@@ -34,7 +34,7 @@ SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class PlanOptions:
     model: str = "llama3-8b"
     """Name of a known model, however spelled (llama-3-70b, gpt-145.6b)."""
     gpus: int = 8
@@ -86,7 +86,7 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, "plan", DESCRIPTION)
+    options = parse(PlanOptions, argv, "plan", DESCRIPTION)
     if options.measure:
         from pyruntime.cli import plan_measure  # imports torch
 
@@ -101,20 +101,20 @@ def main(argv: list[str]) -> None:
         _join(options)
         return
     started = time.perf_counter()
-    choice = Choice(axonn=options.axonn, co2=options.co2, recompute=options.recompute)
+    choice = SearchSpace(axonn=options.axonn, co2=options.co2, recompute=options.recompute)
     with refusing():
         job = job_of(options)
         rules = rules_of(job.cluster)
         result = search(job, choice, overlap=options.overlap, rules=rules, risky=options.risky)
     if not result.candidates:
-        raise ConfigError(report.nothing_fits(result))
+        raise ConfigError(findings.nothing_fits(result))
     seconds = time.perf_counter() - started
     asked = Asked(job)
     shown = _shown(options, result, asked)
-    print(report.heading(result, seconds))
+    print(findings.heading(result, seconds))
     print()
-    print(report.table(result, shown, asked.refusal, options.tokens))
-    print("\n" + report.verdict(result, shown, asked.refusal))
+    print(findings.table(result, shown, asked.refusal, options.tokens))
+    print("\n" + findings.verdict(result, shown, asked.refusal))
     print(f"\nGPU hours are for {options.tokens:.3g} tokens. --explain N takes a line apart.")
     if options.explain > len(shown):
         raise ConfigError(
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> None:
     _write(options, result, shown, asked)
 
 
-def job_of(options: Options) -> Job:
+def job_of(options: PlanOptions) -> Job:
     tokens = parse_tokens(options.tokens_per_step)
     model, cluster = find_model(options.model), find_cluster(options.cluster)
     batch = sequences(tokens, options.seq)
@@ -154,7 +154,7 @@ def parse_tokens(text: str) -> int:
     return int(tokens)
 
 
-def _shown(options: Options, result: Result, asked: Asked) -> list[Candidate]:
+def _shown(options: PlanOptions, result: Result, asked: Asked) -> list[Candidate]:
     """What the trainer runs, fastest first; then what it does not run, if that is faster."""
 
     def runs(candidate: Candidate) -> bool:
@@ -178,9 +178,9 @@ def _shown(options: Options, result: Result, asked: Asked) -> list[Candidate]:
     return shown + first(lambda each: each.total < ahead and not runs(each), most)
 
 
-def _write(options: Options, result: Result, shown: list[Candidate], asked: Asked) -> None:
+def _write(options: PlanOptions, result: Result, shown: list[Candidate], asked: Asked) -> None:
     if options.json:
-        _save(options.json, report.document(result, shown, asked.refusal, options.tokens) + "\n")
+        _save(options.json, findings.document(result, shown, asked.refusal, options.tokens) + "\n")
     if options.plot:
         from pyruntime.plan.plot import png  # imports matplotlib
 
@@ -190,7 +190,7 @@ def _write(options: Options, result: Result, shown: list[Candidate], asked: Aske
         _save(options.config, _config(options, result, shown, asked))
 
 
-def _config(options: Options, result: Result, shown: list[Candidate], asked: Asked) -> str:
+def _config(options: PlanOptions, result: Result, shown: list[Candidate], asked: Asked) -> str:
     chosen = shown[options.explain - 1 if options.explain else 0]
     why = asked.refusal(chosen.mesh)
     if why is not None and options.explain:
@@ -200,7 +200,7 @@ def _config(options: Options, result: Result, shown: list[Candidate], asked: Ask
     job = result.job
     head = (
         f"{chosen.mesh.text()}: predicted {chosen.total:.3f} s a step and "
-        f"{chosen.memory.total / report.GB:.1f} GB a rank on {job.gpus} x {job.cluster.gpu}.\n"
+        f"{chosen.memory.total / findings.GB:.1f} GB a rank on {job.gpus} x {job.cluster.gpu}.\n"
         f"python -m pyruntime train --config THIS --dry-run {job.gpus} checks it without starting anything."
     )
     return toml(job, chosen.mesh, head, options.cluster)
@@ -211,7 +211,7 @@ def _save(path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
 
 
-def _join(options: Options) -> None:
+def _join(options: PlanOptions) -> None:
     """Prints the fastest meshes over both clusters, and writes the first for the trainer where asked to."""
     if not options.join_bandwidth > 0:
         raise ConfigError(f"--join_bandwidth must be above 0, found {options.join_bandwidth}.")

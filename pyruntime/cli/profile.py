@@ -12,12 +12,12 @@ import torch
 from pyruntime.cli.arguments import check_at_least, parse, writing
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.presets import preset
-from pyruntime.llama.profile import Ends, Profile, costed, profile_stage, time_ends
+from pyruntime.llama.stage_profile import Ends, Profile, costed, profile_stage, time_ends
 from pyruntime.plan.slice_cost import fit, table
 from pyruntime.plan.stage_costs import StageCosts
 from pyruntime.plan.terapipe import best_slicing, best_uniform_slicing, uniform_slicing
 from pyruntime.train.errors import ConfigError, refusing
-from pyruntime.train.model import DTYPES
+from pyruntime.train.model_of_run import DTYPES
 
 DESCRIPTION = """Times a stage of a Llama (forward and backward) on this machine over lengths of slices and
 what came before them, fits TeraPipe's model of the costs, and finds the slicing of a sequence that is fastest
@@ -25,7 +25,7 @@ through a pipeline, by its dynamic program."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ProfileOptions:
     preset: str = "3m"
     """Shape of the model, as in train --model.preset."""
     layers: int = 2
@@ -47,7 +47,7 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, "profile", DESCRIPTION)
+    options = parse(ProfileOptions, argv, "profile", DESCRIPTION)
     check_at_least(options, 1, "layers", "seq_len", "step", "stages", "threads")
     if options.seq_len % options.step or options.seq_len // options.step < 4:
         raise ConfigError(
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
     print(_report(options, shape, found, time_ends(shape, dtype, options.seq_len)))
 
 
-def _report(options: Options, shape: LlamaConfig, found: Profile, ends: Ends) -> str:
+def _report(options: ProfileOptions, shape: LlamaConfig, found: Profile, ends: Ends) -> str:
     lengths, contexts, seconds = zip(*found.contexts, strict=True)
     fitted = fit(lengths, contexts, seconds, found.lengths, found.seconds)
     cost = fitted.cost

@@ -15,7 +15,7 @@ from pyruntime.cli.arguments import parse, writing
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.hf import read_config
 from pyruntime.overlap.files import RankLedger, read
-from pyruntime.overlap.page import Plan, page
+from pyruntime.overlap.page import Prediction, page
 from pyruntime.overlap.trace import chrome_trace
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.train import config_file, metrics
@@ -32,7 +32,7 @@ PAGE, TRACE = "report.html", "trace.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ReportOptions:
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """Folder of a run, as train names it."""
     cluster: str = ""
@@ -41,7 +41,7 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, "report", DESCRIPTION)
+    options = parse(ReportOptions, argv, "report", DESCRIPTION)
     run_dir = Path(options.run_dir)
     if options.cluster:
         with refusing("--cluster: "):
@@ -62,16 +62,16 @@ def main(argv: list[str]) -> None:
     print(f"{run_dir / PAGE}{beside}")
 
 
-def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: str) -> Plan:
+def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: str) -> Prediction:
     """The planner's memory of the fullest rank and seconds of a step, beside what the run measured."""
     if not (run_dir / "model" / "config.json").is_file():
-        return Plan(words="The planner's estimate needs the model that a run leaves at its end.")
+        return Prediction(words="The planner's estimate needs the model that a run leaves at its end.")
     config = with_pieces(config_file.load(run_dir / "config.toml"))
     cluster = cluster or config.output.cluster
     if config.train.dtype != "bf16":
-        return Plan(words="The planner's estimates are of bf16.")
+        return Prediction(words="The planner's estimates are of bf16.")
     if not ledgers and config.parallel.tp is None:
-        return Plan(words="How many ranks this run had is in its ledger only (--train.ledger true).")
+        return Prediction(words="How many ranks this run had is in its ledger only (--train.ledger true).")
     shape = LlamaConfig.from_hf(read_config(run_dir / "model"))
     run = resolve(settled(config, shape), shape, len(ledgers) or mesh_of(config, 1).ranks)
     job, mesh = planned(run, find_cluster(cluster or "dgx-h100"))
@@ -81,7 +81,7 @@ def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: 
         why = why_not_predicted(config)
         words = why and f"No step is predicted: {why}."
     seconds = None if words else predicted(job, mesh)
-    return Plan(
+    return Prediction(
         words=words,
         # Parts of a step; what is there while the model is made is not one of them.
         memory=dataclasses.asdict(dataclasses.replace(fullest, start=0.0)),

@@ -17,7 +17,7 @@ trained and no ranks are started."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ScheduleOptions:
     kind: KindName = "1f1b"
     """Which schedule."""
     stages: int = 4
@@ -45,7 +45,7 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, "schedule", DESCRIPTION)
+    options = parse(ScheduleOptions, argv, "schedule", DESCRIPTION)
     with refusing():
         costs = Costs(options.forward, options.backward_input, options.backward_weight, options.transfer)
         schedule = _read(options) if options.from_csv else _make(options)
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
     print(_summary(timeline, pipeline.closed_form_bubble(schedule, costs)))
 
 
-def _make(options: Options) -> Schedule:
+def _make(options: ScheduleOptions) -> Schedule:
     if options.stages < 1:
         raise ConfigError(f"--stages must be at least 1, found {options.stages}.")
     return pipeline.make_schedule(
@@ -68,9 +68,9 @@ def _make(options: Options) -> Schedule:
     )
 
 
-def _read(options: Options) -> Schedule:
+def _read(options: ScheduleOptions) -> Schedule:
     for name in ("kind", "stages", "micro_batches", "virtual", "slices"):  # which schedule is made
-        if getattr(options, name) != getattr(Options, name):
+        if getattr(options, name) != getattr(ScheduleOptions, name):
             raise ConfigError(f"--{name} is said by the file of --from_csv; leave one of the two out.")
     path = options.from_csv
     try:
@@ -81,7 +81,7 @@ def _read(options: Options) -> Schedule:
         return pipeline.from_csv(text)
 
 
-def _write(options: Options, schedule: Schedule, timeline: Timeline) -> None:
+def _write(options: ScheduleOptions, schedule: Schedule, timeline: Timeline) -> None:
     try:
         if options.csv:
             Path(options.csv).write_text(pipeline.to_csv(schedule), encoding="utf-8")

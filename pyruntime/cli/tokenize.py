@@ -29,7 +29,7 @@ LINE_EVERY_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class TokenizeOptions:
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder of the tokens, which is made."""
     paths: tuple[str, ...]
@@ -46,7 +46,7 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, "tokenize", DESCRIPTION)
+    options = parse(TokenizeOptions, argv, "tokenize", DESCRIPTION)
     check_at_least(options, 0, "workers")
     for path in options.paths:
         if not (os.path.isfile(path) or os.path.isdir(path)):
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
     )
 
 
-def _write(options: Options, tokenizer: Tokenizer, out: Path) -> tuple[tokenizing.Facts, bool]:
+def _write(options: TokenizeOptions, tokenizer: Tokenizer, out: Path) -> tuple[tokenizing.CorpusFacts, bool]:
     sources, skipped = survey(options.paths, options.pattern)
     if tokenizing.is_tokens(out):
         facts = tokenizing.read_facts(out)
@@ -87,7 +87,7 @@ def _write(options: Options, tokenizer: Tokenizer, out: Path) -> tuple[tokenizin
         return facts, False
     if not tokenizing.is_ours(out):
         raise ConfigError(f"{out} holds other files than tokens; name a folder of its own.")
-    progress = Progress(sum(source.size for source in sources))
+    progress = TokenizeProgress(sum(source.size for source in sources))
     facts = tokenizing.write(
         out,
         sources,
@@ -101,7 +101,7 @@ def _write(options: Options, tokenizer: Tokenizer, out: Path) -> tuple[tokenizin
     return facts, True
 
 
-class Progress:
+class TokenizeProgress:
     """How much text has become tokens: a bar that is rewritten on a terminal, elsewhere a line now and then.
 
     size: bytes of all files. Of tables, which are compressed, the bar runs ahead.

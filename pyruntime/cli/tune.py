@@ -22,7 +22,7 @@ from pyruntime.tuning.cache import Cache, CacheError, Choice, Choices, Place
 if TYPE_CHECKING:
     from pyruntime.comm import Runtime
     from pyruntime.llama.config import LlamaConfig
-    from pyruntime.tuning.linears import Linear
+    from pyruntime.tuning.linears import RankLinear
     from pyruntime.tuning.measure import Measured
 
 DESCRIPTION = """Times the tiers of every linear of a model, forward and backward, with several numbers of
@@ -34,7 +34,7 @@ DEFAULT_SEQ_LEN = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class TuneOptions:
     model: str = ""
     """Name of a Llama, however spelled (llama-3-8b, 3m); or name --config."""
     config: str = ""
@@ -62,7 +62,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TunedModel:
     shape: LlamaConfig
     tp: int
     rows: int
@@ -73,7 +73,7 @@ class Job:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv, "tune", DESCRIPTION)
+    options = parse(TuneOptions, argv, "tune", DESCRIPTION)
     check(options)
     check_started()
     ranks = started_ranks()
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
     run(options, job, path, old)
 
 
-def check(options: Options) -> None:
+def check(options: TuneOptions) -> None:
     if bool(options.model) == bool(options.config):
         raise ConfigError("tune needs --model NAME or --config FILE, one of them.")
     check_at_least(options, 0, "micro_batch_size", "seq_len", "tp")
@@ -97,14 +97,14 @@ def check(options: Options) -> None:
     check_variants(options, options.device)
 
 
-def check_variants(options: Options, device: str) -> None:
+def check_variants(options: TuneOptions, device: str) -> None:
     if options.variants and device == "cpu":
         raise ConfigError(
             "--variants times tiles of kernels for GPUs, and operands lie on the CPU; leave it out."
         )
 
 
-def job_of(options: Options, ranks: int) -> Job:
+def job_of(options: TuneOptions, ranks: int) -> TunedModel:
     """The model, from a configuration or by its name, and its sizes. Raises ConfigError."""
     from pyruntime.train.data.tokenizer import open_tokenizer
     from pyruntime.train.shape import llama_config
@@ -129,7 +129,7 @@ def job_of(options: Options, ranks: int) -> Job:
         shape = llama_config(config.model, vocabulary, seq_len, tp)
     else:
         shape = named(options.model, tp)
-    return Job(
+    return TunedModel(
         shape=shape,
         tp=tp,
         rows=(options.micro_batch_size or train.micro_batch_size) * seq_len // parallel.cp,
@@ -163,7 +163,7 @@ def known(path: Path) -> Cache:
         raise ConfigError(f"{error}; move it away, or name another file in {cache.VARIABLE}.") from error
 
 
-def run(options: Options, job: Job, path: Path, old: Cache) -> None:
+def run(options: TuneOptions, job: TunedModel, path: Path, old: Cache) -> None:
     """Measures on all ranks; rank 0 prints and writes."""
     import torch
 
@@ -206,11 +206,11 @@ def run(options: Options, job: Job, path: Path, old: Cache) -> None:
 
 
 def measure_all(
-    options: Options, job: Job, runtime: Runtime, linears: list[Linear]
+    options: TuneOptions, job: TunedModel, runtime: Runtime, linears: list[RankLinear]
 ) -> tuple[list[Measured], list[str]]:
     """What was measured, and the names of what the budget left out. What is left of the budget is shared out
     evenly, so what is quick leaves more to the others."""
-    from pyruntime.train.model import DTYPES
+    from pyruntime.train.model_of_run import DTYPES
     from pyruntime.tuning.measure import Problem, largest, measure
 
     started, found, left_out = time.perf_counter(), [], []
@@ -227,7 +227,7 @@ def measure_all(
     return found, left_out
 
 
-def measure_gemms(job: Job, runtime: Runtime, linears: list[Linear]) -> Choices:
+def measure_gemms(job: TunedModel, runtime: Runtime, linears: list[RankLinear]) -> Choices:
     """Which GEMM is the faster one for each product of each linear, on the slower rank; none where there is
     no choice."""
     from pyruntime.comm.core import _C
@@ -257,9 +257,11 @@ def gemm_table(found: Choices) -> str:
     return columns(["product", "rows", "n", "k", "ours ms", "library", "choice"], rows, left=(0,))
 
 
-def tell_variants(options: Options, job: Job, runtime: Runtime, linears: list[Linear]) -> list[str]:
+def tell_variants(
+    options: TuneOptions, job: TunedModel, runtime: Runtime, linears: list[RankLinear]
+) -> list[str]:
     """A sentence for each GEMM: whether tiles that are not built in would be quicker."""
-    from pyruntime.train.model import DTYPES
+    from pyruntime.train.model_of_run import DTYPES
     from pyruntime.tuning.measure import Problem
     from pyruntime.tuning.tile_variants import time_variants
 
@@ -309,7 +311,7 @@ def notes(found: list[Measured], left_out: list[str], budget: float) -> list[str
     return said
 
 
-def write_figures(options: Options, place: Place, found: list[Measured]) -> None:
+def write_figures(options: TuneOptions, place: Place, found: list[Measured]) -> None:
     document: dict[str, Any] = {
         "options": dataclasses.asdict(options),
         "place": dataclasses.asdict(place),

@@ -7,9 +7,9 @@ group, so that whoever calls ops on that one need not know.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from weakref import WeakSet
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,35 +18,44 @@ from pyruntime.comm.core import _C
 from pyruntime.comm.groups import Group, group_name, process_group
 
 
+class OpenOps(Protocol):
+    """Keeps ops open on a companion."""
+
+    def drop(self) -> None:
+        """Lets go of them: what the companion holds is freed."""
+
+
 @dataclass
 class Companion:
     """A companion of a group. `name` is what ops of the C++ core know it by; torch does not."""
 
-    process_group: dist.ProcessGroup
     group: str
     """The name of that one."""
     name: str
-    drop: Callable[[], None] | None = None
-    """Called before what the companion holds is freed: lets go of the ops that are open."""
+    open: OpenOps | None = None
+    """Of data parallelism, for all models that are sharded over the group."""
     sends: WeakSet[_C.LineSend] = field(default_factory=WeakSet)
     """Those that somebody still holds, be it the traceback of an error."""
+    agreed: set[int] = field(default_factory=set)
+    """Digests of the calls that its ranks have found to be alike."""
 
     def send(self, rows: int, width: int, dtype: torch.dtype, device: str, agreement: int = 0) -> _C.LineSend:
         """A send of [rows, width] from rank 0 of this companion, which is of two ranks."""
         send = _C.LineSend(self.name, rows, width, dtype, device, 0, agreement)
-        _companions.get(self.name, self).sends.add(send)  # of the one that close() lets go
+        # Of the one that close() lets go.
+        _companions.get(process_group(self.group), {}).get(self.name, self).sends.add(send)
         return send
 
     def let_go(self) -> None:
         """Of the ops that are open."""
-        if self.drop is not None:
-            self.drop()
+        if self.open is not None:
+            self.open.drop()
         for send in list(self.sends):
             send.abandon()
 
 
-_companions: dict[str, Companion] = {}
-"""By name."""
+_companions: WeakKeyDictionary[dist.ProcessGroup, dict[str, Companion]] = WeakKeyDictionary()
+"""By name. They end with their process group, which takes no attributes."""
 
 
 def companion(
@@ -58,18 +67,21 @@ def companion(
     served = process_group(group)
     served_name = group_name(served)
     name = _C.make_companion(served_name, traffic_class, edge, within)
-    known = _companions.get(name)
-    if known is None or known.process_group is not served:
-        known = _companions[name] = Companion(served, served_name, name)
-    return known
+    if served not in _companions:
+        for ended in [each for each in _companions if not _is_registered(each)]:
+            del _companions[ended]  # what is open there may keep its mesh, and that the process group
+        _companions[served] = {}
+    return _companions[served].setdefault(name, Companion(served_name, name))
 
 
 def forget(name: str) -> None:
     """Closes the companions of the group of that name, which ends."""
-    for known in _of_group(name):
-        del _companions[known.name]
-        known.let_go()
-        _C.close_group(known.name)
+    known = _of_group(name)
+    for group in [each for each in _companions if each.group_name == name]:
+        del _companions[group]
+    for each in known:
+        each.let_go()
+        _C.close_group(each.name)
 
 
 def close(group: Group) -> None:
@@ -87,4 +99,11 @@ def close(group: Group) -> None:
 
 
 def _of_group(name: str) -> list[Companion]:
-    return [known for known in _companions.values() if known.group == name]
+    return [each for known in _companions.values() for each in known.values() if each.group == name]
+
+
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    try:
+        return process_group(group.group_name) is group
+    except ValueError:
+        return False

@@ -36,10 +36,10 @@ from pyruntime.comm.rendezvous import open_store
 
 DEFAULT_DEADLINE_S = 120.0
 AXES = (("pp",), ("dp", "dp_replicate", "dp_shard"), ("cp",), ("tp", "tp_y"))
-"""Names of a mesh's dimensions, by the axis that they are of, as `Axes` has them."""
+"""Names of a mesh's dimensions, by the axis that they are of, as `PerAxis` has them."""
 
 
-class Axes(NamedTuple):
+class PerAxis(NamedTuple):
     """A number for every axis of parallelism; ranks are counted with the last one fastest."""
 
     pp: int
@@ -170,14 +170,14 @@ class Runtime:
         return ranks.permute(order).reshape(sizes)
 
     @property
-    def sizes(self) -> Axes:
+    def sizes(self) -> PerAxis:
         """Ranks on every axis: 1 where the mesh has none of that name."""
-        return Axes(*self._grid.shape)
+        return PerAxis(*self._grid.shape)
 
     @functools.cached_property
-    def coordinate(self) -> Axes:
+    def coordinate(self) -> PerAxis:
         """This process's rank on every axis."""
-        return Axes(*(self._grid == self.world.rank()).nonzero()[0].tolist())
+        return PerAxis(*(self._grid == self.world.rank()).nonzero()[0].tolist())
 
     @property
     def world(self) -> dist.ProcessGroup:

@@ -11,9 +11,6 @@ from pyruntime import ops
 from pyruntime.comm import companion, process_group, rank_name
 from pyruntime.context.mask import Mask
 
-_agreed: set[tuple[int, int]] = set()
-"""(process group, digest) on which its ranks have agreed."""
-
 
 def agree(variant: str, q: Tensor, k: Tensor, group: str, mask: Mask, scale: float) -> int:
     """A digest of all that the ranks must have in common, 1 or more.
@@ -24,9 +21,12 @@ def agree(variant: str, q: Tensor, k: Tensor, group: str, mask: Mask, scale: flo
     said = f"{variant} {scale!r} {tuple(q.shape)} {tuple(k.shape)} {q.dtype} {mask.digest}"
     digest = 1 + zlib.crc32(said.encode())
     own = process_group(group)
-    if variant == "ring" or own.size() == 1 or (id(own), digest) in _agreed:
+    if variant == "ring" or own.size() == 1:
         return digest
-    found = ops.all_gather_stats(torch.tensor([digest], dtype=torch.float64), companion(group, "cp").name)
+    known = companion(group, "cp")
+    if digest in known.agreed:
+        return digest
+    found = ops.all_gather_stats(torch.tensor([digest], dtype=torch.float64), known.name)
     if not (found == digest).all():
         others = [rank for rank, other in enumerate(found.flatten().tolist()) if other != digest]
         names = ", ".join(rank_name(own, rank) for rank in others)
@@ -34,5 +34,5 @@ def agree(variant: str, q: Tensor, k: Tensor, group: str, mask: Mask, scale: flo
             f"ring_attention: the ranks of group '{group}' disagree: {rank_name(own, own.rank())} was called "
             f"with {said}, and {names} with something else; call it alike on all."
         )
-    _agreed.add((id(own), digest))
+    known.agreed.add(digest)
     return digest

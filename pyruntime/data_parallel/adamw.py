@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from pyruntime.data_parallel.bucket_weights import BucketWeights
-from pyruntime.data_parallel.buckets import Part
+from pyruntime.data_parallel.buckets import BucketPart
 from pyruntime.data_parallel.muon import Matrix, Muon
 from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shards, Shared
-from pyruntime.data_parallel.update import Decay, Rounding, State, Update
+from pyruntime.data_parallel.update import Decay, PartState, Rounding, Update
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -76,7 +76,7 @@ class ShardedAdamW(ShardedOptimizer):
 
 def _states(
     shards: Shards, decay: Decay, rounding: Rounding, muon: Muon | None, shared: Shared
-) -> dict[int, list[State]]:
+) -> dict[int, list[PartState]]:
     """By bucket."""
     weights, axes = shards.weights, shards.axes
     matrices = {id(parameter) for parameter in ([] if muon is None else muon.matrices)}
@@ -85,7 +85,7 @@ def _states(
         raise ValueError(
             f"{len(matrices - known)} of the matrices for Muon are no trainable parameters of the model."
         )
-    made: dict[int, list[State]] = {}
+    made: dict[int, list[PartState]] = {}
     for each in weights:
         made[id(each.bucket)] = states = []
         for part, rows in zip(each.bucket.parts, each.rows, strict=True):
@@ -93,14 +93,14 @@ def _states(
             if id(parameter) in matrices:
                 _check_matrix(parameter, part, rounding, shared)
                 options["moments"] = ("momentum",)
-            state = State(each.bucket, part, rows, axes, decay, rounding == "nearest", **options)
+            state = PartState(each.bucket, part, rows, axes, decay, rounding == "nearest", **options)
             if options:
                 state.matrix = Matrix.of(state, axes.shard.size)
             states.append(state)
     return made
 
 
-def _check_matrix(parameter: nn.Parameter, part: Part, rounding: Rounding, shared: Shared) -> None:
+def _check_matrix(parameter: nn.Parameter, part: BucketPart, rounding: Rounding, shared: Shared) -> None:
     found = f"{part.key} is {list(parameter.shape)} {parameter.dtype} on {parameter.device}"
     if parameter.dim() != 2 or parameter.device.type != "cpu":
         raise ValueError(f"{found}, and Muon is of matrices on the CPU; leave it to AdamW.")

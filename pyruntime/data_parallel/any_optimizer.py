@@ -18,7 +18,7 @@ from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shards
 from pyruntime.data_parallel.states import as_dtensor, part_of
-from pyruntime.data_parallel.update import AfterTheNorm, Own, State
+from pyruntime.data_parallel.update import AfterTheNorm, Own, PartState
 from pyruntime.nn.cut import cut_like
 from pyruntime.nn.optimizer_states import refuse_mixing
 from pyruntime.nn.parameters import Part
@@ -28,7 +28,7 @@ from pyruntime.nn.parameters import Part
 class RowsLayout:
     """The layout of this rank's rows of one part, as a CutTensor has it. group: in words."""
 
-    state: State
+    state: PartState
     axes: Axes
     cut_over: tuple[str, ...]
     parts: tuple[Part, ...]
@@ -37,7 +37,7 @@ class RowsLayout:
     dim_y: None = None
 
     @classmethod
-    def of(cls, state: State, axes: Axes) -> RowsLayout:
+    def of(cls, state: PartState, axes: Axes) -> RowsLayout:
         shard = axes.shard
         over = (*state.tp_groups, *((shard.name,) if shard.size > 1 else ()))
         whole = as_dtensor(state.rows, state.parameter, state.part, axes)
@@ -86,7 +86,7 @@ class TorchUpdate(AfterTheNorm):
     """A torch optimizer whose parameters are the masters, or the rows, of `states`."""
 
     def __init__(
-        self, kind: type[Optimizer], options: dict[str, Any], states: Sequence[State], axes: Axes
+        self, kind: type[Optimizer], options: dict[str, Any], states: Sequence[PartState], axes: Axes
     ) -> None:
         self._of: dict[int, Tensor] = {}
         for state in states:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -51,13 +51,11 @@ class AxisUser(Protocol):
         """The group has failed."""
 
 
-class Axis:
+class FlightAxis:
     """The ranks of one axis, and the flights that this rank has under way among them, oldest first.
 
     Flights travel in the companion of the axis's group. They must begin in the same order on every rank, and
     this is the only place where they begin; models that are sharded over one group share it. From `of`."""
-
-    _of_group: ClassVar[dict[str, Axis]] = {}
 
     def __init__(self, mesh: DeviceMesh | None, most: int = MOST_FLIGHTS):
         self.mesh, self.most = mesh, most
@@ -71,16 +69,17 @@ class Axis:
         """The user, while some ranks may have begun flights of it that others have not."""
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, within: int = 0, most: int = MOST_FLIGHTS) -> Axis:
+    def of(cls, mesh: DeviceMesh, within: int = 0, most: int = MOST_FLIGHTS) -> FlightAxis:
         """The axis of that group, with nothing under way and room for `most`. within: its place in the class
         of traffic; another place is another axis. Every rank of it asks for it alike."""
         if comm.group_size(mesh) == 1:
             return cls(mesh)
         own = comm.companion(mesh, "dp", within=within)
-        if own.drop is None:
-            axis = cls._of_group[own.name] = cls(mesh, most)
-            axis.name, own.drop = own.name, axis.drop
-        axis = cls._of_group[own.name]
+        axis = own.open
+        if axis is None:
+            axis = own.open = cls(mesh, most)
+            axis.name = own.name
+        assert isinstance(axis, cls)
         if axis.held is not None:
             axis.held.settle()
         axis._user = None
@@ -178,9 +177,9 @@ class Axes:
     both. `weights`: the ranks of `shard`, for what weights travel in, so that neither waits for the other's
     places."""
 
-    shard: Axis
-    replicate: Axis
-    weights: Axis
+    shard: FlightAxis
+    replicate: FlightAxis
+    weights: FlightAxis
 
     @property
     def size(self) -> int:
@@ -200,16 +199,18 @@ def axes_of(mesh: DeviceMesh | None, stage: int) -> Axes:
     Raises ValueError where there are more, or two at stage 0, which cuts nothing.
     """
     if mesh is None:
-        return Axes(Axis(None), Axis(None), Axis(None))
+        return Axes(FlightAxis(None), FlightAxis(None), FlightAxis(None))
     # Stage 3 computes as soon as weights come; at 1 and 2 they return while gradients are what is waited for.
     place = (BEFORE_GRADIENTS, MOST_FLIGHTS) if stage == 3 else (AFTER_GRADIENTS, MOST_ANY_TIME)
     if mesh.ndim == 1:
         if stage == 0:
-            return Axes(Axis(None), Axis.of(mesh), Axis(None))
-        return Axes(Axis.of(mesh), Axis(None), Axis.of(mesh, *place))
+            return Axes(FlightAxis(None), FlightAxis.of(mesh), FlightAxis(None))
+        return Axes(FlightAxis.of(mesh), FlightAxis(None), FlightAxis.of(mesh, *place))
     if mesh.ndim == 2 and stage > 0:
         replicate, shard = mesh.mesh_dim_names or (0, 1)
-        return Axes(Axis.of(mesh[shard]), Axis.of(mesh[replicate]), Axis.of(mesh[shard], *place))
+        return Axes(
+            FlightAxis.of(mesh[shard]), FlightAxis.of(mesh[replicate]), FlightAxis.of(mesh[shard], *place)
+        )
     raise ValueError(
         f"stage={stage} over a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}: pass one dimension "
         '(mesh["dp"]), or at stages 1 to 3 two, of which states are cut over the last (mesh["dp_replicate", '

@@ -11,8 +11,8 @@ from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
 from pyruntime.comm.wire import Wire, WireFormat
 from pyruntime.data_parallel.away import AwayWeight, give_back, mark_old, own_memory, take_back
-from pyruntime.data_parallel.axes import Axis
-from pyruntime.data_parallel.buckets import Bucket, Part
+from pyruntime.data_parallel.axes import FlightAxis
+from pyruntime.data_parallel.buckets import Bucket, BucketPart
 from pyruntime.nn.cut import memory_of
 
 
@@ -27,7 +27,7 @@ class BucketWeights:
     def __init__(
         self,
         bucket: Bucket,
-        axis: Axis,
+        axis: FlightAxis,
         *,
         apart: bool,
         frozen: bool = False,
@@ -60,12 +60,12 @@ class BucketWeights:
         if self._apart:
             self.rows = [rows.clone() for rows in self.rows]
 
-    def _own_rows(self, part: Part) -> Tensor:
+    def _own_rows(self, part: BucketPart) -> Tensor:
         first = part.first_row + self.axis.rank * part.share
         rows = torch.atleast_1d(memory_of(self.bucket.parameters[part.owner]))
         return rows[first : first + part.local_rows(self.axis.rank)]
 
-    def _new_rows(self, part: Part) -> Tensor:
+    def _new_rows(self, part: BucketPart) -> Tensor:
         parameter = self.bucket.parameters[part.owner]
         shape = (part.local_rows(self.axis.rank), *parameter.shape[1:])
         return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)

@@ -24,7 +24,7 @@ from pyruntime.nn.cut import memory_of
 
 
 @dataclass(frozen=True)
-class Part:
+class BucketPart:
     """Rows of one parameter that are one tensor in a state dict.
 
     Lines are per segment; a row of the parameter is `lines_per_row` of them.
@@ -52,7 +52,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Span:
+class LineSpan:
     """Lines of a chunk that are rows of one parameter: [place, place + count) of the chunk are lines [source,
     source + count) of the parameter, seen as [-1, width]."""
 
@@ -76,13 +76,13 @@ class Bucket:
         """One parameter, whose rows are the lines."""
         self.width = max(1, alone.numel() // max(1, _rows(alone))) if self.is_matrix else 1
         """Elements of a line, which divides every parameter's row."""
-        self.parts: list[Part] = []
+        self.parts: list[BucketPart] = []
         offset = 0
         for owner, (name, parameter) in enumerate(named):
             row = parameter.numel() // max(1, _rows(parameter))
             for key, first_row, rows in _parts_of(name, parameter):
                 share = -(-rows // segments)
-                part = Part(owner, key, first_row, rows, share, row // self.width, offset)
+                part = BucketPart(owner, key, first_row, rows, share, row // self.width, offset)
                 self.parts.append(part)
                 offset += part.lines
         self.marks = offset
@@ -103,7 +103,7 @@ class Bucket:
         """A tensor of the shape of one of the parameters as lines [-1, width]."""
         return memory_of(tensor).reshape(-1, self.width)
 
-    def spans(self, begin: int, count: int) -> Iterator[Span]:
+    def spans(self, begin: int, count: int) -> Iterator[LineSpan]:
         """The rows of parameters in the lines [begin, begin + count), which lie in one segment."""
         segment, start = divmod(begin, self.segment_lines)
         end = start + count
@@ -112,7 +112,7 @@ class Bucket:
             low, high = max(start, part.offset), min(end, part.offset + filled)
             if low < high:
                 source = (part.first_row + segment * part.share) * part.lines_per_row + low - part.offset
-                yield Span(low - start, high - low, part.owner, source)
+                yield LineSpan(low - start, high - low, part.owner, source)
 
     def fill(self, chunk: Tensor, begin: int, got: Sequence[bool]) -> None:
         """Writes what a chunk [count, width] holds beside rows: zeros, and the marks of `got` by

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel.axes import Axes, Axis
+from pyruntime.data_parallel.axes import Axes, FlightAxis
 from pyruntime.data_parallel.buckets import Bucket
-from pyruntime.data_parallel.pieces import Cut, Gathering, Scattering, Wholes
-from pyruntime.data_parallel.update import Own, State
+from pyruntime.data_parallel.pieces import Gathering, MatrixCut, Scattering, Wholes
+from pyruntime.data_parallel.update import Own, PartState
 
 LIKE_ADAMW = 0.2
 """Root mean square of a step of AdamW over its learning rate (Liu et al. 2025, arXiv 2502.16982, section
@@ -71,14 +71,14 @@ class Matrix:
 
     shape: tuple[int, int]
     """Of all of it."""
-    over_shard: Cut
-    over_tp: Cut | None
+    over_shard: MatrixCut
+    over_tp: MatrixCut | None
     """None: every tensor-parallel rank has it whole."""
     tp_group: str
     tp_rank: int
 
     @classmethod
-    def of(cls, state: State, shards: int) -> Matrix:
+    def of(cls, state: PartState, shards: int) -> Matrix:
         part, parameter = state.part, state.parameter
         local = (part.rows, parameter.shape[1])
         layout = getattr(parameter, "tp_layout", None)
@@ -88,11 +88,11 @@ class Matrix:
                 "one; leave it to AdamW."
             )
         if layout is None or layout.dim is None or layout.group.size == 1:
-            return cls(local, Cut(local, 0, shards), None, "", 0)
+            return cls(local, MatrixCut(local, 0, shards), None, "", 0)
         whole = next(each.shape for each in layout.parts if f".{part.key}".endswith(f".{each.key}"))
         rows, columns = whole
-        over_tp = Cut((rows, columns), layout.dim, layout.group.size)
-        return cls(whole, Cut(local, 0, shards), over_tp, layout.group.name, layout.group.rank)
+        over_tp = MatrixCut((rows, columns), layout.dim, layout.group.size)
+        return cls(whole, MatrixCut(local, 0, shards), over_tp, layout.group.name, layout.group.rank)
 
     @property
     def work(self) -> int:
@@ -131,11 +131,11 @@ class _UnderWay:
     """By their number in `own`, those that this rank owns."""
     shards: dict[int, Tensor] = field(default_factory=dict)
     """Of the directions, what this rank is to scatter."""
-    flights: list[tuple[Axis, Scattering, list[int]]] = field(default_factory=list)
+    flights: list[tuple[FlightAxis, Scattering, list[int]]] = field(default_factory=list)
     """Directions that come over an axis, and of which matrices."""
 
 
-Directions: TypeAlias = list[tuple[State, Tensor, float, Tensor]]
+Directions: TypeAlias = list[tuple[PartState, Tensor, float, Tensor]]
 """A part, this rank's rows of its summed gradient, their factor, and those of the direction."""
 
 
@@ -144,7 +144,7 @@ class MuonUpdate:
     `matrix` are Muon's. Every rank makes it alike, and calls its methods alike; they raise CommTimeout and
     PeerLost."""
 
-    def __init__(self, states: Mapping[int, Sequence[State]], axes: Axes, momentum: float):
+    def __init__(self, states: Mapping[int, Sequence[PartState]], axes: Axes, momentum: float):
         self._momentum = momentum
         of_muon = {key: [each for each in own if each.matrix is not None] for key, own in states.items()}
         self._buckets = [key for key, own in of_muon.items() if own]
@@ -152,14 +152,14 @@ class MuonUpdate:
         self._owner = dict(
             zip(map(id, mine), owners([each.matrix for each in mine if each.matrix]), strict=True)
         )
-        self._shard = Axis(None)
+        self._shard = FlightAxis(None)
         if mine and axes.shard.mesh is not None:
-            self._shard = Axis.of(axes.shard.mesh, PLACE, MOST)
-        self._tp: dict[str, Axis] = {}
+            self._shard = FlightAxis.of(axes.shard.mesh, PLACE, MOST)
+        self._tp: dict[str, FlightAxis] = {}
         for state in mine:
             if state.matrix is not None and state.matrix.tp_group not in ("", *self._tp):
                 mesh = state.parameter.tp_layout.group.mesh(state.rows.device.type)
-                self._tp[state.matrix.tp_group] = Axis.of(mesh, PLACE, MOST)
+                self._tp[state.matrix.tp_group] = FlightAxis.of(mesh, PLACE, MOST)
         self._under_way: dict[int, _UnderWay] = {}
 
     def has(self, bucket: Bucket) -> bool:
@@ -203,7 +203,7 @@ class MuonUpdate:
             if whole is not None:
                 way.products[number] = _C.NewtonSchulz(whole)
 
-    def _nesterov(self, state: State, rows: Tensor, scale: float) -> Tensor:
+    def _nesterov(self, state: PartState, rows: Tensor, scale: float) -> Tensor:
         """This rank's rows of what is made orthogonal, in the dtype of the weights. Each operation rounds by
         itself, so that no bit depends on where an element lies in the rows."""
         with marked("dp momentum"):
@@ -291,12 +291,12 @@ class MuonUpdate:
                 state.steps += 1
 
 
-def _matrix(state: State) -> Matrix:
+def _matrix(state: PartState) -> Matrix:
     assert state.matrix is not None
     return state.matrix
 
 
-def _scattering(axis: Axis, cuts: Sequence[Cut], wholes: Wholes, way: _UnderWay) -> Scattering:
+def _scattering(axis: FlightAxis, cuts: Sequence[MatrixCut], wholes: Wholes, way: _UnderWay) -> Scattering:
     rows = way.own[0][0].rows
     return Scattering(axis, cuts, wholes, rows.dtype, str(rows.device))
 

@@ -25,8 +25,8 @@ from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.muon import MuonUpdate
 from pyruntime.data_parallel.one_group import OneGroup
 from pyruntime.data_parallel.states import as_dtensor
-from pyruntime.data_parallel.update import Own, State, Update
-from pyruntime.data_parallel.weights import Gatherer
+from pyruntime.data_parallel.update import Own, PartState, Update
+from pyruntime.data_parallel.weight_gathers import Gatherer
 from pyruntime.data_parallel.written import Handed, load_into
 from pyruntime.ops.layers import sum_of_squares
 
@@ -87,11 +87,11 @@ class Shards:
     drop: Callable[[], None]
     """Lets go of gradients."""
 
-    def states(self, with_master: bool) -> dict[int, list[State]]:
+    def states(self, with_master: bool) -> dict[int, list[PartState]]:
         """Makes states without moments, for optimizers that keep their own; by id of the bucket."""
         return {
             id(each.bucket): [
-                State(each.bucket, part, rows, self.axes, 0.0, with_master, moments=())
+                PartState(each.bucket, part, rows, self.axes, 0.0, with_master, moments=())
                 for part, rows in zip(each.bucket.parts, each.rows, strict=True)
             ]
             for each in self.weights
@@ -127,7 +127,7 @@ class ShardedOptimizer(OneGroup):
         self,
         shards: Shards,
         update: Update,
-        states: dict[int, list[State]],
+        states: dict[int, list[PartState]],
         *,
         group: dict[str, Any],
         momentum: float = 0.0,
@@ -277,19 +277,19 @@ class ShardedOptimizer(OneGroup):
             if holders is not None and rows.numel() > 0:
                 rows.copy_(ops.all_reduce(rows.contiguous(), holders.group))
 
-    def arrived_rows(self) -> Iterator[tuple[State, Tensor]]:
+    def arrived_rows(self) -> Iterator[tuple[PartState, Tensor]]:
         """Parts and this rank's rows of their gradients, until step() uses them; in the order of the buckets,
         so that their norm does not depend on which came first."""
         for number in self._states:
             own, _ = self._arrived.get(number, ([], None))
             yield from own
 
-    def _is_counted(self, state: State) -> bool:
+    def _is_counted(self, state: PartState) -> bool:
         """Whether the norm of all parts counts it here."""
         holders = self._shared.get(state.parameter)
         return holders is None or holders.counts
 
-    def _squares(self, counts: Callable[[State], bool]) -> dict[tuple[str, ...], Tensor]:
+    def _squares(self, counts: Callable[[PartState], bool]) -> dict[tuple[str, ...], Tensor]:
         """Sums of squares of this rank's rows of the mean gradient, by the groups that they are cut over."""
         rows_of: dict[tuple[str, ...], list[Tensor]] = {names: [] for names in self._tp_groups}
         for state, rows in self.arrived_rows():
@@ -416,7 +416,7 @@ class ShardedOptimizer(OneGroup):
         for one in self._all_states():
             one.steps = steps
 
-    def current(self) -> list[State]:
+    def current(self) -> list[PartState]:
         """This rank's rows of all parameters, with masters and moments of all steps until now. What is then
         written into rows, and first into the masters of those that have one, reaches the model by
         `written()`."""
@@ -441,7 +441,7 @@ class ShardedOptimizer(OneGroup):
                 is_same = state.master.to(state.rows.dtype) == state.rows
                 state.master.copy_(torch.where(is_same, state.master, state.rows.to(state.master.dtype)))
 
-    def counts(self, state: State) -> bool:
+    def counts(self, state: PartState) -> bool:
         """Whether a norm over all ranks of the model counts these rows here."""
         return not state.is_counted_elsewhere and self._is_counted(state) and self._axes.replicate.rank == 0
 
@@ -451,7 +451,7 @@ class ShardedOptimizer(OneGroup):
         pass. Every rank calls it."""
         self._send_all({})
 
-    def _all_states(self) -> Iterator[State]:
+    def _all_states(self) -> Iterator[PartState]:
         for states in self._states.values():
             yield from states
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel.axes import Axis
+from pyruntime.data_parallel.axes import FlightAxis
 
 
 @dataclass(frozen=True)
-class Cut:
+class MatrixCut:
     """A matrix of `shape`, of whose dimension `dim` each of `size` ranks has a piece, cut as DTensor's Shard
     cuts: every rank ceil(n / size), the last ones less, or none."""
 
@@ -47,7 +47,7 @@ Wholes: TypeAlias = list[Tensor | None]
 class _Segments:
     """Where the pieces of `cuts` lie in every rank's segment."""
 
-    def __init__(self, cuts: Sequence[Cut]):
+    def __init__(self, cuts: Sequence[MatrixCut]):
         self.cuts, self.places = cuts, [0]
         for cut in cuts:
             self.places.append(self.places[-1] + cut.elements)
@@ -65,8 +65,8 @@ class Gathering:
 
     def __init__(
         self,
-        axis: Axis,
-        cuts: Sequence[Cut],
+        axis: FlightAxis,
+        cuts: Sequence[MatrixCut],
         pieces: Sequence[Tensor],
         wanted: Sequence[bool],
         done: Callable[[Wholes], None],
@@ -124,7 +124,9 @@ class Scattering:
     A rank that does not have a matrix adds zeros, so what comes is what the one that has it sent, but that a
     -0 becomes 0."""
 
-    def __init__(self, axis: Axis, cuts: Sequence[Cut], wholes: Wholes, dtype: torch.dtype, device: str):
+    def __init__(
+        self, axis: FlightAxis, cuts: Sequence[MatrixCut], wholes: Wholes, dtype: torch.dtype, device: str
+    ):
         self._axis, self._segments = axis, _Segments(cuts)
         self.pieces: list[Tensor] = []
         length = self._segments.length

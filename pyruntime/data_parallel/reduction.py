@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel.axes import Axes, Axis
+from pyruntime.data_parallel.axes import Axes, FlightAxis
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.touched import MOST_TOUCHED, packed, unpacked
 
@@ -94,12 +94,12 @@ class _Way:
 
     bucket: Bucket
     dtype: torch.dtype
-    todo: Sequence[Axis]
+    todo: Sequence[FlightAxis]
     on_reduced: Reduced
     cut: bool
 
     @property
-    def axis(self) -> Axis:
+    def axis(self) -> FlightAxis:
         return self.todo[0]
 
     @property

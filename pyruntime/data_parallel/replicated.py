@@ -12,19 +12,19 @@ from torch import Tensor
 from pyruntime import ops
 from pyruntime.comm import Group, rank_name
 from pyruntime.data_parallel.axes import Axes
-from pyruntime.data_parallel.update import State
+from pyruntime.data_parallel.update import PartState
 from pyruntime.ops.placements import PlacementError
 
 
 def check_replicated(
-    gradients: Iterable[tuple[State, Tensor]], axes: Axes, numbers: Mapping[str, float], world: Group
+    gradients: Iterable[tuple[PartState, Tensor]], axes: Axes, numbers: Mapping[str, float], world: Group
 ) -> None:
     """gradients: this rank's rows, summed over `axes` (`ShardedAdamW.arrived_rows()`). numbers: the same on
     all ranks of `world`, all of which call this.
 
     Raises PlacementError on every rank where the gradient of a parameter that tensor-parallel ranks hold
     whole differs between them, one differs between ranks that hold the same rows, or a number differs."""
-    by_group: dict[str, list[tuple[State, Tensor]]] = {}
+    by_group: dict[str, list[tuple[PartState, Tensor]]] = {}
     for state, rows in gradients:
         layout = getattr(state.parameter, "tp_layout", None)
         if layout is not None and layout.dim is None and layout.group.size > 1:

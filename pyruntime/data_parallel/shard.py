@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,7 +48,7 @@ from pyruntime.data_parallel.plain import UsersOptimizer
 from pyruntime.data_parallel.reduction import launch
 from pyruntime.data_parallel.states import weights_state
 from pyruntime.data_parallel.touched import tables_of
-from pyruntime.data_parallel.weights import GatherAhead, GatherPerUse
+from pyruntime.data_parallel.weight_gathers import GatherAhead, GatherPerUse
 from pyruntime.data_parallel.written import Handed, Written, begin_alike, load_into
 from pyruntime.nn.cut import set_gradient
 from pyruntime.nn.module import register_with_torch
@@ -164,16 +163,19 @@ def shard(
     return handle
 
 
-_HANDLES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sharded]] = weakref.WeakKeyDictionary()
-"""Finds the handle of a sharded model, which a copy of the model does not have."""
-
-
-def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
+class _ZeroGrad:
     """zero_grad() of a sharded model, whose gradients are not in `.grad`."""
-    handle = _HANDLES[model]() if model in _HANDLES else None
-    if handle is not None:
-        handle.zero_grad()
-    type(model).zero_grad(model, set_to_none)
+
+    def __init__(self, handle: Sharded):
+        self._model, self._handle = handle.model, weakref.ref(handle)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        if (handle := self._handle()) is not None:
+            handle.zero_grad()
+        type(self._model).zero_grad(self._model, set_to_none)
+
+    def __reduce__(self) -> tuple:
+        return getattr, (self._model, "zero_grad")  # a copy of the model has its class's
 
 
 class Sharded:
@@ -228,8 +230,7 @@ class Sharded:
         if weight_wire != "same":
             self._gatherer.loaded()  # the first forward pass reads rounded weights too
         self._written, self._handed = Written(model, buckets, alone=axes.size == 1), Handed()
-        _HANDLES[model] = weakref.ref(self)
-        model.zero_grad = types.MethodType(_zero_grad, model)
+        model.zero_grad = _ZeroGrad(self)
         self._load_hooks = [
             model.register_load_state_dict_pre_hook(lambda *_: self._begin_writes()),
             model.register_load_state_dict_post_hook(lambda *_: self._end_writes()),

@@ -10,9 +10,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.bucket_weights import BucketWeights
-from pyruntime.data_parallel.buckets import Part
+from pyruntime.data_parallel.buckets import BucketPart
 from pyruntime.nn.layout import Layout, PackedDTensor, dtensor
-from pyruntime.nn.parameters import Part as LayoutPart
+from pyruntime.nn.parameters import Part
 
 
 def weights_state(weights: Sequence[BucketWeights], axes: Axes) -> dict[str, Tensor]:
@@ -24,12 +24,12 @@ def weights_state(weights: Sequence[BucketWeights], axes: Axes) -> dict[str, Ten
     }
 
 
-def part_of(layout: Layout, key: str) -> LayoutPart:
+def part_of(layout: Layout, key: str) -> Part:
     """The part of a parameter's layout that has this name in the model's state dict."""
     return next(each for each in layout.parts if f".{key}".endswith(f".{each.key}"))
 
 
-def as_dtensor(rows: Tensor, parameter: Tensor, part: Part, axes: Axes) -> Tensor:
+def as_dtensor(rows: Tensor, parameter: Tensor, part: BucketPart, axes: Axes) -> Tensor:
     """This rank's rows of a part as what they are of the whole tensor."""
     layout = getattr(parameter, "tp_layout", None)
     if layout is not None and (layout.group.ranks > 1 or (axes.size == 1 and layout.group.name)):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axes
-from pyruntime.data_parallel.buckets import Bucket, Part
+from pyruntime.data_parallel.buckets import Bucket, BucketPart
 from pyruntime.ops.attention import statistics_dtype
 from pyruntime.ops.layers import adamw_, adamw_ahead_, random_rounding
 
@@ -30,13 +30,13 @@ Rounding = Literal["nearest", "stochastic"]
 Decay: TypeAlias = float | dict[str, float]
 
 
-class State:
+class PartState:
     """One part's rows on this rank: what they are updated with. moments: the names of its running means."""
 
     def __init__(
         self,
         bucket: Bucket,
-        part: Part,
+        part: BucketPart,
         rows: Tensor,
         axes: Axes,
         decay: Decay,
@@ -69,7 +69,7 @@ class State:
         self.is_counted_elsewhere = layout is not None and not layout.is_first
 
 
-Own: TypeAlias = list[tuple[State, Tensor]]
+Own: TypeAlias = list[tuple[PartState, Tensor]]
 """Parts of a bucket, and this rank's rows of their gradients, summed over all ranks."""
 
 
@@ -143,13 +143,13 @@ class Update:
                 state.steps += 1
         self.forget(state for state, _ in gradients)
 
-    def forget(self, states: Iterable[State]) -> None:
+    def forget(self, states: Iterable[PartState]) -> None:
         """The step that was taken ahead does not count."""
         for state in states:
             state.ahead = None
 
     @torch.no_grad()
-    def catch_up(self, states: Iterable[State]) -> None:
+    def catch_up(self, states: Iterable[PartState]) -> None:
         """Moments and masters have all steps that count."""
         late: dict[float, Own] = {}
         for state in states:
@@ -179,7 +179,7 @@ class Update:
     def _options(self, lr: float) -> dict[str, float]:
         return {"lr": lr, "beta1": self._betas[0], "beta2": self._betas[1], "eps": self._eps}
 
-    def _rounding_of(self, states: Sequence[State], steps: int) -> list[tuple[int, int]]:
+    def _rounding_of(self, states: Sequence[PartState], steps: int) -> list[tuple[int, int]]:
         if self._rounding == "nearest":
             return []
         return [random_rounding(state.part.key, steps, state.first) for state in states]
@@ -190,14 +190,14 @@ class AfterTheNorm(Update):
 
     goes_ahead = False
 
-    def catch_up(self, states: Iterable[State]) -> None:
+    def catch_up(self, states: Iterable[PartState]) -> None:
         """Nothing is behind."""
 
-    def forget(self, states: Iterable[State]) -> None:
+    def forget(self, states: Iterable[PartState]) -> None:
         """Nothing was taken ahead."""
 
 
-def _moments(states: Sequence[State]) -> tuple[list[Tensor], list[Tensor]]:
+def _moments(states: Sequence[PartState]) -> tuple[list[Tensor], list[Tensor]]:
     exp_avg, exp_avg_sq = ([state.moments[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
     return exp_avg, exp_avg_sq
 

@@ -6,16 +6,13 @@ write, and every change of what trains, is found when the next step begins, and 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from pyruntime import comm
 from pyruntime.comm.exchange import different, named_failures
@@ -53,15 +50,23 @@ class Written:
     rank, whose rows are the parameters, so that writes in place into those without a master are right."""
 
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket], alone: bool):
-        _watch_registrations()
         self._model, self._alone = model, alone
         self._trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._seen: list[tuple[str, nn.Parameter, tuple]] = []
         self._parameters = [(self._trainable[id(p)], p) for bucket in buckets for p in bucket.parameters]
         self._memory = [memory_of(parameter) for _, parameter in self._parameters]
-        self._registered = _registrations
+        self._modules = list(model.modules())
+        self._held = self._what_modules_hold()
         self.accept()
+
+    def _what_modules_hold(self) -> list[nn.Parameter | nn.Module | None]:
+        return [
+            each
+            for module in self._modules
+            for held in (module._parameters, module._modules)
+            for each in held.values()
+        ]
 
     def accept(self) -> None:
         """Takes what the parameters hold now for what the optimizer has."""
@@ -104,9 +109,11 @@ class Written:
                 raise RuntimeError(
                     f"{name} was frozen when the model was sharded and is trainable now; {_ANEW}"
                 )
-        if self._registered != _registrations:
+        held = self._what_modules_hold()
+        if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
             self._check_names()
-            self._registered = _registrations
+            self._modules = list(self._model.modules())
+            self._held = self._what_modules_hold()
 
     def _check_names(self) -> None:
         now = {id(p): name for name, p in self._model.named_parameters() if p.requires_grad}
@@ -165,24 +172,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 _ANEW = "close() the handle and shard() the model as it is now, on every rank."
-_registrations = 0
-"""Counts registrations of parameters and modules, in any module: after some, names are compared."""
-
-
-def _registered(*_: object) -> None:
-    global _registrations
-    _registrations += 1
-
-
-_watching = False
-
-
-def _watch_registrations() -> None:
-    global _watching
-    if not _watching:
-        register_module_parameter_registration_hook(_registered)
-        register_module_module_registration_hook(_registered)
-        _watching = True
 
 
 def _mark_of(parameter: nn.Parameter) -> tuple:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from pyruntime.any_model.save_pretrained import raise_everywhere
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.model import Llama
-from pyruntime.llama.shards import Shard, gather_full
+from pyruntime.llama.tensor_shards import TensorShard, gather_full
 from pyruntime.nn.parameters import Group
 from pyruntime.nn.weight_files import INDEX, WEIGHTS, find_tensors, listed, open_tensors, read_json
 
@@ -138,9 +138,11 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     return read_json(path)
 
 
-def plan_files(content: list[Shard], dtype: torch.dtype, max_file_bytes: int) -> dict[str, list[Shard]]:
+def plan_files(
+    content: list[TensorShard], dtype: torch.dtype, max_file_bytes: int
+) -> dict[str, list[TensorShard]]:
     """Which tensors go to which file, in order; more than `max_file_bytes` only for a single tensor."""
-    groups: list[list[Shard]] = []
+    groups: list[list[TensorShard]] = []
     room = 0
     for shard in content:
         size = torch.Size(shard.shape).numel() * dtype.itemsize
@@ -213,7 +215,12 @@ def weight_files(directory: str | Path) -> set[Path]:
 
 
 def _check_names(
-    directory: Path, wanted: Mapping[str, Shard], whole: set[str], files: Mapping[str, Path], *, tied: bool
+    directory: Path,
+    wanted: Mapping[str, TensorShard],
+    whole: set[str],
+    files: Mapping[str, Path],
+    *,
+    tied: bool,
 ) -> None:
     """wanted: what this rank's part of the model has; whole: the names of all of it."""
     missing = [name for name in wanted if name not in files]
@@ -235,7 +242,7 @@ def _check_names(
         )
 
 
-def _slice_of(shard: Shard, file: Any, path: Path) -> Any:
+def _slice_of(shard: TensorShard, file: Any, path: Path) -> Any:
     """The tensor of a shard in a file, of which nothing is read yet. Raises ValueError where it is not there,
     or of another shape."""
     try:
@@ -250,7 +257,7 @@ def _slice_of(shard: Shard, file: Any, path: Path) -> Any:
     return stored
 
 
-def _read(shard: Shard, file: Any, path: Path) -> None:
+def _read(shard: TensorShard, file: Any, path: Path) -> None:
     """Copies this rank's slice of one tensor; nothing else of it is read."""
     stored = _slice_of(shard, file, path)
     shape = shard.shape

@@ -8,12 +8,12 @@ import math
 import torch
 
 from pyruntime.llama.config import LlamaConfig
-from pyruntime.llama.shards import Shard
+from pyruntime.llama.tensor_shards import TensorShard
 
 _TILE = 256  # indices of the cut dimension that one generator draws; changing it changes every model
 
 
-def init_shard(config: LlamaConfig, shard: Shard, seed: int) -> None:
+def init_shard(config: LlamaConfig, shard: TensorShard, seed: int) -> None:
     """Fill `shard.local` in place: norms with 1, biases with 0, matrices with draws of a normal distribution.
 
     The standard deviation is `initializer_range`, divided by `sqrt(2 L)` for the two projections that write
@@ -39,7 +39,7 @@ def _std(config: LlamaConfig, name: str) -> float:
     return config.initializer_range
 
 
-def _fill_normal(shard: Shard, std: float, seed: int) -> None:
+def _fill_normal(shard: TensorShard, std: float, seed: int) -> None:
     assert shard.dim is not None  # every matrix is cut
     dim, local, start = shard.dim, shard.local, shard.start
     end = start + local.shape[dim]

@@ -45,7 +45,7 @@ from pyruntime.llama.elementwise import KERNELS, Elementwise, compiled, for_this
 from pyruntime.llama.init import init_shard
 from pyruntime.llama.recompute import Recompute, computed_again
 from pyruntime.llama.rope import rope_tables
-from pyruntime.llama.shards import Shard, shards_of_layer, shards_of_model
+from pyruntime.llama.tensor_shards import TensorShard, shards_of_layer, shards_of_model
 from pyruntime.nn import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -64,7 +64,7 @@ IGNORE_INDEX = -100  # labels of this value are left out of the loss, as in torc
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class ForwardPass:
     """What the layers of one forward pass share: the local sizes and the angles of the positions."""
 
     batch: int
@@ -92,7 +92,7 @@ class Cache(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ModelPart:
     """What a pipeline's rank holds of a model."""
 
     layers: tuple[int, ...]
@@ -136,7 +136,7 @@ class Block(nn.Module):
         norm: Tensor,
         mlp_norm: Tensor,
         next_norm: Tensor | None,
-        step: Step,
+        step: ForwardPass,
         cache: Cache | None,
     ) -> tuple[Normed, Tensor]:
         """`normed` and `x` [T/P, D] are this layer's normalised input and the residual stream; returns both
@@ -270,12 +270,12 @@ class Llama(nn.Module):
         compile: bool = False,
         slices: int = 1,
         z_loss: float = 0.0,
-        part: Part | None = None,
+        part: ModelPart | None = None,
     ):
         super().__init__()
         recomputing.check(recompute)
         self.config, self.context, self.recompute, self.z_loss = config, context, recompute, z_loss
-        self.part = Part(tuple(range(config.num_hidden_layers)), True, True) if part is None else part
+        self.part = ModelPart(tuple(range(config.num_hidden_layers)), True, True) if part is None else part
         self.group = TensorGroup.of(group)
         config.check_tp(self.group.size)
         if slices > 1 and self.group.y is not None:
@@ -428,7 +428,7 @@ class Llama(nn.Module):
             # Each made once, as masks are found again by the tensor (`pyruntime.context.mask`).
             lengths = [start + each for each in accumulate(self._parts(seq) if caches is None else (seq,))]
             prefixes = {each: documents[:, : each * cp] for each in lengths}
-        step = Step(
+        step = ForwardPass(
             batch,
             seq,
             config.num_attention_heads // self.group.size,
@@ -507,7 +507,7 @@ class Llama(nn.Module):
             return weights
         return ops.replicate_grad(torch.stack(weights), self.group.name).unbind()
 
-    def shards(self) -> Iterator[Shard]:
+    def shards(self) -> Iterator[TensorShard]:
         """Every tensor of a checkpoint that this part of the model has, in the order in which it is used; the
         same on every rank of the group. A tied head has no tensor of its own."""
         if self.has_embedding:

@@ -33,7 +33,7 @@ from pyruntime.nn.sliced import SlicedColumn, SlicedRow
 
 if TYPE_CHECKING:
     from pyruntime.context import Context
-    from pyruntime.llama.model import Block, Step
+    from pyruntime.llama.model import Block, ForwardPass
     from pyruntime.llama.recompute import Recompute
 
 MOST = 4
@@ -44,7 +44,7 @@ in either half of a sequence."""
 
 
 @dataclass(frozen=True)
-class Action:
+class SliceAction:
     """What one thread does next."""
 
     kind: Literal["begin", "multiply", "scatter", "finish"]
@@ -53,24 +53,24 @@ class Action:
     """The slice."""
 
 
-def order(halves: int, slices: int) -> Iterator[Action]:
+def order(halves: int, slices: int) -> Iterator[SliceAction]:
     """In which one thread goes through `halves` halves of layers with so many slices; the same on all
     ranks."""
     count, ahead = halves * slices, slices - slices // 2
 
-    def prepare(number: int) -> Iterator[Action]:
+    def prepare(number: int) -> Iterator[SliceAction]:
         half, part = divmod(number, slices)
         if half > 0:
-            yield Action("finish", half - 1, part)
+            yield SliceAction("finish", half - 1, part)
         if half < halves:
-            yield Action("begin", half, part)
+            yield SliceAction("begin", half, part)
 
     for number in range(ahead):
         yield from prepare(number)
     for number in range(count):
-        yield Action("multiply", *divmod(number, slices))
+        yield SliceAction("multiply", *divmod(number, slices))
         yield from prepare(number + ahead)
-        yield Action("scatter", *divmod(number, slices))
+        yield SliceAction("scatter", *divmod(number, slices))
     for number in range(count + ahead, count + slices):
         yield from prepare(number)
 
@@ -128,7 +128,7 @@ def places(batch: int, parts: Sequence[int], ranks: int) -> Tensor:
 class _Layer:
     """One layer in one forward pass."""
 
-    def __init__(self, block: Block, step: Step, parts: Sequence[int]):
+    def __init__(self, block: Block, step: ForwardPass, parts: Sequence[int]):
         self._block, self._step, self._parts = block, step, parts
         self.elementwise = for_this_pass(block.elementwise)
         self.columns = SlicedColumn(block.qkv), SlicedColumn(block.gate_up)
@@ -169,7 +169,7 @@ def run(
     blocks: Sequence[Block],
     x: Tensor,
     norms: Sequence[Tensor],
-    step: Step,
+    step: ForwardPass,
     parts: Sequence[int],
     eps: float,
     recompute: Recompute,
@@ -217,7 +217,7 @@ def _flow_again(*arguments: Any) -> tuple[Tensor, ...]:
 def _flow(
     blocks: Sequence[Block],
     norms: Sequence[Tensor],
-    step: Step,
+    step: ForwardPass,
     parts: Sequence[int],
     eps: float,
     *state: Tensor,

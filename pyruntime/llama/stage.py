@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from pyruntime.llama.config import LlamaConfig
-from pyruntime.llama.model import Llama, Part
-from pyruntime.pipeline.slices import Carry
+from pyruntime.llama.model import Llama, ModelPart
+from pyruntime.pipeline.carry import Carry
 from pyruntime.pipeline.split import split_layers
 
 
@@ -76,7 +76,7 @@ def layers_of_stages(config: LlamaConfig, stages: int) -> list[range]:
     return split_layers([1.0] * config.num_hidden_layers, stages, last=head)
 
 
-def part_of_layers(config: LlamaConfig, runs: Sequence[Sequence[int]]) -> Part:
+def part_of_layers(config: LlamaConfig, runs: Sequence[Sequence[int]]) -> ModelPart:
     """What a rank with the stages of these layers holds."""
     layers = tuple(number for run in runs for number in run)
-    return Part(layers, embed=0 in layers, head=config.num_hidden_layers - 1 in layers)
+    return ModelPart(layers, embed=0 in layers, head=config.num_hidden_layers - 1 in layers)

@@ -1,14 +1,14 @@
 """Which communication was hidden behind what: the ledger, and what follows from it."""
 
-from pyruntime.overlap.account import Account, Axis, Entry, Hidden, Kind, account, table, total
+from pyruntime.overlap.account import Account, AxisCost, Entry, EntryKind, Hidden, account, table, total
 from pyruntime.overlap.record import Ledger, Stretch, ledger
 
 __all__ = [
     "Account",
-    "Axis",
+    "AxisCost",
     "Entry",
+    "EntryKind",
     "Hidden",
-    "Kind",
     "Ledger",
     "Stretch",
     "account",

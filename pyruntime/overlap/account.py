@@ -24,7 +24,7 @@ NOTHING = "nothing of torch"
 """Behind what bytes were hidden while the rank was between operators."""
 
 
-class Kind(enum.IntEnum):
+class EntryKind(enum.IntEnum):
     """As csrc/core/ledger.h numbers them."""
 
     OP = 0
@@ -40,7 +40,7 @@ class Kind(enum.IntEnum):
 class Entry:
     """One thing that a rank did. Times are seconds of one monotonic clock of its host."""
 
-    kind: Kind
+    kind: EntryKind
     axis: str
     """tp, cp, pp, dp or checkpoint; empty for operators."""
     name: str
@@ -69,7 +69,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Axis:
+class AxisCost:
     """What one axis has cost a rank."""
 
     bytes_read: int
@@ -110,7 +110,7 @@ class Account:
     copying_s: float
     summing_s: float
     rest_s: float
-    axes: dict[str, Axis]
+    axes: dict[str, AxisCost]
     lines: tuple[Hidden, ...]
     """Most exposed first, then by bytes."""
     lost: int = 0
@@ -126,13 +126,13 @@ def account(entries: Sequence[Entry], begin: float, end: float, thread: int, los
 
     What other threads have waited or computed is left out; what they have read and sent counts."""
     own = [entry for entry in entries if entry.thread == thread]
-    ops = sorted((e for e in own if e.kind is Kind.OP), key=lambda entry: entry.begin)
-    spent = [entry for entry in own if entry.kind in (Kind.WAIT, Kind.COPY, Kind.SUM)]
-    copying = sum(entry.seconds for entry in spent if entry.kind is Kind.COPY)
-    summing = sum(entry.seconds for entry in spent if entry.kind is Kind.SUM)
-    waits = Timeline([entry for entry in spent if entry.kind is Kind.WAIT])
-    computed = Timeline(_without(ops, waits))
-    moving = [entry for entry in spent if entry.kind is not Kind.WAIT]
+    ops = sorted((e for e in own if e.kind is EntryKind.OP), key=lambda entry: entry.begin)
+    spent = [entry for entry in own if entry.kind in (EntryKind.WAIT, EntryKind.COPY, EntryKind.SUM)]
+    copying = sum(entry.seconds for entry in spent if entry.kind is EntryKind.COPY)
+    summing = sum(entry.seconds for entry in spent if entry.kind is EntryKind.SUM)
+    waits = ThreadTimeline([entry for entry in spent if entry.kind is EntryKind.WAIT])
+    computed = ThreadTimeline(_without(ops, waits))
+    moving = [entry for entry in spent if entry.kind is not EntryKind.WAIT]
     computing = sum(op.seconds for op in computed.entries) - sum(
         computed.covered(entry.begin, entry.end) for entry in moving
     )
@@ -143,7 +143,7 @@ def account(entries: Sequence[Entry], begin: float, end: float, thread: int, los
     return Account(total, computing, copying, summing, rest, axes, lines, lost)
 
 
-def _without(ops: Sequence[Entry], waits: Timeline) -> list[Entry]:
+def _without(ops: Sequence[Entry], waits: ThreadTimeline) -> list[Entry]:
     """The parts of operators in which the thread did not wait."""
     parts = []
     for op in ops:
@@ -157,7 +157,7 @@ def _without(ops: Sequence[Entry], waits: Timeline) -> list[Entry]:
     return parts
 
 
-class Timeline:
+class ThreadTimeline:
     """What one thread did, one thing after the other."""
 
     def __init__(self, entries: Iterable[Entry]):
@@ -186,14 +186,14 @@ class Timeline:
         return sum(self.during(begin, end).values())
 
 
-def _lines(entries: Sequence[Entry], waits: Timeline, computed: Timeline) -> list[Hidden]:
+def _lines(entries: Sequence[Entry], waits: ThreadTimeline, computed: ThreadTimeline) -> list[Hidden]:
     """By (axis, layer, operator)."""
     waited: defaultdict[tuple[str, str, str], float] = defaultdict(float)
     for wait in waits.entries:
         waited[wait.axis, wait.layer, wait.name] += wait.seconds
     read: defaultdict[tuple[str, str, str], list[Entry]] = defaultdict(list)
     for entry in entries:
-        if entry.kind is Kind.READ:
+        if entry.kind is EntryKind.READ:
             read[entry.axis, entry.layer, entry.name].append(entry)
     lines = []
     for key in sorted({*read, *waited}):
@@ -212,12 +212,12 @@ def _lines(entries: Sequence[Entry], waits: Timeline, computed: Timeline) -> lis
     return sorted(lines, key=_most_exposed)
 
 
-def _axes(entries: Sequence[Entry], lines: Sequence[Hidden]) -> dict[str, Axis]:
+def _axes(entries: Sequence[Entry], lines: Sequence[Hidden]) -> dict[str, AxisCost]:
     names = sorted({entry.axis for entry in entries if entry.axis})
-    reads = [entry for entry in entries if entry.kind is Kind.READ]
-    sent = [entry for entry in entries if entry.kind is Kind.SENT]
+    reads = [entry for entry in entries if entry.kind is EntryKind.READ]
+    sent = [entry for entry in entries if entry.kind is EntryKind.SENT]
     return {
-        name: Axis(
+        name: AxisCost(
             bytes_read=sum(entry.bytes for entry in reads if entry.axis == name),
             bytes_sent=sum(entry.bytes for entry in sent if entry.axis == name),
             chunks=sum(entry.axis == name for entry in reads),
@@ -233,7 +233,7 @@ def total(accounts: Sequence[Account]) -> Account:
     if not accounts:
         raise ValueError("There are no accounts to add up; enter at least one step.")
     lines: dict[tuple[str, str, str], list[Hidden]] = defaultdict(list)
-    axes: dict[str, list[Axis]] = defaultdict(list)
+    axes: dict[str, list[AxisCost]] = defaultdict(list)
     for each in accounts:
         for line in each.lines:
             lines[line.axis, line.layer, line.name].append(line)
@@ -277,8 +277,10 @@ def _most_first(sizes: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def _sum_of_axes(axes: Sequence[Axis]) -> Axis:
-    return Axis(*(sum(getattr(axis, field.name) for axis in axes) for field in dataclasses.fields(Axis)))
+def _sum_of_axes(axes: Sequence[AxisCost]) -> AxisCost:
+    return AxisCost(
+        *(sum(getattr(axis, field.name) for axis in axes) for field in dataclasses.fields(AxisCost))
+    )
 
 
 def _most_exposed(line: Hidden) -> tuple:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pyruntime.overlap.account import Entry, Kind
+from pyruntime.overlap.account import Entry, EntryKind
 from pyruntime.overlap.files import RankLedger
 
 
@@ -32,7 +32,7 @@ def departures(ledgers: Sequence[RankLedger]) -> list[dict[int, Departure]]:
         [
             (index, entry, sender)
             for index, entry in enumerate(ledger.entries)
-            if entry.kind is Kind.READ and (sender := _sender(ledger, entry, ranks)) is not None
+            if entry.kind is EntryKind.READ and (sender := _sender(ledger, entry, ranks)) is not None
         ]
         for ledger in ledgers
     ]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pyruntime.overlap.account import Account, Axis, Entry, Hidden, Kind
+from pyruntime.overlap.account import Account, AxisCost, Entry, EntryKind, Hidden
 from pyruntime.text import short_repr
 
 FOLDER = "ledger"
@@ -91,7 +91,7 @@ def _read(path: Path) -> RankLedger:
         document = json.loads(path.read_text(encoding="utf-8"))
         given, saved, fields = (document.pop(name) for name in ("account", "saved", "fields"))
         entries = _made(
-            Entry, ({**row, "kind": Kind(row["kind"])} for row in _rows(fields, document.pop("entries")))
+            Entry, ({**row, "kind": EntryKind(row["kind"])} for row in _rows(fields, document.pop("entries")))
         )
         (ledger,) = _made(
             RankLedger,
@@ -119,7 +119,7 @@ def _rows(fields: list[str], rows: list[list]) -> Iterable[dict[str, Any]]:
 
 
 def _account(facts: dict[str, Any]) -> Account:
-    axes = dict(zip(facts["axes"], _made(Axis, facts["axes"].values()), strict=True))
+    axes = dict(zip(facts["axes"], _made(AxisCost, facts["axes"].values()), strict=True))
     (account,) = _made(Account, [{**facts, "axes": axes, "lines": _made(Hidden, facts["lines"])}])
     return account
 

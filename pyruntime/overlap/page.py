@@ -13,7 +13,7 @@ from pyruntime.text import finite
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Prediction:
     """What was predicted of a run by parts, which add up, and what was measured; None where it was not."""
 
     words: str = ""
@@ -27,7 +27,11 @@ class Plan:
 
 
 def page(
-    name: str, facts: str, metrics: Sequence[dict], ledgers: Sequence[RankLedger], plan: Plan = Plan()
+    name: str,
+    facts: str,
+    metrics: Sequence[dict],
+    ledgers: Sequence[RankLedger],
+    plan: Prediction = Prediction(),
 ) -> str:
     """The page's HTML. `facts` is a line about the run; `metrics` are the lines of metrics.jsonl. Times in a
     timeline count from the beginning of its rank's step."""

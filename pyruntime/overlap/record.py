@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pyruntime.comm.core import _C
-from pyruntime.overlap.account import Account, Entry, Kind, account
+from pyruntime.overlap.account import Account, Entry, EntryKind, account
 
 AXES = ("tp", "cp", "pp", "dp", "checkpoint")
 """As csrc/core/traffic.h numbers them."""
@@ -24,7 +24,13 @@ CAPACITY = 1 << 18
 
 
 def entered(
-    kind: Kind, axis: str, name: str, begin: float, size: int = 0, peer: int = -1, end: float | None = None
+    kind: EntryKind,
+    axis: str,
+    name: str,
+    begin: float,
+    size: int = 0,
+    peer: int = -1,
+    end: float | None = None,
 ) -> None:
     """Enters what Python code has done from `begin` to `end` (None: now), seconds of time.monotonic, where a
     ledger is on. Raises ValueError for an `axis` that is none of AXES."""
@@ -60,7 +66,7 @@ class Stretch:
         names, rows = [_plain(name) for name in _C.ledger_names()], self.rows.tolist()
         return tuple(
             Entry(
-                Kind(int(kind)),
+                EntryKind(int(kind)),
                 AXES[int(axis)] if axis >= 0 else "",
                 names[int(name)],
                 names[int(layer)],

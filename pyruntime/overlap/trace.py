@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pyruntime.overlap.account import Entry, Kind
+from pyruntime.overlap.account import Entry, EntryKind
 from pyruntime.overlap.departures import Departure, departures
 from pyruntime.overlap.files import RankLedger
 
@@ -32,9 +32,9 @@ def chrome_trace(ledgers: Sequence[RankLedger]) -> dict[str, Any]:
 def _events(entry: Entry, ledger: RankLedger, number: int) -> list[dict[str, Any]]:
     name = f"{entry.layer}: {entry.name}" if entry.layer else entry.name
     at, microseconds = (entry.begin - ledger.begin) * 1e6, entry.seconds * 1e6
-    if entry.kind in (Kind.SENT, Kind.ARRIVED):
+    if entry.kind in (EntryKind.SENT, EntryKind.ARRIVED):
         return []
-    if entry.kind is Kind.READ:
+    if entry.kind is EntryKind.READ:
         about = {
             "pid": ledger.rank,
             "tid": entry.axis,
@@ -51,7 +51,7 @@ def _events(entry: Entry, ledger: RankLedger, number: int) -> list[dict[str, Any
         begin = {**about, "ph": "b", "ts": at, "args": args}
         return [begin, {**about, "ph": "e", "ts": at + microseconds}]
     row = COMPUTING if entry.thread == ledger.thread else f"thread {entry.thread}"
-    if entry.kind is not Kind.OP:
+    if entry.kind is not EntryKind.OP:
         name = f"{entry.kind.name.lower()} {entry.axis} {name}"
     return [{"pid": ledger.rank, "tid": row, "ph": "X", "name": name, "ts": at, "dur": microseconds}]
 

@@ -26,7 +26,7 @@ from pyruntime.comm.ranges import marked
 from pyruntime.comm.wire import WireFormat
 from pyruntime.nn.weight_sinks import AddedToGrad
 from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers
-from pyruntime.pipeline.slices import Carry
+from pyruntime.pipeline.carry import Carry
 from pyruntime.pipeline.validate import check
 from pyruntime.pipeline.weight_gradients import Deferred, WeightGradients
 
@@ -135,7 +135,7 @@ class Pipeline:
         stage does not come.
         """
         with self._taker.passes():
-            run = _Run(self._shapes, options)
+            run = _StepState(self._shapes, options)
             return self._run(self._actions, self.schedule.micro_batches, run, inputs, loss)
 
     def evaluate(
@@ -149,7 +149,7 @@ class Pipeline:
         order. shapes: as the pipeline was given them, where these are smaller. Otherwise as `step`."""
         micro_batches = 1 if inputs is None else len(inputs)
         actions = self._forwards(micro_batches)
-        return self._run(actions, micro_batches, _Run(shapes or self._shapes, options), inputs, loss)
+        return self._run(actions, micro_batches, _StepState(shapes or self._shapes, options), inputs, loss)
 
     def _forwards(self, micro_batches: int) -> Sequence[Action]:
         """This rank's actions of forward passes alone."""
@@ -161,7 +161,7 @@ class Pipeline:
         return with_transfers(computes, self.schedule.placement)[self._rank]
 
     def _run(
-        self, actions: Sequence[Action], micro_batches: int, run: _Run, inputs: Any, loss: Loss | None
+        self, actions: Sequence[Action], micro_batches: int, run: _StepState, inputs: Any, loss: Loss | None
     ) -> list[list[Tensor]]:
         if self._is_broken:
             raise RuntimeError("An earlier step of this pipeline ended in an error; make the pipeline anew.")
@@ -218,7 +218,7 @@ class Pipeline:
         for sender, rows_of in coming.items():
             self._channels.expect(sender, rows_of)
 
-    def _execute(self, action: Action, run: _Run, inputs: Any, loss: Loss | None, losses: list) -> None:
+    def _execute(self, action: Action, run: _StepState, inputs: Any, loss: Loss | None, losses: list) -> None:
         key = (action.stage, action.micro_batch, action.slice)
         self._weights.last = action in self._last_gemms
         match action.kind:
@@ -240,7 +240,7 @@ class Pipeline:
             case Kind.BACKWARD_WEIGHT:
                 self._weights.take(run.gemms.pop(key))
 
-    def _forward(self, action: Action, run: _Run, inputs: Any, loss: Loss | None, losses: list) -> None:
+    def _forward(self, action: Action, run: _StepState, inputs: Any, loss: Loss | None, losses: list) -> None:
         stage, micro_batch, part = key = (action.stage, action.micro_batch, action.slice)
         x = inputs[micro_batch][part] if stage == 0 else run.inputs.pop(key).requires_grad_()
         carries = [run.carry(stage, micro_batch).begin(part)] if self.schedule.slices > 1 else []
@@ -257,7 +257,7 @@ class Pipeline:
                 run.outgoing[action.as_kind(Kind.SEND_ACTIVATION)] = y.detach()
         run.done[key] = (x if stage > 0 else None, y)
 
-    def _backward(self, action: Action, run: _Run) -> None:
+    def _backward(self, action: Action, run: _StepState) -> None:
         stage, micro_batch, part = key = (action.stage, action.micro_batch, action.slice)
         x, y = run.done.pop(key)
         roots: list[Tensor] = [y]
@@ -300,7 +300,7 @@ def _last_of_stages(actions: Sequence[Action], *kinds: Kind) -> frozenset[Action
     return frozenset({action.stage: action for action in actions if action.kind in kinds}.values())
 
 
-class _Run:
+class _StepState:
     """What a step holds between its actions, by (stage, micro-batch, slice)."""
 
     def __init__(self, shapes: Shapes, options: Options) -> None:

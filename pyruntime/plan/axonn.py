@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.communication import all_gather, all_reduce, link
 from pyruntime.plan.mesh import Mesh
-from pyruntime.plan.overlap import Linear
+from pyruntime.plan.overlap import LinearShape
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Seconds:
     """All-reduce of dI."""
 
 
-def seconds_of(linear: Linear, mesh: Mesh, cluster: Cluster, tokens: float) -> Seconds:
+def seconds_of(linear: LinearShape, mesh: Mesh, cluster: Cluster, tokens: float) -> Seconds:
     """Seconds of the collectives of `linear` for `tokens` tokens of a data-parallel replica, 2 bytes an
     element."""
     over_y, over_x = link(cluster, mesh.inner("y"), mesh.y), link(cluster, mesh.inner("x"), mesh.x)

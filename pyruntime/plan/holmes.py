@@ -17,7 +17,7 @@ from pyruntime.plan.memory import PAPER, Rules, memory_of_rank, verdict
 from pyruntime.plan.mesh import Job, Mesh, check_job
 from pyruntime.plan.overlap import Overlap
 from pyruntime.plan.pipelines import bubble
-from pyruntime.plan.search import Choice, meshes
+from pyruntime.plan.search import SearchSpace, meshes
 from pyruntime.plan.step import Predictor
 
 
@@ -73,7 +73,7 @@ def search_across(
     if job.gpus % len(clusters):
         raise ValueError(f"{job.gpus} GPUs do not divide over {len(clusters)} clusters; each has as many.")
     node = min(cluster.gpus_per_node for cluster in clusters)
-    choice = Choice(axonn=False, co2=False, hybrid=False, kinds=("1f1b", "zb-h1"))
+    choice = SearchSpace(axonn=False, co2=False, hybrid=False, kinds=("1f1b", "zb-h1"))
     found = []
     for mesh in meshes(job, choice):
         if mesh.pp == 1 or mesh.pp % len(clusters) or mesh.tp > node:

@@ -25,7 +25,7 @@ also fill what the backward pass leaves exposed."""
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearShape:
     """A tensor-parallel linear of `k` input and `n` output features, over all ranks.
 
     column: its input is gathered, else its GEMM is reduce-scattered."""
@@ -46,13 +46,13 @@ class Linear:
         return self.k if self.column else self.n
 
 
-def linears(model: ModelShape) -> tuple[Linear, ...]:
+def linears(model: ModelShape) -> tuple[LinearShape, ...]:
     """The tensor-parallel linears of one layer, by their names in Llama."""
     return (
-        Linear("qkv_proj", model.hidden, model.qkv, True),
-        Linear("o_proj", model.attention_width, model.hidden, False),
-        Linear("gate_up_proj" if model.gated else "up_proj", model.hidden, model.up, True),
-        Linear("down_proj", model.ffn, model.hidden, False),
+        LinearShape("qkv_proj", model.hidden, model.qkv, True),
+        LinearShape("o_proj", model.attention_width, model.hidden, False),
+        LinearShape("gate_up_proj" if model.gated else "up_proj", model.hidden, model.up, True),
+        LinearShape("down_proj", model.ffn, model.hidden, False),
     )
 
 
@@ -75,7 +75,7 @@ def exposed(transfer: float, compute: float, ranks: int) -> float:
 class Exposed:
     """Seconds of one linear in one layer and one micro-batch."""
 
-    linear: Linear
+    linear: LinearShape
     compute: float
     """Of its GEMM, forward; the backward pass has two of these."""
     transfer: float
@@ -87,7 +87,7 @@ class Exposed:
 
 
 def exposed_of(
-    linear: Linear,
+    linear: LinearShape,
     tokens: float,
     over: Link,
     flops: float,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from pyruntime.plan.findings import GB
 from pyruntime.plan.memory import SAFE
 from pyruntime.plan.mesh import Mesh
-from pyruntime.plan.report import GB
 from pyruntime.plan.search import Candidate, Result, pareto
 
 KINDS = {"data, tensor, context": "C0", "with a pipeline": "C1", "CO2": "C2", "AxoNN 4D": "C4"}

@@ -43,7 +43,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SearchSpace:
     """What kinds of meshes are searched."""
 
     axonn: bool = True
@@ -71,7 +71,7 @@ class Result:
 
 def search(
     job: Job,
-    choice: Choice | None = None,
+    choice: SearchSpace | None = None,
     *,
     overlap: Overlap = "fused",
     rules: Rules = PAPER,
@@ -84,7 +84,7 @@ def search(
     check_job(job)
     predictor = Predictor(job, overlap, sums_whole=rules.sums_whole)
     capacity = job.cluster.memory_bytes
-    every, left_out = _bounded(job, choice or Choice())
+    every, left_out = _bounded(job, choice or SearchSpace())
     held = [(mesh, worst_memory(job, mesh, rules)) for mesh in every]
     rated = [(mesh, memory, verdict(memory.total, capacity)) for mesh, memory in held]
     wanted = ("fits", "risky") if risky else ("fits",)
@@ -98,7 +98,7 @@ def search(
     return Result(job, tuple(candidates), len(rated), too_big, nearest, left_out)
 
 
-def _bounded(job: Job, choice: Choice) -> tuple[list[Mesh], tuple[str, ...]]:
+def _bounded(job: Job, choice: SearchSpace) -> tuple[list[Mesh], tuple[str, ...]]:
     """At most MOST_MESHES legal meshes, and in words which kinds were left out for that."""
     left_out: list[str] = []
     narrowings: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -148,7 +148,7 @@ def complexity(mesh: Mesh) -> tuple[int, ...]:
     return (axes + sum(extras) + mesh.virtual, mesh.zero, mesh.pp, mesh.tp)
 
 
-def meshes(job: Job, choice: Choice) -> Iterator[Mesh]:
+def meshes(job: Job, choice: SearchSpace) -> Iterator[Mesh]:
     """All legal ones: whole key/value heads on each tensor-parallel rank, whole sequences in each
     micro-batch, equal chunks for zigzag, at least one layer for each stage."""
     model = job.model
@@ -174,7 +174,7 @@ def meshes(job: Job, choice: Choice) -> Iterator[Mesh]:
         yield from _axonn(job, recomputes)
 
 
-def _schedules(job: Job, mesh: Mesh, choice: Choice) -> Iterator[Mesh]:
+def _schedules(job: Job, mesh: Mesh, choice: SearchSpace) -> Iterator[Mesh]:
     if mesh.pp == 1:
         yield mesh
         return
@@ -193,7 +193,7 @@ def _schedules(job: Job, mesh: Mesh, choice: Choice) -> Iterator[Mesh]:
             yield each
 
 
-def _sharded(mesh: Mesh, choice: Choice) -> Iterator[Mesh]:
+def _sharded(mesh: Mesh, choice: SearchSpace) -> Iterator[Mesh]:
     if mesh.dp * mesh.cp == 1:
         yield replace(mesh, zero=0)
         return

@@ -15,7 +15,7 @@ from pyruntime.plan import axonn, co2
 from pyruntime.plan.communication import Link, all_gather, all_reduce, link, own_seconds, send
 from pyruntime.plan.memory import BUCKET_BYTES, Rules, layer_activations, parameters_of_rank
 from pyruntime.plan.mesh import Job, Mesh
-from pyruntime.plan.overlap import Exposed, Linear, Overlap, exposed, exposed_of, linears
+from pyruntime.plan.overlap import Exposed, LinearShape, Overlap, exposed, exposed_of, linears
 from pyruntime.plan.pipelines import bubble, last_stage_rank, layers_by_rank
 from pyruntime.plan.touched import travelling_share
 
@@ -187,7 +187,7 @@ class Predictor:
             linears=found,
         )
 
-    def _flops(self, linear: Linear, tp: int, y: int = 1) -> float:
+    def _flops(self, linear: LinearShape, tp: int, y: int = 1) -> float:
         """Operations/s of a rank's part of it."""
         k, n = (linear.k / y, linear.n / tp) if linear.column else (linear.k / tp, linear.n / y)
         return self.job.cluster.gemm_flops(k, n)

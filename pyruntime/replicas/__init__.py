@@ -13,10 +13,10 @@ joins them is a service, `python -m pyruntime members`, which is no replica and 
     coordinator.py      what the service decides: pure, events in, orders out
     service.py          its sockets
     member.py           a rank's side: joins, arrives at the end of a round, and hears what became of it
-    exchange.py         the sum of displacements over the members of a round, on connections made for it
+    member_sums.py      the sum of displacements over the members of a round, on connections made for it
     transfer.py         weights and states on their way to a replica that comes; donated.py says which
     deal.py             which sequences a replica takes in a round
-    messages.py         messages and tensors on a connection
+    connection.py       messages and tensors on a connection
     message_checks.py   what a rank may tell the service
 
 **A round** t has members, and each a block of sequences. A member takes tau steps on its block, has its

@@ -6,7 +6,8 @@ wait(tensor)     it holds the sums
 
 Runs may travel packed (packing.py). What is summed is a snapshot: nobody else reads or writes the tensor in
 between, least of all a training step. Runs travel in the class of data parallelism, behind its gradients and
-weights, two at a time. They begin in one order on all ranks, but at moments of each rank's own (`Axis`).
+weights, two at a time. They begin in one order on all ranks, but at moments of each rank's own
+(`FlightAxis`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyruntime import comm
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel.axes import MOST_ANY_TIME, PLACES, Axis, Flight
+from pyruntime.data_parallel.axes import MOST_ANY_TIME, PLACES, Flight, FlightAxis
 from pyruntime.data_parallel.compression import Compression
 from pyruntime.data_parallel.compression.packets import PackedSum
 from pyruntime.replicas import packing
@@ -69,7 +70,7 @@ class _Run:
     then: Flight | None = None
     """No other has to land."""
 
-    def __init__(self, lines: Tensor, axis: Axis):
+    def __init__(self, lines: Tensor, axis: FlightAxis):
         self._lines = lines
         axis.make_room()
         count, device = len(lines), str(lines.device)
@@ -117,7 +118,7 @@ class Averaging:
         sizes: Sequence[tuple[int, torch.dtype]],
         compression: Compression | None = None,
     ):
-        self._axis = axis = Axis(None) if mesh is None else Axis.of(mesh, OUTER, MOST_ANY_TIME)
+        self._axis = axis = FlightAxis(None) if mesh is None else FlightAxis.of(mesh, OUTER, MOST_ANY_TIME)
         self.size, self.rank, self.name = axis.size, axis.rank, axis.name
         self._waiting: deque[tuple[Tensor, Tensor]] = deque()
         """Lines of a tensor that are still to leave, and the tensor."""

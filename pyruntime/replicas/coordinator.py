@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyruntime.replicas.address import is_loopback
+from pyruntime.replicas.connection import ALIVE_S
 from pyruntime.replicas.deal import Deal
-from pyruntime.replicas.messages import ALIVE_S
 
 SIGNS = 3
 """Of life that a rank misses, at least, before it counts as silent."""
@@ -25,7 +25,7 @@ SETTLES_S = 2.0
 """After a connection between two members failed: how long a death is given to be heard of."""
 
 
-class State(enum.Enum):
+class ReplicaState(enum.Enum):
     """Of a replica."""
 
     COMING = "coming"
@@ -71,7 +71,7 @@ class Replica:
     """The state that it has, by place."""
     addresses: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
     """Where its ranks answer other replicas, by place."""
-    state: State = State.COMING
+    state: ReplicaState = ReplicaState.COMING
     donor: str | None = None
     broken: str | None = None
     """A donor that did not do."""
@@ -170,7 +170,11 @@ class Coordinator:
     @property
     def members(self) -> list[Replica]:
         """Of the round."""
-        return [each for each in self.replicas.values() if each.state in (State.ENTERING, State.MEMBER)]
+        return [
+            each
+            for each in self.replicas.values()
+            if each.state in (ReplicaState.ENTERING, ReplicaState.MEMBER)
+        ]
 
     @property
     def incomplete(self) -> list[str]:
@@ -183,7 +187,7 @@ class Coordinator:
         computing = {
             each.name
             for each in self.replicas.values()
-            if self.phase is Phase.COMPUTING and each.state is State.MEMBER and not each.said
+            if self.phase is Phase.COMPUTING and each.state is ReplicaState.MEMBER and not each.said
         }
         return [name for name in self.replicas if name not in computing]
 
@@ -212,7 +216,7 @@ class Coordinator:
         return f"rank {place} of its replica is here already" if place in known.addresses else ""
 
     def _is_here(self, replica: Replica, now: float) -> None:
-        replica.state = State.NEW
+        replica.state = ReplicaState.NEW
         self._since = now if self.phase is Phase.GATHERING else self._since
 
     def _anybody_is_heard(self, now: float) -> None:
@@ -232,23 +236,23 @@ class Coordinator:
             return
         replica.heard[place] = now
         kind = message["type"]
-        if kind == "ready" and replica.state in (State.FETCHING, State.READY):
+        if kind == "ready" and replica.state in (ReplicaState.FETCHING, ReplicaState.READY):
             replica.ready[place] = message["round"]
             if len(replica.ready) == replica.places:
-                replica.state = State.READY
-        elif kind == "here" and replica.state is State.COMING:
+                replica.state = ReplicaState.READY
+        elif kind == "here" and replica.state is ReplicaState.COMING:
             replica.own[place] = Own.of(message)
             if len(replica.own) == replica.places:
                 self._is_here(replica, now)
         elif kind == "broken" and message["donor"] == replica.donor:
             replica.broken = replica.donor
             self._start_over(replica)
-        elif kind == "begun" and replica.state is State.ENTERING and message["round"] == self.round:
+        elif kind == "begun" and replica.state is ReplicaState.ENTERING and message["round"] == self.round:
             self._said(replica, place)
             if replica.has_said:
-                replica.state, replica.donor, replica.said = State.MEMBER, None, set()
+                replica.state, replica.donor, replica.said = ReplicaState.MEMBER, None, set()
                 self._order(replica, {"type": "go"})
-        elif kind == "arrived" and replica.state is State.MEMBER and message["round"] == self.round:
+        elif kind == "arrived" and replica.state is ReplicaState.MEMBER and message["round"] == self.round:
             self._said(replica, place)
             self._since = now
         elif kind == "done" and self._is_of_attempt(message):
@@ -268,10 +272,10 @@ class Coordinator:
         if len(replica.addresses) == replica.places:
             event = "left" if self.phase is Phase.OVER else "lost"
             self._tell_event(event, replica, reason=reason)
-        has_ended = self.phase is Phase.OVER and replica.state in (State.MEMBER, State.LEAVING)
+        has_ended = self.phase is Phase.OVER and replica.state in (ReplicaState.MEMBER, ReplicaState.LEAVING)
         if not has_ended:  # else its other ranks have what they need, and read no more
             self._order(replica, {"type": "expelled", "reason": f"its replica left: {reason}"})
-        was_member = replica.state in (State.ENTERING, State.MEMBER)
+        was_member = replica.state in (ReplicaState.ENTERING, ReplicaState.MEMBER)
         self._free(replica)
         if was_member and self.phase is Phase.EXCHANGING:
             self._begin_anew()
@@ -321,9 +325,9 @@ class Coordinator:
                 self._start(now)
         elif self.phase is Phase.OVER:
             for each in self._whole():
-                if each.state is not State.MEMBER:
+                if each.state is not ReplicaState.MEMBER:
                     self._order(each, {"type": "over"})
-                    each.state = State.LEAVING
+                    each.state = ReplicaState.LEAVING
         if self.phase is Phase.COMPUTING:
             if len(self.members) < self.quorum:
                 self._enter_now({each.name for each in self.replicas.values()})
@@ -339,11 +343,11 @@ class Coordinator:
                 self._exchange(now)
 
     def _whole(self) -> list[Replica]:
-        left_out = (State.COMING, State.LEAVING)
+        left_out = (ReplicaState.COMING, ReplicaState.LEAVING)
         return [each for each in self.replicas.values() if each.state not in left_out]
 
     def _has_arrived(self, replica: Replica) -> bool:
-        return replica.state is State.MEMBER and replica.has_said
+        return replica.state is ReplicaState.MEMBER and replica.has_said
 
     def _refuse_another_job(self, replica: Replica, now: float) -> None:
         """All have to be of the job of the one that came first of those that are here."""
@@ -406,7 +410,7 @@ class Coordinator:
         self.phase, self._since = Phase.GATHERING, now
         for each in self._whole():  # what they had when they came, they may have no more
             self._start_over(each)
-            each.state, each.own = State.COMING, {}
+            each.state, each.own = ReplicaState.COMING, {}
             self._order(each, {"type": "again"})
         self.events.append({"event": "waits", "round": self.round, "members": 0})
 
@@ -418,14 +422,14 @@ class Coordinator:
             each.donor = None
 
     def _is_ready(self, replica: Replica) -> bool:
-        return replica.state is State.READY and set(replica.ready.values()) == {self.round}
+        return replica.state is ReplicaState.READY and set(replica.ready.values()) == {self.round}
 
     def _enter(self, replicas: Sequence[Replica], behind: bool) -> None:
         """behind: others may have displacements already, which where averages are late are not from the state
         that these have."""
         for each in replicas:
             each.blocks = [None] if behind and _late(each) else [self._deal.take()]
-            each.state, each.said = State.ENTERING, set()
+            each.state, each.said = ReplicaState.ENTERING, set()
         for each in replicas:
             if _late(each) and self.round + 1 < each.job["rounds"]:
                 each.blocks.append(self._deal.take())
@@ -454,16 +458,16 @@ class Coordinator:
     def _start_over(self, replica: Replica) -> None:
         """It is to take its state from another donor."""
         self._free(replica)
-        replica.state, replica.donor, replica.ready, replica.said = State.NEW, None, {}, set()
+        replica.state, replica.donor, replica.ready, replica.said = ReplicaState.NEW, None, {}, set()
 
     def _find_donors(self) -> None:
-        donors = [each for each in self.replicas.values() if each.state is State.MEMBER]
+        donors = [each for each in self.replicas.values() if each.state is ReplicaState.MEMBER]
         for each in self.replicas.values():
-            if each.state is State.NEW and donors:
+            if each.state is ReplicaState.NEW and donors:
                 fetching = collections.Counter(other.donor for other in self.replicas.values())
                 broken = each.broken
                 donor = min(donors, key=lambda one: (one.name == broken, fetching[one.name]))
-                each.donor, each.state, each.ready = donor.name, State.FETCHING, {}
+                each.donor, each.state, each.ready = donor.name, ReplicaState.FETCHING, {}
                 for place, address in donor.addresses.items():
                     message = {"type": "fetch", "donor": donor.name, "address": address}
                     self._order(each, message, place)
@@ -504,7 +508,7 @@ class Coordinator:
         coming = [
             each
             for each in self.replicas.values()
-            if each.state is State.READY and min(each.ready.values()) >= self.round - late
+            if each.state is ReplicaState.READY and min(each.ready.values()) >= self.round - late
         ]
         self.round, self.phase, self._since = self.round + 1, Phase.COMPUTING, now
         has_more = self.round + late < rounds

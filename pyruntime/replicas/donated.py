@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from pyruntime.replicas.messages import bytes_of
+from pyruntime.replicas.connection import bytes_of
 from pyruntime.replicas.outer_optimizer import OuterOptimizer
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pyruntime.comm.errors import CommTimeout, PeerLost
 from pyruntime.replicas.address import split_address
+from pyruntime.replicas.connection import ALIVE_S, NO_DESCRIPTOR, Messages, encode, readable
 from pyruntime.replicas.deal import step_of_data
-from pyruntime.replicas.exchange import Interrupted, PeerFailed, meet, sum_over
-from pyruntime.replicas.messages import ALIVE_S, NO_DESCRIPTOR, Messages, encode, readable
+from pyruntime.replicas.member_sums import Interrupted, PeerFailed, meet, sum_over
 from pyruntime.replicas.transfer import Stream, Taken, fetch, fetch_sums, sizes
 
 HEADER_S = 5.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyruntime.comm.channel import Channels
-from pyruntime.data_parallel.axes import Axis
+from pyruntime.data_parallel.axes import FlightAxis
 from pyruntime.data_parallel.compression import Compression
 from pyruntime.data_parallel.compression.codecs import codec_of
 from pyruntime.data_parallel.compression.packets import PackedSum, Packing, rows_needed
@@ -54,7 +54,7 @@ class Packer:
     lengths: of all runs, in elements. width: of the last line.
     """
 
-    def __init__(self, settings: Compression, axis: Axis, lengths: Iterable[int], width: int):
+    def __init__(self, settings: Compression, axis: FlightAxis, lengths: Iterable[int], width: int):
         codec = codec_of(settings)
         assert codec is not None and axis.mesh is not None
         self._codec, self._axis = codec, axis

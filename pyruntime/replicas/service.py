@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from pyruntime.replicas.connection import ALIVE_S, NO_DESCRIPTOR, Messages, encode
 from pyruntime.replicas.coordinator import Coordinator, Phase
 from pyruntime.replicas.message_checks import check
-from pyruntime.replicas.messages import ALIVE_S, NO_DESCRIPTOR, Messages, encode
 
 TICK_S = 0.1
 MOST_UNSENT = 1 << 22

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pyruntime.replicas.messages import bytes_of, encode, read_into, read_message, write
+from pyruntime.replicas.connection import bytes_of, encode, read_into, read_message, write
 
 
 class Taken(Protocol):

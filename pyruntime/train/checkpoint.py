@@ -4,7 +4,8 @@ RUN_DIR/checkpoints/step-000300/ holds weights, optimizer and step for any numbe
 any stage, because every tensor in it is a DTensor: torch.distributed.checkpoint says which block of which
 file a rank reads. A folder appears under its name only once it is complete, and a manifest in it says what
 its files are. Of the data it keeps how many sequences were taken, and which blocks were dealt to replicas
-that come and go (`Facts`); learning rate and random numbers follow from the step and the configuration.
+that come and go (`CheckpointFacts`); learning rate and random numbers follow from the step and the
+configuration.
 
 Nothing is loaded that could run code: run.json, the manifest and the headers of the safetensors are JSON, the
 rest are numbers.
@@ -28,7 +29,7 @@ from pyruntime.data_parallel import Sharded
 from pyruntime.replicas.fragment import Fragment
 from pyruntime.replicas.sharded_outer import ShardedOuter
 from pyruntime.train import manifest
-from pyruntime.train.checkpoint_folder import Facts, read, read_matching
+from pyruntime.train.checkpoint_folder import CheckpointFacts, read, read_matching
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.manifest import DamagedError
 from pyruntime.train.ranks import on_every_rank
@@ -63,11 +64,11 @@ def state_of_all(
 
 def load(
     checkpoint: Path,
-    facts: Facts,
+    facts: CheckpointFacts,
     sharded: Sharded,
     group: dist.ProcessGroup,
     outer: ShardedOuter | None = None,
-) -> Facts:
+) -> CheckpointFacts:
     """Loads weights and optimizer state in place, at any number of ranks of a replica, and returns what the
     checkpoint says of itself: the step to go on after.
 
@@ -144,7 +145,9 @@ def _refused(checkpoint: Path) -> Iterator[None]:
         raise ConfigError(f"checkpoint.resume: {checkpoint} is damaged or incomplete: {cause}.") from error
 
 
-def check_files(checkpoint: Path, group: dist.ProcessGroup, wanted: Facts | None = None) -> Facts:
+def check_files(
+    checkpoint: Path, group: dist.ProcessGroup, wanted: CheckpointFacts | None = None
+) -> CheckpointFacts:
     """What the checkpoint says of itself. Raises the same on every rank: DamagedError where a file is not
     what was saved (each is read by one rank, where the folder is one, else by all), ConfigError where it is
     not of the `wanted` model and dtype, of an older format, or another one on some host."""

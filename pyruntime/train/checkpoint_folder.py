@@ -26,7 +26,7 @@ AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class CheckpointFacts:
     """What a checkpoint says of itself."""
 
     step: int
@@ -109,7 +109,7 @@ def newest(run_dir: Path) -> Path | None:
     return next(reversed(complete(run_dir / FOLDER)), None)
 
 
-def to_go_on_with(run_dir: Path, wanted: Facts) -> tuple[list[Path], str]:
+def to_go_on_with(run_dir: Path, wanted: CheckpointFacts) -> tuple[list[Path], str]:
     """The checkpoints of that run, newest first, but for those that do not even say what they are; and why
     the newest one is none of them, empty where it is. Raises DamagedError where there are such alone, and
     ConfigError where one is of another model or dtype."""
@@ -139,7 +139,7 @@ def find(path: Path) -> Path:
     return found
 
 
-def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
+def read_matching(checkpoint: Path, wanted: CheckpointFacts) -> CheckpointFacts:
     """What `checkpoint` says of itself. Raises DamagedError where that is damaged, ConfigError where it is
     not of the wanted model and dtype (the wanted step is not looked at)."""
     facts = read(checkpoint)
@@ -162,7 +162,7 @@ def read_matching(checkpoint: Path, wanted: Facts) -> Facts:
     return facts
 
 
-def why_residuals_are_left(checkpoint: Path, wanted: Facts) -> str:
+def why_residuals_are_left(checkpoint: Path, wanted: CheckpointFacts) -> str:
     """In words, where what compression lost is not taken up from `checkpoint`; empty where it is, or there is
     none and none is wanted."""
     found = read(checkpoint).compression
@@ -174,7 +174,7 @@ def why_residuals_are_left(checkpoint: Path, wanted: Facts) -> str:
     )
 
 
-def to_json(facts: Facts) -> str:
+def to_json(facts: CheckpointFacts) -> str:
     """The content of FACTS_FILE."""
     return json.dumps(dataclasses.asdict(facts) | {"format": FORMAT}, indent=2) + "\n"
 
@@ -187,7 +187,7 @@ def _content(checkpoint: Path) -> Any:
         return None
 
 
-def read(checkpoint: Path) -> Facts:
+def read(checkpoint: Path) -> CheckpointFacts:
     """What `checkpoint` says of itself. Raises DamagedError where that is damaged, ConfigError for one of an
     older format."""
     if (checkpoint / manifest.MANIFEST).exists():
@@ -201,7 +201,7 @@ def read(checkpoint: Path) -> Facts:
         )
     manifest.read(checkpoint)
     try:
-        facts = Facts(**{name: value for name, value in content.items() if name != "format"})
+        facts = CheckpointFacts(**{name: value for name, value in content.items() if name != "format"})
         whole = content["format"] == FORMAT
         whole = whole and type(facts.step) is int and facts.step >= 0 and isinstance(facts.model, dict)
         whole = whole and type(facts.skipped) is int and 0 <= facts.skipped <= facts.step

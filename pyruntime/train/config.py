@@ -298,7 +298,7 @@ class DataParallel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
+class PipelineParallel:
     """In which order the stages of a pipeline compute; `python -m pyruntime schedule` draws them."""
 
     kind: PipelineKind = "1f1b"
@@ -321,7 +321,7 @@ class Pipeline:
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class ContextParallel:
     """How sequences are spread over the context-parallel ranks."""
 
     layout: ContextLayout = "zigzag"
@@ -404,8 +404,8 @@ class RunConfig:
     train: Train = Train()
     parallel: Parallel = Parallel()
     data_parallel: DataParallel = DataParallel()
-    pipeline: Pipeline = Pipeline()
-    context: Context = Context()
+    pipeline: PipelineParallel = PipelineParallel()
+    context: ContextParallel = ContextParallel()
     comm: Comm = Comm()
     checkpoint: Checkpoint = Checkpoint()
     output: Output = Output()

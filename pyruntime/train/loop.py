@@ -63,7 +63,7 @@ from pyruntime.train.saving.saver import Saver
 from pyruntime.train.signals import Stopped, StopRequest
 from pyruntime.train.slow.judge import Finding
 from pyruntime.train.slow.rebalance import Move
-from pyruntime.train.watching.profile import StepProfile
+from pyruntime.train.watching.step_profile import StepProfile
 
 MOST_NAMES = 3
 """Of parameters, in the sentence about a gradient that is not finite."""

@@ -20,15 +20,15 @@ from pyruntime.data_parallel import Compression
 from pyruntime.data_parallel.compression.compressor import PIECES
 from pyruntime.llama import stage
 from pyruntime.llama.config import LlamaConfig
-from pyruntime.llama.model import Part
-from pyruntime.llama.profile import costed
+from pyruntime.llama.model import ModelPart
+from pyruntime.llama.stage_profile import costed
 from pyruntime.pipeline import Schedule, make_schedule, placement_of
 from pyruntime.pipeline.split import split_layers
 from pyruntime.plan import stage_costs
 from pyruntime.replicas.methods import Method
 from pyruntime.text import finite
 from pyruntime.train import validate
-from pyruntime.train.checkpoint_folder import Facts
+from pyruntime.train.checkpoint_folder import CheckpointFacts
 from pyruntime.train.config import (
     MeshSizes,
     RunConfig,
@@ -68,7 +68,7 @@ class ResolvedRun:
     """How replicas meet; None where they meet in every step."""
     compression: Compression | None
     """How gradients are compressed, or where replicas do not meet in every step their displacements."""
-    facts: Facts
+    facts: CheckpointFacts
     """What a checkpoint says of the run before its first step."""
 
     @property
@@ -88,7 +88,7 @@ class ResolvedRun:
         """The layers of the stages of that rank of the pipeline."""
         return [run for run, owner in zip(self.layers, self.placement, strict=True) if owner == rank]
 
-    def part_of(self, rank: int) -> Part | None:
+    def part_of(self, rank: int) -> ModelPart | None:
         """What that rank of the pipeline holds of the model; None: all, as there is no pipeline."""
         return None if self.mesh.pp == 1 else stage.part_of_layers(self.shape, self.layers_of(rank))
 
@@ -235,7 +235,9 @@ def _compression(config: RunConfig) -> Compression | None:
     )
 
 
-def _facts(config: RunConfig, shape: LlamaConfig, mesh: MeshSizes, compression: Compression | None) -> Facts:
+def _facts(
+    config: RunConfig, shape: LlamaConfig, mesh: MeshSizes, compression: Compression | None
+) -> CheckpointFacts:
     of_replicas = "" if meets_every_step(config) else f" of {mesh.dp_replicate} replicas"
     if config.data_parallel.members:
         of_replicas = " of replicas that come and go"
@@ -245,7 +247,7 @@ def _facts(config: RunConfig, shape: LlamaConfig, mesh: MeshSizes, compression: 
         pieces = f" in {PIECES} pieces" if in_pieces else ""
         sizes = ", ".join(f"{name}={size}" for name, size in mesh.axes.items())
         compressed = f"{compression}{pieces} at zero={config.parallel.zero} over {sizes}"
-    return Facts(
+    return CheckpointFacts(
         0,
         config.train.dtype,
         dataclasses.asdict(shape),

@@ -33,7 +33,7 @@ from pyruntime.overlap.account import table
 from pyruntime.overlap.files import RankLedger
 from pyruntime.overlap.steps import StepLedger
 from pyruntime.plan.cluster import find_cluster
-from pyruntime.train import agreement, checkpoint_folder, metrics, report, resolved, run_folder
+from pyruntime.train import agreement, checkpoint_folder, metrics, resolved, run_folder, scorecard
 from pyruntime.train.config import RunConfig, spelled_out
 from pyruntime.train.data import corpus
 from pyruntime.train.data.tokenizer import FILE_NAME as TOKENIZER_FILE
@@ -43,7 +43,7 @@ from pyruntime.train.errors import ConfigError, TrainingError, refusing
 from pyruntime.train.loop import Trainer
 from pyruntime.train.manifest import DamagedError
 from pyruntime.train.metrics import MetricsFile
-from pyruntime.train.model import make_model, whole_model, words_of_dtype
+from pyruntime.train.model_of_run import make_model, whole_model, words_of_dtype
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import on_every_rank, on_rank_0, told_to_all
@@ -78,7 +78,7 @@ def run(config: RunConfig, name: str, runtime: Runtime, stop: StopRequest) -> Pa
 
 
 @dataclasses.dataclass
-class Job:
+class RankRun:
     """What this rank holds of a run, from its preparation to its end."""
 
     run: ResolvedRun
@@ -138,7 +138,7 @@ class Job:
 
 def prepare(
     config: RunConfig, name: str, runtime: Runtime, stop: StopRequest, held: contextlib.ExitStack
-) -> Job:
+) -> RankRun:
     """Does everything that comes before the first step. `held` is closed when the run ends."""
     check_ledger(config, runtime)
     tokenizer, asked = _resolved(config, runtime)
@@ -147,7 +147,7 @@ def prepare(
     progress = _progress(run.config, runtime, stop)
     text = corpus.open_everywhere(run.config, tokenizer, runtime.world, progress.say)
     _compare_first_weights(run.config, runtime)
-    job = Job(run, runtime, stop, run_dir, progress, tokenizer, text)
+    job = RankRun(run, runtime, stop, run_dir, progress, tokenizer, text)
     job.make_model("Making the model")
     _introduce(job, begun, _use_tuning(run, runtime))
     job.watch = _watch(job)
@@ -158,7 +158,7 @@ def prepare(
     return job
 
 
-def joined(job: Job) -> bool:
+def joined(job: RankRun) -> bool:
     """Joins a run whose replicas come and go. Returns False where no step is left to take."""
     if not job.trainer.join():
         job.say("The replicas have taken the last step; nothing is left to do.")
@@ -228,7 +228,7 @@ def _compare_first_weights(config: RunConfig, runtime: Runtime) -> None:
         agreement.check_files(runtime.world, doing, f"model.init_from={source}", found)
 
 
-def _introduce(job: Job, begun: Beginning, tuned: str) -> None:
+def _introduce(job: RankRun, begun: Beginning, tuned: str) -> None:
     """Says what the run is, and what it goes on with."""
     run, before, start_at = job.run, begun.before, begun.start_at
     job.say(first_lines(run, job.text, job.run_dir, job.runtime))
@@ -242,7 +242,7 @@ def _introduce(job: Job, begun: Beginning, tuned: str) -> None:
     job.say(begun.left_out and f"{begun.left_out} The run goes on with {start_at}.")
 
 
-def _go_on(job: Job, asked: ResolvedRun, saved: Sequence[Path]) -> None:
+def _go_on(job: RankRun, asked: ResolvedRun, saved: Sequence[Path]) -> None:
     """Loads the first of `saved` that is whole, with layers where they are in it."""
     start_at = _resume(job.trainer, saved, job.say)
     if start_at != saved[0] and (run := _with_layers_of(start_at, asked, job.runtime)) != job.run:
@@ -278,7 +278,7 @@ def check_ledger(config: RunConfig, runtime: Runtime) -> None:
             )
 
 
-def _watch(job: Job) -> Watch:
+def _watch(job: RankRun) -> Watch:
     """What the run's steps are compared with. Every rank calls it."""
     run, output = job.run, job.run.config.output
     peak = peak_of(run.config, job.runtime)
@@ -310,7 +310,7 @@ def _use_tuning(run: ResolvedRun, runtime: Runtime) -> str:
 # -- the steps
 
 
-def train(job: Job, held: contextlib.ExitStack) -> None:
+def train(job: RankRun, held: contextlib.ExitStack) -> None:
     """Takes the steps that are left, with a trainer for each distribution of layers over the stages."""
     job.first = job.trainer.step
     sinks = _sinks(job, held)
@@ -330,7 +330,7 @@ def train(job: Job, held: contextlib.ExitStack) -> None:
     job.bytes_moved = _bytes_read() - bytes_before
 
 
-def _sinks(job: Job, held: contextlib.ExitStack) -> list[Sink]:
+def _sinks(job: RankRun, held: contextlib.ExitStack) -> list[Sink]:
     """Opens on rank 0, until `held` is closed, what watches the run besides metrics.jsonl. Every rank calls
     it."""
     sinks: list[Sink] = []
@@ -343,7 +343,7 @@ def _sinks(job: Job, held: contextlib.ExitStack) -> list[Sink]:
     return sinks
 
 
-def _metrics_file(job: Job) -> MetricsFile:
+def _metrics_file(job: RankRun) -> MetricsFile:
     with told_to_all(), writing(job.run_dir / metrics.FILE_NAME, job.trainer.what_is_saved()):
         return MetricsFile(job.run_dir, resume_at=job.trainer.step)
 
@@ -355,7 +355,7 @@ def _bytes_read() -> int:
 # -- after the last step
 
 
-def finish(job: Job) -> None:
+def finish(job: RankRun) -> None:
     """Writes what a run leaves behind: its model, a report, a ledger and a sample."""
     runtime, is_pipeline = job.runtime, job.run.mesh.pp > 1
     is_first_tp = runtime.world.rank() < runtime.sizes.tp
@@ -374,14 +374,14 @@ def finish(job: Job) -> None:
             _close(job.run_dir, job.run.config.train.dtype, sample, job.progress)
 
 
-def _save_model(job: Job) -> None:
+def _save_model(job: RankRun) -> None:
     folder, tokenizer = job.run_dir / MODEL_FOLDER, job.tokenizer
     with told_to_all(), writing(folder, job.trainer.what_is_saved()):
         begin = next(iter(tokenizer.begin), None)
         save_hf(job.model, folder, separator=tokenizer.separator, begin=begin)
 
 
-def _write_report(job: Job) -> None:
+def _write_report(job: RankRun) -> None:
     """Writes the plot and the scorecard, and copies what belongs beside the weights."""
     run_dir, kept = job.run_dir, job.run_dir / origin.FOLDER
     with writing(run_dir, job.trainer.what_is_saved()):
@@ -393,16 +393,16 @@ def _write_report(job: Job) -> None:
         if job.run.config.data.tokenizer or not (kept / TOKENIZER_FILE).is_file():
             job.tokenizer.save(run_dir / MODEL_FOLDER)
         lines = metrics.read(run_dir / metrics.FILE_NAME)
-        report.plot_loss(lines, run_dir / report.PLOT_FILE)
+        scorecard.plot_loss(lines, run_dir / scorecard.PLOT_FILE)
         if own := [line for line in lines if line["step"] > job.first]:
             flops = job.run.shape.flops_per_token(job.run.config.train.seq_len)
             tiers = [dataclasses.asdict(row) for row in job.trainer.tiers.rows]
-            card = report.scorecard(own, job.run.mesh.ranks, job.bytes_moved, flops, tiers)
-            report.write_scorecard(card, run_dir)
-            job.say("\n" + report.format_scorecard(card))
+            card = scorecard.scorecard(own, job.run.mesh.ranks, job.bytes_moved, flops, tiers)
+            scorecard.write_scorecard(card, run_dir)
+            job.say("\n" + scorecard.format_scorecard(card))
 
 
-def _write_ledger(job: Job, entered: StepLedger) -> None:
+def _write_ledger(job: RankRun, entered: StepLedger) -> None:
     def write() -> RankLedger | None:
         try:
             return entered.write(job.run_dir, job.runtime)
@@ -416,7 +416,7 @@ def _write_ledger(job: Job, entered: StepLedger) -> None:
             job.say(f"\nLedger of rank 0, {kept.saves} savings of a checkpoint\n{table(kept.saved)}")
 
 
-def _sample(job: Job) -> str | None:
+def _sample(job: RankRun) -> str | None:
     """The prompt and what the model makes of it, or None where no sample is wanted. Every rank calls this."""
     config, model, tokenizer = job.run.config, job.model, job.tokenizer
     output = config.output
@@ -441,6 +441,6 @@ def _close(run_dir: Path, dtype: str, sample: str | None, progress: Progress) ->
         (run_dir / SAMPLE_FILE).write_text(sample + "\n", encoding="utf-8")
         progress.say(f"\nSample\n{sample}")
     progress.say(
-        f"\nEverything is in {run_dir}: weights in {MODEL_FOLDER}/ ({dtype}), {report.PLOT_FILE}, "
+        f"\nEverything is in {run_dir}: weights in {MODEL_FOLDER}/ ({dtype}), {scorecard.PLOT_FILE}, "
         f"{metrics.FILE_NAME}."
     )

@@ -15,7 +15,7 @@ NAMES = {"qkv": "qkv", "out": "o_proj", "gate_up": "gate+up", "down": "down", "h
 
 
 @dataclass(frozen=True)
-class Linear:
+class RankLinear:
     """A parallel linear of this rank at a number of rows (tokens, over all ranks)."""
 
     name: str
@@ -31,7 +31,7 @@ class Linear:
         return self.op == "all_gather_matmul"
 
 
-def linears_of(config: LlamaConfig, group: Group, rows: int) -> list[Linear]:
+def linears_of(config: LlamaConfig, group: Group, rows: int) -> list[RankLinear]:
     """The linears of a layer, and the head, in the order of their use. Raises ValueError where `group` does
     not divide the model."""
     model = Llama(dataclasses.replace(config, num_hidden_layers=1), group, device="meta", seed=None)
@@ -40,5 +40,5 @@ def linears_of(config: LlamaConfig, group: Group, rows: int) -> list[Linear]:
         if isinstance(module, ParallelLinear):
             forward = module.op_uses()[0]
             name = NAMES[label.rpartition(".")[2]]
-            found.append(Linear(name, forward.op, rows, forward.n, forward.k))
+            found.append(RankLinear(name, forward.op, rows, forward.n, forward.k))
     return found

@@ -25,7 +25,7 @@ from pyruntime.comm.exchange import gather
 from pyruntime.nn.tiers import TIERS
 from pyruntime.tuning.apply import core_key
 from pyruntime.tuning.cache import Key
-from pyruntime.tuning.linears import Linear
+from pyruntime.tuning.linears import RankLinear
 from pyruntime.tuning.timing import interleave
 
 Run = Callable[[], object]
@@ -40,7 +40,7 @@ the kernel's tiles."""
 class Measured:
     """One pass of one linear; seconds are medians over rounds of the slowest rank."""
 
-    linear: Linear
+    linear: RankLinear
     when: str
     """ "forward" or "backward"."""
     keys: tuple[Key, ...]
@@ -94,7 +94,7 @@ class Problem:
 
     def __init__(
         self,
-        linear: Linear,
+        linear: RankLinear,
         group: Group,
         dtype: torch.dtype,
         device: torch.device,

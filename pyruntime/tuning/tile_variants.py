@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass
 
 from pyruntime.cuda.library import CudaLibraryError
-from pyruntime.cuda.variants import CANDIDATES, LARGE, SMALL, Variant
+from pyruntime.cuda.nvrtc_tiles import CANDIDATES, LARGE, SMALL, Variant
 from pyruntime.tuning.measure import MUST_WIN_BY, Problem, Run, gathered
 from pyruntime.tuning.timing import interleave
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from pyruntime import explain, parallelize, verify
 from pyruntime.any_model.auto.data_flow import Flow, flow_of, styles_of
-from pyruntime.any_model.auto.plan import auto_plan
+from pyruntime.any_model.auto.found_plan import auto_plan
 from pyruntime.text import block_name
 from tests.any_model.test_parallelize import PLAN, Transformer, seeded
 from tests.nn.cases import assert_near

@@ -54,15 +54,15 @@ def check_ending(*argv: str) -> None:
         assert len(said) < 700 + 2 * max(map(len, argv)), said
 
 
-SCHEDULE = flags(schedule.Options, leave_out=("plot", "csv"))
-PLAN = flags(plan.Options, leave_out=("plot", "json", "config", "measure"))
+SCHEDULE = flags(schedule.ScheduleOptions, leave_out=("plot", "csv"))
+PLAN = flags(plan.PlanOptions, leave_out=("plot", "json", "config", "measure"))
 SMALL = ("--model=gpt-1.7b", "--gpus=4", "--tokens_per_step=64K", "--seq=2048", "--axonn=False")
 TRAIN = flags(RunConfig)
 OTHERS = {
-    "convert": flags(convert.Options),
-    "generate": flags(generate.Options),
-    "tokenize": flags(tokenize.Options, leave_out=("workers", "paths")),
-    "report": flags(report.Options),
+    "convert": flags(convert.ConvertOptions),
+    "generate": flags(generate.GenerateOptions),
+    "tokenize": flags(tokenize.TokenizeOptions, leave_out=("workers", "paths")),
+    "report": flags(report.ReportOptions),
 }
 """Commands that end at once where the file or folder that they read is not there."""
 

@@ -142,6 +142,6 @@ def test_ranks_that_fail_are_reported(capsys, monkeypatch, program, limit_s, sen
     monkeypatch.setattr(
         doctor.subprocess, "run", lambda command, **options: run([sys.executable, "-c", program], **options)
     )
-    doctor.start_tiers(doctor.Options(timeout_s=limit_s), [])
+    doctor.start_tiers(doctor.DoctorOptions(timeout_s=limit_s), [])
     shown = capsys.readouterr().out
     assert shown.startswith("Tiers\n  not found out  ") and sentence in shown

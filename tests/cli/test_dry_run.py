@@ -16,7 +16,7 @@ from pyruntime.llama import Llama
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.memory import SAFE, worst_memory
 from pyruntime.plan.mesh import Job
-from pyruntime.plan.search import Choice, meshes
+from pyruntime.plan.search import SearchSpace, meshes
 from pyruntime.train import config_file
 from pyruntime.train.config import tokens_per_step
 from pyruntime.train.planned import estimate, rules_of
@@ -134,7 +134,7 @@ def test_planner_and_trainer_count_the_same_bytes_of_every_mesh_that_runs(cpus, 
         cluster = dataclasses.replace(cluster, core_bandwidth=1e11)
     job = Job(find_model("llama3-1b"), cluster, 8, 64, 4096, optimizer=optimizer)
     rules, asked, compared = rules_of(cluster), Asked(job), 0
-    every = list(meshes(job, Choice()))
+    every = list(meshes(job, SearchSpace()))
     for mesh in random.Random(33).sample(every, 400):
         if asked.refusal(mesh) is None:
             of_trainer = estimate(checked(job, mesh), cluster)

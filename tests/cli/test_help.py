@@ -11,14 +11,14 @@ import pytest
 
 import pyruntime
 from pyruntime.cli import main
-from pyruntime.cli.convert import Options as ConvertOptions
-from pyruntime.cli.doctor import Options as DoctorOptions
-from pyruntime.cli.generate import Options as GenerateOptions
-from pyruntime.cli.members import Options as MembersOptions
-from pyruntime.cli.plan import Options as PlanOptions
-from pyruntime.cli.profile import Options as ProfileOptions
-from pyruntime.cli.schedule import Options as ScheduleOptions
-from pyruntime.cli.tune import Options as TuneOptions
+from pyruntime.cli.convert import ConvertOptions
+from pyruntime.cli.doctor import DoctorOptions
+from pyruntime.cli.generate import GenerateOptions
+from pyruntime.cli.members import MembersOptions
+from pyruntime.cli.plan import PlanOptions
+from pyruntime.cli.profile import ProfileOptions
+from pyruntime.cli.schedule import ScheduleOptions
+from pyruntime.cli.tune import TuneOptions
 from pyruntime.train.config import RunConfig
 
 

@@ -8,7 +8,7 @@ from pyruntime.cli import main
 from pyruntime.llama.presets import preset
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.traffic import bytes_of_step
-from pyruntime.train.config import Grid, Parallel, Pipeline, RunConfig, Train, mesh_of, spelled_out
+from pyruntime.train.config import Grid, Parallel, PipelineParallel, RunConfig, Train, mesh_of, spelled_out
 from pyruntime.train.planned import of_llama, planned
 from pyruntime.train.resolved import resolve
 
@@ -102,7 +102,7 @@ def bytes_of(element=2, **axes):
     config = RunConfig(
         train=Train(batch_size=8, micro_batch_size=1, seq_len=512),
         parallel=Parallel(**{"tp": 1} | axes),
-        pipeline=Pipeline(**pipeline),
+        pipeline=PipelineParallel(**pipeline),
     )
     config = spelled_out(config)
     run = resolve(config, shape, mesh_of(config, 1).ranks)

@@ -8,7 +8,7 @@ import torch
 
 from pyruntime.cli import profile
 from pyruntime.llama.presets import preset
-from pyruntime.llama.profile import StageClock, profile_stage, time_ends
+from pyruntime.llama.stage_profile import StageClock, profile_stage, time_ends
 from pyruntime.plan import stage_costs
 from pyruntime.plan.slice_cost import fit
 from pyruntime.train.errors import ConfigError

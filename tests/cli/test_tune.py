@@ -8,7 +8,7 @@ import pytest
 from pyruntime.cli import doctor, main, tune
 from pyruntime.train.errors import ConfigError
 from pyruntime.tuning import cache
-from pyruntime.tuning.linears import Linear
+from pyruntime.tuning.linears import RankLinear
 from pyruntime.tuning.measure import Measured
 from tests.cli.test_processes import finish, start
 
@@ -76,19 +76,19 @@ def test_an_old_file_is_written_over(file):
 
 
 def test_sizes_come_from_the_configuration_and_flags_change_them():
-    job = tune.job_of(tune.Options(config="main"), 2)
+    job = tune.job_of(tune.TuneOptions(config="main"), 2)
     assert (job.tp, job.rows, job.dtype, job.shape.hidden_size) == (2, 8 * 256, "bf16", 256)
-    asked = tune.Options(config="main", micro_batch_size=3, seq_len=100, tp=2, dtype="fp32")
+    asked = tune.TuneOptions(config="main", micro_batch_size=3, seq_len=100, tp=2, dtype="fp32")
     job = tune.job_of(asked, 4)
     assert (job.tp, job.rows, job.dtype) == (2, 300, "fp32")
-    job = tune.job_of(tune.Options(model="Llama-3.1-8B"), 8)
+    job = tune.job_of(tune.TuneOptions(model="Llama-3.1-8B"), 8)
     assert (job.tp, job.rows, job.shape.vocab_size) == (8, 2048, 128256)
     with pytest.raises(ConfigError, match="--model: tp=3 does not divide"):
-        tune.job_of(tune.Options(model="llama-3-8b"), 3)
+        tune.job_of(tune.TuneOptions(model="llama-3-8b"), 3)
 
 
 def test_the_table_has_what_was_measured_and_what_was_not():
-    linear = Linear("down", "matmul_reduce_scatter", 64, 96, 128)
+    linear = RankLinear("down", "matmul_reduce_scatter", 64, 96, 128)
     both = {"unfused": 0.003, "chunked": 0.002}
     found = [
         Measured(linear, "forward", ("a",), both, {"fused": "there is no kernel."}, 0.001, 0.0015, 5),
@@ -119,7 +119,7 @@ def test_the_table_has_what_was_measured_and_what_was_not():
 
 
 def test_numbers_of_chunks_and_tiles_stand_behind_the_choice():
-    linear = Linear("down", "matmul_reduce_scatter", 64, 96, 128)
+    linear = RankLinear("down", "matmul_reduce_scatter", 64, 96, 128)
     tiers = {"unfused": 0.003, "chunked": 0.002, "chunked:2": 0.001, "chunked:8": 0.0025}
     found = [
         Measured(linear, "forward", ("a", "b"), tiers, {}, 0.001, 0.0015, 5),

@@ -6,13 +6,19 @@ import gc
 import os
 import socket
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import pyruntime
+from pyruntime.comm import Axis
 from pyruntime.nn import ColumnParallelLinear
 
 CYCLES, WARM = 25, 5
@@ -134,3 +140,59 @@ def after_the_end_case(_):
 def test_a_layer_that_outlives_its_runtime_says_so(ranks):
     for rank in ranks.launch(after_the_end_case, 2, init=False):
         assert rank.error is None, rank.output
+
+
+def trained(runtime) -> list[torch.Tensor]:
+    """Two models that share the ranks, one cut over them and sharded with data parallelism the other, after
+    a step each with their passes interleaved, and attention over all tokens, which the ranks agree on."""
+    torch.manual_seed(0)
+    cut = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    cut = pyruntime.parallelize(cut, runtime.tp, {"0": "column", "2": "row"})
+    model = nn.Linear(4, 4)
+    handle = pyruntime.shard(model, runtime.tp)
+    optimizers = [torch.optim.SGD(cut.parameters(), lr=0.1), handle.of_torch(torch.optim.SGD, lr=0.1)]
+    x = torch.randn(6, 4)
+    for _ in range(2):
+        losses = [each(x).square().mean() for each in (cut, model)]
+        for loss in losses:
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    q = torch.randn(1, 4, 2, 4)
+    attended = pyruntime.ring_attention(q, q, q, runtime.tp, variant="all_gather_kv")
+    return [attended, cut(x).detach(), model(x).detach()]
+
+
+def two_runtimes_case(_, folder: Path):
+    """What was found out about the groups of one Runtime does not pass for those of the next, which may have
+    their names; and nothing keeps them."""
+    found, groups = [], []
+    for _ in range(2):
+        with pyruntime.Runtime.start(deadline_s=60) as runtime:
+            groups.append((weakref.ref(runtime.tp.group), runtime.tp.group.group_name))
+            found.append(trained(runtime))
+        del runtime
+        gc.collect()
+    (first, name), (second, again) = groups
+    assert name == again and first() is None and second() is None
+    return found
+
+
+def without_a_runtime_case(_, folder: Path):
+    found = []
+    for cycle in range(2):
+        store = dist.FileStore(str(folder / f"store-{cycle}"), 2)
+        dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("tp",))
+        found.append(trained(SimpleNamespace(tp=Axis("tp", mesh))))
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("case", [two_runtimes_case, without_a_runtime_case])
+def test_two_models_train_alike_over_groups_that_are_made_again(ranks, case, tmp_path):
+    for rank in ranks.launch(case, 2, tmp_path, init=False):
+        assert rank.error is None, rank.output
+        first, second = rank.value
+        assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -13,7 +13,7 @@ from pyruntime.comm import group_rank, group_size
 from pyruntime.comm.core import _C
 from pyruntime.tuning.apply import use
 from pyruntime.tuning.cache import Choice, Key, Place
-from pyruntime.tuning.linears import Linear
+from pyruntime.tuning.linears import RankLinear
 from pyruntime.tuning.measure import Problem, measure
 from tests.cuda import build
 from tests.cuda.test_chunked import on_device
@@ -145,7 +145,7 @@ def test_names_that_are_none_are_refused_in_a_sentence(ranks, tier, sentence):
 
 
 def measured(group, dtype):
-    linear = Linear("down", "matmul_reduce_scatter", 50, 16, 24)
+    linear = RankLinear("down", "matmul_reduce_scatter", 50, 16, 24)
     problem = Problem(linear, group, dtype, torch.device("cpu"), group)
     return [measure(problem, when, 3, 60.0) for when in ("forward", "backward")]
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import pyruntime
 from pyruntime.comm import group_rank, process_group
-from pyruntime.data_parallel.axes import Axes, Axis
+from pyruntime.data_parallel.axes import Axes, FlightAxis
 from pyruntime.data_parallel.buckets import Bucket, cut_into_buckets
 from pyruntime.data_parallel.reduction import launch
 from tests.transports import take
@@ -26,7 +26,7 @@ def begin(number, axis, on_reduced) -> None:
     launch(
         bucket,
         torch.float32,
-        Axes(axis, Axis(None), Axis(None)),
+        Axes(axis, FlightAxis(None), FlightAxis(None)),
         lambda chunk, begin: chunk.fill_(10 * number + axis.rank),
         lambda _, gradient: on_reduced(gradient),
     )
@@ -36,7 +36,7 @@ def sums_of_ranks_apart(group) -> list[torch.Tensor]:
     """Of every bucket's gradient, this rank's rows. Rank 1 begins its fourth flight when rank 0 has begun its
     sixth, which needs the place of the second."""
     take(group, "symmetric_memory")
-    axis = Axis.of(DeviceMesh.from_group(group, "cpu"))
+    axis = FlightAxis.of(DeviceMesh.from_group(group, "cpu"))
     rank, wire = group_rank(group), process_group(group)
     for number in range(PLACES):  # every place gets its memory, for which ranks meet
         begin(number, axis, lambda _: None)

@@ -315,6 +315,10 @@ def one_more(model):
     model.append(nn.Linear(WIDTH, WIDTH))
 
 
+def one_less(model):
+    del model[3]
+
+
 REFUSED = {
     in_place: "3.weight was written since the last step",
     other_memory: "3.weight was written since the last step",
@@ -323,6 +327,7 @@ REFUSED = {
     thawed: "2.weight was frozen when the model was sharded and is trainable now",
     another_head: "3.weight is new since the model was sharded",
     one_more: "4.weight is new since the model was sharded",
+    one_less: "3.weight is no parameter of the model any more",
 }
 
 

@@ -16,7 +16,7 @@ from pyruntime import comm
 from pyruntime.comm.core import _C
 from pyruntime.data_parallel import Muon, ShardedAdamW
 from pyruntime.data_parallel.muon import Matrix, owners
-from pyruntime.data_parallel.pieces import Cut
+from pyruntime.data_parallel.pieces import MatrixCut
 from pyruntime.nn import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from tests.data_parallel import cases
 from tests.transports import TRANSPORTS, take
@@ -243,7 +243,9 @@ def test_is_bitwise_the_same_on_one_rank_and_many_given_the_same_gradients(ranks
 def test_every_rank_owns_about_as_much():
     def matrix(rows, columns, tp=2, shards=3):
         local = (rows // tp, columns)
-        return Matrix((rows, columns), Cut(local, 0, shards), Cut((rows, columns), 0, tp), "tp", 0)
+        return Matrix(
+            (rows, columns), MatrixCut(local, 0, shards), MatrixCut((rows, columns), 0, tp), "tp", 0
+        )
 
     shapes = [(64, 64), (128, 64), (64, 128), (32, 64)] * 9
     found = owners([matrix(*shape) for shape in shapes])

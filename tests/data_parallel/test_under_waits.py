@@ -21,7 +21,7 @@ from pyruntime.data_parallel.gradients import GradientReducer
 from pyruntime.nn import ColumnParallelLinear, RowParallelLinear
 from pyruntime.nn.cut import memory_of
 from pyruntime.nn.weight_sinks import InTurn
-from pyruntime.overlap import Kind
+from pyruntime.overlap import EntryKind
 
 ROWS, FEATURES, INNER = 157, 250, 1331
 """A weight gradient has 52 million floating-point operations: two pieces."""
@@ -117,7 +117,7 @@ def train(
     finally:
         InTurn.MOST = most
     handle.complete()
-    found = any(entry.kind is Kind.OP and entry.name == PRODUCT for entry in ledger.stretch.entries)
+    found = any(entry.kind is EntryKind.OP and entry.name == PRODUCT for entry in ledger.stretch.entries)
     weights = [memory_of(parameter).clone() for parameter in model.parameters()]
     handle.close()
     return weights, norms, names, found
@@ -197,8 +197,8 @@ def filled(group) -> tuple[float, float]:
         optimizer.step()
     handle.close()
     entries = ledger.stretch.entries
-    waits = [entry for entry in entries if entry.kind is Kind.WAIT and entry.axis == "tp"]
-    products = [entry for entry in entries if entry.kind is Kind.OP and entry.name == PRODUCT]
+    waits = [entry for entry in entries if entry.kind is EntryKind.WAIT and entry.axis == "tp"]
+    products = [entry for entry in entries if entry.kind is EntryKind.OP and entry.name == PRODUCT]
     assert not any(wait.begin < each.begin < wait.end for wait in waits for each in products)
     last = max((wait.end for wait in waits), default=0.0)  # a late rank may not have waited
     return sum(each.seconds for each in products if each.end < last), sum(each.seconds for each in products)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyruntime.llama import Llama, LlamaConfig, RopeScaling, generate, load_hf, save_hf
-from pyruntime.llama.shards import gather_full
+from pyruntime.llama.tensor_shards import gather_full
 
 # Sizes that differ from each other, and a vocabulary that neither 2 nor 4 divides.
 _SMALL = {

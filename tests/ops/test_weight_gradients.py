@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import pyruntime
 from pyruntime import ops
 from pyruntime.comm import group_rank, group_size
-from pyruntime.overlap import Kind
+from pyruntime.overlap import EntryKind
 from tests.transports import TRANSPORTS, on_transport, take
 
 ROWS, FEATURES, INNER = 157, 330, 520
@@ -117,7 +117,7 @@ def bits(group, dtype: torch.dtype, tier: str) -> bool:
             net.forward(block).backward(net.dy)
         assert same(net.grads(), plain), f"rank {late} was late"
         entries += ledger.stretch.entries
-    return any(entry.kind is Kind.OP and entry.name in GRADIENTS for entry in entries)
+    return any(entry.kind is EntryKind.OP and entry.name in GRADIENTS for entry in entries)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -292,7 +292,7 @@ def waits(group) -> tuple[float, float]:
         y = net.forward(lambda x, up, down: net.block(late_by(x * 1, 0.3 * group_rank(group)), up, down))
         y.backward(net.dy)
     entries = ledger.stretch.entries
-    last_wait = max((e.end for e in entries if e.kind is Kind.WAIT), default=0.0)
+    last_wait = max((e.end for e in entries if e.kind is EntryKind.WAIT), default=0.0)
     filled = sum(e.seconds for e in entries if e.name in GRADIENTS and e.end < last_wait)
     account = ledger.account()
     parts = account.computing_s + account.copying_s + account.summing_s + account.rest_s + account.exposed_s
@@ -303,7 +303,7 @@ def waits(group) -> tuple[float, float]:
         (wait, op)
         for wait in entries
         for op in entries
-        if wait.kind is Kind.WAIT and op.name in GRADIENTS and wait.begin < op.begin < wait.end
+        if wait.kind is EntryKind.WAIT and op.name in GRADIENTS and wait.begin < op.begin < wait.end
     ]
     assert not overlapping
     return filled, waiting

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from pyruntime.overlap import Entry, Kind, account
+from pyruntime.overlap import Entry, EntryKind, account
 from pyruntime.overlap.account import NOTHING, table, total
 
 
-def entry(kind: Kind, begin: float, end: float, **facts) -> Entry:
+def entry(kind: EntryKind, begin: float, end: float, **facts) -> Entry:
     given = {"axis": "", "name": "op", "layer": "", "peer": -1, "thread": 0, "bytes": 0, "wanted": begin}
     return Entry(kind, begin=begin, end=end, **{**given, **facts})
 
@@ -32,8 +32,8 @@ def test_the_parts_of_a_step_are_what_it_was_made_of_and_add_up(seed):
     def nested() -> None:
         part = chance.choice(["tp", "dp", "copy", "sum"])
         begin, end = spend(part)
-        kind = {"copy": Kind.COPY, "sum": Kind.SUM}.get(part, Kind.WAIT)
-        entries.append(entry(kind, begin, end, axis=part if kind is Kind.WAIT else "tp"))
+        kind = {"copy": EntryKind.COPY, "sum": EntryKind.SUM}.get(part, EntryKind.WAIT)
+        entries.append(entry(kind, begin, end, axis=part if kind is EntryKind.WAIT else "tp"))
 
     for _ in range(200):
         spend("rest")
@@ -41,10 +41,10 @@ def test_the_parts_of_a_step_are_what_it_was_made_of_and_add_up(seed):
         for _ in range(chance.randrange(3)):
             nested()
             spend("compute")
-        entries.append(entry(Kind.OP, begin, now))
+        entries.append(entry(EntryKind.OP, begin, now))
         if chance.random() < 0.3:
             nested()  # outside any operator
-    entries.append(entry(Kind.WAIT, 100.0, 100.5, axis="tp", thread=1))  # of another thread
+    entries.append(entry(EntryKind.WAIT, 100.0, 100.5, axis="tp", thread=1))  # of another thread
     found = account(entries, 100.0, now, thread=0)
     assert found.computing_s == pytest.approx(expected["compute"])
     assert found.axes["tp"].exposed_s == pytest.approx(expected["tp"])
@@ -58,12 +58,12 @@ def test_the_parts_of_a_step_are_what_it_was_made_of_and_add_up(seed):
 
 def test_a_chunk_is_hidden_but_for_the_time_in_which_it_was_waited_for_and_behind_what_ran_then():
     entries = [
-        entry(Kind.OP, 0.0, 2.0, layer="layers.0.up", name="mm"),
-        entry(Kind.OP, 3.0, 9.0, layer="layers.1.up", name="mm"),
-        entry(Kind.WAIT, 3.0, 4.0, axis="tp", layer="layers.1.up", name="gather"),
-        entry(Kind.READ, 0.0, 4.0, wanted=3.0, axis="tp", layer="layers.1.up", name="gather", bytes=400),
-        entry(Kind.READ, 4.0, 4.0, wanted=4.0, axis="tp", layer="layers.1.up", name="gather", bytes=100),
-        entry(Kind.SENT, 0.5, 3.5, axis="tp", name="gather", bytes=70),
+        entry(EntryKind.OP, 0.0, 2.0, layer="layers.0.up", name="mm"),
+        entry(EntryKind.OP, 3.0, 9.0, layer="layers.1.up", name="mm"),
+        entry(EntryKind.WAIT, 3.0, 4.0, axis="tp", layer="layers.1.up", name="gather"),
+        entry(EntryKind.READ, 0.0, 4.0, wanted=3.0, axis="tp", layer="layers.1.up", name="gather", bytes=400),
+        entry(EntryKind.READ, 4.0, 4.0, wanted=4.0, axis="tp", layer="layers.1.up", name="gather", bytes=100),
+        entry(EntryKind.SENT, 0.5, 3.5, axis="tp", name="gather", bytes=70),
     ]
     found = account(entries, 0.0, 10.0, thread=0)
     (line,) = found.lines
@@ -81,12 +81,12 @@ def test_a_chunk_is_hidden_but_for_the_time_in_which_it_was_waited_for_and_behin
 def test_what_was_waited_for_another_chunk_hides_nothing():
     """Of three chunks that a gather without any GEMM reads the first is waited for, the others are there."""
     reads = [
-        entry(Kind.READ, 0.0, 4.0, wanted=wanted, axis="tp", name="all_gather", bytes=100)
+        entry(EntryKind.READ, 0.0, 4.0, wanted=wanted, axis="tp", name="all_gather", bytes=100)
         for wanted in (0.0, 4.0, 4.0)
     ]
     entries = [
-        entry(Kind.OP, 0.0, 4.0, name="all_gather"),
-        entry(Kind.WAIT, 0.0, 4.0, axis="tp", name="all_gather"),
+        entry(EntryKind.OP, 0.0, 4.0, name="all_gather"),
+        entry(EntryKind.WAIT, 0.0, 4.0, axis="tp", name="all_gather"),
         *reads,
     ]
     (line,) = account(entries, 0.0, 4.0, thread=0).lines
@@ -95,9 +95,9 @@ def test_what_was_waited_for_another_chunk_hides_nothing():
 
 def test_accounts_add_up_line_by_line():
     entries = [
-        entry(Kind.OP, 0.0, 1.0, layer="a"),
-        entry(Kind.READ, 0.0, 1.0, wanted=0.5, axis="dp", layer="a", bytes=10),
-        entry(Kind.WAIT, 0.5, 1.0, axis="dp", layer="a"),
+        entry(EntryKind.OP, 0.0, 1.0, layer="a"),
+        entry(EntryKind.READ, 0.0, 1.0, wanted=0.5, axis="dp", layer="a", bytes=10),
+        entry(EntryKind.WAIT, 0.5, 1.0, axis="dp", layer="a"),
     ]
     one = account(entries, 0.0, 2.0, thread=0, lost=1)
     both = total([one, one])
@@ -113,9 +113,11 @@ def test_accounts_add_up_line_by_line():
 
 def test_the_table_shows_axes_layers_and_that_entries_were_lost():
     entries = [
-        entry(Kind.OP, 0.0, 1.0, layer="a"),
-        entry(Kind.READ, 0.0, 1.0, wanted=0.5, axis="dp", layer="a.b", name="all_gather", bytes=2_000_000),
-        entry(Kind.WAIT, 0.5, 1.0, axis="dp", layer="a.b", name="all_gather"),
+        entry(EntryKind.OP, 0.0, 1.0, layer="a"),
+        entry(
+            EntryKind.READ, 0.0, 1.0, wanted=0.5, axis="dp", layer="a.b", name="all_gather", bytes=2_000_000
+        ),
+        entry(EntryKind.WAIT, 0.5, 1.0, axis="dp", layer="a.b", name="all_gather"),
     ]
     text = table(account(entries, 0.0, 2.0, thread=0, lost=3))
     (row,) = [line for line in text.splitlines() if "a.b: all_gather" in line]

@@ -9,7 +9,7 @@ import torch
 
 import pyruntime
 from pyruntime import comm
-from pyruntime.overlap import Account, Kind
+from pyruntime.overlap import Account, EntryKind
 from tests.train import jobs
 from tests.transports import take
 
@@ -51,10 +51,10 @@ def a_step(group, config, names) -> tuple[dict[str, list[float]], dict[str, list
     entries = ledger.stretch.entries
     entered = {
         name: [
-            sum(e.bytes for e in entries if e.axis == name and e.kind is Kind.READ),
-            sum(e.bytes for e in entries if e.axis == name and e.kind is Kind.SENT),
-            sum(e.seconds for e in entries if e.axis == name and e.kind is Kind.WAIT),
-            sum(e.seconds for e in entries if e.axis == name and e.kind in (Kind.COPY, Kind.SUM)),
+            sum(e.bytes for e in entries if e.axis == name and e.kind is EntryKind.READ),
+            sum(e.bytes for e in entries if e.axis == name and e.kind is EntryKind.SENT),
+            sum(e.seconds for e in entries if e.axis == name and e.kind is EntryKind.WAIT),
+            sum(e.seconds for e in entries if e.axis == name and e.kind in (EntryKind.COPY, EntryKind.SUM)),
         ]
         for name in names
     }

@@ -7,7 +7,7 @@ import random
 import pytest
 
 import pyruntime
-from pyruntime.overlap import Entry, Kind, account
+from pyruntime.overlap import Entry, EntryKind, account
 from pyruntime.overlap.departures import departures
 from pyruntime.overlap.files import RankLedger
 from pyruntime.overlap.trace import chrome_trace
@@ -23,7 +23,7 @@ def ledger_of(rank: int, coordinate: dict[str, int], entries: list[Entry], begin
 def chunk(axis: str, sender: int, left: float, arrived: float) -> Entry:
     times = {"begin": arrived - 0.5, "wanted": arrived, "end": arrived + 0.001}
     return Entry(
-        Kind.READ, axis, "op", "", sender, 0, 100, **times, sender=sender, left=left, arrived=arrived
+        EntryKind.READ, axis, "op", "", sender, 0, 100, **times, sender=sender, left=left, arrived=arrived
     )
 
 
@@ -55,7 +55,7 @@ def test_of_one_way_traffic_of_ranks_without_a_file_and_of_one_host_no_time_is_m
     one_way = chunk("tp", 1, 50.0, 50.1)
     of_nobody = chunk("tp", 7, 50.0, 50.1)
     other_axis = chunk("checkpoint", 1, 50.0, 50.1)
-    of_this_host = Entry(Kind.READ, "tp", "op", "", 1, 0, 100, 50.0, 50.1, 50.2)
+    of_this_host = Entry(EntryKind.READ, "tp", "op", "", 1, 0, 100, 50.0, 50.1, 50.2)
     reader = ledger_of(0, {"tp": 0}, [one_way, of_nobody, other_axis, of_this_host], 50.0)
     assert departures([reader, ledger_of(1, {"tp": 1}, [], 50.0)]) == [{}, {}]
 
@@ -101,19 +101,19 @@ def test_a_chunk_left_its_sender_before_it_arrived_and_arrived_before_it_was_rea
     """These ranks have one clock, so what is found must be where it was without any finding."""
     ledgers = ranks.run(on_transport, size, "process_group", reads)
     for ledger, left in zip(ledgers, departures(ledgers), strict=True):
-        read = {number: entry for number, entry in enumerate(ledger.entries) if entry.kind is Kind.READ}
+        read = {number: entry for number, entry in enumerate(ledger.entries) if entry.kind is EntryKind.READ}
         assert read.keys() == left.keys()
         for number, entry in read.items():
             assert entry.left < entry.arrived <= entry.end
             assert left[number].rank == entry.sender != ledger.rank
             assert left[number].at == pytest.approx(entry.left, abs=0.5)
             # The sender has entered that it left then: one clock, and one moment.
-            sent = {each.begin for each in ledgers[entry.sender].entries if each.kind is Kind.SENT}
+            sent = {each.begin for each in ledgers[entry.sender].entries if each.kind is EntryKind.SENT}
             assert entry.left in sent or entry.left < ledgers[entry.sender].begin
 
 
 def test_ranks_that_share_memory_read_what_nobody_sent(ranks):
     for ledger in ranks.run(on_transport, 2, "symmetric_memory", reads):
-        found = [entry for entry in ledger.entries if entry.kind is Kind.READ]
+        found = [entry for entry in ledger.entries if entry.kind is EntryKind.READ]
         assert found
         assert all((entry.sender, entry.left, entry.arrived) == (-1, 0.0, 0.0) for entry in found)

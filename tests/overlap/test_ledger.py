@@ -12,7 +12,7 @@ import pyruntime
 from pyruntime import comm
 from pyruntime.comm.core import _C
 from pyruntime.nn.cut import memory_of
-from pyruntime.overlap import Account, Kind, account
+from pyruntime.overlap import Account, EntryKind, account
 from tests.transports import TRANSPORTS, on_transport
 
 PLAN = {"up": "column", "down": "row"}
@@ -58,10 +58,10 @@ def sums(group) -> tuple[list[float], list[float], Account, float]:
     after = counted(group)
     found, entries = ledger.account(), ledger.stretch.entries
     seen = [
-        sum(entry.bytes for entry in entries if entry.kind is Kind.READ),
-        sum(entry.seconds for entry in entries if entry.kind is Kind.WAIT),
-        sum(entry.seconds for entry in entries if entry.kind in (Kind.COPY, Kind.SUM)),
-        sum(entry.bytes for entry in entries if entry.kind is Kind.SENT),
+        sum(entry.bytes for entry in entries if entry.kind is EntryKind.READ),
+        sum(entry.seconds for entry in entries if entry.kind is EntryKind.WAIT),
+        sum(entry.seconds for entry in entries if entry.kind in (EntryKind.COPY, EntryKind.SUM)),
+        sum(entry.bytes for entry in entries if entry.kind is EntryKind.SENT),
     ]
     return [b - a for a, b in zip(before, after, strict=True)], seen, found, seconds
 
@@ -139,11 +139,11 @@ def attention_sums(group, variant: str) -> tuple[list[float], list[float], Accou
     expected = [b - a for a, b in zip(before, counted(), strict=True)]
     entries = ledger.stretch.entries
     seen = [
-        sum(entry.bytes for entry in entries if entry.kind is Kind.READ),
-        sum(entry.seconds for entry in entries if entry.kind is Kind.WAIT),
-        sum(entry.seconds for entry in entries if entry.kind in (Kind.COPY, Kind.SUM)),
+        sum(entry.bytes for entry in entries if entry.kind is EntryKind.READ),
+        sum(entry.seconds for entry in entries if entry.kind is EntryKind.WAIT),
+        sum(entry.seconds for entry in entries if entry.kind in (EntryKind.COPY, EntryKind.SUM)),
     ]
-    assert {entry.axis for entry in entries if entry.kind is Kind.READ} == {"cp"}
+    assert {entry.axis for entry in entries if entry.kind is EntryKind.READ} == {"cp"}
     return expected, seen, ledger.account()
 
 
@@ -168,7 +168,7 @@ def layers_of(group) -> set[tuple[str, str]]:
     model = two_blocks(group)
     with pyruntime.ledger() as ledger:
         step(model)
-    return {(entry.layer, entry.name) for entry in ledger.stretch.entries if entry.kind is Kind.READ}
+    return {(entry.layer, entry.name) for entry in ledger.stretch.entries if entry.kind is EntryKind.READ}
 
 
 def test_what_is_read_is_entered_under_its_layer_forward_and_backward(ranks):
@@ -197,7 +197,7 @@ def test_a_late_rank_is_waited_for_in_the_layer_where_it_is_late(ranks):
     assert waiting.lines[0].exposed_s > 0.2
 
 
-def switched(group) -> tuple[list[Kind], int, int, str]:
+def switched(group) -> tuple[list[EntryKind], int, int, str]:
     model = two_blocks(group)
     step(model)
     with pyruntime.ledger() as empty:
@@ -210,7 +210,7 @@ def switched(group) -> tuple[list[Kind], int, int, str]:
         except RuntimeError as error:
             refused = str(error)
     # What was sent before may be acknowledged in it.
-    entered = [entry.kind for entry in empty.stretch.entries if entry.kind is not Kind.SENT]
+    entered = [entry.kind for entry in empty.stretch.entries if entry.kind is not EntryKind.SENT]
     return entered, len(small.stretch.entries), small.stretch.lost, refused
 
 

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import pyruntime
-from pyruntime.overlap import Entry, Kind, Ledger
+from pyruntime.overlap import Entry, EntryKind, Ledger
 
 
 class Block(nn.Module):
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 def operators(ledger: Ledger) -> list[Entry]:
-    return [entry for entry in ledger.stretch.entries if entry.kind is Kind.OP]
+    return [entry for entry in ledger.stretch.entries if entry.kind is EntryKind.OP]
 
 
 def test_every_operator_has_its_layer_forward_and_backward():

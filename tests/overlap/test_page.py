@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 
-from pyruntime.overlap import Entry, Kind, account
+from pyruntime.overlap import Entry, EntryKind, account
 from pyruntime.overlap.files import RankLedger, read
-from pyruntime.overlap.page import Plan, page
+from pyruntime.overlap.page import Prediction, page
 from pyruntime.overlap.trace import chrome_trace
 
 METRICS = [{"step": n, "loss": 5.0 / n, "step_time_s": 0.01, "exposed_comm_s": 0.001} for n in (1, 2, 3)]
@@ -20,10 +20,10 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 def rank_ledger(rank: int, lost: int = 0) -> RankLedger:
     entries = (
-        Entry(Kind.OP, "", "aten::mm", "layers.0.</script>", -1, 7, 0, 50.0, 50.0, 50.006),
-        Entry(Kind.WAIT, "tp", "all_gather_matmul", "layers.0.up", 1, 7, 0, 50.006, 50.006, 50.007),
-        Entry(Kind.READ, "tp", "all_gather_matmul", "layers.0.up", 1, 7, 4096, 50.001, 50.006, 50.007),
-        Entry(Kind.SENT, "tp", "all_gather_matmul", "layers.0.up", 1, 3, 4096, 50.001, 50.001, 50.004),
+        Entry(EntryKind.OP, "", "aten::mm", "layers.0.</script>", -1, 7, 0, 50.0, 50.0, 50.006),
+        Entry(EntryKind.WAIT, "tp", "all_gather_matmul", "layers.0.up", 1, 7, 0, 50.006, 50.006, 50.007),
+        Entry(EntryKind.READ, "tp", "all_gather_matmul", "layers.0.up", 1, 7, 4096, 50.001, 50.006, 50.007),
+        Entry(EntryKind.SENT, "tp", "all_gather_matmul", "layers.0.up", 1, 3, 4096, 50.001, 50.001, 50.004),
     )
     found = account(entries, 50.0, 50.01, 7, lost)
     place = {"pp": 0, "dp": rank, "cp": 0, "tp": 0}
@@ -68,7 +68,7 @@ def test_the_page_says_when_a_chunk_left_by_the_clock_of_its_reader():
         begin, of_sender = (90.0, 50.0) if rank else (50.0, 90.0)  # hosts with clocks of their own
         came = {"sender": 1 - rank, "left": of_sender + 0.002, "arrived": begin + 0.003}
         times = {"begin": begin + 0.001, "wanted": begin + 0.004, "end": begin + 0.005}
-        entries = (Entry(Kind.READ, "tp", "all_gather", "", 1 - rank, 7, 4096, **times, **came),)
+        entries = (Entry(EntryKind.READ, "tp", "all_gather", "", 1 - rank, 7, 4096, **times, **came),)
         found = account(entries, begin, begin + 0.01, 7)
         return RankLedger(rank, {"tp": rank}, 1, found, 6, begin, begin + 0.01, 7, entries)
 
@@ -100,7 +100,7 @@ def test_the_timeline_for_other_tools_has_a_row_for_computing_and_one_for_each_a
 def test_a_browser_draws_the_page(tmp_path):
     """The tables are made by the page's own program: rows in the final document say that it ran through."""
     ledgers = [rank_ledger(0), rank_ledger(1, lost=2)]
-    plan = Plan("", {"weights": 2e6, "logits": 1e6, "heap": 0.0}, 4e6)
+    plan = Prediction("", {"weights": 2e6, "logits": 1e6, "heap": 0.0}, 4e6)
     (tmp_path / "report.html").write_text(page("main-1", "3 steps", METRICS, ledgers, plan))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     shown = subprocess.run(

@@ -17,7 +17,7 @@ import pyruntime
 from pyruntime.cli import report
 from pyruntime.cli.plan_facts import find_model, settings
 from pyruntime.llama.presets import PRESETS
-from pyruntime.overlap import Kind
+from pyruntime.overlap import EntryKind
 from pyruntime.overlap.files import read
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.mesh import Job, Mesh
@@ -69,7 +69,7 @@ def test_every_axis_of_the_mesh_is_in_it_and_a_step_s_seconds_add_up(ranks, tmp_
         parts = (account.computing_s, account.copying_s, account.summing_s, account.rest_s)
         assert all(part >= 0 for part in parts)
         assert sum(parts) + account.exposed_s == pytest.approx(account.seconds, rel=1e-6)
-        assert any(entry.kind is Kind.OP and entry.layer for entry in ledger.entries)
+        assert any(entry.kind is EntryKind.OP and entry.layer for entry in ledger.entries)
     if "pp" in axes:
         assert sum(ledger.account.axes["pp"].bytes_read for ledger in ledgers) > 0
     told = sum(line["exposed_comm_s"] for line in steps[1:])
@@ -100,10 +100,10 @@ def test_what_saving_wrote_and_waited_for_has_an_account_of_its_own(ranks, tmp_p
         assert all(part >= 0 for part in parts)
         assert sum(parts) == pytest.approx(saved.seconds, rel=1e-6)
         saving = [entry for entry in ledger.entries if entry.axis == "checkpoint"]  # of step 4
-        assert {Kind.WAIT, Kind.COPY, Kind.SENT} == {entry.kind for entry in saving}
-        assert all(entry.begin >= ledger.end for entry in saving if entry.kind is not Kind.SENT)
+        assert {EntryKind.WAIT, EntryKind.COPY, EntryKind.SENT} == {entry.kind for entry in saving}
+        assert all(entry.begin >= ledger.end for entry in saving if entry.kind is not EntryKind.SENT)
         assert (
-            len([entry for entry in saving if entry.kind is Kind.SENT]) == 2
+            len([entry for entry in saving if entry.kind is EntryKind.SENT]) == 2
         )  # and that of step 2, beside 3
     assert sent == sum(written)
 

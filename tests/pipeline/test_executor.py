@@ -15,7 +15,7 @@ from torch import nn
 from pyruntime import comm
 from pyruntime.comm import CommError
 from pyruntime.llama import Llama
-from pyruntime.llama.model import Part
+from pyruntime.llama.model import ModelPart
 from pyruntime.llama.presets import preset
 from pyruntime.llama.stage import LlamaStage
 from pyruntime.pipeline.executor import Pipeline
@@ -289,7 +289,7 @@ def test_a_stage_that_stops_ends_all_at_the_deadline(ranks):
 def split_backward(group):
     """What a backward pass of a Llama's layers leaves for later."""
     config = preset("debug", vocab_size=64, num_hidden_layers=3)
-    model = Llama(config, None if group.size() == 1 else group, part=Part((1,), False, False))
+    model = Llama(config, None if group.size() == 1 else group, part=ModelPart((1,), False, False))
     stage = LlamaStage(model, [1], 2, [8])
     weights = WeightGradients([stage])
     rows = len(torch.arange(16).tensor_split(group.size())[group.rank()])
@@ -331,7 +331,7 @@ def sliced(group, kind, micro_batches):
     take(group, "symmetric_memory")
     schedule = make_schedule(kind, group.size(), micro_batches, slices=len(SEQS))
     run = split_layers([1.0] * DEEP, group.size())[group.rank()]
-    model = llama(Part(tuple(run), 0 in run, DEEP - 1 in run))
+    model = llama(ModelPart(tuple(run), 0 in run, DEEP - 1 in run))
     stage = LlamaStage(model, run, 2, SEQS)
     shapes = [(2 * seq, model.config.hidden_size) for seq in SEQS]
     pipeline = Pipeline(schedule, {group.rank(): stage}, group, shapes=shapes, dtype=torch.float32)

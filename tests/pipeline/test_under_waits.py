@@ -12,7 +12,7 @@ from torch import Tensor
 import pyruntime
 from pyruntime.comm import group_rank
 from pyruntime.llama import Llama
-from pyruntime.llama.model import Part
+from pyruntime.llama.model import ModelPart
 from pyruntime.llama.presets import preset
 from pyruntime.llama.stage import LlamaStage
 from pyruntime.nn.weight_sinks import AddedToGrad
@@ -34,7 +34,7 @@ class AtOnce(AddedToGrad):
 def passes(group, taker: AddedToGrad, split: bool, late: int | None) -> tuple[list[Tensor], float]:
     """Gradients of a stage after some micro-batches, and the seconds of products before they were wanted."""
     config = preset("debug", vocab_size=64, num_hidden_layers=3, hidden_size=320, intermediate_size=880)
-    model = Llama(config, group, part=Part((1,), False, False))
+    model = Llama(config, group, part=ModelPart((1,), False, False))
     stage = LlamaStage(model, [1], 1, [ROWS])
     weights = WeightGradients([stage], taker)
     generator = torch.Generator().manual_seed(3)
@@ -97,7 +97,7 @@ def dropped(group) -> None:
     take(group, "process_group")
     taker = AddedToGrad()
     config = preset("debug", vocab_size=64, num_hidden_layers=3)
-    stage = LlamaStage(Llama(config, group, part=Part((1,), False, False)), [1], 1, [ROWS])
+    stage = LlamaStage(Llama(config, group, part=ModelPart((1,), False, False)), [1], 1, [ROWS])
     weights = WeightGradients([stage], taker)
     x = torch.randn(ROWS, config.hidden_size, generator=torch.Generator().manual_seed(3))
     found = []

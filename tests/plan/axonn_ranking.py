@@ -12,7 +12,7 @@ from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.communication import all_reduce, link
 from pyruntime.plan.mesh import Mesh, divisors
 from pyruntime.plan.models import ModelShape
-from pyruntime.plan.overlap import Linear
+from pyruntime.plan.overlap import LinearShape
 
 GIB = 2**30
 
@@ -21,7 +21,7 @@ def without_latency(cluster: Cluster) -> Cluster:
     return replace(cluster, latency_inside=0.0, latency_between=0.0)
 
 
-def linears(model: ModelShape, *, released: bool) -> tuple[Linear, ...]:
+def linears(model: ModelShape, *, released: bool) -> tuple[LinearShape, ...]:
     """Those of one layer. released: as AxoNN's script counts the last one, whose ratio of 4 it takes for the
     output's width, where it is the input's; a defect that changes the ranking."""
     *others, down = overlap.linears(model)

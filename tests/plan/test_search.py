@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import pyruntime.plan
+from pyruntime.plan.findings import document, nothing_fits, table
 from pyruntime.plan.mesh import Mesh, check_job, sequences
-from pyruntime.plan.report import document, nothing_fits, table
-from pyruntime.plan.search import Choice, Result, each_shape, gpu_hours, meshes, pareto, search
+from pyruntime.plan.search import Result, SearchSpace, each_shape, gpu_hours, meshes, pareto, search
 from tests.plan.jobs import job
 
 
@@ -43,7 +43,7 @@ def test_a_thousand_gpus_are_searched_in_seconds_and_little_memory():
 
 def test_meshes_are_legal_and_each_is_there_once():
     wanted = job("llama3-8b", "dgx-h100", 48, 96, 8192)
-    every = list(meshes(wanted, Choice()))
+    every = list(meshes(wanted, SearchSpace()))
     assert len(every) == len(set(every)) > 500
     for mesh in every:
         assert mesh.ranks == 48
@@ -60,7 +60,7 @@ def test_meshes_are_legal_and_each_is_there_once():
 
 
 def test_what_was_not_asked_for_is_not_searched():
-    none = Choice(axonn=False, co2=False, hybrid=False, recompute=False, kinds=("1f1b",))
+    none = SearchSpace(axonn=False, co2=False, hybrid=False, recompute=False, kinds=("1f1b",))
     for mesh in meshes(job("llama3-8b", "dgx-h100", 16, 64, 8192), none):
         assert not mesh.is_axonn and not mesh.tau and mesh.replicate == 1 and mesh.recompute == "none"
         assert mesh.kind == "1f1b"
@@ -98,10 +98,10 @@ def test_each_size_is_shown_once(found):
 
 
 def test_the_simpler_of_two_equals_comes_first():
-    alone = search(job("llama3-8b", "dgx-h200", 1, 8, 2048), Choice(recompute=False), risky=True)
+    alone = search(job("llama3-8b", "dgx-h200", 1, 8, 2048), SearchSpace(recompute=False), risky=True)
     assert alone.candidates == ()  # 18 bytes for each of 8 B parameters are 145 GB
     assert alone.nearest is not None and "needs" in nothing_fits(alone)
-    two = search(job("llama3-1b", "dgx-h200", 8, 64, 2048), Choice(hybrid=False))
+    two = search(job("llama3-1b", "dgx-h200", 8, 64, 2048), SearchSpace(hybrid=False))
     first = two.candidates[0].mesh
     assert (first.tau, first.replicate, first.recompute) == (0, 1, "none")
 
@@ -147,7 +147,7 @@ def test_tokens_that_are_no_whole_sequences_are_refused_with_the_nearest():
 
 def test_no_legal_mesh_is_said_so():
     assert "There is no legal mesh of 64 GPUs for 3 sequences" in nothing_fits(
-        search(job("debug", "dgx-h100", 64, 3, 127), Choice(axonn=False, co2=False))
+        search(job("debug", "dgx-h100", 64, 3, 127), SearchSpace(axonn=False, co2=False))
     )
 
 

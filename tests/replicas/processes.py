@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pyruntime.replicas import Method, exchange, transfer
+from pyruntime.replicas import Method, member_sums, transfer
 from pyruntime.replicas.coordinator import Coordinator
 from pyruntime.replicas.donated import OuterState
 from pyruntime.replicas.member import Member
@@ -143,13 +143,13 @@ def die_at(moment: str, number: int, die: Callable[[], None]) -> None:
 
         Member._tell = told
     elif moment == "sums":
-        move = exchange._Flow._move
+        move = member_sums._Flow._move
 
         def moved(self, *arguments):
             move(self, *arguments)
             count()
 
-        exchange._Flow._move = moved
+        member_sums._Flow._move = moved
     elif moment == "gives":
         whole = transfer.bytes_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyruntime.replicas.coordinator import OUTAGE, Phase, State
+from pyruntime.replicas.coordinator import OUTAGE, Phase, ReplicaState
 from tests.replicas.simulation import DEADLINE_S, World
 
 
@@ -169,9 +169,9 @@ def test_one_that_comes_does_not_have_to_be_faster_than_the_sums():
     name = one.start()
     while one.coordinator.replicas.get(name) is None or not one.coordinator.replicas[name].ready:
         one.move()
-    while one.coordinator.replicas[name].state is State.READY:
+    while one.coordinator.replicas[name].state is ReplicaState.READY:
         assert one.move(but=("take", name)), "it is never let in"
-    assert one.coordinator.replicas[name].state is State.ENTERING
+    assert one.coordinator.replicas[name].state is ReplicaState.ENTERING
     one.run()
     one.check()
     assert one.of(name)[0].is_member

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from pyruntime.replicas.exchange import Interrupted, PeerFailed, sum_over
+from pyruntime.replicas.member_sums import Interrupted, PeerFailed, sum_over
 
 
 def connections(count: int) -> list[dict[int, socket.socket]]:

@@ -14,10 +14,10 @@ import torch
 
 from pyruntime.replicas import OuterOptimizer, local_sgd
 from pyruntime.replicas import member as members
+from pyruntime.replicas.connection import ALIVE_S
 from pyruntime.replicas.coordinator import Phase
 from pyruntime.replicas.donated import OuterState
 from pyruntime.replicas.member import Member
-from pyruntime.replicas.messages import ALIVE_S
 from tests.replicas.simulation import DEADLINE_S, World
 
 

@@ -26,7 +26,7 @@ from pyruntime.train.data import corpus
 from pyruntime.train.data.tokenizer import open_tokenizer
 from pyruntime.train.loop import Trainer
 from pyruntime.train.metrics import StepMetrics
-from pyruntime.train.model import make_model
+from pyruntime.train.model_of_run import make_model
 from pyruntime.train.resolved import ResolvedRun, resolve, settled
 from pyruntime.train.shape import llama_config
 from pyruntime.train.signals import StopRequest

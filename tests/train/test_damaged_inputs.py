@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from pyruntime.train import checkpoint_folder, config_file, manifest, metrics, report, validate
-from pyruntime.train.checkpoint_folder import Facts
+from pyruntime.train import checkpoint_folder, config_file, manifest, metrics, scorecard, validate
+from pyruntime.train.checkpoint_folder import CheckpointFacts
 from pyruntime.train.config import Data, RunConfig
 from pyruntime.train.data import tokenizing
 from pyruntime.train.data.documents import survey
@@ -126,16 +126,16 @@ def test_changed_values_of_metrics(folder, lines):
 def test_metrics_that_are_read_are_drawn(folder):
     path = folder / metrics.FILE_NAME
     path.write_text('{"step": 1, "loss": NaN}\n{"step": 2147483647, "loss": 1e30, "val_loss": -Infinity}\n')
-    report.plot_loss(metrics.read(path), folder / "loss.png")
+    scorecard.plot_loss(metrics.read(path), folder / "loss.png")
 
 
-WANTED = Facts(step=0, dtype="fp32", model={"hidden_size": 64})
+WANTED = CheckpointFacts(step=0, dtype="fp32", model={"hidden_size": 64})
 
 
 @pytest.fixture(scope="module")
 def checkpoint(folder):
     """What a checkpoint says of itself, and its manifest."""
-    facts = json.loads(checkpoint_folder.to_json(Facts(3, "fp32", {"hidden_size": 64})))
+    facts = json.loads(checkpoint_folder.to_json(CheckpointFacts(3, "fp32", {"hidden_size": 64})))
     path = folder / "step-000003"
     path.mkdir()
     (path / checkpoint_folder.FACTS_FILE).write_text(json.dumps(facts))
@@ -143,7 +143,7 @@ def checkpoint(folder):
     return path, facts, json.loads((path / manifest.MANIFEST).read_text())
 
 
-def read_checkpoint(path: Path) -> Facts | None:
+def read_checkpoint(path: Path) -> CheckpointFacts | None:
     try:
         return checkpoint_folder.read_matching(path, WANTED)
     except ConfigError as error:
@@ -160,7 +160,9 @@ def test_changed_bytes_of_a_checkpoints_facts_or_manifest(checkpoint, data):
     (path / name).write_bytes(data.draw(contents(whole)))
     try:
         found = read_checkpoint(path)
-        assert found is None or found == Facts(3, "fp32", {"hidden_size": 64}, norms=[], deal=[], layers=[])
+        assert found is None or found == CheckpointFacts(
+            3, "fp32", {"hidden_size": 64}, norms=[], deal=[], layers=[]
+        )
     finally:
         (path / name).write_bytes(whole)
 

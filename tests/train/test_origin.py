@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from pyruntime.cli import main
 from pyruntime.train import run_folder
 from pyruntime.train.config import Model
-from pyruntime.train.model import words_of_dtype
+from pyruntime.train.model_of_run import words_of_dtype
 from pyruntime.train.run import run
 from pyruntime.train.signals import StopRequest
 from tests.train import jobs

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pyruntime.data_parallel import gradients, shard
-from pyruntime.data_parallel.weights import GatherPerUse
+from pyruntime.data_parallel.weight_gathers import GatherPerUse
 from pyruntime.train import assembly, checkpoint_folder
 from pyruntime.train.errors import ConfigError
-from pyruntime.train.model import slices_of
+from pyruntime.train.model_of_run import slices_of
 from tests.train import jobs
 from tests.transports import take
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from pyruntime.train.metrics import StepMetrics
-from pyruntime.train.report import format_scorecard, plot_loss, scorecard, tier_lines, write_scorecard
+from pyruntime.train.scorecard import format_scorecard, plot_loss, scorecard, tier_lines, write_scorecard
 
 
 def history(steps=20, **more):

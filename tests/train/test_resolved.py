@@ -13,7 +13,7 @@ from pyruntime.train.config import (
     MeshSizes,
     Optimizer,
     Parallel,
-    Pipeline,
+    PipelineParallel,
     RunConfig,
     Train,
 )
@@ -58,7 +58,9 @@ def test_what_stands_for_something_else_is_written_out():
 
 def test_the_stages_of_a_pipeline_their_ranks_and_their_layers():
     run = run_of(
-        2, parallel=Parallel(pp=2), pipeline=Pipeline(kind="interleaved", virtual=2, layers=(2, 1, 2, 1))
+        2,
+        parallel=Parallel(pp=2),
+        pipeline=PipelineParallel(kind="interleaved", virtual=2, layers=(2, 1, 2, 1)),
     )
     assert run.placement == (0, 1, 0, 1) and run.schedule.placement == run.placement
     assert run.layers == (range(2), range(2, 3), range(3, 5), range(5, 6))
@@ -70,9 +72,9 @@ def test_the_stages_of_a_pipeline_their_ranks_and_their_layers():
 
 
 def test_slices_are_of_a_context_parallel_rank():
-    run = run_of(4, parallel=Parallel(pp=2, cp=2), pipeline=Pipeline(kind="seq1f1b", slices=3))
+    run = run_of(4, parallel=Parallel(pp=2, cp=2), pipeline=PipelineParallel(kind="seq1f1b", slices=3))
     assert run.slices == (6, 5, 5) and run.schedule.slices == 3
-    of_tokens = Pipeline(kind="terapipe", slices=2, slice_tokens=(20, 12))
+    of_tokens = PipelineParallel(kind="terapipe", slices=2, slice_tokens=(20, 12))
     assert run_of(4, parallel=Parallel(pp=2, cp=2), pipeline=of_tokens).slices == (10, 6)
 
 
@@ -98,9 +100,12 @@ def test_what_it_says_of_itself_is_json():
 @pytest.mark.parametrize(
     ("pipeline", "sentence"),
     [
-        (Pipeline(kind="interleaved", virtual=4), "parallel.pp: 6 layers cannot be cut into 8 stages"),
-        (Pipeline(slices=2), r"\[pipeline\]: 1f1b does not cut sequences"),
-        (Pipeline(layers=(5, 2)), r"pipeline.layers=\[5, 2\] must be 2 numbers"),
+        (
+            PipelineParallel(kind="interleaved", virtual=4),
+            "parallel.pp: 6 layers cannot be cut into 8 stages",
+        ),
+        (PipelineParallel(slices=2), r"\[pipeline\]: 1f1b does not cut sequences"),
+        (PipelineParallel(layers=(5, 2)), r"pipeline.layers=\[5, 2\] must be 2 numbers"),
     ],
 )
 def test_a_pipeline_that_there_is_not_is_refused(pipeline, sentence):

@@ -280,7 +280,9 @@ def saved(folder: Path, step: int) -> Path:
     path = folder / checkpoint_folder.FOLDER / checkpoint_folder.name_of(step)
     path.mkdir(parents=True)
     facts = path / checkpoint_folder.FACTS_FILE
-    facts.write_text(checkpoint_folder.to_json(checkpoint_folder.Facts(step, "fp32", {"hidden_size": 8})))
+    facts.write_text(
+        checkpoint_folder.to_json(checkpoint_folder.CheckpointFacts(step, "fp32", {"hidden_size": 8}))
+    )
     manifest.write(path, {facts.name: manifest.checksum(facts)})
     return path
 

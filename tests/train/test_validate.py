@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from pyruntime.train import validate
-from pyruntime.train.config import Context, Data, Optimizer, Parallel, Pipeline, RunConfig, Train
+from pyruntime.train.config import (
+    ContextParallel,
+    Data,
+    Optimizer,
+    Parallel,
+    PipelineParallel,
+    RunConfig,
+    Train,
+)
 from pyruntime.train.errors import ConfigError
 
 
@@ -147,7 +155,7 @@ def test_an_impossible_value_is_refused_in_one_sentence(key, value, sentence):
     ],
 )
 def test_slices_are_refused_beside_what_they_do_not_go_with(parallel, pipeline, world, named):
-    config = RunConfig(train=Train(micro_batch_size=2), pipeline=Pipeline(**pipeline))
+    config = RunConfig(train=Train(micro_batch_size=2), pipeline=PipelineParallel(**pipeline))
     with pytest.raises(ConfigError) as refused:
         validate.check(dataclasses.replace(config, parallel=Parallel(**parallel)), world)
     assert named in str(refused.value)
@@ -177,8 +185,8 @@ def test_slices_are_refused_beside_what_they_do_not_go_with(parallel, pipeline, 
 )
 def test_slices_of_a_pipeline_are_refused_where_context_ranks_cannot_share_them(pipeline, layout, named):
     config = RunConfig(
-        pipeline=Pipeline(kind="seq1f1b", **pipeline),
-        context=Context(layout=layout),
+        pipeline=PipelineParallel(kind="seq1f1b", **pipeline),
+        context=ContextParallel(layout=layout),
         parallel=Parallel(cp=2, pp=2),
     )
     with pytest.raises(ConfigError) as refused:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from pyruntime.train import validate
-from pyruntime.train.config import Context, DataParallel, Parallel, Pipeline, RunConfig, Train
+from pyruntime.train.config import ContextParallel, DataParallel, Parallel, PipelineParallel, RunConfig, Train
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.watching.heading import first_lines
 from tests.train import jobs
@@ -68,17 +68,20 @@ def test_it_learns_as_without_and_the_log_says_so(ranks, tmp_path, section):
             {"data_parallel": DataParallel(weight_wire="fp8"), "parallel": Parallel(zero=3)},
             "data_parallel.weight_wire=fp8 is of weights that several ranks gather",
         ),
-        ({"pipeline": Pipeline(wire="bf16")}, "pipeline.wire=bf16 without a pipeline; set parallel.pp."),
-        ({"context": Context(wire="fp8")}, "context.wire=fp8 without context-parallel ranks"),
         (
-            {"context": Context(wire="fp8", variant="all_gather_kv"), "parallel": Parallel(cp=2)},
+            {"pipeline": PipelineParallel(wire="bf16")},
+            "pipeline.wire=bf16 without a pipeline; set parallel.pp.",
+        ),
+        ({"context": ContextParallel(wire="fp8")}, "context.wire=fp8 without context-parallel ranks"),
+        (
+            {"context": ContextParallel(wire="fp8", variant="all_gather_kv"), "parallel": Parallel(cp=2)},
             "context.wire=fp8 is of the ring, and context.variant=all_gather_kv",
         ),
         (
             {"parallel": Parallel(dp=2, tp_wire="fp8")},
             "parallel.tp_wire=fp8 is of rows that several tensor-parallel ranks gather, and there is one",
         ),
-        ({"context": Context(wire="fp4")}, "context.wire must be one of same, bf16, fp8, found fp4."),
+        ({"context": ContextParallel(wire="fp4")}, "context.wire must be one of same, bf16, fp8, found fp4."),
     ],
 )
 @pytest.mark.second_tier("changes6-context.wire must be one of same, bf16, fp8, found fp4.")

@@ -10,7 +10,7 @@ from pyruntime.cli import tune
 from pyruntime.tuning import cache
 from pyruntime.tuning.apply import find, use
 from pyruntime.tuning.cache import Choice, Key, Place
-from pyruntime.tuning.linears import Linear
+from pyruntime.tuning.linears import RankLinear
 from pyruntime.tuning.measure import Problem, measure
 from tests.ops.test_primitives import all_reduce_case, column_case, row_case
 from tests.transports import take
@@ -257,7 +257,7 @@ def test_a_tuned_number_that_cannot_be_had_here_is_left_alone(ranks):
 
 def measured(group, transport):
     take(group, transport)
-    linear = Linear("down", "matmul_reduce_scatter", 50, 12, 16)
+    linear = RankLinear("down", "matmul_reduce_scatter", 50, 12, 16)
     problem = Problem(linear, group, torch.float32, torch.device("cpu"), group)
     return [measure(problem, when, 3, 60.0) for when in ("forward", "backward")]
 
@@ -285,7 +285,7 @@ def round_trip(group, path):
     sends."""
     take(group, "process_group")
     shape = (96, 5, 4, torch.float32)
-    linear = Linear("qkv", "all_gather_matmul", *shape[:3])
+    linear = RankLinear("qkv", "all_gather_matmul", *shape[:3])
     problem = Problem(linear, group, torch.float32, torch.device("cpu"), group)
     found = measure(problem, "forward", 3, 60.0)
     way = next(name for name in found.tiers if ":" in name)

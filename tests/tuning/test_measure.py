@@ -7,7 +7,7 @@ import torch
 
 from pyruntime.llama.presets import preset
 from pyruntime.tuning.cache import Key
-from pyruntime.tuning.linears import Linear, linears_of
+from pyruntime.tuning.linears import RankLinear, linears_of
 from pyruntime.tuning.measure import Measured, Problem, accepted_tiers, choose, measure
 
 PASSES = ("forward", "backward")
@@ -39,7 +39,7 @@ def test_the_fastest_is_chosen_and_unfused_only_where_it_wins_clearly(seconds, t
 
 
 def test_figures_are_those_of_the_field():
-    linear = Linear("qkv", "all_gather_matmul", 8, 4, 2)
+    linear = RankLinear("qkv", "all_gather_matmul", 8, 4, 2)
     tiers = {"unfused": 5.0, "chunked": 3.6}
     found = Measured(linear, "forward", (), tiers, {}, gemm=3.0, collective=2.0, rounds=3)
     assert found.best == "chunked"
@@ -57,11 +57,11 @@ def test_the_linears_are_those_of_the_model(ranks):
     hidden, ffn = SHAPE.hidden_size, SHAPE.intermediate_size
     gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
     assert first == [
-        Linear("qkv", gather, 50, heads * SHAPE.head_dim // 2, hidden),
-        Linear("o_proj", scatter, 50, hidden, hidden // 2),
-        Linear("gate+up", gather, 50, ffn, hidden),
-        Linear("down", scatter, 50, hidden, ffn // 2),
-        Linear("head", gather, 50, 130, hidden),
+        RankLinear("qkv", gather, 50, heads * SHAPE.head_dim // 2, hidden),
+        RankLinear("o_proj", scatter, 50, hidden, hidden // 2),
+        RankLinear("gate+up", gather, 50, ffn, hidden),
+        RankLinear("down", scatter, 50, hidden, ffn // 2),
+        RankLinear("head", gather, 50, 130, hidden),
     ]
     assert second == [*first[:4], dataclasses.replace(first[4], n=129)]
 
@@ -92,7 +92,11 @@ def test_all_ranks_measure_the_same(ranks, rows):
 
 def few_rounds(group):
     problem = Problem(
-        Linear("down", "matmul_reduce_scatter", 64, 32, 16), group, torch.float32, torch.device("cpu"), group
+        RankLinear("down", "matmul_reduce_scatter", 64, 32, 16),
+        group,
+        torch.float32,
+        torch.device("cpu"),
+        group,
     )
     return measure(problem, "forward", 50, 1e-9).rounds
 
@@ -105,7 +109,7 @@ def timed_results(group, op):
     """Relative errors of what is timed: both passes in every tier, and the product alone."""
     size, rank, rows, n, k = group.size(), group.rank(), 37, 24, 16
     torch.manual_seed(rank)
-    problem = Problem(Linear("any", op, rows, n, k), group, torch.float64, torch.device("cpu"), group)
+    problem = Problem(RankLinear("any", op, rows, n, k), group, torch.float64, torch.device("cpu"), group)
     parts = [torch.zeros(()) for _ in range(size)]
     torch.distributed.all_gather_object(parts, (problem.x, problem.weight, problem.dy), group=group)
     xs, weights, dys = zip(*parts, strict=True)
@@ -138,7 +142,7 @@ def test_what_is_timed_is_the_linear(ranks, op, world_size):
 
 def refused_by_one(group):
     problem = Problem(
-        Linear("down", "matmul_reduce_scatter", 8, 4, 4), group, torch.float32, torch.device("cpu"), group
+        RankLinear("down", "matmul_reduce_scatter", 8, 4, 4), group, torch.float32, torch.device("cpu"), group
     )
     honest = problem.tier
 

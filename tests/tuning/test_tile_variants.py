@@ -8,11 +8,11 @@ import torch
 
 from pyruntime.cuda.library import CudaLibraryError
 from pyruntime.tuning import tile_variants
-from pyruntime.tuning.linears import Linear
+from pyruntime.tuning.linears import RankLinear
 from pyruntime.tuning.measure import Problem
 from pyruntime.tuning.tile_variants import BUILT_IN, TimedVariants, time_variants
 
-LINEAR = Linear("qkv", "all_gather_matmul", 20, 16, 24)
+LINEAR = RankLinear("qkv", "all_gather_matmul", 20, 16, 24)
 
 
 class Slow:

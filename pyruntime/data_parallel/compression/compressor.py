@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pyruntime import ops
 from pyruntime.comm.channel import Channels
 from pyruntime.data_parallel import reduction
-from pyruntime.data_parallel.axes import Axes, Axis
+from pyruntime.data_parallel.axes import Axes, FlightAxis
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.compression import power_sgd
 from pyruntime.data_parallel.compression.allocation import allocate
@@ -243,7 +243,7 @@ def _packing_of(
     return Packing(bucket.name, elements, is_cut, one.units, numbers, codec, residual, marks, **random)
 
 
-def _only_axis(axes: Axes) -> Axis:
+def _only_axis(axes: Axes) -> FlightAxis:
     if axes.shard.size > 1 and axes.replicate.size > 1:
         raise ValueError(
             f"Gradients are compressed over one axis, and here are {axes.replicate.size} replicas of "

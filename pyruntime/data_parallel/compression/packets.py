@@ -22,7 +22,7 @@ from torch import Tensor
 from pyruntime.comm.channel import Channels
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel.axes import Axis, Flight
+from pyruntime.data_parallel.axes import Flight, FlightAxis
 from pyruntime.data_parallel.compression.codecs import Codec
 from pyruntime.data_parallel.compression.units import ROW, Unit, places_of
 from pyruntime.ops.layers import add_, random_rounding
@@ -97,7 +97,7 @@ class PackedSum:
     def __init__(
         self,
         packing: Packing,
-        axis: Axis,
+        axis: FlightAxis,
         channels: Channels,
         values: Tensor,
         tail: Tensor,
@@ -168,7 +168,7 @@ class PackedSum:
 class _Sums:
     """Under way: every rank's sums of its stretches, to all."""
 
-    def __init__(self, packing: Packing, axis: Axis, sums: Tensor, tails: Tensor, on_sums: OnSums):
+    def __init__(self, packing: Packing, axis: FlightAxis, sums: Tensor, tails: Tensor, on_sums: OnSums):
         self._packing, self._axis, self._sums, self._tails = packing, axis, sums, tails
         self._on_sums = on_sums
         rows = [places_of(packing.sizes(rank, with_tail=False))[1] for rank in range(axis.size)]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
-from pyruntime.data_parallel.axes import Axis
+from pyruntime.data_parallel.axes import FlightAxis
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.data_parallel.compression.settings import Compression
 from pyruntime.data_parallel.compression.units import Unit
@@ -111,7 +111,7 @@ class LowRank:
 class _Summed:
     """fp32 numbers that are summed over all ranks, on their way."""
 
-    def __init__(self, axis: Axis, numbers: Tensor, doing: str, name: str):
+    def __init__(self, axis: FlightAxis, numbers: Tensor, doing: str, name: str):
         lines = max(1, -(-len(numbers) // WIDTH))
         self._count, self._name = len(numbers), name
         padded = torch.zeros(lines, WIDTH)
@@ -163,7 +163,9 @@ class LowRankSum(_Flight):
     """A bucket under way over one axis: the first sum, of M Q. gradient [lines, width]: this rank's, with its
     marks."""
 
-    def __init__(self, low: LowRank, axis: Axis, gradient: Tensor, dtype: torch.dtype, on_reduced: Reduced):
+    def __init__(
+        self, low: LowRank, axis: FlightAxis, gradient: Tensor, dtype: torch.dtype, on_reduced: Reduced
+    ):
         self._low, self._axis, self._dtype, self._on_reduced = low, axis, dtype, on_reduced
         bucket = low.bucket
         numbers = []
@@ -206,7 +208,7 @@ class _Right(_Flight):
     def __init__(
         self,
         low: LowRank,
-        axis: Axis,
+        axis: FlightAxis,
         left: Sequence[Tensor],
         got: Tensor,
         dtype: torch.dtype,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pyruntime.train.data.corpus import Corpus, Tokens, ValidationSet
-from pyruntime.train.data.order import Order, Sample, generator
+from pyruntime.train.data.order import SampleOrder, SampleWindow, generator
 from pyruntime.train.errors import ConfigError
 
 PHASES = 2**33
@@ -70,7 +70,9 @@ class Batches:
     ):
         self._sources = [source.train for source in corpus.sources]
         self._folders = [source.text.folder for source in corpus.sources]
-        self._order = Order(tuple(windows(each, seq_len) for each in self._sources), seed, corpus.weights)
+        self._order = SampleOrder(
+            tuple(windows(each, seq_len) for each in self._sources), seed, corpus.weights
+        )
         self._seed, self._seq_len, self._vocab_size, self._masks = seed, seq_len, vocab_size, masks
         self._size, self._share, self._mine = batch_size, share, batch_size // shares
         self._ahead: dict[int, Future[Batch]] = {}
@@ -99,7 +101,7 @@ class Batches:
         samples = self._order.samples(first + self._share * self._mine, self._mine)
         return _batch([self._window(sample) for sample in samples], self._seq_len, self._masks, self._check)
 
-    def _window(self, sample: Sample) -> tuple[Tokens, int]:
+    def _window(self, sample: SampleWindow) -> tuple[Tokens, int]:
         """Where its tokens begin. In every epoch all windows begin a little later, or not, so that they are
         not cut in the same places."""
         tokens, length = self._sources[sample.source], self._seq_len

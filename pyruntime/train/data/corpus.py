@@ -26,7 +26,7 @@ from pyruntime.train import agreement
 from pyruntime.train.config import Data, RunConfig
 from pyruntime.train.data import token_cache, tokenizing
 from pyruntime.train.data.documents import survey
-from pyruntime.train.data.shards import DamagedShard, Shard, mark_of
+from pyruntime.train.data.token_shards import DamagedShard, TokenShard, mark_of
 from pyruntime.train.data.tokenizer import Tokenizer
 from pyruntime.train.errors import ConfigError
 from pyruntime.train.ranks import on_every_rank, on_rank_0
@@ -53,13 +53,13 @@ class Tokenized:
 
     wanted: Wanted
     folder: Path
-    facts: tokenizing.Facts
+    facts: tokenizing.CorpusFacts
 
 
 class Tokens:
     """Tokens `begin` to `end` of some shards, which are one after the other."""
 
-    def __init__(self, shards: Sequence[Shard], begin: int, end: int):
+    def __init__(self, shards: Sequence[TokenShard], begin: int, end: int):
         self._shards = [shard for shard in shards if len(shard.tokens)]
         self._offsets = np.cumsum([0, *(len(shard.tokens) for shard in self._shards)])
         self._documents = np.cumsum([0, *(shard.index.shape[1] for shard in self._shards)])
@@ -92,7 +92,7 @@ class Tokens:
             found.append(before + first + within)
         return np.concatenate(found)
 
-    def _parts(self, begin: int, end: int) -> list[tuple[Shard, int, int, int]]:
+    def _parts(self, begin: int, end: int) -> list[tuple[TokenShard, int, int, int]]:
         """Shards in which these tokens are, the documents of those before, and from where to where."""
         begin, end = begin + self._begin, end + self._begin
         first = int(np.searchsorted(self._offsets, begin, side="right")) - 1
@@ -128,7 +128,7 @@ def bytes_before(index: np.ndarray, token: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class TextSource:
     """Text to learn from."""
 
     name: str
@@ -152,7 +152,7 @@ class ValidationSet:
 class Corpus:
     """What a run learns from and is validated on."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[TextSource, ...]
     weights: tuple[float, ...]
     """Shares of the sources in what is learned from; empty: as many as their tokens."""
     sets: tuple[ValidationSet, ...]
@@ -262,7 +262,7 @@ def _built(each: Wanted, data: Data, tokenizer: Tokenizer, say: Callable[[str], 
     return Tokenized(each, folder, facts)
 
 
-def _facts(folder: Path) -> tokenizing.Facts:
+def _facts(folder: Path) -> tokenizing.CorpusFacts:
     try:
         return tokenizing.read_facts(folder)
     except ConfigError as error:
@@ -293,7 +293,7 @@ def open_corpus(data: Data, texts: Sequence[Tokenized], tokenizer: Tokenizer, se
                 f"but the text of {total} tokens leaves {held_out} for validation and {split} for training; "
                 "give more text or a shorter train.seq_len."
             )
-        sources.append(Source(name, Tokens(shards, 0, split), text))
+        sources.append(TextSource(name, Tokens(shards, 0, split), text))
         if held_out:
             sets.append(ValidationSet(name, Tokens(shards, split, total)))
     return Corpus(tuple(sources), data.weights, tuple(sets))
@@ -307,12 +307,12 @@ def _check_length(what: str, tokens: int, seq_len: int) -> None:
         )
 
 
-def _shards(text: Tokenized, tokenizer: Tokenizer, verify: bool) -> list[Shard]:
+def _shards(text: Tokenized, tokenizer: Tokenizer, verify: bool) -> list[TokenShard]:
     found = []
     for number, tokens in enumerate(text.facts.shards):
         path = text.folder / tokenizing.shard_name(number)
         try:
-            shard = Shard.open(path)
+            shard = TokenShard.open(path)
             if verify:
                 shard.check()
             if shard.mark != mark_of(tokenizer.fingerprint) or len(shard.tokens) != tokens:

@@ -37,7 +37,7 @@ LEAST_UNIT, MOST_UNITS = 2**22, 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class SourceFile:
     """A file with text in it, as it was when it was read first."""
 
     path: Path
@@ -63,7 +63,7 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class FileSpan:
     """A part of a file: the lines or the text from one byte to another, or groups of rows of a table."""
 
     source: int
@@ -74,7 +74,7 @@ class Span:
     """Bytes of the file, of a table about so many."""
 
 
-Unit = tuple[Span, ...]
+Unit = tuple[FileSpan, ...]
 """What one process tokenizes at a time."""
 
 
@@ -156,7 +156,7 @@ def _tables_of_dataset(state: Path) -> list[str]:
     return names
 
 
-def survey(paths: Sequence[str], pattern: str) -> tuple[list[Source], int]:
+def survey(paths: Sequence[str], pattern: str) -> tuple[list[SourceFile], int]:
     """The files with text, and how many of folders were left out because they hold a zero byte, which text
     does not. Reads all of them, as many at a time as there are cores. Raises ConfigError where nothing is
     left or a file cannot be read."""
@@ -175,7 +175,7 @@ def survey(paths: Sequence[str], pattern: str) -> tuple[list[Source], int]:
     return sources, sum(left_out)
 
 
-def _look(path: Path) -> tuple[Source, bool]:
+def _look(path: Path) -> tuple[SourceFile, bool]:
     """The file, and whether it holds a zero byte."""
     content, has_zero, size = hashlib.blake2b(digest_size=16), False, 0
     with reading(path), open(path, "rb", buffering=0) as file:
@@ -184,7 +184,7 @@ def _look(path: Path) -> tuple[Source, bool]:
             content.update(block)
             has_zero = has_zero or b"\0" in block
             size += len(block)
-    return Source(path, content.digest(), size, modified_ns), has_zero
+    return SourceFile(path, content.digest(), size, modified_ns), has_zero
 
 
 @contextlib.contextmanager
@@ -197,11 +197,11 @@ def reading(path: Path) -> Iterator[None]:
         raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror or first}.") from error
 
 
-def units(sources: Sequence[Source]) -> list[Unit]:
+def units(sources: Sequence[SourceFile]) -> list[Unit]:
     """All of it, in parts of about as many bytes, which are the same every time."""
     size = max(LEAST_UNIT, sum(source.size for source in sources) // MOST_UNITS)
     found: list[Unit] = []
-    unit: list[Span] = []
+    unit: list[FileSpan] = []
     filled = 0
     for number, source in enumerate(sources):
         for span in _spans(number, source, size):
@@ -213,20 +213,20 @@ def units(sources: Sequence[Source]) -> list[Unit]:
     return [*found, tuple(unit)]
 
 
-def _spans(number: int, source: Source, size: int) -> Iterator[Span]:
+def _spans(number: int, source: SourceFile, size: int) -> Iterator[FileSpan]:
     """A file in parts of at most `size` bytes."""
     if source.is_table:
         with reading(source.path):
             groups = tables.groups(source.path)
         for group in range(groups):
-            yield Span(number, group, group + 1, source.size // groups)
+            yield FileSpan(number, group, group + 1, source.size // groups)
         return
     for begin in range(0, source.size, size):
         end = min(begin + size, source.size)
-        yield Span(number, begin, end, end - begin)
+        yield FileSpan(number, begin, end, end - begin)
 
 
-def documents(sources: Sequence[Source], unit: Unit, field: str) -> Iterator[Document]:
+def documents(sources: Sequence[SourceFile], unit: Unit, field: str) -> Iterator[Document]:
     """Those of a unit, of a long file the part. field: of a line's object, or the column of a table. Raises
     ConfigError where one has no text."""
     for span in unit:
@@ -240,7 +240,7 @@ def documents(sources: Sequence[Source], unit: Unit, field: str) -> Iterator[Doc
                 yield _part(source, span)
 
 
-def _part(source: Source, span: Span) -> Document:
+def _part(source: SourceFile, span: FileSpan) -> Document:
     """Of a file that is one document."""
 
     def pieces() -> Iterator[bytes]:
@@ -263,7 +263,7 @@ def _part_begin(file: BinaryIO | io.FileIO, offset: int) -> int:
     return offset + 1 - len(text) + _end_of_piece(text)
 
 
-def _lines(path: Path, span: Span, field: str) -> Iterator[Document]:
+def _lines(path: Path, span: FileSpan, field: str) -> Iterator[Document]:
     """The lines that begin in a span."""
     with open(path, "rb", buffering=BLOCK_BYTES) as file:
         offset = span.begin
@@ -293,7 +293,7 @@ def _line_number(path: Path, offset: int) -> int:
     return lines
 
 
-def _rows(path: Path, span: Span, field: str) -> Iterator[Document]:
+def _rows(path: Path, span: FileSpan, field: str) -> Iterator[Document]:
     for row, value in tables.rows(path, range(span.begin, span.end), field):
         if value is None:
             continue
@@ -308,7 +308,7 @@ def _whole(text: bytes, source: int, place: int) -> Document:
     return Document(digest, source, place, True, True, cut(io.BytesIO(text), len(text)))
 
 
-def check_unchanged(sources: Sequence[Source]) -> None:
+def check_unchanged(sources: Sequence[SourceFile]) -> None:
     """Raises ConfigError where a file is another one by now than when it was read first."""
     for source in sources:
         with reading(source.path):

@@ -24,7 +24,7 @@ MASK = 2**64 - 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class SampleWindow:
     """One window of one source."""
 
     source: int
@@ -34,7 +34,7 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """windows: of each source, at least 1. weights: their shares of the samples, any positive numbers; empty:
     as many as their windows."""
 
@@ -42,28 +42,28 @@ class Order:
     seed: int
     weights: tuple[float, ...] = ()
 
-    def samples(self, first: int, count: int) -> list[Sample]:
+    def samples(self, first: int, count: int) -> list[SampleWindow]:
         """Samples first .. first + count - 1 of the run."""
         find = self._weighted if self.weights else self._unweighted
         return [find(number) for number in range(first, first + count)]
 
-    def _unweighted(self, number: int) -> Sample:
+    def _unweighted(self, number: int) -> SampleWindow:
         epoch, index = divmod(number, sum(self.windows))
         window = shuffled(index, sum(self.windows), self.seed, epoch)
         source = 0
         while window >= self.windows[source]:
             window -= self.windows[source]
             source += 1
-        return Sample(source, epoch, window)
+        return SampleWindow(source, epoch, window)
 
-    def _weighted(self, number: int) -> Sample:
+    def _weighted(self, number: int) -> SampleWindow:
         block, place = divmod(number, BLOCK)
         shares = quotas(self.weights)
         sources, ranks = _of_block(shares, self.seed, block)
         source = int(sources[place])
         epoch, index = divmod(block * shares[source] + int(ranks[place]), self.windows[source])
         window = shuffled(index, self.windows[source], self.seed, epoch, stream=1 + source)
-        return Sample(source, epoch, window)
+        return SampleWindow(source, epoch, window)
 
 
 @lru_cache(maxsize=16)

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from pyruntime.train import disk
-from pyruntime.train.data.documents import Document, Source, Unit, check_unchanged, documents, units
-from pyruntime.train.data.shards import PARTIAL, DamagedShard, Shard, ShardWriter, dtype_of
+from pyruntime.train.data.documents import Document, SourceFile, Unit, check_unchanged, documents, units
+from pyruntime.train.data.token_shards import PARTIAL, DamagedShard, ShardWriter, TokenShard, dtype_of
 from pyruntime.train.data.tokenizer import CONFIG_NAME, FACTS_FILE, FILE_NAME, Tokenizer
 from pyruntime.train.data.workers import Workers
 from pyruntime.train.disk import LOCK
@@ -55,7 +55,7 @@ BLOCK_TOKENS = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class CorpusFacts:
     """What corpus.json says of a folder of tokens."""
 
     name: str
@@ -79,7 +79,7 @@ def shard_name(number: int) -> str:
     return f"tokens-{number:05d}.bin"
 
 
-def name_of(sources: Iterable[Source], tokenizer: Tokenizer, field: str) -> str:
+def name_of(sources: Iterable[SourceFile], tokenizer: Tokenizer, field: str) -> str:
     """The same for the same text, wherever it lies, and the same tokenizer; 32 hexadecimal digits."""
     content = hashlib.blake2b(bytes([FORMAT]) + tokenizer.fingerprint, digest_size=16)
     sources = list(sources)
@@ -111,7 +111,7 @@ class Done:
 class Work:
     """What the processes share; each calls it with the tasks it is given."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[SourceFile, ...]
     units: tuple[Unit, ...]
     field: str
     tokenizer: Tokenizer
@@ -161,7 +161,7 @@ class Work:
         low, high = (-(-(each * 2**63) // task.shards) for each in (task.number, task.number + 1))
         parts = []
         for run in range(len(self.units)):
-            index = Shard.open(self.run(run)).index
+            index = TokenShard.open(self.run(run)).index
             begin = np.searchsorted(index[0], np.int64(low))
             end = index.shape[1] if high == 2**63 else np.searchsorted(index[0], np.int64(high))
             parts.append(np.vstack([np.full((1, end - begin), run), index[:, begin:end]]))
@@ -174,7 +174,7 @@ class Work:
                 if run not in opened:
                     if len(opened) >= OPEN_RUNS:
                         opened.clear()
-                    opened[run] = Shard.open(self.run(run)).tokens
+                    opened[run] = TokenShard.open(self.run(run)).tokens
                 behind = int(first[row] + tokens[row])
                 for at in range(int(first[row]), behind, BLOCK_TOKENS):
                     out.write(opened[run][at : min(behind, at + BLOCK_TOKENS)])
@@ -222,14 +222,14 @@ Report = Callable[[int, int], None]
 
 def write(
     folder: Path,
-    sources: Sequence[Source],
+    sources: Sequence[SourceFile],
     skipped: int,
     tokenizer: Tokenizer,
     field: str,
     *,
     workers: int = 0,
     report: Report = lambda size, tokens: None,
-) -> Facts:
+) -> CorpusFacts:
     """Makes `folder` the tokens of all `sources`, going on where an interrupted call has ended.
 
     field: of objects and tables, the key of the text. workers: processes; 0: as many as there are cores, and
@@ -277,7 +277,7 @@ def write(
     return facts
 
 
-def _digest_of_plan(name: str, sources: Sequence[Source], plan: Sequence[Unit]) -> str:
+def _digest_of_plan(name: str, sources: Sequence[SourceFile], plan: Sequence[Unit]) -> str:
     """Of all that decides what is in each run."""
     order = b"".join(source.digest for source in sources)
     return hashlib.blake2b(f"{name} {plan}".encode() + order, digest_size=16).hexdigest()
@@ -334,7 +334,7 @@ def _finish(
     tokens, left = 0, []
     for task, path in zip(tasks, paths, strict=True):
         try:
-            found = Shard.open(path)
+            found = TokenShard.open(path)
             found.check()
         except DamagedShard:
             left.append(task)
@@ -347,9 +347,9 @@ def _finish(
     return tokens
 
 
-def _facts(name: str, work: Work, shards: int, tokenizer: Tokenizer, skipped: int) -> Facts:
-    found = [Shard.open(work.shard(number)) for number in range(shards)]
-    return Facts(
+def _facts(name: str, work: Work, shards: int, tokenizer: Tokenizer, skipped: int) -> CorpusFacts:
+    found = [TokenShard.open(work.shard(number)) for number in range(shards)]
+    return CorpusFacts(
         name,
         tokenizer.fingerprint.hex(),
         tokenizer.vocab_size,
@@ -362,10 +362,10 @@ def _facts(name: str, work: Work, shards: int, tokenizer: Tokenizer, skipped: in
     )
 
 
-def read_facts(folder: Path) -> Facts:
+def read_facts(folder: Path) -> CorpusFacts:
     """What a folder of tokens says of itself. Raises ConfigError where that is damaged."""
     try:
-        facts = Facts(**json.loads((folder / FACTS_FILE).read_text(encoding="utf-8")))
+        facts = CorpusFacts(**json.loads((folder / FACTS_FILE).read_text(encoding="utf-8")))
         numbers = [facts.vocab_size, facts.tokens, facts.documents, facts.bytes, facts.files, facts.skipped]
         whole = isinstance(facts.name, str) and isinstance(facts.fingerprint, str)
         whole = whole and all(type(each) is int and each >= 0 for each in [*numbers, *facts.shards])

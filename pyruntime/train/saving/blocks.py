@@ -21,7 +21,7 @@ from pyruntime.train.saving.staging import Piece
 
 
 @dataclass(frozen=True)
-class Block:
+class HeldBlock:
     """A block that some rank holds, as ranks tell each other. Offsets and sizes in elements."""
 
     name: str
@@ -50,7 +50,7 @@ def settle(items: Sequence[WriteItem], group: dist.ProcessGroup, doing: str) -> 
         exchange.tell(told)
         places, refusal = exchange.hear(0, tuple[list[int], str], to_this_rank=True)
     else:
-        everyone = [told, *(exchange.hear(rank, list[Block]) for rank in range(1, group.size()))]
+        everyone = [told, *(exchange.hear(rank, list[HeldBlock]) for rank in range(1, group.size()))]
         try:
             (places, *others), refusal = assign(everyone), ""
         except ValueError as error:
@@ -63,7 +63,7 @@ def settle(items: Sequence[WriteItem], group: dist.ProcessGroup, doing: str) -> 
     return [items[place] for place in places]
 
 
-def assign(by_rank: Sequence[Sequence[Block]]) -> list[list[int]]:
+def assign(by_rank: Sequence[Sequence[HeldBlock]]) -> list[list[int]]:
     """By rank, the places in its list of what it writes: a block that several hold goes to the one that has
     the fewest bytes until then, the lower rank first.
 
@@ -84,7 +84,7 @@ def assign(by_rank: Sequence[Sequence[Block]]) -> list[list[int]]:
     return [sorted(places) for places in chosen]
 
 
-def _check_whole(by_rank: Sequence[Sequence[Block]], holders: dict) -> None:
+def _check_whole(by_rank: Sequence[Sequence[HeldBlock]], holders: dict) -> None:
     found: dict[str, tuple[tuple[int, ...], int]] = {}
     for candidates in holders.values():
         blocks = {by_rank[rank][place] for rank, place in candidates}
@@ -98,11 +98,11 @@ def _check_whole(by_rank: Sequence[Sequence[Block]], holders: dict) -> None:
             raise ValueError(f"the ranks hold {held_elements} of {math.prod(whole)} elements of {name}")
 
 
-def block_of(item: WriteItem) -> Block:
+def block_of(item: WriteItem) -> HeldBlock:
     data = item.tensor_data
     assert data is not None  # tensors alone are saved
     piece = piece_of(item)
-    return Block(piece.name, piece.offsets, piece.shape, tuple(data.size), piece.nbytes)
+    return HeldBlock(piece.name, piece.offsets, piece.shape, tuple(data.size), piece.nbytes)
 
 
 def piece_of(item: WriteItem) -> Piece:

@@ -14,13 +14,13 @@ from pyruntime.data_parallel import shard
 from pyruntime.llama import Llama, LlamaConfig, RopeScaling, load_hf, origin, save_hf
 from pyruntime.llama.hf import read_config, saved_dtype
 from pyruntime.train import checkpoint, checkpoint_folder, config_file, manifest
-from pyruntime.train.checkpoint_folder import Facts
+from pyruntime.train.checkpoint_folder import CheckpointFacts
 from pyruntime.train.config import Checkpoint, Dtype, Model, RunConfig, Train
 from pyruntime.train.data import tokenizing
 from pyruntime.train.data.tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, open_tokenizer
 from pyruntime.train.disk import cannot_write, cause_of
 from pyruntime.train.errors import ConfigError, TrainingError, refusing
-from pyruntime.train.model import DTYPES
+from pyruntime.train.model_of_run import DTYPES
 from pyruntime.train.ranks import on_rank_0
 from pyruntime.train.saving.saver import Saver
 from pyruntime.train.shape import padded_vocabulary
@@ -28,7 +28,7 @@ from pyruntime.train.shape import padded_vocabulary
 
 def to_hf(
     folder: Path, target: Path, runtime: Runtime, dtype: Dtype | None = None, max_file_bytes: int = 5 * 10**9
-) -> Facts:
+) -> CheckpointFacts:
     """Writes the weights of the checkpoint `folder` as a folder that transformers reads, and the run's
     tokenizer, where its config.toml names one. Every rank calls it. Returns what the checkpoint says of
     itself.
@@ -69,7 +69,7 @@ def to_hf(
     return facts
 
 
-def from_hf(source: Path, target: Path, runtime: Runtime, dtype: Dtype | None = None) -> Facts:
+def from_hf(source: Path, target: Path, runtime: Runtime, dtype: Dtype | None = None) -> CheckpointFacts:
     """Writes target/checkpoints/step-000000, from which a run is resumed at any mesh with the weights of the
     Hugging Face Llama `source`, and target/config.toml, by which `train --checkpoint.resume target` does.
     Every rank calls it.
@@ -83,7 +83,7 @@ def from_hf(source: Path, target: Path, runtime: Runtime, dtype: Dtype | None = 
         model = load_hf(source, runtime.tp, dtype=DTYPES[dtype], tier="chunked")
     sharded = shard(model, None, stage=0)
     sharded.adamw()
-    facts = Facts(0, dtype, dataclasses.asdict(model.config))
+    facts = CheckpointFacts(0, dtype, dataclasses.asdict(model.config))
     config = RunConfig(model=Model(init_from=str(source.resolve())), train=Train(dtype=dtype))
 
     def write_config() -> None:
@@ -99,7 +99,7 @@ def from_hf(source: Path, target: Path, runtime: Runtime, dtype: Dtype | None = 
     return facts
 
 
-def shape_of(folder: Path, facts: Facts) -> LlamaConfig:
+def shape_of(folder: Path, facts: CheckpointFacts) -> LlamaConfig:
     """Of the model in the checkpoint. Raises DamagedError where its words are no model."""
     try:
         scaling = facts.model.get("rope_scaling")

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from pyruntime.comm import CommError, post_failure
 from pyruntime.comm.exchange import Exchange
 from pyruntime.data_parallel import Sharded
-from pyruntime.overlap import Kind
+from pyruntime.overlap import EntryKind
 from pyruntime.overlap.record import entered
 from pyruntime.replicas.sharded_outer import ShardedOuter
 from pyruntime.train import manifest
@@ -36,7 +36,7 @@ from pyruntime.train.checkpoint_folder import (
     FACTS_FILE,
     FOLDER,
     PARTIAL,
-    Facts,
+    CheckpointFacts,
     left_over,
     name_of,
     newest,
@@ -85,7 +85,7 @@ class Saver:
         with contextlib.suppress(Exception):  # it is another error that ends the run
             self.finish()
 
-    def begin(self, facts: Facts) -> None:
+    def begin(self, facts: CheckpointFacts) -> None:
         """Copies the checkpoint of `facts.step` and begins to write it; those past it, which are of a branch
         of the run that was left, and those that are not to be kept, are removed when it is there. Every rank
         calls it. What was being written before is waited for.
@@ -131,7 +131,7 @@ class Saver:
             return
         begin = time.monotonic()
         write.wait()
-        entered(Kind.WAIT, "checkpoint", "write", begin)
+        entered(EntryKind.WAIT, "checkpoint", "write", begin)
         self._newest, self._took = write.final, write.took
 
     def _staged(self, final: Path, doing: str) -> Staging:
@@ -148,7 +148,7 @@ class Saver:
         begin = time.monotonic()
         self._planner.set_up_planner(state)
         self._staging.copy({item.index.fqn: self._planner.resolve_data(item) for item in self._items})
-        entered(Kind.COPY, "checkpoint", "copy", begin)
+        entered(EntryKind.COPY, "checkpoint", "copy", begin)
         return self._staging
 
     def _settle(self, state: dict, final: Path, doing: str) -> None:
@@ -177,7 +177,7 @@ class Write:
     def __init__(
         self,
         run_dir: Path,
-        facts: Facts,
+        facts: CheckpointFacts,
         keep: Checkpoint,
         staging: Staging,
         group: dist.ProcessGroup,
@@ -232,7 +232,7 @@ class Write:
                 raise TrainingError(refusal)
         if self._sent is not None:  # by this thread, which knows whose account it is
             began, ended, size = self._sent
-            entered(Kind.SENT, "checkpoint", "save", began, size, end=ended)
+            entered(EntryKind.SENT, "checkpoint", "save", began, size, end=ended)
         if self._failure is not None:
             raise self._failure
         if self._refusal:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from pyruntime.overlap import Kind
+from pyruntime.overlap import EntryKind
 from pyruntime.overlap.record import entered
 from pyruntime.train.saving.staging import BLOCKS, DTYPES, OFFSETS, SUFFIX
 
@@ -77,8 +77,8 @@ class Reader:
         """Copies what `plan` asks for to where `planner` says, on this rank."""
         begin = time.monotonic()
         size = sum(self._read(*each, planner) for each in self._by_file(plan))
-        entered(Kind.READ, "checkpoint", "load", begin, size)
-        entered(Kind.COPY, "checkpoint", "load", begin)  # by this thread
+        entered(EntryKind.READ, "checkpoint", "load", begin, size)
+        entered(EntryKind.COPY, "checkpoint", "load", begin)  # by this thread
 
     def _by_file(self, plan: LoadPlan) -> Iterable[tuple[str, list[ReadItem]]]:
         found: dict[str, list[ReadItem]] = {}

@@ -31,7 +31,7 @@ WORSE = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class HostLink:
     """One that a rank sends over to another host, in one class of traffic."""
 
     to: int
@@ -54,7 +54,7 @@ class Window:
     """The rank of the job that it waited for most; -1: none."""
     waited_s: float = 0.0
     """For that one, since the last window."""
-    links: Mapping[str, Sequence[Link]] = dataclasses.field(default_factory=dict)
+    links: Mapping[str, Sequence[HostLink]] = dataclasses.field(default_factory=dict)
     """By class of traffic: the slowest and the fastest, which are all that a ring has."""
 
 

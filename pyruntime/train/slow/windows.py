@@ -19,7 +19,7 @@ import torch
 from pyruntime import comm, ops
 from pyruntime.comm import Peer, Runtime
 from pyruntime.comm.exchange import gather
-from pyruntime.train.slow.judge import WINDOWS, Finding, Judge, Link, Window
+from pyruntime.train.slow.judge import WINDOWS, Finding, HostLink, Judge, Window
 
 AXES = ("tp", "cp", "pp", "dp")
 """Classes of traffic whose links are looked at."""
@@ -124,7 +124,7 @@ class SlowReport:
                 for (name, rank), each in since.items()
                 if name == axis and each.bytes_sent >= LEAST_BYTES
             )
-            links[axis] = [Link(rank, seconds) for seconds, rank in dict.fromkeys(rates[:1] + rates[-1:])]
+            links[axis] = [HostLink(rank, seconds) for seconds, rank in dict.fromkeys(rates[:1] + rates[-1:])]
         return Window(middle, error, median(rest), most, waits.get(most, 0.0), links)
 
     def _roles(self) -> list[list[int]]:
@@ -153,14 +153,14 @@ def _less(now: Peer, before: Peer) -> Peer:
 def _numbers(window: Window) -> list[float]:
     """`window` as ranks tell it each other."""
     own = [window.layer_s, window.error_s, window.rest_s, window.waited_for, window.waited_s]
-    none = [Link(-1, 0.0)] * OF_AXIS
+    none = [HostLink(-1, 0.0)] * OF_AXIS
     links = [link for axis in AXES for link in [*window.links[axis], *none][:OF_AXIS]]
     return own + [number for link in links for number in (link.to, link.seconds_per_byte)]
 
 
 def _window(numbers: Sequence[float]) -> Window:
     layer_s, error_s, rest_s, waited_for, waited_s, *of_links = numbers
-    told = [Link(int(to), seconds) for to, seconds in zip(of_links[::2], of_links[1::2], strict=True)]
+    told = [HostLink(int(to), seconds) for to, seconds in zip(of_links[::2], of_links[1::2], strict=True)]
     links = {
         axis: [link for link in told[OF_AXIS * at : OF_AXIS * (at + 1)] if link.to >= 0]
         for at, axis in enumerate(AXES)

@@ -118,7 +118,7 @@ def check(config: RunConfig, world_size: int) -> None:
     """Raises ConfigError, one sentence that names the key, for the first thing in `config` that cannot work.
 
     `world_size` is the number of ranks that were started. The model's sizes are checked where it is made, in
-    `pyruntime.train.model`.
+    `pyruntime.train.model_of_run`.
     """
     _check_values(config)
     config = with_pieces(config)

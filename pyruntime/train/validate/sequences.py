@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pyruntime.train.config import Grid, Pipeline, RunConfig, mesh_of
+from pyruntime.train.config import Grid, PipelineParallel, RunConfig, mesh_of
 from pyruntime.train.errors import require
 
 
@@ -45,7 +45,7 @@ def check_pipeline(config: RunConfig) -> None:
     for name in ("costs", "virtual", "slices", "layers", "wire"):
         value = getattr(pipeline, name)
         shown = list(value) if name == "layers" else value
-        without = pp > 1 or value == getattr(Pipeline, name)
+        without = pp > 1 or value == getattr(PipelineParallel, name)
         require(without, f"pipeline.{name}={shown} without a pipeline; set parallel.pp.")
     tokens_of_rank = config.train.seq_len // config.parallel.cp
     require(

@@ -18,8 +18,8 @@ from pyruntime.train.metrics import StepMetrics
 from pyruntime.train.progress import Progress
 from pyruntime.train.ranks import told_to_all
 from pyruntime.train.signals import Stopped, why_cut_off
-from pyruntime.train.watching.profile import StepProfile
 from pyruntime.train.watching.sinks import Sink
+from pyruntime.train.watching.step_profile import StepProfile
 from pyruntime.train.watching.watch import Watch
 
 

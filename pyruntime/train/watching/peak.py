@@ -20,7 +20,7 @@ from pyruntime.ops.primitives import linear
 from pyruntime.train.config import RunConfig
 from pyruntime.train.device import Device
 from pyruntime.train.figures import exchange
-from pyruntime.train.model import DTYPES
+from pyruntime.train.model_of_run import DTYPES
 from pyruntime.tuning.timing import start_together
 
 SIDE = 512

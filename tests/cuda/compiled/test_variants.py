@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyruntime.cuda import variants
+from pyruntime.cuda import nvrtc_tiles
 from pyruntime.cuda.library import CudaLibraryError, why_not
-from pyruntime.cuda.variants import CANDIDATES, SMALL, Tiles, Variant, argument
+from pyruntime.cuda.nvrtc_tiles import CANDIDATES, SMALL, Tiles, Variant, argument
 from tests.cuda import cases
 from tests.cuda.compiled.nvrtc import Compiled, NvrtcError, compile_cubin, find_nvrtc
 from tests.cuda.compiled.test_build import needs_nvcc
@@ -23,15 +23,17 @@ from tools import build_cuda
 LAYOUTS = ("NT", "NN")
 ROOT = build_cuda.ROOT
 EMULATED = ROOT / "tests/cuda/emulated"
-INCLUDES = [f"-I{variants.include_folder()}", f"-I{EMULATED}"]
+INCLUDES = [f"-I{nvrtc_tiles.include_folder()}", f"-I{EMULATED}"]
 FLAGS = ["-std=c++17", "-fno-strict-aliasing", "-w", *INCLUDES]
 
 
 def compile_variant(tiles: Tiles, layout: str, dtype: torch.dtype, architecture: str) -> Compiled:
     """A variant for an architecture such as "sm_90a", without a GPU: what cupy asks of NVRTC where there is
     one."""
-    flags = [*variants.options(), f"--gpu-architecture={architecture}", "--ptxas-options=-v"]
-    return compile_cubin(variants.source(tiles, layout, dtype), flags, [variants.kernel_name(layout, dtype)])
+    flags = [*nvrtc_tiles.options(), f"--gpu-architecture={architecture}", "--ptxas-options=-v"]
+    return compile_cubin(
+        nvrtc_tiles.source(tiles, layout, dtype), flags, [nvrtc_tiles.kernel_name(layout, dtype)]
+    )
 
 
 def needs_nvrtc(test):
@@ -53,7 +55,7 @@ def test_the_sources_agree_with_what_python_believes(tmp_path):
     for number, (layout, tiles) in enumerate(
         (layout, tiles) for layout in LAYOUTS for tiles in CANDIDATES.values()
     ):
-        lines = variants.source(tiles, layout, torch.bfloat16).splitlines()
+        lines = nvrtc_tiles.source(tiles, layout, torch.bfloat16).splitlines()
         include, body = lines[0], "\n".join(lines[1:])
         everything += f"{include}\nnamespace variant{number} {{\n{body}\n}}\n"
     ran = compiles(everything, tmp_path)
@@ -65,8 +67,8 @@ def test_the_sources_agree_with_what_python_believes(tmp_path):
 def test_a_variant_that_python_misjudges_does_not_compile(tmp_path, monkeypatch, what):
     right = getattr(SMALL, what)
     monkeypatch.setattr(Tiles, what, property(lambda tiles: 2 * right))
-    ran = compiles(variants.source(SMALL, "NT", torch.bfloat16), tmp_path)
-    assert ran.returncode != 0 and "variants.py says otherwise" in ran.stderr
+    ran = compiles(nvrtc_tiles.source(SMALL, "NT", torch.bfloat16), tmp_path)
+    assert ran.returncode != 0 and "nvrtc_tiles.py says otherwise" in ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -79,17 +81,17 @@ def test_a_variant_that_python_misjudges_does_not_compile(tmp_path, monkeypatch,
     ],
 )
 def test_tiles_that_the_kernels_do_not_take_do_not_compile(tmp_path, tiles, layout, sentence):
-    kernel = variants.kernel_name(layout, torch.bfloat16)
+    kernel = nvrtc_tiles.kernel_name(layout, torch.bfloat16)
     used = f"const void* kernel() {{ return reinterpret_cast<const void*>(&{kernel}); }}\n"
-    ran = compiles(variants.source(tiles, layout, torch.bfloat16) + used, tmp_path)
+    ran = compiles(nvrtc_tiles.source(tiles, layout, torch.bfloat16) + used, tmp_path)
     assert ran.returncode != 0 and sentence in ran.stderr
 
 
 def runner(tiles: Tiles, layout: str, folder: Path) -> ctypes.CDLL:
     """A variant in the host dialect, as a library with one function that takes the kernel's argument."""
-    text = variants.source(tiles, layout, torch.bfloat16) + (
+    text = nvrtc_tiles.source(tiles, layout, torch.bfloat16) + (
         'extern "C" void launch(const Job* job, int blocks, int threads, int shared_bytes) {\n'
-        f"  const auto kernel = {variants.kernel_name(layout, torch.bfloat16)};\n"
+        f"  const auto kernel = {nvrtc_tiles.kernel_name(layout, torch.bfloat16)};\n"
         "  PYRUNTIME_LAUNCH(kernel, blocks, threads, shared_bytes, nullptr, *job);\n}\n"
     )
     source, library = folder / "variant.cpp", folder / "variant.so"
@@ -126,10 +128,10 @@ def spills(report: str) -> list[tuple[str, ...]]:
 @needs_nvcc
 @pytest.mark.parametrize("name", ["128x128", "256x128"])
 def test_nvcc_compiles_variants_without_spills(tmp_path, name):
-    kernel = variants.kernel_name("NT", torch.bfloat16)
+    kernel = nvrtc_tiles.kernel_name("NT", torch.bfloat16)
     source = tmp_path / "variant.cu"
     source.write_text(
-        variants.source(CANDIDATES[name], "NT", torch.bfloat16)
+        nvrtc_tiles.source(CANDIDATES[name], "NT", torch.bfloat16)
         + f"const void* kernel() {{ return reinterpret_cast<const void*>(&{kernel}); }}\n"
     )
     command = [str(build_cuda.find_nvcc()), "-std=c++17", "-O3", "-Xptxas", "-v", INCLUDES[0]]
@@ -163,7 +165,7 @@ def test_nvrtc_says_what_is_wrong(monkeypatch):
     with pytest.raises(NvrtcError, match=r"does not compile(?s:.*)identifier \"nothing\" is undefined"):
         compile_cubin("__global__ void kernel() { nothing(); }", ["--gpu-architecture=sm_80"], ["kernel"])
     monkeypatch.setattr(Tiles, "threads", 256)
-    with pytest.raises(NvrtcError, match=r"variants\.py says otherwise"):
+    with pytest.raises(NvrtcError, match=r"nvrtc_tiles\.py says otherwise"):
         compile_variant(SMALL, "NT", torch.bfloat16, "sm_80")
 
 

@@ -12,8 +12,8 @@ from pyruntime.train.config import Data
 from pyruntime.train.data import batches
 from pyruntime.train.data.batches import Batches, validation_batches
 from pyruntime.train.data.corpus import Corpus, Tokenized, Tokens, ValidationSet, Wanted
-from pyruntime.train.data.corpus import Source as Text
-from pyruntime.train.data.tokenizing import Facts
+from pyruntime.train.data.corpus import TextSource as Text
+from pyruntime.train.data.tokenizing import CorpusFacts
 from pyruntime.train.errors import ConfigError
 from tests.train.data.texts import build, lines_file, open_text, write_shard
 
@@ -24,7 +24,7 @@ def numbers(folder, lengths) -> Corpus:
     documents = [np.arange(begin, end) for begin, end in itertools.pairwise(ends)]
     shard = write_shard(folder / "shard", documents)
     tokens = Tokens([shard], 0, len(shard.tokens))
-    text = Tokenized(Wanted("numbers", (), True, False), folder, Facts("", "", 1, 1, 1, 1, 1, 0, (1,)))
+    text = Tokenized(Wanted("numbers", (), True, False), folder, CorpusFacts("", "", 1, 1, 1, 1, 1, 0, (1,)))
     return Corpus((Text("numbers", tokens, text),), (), (ValidationSet("numbers", tokens),))
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pyruntime.train.data.order import BLOCK, Order, quotas, shuffled
+from pyruntime.train.data.order import BLOCK, SampleOrder, quotas, shuffled
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 1000, 4096, 4097])
@@ -28,7 +28,7 @@ def test_a_permutation_of_more_windows_than_memory_holds_is_as_random_as_a_drawn
 
 
 def test_without_weights_an_epoch_is_every_window_of_every_source_once():
-    order = Order((5, 1, 7), seed=2)
+    order = SampleOrder((5, 1, 7), seed=2)
     for epoch in range(3):
         samples = order.samples(13 * epoch, 13)
         assert {sample.epoch for sample in samples} == {epoch}
@@ -38,7 +38,7 @@ def test_without_weights_an_epoch_is_every_window_of_every_source_once():
 
 
 def test_with_weights_every_block_has_the_shares_and_each_source_its_own_epochs():
-    order = Order((50, 2000), seed=5, weights=(0.25, 0.75))
+    order = SampleOrder((50, 2000), seed=5, weights=(0.25, 0.75))
     samples = order.samples(0, 3 * BLOCK)
     for block in range(3):
         shares = Counter(sample.source for sample in samples[block * BLOCK : (block + 1) * BLOCK])
@@ -55,7 +55,7 @@ def test_with_weights_every_block_has_the_shares_and_each_source_its_own_epochs(
 def test_a_source_s_own_order_does_not_depend_on_the_weights():
     found = []
     for weights in ((1.0, 1.0), (0.1, 0.9)):
-        samples = Order((300, 300), seed=1, weights=weights).samples(0, 2 * BLOCK)
+        samples = SampleOrder((300, 300), seed=1, weights=weights).samples(0, 2 * BLOCK)
         found.append([(s.epoch, s.window) for s in samples if s.source == 1][:500])
     assert found[0] == found[1]
 
@@ -70,7 +70,7 @@ def test_shares_are_the_nearest_that_add_up(weights):
 
 
 def test_samples_are_found_wherever_one_begins():
-    for order in (Order((11, 4), seed=7), Order((11, 4), seed=7, weights=(2.0, 1.0))):
+    for order in (SampleOrder((11, 4), seed=7), SampleOrder((11, 4), seed=7, weights=(2.0, 1.0))):
         whole = order.samples(0, 2500)
         assert whole[1020:1060] == order.samples(1020, 40)
-        assert whole != Order((11, 4), seed=8, weights=order.weights).samples(0, 2500)
+        assert whole != SampleOrder((11, 4), seed=8, weights=order.weights).samples(0, 2500)

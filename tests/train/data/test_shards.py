@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyruntime.train.data.shards import (
+from pyruntime.train.data.token_shards import (
     BLOCK_BYTES,
     HEADER_BYTES,
     SAMPLED,
     DamagedShard,
-    Shard,
     ShardWriter,
+    TokenShard,
     dtype_of,
     mark_of,
 )
@@ -56,7 +56,7 @@ def test_what_is_no_whole_shard_is_told_when_it_is_opened(tmp_path, damage, find
     write_shard(path, [np.arange(20), np.arange(15)])
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DamagedShard, match=finding):
-        Shard.open(path)
+        TokenShard.open(path)
 
 
 def test_a_changed_token_beside_the_blocks_that_are_sampled_is_found_by_reading_all(tmp_path):
@@ -69,7 +69,7 @@ def test_a_changed_token_beside_the_blocks_that_are_sampled_is_found_by_reading_
         content[HEADER_BYTES + block * BLOCK_BYTES + 77] ^= 1
         path.write_bytes(content)
         try:
-            shard = Shard.open(path)
+            shard = TokenShard.open(path)
         except DamagedShard:
             found.append(block)
             continue
@@ -92,7 +92,7 @@ def test_changed_bytes_are_always_told(whole, data):
     content = data.draw(contents(original))
     other.write_bytes(content)
     try:
-        Shard.open(other).check()
+        TokenShard.open(other).check()
     except DamagedShard:
         return
     assert content == original

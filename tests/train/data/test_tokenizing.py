@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from pyruntime.cli import main
-from pyruntime.cli.tokenize import Progress
+from pyruntime.cli.tokenize import TokenizeProgress
 from pyruntime.train import disk
 from pyruntime.train.config import Data
 from pyruntime.train.data import documents, tables, tokenizing
-from pyruntime.train.data.shards import Shard
+from pyruntime.train.data.token_shards import TokenShard
 from pyruntime.train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from pyruntime.train.data.workers import Workers
 from pyruntime.train.errors import ConfigError
@@ -60,7 +60,7 @@ def mixed(folder: Path) -> tuple[list[str], list[bytes]]:
     return [str(folder)], [text.encode() for text in [*texts, texts[3], texts[3], long, long]]
 
 
-def write(out: Path, paths, tokenizer, workers: int = 0, field: str = "text") -> tokenizing.Facts:
+def write(out: Path, paths, tokenizer, workers: int = 0, field: str = "text") -> tokenizing.CorpusFacts:
     out.mkdir(exist_ok=True)
     return tokenizing.write(out, *documents.survey(paths, "*"), tokenizer, field, workers=workers)
 
@@ -72,7 +72,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def stream(folder: Path) -> list[int]:
-    return np.concatenate([Shard.open(path).tokens for path in sorted(folder.glob("*.bin"))]).tolist()
+    return np.concatenate([TokenShard.open(path).tokens for path in sorted(folder.glob("*.bin"))]).tolist()
 
 
 @pytest.mark.parametrize("begin", [(), (7, 8)])
@@ -87,7 +87,7 @@ def test_documents_stand_in_the_order_of_their_hash_each_once(tmp_path, bpe, sma
     assert stream(tmp_path / "out") == [token for ids in whole for token in ids]
     assert (facts.documents, len(facts.shards) > 3) == (len(expected), True)
     assert facts.bytes == sum(len(text) + 1 for text in expected)
-    shards = [Shard.open(path) for path in sorted((tmp_path / "out").glob("*.bin"))]
+    shards = [TokenShard.open(path) for path in sorted((tmp_path / "out").glob("*.bin"))]
     ends = np.concatenate([np.diff(shard.index[0], prepend=0) for shard in shards])
     assert ends.tolist() == [len(ids) for ids in whole]
 
@@ -324,7 +324,7 @@ def test_processes_share_tasks_and_one_that_is_killed_is_told():
 
 
 def test_progress_tells_share_speed_and_what_is_left(capsys):
-    progress = Progress(4_000_000, sys.stdout)
+    progress = TokenizeProgress(4_000_000, sys.stdout)
     progress.add(1_000_000, 300_000)
     line = str(progress)
     assert line.startswith("[#####...............] 25% 1 MB 0.3 M tokens ") and " MB/s ETA " in line

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from pyruntime.train.config import Data
 from pyruntime.train.data import corpus
 from pyruntime.train.data.corpus import Corpus, Tokens
-from pyruntime.train.data.shards import Shard, ShardWriter
+from pyruntime.train.data.token_shards import ShardWriter, TokenShard
 from pyruntime.train.data.tokenizer import ByteTokenizer
 
 
@@ -67,11 +67,11 @@ def everything(text: Corpus) -> bytes:
     return b"".join(half.tobytes() for half in halves(text))
 
 
-def write_shard(path: Path, documents: list[np.ndarray], dtype=np.uint16) -> Shard:
+def write_shard(path: Path, documents: list[np.ndarray], dtype=np.uint16) -> TokenShard:
     """Of documents whose text is three bytes a token."""
     with ShardWriter(path, np.dtype(dtype), b"any") as out:
         for ids in documents:
             out.write(ids)
         ends = np.cumsum([len(ids) for ids in documents])
         out.publish([ends, 3 * ends])
-    return Shard.open(path)
+    return TokenShard.open(path)

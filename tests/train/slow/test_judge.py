@@ -6,7 +6,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from pyruntime.train.slow.judge import FACTOR, WINDOWS, WORSE, Judge, Link, Window
+from pyruntime.train.slow.judge import FACTOR, WINDOWS, WORSE, HostLink, Judge, Window
 from pyruntime.train.slow.windows import EVERY, FEWEST, median_and_error
 
 
@@ -127,7 +127,7 @@ def over_links(seconds, slow=(), times=1.0):
     for rank, own in enumerate(seconds):
         links = []
         for to in sorted({(rank + 1) % ranks, (rank - 1) % ranks}):
-            links.append(Link(to, 1e-8 * (times if (rank, to) in slow else 1.0)))
+            links.append(HostLink(to, 1e-8 * (times if (rank, to) in slow else 1.0)))
         windows.append(Window(own, links={"dp": links}))
     return windows
 
@@ -167,7 +167,7 @@ def test_links_of_a_slow_rank_are_not_blamed_and_noisy_ones_neither():
     generator, judge = np.random.default_rng(), judge_of(4)
     for _ in range(300):
         noisy = [
-            Window(1.0, links={"dp": [Link(to, 1e-8 * generator.lognormal(0, 0.15)) for to in ends]})
+            Window(1.0, links={"dp": [HostLink(to, 1e-8 * generator.lognormal(0, 0.15)) for to in ends]})
             for ends in ((1, 3), (0, 2), (1, 3), (0, 2))
         ]
         assert judge.add(noisy) == []

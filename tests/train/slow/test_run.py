@@ -265,7 +265,9 @@ def test_one_layer_a_stage_cannot_move(tmp_path):
 def test_a_checkpoint_whose_layers_are_no_numbers_is_damaged(tmp_path, layers):
     file = tmp_path / checkpoint_folder.FACTS_FILE
     for held in ((3, 5), layers):
-        file.write_text(checkpoint_folder.to_json(checkpoint_folder.Facts(1, "fp32", {}, layers=held)))
+        file.write_text(
+            checkpoint_folder.to_json(checkpoint_folder.CheckpointFacts(1, "fp32", {}, layers=held))
+        )
         manifest.write(tmp_path, {file.name: manifest.checksum(file)})
         if held is not layers:
             assert checkpoint_folder.read(tmp_path).layers == [3, 5]

@@ -9,11 +9,11 @@ from pyruntime.cli.train import read
 from pyruntime.train import validate
 from pyruntime.train.config import (
     Comm,
-    Context,
+    ContextParallel,
     DataParallel,
     Output,
     Parallel,
-    Pipeline,
+    PipelineParallel,
     RunConfig,
     Train,
     steps_of,
@@ -64,10 +64,10 @@ def test_what_cannot_be_is_refused(config, sentence):
         ({"data_parallel": DataParallel(compression="top_k")}, "data_parallel.compression=top_k"),
         ({"data_parallel": DataParallel(weight_wire="fp8")}, "data_parallel.weight_wire=fp8"),
         ({"parallel": Parallel(pp=2, rebalance="on")}, "parallel.rebalance=on"),
-        ({"pipeline": Pipeline(slice_tokens=(96, 32))}, "pipeline.slice_tokens=(96, 32)"),
-        ({"pipeline": Pipeline(costs="costs.json")}, "pipeline.costs=costs.json"),
-        ({"pipeline": Pipeline(wire="bf16")}, "pipeline.wire=bf16"),
-        ({"context": Context(wire="bf16")}, "context.wire=bf16"),
+        ({"pipeline": PipelineParallel(slice_tokens=(96, 32))}, "pipeline.slice_tokens=(96, 32)"),
+        ({"pipeline": PipelineParallel(costs="costs.json")}, "pipeline.costs=costs.json"),
+        ({"pipeline": PipelineParallel(wire="bf16")}, "pipeline.wire=bf16"),
+        ({"context": ContextParallel(wire="bf16")}, "context.wire=bf16"),
     ],
 )
 def test_what_the_planner_does_not_know_is_not_predicted(change, named):

@@ -12,7 +12,7 @@ from pyruntime.train.metrics import read
 from pyruntime.train.planned import planned, predicted
 from pyruntime.train.run import run
 from pyruntime.train.signals import StopRequest
-from pyruntime.train.watching.profile import StepProfile
+from pyruntime.train.watching.step_profile import StepProfile
 from tests.train import jobs
 
 STEPS = 3

@@ -1,5 +1,5 @@
 // C = A B on the matrices of one rank; nothing travels. What tuning times by other tiles than the library has
-// (pyruntime/cuda/variants.py).
+// (pyruntime/cuda/nvrtc_tiles.py).
 #pragma once
 
 #include "matrices.cuh"

@@ -18,7 +18,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from pyruntime.comm import Runtime
-from pyruntime.overlap.account import Kind
+from pyruntime.overlap.account import EntryKind
 from pyruntime.overlap.files import RankLedger
 from pyruntime.overlap.record import Ledger, Stretch, ledger
 from pyruntime.overlap.trace import chrome_trace
@@ -94,7 +94,7 @@ class StepProfile:
             self._began,
             stretch.end,
             stretch.thread,
-            tuple(entry for entry in stretch.entries if entry.kind is not Kind.OP),
+            tuple(entry for entry in stretch.entries if entry.kind is not EntryKind.OP),
         )
         # The first range begins where the recording did, but for microseconds.
         name = f"step {self._first}"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pyruntime import ops
-from pyruntime.data_parallel.axes import MOST_FLIGHTS, PLACES, Axis
+from pyruntime.data_parallel.axes import MOST_FLIGHTS, PLACES, FlightAxis
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import Bucket
 from pyruntime.nn import VocabParallelEmbedding
@@ -45,7 +45,7 @@ class Gatherer(ABC):
     ahead(); and if they are not going to be that, by take_back().
     """
 
-    def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: Axis):
+    def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: FlightAxis):
         self._weights, self._shard = list(weights), shard
         self._of_bucket = {id(each.bucket): each for each in weights}
         self._order: list[BucketWeights] = []
@@ -158,7 +158,7 @@ class GatherAhead(Gatherer):
     """Stages 1 and 2. Gathers begin in the order that was agreed on, whatever modules a rank's data lead it
     to."""
 
-    def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: Axis):
+    def __init__(self, model: nn.Module, weights: Sequence[BucketWeights], shard: FlightAxis):
         super().__init__(model, weights, shard)
         self._waiting: deque[BucketWeights] = deque()
         self._shown: list[tuple[BucketWeights, Sequence[Tensor]]] = []
@@ -294,7 +294,7 @@ class GatherPerUse(Gatherer):
         model: nn.Module,
         weights: Sequence[BucketWeights],
         frozen: Sequence[BucketWeights],
-        shard: Axis,
+        shard: FlightAxis,
         keep: int,
     ):
         super().__init__(model, [*weights, *frozen], shard)

@@ -23,7 +23,7 @@ _LAYER = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class TensorShard:
     """This rank's part of one tensor of a Hugging Face Llama checkpoint.
 
     `name` and full `shape` are the checkpoint's; `local` is a view of the parameter that holds indices
@@ -40,24 +40,24 @@ class Shard:
     start_y: int = 0
 
 
-def shards_of_model(name: str, module: nn.Module) -> Iterator[Shard]:
+def shards_of_model(name: str, module: nn.Module) -> Iterator[TensorShard]:
     """Tensors of "embed", "norm" or "head"."""
     return _shards_of(module, {"": _MODEL[name]})
 
 
-def shards_of_layer(number: int, layer: nn.Module) -> Iterator[Shard]:
+def shards_of_layer(number: int, layer: nn.Module) -> Iterator[TensorShard]:
     """Tensors of a decoder layer, in the order in which it uses them."""
     for module, names in _LAYER.items():
         yield from _shards_of(getattr(layer, module), names, f"model.layers.{number}.")
 
 
-def gather_full(shard: Shard, group: TensorGroup) -> Tensor:
+def gather_full(shard: TensorShard, group: TensorGroup) -> Tensor:
     """The full tensor that `shard` is a part of, on every rank. All ranks of the group must call this."""
     cuts = zip(group.axes, (shard.dim, shard.dim_y), strict=False)
     return gather_whole(shard.local, cuts, shard.shape)
 
 
-def _shards_of(module: nn.Module, names: dict[str, str], prefix: str = "") -> Iterator[Shard]:
+def _shards_of(module: nn.Module, names: dict[str, str], prefix: str = "") -> Iterator[TensorShard]:
     for parameter in module.parameters(recurse=False):
         layout = parameter.tp_layout
         for part, local in zip(layout.parts, layout.split(memory_of(parameter)), strict=True):
@@ -65,4 +65,4 @@ def _shards_of(module: nn.Module, names: dict[str, str], prefix: str = "") -> It
             which, _, kind = part.key.rpartition(".")
             starts = {dim: start for dim, start, _ in layout.places(part)}
             dims = [(dim, starts.get(dim, 0)) for dim in (layout.dim, layout.dim_y)]
-            yield Shard(f"{prefix}{names[which]}.{kind}", tuple(part.shape), *dims[0], local, *dims[1])
+            yield TensorShard(f"{prefix}{names[which]}.{kind}", tuple(part.shape), *dims[0], local, *dims[1])

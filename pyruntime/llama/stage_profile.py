@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pyruntime.llama.config import LlamaConfig
-from pyruntime.llama.model import Llama, Part
-from pyruntime.pipeline.slices import Carry
+from pyruntime.llama.model import Llama, ModelPart
+from pyruntime.pipeline.carry import Carry
 
 ROUNDS = 5
 """Of which the least counts, after one that does not: what else the machine does only ever adds."""
@@ -52,7 +52,7 @@ class StageClock:
         self._layers = tuple(range(1, layers + 1))
         # Neither the first nor the last of the model: nothing but layers is timed.
         deep = dataclasses.replace(config, num_hidden_layers=layers + 2, tie_word_embeddings=False)
-        self._model = Llama(deep, dtype=dtype, part=Part(self._layers, embed=False, head=False))
+        self._model = Llama(deep, dtype=dtype, part=ModelPart(self._layers, embed=False, head=False))
         self._config, self._dtype = deep, dtype
 
     def seconds(self, length: int, context: int) -> float:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pyruntime.plan.findings import GB, Refusal, mfu
 from pyruntime.plan.mesh import Mesh
 from pyruntime.plan.overlap import advice, threshold
 from pyruntime.plan.pipelines import in_flight, layers_by_rank
-from pyruntime.plan.report import GB, Refusal, mfu
 from pyruntime.plan.search import Candidate
 from pyruntime.plan.step import Predictor
 from pyruntime.text import columns

@@ -133,7 +133,7 @@ def source(tiles: Tiles, layout: str, dtype: torch.dtype) -> str:
         "using namespace pyruntime::portable;",
         f"using Config = Tiles<{', '.join(map(str, astuple(tiles)))}>;",
         f"using Job = OneRankJob<Config, {_element(dtype)}>;",
-        *(f'static_assert({fact}, "pyruntime/cuda/variants.py says otherwise");' for fact in facts),
+        *(f'static_assert({fact}, "pyruntime/cuda/nvrtc_tiles.py says otherwise");' for fact in facts),
     ]
     return "\n".join(lines) + "\n"
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyruntime.replicas.messages import bytes_of
+from pyruntime.replicas.connection import bytes_of
 
 LOOK_S = 0.2
 MEET_LOOK_S = 0.02

@@ -19,7 +19,7 @@ A shard appears under its name when it is whole and on the disk. Opening one rea
 `SAMPLED` blocks of tokens, the first and the last among them, and compares them with their digests: a shard
 that was cut off, another file, and a damaged index are always seen, damaged tokens where they lie in those
 blocks.
-`Shard.check` reads all of it.
+`TokenShard.check` reads all of it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _digest_of(content: bytes, size: int = 16) -> bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """A shard on the disk, mapped into memory and not read."""
 
     path: Path
@@ -147,7 +147,7 @@ class Shard:
     """Of tokens, index and blocks."""
 
     @classmethod
-    def open(cls, path: Path) -> Shard:
+    def open(cls, path: Path) -> TokenShard:
         """Raises DamagedShard where the file is no shard, or not all of one."""
         try:
             with open(path, "rb") as file:
