@@ -16,7 +16,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from pyruntime.cli.environment import started_rank
 from pyruntime.text import toml_value
 from pyruntime.train import config_file
-from pyruntime.train.config import Grid
+from pyruntime.train.config import Grid, why_gone
 from pyruntime.train.errors import ConfigError
 
 Options = TypeVar("Options")
@@ -137,6 +137,8 @@ def _check_names(argv: list[str], known: Sequence[str], program: str) -> None:
     for argument in argv:
         asked = flag_name(argument)
         if asked and asked not in ("help", *known):
+            if why := why_gone(asked):
+                raise ConfigError(why)
             close = _nearest(asked, known)
             nearest = f"; the nearest is --{close}" if close else ""
             raise ConfigError(f"There is no option --{asked}{nearest}; see {program} --help.")

@@ -230,7 +230,7 @@ class Parallel:
     zero: Literal[0, 1, 2, 3] = 1
     """What is cut over the data- and context-parallel ranks: 0 nothing, 1 and 2 optimizer states and
     gradients, 3 the weights too. With z in tp all of it is cut over z (3), and ranks of dp hold the same."""
-    slices: Literal["auto", 1, 2, 3, 4] = 1
+    tp_slices: Literal["auto", 1, 2, 3, 4] = 1
     """Causal slices of every sequence inside a tensor-parallel group: one computes while the rows of another
     travel. auto is 2 where tensor-parallel ranks are on several hosts, sequences are not cut over ranks and
     nothing forbids it, else 1."""
@@ -340,9 +340,6 @@ class Comm:
     tier: Tier = "chunked"
     """Tier of every parallel linear; auto takes what `python -m pyruntime tune` found on this machine, else
     chunked wherever rows travel in chunks, else unfused. fused is for GPUs."""
-    tuning: Literal["on", "off"] = "on"
-    """Whether the tier auto takes what is in the file of `python -m pyruntime tune`, where there is one for
-    this machine and as many tensor-parallel ranks; off: it follows its rule alone."""
     deadline_s: float = 120.0
     """Longest wait for a peer, in seconds; past it the run ends with an error that names the peer."""
     rings: tuple[str, ...] = ()
@@ -387,11 +384,8 @@ class Output:
     log_every: int = 10
     """Steps between two printed lines where there is no bar (metrics.jsonl holds every step)."""
     sample_tokens: int = 200
-    """Most tokens of the generated sample at the end (the model's positions may end it earlier); 0: none."""
-    sample_prompt: str = "def "
-    """Text that the sample continues."""
-    temperature: float = 0.8
-    """Sampling temperature, without unit; 0 takes the likeliest token."""
+    """Most tokens of the generated sample at the end (the model's positions may end it earlier); 0: none, as
+    where no rank could hold the whole model. `python -m pyruntime generate` makes others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,6 +403,20 @@ class RunConfig:
     comm: Comm = Comm()
     checkpoint: Checkpoint = Checkpoint()
     output: Output = Output()
+
+
+GONE = {
+    "comm.tuning": ("on", "comm.tier=chunked leaves what `python -m pyruntime tune` found alone"),
+    "output.sample_prompt": ("def ", "`python -m pyruntime generate --prompt` continues any text"),
+    "output.temperature": (0.8, "`python -m pyruntime generate --temperature` has one"),
+    "parallel.slices": (1, "it is called parallel.tp_slices"),
+}
+"""Options of earlier versions: their defaults, which a configuration may still hold, and what to write."""
+
+
+def why_gone(name: str) -> str:
+    """A sentence, where `name` was an option once; else empty."""
+    return f"{name} is no option any more: {GONE[name][1]}." if name in GONE else ""
 
 
 def ring_orders(comm: Comm) -> list[list[int]]:

@@ -26,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def slices_of(run: ResolvedRun, runtime: Runtime) -> int:
     """Causal slices inside a tensor-parallel group."""
     config = run.config
-    asked = config.parallel.slices
+    asked = config.parallel.tp_slices
     if asked != "auto":
         return asked
     if config.parallel.cp > 1 or why_no_slices(config, run.mesh.tp):

@@ -8,7 +8,6 @@ import os
 import typing
 from collections.abc import Callable
 
-from pyruntime.llama.config import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from pyruntime.text import short_repr
 from pyruntime.train.checkpoint_folder import AUTO
 from pyruntime.train.config import (
@@ -89,12 +88,6 @@ RANGES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         ("optimizer.clip_grad_norm",),
     ),
     (lambda x: 0 <= x <= 1, "be between 0 and 1, as a weight beside that of the loss", ("train.z_loss",)),
-    (
-        lambda x: x == 0 or LEAST_TEMPERATURE <= x <= MOST_TEMPERATURE,
-        f"be 0 for the likeliest token, or between {LEAST_TEMPERATURE:g} and {MOST_TEMPERATURE:g}, by which "
-        "fp32 can divide logits",
-        ("output.temperature",),
-    ),
     (lambda x: 0 <= x <= 1e6, "be between 0 and 1e6 hours", ("checkpoint.keep_every_h",)),
     (
         lambda x: 0 <= x <= MOST_DECAY,

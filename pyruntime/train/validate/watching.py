@@ -69,7 +69,7 @@ def why_not_predicted(config: RunConfig) -> str:
     for name, value, known in (
         ("train.dtype", config.train.dtype, ("bf16",)),
         ("comm.tier", config.comm.tier, ("auto", "chunked", "fused")),
-        ("parallel.slices", config.parallel.slices, (1,)),
+        ("parallel.tp_slices", config.parallel.tp_slices, (1,)),
         ("parallel.tp_wire", config.parallel.tp_wire, ("same",)),
         ("parallel.rebalance", config.parallel.rebalance, ("off",)),
         ("data_parallel.method", data_parallel.method, ("every_step", "co2")),
