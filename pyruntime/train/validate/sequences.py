@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from pyruntime.choices import RING_VARIANTS
 from pyruntime.train.config import Grid, Pipeline, RunConfig, mesh_of
 from pyruntime.train.errors import require
 
@@ -19,7 +20,7 @@ def check_context(config: RunConfig) -> None:
     if context.wire != "same":
         require(cp > 1, f"context.wire={context.wire} without context-parallel ranks; set parallel.cp.")
         require(
-            context.variant in ("ring", "auto"),
+            context.variant in RING_VARIANTS,
             f"context.wire={context.wire} is of the ring, and context.variant={context.variant}; leave one "
             "of them out.",
         )
