@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from bench.common.launch import between_hosts, on_one_host, run, warning
 from bench.common.measuring import parser_of
+from bench.common.records import write_records
 
 RESULT = "bench/results/compare.json"
 MARKS = ("<!-- bench.compare -->", "<!-- end of bench.compare -->")
@@ -174,7 +175,7 @@ def main() -> None:
             for of_task in (runs, fresh):
                 of_task.setdefault(name, {})[place] = found
             if args.json or not args.tiny:
-                path.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+                write_records(path, runs)
     print(table(fresh))
     if args.readme:
         write_readme(args.readme, table(runs))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -14,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
+from pyruntime import choices
+from pyruntime.replicas import METHODS
 from pyruntime.train.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -192,6 +195,67 @@ def test_modules_and_classes_keep_no_state():
     assert found == STATE_THAT_STAYS
 
 
+def known_choices() -> dict[str, set[str]]:
+    """The values of every choice by the choice's name."""
+    found = {name: set(choices.values(choice)) for name, choice in vars(choices).items() if name[0] != "_"}
+    return {name: values for name, values in found.items() if values}
+
+
+def lists_of_words(tree: ast.Module) -> Iterator[tuple[ast.AST, set[str], bool]]:
+    """The words in each tuple, list, set, Literal, keys of a mapping (True), and sentence that names several
+    things."""
+    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    told |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign) and names_all(node)}
+    for node in ast.walk(tree):
+        if id(node) in told:
+            continue
+        if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict):
+            parts = node.keys if isinstance(node, ast.Dict) else node.elts
+            words = {each.value for each in parts if isinstance(each, ast.Constant)}
+            yield node, {word for word in words if isinstance(word, str)}, isinstance(node, ast.Dict)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for run in re.findall(r"[\w-]+(?:(?:,| or| and|, or|, and) [\w-]+)+", node.value):
+                yield node, set(re.split(r",? (?:or |and )?", run)), False
+
+
+def names_all(node: ast.Assign) -> bool:
+    return ast.unparse(node.targets[0]) == "__all__"
+
+
+def test_values_of_a_choice_are_listed_in_its_home_alone():
+    """pyruntime/choices.py is the home. A mapping that says something of each value names all of them; other
+    lists are made from it. One value by itself is a branch of code, and a list in which other words are in
+    the majority is of something else."""
+    for module, tree in modules().items():
+        if module == choices.__name__:
+            continue
+        for node, words, is_mapping in lists_of_words(tree):
+            for name, values in known_choices().items():
+                both = words & values
+                listed = len(both) > 1 and len(both) >= len(words - values)
+                where = f"{module}:{getattr(node, 'lineno', 0)}"
+                assert not listed or (is_mapping and values <= words), (
+                    f"{where} spells {name}: {sorted(both)}"
+                )
+
+
+def test_tables_of_documents_have_every_value_of_a_choice():
+    """But those that stand for another value, or for nothing."""
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for table in re.findall(r"(?:^\|.*\n)+", path.read_text(), re.MULTILINE):
+            words = {
+                word for row in table.splitlines() for word in re.findall(r"`([\w-]+)`", row.split("|")[1])
+            }
+            for name, values in known_choices().items():
+                both = words & values
+                if len(both) > 1 and len(both) >= len(words - values):
+                    assert values - words <= {"auto", "none", "every_step"}, f"{path}: {name} has {values}"
+
+
+def test_methods_of_replicas_are_those_of_their_choice():
+    assert {"every_step", *METHODS} == set(choices.values(choices.ReplicaMethod))
+
+
 SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
 LARGE_FOLDERS = {"csrc/core", "csrc/ops"}
 
@@ -220,7 +284,6 @@ def options(kind: type, prefix: str = "") -> Iterator[str]:
 
 
 def test_every_option_of_the_trainer_is_a_decision():
-    """A new one is written here by whoever has answered who would set it, and when."""
-
-    listed = (ROOT / "tests/options.txt").read_text().split()
-    assert sorted(options(RunConfig)) == listed
+    """tests/options.txt says of each who would set it, and when."""
+    listed = [line.split(maxsplit=1) for line in (ROOT / "tests/options.txt").read_text().splitlines()]
+    assert sorted(options(RunConfig)) == [name for name, _ in listed]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import json
 import math
 import os
 import platform
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.common.records import write_records
 from pyruntime.tuning.timing import Sample, interleave, start_together
 
 __all__ = [
@@ -159,5 +159,4 @@ def write_json(
     path: str | Path, facts: dict[str, Any], settings: dict[str, Any], results: list[dict[str, Any]]
 ) -> None:
     """One object: `facts`, `settings` of the benchmark, and `results`, one object a row."""
-    document = {"facts": facts, "settings": settings, "results": results}
-    Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_records(path, {"facts": facts, "settings": settings, "results": results})

@@ -13,7 +13,6 @@ several runs in turns the one of median length is drawn, rank 0's.
 from __future__ import annotations
 
 import argparse
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.common.measuring import facts, parser_of, start_together, started
+from bench.common.records import write_records
 from bench.linear.contenders import Ours, dtensor
 from bench.linear.problem import DTYPES, Case, Operands
 
@@ -185,12 +185,8 @@ def main() -> None:
                 busy = sum(end - start for start, end in trace.gemms)
                 print(f"{trace.name}: {trace.seconds * 1e3:.0f} ms, of which GEMMs {busy * 1e3:.0f} ms")
             if args.json:
-                document = {
-                    "facts": facts(),
-                    "rate_mbit": args.rate,
-                    "traces": [asdict(trace) for trace in found],
-                }
-                Path(args.json).write_text(json.dumps(document) + "\n", encoding="utf-8")
+                kept = [asdict(trace) for trace in found]
+                write_records(args.json, {"facts": facts(), "rate_mbit": args.rate, "traces": kept})
 
 
 if __name__ == "__main__":

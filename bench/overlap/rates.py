@@ -25,6 +25,7 @@ from typing import Any
 
 from bench.common.launch import between_hosts, run, shown, warning
 from bench.common.measuring import parser_of
+from bench.common.records import write_records
 from bench.netlab.plan import FASTEST, SLOWEST
 
 RESULT = "bench/results/overlap/rates.json"
@@ -140,10 +141,7 @@ class Kept:
                 return each
         found = {**of, **run(command)}
         self.runs[kind] = [each for each in kept if each not in same] + [found]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = self.path.with_suffix(".part")
-        whole.write_text(json.dumps(self.runs, indent=1) + "\n", encoding="utf-8")
-        whole.replace(self.path)
+        write_records(self.path, self.runs)
         return found
 
 

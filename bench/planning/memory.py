@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
-from typing import get_args
 
 from bench.common.measuring import Report, parser_of
 from bench.common.tables import table
 from bench.planning.trainer_runs import SHAPES, job_of, runnable, train
+from pyruntime.choices import Recomputation, values
 from pyruntime.plan.cluster import find_cluster
 from pyruntime.plan.memory import memory_of_rank
-from pyruntime.plan.mesh import Job, Mesh, Recompute
+from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.train.planned import TRAINER
 
 HOW = """\
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=0, help="so many of these meshes, the first")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
-        "--recompute", choices=get_args(Recompute), default="none", help="activation checkpointing"
+        "--recompute", choices=values(Recomputation), default="none", help="activation checkpointing"
     )
     return parser.parse_args()
 

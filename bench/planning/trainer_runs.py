@@ -15,9 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from pyruntime.choices import Recomputation
 from pyruntime.cli.plan_facts import Asked, toml
 from pyruntime.plan.cluster import Cluster
-from pyruntime.plan.mesh import Job, Mesh, Recompute
+from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
 from pyruntime.plan.search import SearchSpace, meshes
 from pyruntime.plan.step import Predictor
@@ -55,7 +56,7 @@ def runnable(
     micro_batch: int,
     most: int,
     *,
-    recompute: Recompute = "none",
+    recompute: Recomputation = "none",
     grids: bool = False,
     seed: int = 0,
 ) -> list[Mesh]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
+import itertools
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro import constructors as rules
 
+from pyruntime.choices import described
 from pyruntime.cli.environment import started_rank
 from pyruntime.text import toml_value
 from pyruntime.train import config_file
-from pyruntime.train.config import Grid
+from pyruntime.train.config import Grid, why_gone
 from pyruntime.train.errors import ConfigError
 
 Options = TypeVar("Options")
@@ -67,15 +72,16 @@ def parse(
         raise ConfigError(f"{finding}; see {program} --help.") from None
 
 
-def _tables() -> ConstructorRegistry:
-    """tyro's rule for a field that may be a table of a TOML file: one argument, as that has it."""
-    registry = ConstructorRegistry()
+def _tables() -> rules.ConstructorRegistry:
+    """tyro's rules for our dataclasses, whose help says what the values of a choice are, and for a field that
+    may be a table of a TOML file: one argument, as that has it."""
+    registry = rules.ConstructorRegistry()
 
     @registry.primitive_rule
-    def number_or_grid(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    def number_or_grid(info: rules.PrimitiveTypeInfo) -> rules.PrimitiveConstructorSpec | None:
         if Grid not in get_args(info.type):
             return None
-        return PrimitiveConstructorSpec(
+        return rules.PrimitiveConstructorSpec(
             nargs=1,
             metavar="{None}|INT|{x=INT,y=INT,z=INT}",
             instance_from_str=lambda arguments: _number_or_grid(arguments[0]),
@@ -83,7 +89,33 @@ def _tables() -> ConstructorRegistry:
             str_from_instance=lambda value: ["None" if value is None else toml_value(value)],
         )
 
+    @registry.struct_rule
+    def section(info: rules.StructTypeInfo) -> rules.StructConstructorSpec | None:
+        if info.type is Grid or not dataclasses.is_dataclass(info.type):
+            return None
+        hints, docs = get_type_hints(info.type, include_extras=True), _docs(info.type)
+        fields = []
+        for field in dataclasses.fields(info.type):
+            given = isinstance(info.default, info.type)
+            default = getattr(info.default, field.name) if given else field.default
+            kind, required = hints[field.name], default is dataclasses.MISSING
+            words = f"{docs.get(field.name, '')} {described(kind)}".strip()
+            start = tyro.MISSING if required else default
+            fields.append(rules.StructFieldSpec(field.name, kind, start, helptext=words or None))
+        return rules.StructConstructorSpec(info.type, tuple(fields))
+
     return registry
+
+
+def _docs(cls: type) -> dict[str, str]:
+    """What stands below each field of a dataclass."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        ast.unparse(field.target): " ".join(ast.literal_eval(below.value).split())
+        for field, below in itertools.pairwise(body.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)
+    }
 
 
 def _number_or_grid(text: str) -> int | Grid | None:
@@ -137,6 +169,8 @@ def _check_names(argv: list[str], known: Sequence[str], program: str) -> None:
     for argument in argv:
         asked = flag_name(argument)
         if asked and asked not in ("help", *known):
+            if why := why_gone(asked):
+                raise ConfigError(why)
             close = _nearest(asked, known)
             nearest = f"; the nearest is --{close}" if close else ""
             raise ConfigError(f"There is no option --{asked}{nearest}; see {program} --help.")

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from pyruntime.choices import Dtype
 from pyruntime.cli.arguments import check_at_least, parse
 from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import checkpoint_folder, validate
@@ -24,7 +25,7 @@ class ConvertOptions:
     with config.json and safetensors."""
     target: str
     """Folder to write, which holds nothing yet."""
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    dtype: Literal["auto"] | Dtype = "auto"
     """Type of the weights that are written; auto: as they are, fp16 of Hugging Face's as fp32."""
     max_file_bytes: int = 5_000_000_000
     """Largest safetensors file of a Hugging Face model, in bytes; larger models are cut into several."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from pyruntime import machine
+from pyruntime.choices import Dtype
 from pyruntime.cli.arguments import check_at_least, parse
 from pyruntime.cli.environment import started_rank, started_ranks
 from pyruntime.machine import Rows
@@ -41,7 +42,7 @@ class DoctorOptions:
     """Width of the residual stream that tiers are asked for, in features."""
     intermediate_size: int = 2816
     """Width of the feed-forward network that tiers are asked for, in features."""
-    dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
+    dtype: Dtype | Literal["fp16"] = "bf16"
     """Type that tiers are asked for."""
     timeout_s: float = 120.0
     """Longest that the ranks started for this may take, in seconds."""

@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from pyruntime.choices import DeviceName
 from pyruntime.cli.arguments import check_at_least, parse
 from pyruntime.cli.environment import check_started, started_ranks
 from pyruntime.train import validate
@@ -46,8 +47,8 @@ class GenerateOptions:
     """Draw from the fewest tokens whose probabilities reach this sum, 0 to 1; None: all."""
     seed: int = 0
     """Seed of the draws: the same seed, checkpoint and number of ranks give the same text."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the ranks compute: cuda, cpu, or auto: cuda where every rank of a host has a GPU, else cpu."""
+    device: DeviceName = "auto"
+    """Where the ranks compute."""
     threads: int = 0
     """CPU threads per rank; 0: what torchrun or OMP_NUM_THREADS set, else the cores divided by the ranks."""
     deadline_s: float = 120.0

@@ -8,8 +8,8 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
 
+from pyruntime.choices import OptimizerName, Overlap, Rounding
 from pyruntime.cli.arguments import check_at_least, parse, writing
 from pyruntime.cli.plan_facts import Asked, find_model, toml
 from pyruntime.plan import findings
@@ -47,13 +47,12 @@ class PlanOptions:
     """Tokens of a sequence."""
     tokens: float = 1e12
     """Tokens of the whole training, for its cost in GPU hours."""
-    overlap: Literal["none", "fused", "filler"] = "fused"
-    """What hides transfers: nothing, the GEMMs they belong to, or weight gradients too."""
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Of bf16 weights: nearest to an fp32 master weight, or at random without one, 4 bytes a parameter
-    less."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """Of the layers' matrices: AdamW, or Muon, with one moment and the operations that make it orthogonal."""
+    overlap: Overlap = "fused"
+    """What hides transfers."""
+    rounding: Rounding = "nearest"
+    """Of bf16 weights; stochastic is 4 bytes a parameter less."""
+    optimizer: OptimizerName = "adamw"
+    """Of the layers' matrices; muon has one moment, and the operations that make it orthogonal."""
     top: int = 10
     """Meshes that are shown."""
     variants: bool = False

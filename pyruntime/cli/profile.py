@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Literal
 
 import torch
 
+from pyruntime.choices import Dtype
 from pyruntime.cli.arguments import check_at_least, parse, writing
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.presets import preset
@@ -36,7 +36,7 @@ class ProfileOptions:
     """Slices are multiples of so many tokens; divides seq_len."""
     stages: int = 4
     """Ranks of the pipeline that the slicing is for."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: Dtype = "bf16"
     """Type of weights and activations."""
     threads: int = 1
     """CPU threads."""

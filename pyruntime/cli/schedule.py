@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 from pyruntime import pipeline
+from pyruntime.choices import PipelineKind
 from pyruntime.cli.arguments import parse
-from pyruntime.pipeline import Costs, KindName, Schedule, Timeline
+from pyruntime.pipeline import Costs, Schedule, Timeline
 from pyruntime.train.errors import ConfigError, refusing
 
 DESCRIPTION = """Makes a pipeline schedule or reads one, checks it, simulates it with the costs given, and
@@ -18,7 +19,7 @@ trained and no ranks are started."""
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleOptions:
-    kind: KindName = "1f1b"
+    kind: PipelineKind = "1f1b"
     """Which schedule."""
     stages: int = 4
     """Ranks of the pipeline."""

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pyruntime.choices import DeviceName, Dtype
 from pyruntime.cli.arguments import check_at_least, parse, writing
 from pyruntime.cli.environment import check_started, started_rank, started_ranks
 from pyruntime.cli.train import device_of, threads
@@ -45,10 +46,10 @@ class TuneOptions:
     """Tokens of a sequence; 0: the configuration's, or 2048."""
     tp: int = 0
     """Ranks of a tensor-parallel group, which divide those started; 0: the configuration's, or all."""
-    dtype: Literal["", "bf16", "fp32"] = ""
+    dtype: Literal[""] | Dtype = ""
     """Type of weights and activations; empty: the configuration's, or bf16."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where operands lie; auto: on GPUs where torch sees one for each rank of this host."""
+    device: DeviceName = "auto"
+    """Where operands lie."""
     rounds: int = 15
     """Rounds of each measurement, at least 3."""
     budget: float = 120.0

@@ -14,10 +14,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from pyruntime.choices import WireFormat
 from pyruntime.comm.companions import companion
 from pyruntime.comm.core import _C
 from pyruntime.comm.groups import Group, group_rank
-from pyruntime.comm.wire import Wire, WireFormat
+from pyruntime.comm.wire import Wire
 
 ROOM = 4
 """Messages of a channel that may be under way."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from pyruntime.choices import DeviceName, check_value, values
+
 SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """torch's own switch: symmetric memory of several ranks on one GPU."""
 
@@ -50,8 +52,7 @@ def place(asked: str, host: Host) -> Placement:
 
     Raises ValueError, a sentence, where that device is not there, or ranks would have to share one.
     """
-    if asked not in ("auto", "cpu", "cuda"):
-        raise ValueError(f'device={asked!r} is none of "auto", "cpu" and "cuda".')
+    check_value("device", asked, values(DeviceName))
     if asked == "cpu":
         return Placement(torch.device("cpu"), "gloo", "asked for")
     if asked == "auto" and host.gpus < host.ranks:

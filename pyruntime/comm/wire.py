@@ -6,17 +6,12 @@ Rounding a row again changes nothing, so what has travelled once may go on from 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from pyruntime.choices import WireFormat, check_value, values
 from pyruntime.comm.core import _C
-
-WireFormat = Literal["same", "bf16", "fp8"]
-"""same: as they are. bf16: rounded to bfloat16. fp8: a byte a value (e4m3) and one more, a power of two, for
-each 128 of a row (csrc/cpu/compression/fp8.h)."""
-FORMATS = ("same", "bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -32,8 +27,7 @@ class Wire:
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ValueError(f"format={self.format!r} is none of {', '.join(FORMATS)}.")
+        check_value("format", self.format, values(WireFormat))
         if self.format == "same":
             return
         floats = (torch.float32, torch.bfloat16, torch.float16)

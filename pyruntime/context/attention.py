@@ -7,14 +7,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from pyruntime.choices import ContextVariant, WireFormat, check_value, values
 from pyruntime.comm import Group, group_name, group_rank, group_size
-from pyruntime.comm.wire import WireFormat
 from pyruntime.context.layouts import check_layout
 from pyruntime.context.mask import mask_of
 from pyruntime.context.variants import Attended, attend, attend_backward
 from pyruntime.ops.attention import statistics_dtype
 
-VARIANTS = ("ring", "all_gather_kv", "ulysses", "auto")
+VARIANTS = values(ContextVariant)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -59,8 +59,7 @@ def ring_attention(
     Source: Liu et al. 2023 (arXiv 2310.01889); merge of blocks as in FlashAttention-2 (arXiv 2307.08691).
     """
     name = group_name(group)
-    if variant not in VARIANTS:
-        raise ValueError(f"variant={variant!r} is none of {', '.join(VARIANTS)}.")
+    check_value("variant", variant, VARIANTS)
     _check_tensors(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     variant = "ring" if variant == "auto" else variant

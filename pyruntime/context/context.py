@@ -7,12 +7,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from pyruntime import ops
+from pyruntime.choices import ContextLayout, ContextVariant, WireFormat, check_value, values
 from pyruntime.comm import Group, companion, group_name, group_rank, group_size
-from pyruntime.comm.wire import WireFormat
-from pyruntime.context.attention import VARIANTS, ring_attention
+from pyruntime.context.attention import ring_attention
 from pyruntime.context.layouts import check_layout, positions, take_shard
-
-MODEL_LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 @dataclass(frozen=True)
@@ -33,11 +31,8 @@ class Context:
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.layout not in MODEL_LAYOUTS or self.variant not in VARIANTS:
-            raise ValueError(
-                f"layout={self.layout!r} must be one of {', '.join(MODEL_LAYOUTS)}, and "
-                f"variant={self.variant!r} one of {', '.join(VARIANTS)}."
-            )
+        check_value("layout", self.layout, values(ContextLayout))
+        check_value("variant", self.variant, values(ContextVariant))
         object.__setattr__(self, "rank", group_rank(self.group))
         object.__setattr__(self, "size", group_size(self.group))
         object.__setattr__(self, "group", group_name(self.group))

@@ -19,7 +19,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
+from pyruntime.choices import ContextLayout, check_value, values
+
+LAYOUTS = (*values(ContextLayout), "balanced")
 MOST_CHUNKS = 16
 """Of a rank, in the balanced layout."""
 LEAST_CHUNK = 64
@@ -28,8 +30,7 @@ LEAST_CHUNK = 64
 
 def check_layout(layout: str, seq: int, ranks: int) -> None:
     """Raises ValueError unless `layout` cuts `seq` tokens over so many ranks."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r} is none of {', '.join(LAYOUTS)}.")
+    check_value("layout", layout, LAYOUTS)
     unit = ranks * (2 if layout == "zigzag" and ranks > 1 else 1)
     if seq % unit:
         raise ValueError(

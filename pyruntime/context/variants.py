@@ -29,12 +29,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyruntime import ops
+from pyruntime.choices import WireFormat
 from pyruntime.comm import companion, deadline, group_name, process_group
 from pyruntime.comm.core import _C
 from pyruntime.comm.exchange import first_line
 from pyruntime.comm.ranges import marked
 from pyruntime.comm.ring import Ring, Shift
-from pyruntime.comm.wire import Wire, WireFormat
+from pyruntime.comm.wire import Wire
 from pyruntime.context.agreement import agree
 from pyruntime.context.mask import Mask, Run
 from pyruntime.context.ways import NONE, Tokens, Way

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from pyruntime.choices import Rounding, check_value, values
 from pyruntime.data_parallel.bucket_weights import BucketWeights
 from pyruntime.data_parallel.buckets import BucketPart
 from pyruntime.data_parallel.muon import Matrix, Muon
 from pyruntime.data_parallel.optimizer import ShardedOptimizer, Shards, Shared
-from pyruntime.data_parallel.update import Decay, PartState, Rounding, Update
+from pyruntime.data_parallel.update import Decay, PartState, Update
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -54,8 +55,7 @@ class ShardedAdamW(ShardedOptimizer):
         shared: Shared | None = None,
         **options: Any,
     ):
-        if rounding not in ("nearest", "stochastic"):
-            raise ValueError(f'rounding={rounding!r} is neither "nearest" nor "stochastic".')
+        check_value("rounding", rounding, values(Rounding))
         for each in shards.weights if rounding == "stochastic" else ():
             if each.bucket.dtype not in (torch.bfloat16, torch.float32) or each.bucket.device.type != "cpu":
                 raise ValueError(

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyruntime.choices import WireFormat
 from pyruntime.comm.core import _C
 from pyruntime.comm.ranges import marked
-from pyruntime.comm.wire import Wire, WireFormat
+from pyruntime.comm.wire import Wire
 from pyruntime.data_parallel.away import AwayWeight, give_back, mark_old, own_memory, take_back
 from pyruntime.data_parallel.axes import FlightAxis
 from pyruntime.data_parallel.buckets import Bucket, BucketPart

@@ -10,7 +10,7 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
-from pyruntime.comm.wire import WireFormat
+from pyruntime.choices import WireFormat
 from pyruntime.data_parallel.axes import Axes
 
 

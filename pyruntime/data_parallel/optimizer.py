@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from pyruntime import ops
+from pyruntime.choices import NonFinite, check_value, values
 from pyruntime.comm import Group
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.bucket_weights import BucketWeights
@@ -29,8 +30,6 @@ from pyruntime.data_parallel.update import Own, PartState, Update
 from pyruntime.data_parallel.weight_gathers import Gatherer
 from pyruntime.data_parallel.written import Handed, load_into
 from pyruntime.ops.layers import sum_of_squares
-
-NonFinite = Literal["raise", "skip", "ignore"]
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,7 @@ class ShardedOptimizer(OneGroup):
         parts: Group | None = None,
         shared: Shared | None = None,
     ):
-        if nonfinite not in ("raise", "skip", "ignore"):
-            raise ValueError(f'nonfinite={nonfinite!r} is none of "raise", "skip" and "ignore".')
+        check_value("nonfinite", nonfinite, values(NonFinite))
         self._buckets = [each.bucket for each in shards.weights]
         parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
         super().__init__(parameters, shards.drop, **group)

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from pyruntime.choices import WireFormat
 from pyruntime.comm import Axis
 from pyruntime.comm.failed_forward import ForwardWatch
-from pyruntime.comm.wire import WireFormat
 from pyruntime.data_parallel.adamw import ShardedAdamW
 from pyruntime.data_parallel.any_optimizer import ShardedTorchOptimizer
 from pyruntime.data_parallel.away import is_ordinary_matrix, mark_sharded, unmark

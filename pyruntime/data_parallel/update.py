@@ -12,11 +12,12 @@ A state that follows later keeps the gradient of its last step: as many bytes as
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
+from pyruntime.choices import Rounding
 from pyruntime.comm.ranges import marked
 from pyruntime.data_parallel.axes import Axes
 from pyruntime.data_parallel.buckets import Bucket, BucketPart
@@ -26,7 +27,6 @@ from pyruntime.ops.layers import adamw_, adamw_ahead_, random_rounding
 if TYPE_CHECKING:
     from pyruntime.data_parallel.muon import Matrix
 
-Rounding = Literal["nearest", "stochastic"]
 Decay: TypeAlias = float | dict[str, float]
 
 

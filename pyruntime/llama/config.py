@@ -206,7 +206,7 @@ class LlamaConfig:
                 f"hidden_act={short_repr(hf['hidden_act'])} is not supported; Llama's activation is 'silu'."
             )
         if hf.get("quantization_config") is not None:
-            raise ValueError("The checkpoint is quantized; load an fp32, bf16 or fp16 version of it instead.")
+            raise ValueError("The checkpoint is quantized; load a version of it that is not.")
         values = {f.name: hf[f.name] for f in dataclasses.fields(cls) if hf.get(f.name) is not None}
         missing = [name for name in REQUIRED if name not in values]
         if missing:

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pyruntime import ops
+from pyruntime.choices import Recomputation, WireFormat
 from pyruntime.comm.ranges import BackwardRanges, is_heard, marked
-from pyruntime.comm.wire import WireFormat
 from pyruntime.context import Context
 from pyruntime.context.layouts import document_bounds
 from pyruntime.llama import recompute as recomputing
@@ -43,7 +43,7 @@ from pyruntime.llama.attention import causal_attention
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.elementwise import KERNELS, Elementwise, compiled, for_this_pass
 from pyruntime.llama.init import init_shard
-from pyruntime.llama.recompute import Recompute, computed_again
+from pyruntime.llama.recompute import computed_again
 from pyruntime.llama.rope import rope_tables
 from pyruntime.llama.tensor_shards import TensorShard, shards_of_layer, shards_of_model
 from pyruntime.nn import (
@@ -266,7 +266,7 @@ class Llama(nn.Module):
         seed: int | None = 0,
         keep_gathered: bool | None = None,
         context: Context | None = None,
-        recompute: Recompute = "none",
+        recompute: Recomputation = "none",
         compile: bool = False,
         slices: int = 1,
         z_loss: float = 0.0,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Recompute = Literal["none", "selective", "full"]
+from pyruntime.choices import Recomputation, check_value, values
 
 
 def check(recompute: str) -> None:
-    """Raises ValueError for what is none of the three."""
-    if recompute not in get_args(Recompute):
-        raise ValueError(f"recompute={recompute!r}; use one of {', '.join(map(repr, get_args(Recompute)))}.")
+    """Raises ValueError for what is none of Recomputation."""
+    check_value("recompute", recompute, values(Recomputation))
 
 
 class _Again(NamedTuple):

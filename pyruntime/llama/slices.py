@@ -32,9 +32,9 @@ from pyruntime.llama.elementwise import for_this_pass
 from pyruntime.nn.sliced import SlicedColumn, SlicedRow
 
 if TYPE_CHECKING:
+    from pyruntime.choices import Recomputation
     from pyruntime.context import Context
     from pyruntime.llama.model import Block, ForwardPass
-    from pyruntime.llama.recompute import Recompute
 
 MOST = 4
 """More would need more flights under way than a group has slots."""
@@ -172,7 +172,7 @@ def run(
     step: ForwardPass,
     parts: Sequence[int],
     eps: float,
-    recompute: Recompute,
+    recompute: Recomputation,
 ) -> Tensor:
     """The residual stream [T/P, D] through some layers, as `Llama.run`. x, and what is returned: this rank's
     rows of each slice behind each other, see `places`."""

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from pyruntime import ops
-from pyruntime.comm.wire import FORMATS, WireFormat
+from pyruntime.choices import WireFormat, check_value, values
 from pyruntime.nn.cut import as_plain
 from pyruntime.nn.gather import gather_features, split_features
 from pyruntime.nn.module import LayerHook, ParallelModule
@@ -141,8 +141,7 @@ class ParallelLinear(ParallelModule):
         return cls(features_of(first)[0], out_features, first.bias is not None, **options)._take(parts)
 
     def _check_wire(self, wire: WireFormat) -> WireFormat:
-        if wire not in FORMATS:
-            raise ValueError(f"wire={wire!r} is none of {', '.join(FORMATS)}.")
+        check_value("wire", wire, values(WireFormat))
         if wire == "same":
             return wire
         asked = f'wire="{wire}" was asked for, and'

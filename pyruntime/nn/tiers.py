@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyruntime import ops
+from pyruntime.choices import Tier, check_value, values
 
 if TYPE_CHECKING:
     from pyruntime.nn.module import ParallelModule
     from pyruntime.nn.parameters import TensorGroup
 
-TIERS = ("auto", "unfused", "chunked", "fused")
+TIERS = values(Tier)
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,7 @@ class OpUse:
 
 def check_tier(tier: str) -> str:
     """`tier` itself; ValueError where it is none of TIERS."""
-    if tier not in TIERS:
-        raise ValueError(f"tier={tier!r} is not known; use one of {', '.join(TIERS)}.")
+    check_value("tier", tier, TIERS)
     return tier
 
 

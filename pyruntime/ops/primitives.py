@@ -45,9 +45,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyruntime.choices import WireFormat
 from pyruntime.comm.core import _C
 from pyruntime.comm.groups import Group, group_name
-from pyruntime.comm.wire import WireFormat
 
 ROWS_UNKNOWN = -1
 

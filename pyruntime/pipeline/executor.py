@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from pyruntime.choices import WireFormat
 from pyruntime.comm import CommError, Group, group_rank, group_size, post_failure
 from pyruntime.comm.channel import Channels
 from pyruntime.comm.exchange import first_line
 from pyruntime.comm.ranges import marked
-from pyruntime.comm.wire import WireFormat
 from pyruntime.nn.weight_sinks import AddedToGrad
 from pyruntime.pipeline.actions import Action, Kind, Schedule, with_transfers
 from pyruntime.pipeline.carry import Carry

@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import product
-from typing import Literal, get_args
 
+from pyruntime.choices import SLICED_KINDS, PipelineKind, values
 from pyruntime.pipeline.actions import Action, Kind, Schedule, check_units, with_transfers
 from pyruntime.pipeline.v_schedule import zb_v
 
-KindName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "terapipe", "seq1f1b"]
-KINDS: tuple[str, ...] = get_args(KindName)
-SLICED_KINDS = ("terapipe", "seq1f1b")
+KINDS = values(PipelineKind)
 
 
 def make_schedule(
@@ -34,21 +32,22 @@ def make_schedule(
     Raises ValueError for an unknown kind and for numbers that the kind has no schedule for.
     """
     placement = placement_of(kind, ranks, micro_batches, virtual=virtual, slices=slices)
-    if kind == "gpipe":
-        computes = [_all_forwards_first(rank, micro_batches) for rank in range(ranks)]
-    elif kind == "terapipe":
-        computes = [_terapipe(rank, micro_batches, slices) for rank in range(ranks)]
-    elif kind == "interleaved" and virtual > 1:
-        computes = [_interleaved(rank, ranks, micro_batches, virtual) for rank in range(ranks)]
-    elif kind == "zb-h1":
-        computes = [_zb_h1(rank, ranks, micro_batches) for rank in range(ranks)]
-    elif kind == "zb-v":
-        computes = zb_v(ranks, micro_batches)
-    elif kind in ("1f1b", "interleaved", "seq1f1b"):
-        # Of one stage a rank interleaved 1F1B is 1F1B, and so is Seq1F1B of one slice.
-        computes = [_seq1f1b(rank, ranks, micro_batches, slices) for rank in range(ranks)]
-    else:  # Only who adds a kind and forgets its branch comes here: _check has refused all other names.
-        raise NotImplementedError(f"{kind} is named in KindName, and make_schedule has no actions for it.")
+    match kind:
+        case "gpipe":
+            computes = [_all_forwards_first(rank, micro_batches) for rank in range(ranks)]
+        case "terapipe":
+            computes = [_terapipe(rank, micro_batches, slices) for rank in range(ranks)]
+        case "interleaved" if virtual > 1:
+            computes = [_interleaved(rank, ranks, micro_batches, virtual) for rank in range(ranks)]
+        case "zb-h1":
+            computes = [_zb_h1(rank, ranks, micro_batches) for rank in range(ranks)]
+        case "zb-v":
+            computes = zb_v(ranks, micro_batches)
+        case "1f1b" | "interleaved" | "seq1f1b":
+            # Of one stage a rank interleaved 1F1B is 1F1B, and so is Seq1F1B of one slice.
+            computes = [_seq1f1b(rank, ranks, micro_batches, slices) for rank in range(ranks)]
+        case _:  # Only who adds a kind and forgets its branch comes here: _check has refused all other names.
+            raise NotImplementedError(f"{kind} is a PipelineKind, and make_schedule has no actions for it.")
     return Schedule(kind, micro_batches, slices, placement, with_transfers(computes, placement))
 
 

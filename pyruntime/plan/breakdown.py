@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pyruntime.choices import LESS_BUBBLE
 from pyruntime.plan.findings import GB, Refusal, mfu
 from pyruntime.plan.mesh import Mesh
 from pyruntime.plan.overlap import advice, threshold
@@ -101,7 +102,7 @@ def sentences(predictor: Predictor, candidate: Candidate) -> list[str]:
     if seconds.bubble > 0.1 * candidate.total:
         found.append(
             f"{seconds.bubble / candidate.total:.0%} of the step is bubble: more micro-batches, fewer "
-            "stages, or zb-h1, zb-v or interleaved"
+            f"stages, or one of {', '.join(LESS_BUBBLE)}"
         )
     if seconds.dp > 0.05 * candidate.total and not mesh.tau:
         found.append(

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pyruntime.choices import KINDS_BETWEEN_CLUSTERS
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.memory import PAPER, Rules, memory_of_rank, verdict
 from pyruntime.plan.mesh import Job, Mesh, check_job
@@ -73,7 +74,7 @@ def search_across(
     if job.gpus % len(clusters):
         raise ValueError(f"{job.gpus} GPUs do not divide over {len(clusters)} clusters; each has as many.")
     node = min(cluster.gpus_per_node for cluster in clusters)
-    choice = SearchSpace(axonn=False, co2=False, hybrid=False, kinds=("1f1b", "zb-h1"))
+    choice = SearchSpace(axonn=False, co2=False, hybrid=False, kinds=KINDS_BETWEEN_CLUSTERS)
     found = []
     for mesh in meshes(job, choice):
         if mesh.pp == 1 or mesh.pp % len(clusters) or mesh.tp > node:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from pyruntime.plan.mesh import Job, Mesh, Recompute
+from pyruntime.choices import Recomputation
+from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
 from pyruntime.plan.pipelines import deferred, in_flight, last_stage_rank, layers_by_rank
 
@@ -124,7 +125,7 @@ def layer_activations(
     tokens: float,
     tp: int = 1,
     rules: Rules = PAPER,
-    recompute: Recompute = "none",
+    recompute: Recomputation = "none",
 ) -> float:
     """Bytes that one layer keeps of a forward pass of `tokens` tokens until its backward pass, with flash
     attention.
@@ -138,12 +139,12 @@ def layer_activations(
     return tokens * (_wide(model, recompute) + _cut(model, rules, recompute)) / tp
 
 
-def _wide(model: ModelShape, recompute: Recompute) -> float:
+def _wide(model: ModelShape, recompute: Recomputation) -> float:
     """Bytes of a token that are kept of the residual stream."""
     return 2 * {"none": 4, "selective": 2, "full": 1}[recompute] * model.hidden
 
 
-def _cut(model: ModelShape, rules: Rules, recompute: Recompute) -> float:
+def _cut(model: ModelShape, rules: Rules, recompute: Recomputation) -> float:
     """And of what is as wide as heads and feed-forward columns."""
     if recompute == "full":
         return 0.0

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from pyruntime.choices import OptimizerName, PipelineKind, Recomputation, Rounding
 from pyruntime.plan.cluster import Cluster
 from pyruntime.plan.models import ModelShape
-
-Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,9 @@ class Job:
     """Tokens of a sequence."""
     causal: bool = True
     """Attention computes the half that causality leaves; False: all of it, as before flash attention."""
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Rounding = "nearest"
     """Of bf16 weights: nearest to an fp32 master weight, or at random, without one."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """Of the layers' matrices; all else is AdamW's."""
 
     @property
@@ -51,15 +49,15 @@ class Mesh:
     """What is cut over dp and cp: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
     replicate: int = 1
     """Groups of data-parallel ranks that each hold everything once (HSDP); divides dp."""
-    kind: str = "1f1b"
-    """Pipeline schedule, one of pyruntime.pipeline.KINDS."""
+    kind: PipelineKind = "1f1b"
+    """Pipeline schedule."""
     virtual: int = 1
     """Stages of a rank."""
     slices: int = 1
     """Parts of a sequence, of the sliced schedules."""
     micro_batch: int = 1
     """Sequences of a forward pass, over the context-parallel ranks together."""
-    recompute: Recompute = "none"
+    recompute: Recomputation = "none"
     """Activation checkpointing of every layer. selective: results of norms and of the feed-forward network's
     activation are made again; full: its input is kept, its forward pass is run again."""
     x: int = 1

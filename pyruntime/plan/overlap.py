@@ -13,15 +13,11 @@ Derived; `threshold` is the rule without it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from pyruntime.choices import Overlap
 from pyruntime.plan.communication import ALONE, Link, all_gather, all_reduce, own_seconds
 from pyruntime.plan.mesh import Job, Mesh
 from pyruntime.plan.models import ModelShape
-
-Overlap = Literal["none", "fused", "filler"]
-"""none: every transfer is waited for. fused: GEMMs hide their own transfers. filler: weights' gradients
-also fill what the backward pass leaves exposed."""
 
 
 @dataclass(frozen=True)

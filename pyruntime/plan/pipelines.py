@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 
+from pyruntime.choices import ZERO_BUBBLE
 from pyruntime.pipeline.actions import Kind
 from pyruntime.pipeline.closed_forms import bubble_1f1b, bubble_interleaved, bubble_zb_h1
 from pyruntime.pipeline.schedules import make_schedule
@@ -48,7 +49,7 @@ def deferred(mesh: Mesh, rank: int, micro_batches: int) -> float:
     its schedule has; none where the weights' gradient is a part of the backward pass, as on rank 0 of
     zb-h1. Derived: counted in the schedules."""
     kind = mesh.kind
-    if mesh.pp == 1 or kind not in ("zb-h1", "zb-v") or (kind == "zb-h1" and rank == 0):
+    if mesh.pp == 1 or kind not in ZERO_BUBBLE or (kind == "zb-h1" and rank == 0):
         return 0
     if kind == "zb-v" and micro_batches < 2 * mesh.pp:
         return deferred_by_zb_v(mesh.pp, micro_batches)[rank] / 2

@@ -7,12 +7,20 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
+from pyruntime.choices import (
+    FEW_PLANNED_KINDS,
+    PLANNED_KINDS,
+    SLICED_KINDS,
+    Overlap,
+    PipelineKind,
+    Recomputation,
+    values,
+)
 from pyruntime.plan import co2
 from pyruntime.plan.memory import PAPER, Memory, Rules, verdict, worst_memory
-from pyruntime.plan.mesh import Job, Mesh, Recompute, check_job, divisors
-from pyruntime.plan.overlap import Overlap
+from pyruntime.plan.mesh import Job, Mesh, check_job, divisors
 from pyruntime.plan.pipelines import layers_by_rank
 from pyruntime.plan.step import Predictor, StepSeconds
 
@@ -51,7 +59,7 @@ class SearchSpace:
     hybrid: bool = True
     """ZeRO inside groups of data-parallel ranks (HSDP)."""
     recompute: bool = True
-    kinds: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v", "seq1f1b")
+    kinds: tuple[PipelineKind, ...] = PLANNED_KINDS
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ def _bounded(job: Job, choice: SearchSpace) -> tuple[list[Mesh], tuple[str, ...]
         ("", {}),
         ("ZeRO inside groups", {"hybrid": False}),
         ("4D meshes", {"axonn": False}),
-        ("pipelines but 1F1B and ZB-V", {"kinds": tuple(set(choice.kinds) & {"1f1b", "zb-v"})}),
+        ("pipelines but 1F1B and ZB-V", {"kinds": tuple(set(choice.kinds) & {*FEW_PLANNED_KINDS})}),
         ("CO2", {"co2": False}),
     )
     for words, narrower in narrowings:
@@ -152,7 +160,7 @@ def meshes(job: Job, choice: SearchSpace) -> Iterator[Mesh]:
     """All legal ones: whole key/value heads on each tensor-parallel rank, whole sequences in each
     micro-batch, equal chunks for zigzag, at least one layer for each stage."""
     model = job.model
-    recomputes: tuple[Recompute, ...] = get_args(Recompute) if choice.recompute else ("none",)
+    recomputes = values(Recomputation) if choice.recompute else ("none",)
     for tp in divisors(job.gpus):
         if model.kv_heads % tp or model.ffn % tp:
             continue
@@ -183,7 +191,7 @@ def _schedules(job: Job, mesh: Mesh, choice: SearchSpace) -> Iterator[Mesh]:
     for kind in choice.kinds:
         if kind == "interleaved":
             options += [replace(mesh, kind=kind, virtual=v) for v in VIRTUAL if micro_batches % mesh.pp == 0]
-        elif kind in ("seq1f1b", "terapipe"):
+        elif kind in SLICED_KINDS:
             options += [replace(mesh, kind=kind, slices=q) for q in SLICES if mesh.cp == 1]
         else:
             options.append(replace(mesh, kind=kind))
@@ -209,7 +217,7 @@ def _sharded(mesh: Mesh, choice: SearchSpace) -> Iterator[Mesh]:
         yield replace(mesh, zero=0, tau=1)
 
 
-def _axonn(job: Job, recomputes: Sequence[Recompute]) -> Iterable[Mesh]:
+def _axonn(job: Job, recomputes: Sequence[Recomputation]) -> Iterable[Mesh]:
     model = job.model
     for x in divisors(job.gpus):
         if model.kv_heads % x or model.ffn % x:

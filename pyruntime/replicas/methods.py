@@ -120,7 +120,7 @@ def refuse_for_members(method: Method) -> None:
     _require(
         method.meets_at_ends,
         f"Replicas that come and go meet at the end of a round, and {method.name} uses an average in its "
-        "midst; use local_sgd, slowmo, diloco, overlapped_local_sgd or co2.",
+        f"midst; use one of {', '.join(name for name, make in METHODS.items() if make(2).meets_at_ends)}.",
     )
     _require(
         method.tau != "auto",

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from pyruntime.choices import COMPRESSION_OF_RUNS
 from pyruntime.comm.channel import Channels
 from pyruntime.data_parallel.axes import FlightAxis
 from pyruntime.data_parallel.compression import Compression
@@ -29,7 +30,7 @@ def check(settings: Compression, dtypes: set[torch.dtype], replicas: int) -> Non
     if settings.method == "power_sgd":
         raise ValueError(
             "Displacements travel in runs that are no matrices, and method=power_sgd is of matrices; use "
-            "quantize or top_k."
+            f"{' or '.join(COMPRESSION_OF_RUNS)}."
         )
     if not settings.error_feedback:
         raise ValueError(

@@ -11,30 +11,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
+from pyruntime import choices
 from pyruntime.text import short_repr
 from pyruntime.train.errors import ConfigError
-
-Tier = Literal["auto", "unfused", "chunked", "fused"]
-Dtype = Literal["bf16", "fp32"]
-Device = Literal["auto", "cpu", "cuda"]
-PipelineKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "terapipe", "seq1f1b"]
-ContextLayout = Literal["zigzag", "striped", "contiguous"]
-ContextVariant = Literal["ring", "all_gather_kv", "ulysses", "auto"]
-ActivationCheckpointing = Literal["none", "selective", "full"]
-LearningRateSchedule = Literal["cosine", "linear", "wsd"]
-DataParallelMethod = Literal[
-    "every_step",
-    "co2",
-    "local_sgd",
-    "slowmo",
-    "diloco",
-    "overlapped_local_sgd",
-    "streaming_diloco",
-]
-CompressionMethod = Literal["none", "quantize", "top_k", "power_sgd"]
-WireFormat = Literal["same", "bf16", "fp8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +82,12 @@ class Data:
 class Optimizer:
     """Who updates the weights, the learning rate, and which steps count."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """muon: matrices of the layers step along their momentum made orthogonal (docs/muon.md), all else as
-    AdamW has it; on the CPU."""
+    name: choices.OptimizerName = "adamw"
+    """Who updates the weights."""
     lr: float = 1e-3
     """Peak learning rate, in parameter units per step."""
-    schedule: LearningRateSchedule = "cosine"
-    """How the learning rate falls after the warm-up: along half a cosine, linearly, or (wsd) after it has
-    stayed at its peak, as one minus a square root."""
+    schedule: choices.RateSchedule = "cosine"
+    """How the learning rate falls after the warm-up."""
     min_lr_fraction: float = 0.1
     """Learning rate at the last step, as a share of the peak, 0 to 1."""
     decay_fraction: float = 0.2
@@ -128,14 +107,12 @@ class Optimizer:
     """Added to the root of the mean squared gradient, in gradient units."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices (vectors are left alone), in shares of the weight per unit of lr."""
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Of bf16 weights: to the nearest, from fp32 master weights; or without these, up or down at random so
-    that the mean is exact."""
+    rounding: choices.Rounding = "nearest"
+    """Of bf16 weights."""
     clip_grad_norm: float = 1.0
     """Largest global gradient norm, in gradient units; 0 turns clipping off."""
-    on_bad_step: Literal["stop", "skip"] = "stop"
-    """What becomes of a step whose loss or gradient is not finite, or spikes: stop ends the run; skip updates
-    nothing and counts the step, and ends the run after 10 in a row."""
+    on_bad_step: choices.OnBadStep = "stop"
+    """What becomes of a step whose loss or gradient is not finite, or spikes."""
     spike_factor: float = 0.0
     """A gradient norm above so many times the mean of those of the 20 steps before that counted is a spike;
     0: none is."""
@@ -156,15 +133,12 @@ class Train:
     accumulation."""
     seq_len: int = 256
     """Tokens per sequence."""
-    dtype: Dtype = "bf16"
+    dtype: choices.Dtype = "bf16"
     """Type of weights, activations and gradients; for bf16 see optimizer.rounding."""
-    device: Device = "auto"
-    """Where the ranks compute: cuda, the GPU of each rank's LOCAL_RANK; cpu; or auto, cuda where every rank
-    of a host has a GPU of its own, else cpu."""
-    activation_checkpointing: ActivationCheckpointing = "none"
-    """What the backward pass computes again in place of keeping it: none, nothing; selective, of each layer
-    what its norms and silu(gate) * up gave, for which nothing is multiplied or sent again; full, all of a
-    layer but its input, a third more work. Figures: docs/figures/training.md."""
+    device: choices.DeviceName = "auto"
+    """Where the ranks compute."""
+    activation_checkpointing: choices.Recomputation = "none"
+    """What the backward pass computes again in place of keeping it (docs/figures/training.md)."""
     compile: bool = False
     """Have torch.compile make what a layer computes between its linears and attention (norms, rotary
     embedding, SwiGLU) of plain torch, in place of this project's kernels, which are faster on CPUs
@@ -230,13 +204,13 @@ class Parallel:
     zero: Literal[0, 1, 2, 3] = 1
     """What is cut over the data- and context-parallel ranks: 0 nothing, 1 and 2 optimizer states and
     gradients, 3 the weights too. With z in tp all of it is cut over z (3), and ranks of dp hold the same."""
-    slices: Literal["auto", 1, 2, 3, 4] = 1
+    tp_slices: Literal["auto", 1, 2, 3, 4] = 1
     """Causal slices of every sequence inside a tensor-parallel group: one computes while the rows of another
     travel. auto is 2 where tensor-parallel ranks are on several hosts, sequences are not cut over ranks and
     nothing forbids it, else 1."""
-    tp_wire: WireFormat = "same"
-    """What rows that tensor-parallel ranks gather, activations and gradients of them, are rounded to: same,
-    not at all; bf16; fp8, a byte a value. All ranks compute with these; sums travel as they are."""
+    tp_wire: choices.WireFormat = "same"
+    """What rows that tensor-parallel ranks gather, activations and gradients of them, are rounded to. All
+    ranks compute with these; sums travel as they are."""
     rebalance: Literal["off", "on"] = "off"
     """on: where a rank of a pipeline stays slow, layers move between the stages when a checkpoint is saved
     (docs/slow-ranks.md), wherever they began (pipeline.layers). Ranks on the CPU only."""
@@ -250,10 +224,9 @@ class DataParallel:
     that cannot carry a gradient in every step. What is left out is as the method has it
     (docs/thin-networks.md)."""
 
-    method: DataParallelMethod = "every_step"
-    """every_step: gradients are summed in each step. Otherwise replicas train alone, with a gradient norm of
-    their own, and meet as the method says: parallel.dp_replicate of them, or where that is 1 as many as
-    parallel.dp."""
+    method: choices.ReplicaMethod = "every_step"
+    """How seldom ranks meet. In all but every_step replicas train alone, with a gradient norm of their own:
+    parallel.dp_replicate of them, or where that is 1 as many as parallel.dp."""
     members: str = ""
     """Address (HOST:PORT) of `python -m pyruntime members`, where replicas come and go and this job is one of
     them; tau is then a number, and train.batch_size of one replica. Not of streaming_diloco. Empty: the
@@ -276,10 +249,9 @@ class DataParallel:
     """Of streaming_diloco: steps behind which an exchange is hidden, below tau."""
     fragments: int | None = None
     """Of streaming_diloco: parts of the model, of whole layers, that meet in turn."""
-    compression: CompressionMethod = "none"
-    """What gradients of matrices travel as: none, as they are; quantize, in a few bits a value; top_k, the
-    largest values alone; power_sgd, of low rank. Of replicas that do not meet in every step it is of what
-    they send each other, by quantize or top_k."""
+    compression: choices.CompressionMethod = "none"
+    """What gradients of matrices travel as. Of replicas that do not meet in every step it is of what they
+    send each other, by quantize or top_k."""
     compression_bits: int = 4
     """Bits of a value that is quantised, 1 to 8."""
     compression_density: float = 0.01
@@ -292,17 +264,17 @@ class DataParallel:
     compression_plan_every: int = 0
     """Steps between two plans (L-GreCo) that give each matrix bits, a density or a rank of its own, in as few
     bytes as the error of one setting for all allows; 0: that one setting."""
-    weight_wire: WireFormat = "same"
-    """What matrices are rounded to where ranks gather them for use (parallel.zero = 3): same, not at all;
-    bf16; fp8, a byte a value. All ranks compute with the rounded values and update those that they keep."""
+    weight_wire: choices.WireFormat = "same"
+    """What matrices are rounded to where ranks gather them for use (parallel.zero = 3). All ranks compute
+    with the rounded values and update those that they keep."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineParallel:
     """In which order the stages of a pipeline compute; `python -m pyruntime schedule` draws them."""
 
-    kind: PipelineKind = "1f1b"
-    """Schedule: gpipe, 1f1b, interleaved, zb-h1 and zb-v (zero bubble), terapipe and seq1f1b (slices)."""
+    kind: choices.PipelineKind = "1f1b"
+    """Schedule."""
     virtual: int = 1
     """Stages of a rank, of the interleaved schedule."""
     slices: int = 1
@@ -313,9 +285,8 @@ class PipelineParallel:
     layers: tuple[int, ...] = ()
     """Layers of each stage, in order; empty: shared out so that the stages take alike, by `costs`, or without
     by the GEMMs that layers and head compute."""
-    wire: WireFormat = "same"
-    """What activations, and gradients of them, are rounded to between stages: same, not at all; bf16; fp8, a
-    byte a value."""
+    wire: choices.WireFormat = "same"
+    """What activations, and gradients of them, are rounded to between stages."""
     costs: str = ""
     """File that `python -m pyruntime profile --json` wrote for this model on this machine; empty: none."""
 
@@ -324,25 +295,21 @@ class PipelineParallel:
 class ContextParallel:
     """How sequences are spread over the context-parallel ranks."""
 
-    layout: ContextLayout = "zigzag"
-    """Which tokens a rank holds: zigzag and striped share causal attention evenly, contiguous does not."""
-    variant: ContextVariant = "ring"
-    """How queries see the keys of other ranks; auto is ring."""
-    wire: WireFormat = "same"
-    """Of the ring: what keys and values are rounded to, on all ranks alike: same, not at all; bf16; fp8, a
-    byte a value. Their gradients travel as they are."""
+    layout: choices.ContextLayout = "zigzag"
+    """Which tokens a rank holds."""
+    variant: choices.ContextVariant = "ring"
+    """How queries see the keys of other ranks."""
+    wire: choices.WireFormat = "same"
+    """Of the ring: what keys and values are rounded to, on all ranks alike. Their gradients travel as they
+    are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comm:
     """How the ranks talk to each other."""
 
-    tier: Tier = "chunked"
-    """Tier of every parallel linear; auto takes what `python -m pyruntime tune` found on this machine, else
-    chunked wherever rows travel in chunks, else unfused. fused is for GPUs."""
-    tuning: Literal["on", "off"] = "on"
-    """Whether the tier auto takes what is in the file of `python -m pyruntime tune`, where there is one for
-    this machine and as many tensor-parallel ranks; off: it follows its rule alone."""
+    tier: choices.Tier = "chunked"
+    """Tier of every parallel linear."""
     deadline_s: float = 120.0
     """Longest wait for a peer, in seconds; past it the run ends with an error that names the peer."""
     rings: tuple[str, ...] = ()
@@ -374,8 +341,8 @@ class Output:
 
     run_dir: str = ""
     """Folder of metrics, plot and checkpoints; empty: runs/<configuration>-<n>, the first free n."""
-    progress: Literal["auto", "bar", "lines", "off"] = "auto"
-    """bar: one line that is rewritten; lines: one line a step; auto: bar on a terminal, else lines."""
+    progress: choices.ProgressMode = "auto"
+    """How steps are shown."""
     tensorboard: bool = False
     """Write what metrics.jsonl has of a step to RUN_DIR/tensorboard as well (extra tensorboard)."""
     wandb: str = ""
@@ -387,11 +354,8 @@ class Output:
     log_every: int = 10
     """Steps between two printed lines where there is no bar (metrics.jsonl holds every step)."""
     sample_tokens: int = 200
-    """Most tokens of the generated sample at the end (the model's positions may end it earlier); 0: none."""
-    sample_prompt: str = "def "
-    """Text that the sample continues."""
-    temperature: float = 0.8
-    """Sampling temperature, without unit; 0 takes the likeliest token."""
+    """Most tokens of the generated sample at the end (the model's positions may end it earlier); 0: none, as
+    where no rank could hold the whole model. `python -m pyruntime generate` makes others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,6 +373,31 @@ class RunConfig:
     comm: Comm = Comm()
     checkpoint: Checkpoint = Checkpoint()
     output: Output = Output()
+
+
+GONE = {
+    "comm.tuning": ("on", "comm.tier=chunked leaves what `python -m pyruntime tune` found alone"),
+    "output.sample_prompt": ("def ", "`python -m pyruntime generate --prompt` continues any text"),
+    "output.temperature": (0.8, "`python -m pyruntime generate --temperature` has one"),
+    "parallel.slices": (1, "it is called parallel.tp_slices"),
+}
+"""Options of earlier versions: their defaults, which a configuration may still hold, and what to write."""
+
+
+def why_gone(name: str) -> str:
+    """A sentence, where `name` was an option once; else empty."""
+    return f"{name} is no option any more: {GONE[name][1]}." if name in GONE else ""
+
+
+def changed(config: RunConfig, names: str) -> list[tuple[str, Any, Any]]:
+    """Of the options `names`, "section.key section.key", those that are not as they are by default: name,
+    value, default."""
+    found = []
+    for name in names.split():
+        section, key = name.split(".")
+        value, usual = (getattr(getattr(each, section), key) for each in (config, RunConfig()))
+        found += [(name, value, usual)] if value != usual else []
+    return found
 
 
 def ring_orders(comm: Comm) -> list[list[int]]:

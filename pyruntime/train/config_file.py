@@ -18,7 +18,7 @@ import typing
 from pathlib import Path
 
 from pyruntime.text import short_repr, toml_value
-from pyruntime.train.config import Grid, RunConfig
+from pyruntime.train.config import GONE, Grid, RunConfig, why_gone
 from pyruntime.train.errors import ConfigError
 
 PRESET_DIR = Path(__file__).parent / "presets"
@@ -123,6 +123,10 @@ def _section(cls: type, section: str, content: dict, source: str):
     hints = typing.get_type_hints(cls)
     fields = {}
     for key, value in content.items():
+        if why := why_gone(f"{section}.{key}"):
+            if value != GONE[f"{section}.{key}"][0]:
+                raise ConfigError(f"{source}: {why}")
+            continue
         if key not in hints:
             raise ConfigError(f"{source}: [{section}] has no key {key}{_suggest(key, hints)}.")
         try:

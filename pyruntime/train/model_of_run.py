@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pyruntime import comm
+from pyruntime.choices import VARIANTS_OF_WHOLE_HEADS
 from pyruntime.comm import Runtime
 from pyruntime.comm.groups import crosses_hosts
 from pyruntime.context import Context
@@ -26,7 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def slices_of(run: ResolvedRun, runtime: Runtime) -> int:
     """Causal slices inside a tensor-parallel group."""
     config = run.config
-    asked = config.parallel.slices
+    asked = config.parallel.tp_slices
     if asked != "auto":
         return asked
     if config.parallel.cp > 1 or why_no_slices(config, run.mesh.tp):
@@ -90,7 +91,8 @@ def _context(run: ResolvedRun, runtime: Runtime) -> Context | None:
     if asked.variant == "ulysses" and heads % cp:
         raise ConfigError(
             f"context.variant=ulysses deals out heads, and parallel.cp={cp} does not divide "
-            f"the {heads} key/value heads of a tensor-parallel rank; use ring or all_gather_kv."
+            f"the {heads} key/value heads of a tensor-parallel rank; use "
+            f"{' or '.join(VARIANTS_OF_WHOLE_HEADS)}."
         )
     return Context(runtime.cp, asked.layout, asked.variant, asked.wire)
 

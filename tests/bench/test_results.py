@@ -1,10 +1,13 @@
-"""What bench/results holds is cited, and what texts say of benchmarks exists."""
+"""What bench/results holds is cited, a record a line, and what texts say of benchmarks exists."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
+
+from bench.common.records import as_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -34,15 +37,25 @@ def test_every_result_has_one_row_and_a_document_that_shows_what_was_found():
     for one, row in listed:
         assert any(one.fullmatch(name) for name in files), f"no such file: {row}"
         (module,) = set(re.findall(r"-m (bench(?:\.\w+)+)", row))
-        documents = re.findall(r"\]\(([^)]+)\)", row)
-        assert documents, row
-        for document in documents:
-            text = (RESULTS / document).read_text()
-            cited = [names(cite) for cite in re.findall(r"[\w*]+\.(?:json|txt)", text)]
-            shown = any(
-                cite.fullmatch(Path(name).name) for cite in cited for name in files if one.fullmatch(name)
+        texts_of = [(RESULTS / document).read_text() for document in re.findall(r"\]\(([^)]+)\)", row)]
+        of_row = [Path(name).name for name in files if one.fullmatch(name)]
+        cited = [
+            any(
+                names(cite).fullmatch(name)
+                for cite in re.findall(r"[\w*]+\.(?:json|txt)", text)
+                for name in of_row
             )
-            assert module in text or shown, f"{document} shows nothing of {row}"
+            for text in texts_of
+        ]
+        assert any(cited), f"no document names {row}"
+        for text, names_it in zip(texts_of, cited, strict=True):
+            assert module in text or names_it, f"a document shows nothing of {row}"
+
+
+def test_each_record_is_one_line():
+    for path in RESULTS.rglob("*.json"):
+        text = path.read_text()
+        assert text == as_lines(json.loads(text)), f"{path}: write it with bench/common/records.py"
 
 
 def test_programs_and_results_that_texts_name_exist():

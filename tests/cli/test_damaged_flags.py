@@ -91,7 +91,7 @@ def test_plan(argv):
 @example(["--output.run_dir=a\0b"])
 @example(["--data.paths=" + "x" * 5000])
 @example(["--checkpoint.resume=" + "x" * 5000])
-@example(["--output.sample_prompt=\udcff"])
+@example(["--output.wandb=\udcff"])
 @example(["--comm.deadline_s=1e-320"])
 @example(["--model.init_from=a\0b"])
 @FEW

@@ -28,7 +28,7 @@ def refused(capsys, *argv):
 def test_a_switch_takes_truth_as_configurations_and_as_python_write_it(word):
     for argv in (["--train.ledger", word], [f"--train.ledger={word}"]):
         assert arguments.parse(RunConfig, argv, "train", "").train.ledger is True
-    text = arguments.parse(RunConfig, ["--output.sample_prompt", "true"], "train", "").output.sample_prompt
+    text = arguments.parse(RunConfig, ["--output.wandb", "true"], "train", "").output.wandb
     assert text == "true"
 
 
@@ -56,6 +56,8 @@ def test_a_switch_takes_truth_as_configurations_and_as_python_write_it(word):
             ["train", "--train.stepz", "3"],
             "There is no option --train.stepz; the nearest is --train.steps; see",
         ),
+        (["train", "--parallel.slices", "1"], "parallel.slices is no option any more: it is called"),
+        (["train", "--comm.tuning=off"], "comm.tuning is no option any more: comm.tier=chunked leaves"),
         (["train", "--stepz=3"], "There is no option --stepz; the nearest is --train.steps;"),
         (["train", "--lr", "3"], "There is no option --lr; the nearest is --optimizer.lr;"),
         (["train", "--confg", "main"], "There is no option --confg; the nearest is --config;"),

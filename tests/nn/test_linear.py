@@ -250,7 +250,7 @@ def test_wrong_inputs_are_sentences(ranks):
             "layers.0.down holds 4 of in_features=8 on rank 0 of 2",
             "tp=2 cuts dimension 0 of weight, which is 1, into chunks of 1, and only 1 of 2 ranks get one",
             "tp=2 cuts dimension 1 of weight",
-            "tier='quick' is not known; use one of auto, unfused, chunked, fused",
+            "tier='quick' is none of auto, unfused, chunked, fused",
             "wire='fp4' is none of same, bf16, fp8",
             'wire="fp8" was asked for, and without sequence_parallel no rows are gathered',
             'wire="fp8" was asked for, and one rank alone gathers nothing',

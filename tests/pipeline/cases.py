@@ -2,7 +2,7 @@
 
 import itertools
 
-from pyruntime.pipeline import SLICED_KINDS
+from pyruntime.choices import SLICED_KINDS
 
 
 def sizes(kind, most_ranks=5, most_micro_batches=9):

@@ -161,7 +161,10 @@ def test_a_replica_of_other_settings_is_put_out_in_a_sentence_that_names_the_key
 
 
 REFUSED = [
-    (streaming_diloco(4, fragments=1), "streaming_diloco uses an average in its midst; use local_sgd"),
+    (
+        streaming_diloco(4, fragments=1),
+        "streaming_diloco uses an average in its midst; use one of co2, local_sgd",
+    ),
     (co2(), 'tau="auto" is measured in a first round'),
 ]
 

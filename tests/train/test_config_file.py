@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from pyruntime.text import toml_value
 from pyruntime.train import config_file, validate
 from pyruntime.train.config import (
+    GONE,
     Comm,
     Data,
     DataParallel,
@@ -31,7 +33,7 @@ def test_a_configuration_survives_toml(tmp_path):
         parallel=Parallel(tp=4),
         data_parallel=DataParallel(method="co2", tau=24, clip=0.5),
         comm=Comm(tier="chunked", deadline_s=0.5),
-        output=Output(sample_prompt="tab\tnewline\n"),
+        output=Output(wandb="tab\tnewline\n"),
     )
     path = tmp_path / "config.toml"
     path.write_text(config_file.to_toml(config), encoding="utf-8")
@@ -66,8 +68,8 @@ def test_x_alone_is_a_number_and_z_is_zero_3():
         (Parallel(tp=Grid(z=2), dp=4, dp_replicate=2), "parallel.dp_replicate=2 with parallel.tp={z = 2}:"),
         (Parallel(tp=Grid(2, 2), dp=2), "parallel.tp={x = 2, y = 2} times parallel.dp=2 but 4 rank(s) were"),
         (
-            Parallel(tp=Grid(2, 2), slices=2),
-            "parallel.slices=2 does not go together with parallel.tp={x = 2,",
+            Parallel(tp=Grid(2, 2), tp_slices=2),
+            "parallel.tp_slices=2 does not go together with parallel.tp={x = 2,",
         ),
     ],
 )
@@ -117,6 +119,11 @@ def test_the_main_job_is_as_promised():
         ('[data]\npaths = "a"\n', "data.paths must be a list, each item a string, found 'a'."),
         ("[data]\npaths = [1]\n", "data.paths must be a list, each item a string, found [1]."),
         ("[checkpoint]\nsave_on_stop = 1\n", "checkpoint.save_on_stop must be true or false, found 1."),
+        (
+            "[parallel]\nslices = 2\n",
+            "parallel.slices is no option any more: it is called parallel.tp_slices.",
+        ),
+        ("[output]\ntemperature = 0\n", "`python -m pyruntime generate --temperature` has one."),
         ("[train\n", "is not valid TOML:"),
     ],
 )
@@ -129,6 +136,20 @@ def test_a_wrong_file_is_refused_in_one_sentence(tmp_path, text, sentence):
     assert sentence in message
     assert str(path) in message
     assert "\n" not in message and message.endswith(".")
+
+
+def test_options_of_earlier_versions_pass_in_a_run_s_own_file_where_they_said_nothing(tmp_path):
+    path = tmp_path / "config.toml"
+    sections: dict[str, dict] = {}
+    for name, (default, _) in GONE.items():
+        section, key = name.split(".")
+        sections.setdefault(section, {})[key] = default
+    lines = [
+        f"[{section}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in values.items())
+        for section, values in sections.items()
+    ]
+    path.write_text("".join(lines))
+    assert config_file.load(path) == RunConfig()
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path):

@@ -43,10 +43,10 @@ def test_loss_curves_equal_those_of_one_rank(ranks, whole, world, cp, dp, zero, 
 @pytest.mark.parametrize(
     ("world", "parallel", "layout", "recompute"),  # and the rest tensor parallel
     [
-        (4, {"slices": 2, "zero": 2}, "zigzag", "selective"),
-        (4, {"slices": 3, "zero": 0}, "striped", "full"),
-        (8, {"slices": 2, "dp": 2, "zero": 1}, "striped", "none"),
-        (8, {"slices": 2, "pp": 2}, "zigzag", "full"),
+        (4, {"tp_slices": 2, "zero": 2}, "zigzag", "selective"),
+        (4, {"tp_slices": 3, "zero": 0}, "striped", "full"),
+        (8, {"tp_slices": 2, "dp": 2, "zero": 1}, "striped", "none"),
+        (8, {"tp_slices": 2, "pp": 2}, "zigzag", "full"),
     ],
 )
 @pytest.mark.second_tier(but=["4-parallel0-zigzag-selective"])

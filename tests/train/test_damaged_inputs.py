@@ -82,7 +82,7 @@ def test_changed_bytes_of_a_configuration(folder, content):
 @example("\x7f")
 @BOUNDED
 def test_any_text_survives_toml(text):
-    values = {"data": {"paths": [text]}, "output": {"sample_prompt": text}}
+    values = {"data": {"paths": [text]}, "output": {"wandb": text}}
     config = config_file.from_dict(values, "mine.toml")
     assert config_file.from_dict(tomllib.loads(config_file.to_toml(config)), "again") == config
 

@@ -27,8 +27,8 @@ def whole(ranks, tmp_path_factory):
     ("world", "parallel", "sections"),  # and the rest tensor parallel
     [
         (4, {"dp": 2}, {}),
-        (4, {"slices": 2}, {}),
-        (4, {"cp": 2, "slices": 2}, {}),
+        (4, {"tp_slices": 2}, {}),
+        (4, {"cp": 2, "tp_slices": 2}, {}),
         (4, {"cp": 4, "zero": 3}, {"context": {"layout": "striped", "variant": "all_gather_kv"}}),
         (4, {"cp": 2, "dp": 2}, {"context": {"layout": "contiguous", "variant": "ulysses"}}),
         (4, {"pp": 2}, {"pipeline": {"kind": "zb-h1"}}),

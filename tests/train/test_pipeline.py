@@ -122,7 +122,7 @@ def test_loss_curves_equal_those_of_one_rank(ranks, whole, pp, kind, virtual, sl
 @pytest.mark.second_tier(but=["4-2-axes1-1f1b"])
 def test_with_slices_inside_the_tensor_parallel_group(ranks, whole, world, slices, axes, kind):
     config, expected = whole
-    config = jobs.changed(with_pipeline(config, kind=kind, **{"pp": 1} | axes), "parallel", slices=slices)
+    config = jobs.changed(with_pipeline(config, kind=kind, **{"pp": 1} | axes), "parallel", tp_slices=slices)
     found = ranks.run(jobs.history, world, config)
     jobs.check_curves(found, expected)
     if world == 2:
@@ -136,7 +136,7 @@ def slices_chosen(group, config, transport):
 
 
 def test_auto_slices_are_two_where_rows_travel_between_hosts(ranks, whole):
-    config = jobs.changed(whole[0], "parallel", slices="auto")
+    config = jobs.changed(whole[0], "parallel", tp_slices="auto")
     assert ranks.run(slices_chosen, 2, config, "process_group") == [2, 2]
     assert ranks.run(slices_chosen, 2, config, "symmetric_memory") == [1, 1]  # and so the group is left
     assert ranks.run(slices_chosen, 1, config, "process_group") == [1]

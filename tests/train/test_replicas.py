@@ -182,7 +182,10 @@ def test_a_run_goes_on_from_the_checkpoints_of_its_replicas(tmp_path, service, m
     [
         ({"members": "host"}, r"data_parallel\.members: 'host' is no address; write HOST:PORT"),
         ({"method": "co2", "tau": "auto"}, r'members: tau="auto" is measured in a first round'),
-        ({"method": "streaming_diloco"}, "streaming_diloco uses an average in its midst; use local_sgd"),
+        (
+            {"method": "streaming_diloco"},
+            "streaming_diloco uses an average in its midst; use one of co2, local_sgd",
+        ),
         ({"tau": 7}, r"train\.steps=40 ends in the midst of a round of data_parallel\.tau=7 steps.* use 42"),
         (
             {"method": "every_step", "tau": "auto"},

@@ -1,4 +1,4 @@
-"""A run takes up what was tuned on this machine: rank 0 reads, all ranks have the same, off ignores it."""
+"""A run takes up what was tuned on this machine: rank 0 reads, all ranks have the same."""
 
 import os
 
@@ -36,11 +36,10 @@ def taken_up(group, path, config):
     ("settings", "tier"),
     [
         (Comm(tier="auto"), "unfused"),
-        (Comm(tier="auto", tuning="off"), "chunked"),
         (Comm(tier="chunked"), "chunked"),  # nothing asks for it
     ],
 )
-def test_all_ranks_start_from_the_file_of_rank_0_unless_it_is_off(ranks, tmp_path, settings, tier):
+def test_all_ranks_start_from_the_file_of_rank_0(ranks, tmp_path, settings, tier):
     path, key = tmp_path / "tuning.json", Key("all_gather_matmul", *SHAPE[:3], "float32", "cpu")
     cache.write(path, {Place(device_name("cpu", 1), 2, "symmetric memory", library()): {key: CHOICE}})
     words = (

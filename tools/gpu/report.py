@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.common.records import as_lines
 from bench.gpu import problem as gpu_problem
 from tools.gpu.runner import Outcome, Stage
 
@@ -184,9 +185,9 @@ class Report:
     def write(self) -> None:
         """Each file is replaced as a whole: whoever reads it, and whatever ends this, finds one or the
         other."""
-        document, text = json.dumps(self._document, indent=1), self.text()
+        document, text = as_lines(self._document), self.text()
         for folder in self._folders:
-            _write(folder / f"{self.name}.json", document + "\n")
+            _write(folder / f"{self.name}.json", document)
             _write(folder / f"{self.name}.txt", text + "\n")
 
     def text(self) -> str:

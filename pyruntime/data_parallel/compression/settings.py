@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Method = Literal["quantize", "top_k", "power_sgd"]
+from pyruntime.choices import CompressionMethod, check_value, values
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,7 @@ class Compression:
     Raises ValueError for what is no such setting.
     """
 
-    method: Method
+    method: CompressionMethod
     bits: int = 4
     """Of a value that is quantised, 1 to 8."""
     density: float = 0.01
@@ -33,10 +32,8 @@ class Compression:
     """Of the random rounding, and of what power_sgd begins with."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.method in ("quantize", "top_k", "power_sgd"),
-            f'method={self.method!r} is none of "quantize", "top_k" and "power_sgd".',
-        )
+        check_value("method", self.method, values(CompressionMethod))
+        _require(self.method != "none", "method='none' compresses nothing; leave the compression out.")
         _require(1 <= self.bits <= 8, f"bits={self.bits}; a value takes 1 to 8 bits.")
         _require(0 < self.density <= 1, f"density={self.density}; use a share above 0 and at most 1.")
         _require(self.rank >= 1, f"rank={self.rank}; use at least 1.")
@@ -51,12 +48,13 @@ class Compression:
 
     def words(self) -> str:
         """For a log."""
-        how = {
-            "quantize": f"in {self.bits} bits a value",
-            "top_k": f"by the largest {self.density:.2%} of their values",
-            "power_sgd": f"of rank {self.rank}",
-        }
-        return how[self.method]
+        if self.method == "quantize":
+            return f"in {self.bits} bits a value"
+        return (
+            f"by the largest {self.density:.2%} of their values"
+            if self.method == "top_k"
+            else f"of rank {self.rank}"
+        )
 
 
 def _require(condition: bool, sentence: str) -> None:

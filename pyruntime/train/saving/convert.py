@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
+from pyruntime.choices import Dtype
 from pyruntime.comm import CommError, Runtime
 from pyruntime.data_parallel import shard
 from pyruntime.llama import Llama, LlamaConfig, RopeScaling, load_hf, origin, save_hf
 from pyruntime.llama.hf import read_config, saved_dtype
 from pyruntime.train import checkpoint, checkpoint_folder, config_file, manifest
 from pyruntime.train.checkpoint_folder import CheckpointFacts
-from pyruntime.train.config import Checkpoint, Dtype, Model, RunConfig, Train
+from pyruntime.train.config import Checkpoint, Model, RunConfig, Train
 from pyruntime.train.data import tokenizing
 from pyruntime.train.data.tokenizer import FILE_NAME, ByteTokenizer, Tokenizer, open_tokenizer
 from pyruntime.train.disk import cannot_write, cause_of

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from pyruntime.train.config import RunConfig
-from pyruntime.train.errors import require
+from pyruntime.train.config import RunConfig, changed
+from pyruntime.train.errors import ConfigError, require
 
 
 def check_on_gpus(config: RunConfig) -> None:
     """Raises ConfigError for what GPUs do not do, on however many hosts."""
-    data_parallel = config.data_parallel
-    for name, value, known in (
-        ("optimizer.rounding", config.optimizer.rounding, "nearest"),
-        ("optimizer.name", config.optimizer.name, "adamw"),
-        ("data_parallel.method", data_parallel.method, "every_step"),
-        ("data_parallel.compression", data_parallel.compression, "none"),
-        ("data_parallel.weight_wire", data_parallel.weight_wire, "same"),
-        ("parallel.tp_wire", config.parallel.tp_wire, "same"),
-        ("pipeline.wire", config.pipeline.wire, "same"),
-        ("context.wire", config.context.wire, "same"),
-        ("parallel.rebalance", config.parallel.rebalance, "off"),
+    for name, value, usual in changed(
+        config,
+        "optimizer.rounding optimizer.name data_parallel.method data_parallel.compression parallel.rebalance "
+        "data_parallel.weight_wire parallel.tp_wire pipeline.wire context.wire",
     ):
-        require(
-            value == known,
-            f"{name}={value} is done on the CPU alone; use {known} on GPUs, or train.device=cpu.",
+        raise ConfigError(
+            f"{name}={value} is done on the CPU alone; use {usual} on GPUs, or train.device=cpu."
         )
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from pyruntime.choices import COMPRESSION_OF_RUNS
 from pyruntime.replicas.address import split_address
 from pyruntime.replicas.methods import METHODS, Method, refuse_for_members
-from pyruntime.train.config import DataParallel, RunConfig, meets_every_step, replicas, with_steps
-from pyruntime.train.errors import refusing, require
+from pyruntime.train.config import DataParallel, RunConfig, changed, meets_every_step, replicas, with_steps
+from pyruntime.train.errors import ConfigError, refusing, require
 
-OF_METHODS = ("members", "tau", "outer_lr", "outer_momentum", "penalty", "clip", "pull", "delay", "fragments")
-"""Of the [data_parallel] section, what only replicas have that do not meet in every step."""
+OF_METHODS = (
+    "data_parallel.members data_parallel.tau data_parallel.outer_lr data_parallel.outer_momentum "
+    "data_parallel.penalty data_parallel.clip data_parallel.pull data_parallel.delay data_parallel.fragments"
+)
+"""What only replicas have that do not meet in every step."""
 
 
 def outer_method(config: RunConfig) -> Method:
@@ -44,12 +48,10 @@ def check_data_parallel(config: RunConfig) -> None:
     """Of replicas that do not meet in every step."""
     asked, parallel = config.data_parallel, config.parallel
     if meets_every_step(config):
-        for name in OF_METHODS:
-            value = getattr(asked, name)
-            require(
-                value == getattr(DataParallel, name),
-                f"data_parallel.{name}={value} without a data_parallel.method that meets less often than in "
-                "every step; set one.",
+        for name, value, _ in changed(config, OF_METHODS):
+            raise ConfigError(
+                f"{name}={value} without a data_parallel.method that meets less often than in every step; "
+                "set one."
             )
         return
     chosen = outer_method(config)
@@ -118,12 +120,9 @@ def check_compression(config: RunConfig) -> None:
     parallel, chosen = config.parallel, config.data_parallel
     asked = f"data_parallel.compression={chosen.compression}"
     if chosen.compression == "none":
-        for name in ("error_feedback", "compression_plan_every"):
-            value = getattr(chosen, name)
-            require(
-                value == getattr(DataParallel, name),
-                f"data_parallel.{name}={value} without data_parallel.compression; set that, or leave it out.",
-            )
+        names = "data_parallel.error_feedback data_parallel.compression_plan_every"
+        for name, value, _ in changed(config, names):
+            raise ConfigError(f"{name}={value} without data_parallel.compression; set that, or leave it out.")
         return
     require(
         chosen.error_feedback or chosen.compression == "quantize",
@@ -165,7 +164,8 @@ def _check_compressed_displacements(chosen: DataParallel) -> None:
     )
     require(
         chosen.compression != "power_sgd",
-        f"{asked}, which is of matrices, and displacements travel in runs; use quantize or top_k.",
+        f"{asked}, which is of matrices, and displacements travel in runs; use "
+        f"{' or '.join(COMPRESSION_OF_RUNS)}.",
     )
     require(
         chosen.error_feedback,

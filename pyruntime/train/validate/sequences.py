@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from pyruntime.choices import RING_VARIANTS
 from pyruntime.train.config import Grid, PipelineParallel, RunConfig, mesh_of
 from pyruntime.train.errors import require
 
@@ -19,7 +20,7 @@ def check_context(config: RunConfig) -> None:
     if context.wire != "same":
         require(cp > 1, f"context.wire={context.wire} without context-parallel ranks; set parallel.cp.")
         require(
-            context.variant in ("ring", "auto"),
+            context.variant in RING_VARIANTS,
             f"context.wire={context.wire} is of the ring, and context.variant={context.variant}; leave one "
             "of them out.",
         )
@@ -95,12 +96,13 @@ def why_no_slices(config: RunConfig, tp: int) -> str:
 def check_slices(config: RunConfig, world_size: int) -> None:
     parallel = config.parallel
     tp = mesh_of(config, world_size).tp
-    why = why_no_slices(config, tp) if parallel.slices not in ("auto", 1) else ""
+    why = why_no_slices(config, tp) if parallel.tp_slices not in ("auto", 1) else ""
     require(
-        not why, f"parallel.slices={parallel.slices} does not go together with {why}; leave one of them out."
+        not why,
+        f"parallel.tp_slices={parallel.tp_slices} does not go together with {why}; leave one of them out.",
     )
-    if parallel.cp > 1 and parallel.slices != "auto" and parallel.slices > 1:
-        _check_slices_of_context(config, parallel.slices, tp)
+    if parallel.cp > 1 and parallel.tp_slices != "auto" and parallel.tp_slices > 1:
+        _check_slices_of_context(config, parallel.tp_slices, tp)
 
 
 def _check_slices_of_context(config: RunConfig, slices: int, tp: int) -> None:
@@ -109,8 +111,8 @@ def _check_slices_of_context(config: RunConfig, slices: int, tp: int) -> None:
     most = {"striped": slices, "zigzag": 2, "contiguous": 1}[layout]
     require(
         slices <= most,
-        f"parallel.slices={slices} with parallel.cp={cp}: context.layout={layout} cuts sequences into at "
-        f"most {most}; use context.layout=striped, or parallel.slices={most}.",
+        f"parallel.tp_slices={slices} with parallel.cp={cp}: context.layout={layout} cuts sequences into at "
+        f"most {most}; use context.layout=striped, or parallel.tp_slices={most}.",
     )
     unit = 2 * cp * tp if layout == "zigzag" else 1
     require(

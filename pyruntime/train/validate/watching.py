@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from pyruntime.choices import PLANNED_METHODS
 from pyruntime.plan.cluster import find_cluster
-from pyruntime.train.config import RunConfig, steps_of, with_steps
+from pyruntime.train.config import RunConfig, changed, steps_of, with_steps
 from pyruntime.train.errors import refusing, require
 
 
@@ -65,22 +66,13 @@ def _check_predicted(config: RunConfig) -> None:
 
 def why_not_predicted(config: RunConfig) -> str:
     """What of a run the planner does not know, in words; empty where it predicts its steps."""
-    data_parallel = config.data_parallel
-    for name, value, known in (
-        ("train.dtype", config.train.dtype, ("bf16",)),
-        ("comm.tier", config.comm.tier, ("auto", "chunked", "fused")),
-        ("parallel.slices", config.parallel.slices, (1,)),
-        ("parallel.tp_wire", config.parallel.tp_wire, ("same",)),
-        ("parallel.rebalance", config.parallel.rebalance, ("off",)),
-        ("data_parallel.method", data_parallel.method, ("every_step", "co2")),
-        ("data_parallel.members", data_parallel.members, ("",)),
-        ("data_parallel.compression", data_parallel.compression, ("none",)),
-        ("data_parallel.weight_wire", data_parallel.weight_wire, ("same",)),
-        ("pipeline.slice_tokens", config.pipeline.slice_tokens, ((),)),
-        ("pipeline.costs", config.pipeline.costs, ("",)),
-        ("pipeline.wire", config.pipeline.wire, ("same",)),
-        ("context.wire", config.context.wire, ("same",)),
-    ):
-        if value not in known:
-            return f"the planner does not know {name}={value}"
-    return ""
+    names = (
+        "train.dtype parallel.tp_slices parallel.tp_wire parallel.rebalance data_parallel.members "
+        "data_parallel.compression data_parallel.weight_wire pipeline.slice_tokens pipeline.costs "
+        "pipeline.wire context.wire"
+    )
+    unknown = [(name, value) for name, value, _ in changed(config, names)]
+    tier, method = config.comm.tier, config.data_parallel.method
+    unknown += [("comm.tier", tier)] if tier == "unfused" else []
+    unknown += [] if method in PLANNED_METHODS else [("data_parallel.method", method)]
+    return "".join(f"the planner does not know {name}={value}" for name, value in unknown[:1])
