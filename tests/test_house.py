@@ -163,6 +163,7 @@ STATE_THAT_STAYS = {
     "pyruntime.nn.module.register_with_torch",
     # What never changes.
     "pyruntime.any_model.activations.row_shard._rule_of",
+    "pyruntime.choices.values",
     "pyruntime.comm.ranges.nvtx_domain",
     "pyruntime.nn.cut._rule_of",
     "pyruntime.train.validate._hints",
