@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 
 def is_program() -> bool:
@@ -29,7 +30,7 @@ def leave_signals() -> None:
             signal.signal(signum, default)
 
 
-_DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 def _end(signum: int, _: FrameType | None) -> None:
