@@ -8,6 +8,7 @@ compact Llama.
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from pyruntime import starting
 from pyruntime.lazy import names_of
 
 if TYPE_CHECKING:
@@ -73,5 +74,7 @@ _PLACES = {
 }
 __getattr__ = names_of(__name__, _PLACES, ("comm", "context", "data_parallel", "nn", "ops", "replicas"))
 
+if starting.is_program():
+    starting.catch_signals()
 if find_spec("torch") is not None:
     import pyruntime.comm  # noqa: F401  (registers the operators, and symmetric memory for tensors on the CPU)

@@ -4,14 +4,13 @@ import gc
 import sys
 from typing import NoReturn
 
-try:
-    from pyruntime.cli import main
-except KeyboardInterrupt:  # before there is anybody who turns it into an ending
-    sys.exit(130)
+from pyruntime import starting
+from pyruntime.cli import main
 
 
 def run() -> NoReturn:
     """The console command `pyruntime`."""
+    starting.leave_signals()
     code = main(sys.argv[1:])
     gc.freeze()  # or Python, as it ends, searches all of torch for garbage, which takes most of a second
     sys.exit(code)

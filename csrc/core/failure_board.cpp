@@ -19,6 +19,7 @@
 #include "core/late_report.h"
 #include "core/peers.h"
 #include "core/sealed.h"
+#include "core/text.h"
 
 namespace pyruntime {
 
@@ -35,6 +36,9 @@ constexpr std::chrono::milliseconds kAnswerLook{20};
 
 // A store that has not answered after this long is left alone.
 constexpr std::chrono::milliseconds kStorePatience{500};
+
+// After this long the process that serves it is taken to be stopped: many times what a busy one needs.
+constexpr double kServerSilent = 2.0;
 
 constexpr char kSeparator = '\x1f';
 
@@ -85,6 +89,7 @@ struct FailureBoard::Session {
   std::optional<Failure> to_post;
   bool look_now = false;
   uint64_t looks = 0;
+  double asked_since = 0;  // the store, which has not answered yet; 0: nothing is asked
   std::deque<std::packaged_task<void(c10d::Store&)>> questions;
 
   int64_t number = 0;  // how often this rank has joined a job on this store; 0: it has not yet
@@ -109,6 +114,9 @@ struct FailureBoard::Session {
   void connect();
   void answer(std::unique_lock<std::mutex>& lock);
   bool look(std::unique_lock<std::mutex>& lock);
+  // A sentence that names the rank that serves the store, where this has not answered for seconds; else
+  // empty.
+  std::string words_of_silent_server();
 };
 
 FailureBoard& FailureBoard::instance() {
@@ -185,9 +193,11 @@ void FailureBoard::Session::answer(std::unique_lock<std::mutex>& lock) {
   while (!questions.empty()) {
     auto next = std::move(questions.front());
     questions.pop_front();
+    asked_since = monotonic_seconds();
     lock.unlock();
     next(*own);  // what it throws is its future's
     lock.lock();
+    asked_since = 0;
   }
 }
 
@@ -201,6 +211,7 @@ bool FailureBoard::Session::look(std::unique_lock<std::mutex>& lock) {
   const std::optional<Failure> posting = std::exchange(to_post, std::nullopt);
   std::optional<Failure> found;
   bool reached = true;
+  asked_since = monotonic_seconds();
   lock.unlock();
   try {
     if (posting) {
@@ -213,6 +224,7 @@ bool FailureBoard::Session::look(std::unique_lock<std::mutex>& lock) {
     reached = false;
   }
   lock.lock();
+  asked_since = 0;
   ++looks;
   if (found && looked_in == generation && !failed.load()) {
     first = *found;
@@ -273,6 +285,14 @@ std::string FailureBoard::words_of_lost_store() {
   return JobRanks::instance().name(rank) + " has ended: it served the job's store, which is gone.";
 }
 
+std::string FailureBoard::Session::words_of_silent_server() {
+  const double silence = asked_since > 0 ? monotonic_seconds() - asked_since : 0;
+  if (served_by < 0 || served_by == rank || silence < kServerSilent) return "";
+  return JobRanks::instance().name_and_place(served_by) +
+         " is stopped, or its host is gone: the job's store, which it serves, has not answered for " +
+         seconds_text(silence) + ".";
+}
+
 int FailureBoard::world_size() {
   return session()->world_size;
 }
@@ -300,6 +320,11 @@ Failure FailureBoard::post(Failure failure) {
                               [&] { return session->failed.load() || !session->watched; });
   }
   if (!session->failed.load()) {
+    // Whoever is late, or has ended, was waiting for that rank in the end.
+    if (const std::string server = session->words_of_silent_server(); !server.empty()) {
+      failure.kind = CommErrorKind::kTimeout;
+      failure.message = server + " It was noticed in: " + failure.message;
+    }
     session->first = failure;
     session->failed.store(true, std::memory_order_release);
   }

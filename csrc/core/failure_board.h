@@ -61,7 +61,7 @@ class FailureBoard {
 
   // Shows a failure to all ranks and returns the one that was there first, which may be another's. Never
   // throws, and takes half a second at most: where the store cannot be reached the failure stays this rank's
-  // own.
+  // own, and where a rank serves it that one is named.
   Failure post(Failure failure);
 
   // Raises the job's failure, if there is one, in the words of the rank that met it.

@@ -87,8 +87,10 @@ class Group {
 
  private:
   // By where the ranks are and what was settled. Collective. Raises ValueError where what was settled is not
-  // possible there, or ranks settled different things.
+  // possible there, or ranks settled different things; on all ranks, PeerLost or CommTimeout that name a rank
+  // where the store or a peer cannot be reached.
   std::unique_ptr<Transport> make_transport(c10::Device device);
+  std::unique_ptr<Transport> open_transport(c10::Device device);
   // As `served` has them.
   void take_settings(const Group& served);
 

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/arbiter.h"
+#include "core/text.h"
 #include "transport/collectives.h"
 #include "transport/device/library.h"
 #include "transport/device/one_host.h"
@@ -141,6 +142,14 @@ std::unique_ptr<Transport> TransportMaker::ring(const HostLayout& over) {
 }  // namespace
 
 std::unique_ptr<Transport> Group::make_transport(c10::Device device) {
+  try {
+    return open_transport(device);
+  } catch (const c10::DistError& error) {  // the store, or the way to a peer
+    rendezvous_.raise_for_missing("The first op of group '" + name() + "'", first_line(error.what()));
+  }
+}
+
+std::unique_ptr<Transport> Group::open_transport(c10::Device device) {
   TORCH_CHECK(!device.is_cpu() || !context_.link_is_broken, "Group '", name(),
               "' cannot be opened again: its connections still hold parts of an op that failed; make the "
               "process group anew (torch.distributed.destroy_process_group, or a restart of the job).");

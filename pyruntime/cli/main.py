@@ -89,7 +89,7 @@ def _end_now(stopped: Stopped) -> None:
         _say_once(str(stopped))
         code = 128 + stopped.signum
     else:
-        _explain(failure)
+        _explain(failure, stopped.where)
         code = 1
     os._exit(code)
 
@@ -122,13 +122,16 @@ def _last_words(ending: BaseException, stop: StopRequest) -> int:
             return 1
         case Stopped():
             if ending.signum == signal.SIGTERM and (failure := _failure_of_another()) is not None:
-                _explain(failure)
+                _explain(failure, ending.where)
                 return 1
-            if ending.signum != signal.SIGPIPE:
+            rank = started_rank()
+            if rank and not stop.is_of_a_job:
+                _say(f"pyruntime: rank {rank}: {ending}")
+            elif ending.signum != signal.SIGPIPE:
                 _say_once(str(ending))
             return 128 + ending.signum
         case Exception():
-            _explain(ending)
+            _explain(ending, stop.where())
             return 1
     raise ending
 
@@ -189,12 +192,15 @@ def _say(text: str) -> None:
     print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
-def _explain(error: Exception) -> None:
-    """A failure the program foresaw is a sentence; anything else is a defect and shows where it happened."""
+def _explain(error: Exception, where: str) -> None:
+    """A failure the program foresaw is a sentence, and `where` it ended, with what was saved; anything else
+    is a defect and shows where it happened."""
     from pyruntime import CommError
 
     sentence = f"rank {started_rank()}: {type(error).__name__}: {error}"
     if isinstance(error, CommError):
+        if where:
+            sentence = f"{sentence.removesuffix('.')}. This rank ended {where}"
         _say(f"pyruntime: {sentence}")
     else:
         trace = "".join(traceback.format_exception(error))

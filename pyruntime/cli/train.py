@@ -102,11 +102,11 @@ def run(config: RunConfig, name: str, world_size: int, stop: StopRequest) -> Non
         _name_rank()
     torch.set_num_threads(threads(config.train.threads, world_size))
     device = device_of("train.device", config.train.device)
-    with Runtime.start(
-        **vars(mesh_of(config, world_size)),
-        device=device,
-        deadline_s=config.comm.deadline_s,
-    ) as runtime:
+    mesh, deadline_s = vars(mesh_of(config, world_size)), config.comm.deadline_s
+    with refusing():
+        runtime = Runtime.start(**mesh, device=device, deadline_s=deadline_s)
+    with runtime:
+        stop.is_of_a_job = True
         check_device(config, Device(runtime.device, runtime.why_device))
         if config.comm.rings:
             configure(runtime.tp, rings=ring_orders(config.comm))

@@ -34,6 +34,9 @@ def check_launcher(environment: Mapping[str, str]) -> None:
                 f"RANK={environment['RANK']} is set and {', '.join(missing)} is not; start ranks through "
                 "torchrun, which sets them all, or unset RANK."
             )
+        rank, size = environment["RANK"], environment["WORLD_SIZE"]
+        if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
+            raise ValueError(f"RANK={rank} is none of the ranks of WORLD_SIZE={size}, which begin at 0.")
         return
     for launcher, names in TASKS.items():
         for name in names:

@@ -32,12 +32,12 @@ Result = TypeVar("Result")
 POLL_S = 0.01
 
 
-def open_store(deadline_s: float) -> dist.Store:
+def open_store(deadline_s: float, groups: str) -> dist.Store:
     """The store of this start of a Runtime, once all ranks of the job (WORLD_SIZE in the environment) are
-    there and watch each other.
+    there and watch each other. `groups` says which this rank is about to make.
 
     Raises CommTimeout where the store or a rank does not come within `deadline_s` seconds, PeerLost where one
-    has ended.
+    has ended, and ValueError, on all ranks, where ranks make different groups.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     doing = f"Start-up, rank {rank}"
@@ -67,7 +67,7 @@ def open_store(deadline_s: float) -> dist.Store:
     if world_size > 1:
         with _answers(answering, run, generation, prefix, world_size if rank == 0 else 0):
             _C.join_job(store, watched, rank, world_size, 0 if _serves(0) else -1)
-            _meet(rank, world_size, doing, deadline_s)
+            _meet(rank, world_size, doing, deadline_s, groups)
     return store
 
 
@@ -112,16 +112,24 @@ def _answering() -> Iterator[None]:
         ) from error
 
 
-def _meet(rank: int, world_size: int, doing: str, deadline_s: float) -> None:
-    """Rank 0 waits for all, the others for its word."""
+def _meet(rank: int, world_size: int, doing: str, deadline_s: float, groups: str) -> None:
+    """Rank 0 waits for all and compares what groups they make, the others wait for its word."""
+    refusal = ""
     if rank == 0:
         for other in range(1, world_size):
-            _C.hear_job(f"pyruntime/here/{other}", other, doing, deadline_s)
-        _C.tell_job("pyruntime/here/0", "", doing, deadline_s)
+            theirs = _C.hear_job(f"pyruntime/here/{other}", other, doing, deadline_s)
+            if theirs != groups:
+                refusal = refusal or (
+                    f"Rank 0 was started for {groups}, and {_C.name_of_rank(other)} for {theirs}; start all "
+                    "ranks alike."
+                )
+        _C.tell_job("pyruntime/here/0", refusal, doing, deadline_s)
     else:
-        _C.tell_job(f"pyruntime/here/{rank}", "", doing, deadline_s)
+        _C.tell_job(f"pyruntime/here/{rank}", groups, doing, deadline_s)
         # Rank 0 knows who is missing: its word comes first.
-        _C.hear_job("pyruntime/here/0", 0, doing, deadline_s + 1.0)
+        refusal = _C.hear_job("pyruntime/here/0", 0, doing, deadline_s + 1.0)
+    if refusal:
+        raise ValueError(refusal)
 
 
 @functools.cache

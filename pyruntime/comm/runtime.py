@@ -112,8 +112,9 @@ class Runtime:
         The mesh is (tp), (dp, tp), or (dp_replicate, dp_shard, tp), with cp before tp, tp_y behind it and pp
         before all where they are above 1.
         May be called again once the Runtime is closed, on all ranks. Raises ValueError when the axes do not
-        make up the world size, there is no such device, or a launcher has started several tasks without
-        torchrun's variables; CommTimeout when the other ranks do not come, PeerLost when one has ended.
+        make up the world size or are others on another rank, there is no such device, or a launcher has
+        started several tasks without torchrun's variables; CommTimeout when the other ranks do not come,
+        PeerLost when one has ended.
         """
         if dist.is_initialized():
             raise ValueError(
@@ -141,7 +142,7 @@ class Runtime:
         asked = {"pp": pp, **data, "cp": cp, "tp": tp, "tp_y": tp_y}
         axes = {name: size for name, size in asked.items() if size > 1 or name in ("dp_shard", "tp")}
         with _named_failures(world_size, deadline_s):
-            _init_process_groups(placement.backend, deadline_s)
+            _init_process_groups(placement.backend, deadline_s, axes)
             ranks = torch.arange(world_size).view(tuple(axes.values()))
             mesh = _make_mesh(placement.device.type, ranks, tuple(axes), {}, deadline_s)
             if dp > 1 and cp > 1:
@@ -286,11 +287,11 @@ class Runtime:
             self.close()
 
 
-def _init_process_groups(backend: str, deadline_s: float) -> None:
+def _init_process_groups(backend: str, deadline_s: float, axes: Mapping[str, int]) -> None:
     timeout = timedelta(seconds=deadline_s)
     if "RANK" in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = open_store(deadline_s)
+        store = open_store(deadline_s, f"{', '.join(f'{name}={axes[name]}' for name in axes)} by {backend}")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -8,6 +8,7 @@ the values.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,12 +39,21 @@ Facts = Mapping[str, str]
 def of_config(config: RunConfig) -> dict[str, str]:
     """What ranks are told, and the versions that they run."""
     found = {"pyruntime": pyruntime.__version__, "torch": str(torch.__version__)}
+    found["pyruntime's Python files"] = _digest_of_code()
     for section in dataclasses.fields(config):
         for field in dataclasses.fields(values := getattr(config, section.name)):
             key = f"{section.name}.{field.name}"
             if key not in MAY_DIFFER:
                 found[key] = _words(getattr(values, field.name))
     return found
+
+
+def _digest_of_code() -> str:
+    """Commits of one version may differ. What is compiled is left out: hosts may build it for themselves."""
+    digest, root = hashlib.sha256(), Path(pyruntime.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def of_shape(shape: LlamaConfig, fingerprint: bytes) -> dict[str, str]:

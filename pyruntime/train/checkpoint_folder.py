@@ -206,7 +206,7 @@ def read(checkpoint: Path) -> CheckpointFacts:
         whole = whole and type(facts.step) is int and facts.step >= 0 and isinstance(facts.model, dict)
         whole = whole and type(facts.skipped) is int and 0 <= facts.skipped <= facts.step
         whole = whole and type(facts.in_a_row) is int and 0 <= facts.in_a_row <= facts.skipped
-        whole = whole and type(facts.samples) is int and facts.samples >= 0
+        whole = whole and type(facts.samples) is int and 0 <= facts.samples < 2**63
         whole = whole and all(type(block) is int and block >= 0 for block in facts.deal)
         whole = whole and all(type(count) is int and count >= 1 for count in facts.layers)
         whole = whole and all(isinstance(norm, float) and math.isfinite(norm) for norm in facts.norms)

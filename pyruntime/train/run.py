@@ -145,6 +145,8 @@ def prepare(
     check_ledger(config, runtime)
     tokenizer, asked = _resolved(config, runtime)
     begun, run_dir = _folder(asked, name, runtime, held)
+    if begun.start_at:
+        stop.says(f"before the first step; go on with --checkpoint.resume {begun.start_at}.")
     run = _with_layers_of(begun.start_at, asked, runtime)
     progress = _progress(run.config, runtime, stop)
     text = corpus.open_everywhere(run.config, tokenizer, runtime.world, progress.say)

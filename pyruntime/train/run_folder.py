@@ -92,6 +92,7 @@ def make(
     before `held` is closed. Raises ConfigError where the folder cannot be made or used."""
     try:
         run_dir = _chosen(config, name, start_at, before)
+        _check_holds_files(run_dir)
         in_use(run_dir, held, "output.run_dir")
         if (run_dir / metrics.FILE_NAME).exists():
             metrics.read(run_dir / metrics.FILE_NAME)  # the run goes on with it: all ranks hear of damage
@@ -110,6 +111,15 @@ def make(
     except OSError as error:
         raise ConfigError(f"output.run_dir: {error.filename} cannot be written: {error.strerror}.") from error
     return run_dir
+
+
+def _check_holds_files(run_dir: Path) -> None:
+    """Raises ConfigError where there is a pipe or the like, whose reader or writer would wait for ever."""
+    for path in run_dir.iterdir():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ConfigError(
+                f"output.run_dir: {path} is neither a file nor a folder; remove it, or name another folder."
+            )
 
 
 def _chosen(config: RunConfig, name: str, start_at: Path | None, before: Life | None) -> Path:

@@ -30,7 +30,7 @@ class Stopped(BaseException):
     """
 
     def __init__(self, signum: int, where: str = ""):
-        self.signum = signum
+        self.signum, self.where = signum, where
         super().__init__(f"Stopped by {signal.Signals(signum).name}{' ' if where else ''}{where or '.'}")
 
 
@@ -50,6 +50,8 @@ class StopRequest:
 
     def __init__(self, end_process: Callable[[Stopped], None] | None = None) -> None:
         self.signum = 0
+        self.is_of_a_job = False
+        """Whether the ranks have found each other, so that one may speak for all."""
         self._defer = False
         self._ending = False
         self._saving = False
@@ -74,6 +76,10 @@ class StopRequest:
     def says(self, where: str) -> None:
         """`where` completes the sentence from now on."""
         self._where = lambda: where
+
+    def where(self) -> str:
+        """Where the program is, for the end of a sentence; empty where it has not said."""
+        return self._where()
 
     @contextlib.contextmanager
     def deferred(self, where: Callable[[], str] | None = None) -> Iterator[None]:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from pyruntime.comm.exchange import named_failures
+
 LEAD_S = 0.001  # from agreeing on a start to starting: longer than the message that agrees takes
 
 
@@ -53,11 +55,12 @@ def start_together(group: dist.ProcessGroup | None = None) -> float:
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return time.perf_counter()
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != dist.get_world_size():
-        dist.barrier(group)
-        return time.perf_counter()
+    on_one_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == dist.get_world_size()
     agreed = torch.tensor(time.perf_counter(), dtype=torch.float64)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
+    with named_failures(group or dist.group.WORLD, "Starting to measure"):
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group) if on_one_host else dist.barrier(group)
+    if not on_one_host:
+        return time.perf_counter()
     start = agreed.item() + LEAD_S
     while (now := time.perf_counter()) < start:
         pass

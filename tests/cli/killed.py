@@ -19,6 +19,7 @@ MOMENTS = {
     "corpus": ("pyruntime.train.data.corpus", "build"),
     "open": ("pyruntime.train.data.corpus", "open_corpus"),
     "model": ("pyruntime.train.run", "make_model"),
+    "peak": ("pyruntime.train.watching.peak", "gemm_flops"),
     "trainer": ("pyruntime.train.run", "Trainer"),
     "step": ("pyruntime.train.loop", "Trainer._with_validation"),
     "settle": ("pyruntime.train.saving.blocks", "settle"),

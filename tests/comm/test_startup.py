@@ -9,6 +9,7 @@ import subprocess
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import pyruntime
@@ -193,3 +194,66 @@ def test_a_runtime_of_such_a_task_is_refused(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="would be a run of its own"):
         pyruntime.Runtime.start()
+
+
+def serve_by_rank_0(port):
+    """As without a launcher: in other tests the store outlives all ranks."""
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def late_first_op_case(_, port):
+    """Rank 0, which serves the store, is killed before the first op of rank 1, which opens the group."""
+    serve_by_rank_0(port)
+    with pyruntime.Runtime.start(deadline_s=DEADLINE_S + OTHERS_S) as runtime:
+        store = dist.distributed_c10d._get_default_store()
+        if runtime.rank == 0:
+            store.wait(["started"])
+            os.kill(os.getpid(), signal.SIGKILL)
+        store.set("started", "")
+        time.sleep(1.0)  # the connections to rank 0 are closed by then
+        return error_of(lambda: pyruntime.all_gather(torch.ones(2, 2), runtime.tp))
+
+
+def test_a_store_that_is_gone_at_the_first_op_is_named(ranks):
+    kind, message, seconds = ranks.launch(late_first_op_case, 2, free_port(), init=False)[1].value
+    assert kind == "PeerLost" and re.search(r"rank 0\b[^:]* has ended", message), message
+    assert seconds < OTHERS_S
+
+
+def stopped_server_case(_, port):
+    """Rank 0, which serves the store, is stopped between ops over dp and tp."""
+    serve_by_rank_0(port)
+    with pyruntime.Runtime.start(tp=2, dp=2, deadline_s=DEADLINE_S + OTHERS_S) as runtime:
+        x = torch.ones(2, 2)
+        for number in range(100):
+            if runtime.rank == 0 and number == 3:
+                stop_me(DEADLINE_S + 4 * OTHERS_S)
+            # Ranks 1 and 2 wait for rank 0, and rank 3 for them.
+            outcome = error_of(lambda: [pyruntime.all_gather(x, axis) for axis in (runtime.dp, runtime.tp)])
+            if outcome[0] != "nothing":
+                return outcome
+    return None
+
+
+@pytest.mark.second_tier
+def test_a_stopped_rank_that_serves_the_store_is_named_by_all(ranks):
+    for outcome in ranks.launch(stopped_server_case, 4, free_port(), init=False)[1:]:
+        kind, message, _ = outcome.value
+        assert kind == "CommTimeout" and re.match(
+            r"(rank \d [^:]*reports: )?rank 0 \(.*\) is stopped", message
+        )
+
+
+def other_mesh_case(_):
+    axes = {"dp": 2} if os.environ["RANK"] == "1" else {"tp": 2}
+    try:
+        pyruntime.Runtime.start(**axes, deadline_s=DEADLINE_S + OTHERS_S)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_that_ask_for_different_meshes_are_named(ranks):
+    for outcome in ranks.launch(other_mesh_case, 2, init=False):
+        assert "Rank 0 was started for tp=2 by gloo, and rank 1" in outcome.value
+        assert "for dp=2, tp=1 by gloo; start all ranks alike." in outcome.value

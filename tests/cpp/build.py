@@ -42,6 +42,7 @@ PROGRAMS = {
     "cpu/test_symmetric_memory": [*CORE, "cpu/symmetric_memory.cpp"],
     "cpu/test_tile_order": [],
     "transport/device/test_block_budget": ["transport/device/block_budget.cpp"],
+    "transport/ring/test_control_line": RING,
     "transport/ring/test_ring": RING,
     "transport/ring/test_failures": RING,
     "transport/ring/test_schedule": RING,

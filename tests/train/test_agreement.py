@@ -48,6 +48,17 @@ def test_a_long_value_is_compared_whole_and_shown_in_part():
     assert said and len(said) < 500
 
 
+def test_another_commit_of_the_same_version_differs(monkeypatch, tmp_path):
+    copy = tmp_path / "pyruntime"
+    shutil.copytree(Path(pyruntime.__file__).parent, copy, ignore=lambda _, names: {"__pycache__"} & {*names})
+    own = agreement.of_config(RunConfig())
+    monkeypatch.setattr(pyruntime, "__file__", str(copy / "__init__.py"))
+    assert agreement.of_config(RunConfig()) == own
+    (copy / "llama" / "rope.py").write_text("# another\n")
+    said = agreement.difference([own, agreement.of_config(RunConfig())], ["a", "b"])
+    assert "pyruntime's Python files is" in said and "rank 1 (host b)" in said
+
+
 def test_every_key_is_compared_but_those_that_may_differ():
     found = agreement.of_config(RunConfig())
     keys = {
@@ -55,7 +66,10 @@ def test_every_key_is_compared_but_those_that_may_differ():
         for section in dataclasses.fields(RunConfig)
         for field in dataclasses.fields(getattr(RunConfig(), section.name))
     }
-    assert found.keys() - {"pyruntime", "torch"} == keys - agreement.MAY_DIFFER.keys()
+    assert (
+        found.keys() - {"pyruntime", "pyruntime's Python files", "torch"}
+        == keys - agreement.MAY_DIFFER.keys()
+    )
     assert agreement.MAY_DIFFER.keys() < keys
 
 

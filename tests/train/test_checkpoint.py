@@ -121,6 +121,15 @@ def test_a_checkpoint_of_an_older_version_is_refused(copied, number):
         checkpoint_folder.read(folder)
 
 
+def test_more_samples_than_there_can_be_are_damage(copied):
+    folder, _ = copied
+    facts = json.loads((folder / "run.json").read_text()) | {"samples": 2**70}
+    (folder / "run.json").write_text(json.dumps(facts))
+    manifest.write(folder, {"run.json": manifest.checksum(folder / "run.json")})
+    with pytest.raises(ConfigError, match="it does not say what was saved"):
+        checkpoint_folder.read(folder)
+
+
 def through_torch(group, config, checkpoint):
     """What torch's own reader of safetensors finds, and what ours does."""
     found = []

@@ -178,6 +178,14 @@ def test_runs_are_numbered(tmp_path, monkeypatch):
     assert [first_free(Path("runs"), "main") for _ in range(2)] == [Path("runs/main-1"), Path("runs/main-2")]
 
 
+def test_a_pipe_in_the_run_folder_is_refused_and_not_waited_for(ranks, tmp_path):
+    config = jobs.changed(jobs.job(tmp_path), "checkpoint", resume="auto")
+    Path(config.output.run_dir).mkdir()
+    os.mkfifo(Path(config.output.run_dir) / "metrics.jsonl")
+    for message in ranks.run(refusal, 2, config):
+        assert "metrics.jsonl is neither a file nor a folder; remove it" in message
+
+
 def test_too_little_text_is_refused_on_every_rank(ranks, tmp_path):
     config = jobs.job(tmp_path)
     Path(config.data.paths[0]).write_text("short")

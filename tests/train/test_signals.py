@@ -1,5 +1,6 @@
 """Signals wait for the end of a step, but only once, and not for long."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+from pyruntime.cli.main import _last_words
 from pyruntime.comm import PeerLost
 from pyruntime.train.signals import Stopped, StopRequest
 
@@ -137,3 +139,28 @@ def test_the_second_signal_ends_it_at_once(saving):
     code, said, seconds = ended(process)
     assert code == 128 + signal.SIGINT and said.startswith("pyruntime: Stopped by SIGINT")
     assert seconds < 3.0
+
+
+def test_a_lost_peer_ends_with_how_to_go_on(capsys):
+    lost, kept = PeerLost("rank 1 has ended."), "go on with --checkpoint.resume run (it holds step 2)."
+    with StopRequest() as stop:
+        stop.says("before the first step; nothing was saved.")
+        assert _last_words(lost, stop) == 1
+        with contextlib.suppress(PeerLost), stop.deferred(lambda: f"in the midst of step 3 of 4; {kept}"):
+            raise lost
+        assert _last_words(lost, stop) == 1
+    said = "pyruntime: rank 0: PeerLost: rank 1 has ended. This rank ended"
+    assert capsys.readouterr().err.splitlines() == [
+        f"{said} before the first step; nothing was saved.",
+        f"{said} in the midst of step 3 of 4; {kept}",
+    ]
+
+
+def test_a_rank_that_has_found_no_other_speaks_for_itself(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    with StopRequest() as stop:
+        stopped = Stopped(signal.SIGINT, "before the first step; nothing was saved.")
+        assert _last_words(stopped, stop) == 130
+        stop.is_of_a_job = True  # rank 0 says it
+        assert _last_words(stopped, stop) == 130
+    assert capsys.readouterr().err == f"pyruntime: rank 2: {stopped}\n"

@@ -7,7 +7,9 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <ifaddrs.h>
+#include <iterator>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -40,6 +42,28 @@ struct Hello {
   int32_t rank;
   int32_t unused;
 };
+
+// A connection that was accepted, and what has come of its hello.
+struct Greeting {
+  UniqueFd connection;
+  Hello hello{};
+  size_t got = 0;
+
+  bool is_whole() const { return got == sizeof(hello); }
+  // False where the other side has closed it.
+  bool receive() {
+    while (!is_whole()) {
+      const ssize_t count =
+          recv(connection.get(), reinterpret_cast<char*>(&hello) + got, sizeof(hello) - got, 0);
+      if (count <= 0) return count < 0 && (errno == EAGAIN || errno == EINTR);
+      got += static_cast<size_t>(count);
+    }
+    return true;
+  }
+};
+
+// Of those that have not said hello; then the oldest is a stranger's.
+constexpr size_t kMostGreeting = 256;
 
 // The address of a network interface, as GLOO_SOCKET_IFNAME names it.
 bool address_of_interface(const std::string& name, Address& address) {
@@ -152,58 +176,68 @@ class Caller {
     UniqueFd connection(socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (!connection.valid()) fail("open a socket");
     if (connect(connection.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
-      fail(reach);
+      lose(reach);
     }
     await_io(connection.get(), POLLOUT, peer);
     int error = 0;
     socklen_t size = sizeof(error);
     getsockopt(connection.get(), SOL_SOCKET, SO_ERROR, &error, &size);
     errno = error;
-    if (error != 0) fail(reach);
+    if (error != 0) lose(reach);
     if (::send(connection.get(), &hello, sizeof(hello), MSG_NOSIGNAL) != sizeof(hello)) {
-      fail("greet " + name);
+      lose("greet " + name);
     }
     return connection;
   }
 
-  // Peers call in any order.
+  // Peers call in any order, and so do strangers, who may have nothing to say.
   std::pair<int, UniqueFd> answer(const std::vector<int>& expected) {
     while (true) {
-      await_io(listener_.get(), POLLIN, expected.front());
+      await_call(expected.front());
       UniqueFd connection(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-      if (!connection.valid()) continue;
-      Hello hello{};
-      size_t got = 0;
-      while (got < sizeof(hello)) {
-        await_io(connection.get(), POLLIN, expected.front());
-        const ssize_t count =
-            recv(connection.get(), reinterpret_cast<char*>(&hello) + got, sizeof(hello) - got, 0);
-        if (count <= 0) break;
-        got += static_cast<size_t>(count);
+      if (connection.valid()) greeting_.push_back({std::move(connection)});
+      if (greeting_.size() > kMostGreeting) greeting_.pop_front();
+      for (auto each = greeting_.begin(); each != greeting_.end();) {
+        const bool is_open = each->receive();
+        const bool known = std::find(expected.begin(), expected.end(), each->hello.rank) != expected.end();
+        if (each->is_whole() && each->hello.token == token_ && known) {
+          std::pair<int, UniqueFd> found{each->hello.rank, std::move(each->connection)};
+          greeting_.erase(each);
+          return found;
+        }
+        // Else a stranger: not of this group, and not our business.
+        each = is_open && !each->is_whole() ? std::next(each) : greeting_.erase(each);
       }
-      const bool known = std::find(expected.begin(), expected.end(), hello.rank) != expected.end();
-      if (got == sizeof(hello) && hello.token == token_ && known) {
-        return {hello.rank, std::move(connection)};
-      }
-      // A stranger: not of this group, and not our business.
     }
   }
 
  private:
   std::string key(int rank) const { return prefix_ + std::to_string(rank); }
 
-  void await_io(int fd, short events, int peer) {
-    pollfd descriptor{fd, events, 0};
-    while (poll(&descriptor, 1, 5) <= 0) {
+  void await_io(int fd, short events, int peer) { await_any({{fd, events, 0}}, peer); }
+
+  void await_call(int peer) {
+    std::vector<pollfd> descriptors{{listener_.get(), POLLIN, 0}};
+    for (const Greeting& each : greeting_) descriptors.push_back({each.connection.get(), POLLIN, 0});
+    await_any(std::move(descriptors), peer);
+  }
+
+  void await_any(std::vector<pollfd> descriptors, int peer) {
+    while (poll(descriptors.data(), descriptors.size(), 5) <= 0) {
       if (monotonic_seconds() > end_) late(peer, "connect");
       check_wait();
     }
   }
 
-  [[noreturn]] void fail(const std::string& what) {
+  [[noreturn]] void fail(const std::string& what) { TORCH_CHECK(false, cannot(what)); }
+
+  // The peer, or the way to it.
+  [[noreturn]] void lose(const std::string& what) { C10_THROW_ERROR(DistNetworkError, cannot(what)); }
+
+  std::string cannot(const std::string& what) const {
     const int code = errno;
-    TORCH_CHECK(false, "The control connection of ", context_.own_name(), " of group '", context_.name,
-                "' cannot ", what, " (", std::strerror(code), ").");
+    return "The control connection of " + context_.own_name() + " of group '" + context_.name + "' cannot " +
+           what + " (" + std::strerror(code) + ").";
   }
 
   [[noreturn]] void late(int peer, const char* what) {
@@ -220,6 +254,7 @@ class Caller {
   double end_;
   UniqueFd listener_;
   uint64_t token_ = 0;
+  std::deque<Greeting> greeting_;
 };
 
 }  // namespace

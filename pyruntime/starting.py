@@ -1,0 +1,40 @@
+"""Ctrl-C and SIGTERM while the program imports torch, which takes seconds: each process says so and ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+
+def is_program() -> bool:
+    """Whether this process is `python -m pyruntime` or the command `pyruntime`, and no other's that imports
+    it."""
+    asked = sys.orig_argv[1:]
+    by_name = asked[asked.index("-m") + 1 :][:1] == ["pyruntime"] if "-m" in asked else False
+    return by_name or os.path.basename(sys.argv[0]) == "pyruntime"
+
+
+def catch_signals() -> None:
+    for signum, default in _DEFAULTS.items():
+        if signal.getsignal(signum) == default:  # and not ignored, as by nohup
+            signal.signal(signum, _end)
+
+
+def leave_signals() -> None:
+    """The program has handlers of its own from here on."""
+    for signum, default in _DEFAULTS.items():
+        if signal.getsignal(signum) == _end:
+            signal.signal(signum, default)
+
+
+_DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
+def _end(signum: int, _: FrameType | None) -> None:
+    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    name = signal.Signals(signum).name
+    os.write(2, f"pyruntime: {rank}Stopped by {name} before it had begun; nothing was saved.\n".encode())
+    os._exit(128 + signum)
