@@ -30,7 +30,10 @@ def leave_signals() -> None:
             signal.signal(signum, default)
 
 
-_DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_DEFAULTS: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+}
 
 
 def _end(signum: int, _: FrameType | None) -> None:

@@ -27,7 +27,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/traffic.h"
+#include "core/ledger/traffic.h"
 
 namespace pyruntime {
 

@@ -20,10 +20,10 @@
 
 #include "core/deadline.h"
 #include "core/error.h"
-#include "core/failure_board.h"
 #include "core/host_process.h"
-#include "core/job_ranks.h"
-#include "core/store.h"
+#include "core/job/failure_board.h"
+#include "core/job/job_ranks.h"
+#include "core/job/store.h"
 
 namespace pyruntime::cpu {
 

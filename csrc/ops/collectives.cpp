@@ -4,8 +4,9 @@
 #include <string>
 #include <utility>
 
+#include "ops/gather_matmul.h"
+#include "ops/matmul_scatter.h"
 #include "ops/operators.h"
-#include "ops/row_exchange.h"
 
 namespace pyruntime {
 
@@ -18,21 +19,18 @@ void check_summable(const char* op, const at::Tensor& x) {
                    "; use float32, bfloat16, float16 or float64.");
 }
 
+// Rows that are moved whole, and not multiplied.
+Route whole(Group& group, int64_t rows) {
+  return {group, rows, {Tier::kUnfused}};
+}
+
 at::Tensor gather_rows(Group& group, const Operand& x_shard, int64_t rows) {
-  RowGather gather(group.transport(x_shard.data.device()), Op::kAllGather, x_shard, rows);
-  at::Tensor all = gather.collect();
-  gather.finish();
-  return all;
+  return GatherMatmul(whole(group, rows), Op::kAllGather, x_shard, /*keep_rows=*/true).rows();
 }
 
 // Of this rank's rows, or of all.
 at::Tensor sums_over_ranks(Group& group, const Operand& parts, bool all) {
-  RowScatter scatter(group.transport(parts.data.device()), all ? Op::kAllReduce : Op::kReduceScatter, parts,
-                     parts.width, /*with_bias=*/false, all);
-  scatter.publish_all(parts.data);
-  at::Tensor sums = scatter.reduce({});
-  scatter.finish();
-  return sums;
+  return MatmulScatter(whole(group, parts.rows), {{parts}, {}, /*transposed=*/false}, all).finish();
 }
 
 at::Tensor all_gather(const at::Tensor& x_shard, c10::string_view group_name, int64_t dim,
@@ -41,8 +39,7 @@ at::Tensor all_gather(const at::Tensor& x_shard, c10::string_view group_name, in
   Group& group = Group::get(std::string(group_name));
   if (group.world_size() == 1) return x_shard.clone();
   const c10::DeviceGuard on(x_shard.device());
-  const int64_t rows = agreed_rows(group, x, all_rows.expect_int());
-  check_shard_rows("all_gather", ChunkPlan(rows, group.world_size(), group.rank()), x);
+  const int64_t rows = agreed_rows("all_gather", group, x, all_rows.expect_int());
   return gather_rows(group, x, rows).view(x.sizes_with(rows, x.width));
 }
 

@@ -1,7 +1,6 @@
 // The column linears, where each rank makes some columns of Y: of an x that is gathered, and of one that
 // every rank holds whole.
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <cstddef>
@@ -11,7 +10,7 @@
 
 #include "core/saved_output.h"
 #include "ops/gather_matmul.h"
-#include "ops/gemm.h"
+#include "ops/gemm/gemm.h"
 #include "ops/matmul_scatter.h"
 #include "ops/matmul_sums.h"
 #include "ops/operators.h"
@@ -35,52 +34,44 @@ void append_wgrads(Tensors& result, at::TensorList weights, const std::vector<Op
     result.push_back(weight_gradient(weights[i], grads[i].data, x, in_pieces));
 }
 
-// Of the sums over `over` of products of x, of which all ranks of its own group have `rows` rows.
-TierChoice choice_of_sums(Group& over, const Operand& x, int64_t rows, at::TensorList weights,
-                          const TierChoice& asked) {
-  return choose_tier(over, "matmul_all_reduce", x, rows, total_width(weights), x.width, asked);
-}
-
 Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
-                          const OptionalTensorList& optional_biases, c10::string_view group_name, int64_t dim,
+                          const OptionalTensorList& optional_biases, c10::string_view group, int64_t dim,
                           c10::SymInt all_rows, bool return_gathered,
                           std::optional<bool> /*keep_gathered: what autograd saves*/, c10::string_view tier,
                           c10::string_view sums, c10::string_view wire) {
   constexpr const char* kOp = "all_gather_matmul";
   const Tensors biases = optional_tensors(optional_biases, weights.size(), kOp);
-  check_linear(kOp, x_shard, weights, biases);
-  const Operand x = Operand::of(x_shard, dim, "x_shard");
-  const TierChoice asked = tier_named(std::string(tier));
-  Group& group = Group::get(std::string(group_name));
-  const cpu::Wire travel = wire_named(wire, x, group);
-  const c10::DeviceGuard on(x_shard.device());
+  const Operand x = Operand::of_linear(kOp, x_shard, dim, "x_shard", weights, biases);
   const int64_t asked_rows = all_rows.expect_int();
   TORCH_CHECK_VALUE(asked_rows >= kUnknownRows, kOp, " was given rows=", asked_rows,
                     "; pass the rows over all ranks, or None.");
-  const int64_t rows = agreed_rows(group, x, asked_rows);
-  check_shard_rows(kOp, ChunkPlan(rows, group.world_size(), group.rank()), x);
-  Group* const over = group_of_sums(sums);
-  TierChoice choice = choose_tier(group, kOp, x, rows, total_width(weights), x.width, asked);
-  if (over != nullptr) choice = in_few_chunks(group, choice, x_shard.device());
-  GatherMatmul gather(group, Op::kAllGatherMatmul, x, rows, choice, /*keep_rows=*/return_gathered, travel);
-  Tensors outputs;
-  std::vector<GatherMatmul::Gemm> gemms;
-  for (size_t i = 0; i < weights.size(); ++i) {
-    const int64_t width = weights[i].size(0);
-    outputs.push_back(at::empty(x.sizes_with(rows, width), x_shard.options()));
-    gemms.push_back({outputs[i].view({x.blocks, rows * x.inner, width}), weights[i], biases[i]});
-  }
-  if (over == nullptr) {
+  const c10::DeviceGuard on(x_shard.device());
+  const Route route = choose_route({.op = kOp,
+                                    .x = x,
+                                    .n = total_width(weights),
+                                    .k = x.width,
+                                    .group = group,
+                                    .tier = tier,
+                                    .rows = asked_rows,
+                                    .wire = wire,
+                                    .sums = sums,
+                                    .op_of_sums = "matmul_all_reduce"});
+  GatherMatmul gather(route, Op::kAllGatherMatmul, x, /*keep_rows=*/return_gathered);
+  const std::vector<GatherMatmul::Gemm> gemms = GatherMatmul::gemms(x, route.rows, weights, biases);
+  if (route.sums == nullptr) {
     gather.multiply(gemms, /*transposed=*/true);
   } else {
-    MatmulSums parts(*over, choice_of_sums(*over, x, rows, weights, asked), gemms, /*transposed=*/true);
+    MatmulSums parts(route.of_sums(), gemms, /*transposed=*/true);
     gather.for_each_chunk(
         [&](const Chunk& chunk, const at::Tensor& part) { parts.multiply(x, chunk, part); });
     parts.finish();
   }
+  Tensors outputs;
+  for (const GatherMatmul::Gemm& gemm : gemms)
+    outputs.push_back(gemm.out.view(x.sizes_with(route.rows, gemm.out.size(-1))));
   if (return_gathered) {
-    const at::Tensor gathered = group.world_size() == 1 ? x_shard.clone() : gather.rows();
-    outputs.push_back(gathered.view(x.sizes_with(rows, x.width)));
+    const at::Tensor gathered = route.group.world_size() == 1 ? x_shard.clone() : gather.rows();
+    outputs.push_back(gathered.view(x.sizes_with(route.rows, x.width)));
   }
   gather.finish();
   return outputs;
@@ -89,36 +80,39 @@ Tensors all_gather_matmul(const at::Tensor& x_shard, at::TensorList weights,
 // [dX_shard if need_dx] + [dW_i if need_dw].  `x` is the shard, or the gathered operand where `gathered`.
 // The shards of x come back while dX is computed and leaves, and dW runs while the parts of dX travel.
 Tensors all_gather_matmul_backward(at::TensorList grads, const at::Tensor& x_given, bool gathered,
-                                   at::TensorList weights, c10::string_view group_name, int64_t dim,
-                                   bool need_dx, bool need_dw, c10::string_view tier, c10::string_view sums,
+                                   at::TensorList weights, c10::string_view group, int64_t dim, bool need_dx,
+                                   bool need_dw, c10::string_view tier, c10::string_view sums,
                                    c10::string_view wire) {
   const Operand x = Operand::of(x_given, dim, "x");
   std::vector<Operand> dy;
   for (const at::Tensor& grad : grads) dy.push_back(Operand::of(grad, dim, "grad"));
   const Operand& rows = dy.front();
-  Group& group = Group::get(std::string(group_name));
   const c10::DeviceGuard on(x_given.device());
-  const TierChoice choice = choose_tier(group, "all_gather_matmul_backward", rows, rows.rows,
-                                        total_width(weights), x.width, tier_named(std::string(tier)));
+  const Route route = choose_route({.op = "all_gather_matmul_backward",
+                                    .x = rows,
+                                    .n = total_width(weights),
+                                    .k = x.width,
+                                    .group = group,
+                                    .tier = tier,
+                                    .wire = wire});
   std::optional<GatherMatmul> gather;
   // A tuned number of chunks is of the rows that are multiplied, and not of these.
-  if (need_dw && !gathered)
-    gather.emplace(group, Op::kAllGather, x, rows.rows, TierChoice{choice.tier}, /*keep_rows=*/true,
-                   wire_named(wire, x, group));
+  if (need_dw && !gathered) {
+    const Route again{route.group, route.rows, {route.tier.tier}, route.wire};
+    gather.emplace(again, Op::kAllGather, x, /*keep_rows=*/true);
+  }
   std::optional<MatmulScatter> scatter;
   if (need_dx)
-    scatter.emplace(group, MatmulScatter::Parts{dy, weights.vec(), /*transposed=*/false}, /*all=*/false,
-                    choice);
+    scatter.emplace(route, MatmulScatter::Parts{dy, weights.vec(), /*transposed=*/false}, /*all=*/false);
   Tensors dw;
   if (need_dw) {
     append_wgrads(dw, weights, dy, gather ? gather->rows() : x.data,
-                  waits_for_hosts(group, sums, x.data.device()));
+                  waits_for_hosts(route.group, sums, x.data.device()));
   }
   if (gather) gather->finish();
   Tensors result;
   if (scatter) {
-    const int64_t own_rows = rows_of_rank(rows.rows, group.world_size(), group.rank());
-    result.push_back(scatter->finish().view(rows.sizes_with(own_rows, x.width)));
+    result.push_back(scatter->finish().view(rows.sizes_with(route.own_rows(), x.width)));
   }
   result.insert(result.end(), dw.begin(), dw.end());
   return result;
@@ -129,28 +123,31 @@ Tensors replicated_matmul(const at::Tensor& x, at::TensorList weights,
                           c10::string_view tier, c10::string_view sums) {
   constexpr const char* kOp = "replicated_matmul";
   const Tensors biases = optional_tensors(optional_biases, weights.size(), kOp);
-  check_linear(kOp, x, weights, biases);
-  const Operand rows = Operand::of_rows(x, "x");
-  const TierChoice asked = tier_named(std::string(tier));
+  const Operand rows = Operand::of_linear(kOp, x, {}, "x", weights, biases);
+  tier_named(std::string(tier));  // refused here, where nothing travels
   const c10::DeviceGuard on(x.device());
-  Tensors outputs;
-  std::vector<GatherMatmul::Gemm> gemms;
-  for (size_t i = 0; i < weights.size(); ++i) {
-    std::vector<int64_t> sizes = x.sizes().vec();
-    sizes.back() = weights[i].size(0);
-    outputs.push_back(at::empty(sizes, x.options()));
-    gemms.push_back({outputs[i].view({1, rows.rows, sizes.back()}), weights[i], biases[i]});
-  }
-  if (Group* const over = group_of_sums(sums)) {
-    MatmulSums parts(*over, choice_of_sums(*over, rows, rows.rows, weights, asked), gemms,
-                     /*transposed=*/true);
+  const std::vector<GatherMatmul::Gemm> gemms = GatherMatmul::gemms(rows, rows.rows, weights, biases);
+  if (group_of_sums(sums) != nullptr) {
+    const Route route = choose_route({.op = "matmul_all_reduce",
+                                      .x = rows,
+                                      .n = total_width(weights),
+                                      .k = rows.width,
+                                      .group = sums,
+                                      .tier = tier});
+    MatmulSums parts(route, gemms, /*transposed=*/true);
     parts.multiply(rows, Chunk{0, 0, rows.rows}, rows.data);
     parts.finish();
-    return outputs;
+  } else {
+    for (const GatherMatmul::Gemm& gemm : gemms) {
+      WeightGemm(gemm.weight, /*transposed=*/true, rows.rows)
+          .write(gemm.out, rows.data, gemm.bias, /*accumulate=*/false);
+    }
   }
+  Tensors outputs;
   for (const GatherMatmul::Gemm& gemm : gemms) {
-    WeightGemm(gemm.weight, /*transposed=*/true, rows.rows)
-        .write(gemm.out, rows.data, gemm.bias, /*accumulate=*/false);
+    std::vector<int64_t> sizes = x.sizes().vec();
+    sizes.back() = gemm.out.size(-1);
+    outputs.push_back(gemm.out.view(sizes));
   }
   return outputs;
 }
@@ -158,22 +155,27 @@ Tensors replicated_matmul(const at::Tensor& x, at::TensorList weights,
 // [dX if need_dx] + [dW_i if need_dw]: dX = sum over ranks and weights of dY_i @ W_i, under whose way dW
 // runs.
 Tensors replicated_matmul_backward(at::TensorList grads, const at::Tensor& x, at::TensorList weights,
-                                   c10::string_view group_name, bool need_dx, bool need_dw,
-                                   c10::string_view tier, c10::string_view sums) {
+                                   c10::string_view group, bool need_dx, bool need_dw, c10::string_view tier,
+                                   c10::string_view sums) {
   const Operand rows = Operand::of_rows(x, "x");
   std::vector<Operand> dy;
   for (const at::Tensor& grad : grads) dy.push_back(Operand::of_rows(grad, "grad"));
-  Group& group = Group::get(std::string(group_name));
   const c10::DeviceGuard on(x.device());
   std::optional<MatmulScatter> scatter;
   if (need_dx) {
-    const TierChoice choice = choose_tier(group, "replicated_matmul_backward", rows, rows.rows,
-                                          total_width(weights), rows.width, tier_named(std::string(tier)));
-    scatter.emplace(group, MatmulScatter::Parts{dy, weights.vec(), /*transposed=*/false}, /*all=*/true,
-                    choice);
+    const Route route = choose_route({.op = "replicated_matmul_backward",
+                                      .x = rows,
+                                      .n = total_width(weights),
+                                      .k = rows.width,
+                                      .group = group,
+                                      .tier = tier});
+    scatter.emplace(route, MatmulScatter::Parts{dy, weights.vec(), /*transposed=*/false}, /*all=*/true);
   }
   Tensors dw;
-  if (need_dw) append_wgrads(dw, weights, dy, rows.data, waits_for_hosts(group, sums, x.device()));
+  if (need_dw) {
+    const bool in_pieces = waits_for_hosts(Group::get(std::string(group)), sums, x.device());
+    append_wgrads(dw, weights, dy, rows.data, in_pieces);
+  }
   Tensors result;
   if (scatter) result.push_back(scatter->finish().view(x.sizes()));
   result.insert(result.end(), dw.begin(), dw.end());

@@ -2,35 +2,76 @@
 #include "ops/gather_matmul.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include <utility>
 
-#include "ops/gemm.h"
+#include "ops/gemm/gemm.h"
+#include "transport/device_sharing.h"
 
 namespace pyruntime {
 
-GatherMatmul::GatherMatmul(Group& group, Op op, const Operand& shard, int64_t rows, TierChoice choice,
-                           bool keep_rows, cpu::Wire wire)
-    : shard_(shard), choice_(std::move(choice)), keep_rows_(keep_rows) {
-  if (group.world_size() == 1) {
+std::vector<GatherMatmul::Gemm> GatherMatmul::gemms(const Operand& like, int64_t rows, at::TensorList weights,
+                                                    at::TensorList biases) {
+  std::vector<Gemm> gemms;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    gemms.push_back({at::empty({like.blocks, rows * like.inner, weights[i].size(0)}, like.data.options()),
+                     weights[i], biases[i]});
+  }
+  return gemms;
+}
+
+GatherMatmul::GatherMatmul(Route route, Op op, const Operand& shard, bool keep_rows)
+    : route_(std::move(route)), op_(op), shard_(shard), keep_rows_(keep_rows) {
+  if (route_.group.world_size() == 1) {
     rows_ = shard.data;
     own_ = {0, 0, shard.rows};
     return;
   }
-  flight_.emplace(group.transport(shard.data.device()), op, shard, rows, choice_.chunks, wire);
+  publish();
   own_ = flight_->order().front();
-  if (choice_.tier != Tier::kUnfused) return;
-  rows_ = flight_->collect();
-  flight_->finish();
-  flight_.reset();  // its memory is free for the GEMMs
+  if (route_.tier.tier != Tier::kUnfused) return;
+  rows_ = collect();
+  finish();  // its memory is free for the GEMMs
+}
+
+// Copies this rank's rows into its workspace, from where they leave.
+void GatherMatmul::publish() {
+  Transport& transport = route_.group.transport(shard_.data.device());
+  context_ = &transport.context();
+  inside_.emplace(*context_, op_);
+  begun_ = monotonic_seconds();
+  const cpu::Wire& wire = route_.wire;
+  FlightDescriptor descriptor = shard_.flight(op_, route_.rows, wire.travelling_width(shard_.width));
+  descriptor.dtype = static_cast<int32_t>(wire.travels_as(shard_.data.scalar_type()));
+  descriptor.pieces = route_.tier.chunks;
+  descriptor.pass = context_->passes.now();
+  descriptor.failed_passes = context_->failed_passes;
+  flight_ = transport.gather(descriptor);
+  const int64_t first = flight_->order().front().begin;
+  const auto own_rows = [&](const at::Tensor& all, const Chunk& chunk) {
+    return all.narrow(1, (chunk.begin - first) * shard_.inner, chunk.rows * shard_.inner);
+  };
+  for (const Chunk& chunk : flight_->own()) {
+    {
+      const Spending copying(*context_, Entered::kCopy, name_of(op_));
+      wire.write(own_rows(shard_.data, chunk), flight_->memory(chunk));
+    }
+    flight_->publish(chunk);
+  }
+  if (!wire.rounds()) return;
+  // When all of it has left.
+  const Spending rounding(*context_, Entered::kCopy, name_of(op_));
+  shard_.data = at::empty_like(shard_.data);
+  for (const Chunk& chunk : flight_->own()) wire.read(flight_->memory(chunk), own_rows(shard_.data, chunk));
 }
 
 void GatherMatmul::multiply(const std::vector<Gemm>& gemms, bool transposed) {
   if (gemms.empty()) return;
-  if (choice_.tier == Tier::kChunked) return multiply_chunks(gemms, transposed);
+  if (route_.tier.tier == Tier::kChunked) return multiply_chunks(gemms, transposed);
   for (const Gemm& gemm : gemms) {
-    if (choice_.tier == Tier::kFused) {
-      flight_->multiply(gemm.out, gemm.weight, transposed, gemm.bias, choice_.tiles);
+    if (route_.tier.tier == Tier::kFused) {
+      multiply_fused(gemm, transposed);
     } else {
       const int64_t count = gemm.out.size(0) * gemm.out.size(1);
       WeightGemm(gemm.weight, transposed, count).write(gemm.out, rows(), gemm.bias, /*accumulate=*/false);
@@ -50,20 +91,87 @@ void GatherMatmul::multiply_chunks(const std::vector<Gemm>& gemms, bool transpos
   });
 }
 
+void GatherMatmul::multiply_fused(const Gemm& gemm, bool transposed) {
+  Reading reading(*context_, op_, /*peer=*/-1, begun_);
+  flight_->multiply({shard_.data.select(0, 0), gemm.weight, transposed, gemm.bias, gemm.out.select(0, 0),
+                     route_.tier.tiles});
+  const int64_t others = std::exchange(multiplied_, true) ? 0 : route_.rows - own_.rows;  // they come once
+  reading.came(others * shard_.inner * shard_.width * shard_.data.element_size());
+}
+
 void GatherMatmul::for_each_chunk(
     const std::function<void(const Chunk& chunk, const at::Tensor& rows)>& use) {
   if (!flight_) return use({own_.owner, 0, rows_.size(1) / shard_.inner}, rows_);
-  if (keep_rows_) rows_ = flight_->empty_rows();
-  for (const Chunk& chunk : flight_->order()) {
-    const at::Tensor rows = flight_->chunk(chunk);
-    use(chunk, rows);
-    if (keep_rows_) flight_->copy_chunk(rows_, chunk, rows);
+  if (keep_rows_) rows_ = empty_rows(route_.rows);
+  for (const Chunk& part : flight_->order()) {
+    const at::Tensor rows = chunk(part);
+    use(part, rows);
+    if (!keep_rows_) continue;
+    const Spending copying(*context_, Entered::kCopy, name_of(op_));
+    shard_.rows_of(rows_, part).copy_(rows);
   }
 }
 
 const at::Tensor& GatherMatmul::rows() {
-  if (!rows_.defined()) rows_ = flight_->collect();
+  if (!rows_.defined()) rows_ = collect();
   return rows_;
+}
+
+at::Tensor GatherMatmul::collect() {
+  at::Tensor all = empty_rows(route_.rows);
+  for (const Chunk& part : flight_->order()) read(part, shard_.rows_of(all, part));
+  return all;
+}
+
+at::Tensor GatherMatmul::other_rows() {
+  at::Tensor others = empty_rows(route_.rows - own_.rows);
+  for (const Chunk& part : flight_->order()) {
+    if (part.owner == own_.owner) continue;
+    Chunk place = part;
+    if (part.begin > own_.begin) place.begin -= own_.rows;
+    read(part, shard_.rows_of(others, place));
+  }
+  return others;
+}
+
+void GatherMatmul::finish() {
+  if (!flight_) return;
+  inside_->check();
+  flight_->finish();
+  flight_.reset();
+  inside_.reset();
+}
+
+at::Tensor GatherMatmul::arrived(const Chunk& chunk) {
+  Reading reading(*context_, op_, chunk.owner, begun_);
+  flight_->wait(chunk);
+  at::Tensor rows = flight_->memory(chunk);
+  const bool is_new = counted_.insert(chunk.begin).second;
+  reading.came(is_new ? static_cast<int64_t>(rows.nbytes()) : 0, flight_->travelled(chunk));
+  return rows;
+}
+
+at::Tensor GatherMatmul::chunk(const Chunk& chunk) {
+  if (chunk.owner == own_.owner) return shard_.data;
+  if (!route_.wire.rounds()) return arrived(chunk);
+  at::Tensor rows = empty_rows(chunk.rows);
+  read(chunk, rows);
+  return rows;
+}
+
+void GatherMatmul::read(const Chunk& chunk, const at::Tensor& out) {
+  const bool is_own = chunk.owner == own_.owner;
+  const at::Tensor rows = is_own ? shard_.data : arrived(chunk);
+  const Spending copying(*context_, Entered::kCopy, name_of(op_));
+  if (is_own) {
+    out.copy_(rows);
+  } else {
+    route_.wire.read(rows, out);
+  }
+}
+
+at::Tensor GatherMatmul::empty_rows(int64_t rows) const {
+  return at::empty({shard_.blocks, rows * shard_.inner, shard_.width}, shard_.data.options());
 }
 
 }  // namespace pyruntime

@@ -3,6 +3,9 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <utility>
+
+#include "transport/flights.h"
 
 namespace pyruntime {
 
@@ -16,16 +19,21 @@ Transport& transport_of(const std::string& name, c10::Device device) {
   return transport;
 }
 
-Operand lines_like(const at::Tensor& data, int64_t lines, int64_t width) {
-  return {data, /*blocks=*/1, /*rows=*/lines, /*inner=*/1, width, /*sizes=*/{lines, width}, /*dim=*/0};
+// `own`: how many of the lines this rank has.
+FlightDescriptor flight_of(const Transport& transport, Op op, int64_t lines, int64_t width,
+                           c10::ScalarType dtype, int64_t own) {
+  FlightDescriptor descriptor{op,    static_cast<int32_t>(dtype), lines, /*row_blocks=*/1, /*inner=*/1,
+                              width, /*with_bias=*/false,         own};
+  descriptor.failed_passes = transport.context().failed_passes;
+  return descriptor;
 }
 
 std::unique_ptr<GatherFlight> gather_lines(Transport& transport, Op op, int64_t lines, int64_t width,
                                            c10::ScalarType dtype, int holder, int64_t agreement) {
   const int64_t own = rows_of_rank(lines, transport.world_size(), transport.rank(), holder);
-  FlightDescriptor descriptor{op,    static_cast<int32_t>(dtype), lines, /*row_blocks=*/1, /*inner=*/1,
-                              width, /*with_bias=*/false,         own,   holder,           agreement};
-  descriptor.failed_passes = transport.context().failed_passes;
+  FlightDescriptor descriptor = flight_of(transport, op, lines, width, dtype, own);
+  descriptor.holder = holder;
+  descriptor.agreement = agreement;
   return transport.gather(descriptor);
 }
 
@@ -33,18 +41,43 @@ std::unique_ptr<GatherFlight> gather_lines(Transport& transport, Op op, int64_t 
 
 LineScatter::LineScatter(const std::string& group, int64_t lines, int64_t width, c10::ScalarType dtype,
                          c10::Device device, bool all, const std::optional<std::vector<int64_t>>& some)
-    : scatter_(transport_of(group, device), all ? Op::kAllReduce : Op::kReduceScatter,
-               lines_like(at::empty({0}, at::TensorOptions().dtype(dtype).device(device)), lines, width),
-               width, /*with_bias=*/false, all, /*pieces=*/0, some ? &*some : nullptr, /*stays_open=*/true) {}
+    : transport_(transport_of(group, device)),
+      op_(all ? Op::kAllReduce : Op::kReduceScatter),
+      lines_(some ? static_cast<int64_t>(some->size()) : lines),
+      width_(width),
+      options_(at::TensorOptions().dtype(dtype).device(device)),
+      all_(all) {
+  const int64_t own = rows_of_rank(lines, transport_.world_size(), transport_.rank());
+  const FlightDescriptor descriptor = flight_of(transport_, op_, lines, width, dtype, own);
+  flight_ = some ? transport_.scatter_some(descriptor, all, *some) : transport_.scatter(descriptor, all);
+}
 
 bool LineScatter::can_send_some(const std::string& group, c10::Device device) {
   return Group::get(group).transport(device).scatters_some();
 }
 
+at::Tensor LineScatter::empty(int64_t lines) const {
+  return at::empty({1, lines, width_}, options_);
+}
+
+void LineScatter::reduce() {
+  if (std::exchange(reduced_, true)) return;
+  int64_t own = 0;
+  for (const Chunk& chunk : chunks()) own += chunk.owner == transport_.rank() ? chunk.rows : 0;
+  if (!all_) own_sums_ = empty(own);
+  flight_->reduce(own_sums_, {});
+}
+
+bool LineScatter::sums_have_come() const {
+  const auto has_come = [&](const Chunk& chunk) { return flight_->sum_has_come(chunk); };
+  return !all_ || std::ranges::all_of(flight_->sums_order(), has_come);
+}
+
 at::Tensor LineScatter::finish() {
   reduce();
-  const at::Tensor sums = scatter_.sums();
-  scatter_.finish();
+  const at::Tensor sums = all_ ? empty(lines_) : own_sums_;
+  if (all_) take_sums(*flight_, transport_.context(), op_, begun_, sums, /*inner=*/1);
+  flight_->finish();
   return sums.select(0, 0);
 }
 

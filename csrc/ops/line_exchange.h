@@ -11,10 +11,9 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "ops/row_exchange.h"
+#include "transport/group.h"
 
 namespace pyruntime {
 
@@ -31,24 +30,32 @@ class LineScatter {
   static bool can_send_some(const std::string& group, c10::Device device);
 
   // Chunks in the order in which others wait for them.
-  const std::vector<Chunk>& chunks() const { return scatter_.order(); }
+  const std::vector<Chunk>& chunks() const { return flight_->order(); }
   // Where this rank writes its part of that chunk, [chunk.rows, width].
-  at::Tensor part(size_t chunk) { return scatter_.part(chunks().at(chunk)).select(0, 0); }
-  void publish(size_t chunk) { scatter_.publish(chunks().at(chunk)); }
+  at::Tensor part(size_t chunk) { return flight_->part(chunks().at(chunk)).select(0, 0); }
+  void publish(size_t chunk) { flight_->publish(chunks().at(chunk)); }
   // Whether all parts of this rank's lines have come; false also where that cannot be told.
-  bool parts_have_come() const { return scatter_.parts_have_come(); }
+  bool parts_have_come() const { return flight_->parts_have_come(); }
   // Sums them, which finish() does otherwise; waits for them.
-  void reduce() {
-    if (!std::exchange(reduced_, true)) scatter_.reduce_own({});
-  }
+  void reduce();
   // After reduce(): whether finish() would not wait; false also where that cannot be told.
-  bool sums_have_come() const { return scatter_.sums_have_come(); }
+  bool sums_have_come() const;
   // The sums of this rank's lines, or of all where `all`, [*, width] in new memory; ends the flight.
   at::Tensor finish();
 
  private:
+  // In the form of the flight, [1, lines, width].
+  at::Tensor empty(int64_t lines) const;
+
+  Transport& transport_;
+  Op op_;
+  double begun_ = monotonic_seconds();
+  int64_t lines_, width_;  // of all that travel
+  at::TensorOptions options_;
+  bool all_;
   bool reduced_ = false;
-  RowScatter scatter_;
+  at::Tensor own_sums_;  // unless all_
+  std::unique_ptr<ScatterFlight> flight_;
 };
 
 // Every rank shows its lines; any rank reads any other's.

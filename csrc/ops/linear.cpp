@@ -2,7 +2,7 @@
 // sink wants it.
 #include <ATen/ops/empty.h>
 
-#include "ops/gemm.h"
+#include "ops/gemm/gemm.h"
 #include "ops/operators.h"
 #include "ops/weight_gradient.h"
 

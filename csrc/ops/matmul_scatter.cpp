@@ -4,34 +4,48 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
+#include <string>
 #include <utility>
 
-#include "ops/gemm.h"
+#include "transport/device_sharing.h"
+#include "transport/flights.h"
 
 namespace pyruntime {
 
-MatmulScatter::MatmulScatter(Group& group, Parts parts, bool all, TierChoice choice)
-    : parts_(std::move(parts)), choice_(std::move(choice)) {
-  if (group.world_size() == 1) {
+MatmulScatter::MatmulScatter(const Route& route, Parts parts, bool all)
+    : parts_(std::move(parts)), all_(all), own_rows_(route.own_rows()) {
+  if (route.group.world_size() == 1) {
     sums_ = multiply_all(parts_.bias);
     return;
   }
-  const Operand& rows = parts_.operands.front();
-  flight_.emplace(group.transport(rows.data.device()), all ? Op::kMatmulAllReduce : Op::kMatmulReduceScatter,
-                  rows, parts_.width(), parts_.bias.defined(), all, choice_.chunks);
-  if (choice_.tier == Tier::kFused) {
-    end_with(multiply_fused());
-  } else if (choice_.tier == Tier::kUnfused) {
-    flight_->publish_all(multiply_all({}));
-    end_with(flight_->reduce(parts_.bias));
+  begin(route.group.transport(parts_.operands.front().data.device()), route.tier.chunks);
+  if (route.tier.tier == Tier::kFused) {
+    end_with(multiply_fused(route.tier.tiles));
+  } else if (route.tier.tier == Tier::kUnfused) {
+    publish_all(multiply_all({}));
+    finish();
   } else {
-    const std::vector<WeightGemm> own = parts_.products == nullptr ? gemms() : std::vector<WeightGemm>();
-    const std::vector<WeightGemm>& products = parts_.products == nullptr ? own : *parts_.products;
-    for (const Chunk& chunk : flight_->order()) {
-      write(products, flight_->part(chunk), chunk, {});
-      flight_->publish(chunk);
-    }
+    publish_chunks();
   }
+}
+
+void MatmulScatter::begin(Transport& transport, int pieces) {
+  const Operand& rows = parts_.operands.front();
+  if (parts_.weights.empty()) {
+    op_ = all_ ? Op::kAllReduce : Op::kReduceScatter;
+  } else {
+    op_ = all_ ? Op::kMatmulAllReduce : Op::kMatmulReduceScatter;
+  }
+  context_ = &transport.context();
+  begun_ = monotonic_seconds();
+  inside_.emplace(*context_, op_);
+  FlightDescriptor descriptor = rows.flight(op_, rows.rows, parts_.width());
+  descriptor.own_rows = own_rows_;
+  descriptor.with_bias = parts_.bias.defined();
+  descriptor.pieces = pieces;
+  descriptor.pass = context_->passes.now();
+  descriptor.failed_passes = context_->failed_passes;
+  flight_ = transport.scatter(descriptor, all_);
 }
 
 std::vector<WeightGemm> MatmulScatter::gemms() const {
@@ -52,32 +66,61 @@ void MatmulScatter::write(const std::vector<WeightGemm>& gemms, const at::Tensor
 
 at::Tensor MatmulScatter::multiply_all(const at::Tensor& bias) const {
   const Operand& rows = parts_.operands.front();
-  at::Tensor all = at::empty({rows.blocks, rows.rows * rows.inner, parts_.width()}, rows.data.options());
+  if (parts_.weights.empty()) return rows.data;
+  at::Tensor all = empty(rows.rows);
   write(gemms(), all, Chunk{0, 0, rows.rows}, bias);
   return all;
 }
 
+void MatmulScatter::publish_all(const at::Tensor& parts) {
+  for (const Chunk& chunk : flight_->order()) {
+    {
+      const Spending copying(*context_, Entered::kCopy, name_of(op_));
+      flight_->part(chunk).copy_(parts_.operands.front().rows_of(parts, chunk));
+    }
+    flight_->publish(chunk);
+  }
+}
+
+void MatmulScatter::publish_chunks() {
+  const std::vector<WeightGemm> own = parts_.products == nullptr ? gemms() : std::vector<WeightGemm>();
+  const std::vector<WeightGemm>& products = parts_.products == nullptr ? own : *parts_.products;
+  for (const Chunk& chunk : flight_->order()) {
+    write(products, flight_->part(chunk), chunk, {});
+    flight_->publish(chunk);
+  }
+}
+
 // One kernel sums one GEMM, so those of several weights are laid side by side:
 // [a_1 .. a_n] @ [W_1; ..; W_n], summed in fp32 over all of them.
-at::Tensor MatmulScatter::multiply_fused() {
+at::Tensor MatmulScatter::multiply_fused(const std::string& tiles) {
   std::vector<at::Tensor> data;
   for (const Operand& operand : parts_.operands) data.push_back(operand.data);
   const bool single = data.size() == 1;
-  return flight_->multiply(single ? data[0] : at::cat(data, -1),
-                           single ? parts_.weights[0] : at::cat(parts_.weights, 0), parts_.transposed,
-                           parts_.bias, choice_.tiles);
+  at::Tensor out = empty(own_rows_);
+  flight_->multiply({(single ? data[0] : at::cat(data, -1)).select(0, 0),
+                     single ? parts_.weights[0] : at::cat(parts_.weights, 0), parts_.transposed, parts_.bias,
+                     out.select(0, 0), tiles});
+  return out;
+}
+
+at::Tensor MatmulScatter::empty(int64_t rows) const {
+  const Operand& like = parts_.operands.front();
+  return at::empty({like.blocks, rows * like.inner, parts_.width()}, like.data.options());
 }
 
 void MatmulScatter::end_with(at::Tensor sums) {
   sums_ = std::move(sums);
+  inside_->check();
   flight_->finish();
   flight_.reset();  // its memory is free for what the op does next
+  inside_.reset();
 }
 
 void MatmulScatter::reduce() {
-  if (sums_.defined() || reduced_) return;
-  flight_->reduce_own(parts_.bias);
-  reduced_ = true;
+  if (sums_.defined() || std::exchange(reduced_, true)) return;
+  if (!all_) own_sums_ = empty(own_rows_);
+  flight_->reduce(own_sums_, parts_.bias);
 }
 
 void MatmulScatter::reduce_if_come() {
@@ -86,7 +129,11 @@ void MatmulScatter::reduce_if_come() {
 
 at::Tensor MatmulScatter::finish() {
   reduce();
-  if (!sums_.defined()) end_with(flight_->sums());
+  if (!sums_.defined() && all_) {
+    finish(empty(parts_.operands.front().rows));
+  } else if (!sums_.defined()) {
+    end_with(own_sums_);
+  }
   return sums_;
 }
 
@@ -95,7 +142,7 @@ void MatmulScatter::finish(const at::Tensor& out) {
   if (sums_.defined()) {
     out.copy_(sums_);
   } else {
-    flight_->sums(out);
+    take_sums(*flight_, *context_, op_, begun_, out, parts_.operands.front().inner);
     end_with(out);
   }
 }

@@ -1,6 +1,5 @@
 #include "ops/matmul_sums.h"
 
-#include <string>
 #include <utility>
 
 namespace pyruntime {
@@ -12,19 +11,8 @@ constexpr size_t kMostUnderWay = 3;
 
 }  // namespace
 
-Group* group_of_sums(c10::string_view name) {
-  if (name.empty()) return nullptr;
-  Group& group = Group::get(std::string(name));
-  return group.world_size() > 1 ? &group : nullptr;
-}
-
-bool waits_for_hosts(Group& group, c10::string_view sums, c10::Device device) {
-  Group* const over = group_of_sums(sums);
-  return group.crosses_hosts(device) || (over != nullptr && over->crosses_hosts(device));
-}
-
-MatmulSums::MatmulSums(Group& group, TierChoice choice, std::vector<Gemm> gemms, bool transposed)
-    : group_(group), choice_(std::move(choice)), gemms_(std::move(gemms)), transposed_(transposed) {
+MatmulSums::MatmulSums(Route route, std::vector<Gemm> gemms, bool transposed)
+    : route_(std::move(route)), gemms_(std::move(gemms)), transposed_(transposed) {
   for (const Gemm& gemm : gemms_) {
     products_.emplace_back().emplace_back(gemm.weight, transposed, gemm.out.size(0) * gemm.out.size(1));
   }
@@ -39,7 +27,7 @@ void MatmulSums::multiply(const Operand& like, const Chunk& chunk, const at::Ten
     if (under_way_.size() == kMostUnderWay) take_oldest();
     MatmulScatter::Parts parts{{operand}, {gemms_[i].weight}, transposed_, gemms_[i].bias, &products_[i]};
     under_way_.push_back(
-        {MatmulScatter(group_, std::move(parts), /*all=*/true, choice_), like.rows_of(gemms_[i].out, chunk)});
+        {MatmulScatter(route_, std::move(parts), /*all=*/true), like.rows_of(gemms_[i].out, chunk)});
     for (Sum& sum : under_way_) sum.parts.reduce_if_come();
   }
 }

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/string_view.h>
 
 #include <deque>
 #include <vector>
@@ -13,19 +12,13 @@
 
 namespace pyruntime {
 
-// The group of that name, where it has several ranks, else none.
-Group* group_of_sums(c10::string_view name);
-
-// Whether an op over `group`, or one over that of its sums, waits for other hosts.
-bool waits_for_hosts(Group& group, c10::string_view sums, c10::Device device);
-
 class MatmulSums {
  public:
   using Gemm = GatherMatmul::Gemm;
 
-  // `out` of all GEMMs becomes their sum over the ranks of `group`, which all multiply the same rows, each by
-  // weights of its own; its bias, the same on all of them, is added once.
-  MatmulSums(Group& group, TierChoice choice, std::vector<Gemm> gemms, bool transposed);
+  // `out` of all GEMMs becomes their sum over the ranks of the route's group, which all multiply the same
+  // rows, each by weights of its own; its bias, the same on all of them, is added once.
+  MatmulSums(Route route, std::vector<Gemm> gemms, bool transposed);
 
   // The rows of that chunk of all rows, [blocks, chunk.rows * inner, K], as a flight of their own: while they
   // are multiplied, those before them are summed and return. `like` has the form of the rows.
@@ -40,8 +33,7 @@ class MatmulSums {
   };
   void take_oldest();
 
-  Group& group_;
-  TierChoice choice_;
+  Route route_;
   std::vector<Gemm> gemms_;
   bool transposed_;
   std::vector<std::vector<WeightGemm>> products_;  // of all parts, by GEMM

@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/ledger.h"
+#include "core/ledger/ledger.h"
 
 namespace pyruntime {
 

@@ -4,52 +4,7 @@
 
 namespace pyruntime {
 
-Operand Operand::of(const at::Tensor& x, int64_t dim, const char* what) {
-  TORCH_CHECK_VALUE(x.dim() >= 2, what, " has shape ", x.sizes(),
-                    "; it needs at least two dimensions, rows and features.");
-  TORCH_CHECK_VALUE(dim >= -x.dim() && dim < x.dim(), "dim=", dim, " is not a dimension of ", what,
-                    " with shape ", x.sizes(), ".");
-  const int64_t cut = dim < 0 ? dim + x.dim() : dim;
-  TORCH_CHECK_VALUE(cut < x.dim() - 1, "dim=", dim, " is the feature dimension of ", what, " with shape ",
-                    x.sizes(), "; rows are cut along an earlier one.");
-  Operand operand;
-  operand.dim = cut;
-  operand.sizes = x.sizes().vec();
-  operand.rows = x.size(cut);
-  operand.width = x.size(-1);
-  operand.blocks = 1;
-  operand.inner = 1;
-  for (int64_t d = 0; d < cut; ++d) operand.blocks *= x.size(d);
-  for (int64_t d = cut + 1; d < x.dim() - 1; ++d) operand.inner *= x.size(d);
-  operand.data = x.contiguous().view({operand.blocks, operand.rows * operand.inner, operand.width});
-  return operand;
-}
-
-Operand Operand::of_rows(const at::Tensor& x, const char* what) {
-  TORCH_CHECK_VALUE(x.dim() >= 2, what, " has shape ", x.sizes(),
-                    "; it needs at least two dimensions, rows and features.");
-  return of(x.reshape({c10::size_to_dim_(static_cast<int>(x.dim() - 1), x.sizes()), x.size(-1)}), 0, what);
-}
-
-std::vector<int64_t> Operand::sizes_with(int64_t new_rows, int64_t new_width) const {
-  std::vector<int64_t> result = sizes;
-  result[dim] = new_rows;
-  result.back() = new_width;
-  return result;
-}
-
-at::Tensor Operand::rows_of(const at::Tensor& other, const Chunk& chunk) const {
-  return other.narrow(1, chunk.begin * inner, chunk.rows * inner);
-}
-
-at::Tensor Operand::rows_but(const at::Tensor& other, const Chunk& chunk) const {
-  const int64_t begin = chunk.begin * inner, end = begin + chunk.rows * inner;
-  const at::Tensor before = other.narrow(1, 0, begin);
-  const at::Tensor after = other.narrow(1, end, other.size(1) - end);
-  if (begin == 0) return after;
-  if (end == other.size(1)) return before;
-  return at::cat({before, after}, 1);
-}
+namespace {
 
 void check_linear(const char* op, const at::Tensor& x, at::TensorList weights, at::TensorList biases) {
   TORCH_CHECK_VALUE(!weights.empty(), op, " was given no weights; pass one [N, K] tensor or a list of them.");
@@ -78,10 +33,59 @@ void check_linear(const char* op, const at::Tensor& x, at::TensorList weights, a
   }
 }
 
-void check_shard_rows(const char* op, const ChunkPlan& plan, const Operand& x_shard) {
-  TORCH_CHECK_VALUE(x_shard.rows == plan.own().rows, op, ": rank ", plan.own().owner, " of a group of ",
-                    plan.world_size(), " holds ", x_shard.rows, " rows, and its share of rows=", plan.rows(),
-                    " is ", plan.own().rows, "; rows are cut as torch.tensor_split cuts them.");
+}  // namespace
+
+Operand Operand::of(const at::Tensor& x, int64_t dim, const char* what) {
+  TORCH_CHECK_VALUE(x.dim() >= 2, what, " has shape ", x.sizes(),
+                    "; it needs at least two dimensions, rows and features.");
+  TORCH_CHECK_VALUE(dim >= -x.dim() && dim < x.dim(), "dim=", dim, " is not a dimension of ", what,
+                    " with shape ", x.sizes(), ".");
+  const int64_t cut = dim < 0 ? dim + x.dim() : dim;
+  TORCH_CHECK_VALUE(cut < x.dim() - 1, "dim=", dim, " is the feature dimension of ", what, " with shape ",
+                    x.sizes(), "; rows are cut along an earlier one.");
+  Operand operand;
+  operand.dim = cut;
+  operand.sizes = x.sizes().vec();
+  operand.rows = x.size(cut);
+  operand.width = x.size(-1);
+  operand.blocks = 1;
+  operand.inner = 1;
+  for (int64_t d = 0; d < cut; ++d) operand.blocks *= x.size(d);
+  for (int64_t d = cut + 1; d < x.dim() - 1; ++d) operand.inner *= x.size(d);
+  operand.data = x.contiguous().view({operand.blocks, operand.rows * operand.inner, operand.width});
+  return operand;
+}
+
+Operand Operand::of_rows(const at::Tensor& x, const char* what) {
+  TORCH_CHECK_VALUE(x.dim() >= 2, what, " has shape ", x.sizes(),
+                    "; it needs at least two dimensions, rows and features.");
+  return of(x.reshape({c10::size_to_dim_(static_cast<int>(x.dim() - 1), x.sizes()), x.size(-1)}), 0, what);
+}
+
+Operand Operand::of_linear(const char* op, const at::Tensor& x, std::optional<int64_t> dim, const char* what,
+                           at::TensorList weights, at::TensorList biases) {
+  check_linear(op, x, weights, biases);
+  return dim ? of(x, *dim, what) : of_rows(x, what);
+}
+
+std::vector<int64_t> Operand::sizes_with(int64_t new_rows, int64_t new_width) const {
+  std::vector<int64_t> result = sizes;
+  result[dim] = new_rows;
+  result.back() = new_width;
+  return result;
+}
+
+at::Tensor Operand::rows_of(const at::Tensor& other, const Chunk& chunk) const {
+  return other.narrow(1, chunk.begin * inner, chunk.rows * inner);
+}
+
+at::Tensor Operand::rows_but(const at::Tensor& other, const Chunk& chunk) const {
+  const int64_t begin = chunk.begin * inner, end = begin + chunk.rows * inner;
+  const at::Tensor before = other.narrow(1, 0, begin);
+  const at::Tensor after = other.narrow(1, end, other.size(1) - end);
+  if (begin == 0) return after;
+  if (end == other.size(1)) return before;
+  return at::cat({before, after}, 1);
 }
 
 std::vector<at::Tensor> optional_tensors(const c10::List<std::optional<at::Tensor>>& given, size_t count,

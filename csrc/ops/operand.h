@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/chunk_plan.h"
+#include "transport/descriptor.h"
 
 namespace pyruntime {
 
@@ -29,6 +30,18 @@ struct Operand {
   // x [.., K] as one block of rows, whatever its leading dimensions.
   static Operand of_rows(const at::Tensor& x, const char* what);
 
+  // x as one of these two (no `dim`: of_rows), which a linear multiplies by weights [N_i, K] on its device
+  // and in its floating dtype; biases are [N_i], or undefined. Raises ValueError or TypeError with a
+  // sentence.
+  static Operand of_linear(const char* op, const at::Tensor& x, std::optional<int64_t> dim, const char* what,
+                           at::TensorList weights, at::TensorList biases);
+
+  // What ranks compare of a flight of such rows, so many over all ranks and so wide.
+  FlightDescriptor flight(Op op, int64_t all_rows, int64_t width_of_flight) const {
+    const auto dtype = static_cast<int32_t>(data.scalar_type());
+    return {op, dtype, all_rows, blocks, inner, width_of_flight, /*with_bias=*/false, rows};
+  }
+
   // Sizes of a tensor like x with `rows` along the cut dimension and `width` as its last.
   std::vector<int64_t> sizes_with(int64_t rows, int64_t width) const;
   // The rows of one chunk, [blocks, chunk.rows * inner, width] (strided when there are several blocks).
@@ -39,15 +52,8 @@ struct Operand {
   at::Tensor rows_but(const at::Tensor& other, const Chunk& chunk) const;
 };
 
-// --- checks of what a user passes; each raises ValueError or TypeError with a sentence
-
-// x [..., K] and weights [N_i, K] on one device, of one floating dtype; biases are [N_i].
-void check_linear(const char* op, const at::Tensor& x, at::TensorList weights, at::TensorList biases);
-
-// This rank's share of `rows` is what x_shard holds.
-void check_shard_rows(const char* op, const ChunkPlan& plan, const Operand& x_shard);
-
-// Every optional as a tensor, undefined where absent; an empty list stands for `count` absent ones.
+// Every optional as a tensor, undefined where absent; an empty list stands for `count` absent ones. Raises
+// ValueError for another number of them.
 std::vector<at::Tensor> optional_tensors(const c10::List<std::optional<at::Tensor>>& given, size_t count,
                                          const char* op);
 

@@ -11,7 +11,7 @@
 #include <string>
 
 #include "ops/gather_matmul.h"
-#include "ops/gemm.h"
+#include "ops/gemm/gemm.h"
 #include "ops/matmul_scatter.h"
 #include "ops/matmul_sums.h"
 #include "ops/operators.h"
@@ -24,22 +24,22 @@ namespace {
 // --- kernels
 
 at::Tensor matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
-                                 const std::optional<at::Tensor>& optional_bias, c10::string_view group_name,
+                                 const std::optional<at::Tensor>& optional_bias, c10::string_view group,
                                  int64_t dim, c10::string_view tier, c10::string_view /*sums: backward*/,
                                  c10::string_view wire) {
   constexpr const char* kOp = "matmul_reduce_scatter";
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
-  check_linear(kOp, x, {weight}, {bias});
-  const Operand operand = Operand::of(x, dim, "x");
-  const TierChoice asked = tier_named(std::string(tier));
-  Group& group = Group::get(std::string(group_name));
-  wire_named(wire, operand, group);  // of the backward, and refused before it
+  const Operand operand = Operand::of_linear(kOp, x, dim, "x", {weight}, {bias});
   const c10::DeviceGuard on(x.device());
-  const int64_t width = weight.size(0);
-  const TierChoice choice = choose_tier(group, kOp, operand, operand.rows, width, operand.width, asked);
-  MatmulScatter scatter(group, {{operand}, {weight}, /*transposed=*/true, bias}, /*all=*/false, choice);
-  const int64_t own_rows = rows_of_rank(operand.rows, group.world_size(), group.rank());
-  return scatter.finish().view(operand.sizes_with(own_rows, width));
+  const Route route = choose_route({.op = kOp,
+                                    .x = operand,
+                                    .n = weight.size(0),
+                                    .k = operand.width,
+                                    .group = group,
+                                    .tier = tier,
+                                    .wire = wire});  // of the backward, and refused before it
+  MatmulScatter scatter(route, {{operand}, {weight}, /*transposed=*/true, bias}, /*all=*/false);
+  return scatter.finish().view(operand.sizes_with(route.own_rows(), weight.size(0)));
 }
 
 // The bias was added to each row once, on the rank that owns it: all rows of dY give its whole gradient, on
@@ -54,33 +54,42 @@ at::Tensor bias_grad(const Tensors& parts) {
   return sum.to(dtype);
 }
 
+// The route of a backward, of all rows of x.
+Route route_of_backward(const Operand& x, const at::Tensor& weight, c10::string_view group,
+                        c10::string_view tier, c10::string_view sums = "", c10::string_view wire = "same") {
+  return choose_route({.op = "matmul_reduce_scatter_backward",
+                       .x = x,
+                       .n = weight.size(0),
+                       .k = x.width,
+                       .group = group,
+                       .tier = tier,
+                       .wire = wire,
+                       .sums = sums,
+                       .op_of_sums = "replicated_matmul_backward"});
+}
+
 // Whether dW is summed in two parts: while chunks come over a network there is time for the own rows' part;
 // it is rounded once more.
-bool sums_in_two_parts(Group& group, const at::Tensor& x, const at::Tensor& weight, Tier tier) {
-  return tier == Tier::kChunked && group.crosses_hosts(x.device()) && !has_weight_gradient_sink(weight);
+bool sums_in_two_parts(const Route& route, const at::Tensor& weight) {
+  return route.tier.tier == Tier::kChunked && route.group.crosses_hosts(weight.device()) &&
+         !has_weight_gradient_sink(weight);
 }
 
 // [dX if need_dx] + [dW if need_dw] + [dbias if need_db] + [the other ranks' rows of dY if need_others].
 // need_others: instead of need_dw, where dW is summed in two parts. dW runs while sums of dX travel.
 Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::Tensor& x_whole,
-                                       const at::Tensor& weight, c10::string_view group_name, int64_t dim,
+                                       const at::Tensor& weight, c10::string_view group, int64_t dim,
                                        bool need_dx, bool need_dw, bool need_db, c10::string_view tier,
                                        bool need_others, c10::string_view sums, c10::string_view wire) {
   const Operand grad = Operand::of(grad_shard, dim, "grad"), x = Operand::of(x_whole, dim, "x");
-  Group& group = Group::get(std::string(group_name));
   const c10::DeviceGuard on(x_whole.device());
-  const TierChoice asked = tier_named(std::string(tier));
-  Group* const over = group_of_sums(sums);
-  TierChoice choice =
-      choose_tier(group, "matmul_reduce_scatter_backward", x, x.rows, weight.size(0), x.width, asked);
-  if (over != nullptr) choice = in_few_chunks(group, choice, x_whole.device());
-  const bool in_two_parts =
-      (need_dw || need_others) && sums_in_two_parts(group, x_whole, weight, choice.tier);
+  const Route route = route_of_backward(x, weight, group, tier, sums, wire);
+  const bool in_two_parts = (need_dw || need_others) && sums_in_two_parts(route, weight);
   TORCH_CHECK(in_two_parts || !need_others,
               "matmul_reduce_scatter_backward: need_others asks for rows of dY "
               "that a weight gradient in two parts needs, and this one is one GEMM.");
-  GatherMatmul gather(group, Op::kAllGatherMatmul, grad, x.rows, choice,
-                      /*keep_rows=*/(need_dw || need_db) && !in_two_parts, wire_named(wire, grad, group));
+  GatherMatmul gather(route, Op::kAllGatherMatmul, grad,
+                      /*keep_rows=*/(need_dw || need_db) && !in_two_parts);
   at::Tensor dw;
   if (in_two_parts && need_dw) {
     dw = weight_gradient(weight, gather.own_rows(), x.rows_of(gather.own()), /*in_pieces=*/true);
@@ -90,13 +99,10 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
   if (need_dx) {
     result.push_back(at::empty(x.sizes, grad.data.options()));
     const std::vector<GatherMatmul::Gemm> gemms{{result[0].view(x.data.sizes()), weight}};
-    if (over == nullptr) {
+    if (route.sums == nullptr) {
       gather.multiply(gemms, /*transposed=*/false);
     } else {
-      parts.emplace(
-          *over,
-          choose_tier(*over, "replicated_matmul_backward", grad, x.rows, weight.size(0), x.width, asked),
-          gemms, /*transposed=*/false);
+      parts.emplace(route.of_sums(), gemms, /*transposed=*/false);
       gather.for_each_chunk(
           [&](const Chunk& chunk, const at::Tensor& rows) { parts->multiply(grad, chunk, rows); });
     }
@@ -112,7 +118,8 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
     if (need_others) result.push_back(others);
   } else {
     if (need_dw) {
-      const bool later = waits_for_hosts(group, sums, x_whole.device()) && has_weight_gradient_sink(weight);
+      const bool later =
+          waits_for_hosts(route.group, sums, x_whole.device()) && has_weight_gradient_sink(weight);
       result.push_back(weight_gradient(weight, gather.rows(), x.data, /*in_pieces=*/later));
     }
     if (need_db) result.push_back(bias_grad({gather.rows()}));
@@ -123,17 +130,15 @@ Tensors matmul_reduce_scatter_backward(const at::Tensor& grad_shard, const at::T
 }
 
 at::Tensor matmul_all_reduce(const at::Tensor& x, const at::Tensor& weight,
-                             const std::optional<at::Tensor>& optional_bias, c10::string_view group_name,
+                             const std::optional<at::Tensor>& optional_bias, c10::string_view group,
                              c10::string_view tier, c10::string_view /*sums: backward*/) {
   constexpr const char* kOp = "matmul_all_reduce";
   const at::Tensor bias = optional_bias.value_or(at::Tensor());
-  check_linear(kOp, x, {weight}, {bias});
-  const Operand rows = Operand::of_rows(x, "x");
-  const TierChoice asked = tier_named(std::string(tier));
-  Group& group = Group::get(std::string(group_name));
+  const Operand rows = Operand::of_linear(kOp, x, {}, "x", {weight}, {bias});
   const c10::DeviceGuard on(x.device());
-  const TierChoice choice = choose_tier(group, kOp, rows, rows.rows, weight.size(0), rows.width, asked);
-  MatmulScatter scatter(group, {{rows}, {weight}, /*transposed=*/true, bias}, /*all=*/true, choice);
+  const Route route = choose_route(
+      {.op = kOp, .x = rows, .n = weight.size(0), .k = rows.width, .group = group, .tier = tier});
+  MatmulScatter scatter(route, {{rows}, {weight}, /*transposed=*/true, bias}, /*all=*/true);
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = weight.size(0);
   return scatter.finish().view(sizes);
@@ -171,7 +176,7 @@ struct MatmulReduceScatter : Function<MatmulReduceScatter> {
     at::Tensor dy = grads[0];
     if (later) {
       // As the op below would round it, which it changes no more.
-      dy = cpu::Wire::named(wire, dy).rounded(dy.contiguous());
+      dy = cpu::Wire::named(wire, dy.scalar_type(), dy.device()).rounded(dy.contiguous());
       add_own_rows(dy, saved[0], saved[1], group, dim);
     }
     const Tensors found = Operator<matmul_reduce_scatter_backward>::call(
@@ -188,14 +193,10 @@ struct MatmulReduceScatter : Function<MatmulReduceScatter> {
  private:
   static constexpr const char* kGradient = "matmul_reduce_scatter weight gradient";
 
-  static bool comes_later(const at::Tensor& x, const at::Tensor& weight, const std::string& group_name,
+  static bool comes_later(const at::Tensor& x, const at::Tensor& weight, const std::string& group,
                           int64_t dim, const std::string& tier) {
-    Group& group = Group::get(group_name);
-    if (!group.crosses_hosts(x.device()) || !may_come_later(weight)) return false;
-    const Operand rows = Operand::of(x, dim, "x");
-    const TierChoice choice = choose_tier(group, "matmul_reduce_scatter_backward", rows, rows.rows,
-                                          weight.size(0), rows.width, tier_named(tier));
-    return sums_in_two_parts(group, x, weight, choice.tier);
+    if (!Group::get(group).crosses_hosts(x.device()) || !may_come_later(weight)) return false;
+    return sums_in_two_parts(route_of_backward(Operand::of(x, dim, "x"), weight, group, tier), weight);
   }
 
   static Chunk own_rows(const Operand& x, const std::string& group_name) {

@@ -24,7 +24,7 @@
 #include <utility>
 
 #include "ops/gather_matmul.h"
-#include "ops/gemm.h"
+#include "ops/gemm/gemm.h"
 #include "ops/matmul_scatter.h"
 #include "ops/operators.h"
 #include "ops/weight_gradient.h"
@@ -66,7 +66,7 @@ struct SlicedWeight : torch::CustomClassHolder {
 struct SlicedFlight : torch::CustomClassHolder {
   std::string group;
   std::string tier;
-  std::string wire;                      // of the rows of dY
+  std::string wire;                      // of the rows that are gathered
   int64_t rows = 0;                      // of the slice, over all ranks
   int64_t width = 0;                     // of x
   at::Tensor x;                          // until the second step has read it; gathered, where it is kept
@@ -77,11 +77,19 @@ struct SlicedFlight : torch::CustomClassHolder {
 using Weight = c10::intrusive_ptr<SlicedWeight>;
 using Flight = c10::intrusive_ptr<SlicedFlight>;
 
-// Of rows that travel under another slice's work.
-TierChoice choose(const SlicedFlight& flight, const char* op, const Operand& x, int64_t n, int64_t k) {
-  Group& group = Group::get(flight.group);
-  return in_few_chunks(group, choose_tier(group, op, x, flight.rows, n, k, tier_named(flight.tier)),
-                       x.data.device());
+// The route of rows that travel under another slice's work. `rows`: where x has this rank's alone, those of
+// all ranks.
+Route route_of(const SlicedFlight& flight, const char* op, const Operand& x, int64_t n, int64_t k,
+               std::optional<int64_t> rows = {}) {
+  return choose_route({.op = op,
+                       .x = x,
+                       .n = n,
+                       .k = k,
+                       .group = flight.group,
+                       .tier = flight.tier,
+                       .rows = rows,
+                       .wire = flight.wire,
+                       .under_other_work = true});
 }
 
 // Stands between two steps.
@@ -99,18 +107,15 @@ at::Tensor share_weight(const at::Tensor& weight, const Weight& shared) {
 at::Tensor begin_column(const at::Tensor& x_shard, const at::Tensor& weight, c10::string_view group,
                         int64_t rows, c10::string_view tier, c10::string_view wire, const Flight& flight) {
   constexpr const char* kOp = "all_gather_matmul";
-  const Operand x = Operand::of(x_shard, 0, "x_shard");
-  check_linear(kOp, x_shard, {weight}, {at::Tensor()});
-  Group& ranks = Group::get(std::string(group));
-  check_shard_rows(kOp, ChunkPlan(rows, ranks.world_size(), ranks.rank()), x);
+  const Operand x = Operand::of_linear(kOp, x_shard, 0, "x_shard", {weight}, {at::Tensor()});
   const c10::DeviceGuard on(x_shard.device());
   flight->group = std::string(group);
   flight->tier = std::string(tier);
+  flight->wire = std::string(wire);
   flight->rows = rows;
   flight->width = x.width;
-  const TierChoice choice = choose(*flight, kOp, x, weight.size(0), x.width);
-  flight->gather.emplace(ranks, Op::kAllGatherMatmul, x, rows, choice, /*keep_rows=*/true,
-                         wire_named(wire, x, ranks));
+  flight->gather.emplace(route_of(*flight, kOp, x, weight.size(0), x.width, rows), Op::kAllGatherMatmul, x,
+                         /*keep_rows=*/true);
   return mark_like(x_shard);
 }
 
@@ -131,19 +136,16 @@ at::Tensor begin_row(const at::Tensor& x, const at::Tensor& /*shared*/, const st
                      c10::string_view wire, const Flight& flight) {
   constexpr const char* kOp = "matmul_reduce_scatter";
   const at::Tensor added = bias.value_or(at::Tensor());
-  check_linear(kOp, x, {weight->weight}, {added});
-  const Operand rows = Operand::of(x, 0, "x");
+  const Operand rows = Operand::of_linear(kOp, x, 0, "x", {weight->weight}, {added});
   const c10::DeviceGuard on(x.device());
   flight->group = std::string(group);
   flight->tier = std::string(tier);
-  flight->wire = std::string(wire);
-  wire_named(wire, rows, Group::get(flight->group));  // of the backward, and refused before it
+  flight->wire = std::string(wire);  // of the backward, and refused before it
   flight->rows = rows.rows;
   flight->width = rows.width;
-  const TierChoice choice = choose(*flight, kOp, rows, weight->weight.size(0), rows.width);
-  flight->scatter.emplace(Group::get(flight->group),
+  flight->scatter.emplace(route_of(*flight, kOp, rows, weight->weight.size(0), rows.width),
                           MatmulScatter::Parts{{rows}, {weight->weight}, /*transposed=*/true, added},
-                          /*all=*/false, choice);
+                          /*all=*/false);
   return mark_like(x);
 }
 
@@ -211,10 +213,8 @@ struct EndColumn : Function<EndColumn> {
     const c10::DeviceGuard on(dy.data.device());
     variable_list result(5);
     if (ctx->needs_input_grad(0)) {
-      const TierChoice choice = choose(*flight, "all_gather_matmul_backward", dy, dy.width, flight->width);
-      flight->scatter.emplace(Group::get(flight->group),
-                              MatmulScatter::Parts{{dy}, {saved[1]}, /*transposed=*/false},
-                              /*all=*/false, choice);
+      flight->scatter.emplace(route_of(*flight, "all_gather_matmul_backward", dy, dy.width, flight->width),
+                              MatmulScatter::Parts{{dy}, {saved[1]}, /*transposed=*/false}, /*all=*/false);
       result[0] = mark_like(x);
     }
     if (ctx->needs_input_grad(1)) {
@@ -273,10 +273,9 @@ struct EndRow : Function<EndRow> {
     const Operand dy = Operand::of(grads[0], 0, "grad");
     const c10::DeviceGuard on(dy.data.device());
     // The own rows are read again when dX is multiplied.
-    const TierChoice choice = choose(*flight, "matmul_reduce_scatter_backward", dy, dy.width, flight->width);
-    Group& ranks = Group::get(flight->group);
-    flight->gather.emplace(ranks, Op::kAllGatherMatmul, dy, flight->rows, choice, /*keep_rows=*/true,
-                           wire_named(flight->wire, dy, ranks));
+    flight->gather.emplace(
+        route_of(*flight, "matmul_reduce_scatter_backward", dy, dy.width, flight->width, flight->rows),
+        Op::kAllGatherMatmul, dy, /*keep_rows=*/true);
     return {mark_like(grads[0]), at::Tensor()};
   }
 };

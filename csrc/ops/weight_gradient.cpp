@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/ledger.h"
-#include "ops/gemm.h"
+#include "core/ledger/ledger.h"
+#include "ops/gemm/gemm.h"
 
 namespace pyruntime {
 

@@ -21,7 +21,7 @@
 #include <optional>
 #include <utility>
 
-#include "ops/gemm.h"
+#include "ops/gemm/gemm.h"
 #include "ops/wait_queue.h"
 
 namespace pyruntime {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/deadline.h"
-#include "core/peers.h"
+#include "core/job/peers.h"
 #include "core/text.h"
 #include "transport/flights.h"
 

@@ -8,6 +8,23 @@
 
 namespace pyruntime {
 
+void GatherFlight::multiply(const FusedGemm&) {
+  TORCH_CHECK(false, "This transport has no fused kernels: ask DeviceSharing::why_not_fused() first.");
+}
+
+void ScatterFlight::multiply(const FusedGemm&) {
+  TORCH_CHECK(false, "This transport has no fused kernels: ask DeviceSharing::why_not_fused() first.");
+}
+
+std::unique_ptr<ScatterFlight> Transport::scatter_some(const FlightDescriptor&, bool,
+                                                       const std::vector<int64_t>&) {
+  TORCH_CHECK(false, "This transport scatters all rows: ask Transport::scatters_some() first.");
+}
+
+std::string Transport::why_not_pieces(int) const {
+  return "the number of chunks is no choice where they travel by " + description();
+}
+
 GatherByRank::GatherByRank(const GroupContext& context, const FlightDescriptor& descriptor)
     : descriptor_(descriptor),
       plan_(descriptor.rows, context.world_size, context.rank, /*pieces=*/1, descriptor.holder),
@@ -48,6 +65,20 @@ std::vector<int64_t> gather_rows_held(GatherFlight& flight, int64_t own_rows, in
   }
   flight.finish();
   return held;
+}
+
+void take_sums(ScatterFlight& flight, GroupContext& context, Op op, double begun, const at::Tensor& out,
+               int64_t inner) {
+  for (const Chunk& chunk : flight.sums_order()) {
+    Reading reading(context, op, chunk.owner, begun);
+    flight.wait_for_sum(chunk);
+    const at::Tensor sums = flight.sum(chunk);
+    if (chunk.owner != context.rank) {
+      reading.came(static_cast<int64_t>(sums.nbytes()), flight.travelled(chunk));
+    }
+    const Spending copying(context, Entered::kCopy, name_of(op));
+    out.narrow(1, chunk.begin * inner, chunk.rows * inner).copy_(sums);
+  }
 }
 
 Failure failure_of(const GroupContext& context, CommErrorKind kind, std::string message) {

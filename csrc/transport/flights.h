@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/chunk_plan.h"
-#include "core/failure_board.h"
+#include "core/job/failure_board.h"
 #include "transport/transport.h"
 
 namespace pyruntime {
@@ -68,6 +68,10 @@ at::Tensor view_of(char* memory, const FlightDescriptor& descriptor, const Chunk
 // A gather of one number from each rank, in place of a gather with `rows` unknown: the rows that each holds.
 FlightDescriptor rows_held_descriptor(const FlightDescriptor& descriptor, int world_size);
 std::vector<int64_t> gather_rows_held(GatherFlight& flight, int64_t own_rows, int rank, int world_size);
+
+// Copies the sums of all rows into out [blocks, rows * inner, *] as they come. `begun`: when the flight did.
+void take_sums(ScatterFlight& flight, GroupContext& context, Op op, double begun, const at::Tensor& out,
+               int64_t inner);
 
 // A failure after which the ranks of the group are out of step.
 Failure failure_of(const GroupContext& context, CommErrorKind kind, std::string message);

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "core/deadline.h"
-#include "core/failure_board.h"
+#include "core/job/failure_board.h"
 
 namespace pyruntime {
 

@@ -7,7 +7,7 @@
 #include <sys/types.h>
 #include <utility>
 
-#include "transport/transport.h"
+#include "transport/group_context.h"
 
 namespace pyruntime {
 

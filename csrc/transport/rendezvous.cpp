@@ -8,8 +8,8 @@
 #include <unistd.h>
 #include <utility>
 
-#include "core/failure_board.h"
 #include "core/host_process.h"
+#include "core/job/failure_board.h"
 
 namespace pyruntime {
 

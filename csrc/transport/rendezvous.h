@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "core/peers.h"
+#include "core/job/peers.h"
 #include "transport/ring/schedule.h"
 #include "transport/settings.h"
 #include "transport/workspace_group.h"
@@ -39,7 +39,7 @@ class Rendezvous {
   int64_t next_exchange();
   // Gives the largest of the ranks' values to all of them; each call under a topic of its own.
   std::vector<double> agree(const std::string& topic, const std::vector<double>& own);
-  // For a collective of torch's over this group that has failed: see raise_for_missing() in core/peers.h.
+  // For a collective of torch's over this group that has failed: see raise_for_missing() in core/job/peers.h.
   [[noreturn]] void raise_for_missing(const std::string& doing, const std::string& cause);
 
   // Collective. Raises ValueError where the ranks settled different things.

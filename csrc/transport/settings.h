@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/ledger/traffic.h"
 #include "core/rings.h"
-#include "core/traffic.h"
 #include "transport/ring/cost.h"
 
 namespace pyruntime {

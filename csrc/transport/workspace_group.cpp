@@ -8,8 +8,8 @@
 
 #include "core/deadline.h"
 #include "core/error.h"
-#include "core/job_ranks.h"
-#include "core/store.h"
+#include "core/job/job_ranks.h"
+#include "core/job/store.h"
 #include "core/text.h"
 #include "cpu/symmetric_memory.h"
 

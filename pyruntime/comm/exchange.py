@@ -34,7 +34,7 @@ MOST_BYTES = 1 << 26
 """Of what a rank tells all others at once."""
 
 _WAIT = 1
-"""As csrc/core/ledger.h numbers kinds of entries."""
+"""As csrc/core/ledger/ledger.h numbers kinds of entries."""
 
 
 class Exchange:

@@ -28,13 +28,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from pyruntime import ops
 from pyruntime.choices import WireFormat, check_value, values
 from pyruntime.nn.cut import as_plain
 from pyruntime.nn.gather import gather_features, split_features
@@ -107,7 +106,7 @@ class ParallelLinear(ParallelModule):
         self.last_cut_rows, self.last_features = sequence_parallel, 0
         self._alone = not self.group.name  # group=None: there is no process group to name
         # The group over which the features of the stream are cut.
-        self._sums = None if self.group.y is None else self.group.y.name
+        self._sums = "" if self.group.y is None else self.group.y.name
         self._parts = dict(parts)
         weight_cut, bias_cut = cut
         if self.packed and [sum(self.packed)] != list(parts.values()):
@@ -250,11 +249,22 @@ class _ColumnLinear(ParallelLinear):
     ) -> list[Tensor]:
         """x @ W_i^T + b_i, of this linear and of others that read x with it. cut_rows: x are this rank's rows
         in any case, not under sequence_parallel alone."""
-        options: dict[str, Any] = {"bias": biases, "tier": self.tier, "sums": self._sums}
+        core, group = torch.ops.pyruntime, self.group.name
         if not (cut_rows or self.sequence_parallel):
-            return ops.replicated_matmul(x, weights, self.group.name, **options)
-        options |= {"dim": self.dim, "rows": rows, "keep_gathered": self.keep_gathered, "wire": self.wire}
-        return ops.all_gather_matmul(x, weights, self.group.name, **options)
+            return core.replicated_matmul(x, weights, biases, group, self.tier, self._sums)
+        return core.all_gather_matmul(
+            x,
+            weights,
+            biases,
+            group,
+            self.dim,
+            primitives.ROWS_UNKNOWN if rows is None else rows,
+            False,  # what is gathered is not asked for
+            self.keep_gathered,
+            self.tier,
+            self._sums,
+            self.wire,
+        )
 
     def op_uses(self) -> list[OpUse]:
         n, k = self.matrix.shape
@@ -412,13 +422,13 @@ class RowParallelLinear(ParallelLinear):
         alone."""
         cut_rows = cut_rows or self.sequence_parallel
         x, weight, bias = self.operands(x)
-        options: dict[str, Any] = {"bias": bias, "tier": self.tier, "sums": self._sums}
+        core, group, tier, sums = torch.ops.pyruntime, self.group.name, self.tier, self._sums
         if self._alone:
             y = primitives.linear(x, weight, bias)
         elif cut_rows:
-            y = ops.matmul_reduce_scatter(x, weight, self.group.name, dim=self.dim, wire=self.wire, **options)
+            y = core.matmul_reduce_scatter(x, weight, bias, group, self.dim, tier, sums, self.wire)
         else:
-            y = ops.matmul_all_reduce(x, weight, self.group.name, **options)
+            y = core.matmul_all_reduce(x, weight, bias, group, tier, sums)
         self.note(x.numel() // x.size(-1), cut_rows)
         return y
 

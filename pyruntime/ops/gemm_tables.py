@@ -2,9 +2,10 @@
 
 gemm_tables.json says it for processors on which `python -m bench.gemm --write` has measured both: for each
 product of a linear layer (forward, dX, dW) and each point of a grid of rows and features, "o" where ours is
-taken and "l" where the library's is. A shape goes by the nearest point, in logarithms (csrc/ops/gemm_rule.h).
-Nothing is measured in a run, so results are the same in every run. A processor that is not in the file takes
-the library's, until `python -m pyruntime tune` has measured the shapes of a model.
+taken and "l" where the library's is. A shape goes by the nearest point, in logarithms
+(csrc/ops/gemm/gemm_rule.h). Nothing is measured in a run, so results are the same in every run. A processor
+that is not in the file takes the library's, until `python -m pyruntime tune` has measured the shapes of a
+model.
 """
 
 from __future__ import annotations

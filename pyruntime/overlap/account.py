@@ -25,7 +25,7 @@ NOTHING = "nothing of torch"
 
 
 class EntryKind(enum.IntEnum):
-    """As csrc/core/ledger.h numbers them."""
+    """As csrc/core/ledger/ledger.h numbers them."""
 
     OP = 0
     WAIT = 1

@@ -18,7 +18,7 @@ from pyruntime.comm.core import _C
 from pyruntime.overlap.account import Account, Entry, EntryKind, account
 
 AXES = ("tp", "cp", "pp", "dp", "checkpoint")
-"""As csrc/core/traffic.h numbers them."""
+"""As csrc/core/ledger/traffic.h numbers them."""
 CAPACITY = 1 << 18
 """Entries, of 80 bytes each: some 50 steps of a model of 32 layers."""
 

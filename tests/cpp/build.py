@@ -20,14 +20,16 @@ from tests.builds import Recipe
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUILD = ROOT / "build" / "cpp_tests"
 
-CORE = sorted(f"core/{path.name}" for path in (ROOT / "csrc/core").glob("*.cpp"))
+CORE = sorted(str(path.relative_to(ROOT / "csrc")) for path in (ROOT / "csrc/core").rglob("*.cpp"))
 RING = [
     *CORE,
     "cpu/reduce.cpp",
+    "transport/account.cpp",
+    "transport/descriptor.cpp",
     "transport/flights.cpp",
+    "transport/group_context.cpp",
     "transport/host/private_workspace.cpp",
     *sorted(f"transport/ring/{path.name}" for path in (ROOT / "csrc/transport/ring").glob("*.cpp")),
-    "transport/transport.cpp",
 ]
 # What each test is built with, from csrc.
 PROGRAMS = {

@@ -8,15 +8,14 @@
 
 namespace pyruntime::cpu {
 
-Wire Wire::named(c10::string_view format, const at::Tensor& rows) {
+Wire Wire::named(c10::string_view format, c10::ScalarType dtype, c10::Device device) {
   if (format == "same") return Wire();
   TORCH_CHECK_VALUE(format == "bf16" || format == "fp8", "wire='", format,
                     "' is no format of rows; use 'same', 'bf16' or 'fp8'.");
-  const at::ScalarType dtype = rows.scalar_type();
   const bool is_known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
-  TORCH_CHECK_VALUE(is_known && rows.device().is_cpu(), "wire='", format,
-                    "' rounds float32, bfloat16 and float16 on the CPU, and rows are ", dtype, " on ",
-                    rows.device(), "; use 'same'.");
+  TORCH_CHECK_VALUE(is_known && device.is_cpu(), "wire='", format,
+                    "' rounds float32, bfloat16 and float16 on the CPU, and rows are ", dtype, " on ", device,
+                    "; use 'same'.");
   return Wire(format == "bf16" ? Format::kBfloat16 : Format::kFp8);
 }
 

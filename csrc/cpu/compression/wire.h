@@ -14,8 +14,8 @@ class Wire {
   Wire() = default;  // as they are, on any device
 
   // "same", "bf16" or "fp8" (fp8.h). Raises ValueError for another name, and where it is to round rows that
-  // are not float32, bfloat16 or float16 on the CPU, as `rows` are.
-  static Wire named(c10::string_view format, const at::Tensor& rows);
+  // are not float32, bfloat16 or float16 on the CPU.
+  static Wire named(c10::string_view format, c10::ScalarType dtype, c10::Device device);
 
   bool rounds() const { return format_ != Format::kSame; }
   c10::ScalarType travels_as(c10::ScalarType dtype) const;

@@ -1,5 +1,5 @@
-// The ops that device kernels exist for (csrc/ops/device_layers.cpp): the checks of their arguments, what
-// they return, and their composites of ATen's operations, for devices that have no kernels.
+// The ops that device kernels exist for (csrc/ops/device/device_layers.cpp): the checks of their arguments,
+// what they return, and their composites of ATen's operations, for devices that have no kernels.
 //
 // Checks raise ValueError or TypeError with what was found and what is needed; `op` is named in them.
 #pragma once

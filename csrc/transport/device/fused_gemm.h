@@ -6,7 +6,7 @@
 
 #include "transport/device/block_budget.h"
 #include "transport/device/library.h"
-#include "transport/transport.h"
+#include "transport/device_sharing.h"
 
 namespace pyruntime {
 

@@ -22,6 +22,7 @@
 #include "transport/device/fused_gemm.h"
 #include "transport/device/library.h"
 #include "transport/device/streams.h"
+#include "transport/device_sharing.h"
 #include "transport/settings.h"
 #include "transport/transport.h"
 #include "transport/workspace_group.h"
@@ -47,7 +48,7 @@ struct DeviceWorkspace {
   PyruntimeGroup seen{};      // that flight's
 };
 
-class DeviceTransport : public Transport {
+class DeviceTransport : public Transport, public DeviceSharing {
  public:
   // Collective over the group, with its first op. `group` is of its ranks; `library` outlives the transport.
   // Of the settings: chunk_bytes is how much of a rank's rows is announced at once to a GEMM that waits for
@@ -59,6 +60,7 @@ class DeviceTransport : public Transport {
   std::unique_ptr<GatherFlight> gather(const FlightDescriptor& descriptor) override;
   std::unique_ptr<ScatterFlight> scatter(const FlightDescriptor& descriptor, bool all) override;
   std::vector<int64_t> rows_held(const FlightDescriptor& descriptor) override;
+  DeviceSharing* device_sharing() override { return this; }
   std::string why_not_fused(const FlightDescriptor& descriptor) const override;
   std::string why_crowded(int64_t rows, int64_t n) const override {
     return pyruntime::why_crowded(library_, world_size(), rows, n, fused_place());

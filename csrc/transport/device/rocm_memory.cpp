@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/job_ranks.h"
+#include "core/job/job_ranks.h"
 
 namespace pyruntime {
 

@@ -10,8 +10,8 @@
 
 #include "core/deadline.h"
 #include "core/host_process.h"
+#include "core/job/peers.h"
 #include "core/late_report.h"
-#include "core/peers.h"
 #include "core/text.h"
 #include "transport/host/host_workspace.h"
 

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "core/deadline.h"
+#include "core/job/peers.h"
 #include "core/late_report.h"
-#include "core/peers.h"
 #include "core/text.h"
 
 namespace pyruntime {

@@ -20,7 +20,7 @@
 #include <unistd.h>
 
 #include "core/deadline.h"
-#include "core/store.h"
+#include "core/job/store.h"
 #include "core/text.h"
 #include "transport/flights.h"
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "core/host_process.h"
-#include "transport/transport.h"
+#include "transport/group_context.h"
 
 namespace pyruntime {
 

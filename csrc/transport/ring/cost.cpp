@@ -11,7 +11,7 @@
 
 #include "core/arbiter.h"
 #include "core/deadline.h"
-#include "core/failure_board.h"
+#include "core/job/failure_board.h"
 #include "core/text.h"
 #include "transport/flights.h"
 #include "transport/ring/ring.h"

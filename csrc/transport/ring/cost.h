@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/arbiter.h"
-#include "transport/transport.h"
+#include "transport/group_context.h"
 
 namespace pyruntime {
 

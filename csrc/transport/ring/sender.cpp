@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "core/deadline.h"
-#include "core/peer_figures.h"
+#include "core/ledger/peer_figures.h"
 #include "core/text.h"
 
 namespace pyruntime {

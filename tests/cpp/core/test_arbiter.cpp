@@ -15,7 +15,7 @@
 #include "core/arbiter.h"
 #include "core/deadline.h"
 #include "core/host_process.h"
-#include "core/traffic.h"
+#include "core/ledger/traffic.h"
 
 namespace {
 

@@ -22,7 +22,7 @@
 #include "core/arbiter.h"
 #include "core/deadline.h"
 #include "core/error.h"
-#include "core/failure_board.h"
+#include "core/job/failure_board.h"
 #include "transport/ring/memory_link.h"
 #include "transport/ring/ring.h"
 

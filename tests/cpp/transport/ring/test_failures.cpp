@@ -13,7 +13,7 @@
 
 #include "check.h"
 #include "core/deadline.h"
-#include "core/failure_board.h"
+#include "core/job/failure_board.h"
 #include "core/late_report.h"
 #include "transport/ring/receiver.h"
 #include "transport/ring/ring_of_threads.h"

@@ -1,4 +1,4 @@
-#include "core/peers.h"
+#include "core/job/peers.h"
 
 #include <algorithm>
 #include <chrono>
@@ -9,10 +9,10 @@
 #include <utility>
 
 #include "core/deadline.h"
-#include "core/failure_board.h"
 #include "core/host_process.h"
-#include "core/job_ranks.h"
-#include "core/sealed.h"
+#include "core/job/failure_board.h"
+#include "core/job/job_ranks.h"
+#include "core/job/sealed.h"
 #include "core/text.h"
 
 namespace pyruntime {

@@ -8,7 +8,7 @@
 #include <string>
 #include <tuple>
 
-#include "core/traffic.h"
+#include "core/ledger/traffic.h"
 
 namespace pyruntime {
 

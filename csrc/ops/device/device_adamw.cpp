@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cpu/layers/adamw.h"
-#include "ops/device_call.h"
+#include "ops/device/device_call.h"
 #include "ops/operators.h"
 #include "transport/device/library.h"
 

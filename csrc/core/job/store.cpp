@@ -1,4 +1,4 @@
-#include "core/store.h"
+#include "core/job/store.h"
 
 #include <algorithm>
 #include <chrono>

@@ -1,4 +1,4 @@
-#include "core/job_ranks.h"
+#include "core/job/job_ranks.h"
 
 #include <numeric>
 #include <utility>

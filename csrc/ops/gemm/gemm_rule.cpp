@@ -1,4 +1,4 @@
-#include "ops/gemm_rule.h"
+#include "ops/gemm/gemm_rule.h"
 
 #include <c10/util/Exception.h>
 

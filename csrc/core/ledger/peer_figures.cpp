@@ -1,4 +1,4 @@
-#include "core/peer_figures.h"
+#include "core/ledger/peer_figures.h"
 
 namespace pyruntime {
 

@@ -1,4 +1,4 @@
-#include "core/failure_board.h"
+#include "core/job/failure_board.h"
 
 #include <algorithm>
 #include <atomic>
@@ -15,10 +15,10 @@
 
 #include "core/deadline.h"
 #include "core/host_process.h"
-#include "core/job_ranks.h"
+#include "core/job/job_ranks.h"
+#include "core/job/peers.h"
+#include "core/job/sealed.h"
 #include "core/late_report.h"
-#include "core/peers.h"
-#include "core/sealed.h"
 #include "core/text.h"
 
 namespace pyruntime {

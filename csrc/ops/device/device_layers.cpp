@@ -8,7 +8,7 @@
 
 #include "cpu/layers/common.h"
 #include "cpu/layers/shared_ops.h"
-#include "ops/device_call.h"
+#include "ops/device/device_call.h"
 #include "ops/operators.h"
 #include "transport/device/library.h"
 

@@ -1,4 +1,4 @@
-#include "core/ledger.h"
+#include "core/ledger/ledger.h"
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>

@@ -1,4 +1,4 @@
-#include "core/sealed.h"
+#include "core/job/sealed.h"
 
 #include <cstdint>
 #include <string_view>

@@ -1,4 +1,4 @@
-#include "core/traffic.h"
+#include "core/ledger/traffic.h"
 
 #include "core/text.h"
 

@@ -1,4 +1,4 @@
-#include "ops/gemm.h"
+#include "ops/gemm/gemm.h"
 
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -9,7 +9,7 @@
 
 #include <vector>
 
-#include "ops/gemm_rule.h"
+#include "ops/gemm/gemm_rule.h"
 
 namespace at::native {
 // oneDNN's matmul inside libtorch_cpu: out = alpha * a @ b + beta * out. Exported, but in no public header;
