@@ -30,7 +30,7 @@ class RankLedger:
     """That `account` is the sum of."""
     account: Account
     step: int
-    """The one that the entries are of."""
+    """The one that the entries are of; 0: of all."""
     begin: float
     end: float
     thread: int

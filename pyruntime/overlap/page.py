@@ -61,7 +61,7 @@ def write_page(
         raise ValueError(f"steps={steps}; the page is about one step or more.")
     found = ledger.stretch
     times = found.begin, found.end, found.thread, found.entries
-    own = RankLedger(runtime.rank, runtime.coordinate._asdict(), steps, found.account(), steps, *times)
+    own = RankLedger(runtime.rank, runtime.coordinate._asdict(), steps, found.account(), 0, *times)
     ledgers: list[RankLedger] | None = [own] * runtime.world.size() if runtime.world.rank() == 0 else None
     with named_failures(runtime.world, "Gathering the ledgers"):
         dist.gather_object(own, ledgers, group=runtime.world, group_dst=0)
