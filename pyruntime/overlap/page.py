@@ -18,7 +18,7 @@ from pyruntime.overlap.account import Account, Hidden, total
 from pyruntime.overlap.departures import Departure, departures
 from pyruntime.overlap.files import RankLedger
 from pyruntime.overlap.record import Ledger
-from pyruntime.overlap.verdict import Place, places, tiles, verdict
+from pyruntime.overlap.verdict import LayerGroup, places, tiles, verdict
 from pyruntime.text import finite
 
 DATE = "%Y-%m-%d %H:%M"
@@ -120,7 +120,7 @@ def _places(ledgers: Sequence[RankLedger]) -> list[dict]:
     ]
     steps = sum(ledger.steps for ledger in ledgers)
 
-    def figures(each: Place | Hidden, hidden: float) -> dict:
+    def figures(each: LayerGroup | Hidden, hidden: float) -> dict:
         return {"exposed_s": each.exposed_s / steps, "bytes": each.bytes / steps, "hidden": hidden}
 
     def line_of(line: Hidden) -> dict:

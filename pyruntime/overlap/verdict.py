@@ -31,7 +31,7 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class LayerGroup:
     """What the same layer of all blocks ("layers.*.qkv") cost over one axis, summed over ranks and steps."""
 
     axis: str
@@ -53,12 +53,12 @@ class Place:
         return sum(line.hidden_bytes for line in self.lines) / self.bytes if self.bytes else 1.0
 
 
-def places(lines: Sequence[Hidden]) -> list[Place]:
+def places(lines: Sequence[Hidden]) -> list[LayerGroup]:
     """Most exposed first."""
     found: defaultdict[tuple[str, str], list[Hidden]] = defaultdict(list)
     for line in lines:
         found[line.axis, _place(line.layer, line.name)].append(line)
-    made = [Place(axis, name, tuple(each)) for (axis, name), each in found.items()]
+    made = [LayerGroup(axis, name, tuple(each)) for (axis, name), each in found.items()]
     return sorted(made, key=lambda place: (-place.exposed_s, -place.bytes, place.axis, place.name))
 
 
@@ -105,7 +105,7 @@ def _bytes_read(account: Account) -> int:
     return sum(axis.bytes_read for axis in account.axes.values())
 
 
-def _why(place: Place, ledgers: Sequence[RankLedger]) -> str:
+def _why(place: LayerGroup, ledgers: Sequence[RankLedger]) -> str:
     waited, late = lateness(place, ledgers)
     rank, seconds = max(late.items(), key=lambda item: item[1], default=(0, 0.0))
     if waited and sum(late.values()) > waited / 2:
@@ -119,7 +119,7 @@ def _why(place: Place, ledgers: Sequence[RankLedger]) -> str:
     return f"what ranks compute meanwhile is too short to hide its bytes ({hidden} of them were)"
 
 
-def lateness(place: Place, ledgers: Sequence[RankLedger]) -> tuple[float, dict[int, float]]:
+def lateness(place: LayerGroup, ledgers: Sequence[RankLedger]) -> tuple[float, dict[int, float]]:
     """Seconds that all ranks waited in a place in the step whose entries are kept, and how many of them, by
     the rank that came last, before it had begun what they waited in.
 
@@ -142,7 +142,7 @@ def lateness(place: Place, ledgers: Sequence[RankLedger]) -> tuple[float, dict[i
     return waited, dict(late)
 
 
-def _waits(place: Place, ledger: RankLedger) -> Iterator[tuple[Entry, Key]]:
+def _waits(place: LayerGroup, ledger: RankLedger) -> Iterator[tuple[Entry, Key]]:
     keys = {(line.axis, line.layer, line.name) for line in place.lines}
     for entry in ledger.entries:
         key = entry.axis, entry.layer, entry.name
