@@ -115,6 +115,10 @@ def _why(place: LayerGroup, ledgers: Sequence[RankLedger]) -> str:
         return "a stage has nothing to compute until its neighbour has: the bubble of the pipeline"
     if place.axis == "checkpoint":
         return "the disk takes as long"
+    more = waited_more(place, ledgers)
+    if sum(more.values()) > place.exposed_s / 2:
+        rank, seconds = max(more.items(), key=lambda item: item[1])
+        return f"the others wait there for {f'rank {rank}' if seconds > sum(more.values()) / 2 else 'one'}"
     hidden = percent(place.hidden)
     return f"what ranks compute meanwhile is too short to hide its bytes ({hidden} of them were)"
 
@@ -142,12 +146,30 @@ def lateness(place: LayerGroup, ledgers: Sequence[RankLedger]) -> tuple[float, d
     return waited, dict(late)
 
 
+def waited_more(place: LayerGroup, ledgers: Sequence[RankLedger]) -> dict[int, float]:
+    """Seconds that ranks waited in a place beyond the one that waited least of those who meet there, by that
+    one: of what they do together it is the slowest."""
+    keys = {_key(line) for line in place.lines}
+    met: defaultdict[tuple, list[tuple[float, int]]] = defaultdict(list)
+    for ledger in ledgers:
+        waited = sum(line.exposed_s for line in ledger.account.lines if _key(line) in keys)
+        met[tuple({**ledger.coordinate, place.axis: 0}.items())].append((waited, ledger.rank))
+    more: defaultdict[int, float] = defaultdict(float)
+    for ranks in met.values():
+        least, slowest = min(ranks)
+        more[slowest] += sum(waited - least for waited, _ in ranks)
+    return dict(more)
+
+
+def _key(each: Hidden | Entry) -> Key:
+    return each.axis, each.layer, each.name
+
+
 def _waits(place: LayerGroup, ledger: RankLedger) -> Iterator[tuple[Entry, Key]]:
-    keys = {(line.axis, line.layer, line.name) for line in place.lines}
+    keys = {_key(line) for line in place.lines}
     for entry in ledger.entries:
-        key = entry.axis, entry.layer, entry.name
-        if entry.kind is Kind.WAIT and entry.thread == ledger.thread and key in keys:
-            yield entry, key
+        if entry.kind is Kind.WAIT and entry.thread == ledger.thread and _key(entry) in keys:
+            yield entry, _key(entry)
 
 
 def _begins(ledger: RankLedger) -> dict[Key, list[float]]:
@@ -155,7 +177,7 @@ def _begins(ledger: RankLedger) -> dict[Key, list[float]]:
     found: defaultdict[Key, set[float]] = defaultdict(set)
     for entry in ledger.entries:
         if entry.kind is Kind.READ:
-            found[entry.axis, entry.layer, entry.name].add(entry.begin)
+            found[_key(entry)].add(entry.begin)
     return {key: sorted(begins) for key, begins in found.items()}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pyruntime.overlap import Entry, Kind, account
 from pyruntime.overlap.files import RankLedger, read
-from pyruntime.overlap.page import Plan, page
+from pyruntime.overlap.page import Plan, page, write_page
 from pyruntime.overlap.trace import chrome_trace
 from pyruntime.overlap.verdict import verdict
 
@@ -99,6 +99,11 @@ def test_the_timeline_for_other_tools_has_a_row_for_computing_and_one_for_each_a
     (chunk,) = [event for event in events if event["ph"] == "b" and event["pid"] == 1]
     assert chunk["args"] == {"bytes": 4096, "peer": "tp 1", "waited_us": pytest.approx(1000)}
     assert chunk["ts"] == pytest.approx(1000)
+
+
+def test_a_page_about_no_step_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="steps=0"):
+        write_page(tmp_path / "report.html", None, None, steps=0)
 
 
 def drawn(text: str, folder: Path) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from pyruntime.overlap import Entry, Kind, account
 from pyruntime.overlap.files import RankLedger
-from pyruntime.overlap.verdict import lateness, places, tiles, verdict
+from pyruntime.overlap.verdict import lateness, places, tiles, verdict, waited_more
 
 STEP = {"step_time_s": 0.2, "exposed_comm_s": 0.05, "tokens_per_second": 2000.0}
 METRICS = [
@@ -61,12 +61,13 @@ def test_a_rank_that_comes_late_is_named():
     )
 
 
-def test_of_ranks_with_clocks_of_their_own_it_is_not_known_who_came_late():
+def test_of_ranks_with_clocks_of_their_own_it_is_known_who_is_waited_for_but_not_since_when():
     early = rank_ledger(0, ("tp", "head", 0.1, 0.2, 0.7))
     late = rank_ledger(1, ("tp", "head", 0.6, 0.7, 0.7), clock=500.0)
     (place,) = places(early.account.lines)
     assert lateness(place, [early, late]) == (pytest.approx(0.5), {})
-    assert "is too short to hide" in verdict([early, late], [])
+    assert waited_more(place, [early, late]) == {1: pytest.approx(0.5)}
+    assert verdict([early, late], []).endswith("in head, because the others wait there for rank 1.")
 
 
 def test_a_rank_that_has_not_done_the_same_is_not_compared():
