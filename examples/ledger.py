@@ -1,14 +1,16 @@
-"""What a rank waited for, and which bytes were hidden behind what.
+"""What a rank waited for, and which bytes were hidden behind what: in words, and on a page for a browser.
 
 torchrun --nproc-per-node 2 examples/ledger.py
 """
+
+import tempfile
 
 import torch
 from torch.nn import ReLU, Sequential
 
 import pyruntime
 from pyruntime.nn import ColumnParallelLinear, RowParallelLinear
-from pyruntime.overlap import table
+from pyruntime.overlap import table, write_page
 
 with pyruntime.Runtime.start() as runtime:
     up = ColumnParallelLinear(256, 1024, group=runtime.tp)
@@ -17,5 +19,7 @@ with pyruntime.Runtime.start() as runtime:
     mlp(x).sum().backward()  # opens what the ranks share
     with pyruntime.ledger() as ledger:
         mlp(x).sum().backward()
+    page = f"{tempfile.gettempdir()}/ledger.html"
+    write_page(page, ledger, runtime)  # every rank calls it, the first one writes
     if runtime.rank == 0:
-        print(table(ledger.account()))
+        print(table(ledger.account()), page, sep="\n")

@@ -103,6 +103,8 @@ def test_the_ledger_is_closed(printed):
     shares = [float(share) for share in re.findall(r" ms +(\d+\.\d)%$", said, re.M)]
     assert sum(shares) == pytest.approx(100, abs=0.5) and not other
     assert re.search(r"^tp +[1-9]\d* +\d", said, re.M)  # chunks that were read
+    page = Path(said.splitlines()[-1]).read_text()
+    assert "2 ranks: tp 2" in page and "% of a step is exposed" in page
 
 
 def test_merged_adapters_have_learned(printed):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import statistics
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -15,18 +16,20 @@ from pyruntime.cli.arguments import parse, writing
 from pyruntime.llama.config import LlamaConfig
 from pyruntime.llama.hf import read_config
 from pyruntime.overlap.files import RankLedger, read
-from pyruntime.overlap.page import Prediction, page
+from pyruntime.overlap.page import DATE, Prediction, page, ranks_in_words
 from pyruntime.overlap.trace import chrome_trace
 from pyruntime.plan.cluster import find_cluster
-from pyruntime.train import config_file, metrics
-from pyruntime.train.config import mesh_of, with_pieces
+from pyruntime.text import short_repr
+from pyruntime.train import config_file, metrics, resolved
+from pyruntime.train.config import MeshSizes, RunConfig, mesh_of, with_pieces
 from pyruntime.train.errors import ConfigError, refusing
 from pyruntime.train.planned import estimate, planned, predicted
 from pyruntime.train.resolved import resolve, settled
 from pyruntime.train.validate.watching import why_not_predicted
 
-DESCRIPTION = """Writes RUN_DIR/report.html: curves, and of a run with --train.ledger true where a step's time
-went, which bytes were hidden behind which operators, and the timeline of the last step. It needs no network.
+DESCRIPTION = """Writes RUN_DIR/report.html: how much of a step is exposed, curves, and of a run with
+--train.ledger true why that is, where a step's time went, which bytes were hidden behind which operators, and
+the timeline of the last step. It needs no network.
 Beside it RUN_DIR/trace.json has that timeline for chrome://tracing and Perfetto."""
 PAGE, TRACE = "report.html", "trace.json"
 
@@ -52,9 +55,13 @@ def main(argv: list[str]) -> None:
     steps = metrics.read(run_dir / metrics.FILE_NAME)
     with refusing(kinds=(ValueError, OSError)):
         ledgers = read(run_dir)
-        plan = _plan(run_dir, steps, ledgers, options.cluster)
+        mesh = _mesh(run_dir, ledgers)
+        plan = _plan(run_dir, steps, mesh, options.cluster)
+        facts = _facts(run_dir, steps, mesh)
+        if not ledgers:
+            facts["ledger"] = "none; --train.ledger true keeps one"
     with writing(str(run_dir / PAGE)):
-        text = page(run_dir.resolve().name, _facts(steps, ledgers), steps, ledgers, plan)
+        text = page(run_dir.resolve().name, facts, steps, ledgers, plan)
         (run_dir / PAGE).write_text(text, encoding="utf-8")
         if ledgers:
             (run_dir / TRACE).write_text(json.dumps(chrome_trace(ledgers), allow_nan=False), encoding="utf-8")
@@ -62,7 +69,7 @@ def main(argv: list[str]) -> None:
     print(f"{run_dir / PAGE}{beside}")
 
 
-def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: str) -> Prediction:
+def _plan(run_dir: Path, steps: list[dict], mesh: dict[str, int], cluster: str) -> Prediction:
     """The planner's memory of the fullest rank and seconds of a step, beside what the run measured."""
     if not (run_dir / "model" / "config.json").is_file():
         return Prediction(words="The planner's estimate needs the model that a run leaves at its end.")
@@ -70,17 +77,21 @@ def _plan(run_dir: Path, steps: list[dict], ledgers: list[RankLedger], cluster: 
     cluster = cluster or config.output.cluster
     if config.train.dtype != "bf16":
         return Prediction(words="The planner's estimates are of bf16.")
-    if not ledgers and config.parallel.tp is None:
-        return Prediction(words="How many ranks this run had is in its ledger only (--train.ledger true).")
+    if not mesh and config.parallel.tp is None:
+        return Prediction(
+            words=f"How many ranks this run had is in its {resolved.FILE_NAME} only, and that is gone."
+        )
     shape = LlamaConfig.from_hf(read_config(run_dir / "model"))
-    run = resolve(settled(config, shape), shape, len(ledgers) or mesh_of(config, 1).ranks)
-    job, mesh = planned(run, find_cluster(cluster or "dgx-h100"))
+    run = resolve(
+        settled(config, shape), shape, math.prod(mesh.values()) if mesh else mesh_of(config, 1).ranks
+    )
+    job, planned_mesh = planned(run, find_cluster(cluster or "dgx-h100"))
     fullest = estimate(run, find_cluster(cluster) if cluster else None)
     words = "A step is predicted with --cluster FILE, which `plan --measure FILE` writes."
     if cluster:
         why = why_not_predicted(config)
         words = why and f"No step is predicted: {why}."
-    seconds = None if words else predicted(job, mesh)
+    seconds = None if words else predicted(job, planned_mesh)
     return Prediction(
         words=words,
         # Parts of a step; what is there while the model is made is not one of them.
@@ -96,15 +107,43 @@ def _measured(steps: list[dict], name: str) -> list[float]:
     return [line[name] for line in steps if line.get(name) is not None and math.isfinite(line[name])]
 
 
-def _facts(steps: list[dict], ledgers: list[RankLedger]) -> str:
-    ranks = f"{len(ledgers)} ranks" if len(ledgers) > 1 else "1 rank"
-    mesh = {axis: 1 + max(ledger.coordinate[axis] for ledger in ledgers) for axis in _axes(ledgers)}
-    spread = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1)
-    parts = [f"{len(steps)} steps"]
+def _mesh(run_dir: Path, ledgers: list[RankLedger]) -> dict[str, int]:
+    """Ranks on every axis; empty where the run has not begun to keep them. Raises ValueError."""
     if ledgers:
-        parts.append(f"{ranks}{spread and ': ' + spread}")
-    return "; ".join(parts)
+        return {axis: 1 + max(each.coordinate[axis] for each in ledgers) for axis in ledgers[0].coordinate}
+    path = run_dir / resolved.FILE_NAME
+    if not path.is_file():
+        return {}
+    try:
+        sizes = json.loads(path.read_text(encoding="utf-8"))["mesh"]
+        if not all(type(size) is int and 0 < size < 2**31 for size in sizes.values()):
+            raise ValueError("sizes are whole numbers from 1")
+        return MeshSizes(**sizes).axes
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} does not hold the mesh of a run: {short_repr(str(error))}.") from error
 
 
-def _axes(ledgers: list[RankLedger]) -> tuple[str, ...]:
-    return tuple(ledgers[0].coordinate) if ledgers else ()
+def _facts(run_dir: Path, steps: list[dict], mesh: dict[str, int]) -> dict[str, str]:
+    """When, what, on what, and the command that repeats it, as far as the folder says so."""
+    ended = (run_dir / metrics.FILE_NAME).stat().st_mtime
+    facts = {"last step": time.strftime(DATE, time.localtime(ended)), "steps": f"{len(steps)}"}
+    ranks = math.prod(mesh.values())
+    if mesh:
+        facts["ranks"] = ranks_in_words(ranks, mesh)
+    if (run_dir / "config.toml").is_file():
+        config = with_pieces(config_file.load(run_dir / "config.toml"))
+        facts["model"] = _model(run_dir, config)
+        facts["steps"] += f" of {config.train.batch_size} sequences of {config.train.seq_len} tokens"
+        start = f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python"
+        facts["repeat"] = (
+            f"{start} -m pyruntime train --config {run_dir / 'config.toml'} --output.run_dir NEW"
+        )
+    return facts
+
+
+def _model(run_dir: Path, config: RunConfig) -> str:
+    parts = [config.model.init_from or config.model.preset, config.train.dtype]
+    if (run_dir / "model" / "config.json").is_file():
+        count = LlamaConfig.from_hf(read_config(run_dir / "model")).parameter_count()
+        parts.insert(1, f"{count / 1e6:,.1f} million parameters")
+    return ", ".join(parts)

@@ -1,6 +1,7 @@
 """Which communication was hidden behind what: the ledger, and what follows from it."""
 
 from pyruntime.overlap.account import Account, AxisCost, Entry, EntryKind, Hidden, account, table, total
+from pyruntime.overlap.page import write_page
 from pyruntime.overlap.record import Ledger, Stretch, ledger
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "ledger",
     "table",
     "total",
+    "write_page",
 ]

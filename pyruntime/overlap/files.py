@@ -30,7 +30,7 @@ class RankLedger:
     """That `account` is the sum of."""
     account: Account
     step: int
-    """The one that the entries are of."""
+    """The one that the entries are of; 0: of all."""
     begin: float
     end: float
     thread: int
@@ -41,8 +41,8 @@ class RankLedger:
     saved: Account | None = None
     """The sum of what saving as many checkpoints took."""
 
-    def write(self, run_dir: Path) -> None:
-        """Raises OSError where the folder cannot be written."""
+    def text(self) -> str:
+        """As JSON."""
         plain = ("rank", "coordinate", "steps", "step", "begin", "end", "thread", "saves")
         document = {
             **{name: getattr(self, name) for name in plain},
@@ -51,12 +51,16 @@ class RankLedger:
             "fields": [field.name for field in dataclasses.fields(Entry)],
             "entries": [dataclasses.astuple(entry) for entry in self.entries],
         }
+        return json.dumps(document)
+
+    def write(self, run_dir: Path) -> None:
+        """Raises OSError where the folder cannot be written."""
         folder = run_dir / FOLDER
         folder.mkdir(exist_ok=True)
         # Renamed: who reads while a run is killed finds the file whole or not at all.
         path = folder / f"rank-{self.rank}.json"
         new = path.with_suffix(".new")
-        new.write_text(json.dumps(document), encoding="utf-8")
+        new.write_text(self.text(), encoding="utf-8")
         new.replace(path)
 
 
@@ -88,30 +92,33 @@ def _paths(run_dir: Path) -> list[Path]:
 
 def _read(path: Path) -> RankLedger:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        given, saved, fields = (document.pop(name) for name in ("account", "saved", "fields"))
-        entries = _made(
-            Entry, ({**row, "kind": EntryKind(row["kind"])} for row in _rows(fields, document.pop("entries")))
-        )
-        (ledger,) = _made(
-            RankLedger,
-            [
-                {
-                    **document,
-                    "account": _account(given),
-                    "saved": None if saved is None else _account(saved),
-                    "entries": entries,
-                }
-            ],
-        )
+        ledger = from_text(path.read_text(encoding="utf-8"))
         if path.name != f"rank-{ledger.rank}.json":
             raise ValueError(f"it is that of rank {ledger.rank}")
-        if ledger.steps < 1 or ledger.saves < (saved is not None) or ledger.end < ledger.begin:
-            raise ValueError("it counts less than one step or save, or ends before it begins")
         return ledger
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         cause = f"{type(error).__name__} {short_repr(str(error))}"
         raise ValueError(f"{path} does not hold the ledger of a rank: {cause}.") from error
+
+
+def from_text(text: str) -> RankLedger:
+    """What RankLedger.text() gave. Raises ValueError where the text is something else."""
+    try:
+        document = json.loads(text)
+        given, saved, fields = (document.pop(name) for name in ("account", "saved", "fields"))
+        rows = _rows(fields, document.pop("entries"))
+        facts = {
+            **document,
+            "account": _account(given),
+            "saved": None if saved is None else _account(saved),
+            "entries": _made(Entry, ({**row, "kind": EntryKind(row["kind"])} for row in rows)),
+        }
+        (ledger,) = _made(RankLedger, [facts])
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__} {short_repr(str(error))}") from error
+    if ledger.steps < 1 or ledger.saves < (saved is not None) or ledger.end < ledger.begin:
+        raise ValueError("it counts less than one step or save, or ends before it begins")
+    return ledger
 
 
 def _rows(fields: list[str], rows: list[list]) -> Iterable[dict[str, Any]]:

@@ -1,15 +1,25 @@
-"""One page about a run, which needs nothing but a browser: curves, where the time went, a step's timeline."""
+"""One page about a run, which needs nothing but a browser: a verdict, where the time went, a step's timeline,
+layers and curves."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 
+from pyruntime.comm import Runtime
+from pyruntime.comm.exchange import gather
+from pyruntime.overlap.account import Account, Hidden, total
 from pyruntime.overlap.departures import Departure, departures
-from pyruntime.overlap.files import RankLedger
+from pyruntime.overlap.files import RankLedger, from_text
+from pyruntime.overlap.record import Ledger
+from pyruntime.overlap.verdict import LayerGroup, places, tiles, verdict
 from pyruntime.text import finite
+
+DATE = "%Y-%m-%d %H:%M"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,25 +36,115 @@ class Prediction:
     measured_step: float | None = None
 
 
+def write_page(
+    path: str | Path, ledger: Ledger, runtime: Runtime, *, steps: int = 1, metrics: Sequence[dict] = ()
+) -> None:
+    """Writes the page of a loop of one's own, on rank 0. Every rank calls it, when its ledger is off:
+
+        with pyruntime.ledger() as ledger:
+            for _ in range(3):
+                step()
+        write_page("report.html", ledger, runtime, steps=3)  # pyruntime.overlap.write_page
+
+    Args:
+        steps: that were taken in the block; figures are means of them.
+        metrics: for tiles and curves, a dict for each step: "step", from 1, and any of "loss", "val_loss"
+            (nats per token), "step_time_s", "exposed_comm_s", "tokens_per_second", "mfu", "memory_bytes".
+
+    Raises:
+        ValueError: `steps` is below 1.
+        OSError: the file cannot be written.
+    """
+    if steps < 1:
+        raise ValueError(f"steps={steps}; the page is about one step or more.")
+    found = ledger.stretch
+    times = found.begin, found.end, found.thread, found.entries
+    own = RankLedger(runtime.rank, runtime.coordinate._asdict(), steps, found.account(), 0, *times)
+    texts = gather(runtime.world, "Gathering the ledgers", own.text(), str)
+    if runtime.rank == 0:
+        ledgers = [from_text(text) for text in texts]
+        facts = {
+            "written": time.strftime(DATE),
+            "ranks": ranks_in_words(len(ledgers), runtime.sizes._asdict()),
+        }
+        text = page(Path(path).stem, facts, metrics, ledgers)
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def ranks_in_words(ranks: int, mesh: Mapping[str, int]) -> str:
+    spread = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1)
+    return f"{ranks} rank{'s' if ranks > 1 else ''}{spread and ': ' + spread}"
+
+
 def page(
     name: str,
-    facts: str,
+    facts: Mapping[str, str],
     metrics: Sequence[dict],
     ledgers: Sequence[RankLedger],
-    plan: Prediction = Prediction(),
+    plan: Prediction | None = None,
 ) -> str:
-    """The page's HTML. `facts` is a line about the run; `metrics` are the lines of metrics.jsonl. Times in a
-    timeline count from the beginning of its rank's step."""
+    """The page's HTML. `facts` are lines about the run by what they say; `metrics` are those of
+    metrics.jsonl; without a `plan` nothing is said of one. Times in a timeline count from the beginning of
+    its rank's step."""
     data = {
         "name": name,
-        "facts": facts,
+        "verdict": verdict(ledgers, metrics),
+        "tiles": [dataclasses.asdict(tile) for tile in tiles(ledgers, metrics)],
+        "facts": dict(facts),
         "metrics": list(metrics),
-        "plan": dataclasses.asdict(plan),
+        "plan": plan and dataclasses.asdict(plan),
         "ranks": [_rank(*each) for each in zip(ledgers, departures(ledgers), strict=True)],
+        "places": _places(ledgers),
     }
     # What may stand in a script element as it is.
     text = json.dumps(finite(data), allow_nan=False).replace("<", "\\u003c")
     return (files(__package__) / "page.html").read_text(encoding="utf-8").replace("__DATA__", text)
+
+
+def _places(ledgers: Sequence[RankLedger]) -> list[dict]:
+    """Means of a rank and a step."""
+    if not ledgers:
+        return []
+    exposed = [
+        (
+            ledger.rank,
+            {
+                (line.axis, line.layer, line.name): line.exposed_s / ledger.steps
+                for line in ledger.account.lines
+            },
+        )
+        for ledger in ledgers
+    ]
+    steps = sum(ledger.steps for ledger in ledgers)
+
+    def figures(each: LayerGroup | Hidden, hidden: float) -> dict:
+        return {"exposed_s": each.exposed_s / steps, "bytes": each.bytes / steps, "hidden": hidden}
+
+    def line_of(line: Hidden) -> dict:
+        key = line.axis, line.layer, line.name
+        most, rank = max((lines.get(key, 0.0), -rank) for rank, lines in exposed)
+        return {
+            "name": f"{line.layer}: {line.name}" if line.layer else line.name,
+            **figures(line, line.hidden_bytes / line.bytes if line.bytes else 1.0),
+            "most_s": most,
+            "most_rank": -rank,
+            "behind": next(iter(line.behind), "-"),
+        }
+
+    return [
+        {
+            "axis": place.axis,
+            "name": place.name,
+            **figures(place, place.hidden),
+            "lines": [line_of(line) for line in place.lines],
+        }
+        for place in places(total([ledger.account for ledger in ledgers]).lines)
+    ]
+
+
+def _account(account: Account) -> dict:
+    """What the page shows of it beside the places."""
+    return dataclasses.asdict(dataclasses.replace(account, lines=()))
 
 
 def _rank(ledger: RankLedger, left: dict[int, Departure]) -> dict:
@@ -66,9 +166,9 @@ def _rank(ledger: RankLedger, left: dict[int, Departure]) -> dict:
         "rank": ledger.rank,
         "place": " ".join(f"{axis}{at}" for axis, at in ledger.coordinate.items()),
         "steps": ledger.steps,
-        "account": dataclasses.asdict(ledger.account),
+        "account": _account(ledger.account),
         "saves": ledger.saves,
-        "saved": ledger.saved and dataclasses.asdict(ledger.saved),
+        "saved": ledger.saved and _account(ledger.saved),
         "step": ledger.step,
         "seconds": ledger.end - ledger.begin,
         "thread": ledger.thread,

@@ -6,13 +6,15 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from pyruntime.overlap import Entry, EntryKind, account
 from pyruntime.overlap.files import RankLedger, read
-from pyruntime.overlap.page import Prediction, page
+from pyruntime.overlap.page import Prediction, page, write_page
 from pyruntime.overlap.trace import chrome_trace
+from pyruntime.overlap.verdict import verdict
 
 METRICS = [{"step": n, "loss": 5.0 / n, "step_time_s": 0.01, "exposed_comm_s": 0.001} for n in (1, 2, 3)]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -54,10 +56,15 @@ def data_of(text: str) -> dict:
 
 
 def test_the_page_holds_all_of_it_and_asks_for_nothing_else():
-    text = page("main-1", "3 steps; 2 ranks", METRICS, [rank_ledger(0), rank_ledger(1)])
+    text = page("main-1", {"ranks": "2 ranks"}, METRICS, [rank_ledger(0), rank_ledger(1)])
     data = data_of(text)
     assert [rank["rank"] for rank in data["ranks"]] == [0, 1]
-    assert data["metrics"] == METRICS
+    assert data["metrics"] == METRICS and data["facts"] == {"ranks": "2 ranks"} and data["plan"] is None
+    (place,) = data["places"]
+    assert (place["axis"], place["name"]) == ("tp", "layers.*.up")
+    (line,) = place["lines"]  # of both ranks, a mean of their five steps
+    assert line["exposed_s"] == place["exposed_s"] == pytest.approx(0.001 / 5)
+    assert (line["most_rank"], line["bytes"]) == (0, 4096 / 5)
     read_entry = data["ranks"][0]["timeline"][2]
     assert (read_entry["kind"], read_entry["begin"], read_entry["wanted"]) == ("READ", 0.001, 0.006)
     assert not re.search(r"(?:src|href)\s*=|https?://|import\(|fetch\(", text)
@@ -73,7 +80,7 @@ def test_the_page_says_when_a_chunk_left_by_the_clock_of_its_reader():
         return RankLedger(rank, {"tp": rank}, 1, found, 6, begin, begin + 0.01, 7, entries)
 
     ledgers = [exchanged(0), exchanged(1)]
-    (chunk,) = data_of(page("main-1", "", METRICS, ledgers))["ranks"][1]["timeline"]
+    (chunk,) = data_of(page("main-1", {}, METRICS, ledgers))["ranks"][1]["timeline"]
     assert (chunk["wanted"], chunk["sender"], chunk["left"], chunk["arrived"], chunk["end"]) == (
         0.004,
         0,
@@ -81,7 +88,7 @@ def test_the_page_says_when_a_chunk_left_by_the_clock_of_its_reader():
         0.003,
         0.005,
     )
-    (alone,) = data_of(page("main-1", "", METRICS, ledgers[:1]))["ranks"][0]["timeline"]
+    (alone,) = data_of(page("main-1", {}, METRICS, ledgers[:1]))["ranks"][0]["timeline"]
     assert (alone["sender"], alone["left"], alone["arrived"]) == (None, None, 0.003)
 
 
@@ -94,32 +101,54 @@ def test_the_timeline_for_other_tools_has_a_row_for_computing_and_one_for_each_a
     assert chunk["ts"] == pytest.approx(1000)
 
 
-@pytest.mark.skipif(
-    CHROMIUM is None, reason="chromium was not found; `tools/get_tool.sh chromium` installs it"
-)
-def test_a_browser_draws_the_page(tmp_path):
-    """The tables are made by the page's own program: rows in the final document say that it ran through."""
-    ledgers = [rank_ledger(0), rank_ledger(1, lost=2)]
-    plan = Prediction("", {"weights": 2e6, "logits": 1e6, "heap": 0.0}, 4e6)
-    (tmp_path / "report.html").write_text(page("main-1", "3 steps", METRICS, ledgers, plan))
+def test_a_page_about_no_step_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="steps=0"):
+        write_page(tmp_path / "report.html", None, None, steps=0)
+
+
+def drawn(text: str, folder: Path) -> str:
+    """The document after its program has run in a browser."""
+    (folder / "report.html").write_text(text)
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    profile = f"--user-data-dir={folder / 'profile'}"
     shown = subprocess.run(
-        [
-            CHROMIUM,
-            *options,
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--dump-dom",
-            tmp_path / "report.html",
-        ],
+        [CHROMIUM, *options, profile, "--window-size=390,800", "--dump-dom", folder / "report.html"],
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert shown.returncode == 0, shown.stderr
-    assert "Timeline of step 6" in shown.stdout
-    assert "-25.0 % against what was measured" in shown.stdout
-    assert ", and of 2 savings of a checkpoint" in shown.stdout
-    assert "dp1 cp0 tp0, saving" in shown.stdout
-    assert "<td>dp1</td>" in shown.stdout or "dp1" in shown.stdout
-    assert "layers.0.up: all_gather_matmul" in shown.stdout
-    assert "entries found no room" in shown.stdout
+    return re.sub(r"<script.*?</script>", "", shown.stdout, flags=re.DOTALL)
+
+
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="chromium was not found; `tools/get_tool.sh chromium` installs it"
+)
+@pytest.mark.second_tier
+def test_a_browser_draws_the_page(tmp_path):
+    """Its parts are made by the page's own program, the timeline last: its title says that it ran through."""
+    ledgers = [rank_ledger(0), rank_ledger(1, lost=2)]
+    plan = Prediction("", {"weights": 2e6, "logits": 1e6, "heap": 0.0}, 4e6)
+    facts = {"repeat": "torchrun -m pyruntime"}
+    shown = drawn(page("main-1", facts, METRICS, ledgers, plan), tmp_path)
+    assert "Timeline of step 6" in shown
+    assert "-25.0 % against what was measured" in shown
+    assert ", and of 2 savings of a checkpoint" in shown
+    assert "dp1 cp0 tp0, saving" in shown
+    assert "layers.0.up: all_gather_matmul" in shown
+    assert "entries found no room" in shown
+    assert verdict(ledgers, METRICS) in shown and "tok/s" not in shown
+    assert shown.count("<figure>") == 3  # loss, a step, exposed
+    labels = re.findall(r'aria-label="(rank [^"]*)"', shown)
+    assert labels[0] == "rank 0: computing 60.0 %, waiting tp 10.0 %, Python and the rest 30.0 %"
+    assert "torchrun" in shown.partition("</dl>")[0]
+
+
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="chromium was not found; `tools/get_tool.sh chromium` installs it"
+)
+@pytest.mark.second_tier
+def test_a_browser_draws_what_there_is_of_a_run_without_a_ledger(tmp_path):
+    shown = drawn(page("main-1", {}, METRICS, []), tmp_path)
+    assert "10 % of a step is exposed" in shown and shown.count("<figure>") == 3
+    assert "Timeline" not in shown and "Predicted" not in shown

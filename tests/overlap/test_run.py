@@ -252,5 +252,14 @@ def test_a_run_without_a_ledger_has_a_page_that_says_how_to_keep_one(ranks, tmp_
     ranks.run(whole_run, 1, config)
     report.main([config.output.run_dir])
     assert "--train.ledger" in capsys.readouterr().out
-    assert not (Path(config.output.run_dir) / "ledger").exists()
-    assert (Path(config.output.run_dir) / "report.html").exists()
+    run_dir = Path(config.output.run_dir)
+    assert not (run_dir / "ledger").exists()
+    data = data_of((run_dir / "report.html").read_text())
+    assert "why only a ledger knows" in data["verdict"] and len(data["tiles"]) == 4
+    facts = data["facts"]
+    assert list(facts) == ["last step", "steps", "ranks", "model", "repeat", "ledger"]
+    assert facts["ranks"] == "1 rank" and facts["steps"].startswith("2 of ")
+    assert facts["repeat"].startswith(f"python -m pyruntime train --config {run_dir}/config.toml")
+    (run_dir / "resolved.json").write_text('{"mesh": {"tp": 0}}')
+    with pytest.raises(ConfigError, match=r"resolved\.json does not hold the mesh of a run"):
+        report.main([config.output.run_dir])
