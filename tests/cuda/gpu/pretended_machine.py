@@ -112,6 +112,7 @@ class Machine:
             "csrc/core/chunk_plan.cpp",
             "csrc/core/rings.cpp",
             "bench/gpu/problem.py",
+            "bench/common/records.py",
             "bench/common/tables.py",
         ):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
