@@ -106,8 +106,8 @@ format: $(BUILT)  ## rewrite the sources as the formatters want them
 	$(RUN) -m ruff format .
 	$(VENV)/bin/clang-format -i $(CPP)
 
-.PHONY: api
-api: $(VENV)/.made  ## the API reference: build/api/index.html
+.PHONY: docs
+docs: $(VENV)/.made  ## the site: build/docs/index.html; a broken link or docstring fails it
 	$(RUN) -m mkdocs --quiet build
 
 .PHONY: bench
@@ -117,7 +117,7 @@ bench: $(BUILT)  ## the linear benchmark on 2 ranks
 .PHONY: build
 build: $(BUILT)  ## the environment and the C++ core, built in place
 
-# Not a part of `build`: what docs/how-to/gpus.md says of who builds it when.
+# Not a part of `build`: docs/how-to/gpus.md says who builds it when.
 .PHONY: cuda
 cuda: $(VENV)/.made  ## the CUDA kernels, with nvcc; no GPU is needed
 	$(RUN) tools/build_cuda.py

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "symm-mem.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "how-to" / "torch-symm-mem.md")
 
 
 def programs() -> list[str]:

@@ -8,7 +8,7 @@ import inspect
 import re
 
 import pyruntime
-from tools.api_pages import pages
+from tools.docs_site import pages
 
 
 def test_every_public_name_is_on_its_module_s_page():
