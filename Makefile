@@ -108,7 +108,7 @@ format: $(BUILT)  ## rewrite the sources as the formatters want them
 
 .PHONY: docs
 docs: $(VENV)/.made  ## the site: build/docs/index.html; a broken link or docstring fails it
-	$(RUN) -m mkdocs --quiet build
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
 
 .PHONY: bench
 bench: $(BUILT)  ## the linear benchmark on 2 ranks

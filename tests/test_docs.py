@@ -1,4 +1,4 @@
-"""The documents: short sentences, little in all, each page where it belongs, and nothing named that is not there."""
+"""The documents: short sentences, few words, each page where it belongs, nothing named that is not there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SITE = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")
 FOLDERS = {"tutorials", "how-to", "reference", "explanation", "figures"}
 GENERATED = {"docs/reference/configuration.md"}
 """Written by tools/write_configuration.py out of docstrings."""
-READ_THROUGH = [page for page in PAGES if not page.startswith(("bench/", "CHANGELOG")) and page not in GENERATED]
+READ_THROUGH = [page for page in PAGES if not page.startswith(("bench/", "CHANGELOG", *GENERATED))]
 """What a person reads from its beginning to its end."""
 MOST_WORDS, LONGEST_SENTENCE, WIDTH = 35_000, 35, 120
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)

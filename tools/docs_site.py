@@ -1,9 +1,9 @@
 """What the site (`make docs`) has beyond docs/, as hooks that mkdocs calls (mkdocs.yml).
 
-- A page of reference/api/ for every module that says in `__all__` what is public. Nothing is imported: the sources
-  are parsed here for who defines a name, and by mkdocstrings for the docstrings.
-- A page of repository/ for each document beside the sources (REPOSITORY), to which pages of docs/ link. Links to other
-  files of the repository become their bare text.
+- A page of reference/api/ for every module that says in `__all__` what is public. Nothing is imported: the
+  sources are parsed here for who defines a name, and by mkdocstrings for the docstrings.
+- A page of repository/ for each document beside the sources (REPOSITORY), to which pages of docs/ link. Links
+  to other files of the repository become their bare text.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def copies() -> dict[str, Path]:
 
 
 def relinked(text: str, place: str, source: Path) -> str:
-    """The text of the document `source`, at `place` on the site, with its links as the site has their targets."""
+    """The text of the document `source`, at `place` on the site, with links to where the site has its targets."""
     there = {path: name for name, path in copies().items()}
 
     def link(found: re.Match[str]) -> str:

@@ -24,16 +24,16 @@ from pyruntime.train.config import RunConfig  # noqa: E402
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
 HEAD = """# Configuration
 
-For whoever starts a training run. Here you look up every option of the trainer, its default and its unit. Options come
-from a TOML file, `--config run.toml` or the name of a preset, and from the command line, which wins:
+For whoever starts a training run. Here you look up every option of the trainer, its default and its unit.
+Options come from a TOML file, `--config run.toml` or the name of a preset, and from the command line, which
+wins:
 
     [parallel]
     tp = 2
 
     python -m pyruntime train --config run.toml --parallel.dp 2 --train.seq_len 1024
 
-`python -m pyruntime train --help` prints the same. This page is written by `python tools/write_configuration.py`; do
-not edit it.
+`python -m pyruntime train --help` prints the same. `python tools/write_configuration.py` writes this page.
 """
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 
@@ -13,9 +11,9 @@ from pyruntime.overlap import Entry, Kind, account
 from pyruntime.overlap.files import RankLedger, read
 from pyruntime.overlap.page import Plan, page
 from pyruntime.overlap.trace import chrome_trace
+from tests import browser
 
 METRICS = [{"step": n, "loss": 5.0 / n, "step_time_s": 0.01, "exposed_comm_s": 0.001} for n in (1, 2, 3)]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def rank_ledger(rank: int, lost: int = 0) -> RankLedger:
@@ -94,32 +92,17 @@ def test_the_timeline_for_other_tools_has_a_row_for_computing_and_one_for_each_a
     assert chunk["ts"] == pytest.approx(1000)
 
 
-@pytest.mark.skipif(
-    CHROMIUM is None, reason="chromium was not found; `tools/get_tool.sh chromium` installs it"
-)
+@browser.needed
 def test_a_browser_draws_the_page(tmp_path):
     """The tables are made by the page's own program: rows in the final document say that it ran through."""
     ledgers = [rank_ledger(0), rank_ledger(1, lost=2)]
     plan = Plan("", {"weights": 2e6, "logits": 1e6, "heap": 0.0}, 4e6)
     (tmp_path / "report.html").write_text(page("main-1", "3 steps", METRICS, ledgers, plan))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    shown = subprocess.run(
-        [
-            CHROMIUM,
-            *options,
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--dump-dom",
-            tmp_path / "report.html",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert "Timeline of step 6" in shown.stdout
-    assert "-25.0 % against what was measured" in shown.stdout
-    assert ", and of 2 savings of a checkpoint" in shown.stdout
-    assert "dp1 cp0 tp0, saving" in shown.stdout
-    assert "<td>dp1</td>" in shown.stdout or "dp1" in shown.stdout
-    assert "layers.0.up: all_gather_matmul" in shown.stdout
-    assert "entries found no room" in shown.stdout
+    shown = browser.document(tmp_path / "report.html", tmp_path / "profile")
+    assert "Timeline of step 6" in shown
+    assert "-25.0 % against what was measured" in shown
+    assert ", and of 2 savings of a checkpoint" in shown
+    assert "dp1 cp0 tp0, saving" in shown
+    assert "<td>dp1</td>" in shown or "dp1" in shown
+    assert "layers.0.up: all_gather_matmul" in shown
+    assert "entries found no room" in shown
