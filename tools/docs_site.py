@@ -71,7 +71,7 @@ def copies() -> dict[str, Path]:
 
 
 def relinked(text: str, place: str, source: Path) -> str:
-    """The text of the document `source`, at `place` on the site, with links to where the site has its targets."""
+    """The text of the document `source`, at `place` on the site, with links to targets on the site."""
     there = {path: name for name, path in copies().items()}
 
     def link(found: re.Match[str]) -> str:
