@@ -77,8 +77,8 @@ test-architectures: $(BUILT)  ## plan "auto" on every architecture that transfor
 	$(RUN) tools/check_architectures.py --verbose
 
 .PHONY: test-parity
-test-parity: $(BUILT)  ## train on every mesh of at most 8 ranks and compare with one; writes docs/parity.md
-	$(RUN) tools/check_parity.py --write docs/parity.md
+test-parity: $(BUILT)  ## train on every mesh of at most 8 ranks and compare with one; writes bench/results/parity.md
+	$(RUN) tools/check_parity.py --write bench/results/parity.md
 
 .PHONY: test-kill
 test-kill: $(BUILT)  ## kill -9 a run at fifty random moments and compare it with one never interrupted: minutes
@@ -106,9 +106,9 @@ format: $(BUILT)  ## rewrite the sources as the formatters want them
 	$(RUN) -m ruff format .
 	$(VENV)/bin/clang-format -i $(CPP)
 
-.PHONY: api
-api: $(VENV)/.made  ## the API reference: build/api/index.html
-	$(RUN) -m mkdocs --quiet build
+.PHONY: docs
+docs: $(VENV)/.made  ## the site: build/docs/index.html; a broken link or docstring fails it
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
 
 .PHONY: bench
 bench: $(BUILT)  ## the linear benchmark on 2 ranks
@@ -117,7 +117,7 @@ bench: $(BUILT)  ## the linear benchmark on 2 ranks
 .PHONY: build
 build: $(BUILT)  ## the environment and the C++ core, built in place
 
-# Not a part of `build`: what docs/cuda.md says of who builds it when.
+# Not a part of `build`: docs/how-to/gpus.md says who builds it when.
 .PHONY: cuda
 cuda: $(VENV)/.made  ## the CUDA kernels, with nvcc; no GPU is needed
 	$(RUN) tools/build_cuda.py

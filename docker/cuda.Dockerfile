@@ -1,5 +1,5 @@
 # docker build -t pyruntime-cuda -f docker/cuda.Dockerfile .
-# torch 2.13.0 of PyPI is for CUDA 13.0, whose nvcc compiles the kernels; TORCH_CUDA_ARCH_LIST: docs/cuda.md.
+# torch 2.13.0 of PyPI is for CUDA 13.0, whose nvcc compiles the kernels; TORCH_CUDA_ARCH_LIST: docs/how-to/gpus.md.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 ARG TORCH_CUDA_ARCH_LIST
 RUN apt-get update \

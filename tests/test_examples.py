@@ -60,7 +60,7 @@ def test_an_example_is_short_and_says_how_to_run_it(name):
 
 
 def test_the_page_names_every_example():
-    linked = re.findall(r"\]\(\.\./examples/(\w+)\.py\)", (ROOT / "docs" / "examples.md").read_text())
+    linked = re.findall(r"\]\((\w+)\.py\)", (ROOT / "examples" / "README.md").read_text())
     assert sorted(linked) == list(EXAMPLES)
 
 

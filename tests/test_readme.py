@@ -1,4 +1,4 @@
-"""The programs in the README and in docs/symm-mem.md run as they stand there."""
+"""The programs in the README and in docs/how-to/torch-symm-mem.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "symm-mem.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "how-to" / "torch-symm-mem.md")
 
 
 def programs() -> list[str]:

@@ -5,7 +5,7 @@ CUDA runtime (statically). TORCH_CUDA_ARCH_LIST chooses the GPUs as it does for 
 how many files are compiled at once. ninja compiles what changed; objects and the assembler's reports
 (registers, spills) lie in build/cuda.
 
-Who builds it when: docs/cuda.md.
+Who builds it when: docs/how-to/gpus.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python tools/check_architectures.py          # plan "auto": all that transformers has a plan for
     python tools/check_architectures.py --only qwen3 opt --verbose
-    python tools/check_architectures.py --write docs/figures/architectures.md   # with --only: those rows
+    python tools/check_architectures.py --write bench/results/architectures.md   # with --only: those rows
     python tools/check_architectures.py --plans llama guessed   # causal language models without a plan too
 
 Every architecture is built small, from its own configuration class, with random weights in every parameter;
@@ -309,7 +309,7 @@ def table(results: dict[str, dict[str, tuple[str, str]]]) -> str:
     lines = [
         '# Architectures of transformers under plan "auto"',
         "",
-        "Made by `python tools/check_architectures.py --write docs/figures/architectures.md`: transformers",
+        "Made by `python tools/check_architectures.py --write bench/results/architectures.md`: transformers",
         f"{transformers.__version__}, torch {torch.__version__.split('+')[0]}, {RANKS} CPU ranks, fp32, "
         f"{time.strftime('%-d %B %Y')}.",
         "Each is built small with random weights, and logits, loss and every gradient of a step on text are",

@@ -2,7 +2,7 @@
 
     python tools/check_parity.py                              # all combinations: many minutes
     python tools/check_parity.py --only pp2 zero3             # those whose name has all of these words
-    python tools/check_parity.py --write docs/parity.md
+    python tools/check_parity.py --write bench/results/parity.md
 
 tp, cp, pp and dp are 1, 2 or 4, ZeRO is 0 to 3, and a pipeline runs each of SCHEDULES; tensor parallelism is
 sequence parallel. 4D tensor parallelism has every tp, y and z of 2, 4 and 8 ranks, and stands beside other
@@ -305,7 +305,7 @@ def prove(wanted: Iterable[Case], folder: Path, show=print) -> list[Result]:
 
 
 def page(results: Sequence[Result], seconds: float) -> str:
-    """docs/parity.md."""
+    """bench/results/parity.md."""
     counts = collections.Counter(each.outcome for each in results)
     meshes = {each.case.mesh for each in results}
     torch_version = torch.__version__.split("+")[0]

@@ -1,4 +1,4 @@
-"""Everything that needs a GPU: `make gpu-check`, or `python3 tools/gpu_check.py --help`. docs/gpu-check.md
+"""Everything that needs a GPU: `make gpu-check`, or `python3 tools/gpu_check.py --help`. docs/how-to/gpus.md
 says how to use it on a machine without a network.
 
 Builds the C++ core and the CUDA kernels in place, runs the tests marked `gpu`, measures with bench/gpu and

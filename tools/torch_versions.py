@@ -1,6 +1,6 @@
 """The versions of torch that the core is known to build against and to run with.
 
-docs/install.md says how each was checked.
+CONTRIBUTING.md says how each was checked.
 """
 
 from __future__ import annotations

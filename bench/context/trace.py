@@ -1,6 +1,6 @@
 """When keys travel and when they are computed with: one layer's attention, from torch.profiler, as a picture.
 
-torchrun --nproc-per-node 4 -m bench.context.trace --plot docs/context-parallel.png
+torchrun --nproc-per-node 4 -m bench.context.trace --plot docs/pictures/context-parallel.png
 python -m bench.netlab --hosts 2 --rate 1gbit -- python -m bench.context.trace --plot FILE
 """
 

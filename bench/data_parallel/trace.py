@@ -1,6 +1,6 @@
 """Where one weight's gradient goes: a training step of two ranks, from torch.profiler, as a picture.
 
-torchrun --nproc-per-node 2 -m bench.data_parallel.trace --plot docs/data-parallel.png
+torchrun --nproc-per-node 2 -m bench.data_parallel.trace --plot docs/pictures/data-parallel.png
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 and pyruntime.
 
     python -m bench.netlab --hosts 2 --ranks-per-host 1 --rate 120mbit -- \\
-        python -m bench.linear.timeline --rate 120 --plot docs/timeline.svg \\
+        python -m bench.linear.timeline --rate 120 --plot docs/pictures/timeline.svg \\
         --json bench/results/linear/timeline.json
 
 The forward of an MLP (gate and up in one gather, SwiGLU, down, scatter). GEMMs are the library's own ranges

@@ -4,9 +4,9 @@ against their limits.
     python -m bench.netlab --hosts 4 --ranks-per-host 1 --rate 1gbit -- \\
         python -m bench.overlap.grid [--meshes 2x2x1 1x1x4] [--rounds 5] [--json FILE]
 
-A mesh is x, y and z (docs/4d.md). Bytes are what a rank has read from its peers, by the transport's counters,
-for one layer in one step: half the difference of models of 3 layers and of 1, and of runs of several steps
-and of one. A step is one micro-batch for each rank of z: forward, backward, update.
+A mesh is x, y and z (docs/explanation/primitives.md). Bytes are what a rank has read from its peers, by the
+transport's counters, for one layer in one step: half the difference of models of 3 layers and of 1, and of
+runs of several steps and of one. A step is one micro-batch for each rank of z: forward, backward, update.
 """
 
 from __future__ import annotations

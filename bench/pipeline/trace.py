@@ -1,6 +1,6 @@
 """A schedule as it ran, and as it is simulated with the stages' measured costs, as pictures.
 
-torchrun --nproc-per-node 2 -m bench.pipeline.trace --kind zb-h1 --plot docs/pipeline
+torchrun --nproc-per-node 2 -m bench.pipeline.trace --kind zb-h1 --plot docs/pictures
 """
 
 from __future__ import annotations

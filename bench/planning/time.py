@@ -78,7 +78,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--most", type=int, default=1000, help="meshes of a number of ranks; default all")
     parser.add_argument("--only", nargs="+", metavar="MESH", help='such as "dp2 zero1 mb1"')
-    parser.add_argument("--grids", action="store_true", help="meshes of x, y and z alone (docs/4d.md)")
+    parser.add_argument("--grids", action="store_true", help="meshes of x, y and z alone")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a run; default 5")
     parser.add_argument("--netlab", default="", help="options of bench/netlab, in place of torchrun")
     return parser.parse_args()

@@ -11,7 +11,7 @@
 //
 // The Arbiter's thread never waits for anything but its own work: a lane offers a chunk only after its
 // receiver has said that the memory for it is there, so a send ends by the network's doing alone. That is
-// what rules out deadlock; docs/transport.md has the argument.
+// what rules out deadlock; docs/explanation/transport.md has the argument.
 #pragma once
 
 #include <atomic>

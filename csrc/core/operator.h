@@ -3,7 +3,7 @@
 // An operator's kernel is a function of the dispatcher's argument types; its name, its schema and what
 // autograd calls all come from it. Autograd works on registered operators alone, never on the kernels, so
 // that torch.compile can trace both directions. It is in C++ because torch.library.register_autograd costs 20
-// us a forward more (docs/figures/tiers.md).
+// us a forward more (bench/results/tiers.md).
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -5,7 +5,7 @@
    sentence what was wrong. All arguments are checked before anything is launched. Nothing is allocated and
    nothing waits for the device, except where it says so.
 
-   How ranks meet (workspaces, slots, epochs, signals, deadlines) is told in docs/cuda/protocol.md. */
+   How ranks meet (workspaces, slots, epochs, signals, deadlines): docs/explanation/gpu-protocol.md. */
 #pragma once
 
 #if defined(__CUDACC_RTC__) /* NVRTC has no headers of the host: rtc.h */

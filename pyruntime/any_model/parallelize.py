@@ -46,10 +46,10 @@ def parallelize(
     plans.py for patterns and styles.
 
     mesh: the 1-D DeviceMesh, process group or group name to cut over, or a 2-D mesh (x, y), over whose second
-    dimension the features that others read are cut inside of layers (docs/4d.md). Every rank calls with the
-    same full model. plan: "auto", which is transformers' plan or one read off its data flow (auto/), a
-    mapping {glob on module names: "column" | "column_gather" | "row" | "row_split" | "embedding"}, or a
-    plan's name ("llama"). tier, strict: for every linear, see nn.ColumnParallelLinear.
+    dimension the features that others read are cut inside of layers (docs/explanation/primitives.md). Every
+    rank calls with the same full model. plan: "auto", which is transformers' plan or one read off its data
+    flow (auto/), a mapping {glob on module names: "column" | "column_gather" | "row" | "row_split" |
+    "embedding"}, or a plan's name ("llama"). tier, strict: for every linear, see nn.ColumnParallelLinear.
 
     Weights that are whole and are read in between (norms over each head, gains, gates) get the sum of their
     gradients over the group (regions.py). The first call in training, and the first in evaluation, is

@@ -14,8 +14,9 @@ from pyruntime.train.errors import ConfigError
 from pyruntime.train.signals import Stopped
 from pyruntime.train.validate import check_seconds
 
-DESCRIPTION = """Joins replicas that come and go into one run (docs/elastic.md): says who is a member of
-a round, when it counts, and whose sequences it takes. Start it once, apart from all replicas, and them with
+DESCRIPTION = """Joins replicas that come and go into one run (docs/how-to/failures.md): says who is a member
+of a round, when it counts, and whose sequences it takes. Start it once, apart from all replicas, and them
+with
 --data_parallel.members HOST:PORT. It ends with the run. Whoever reaches the port can take part: keep it
 inside a network that you trust."""
 

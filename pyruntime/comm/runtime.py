@@ -99,8 +99,9 @@ class Runtime:
 
         tp: ranks in a tensor-parallel group, neighbours by rank; by default those that were started, divided
             by the others.
-        tp_y: ranks over which tensor parallelism cuts the residual stream's features (docs/4d.md); these are
-            then the neighbours, and the ranks of tp lie `tp_y` apart.
+        tp_y: ranks over which tensor parallelism cuts the residual stream's features
+            (docs/explanation/primitives.md); these are then the neighbours, and the ranks of tp lie `tp_y`
+            apart.
         dp: ranks in a data-parallel group.
         dp_replicate: how many groups of them hold everything once.
         cp: ranks in a context-parallel group.

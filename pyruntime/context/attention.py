@@ -48,7 +48,7 @@ def ring_attention(
             query sees only keys of its own document, a document being a run of one id.
         scale: of the scores; 1 / sqrt(d) by default.
         variant: "ring", "all_gather_kv", "ulysses" (see `pyruntime.context.variants`), or "auto", which is
-            the ring: wherever they were measured it was the fastest (docs/performance.md).
+            the ring: wherever they were measured it was the fastest (docs/figures/results.md).
         wire: of the ring, what K and V are rounded to, this rank's own alike: then it is exact attention to
             the rounded ones, whose gradients are taken for those of k and v. "same", "bf16" or "fp8"
             (pyruntime/comm/wire.py).

@@ -1,6 +1,7 @@
 """What Python knows of the kernels of csrc/cuda: whether they are here, and tiles that are not built in.
 
-The ops call the kernels from C++ (csrc/transport/device, csrc/ops). docs/cuda/state.md says what has run.
+The ops call the kernels from C++ (csrc/transport/device, csrc/ops). docs/reference/support.md says what has
+run.
 """
 
 from pyruntime.cuda.library import CudaLibraryError, architectures_in, library_path, why_not

@@ -57,7 +57,7 @@ from pyruntime.nn.weight_sinks import patch_linears, unpatch_linears, weights_wi
 _LARGE_BUCKET = (4 << 20) - (64 << 10)  # 4 MiB with its marks and padding: places are powers of two
 BUCKET_BYTES = {0: _LARGE_BUCKET, 1: _LARGE_BUCKET, 2: _LARGE_BUCKET, 3: 256 << 10}
 """By stage. Every bucket costs its handshake and half a millisecond of Python
-(docs/figures/data-parallel.md); at stage 3 what shares its bucket is not cut."""
+(bench/results/data-parallel.md); at stage 3 what shares its bucket is not cut."""
 
 
 def shard(
@@ -100,7 +100,7 @@ def shard(
         keep_gathered: at stage 3, so many weights, the first that the forward pass reads, stay whole until
             its backward pass has read them.
         compression: how gradients of matrices travel in fewer bytes, at stages 0 to 2 over one axis of
-            several ranks on the CPU (docs/compression.md); None: as they are.
+            several ranks on the CPU (docs/how-to/slow-network.md); None: as they are.
         weight_wire: at stage 3 on the CPU, what matrices that train are rounded to where they are gathered:
             "bf16" or "fp8"; all ranks compute with the rounded values, and update those that they keep.
 

@@ -18,7 +18,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, begin: Tensor | None = Non
 
     On a CPU this runs this project's own kernels, which take a quarter (bf16) to half (fp32) of the time of
     torch's flash kernel for CPUs, but for single queries. Everything else is torch's
-    `scaled_dot_product_attention`, which chooses its kernel: on GPUs cuDNN's or flash (docs/cuda.md).
+    `scaled_dot_product_attention`, which chooses its kernel: on GPUs cuDNN's or flash (docs/how-to/gpus.md).
     """
     queries, keys = q.shape[2], k.shape[2]
     if begin is not None:

@@ -14,9 +14,9 @@ the loss reads where they are; they are gathered only for a caller who asks for 
 With context parallelism S is this rank's share of the sequence, and everything but attention, the angles of
 the positions and the number of labels is as without.
 
-A group of two axes, x and y, is AxoNN's grid (docs/4d.md): P above is the size of x, and the stream is
-[T/X, D/Y]. Heads, feed-forward columns and vocabulary are cut over x alone; what column linears compute of
-their features is summed over y.
+A group of two axes, x and y, is AxoNN's grid (docs/explanation/primitives.md): P above is the size of x, and
+the stream is [T/X, D/Y]. Heads, feed-forward columns and vocabulary are cut over x alone; what column linears
+compute of their features is summed over y.
 """
 
 from __future__ import annotations

@@ -62,11 +62,11 @@ class ParallelLinear(ParallelModule):
     Options: sequence_parallel (True); dim (0): along which rows are cut, under sequence_parallel; tier:
     "auto" (tuned, else chunked), "unfused", "chunked" or "fused"; wire ("same"): what rows that the ranks
     gather (x of a column linear, dy of a row linear) are rounded to, "bf16" or "fp8", with which all ranks
-    compute (docs/compression.md); strict (False): raise where a slower tier would run; transposed (False):
-    weights are kept as [in_features, out_features], as transformers' Conv1D has them; packed (()): sizes of
-    what the out_features of a column linear are one after the other (q, k and v), each of which is cut by
-    itself, so that a rank's are [part0_r | part1_r | ..]; dtype; device; hook (None): see ParallelModule.
-    Raises ValueError for packed over two axes, and for a wire where no rows are gathered.
+    compute (docs/how-to/slow-network.md); strict (False): raise where a slower tier would run; transposed
+    (False): weights are kept as [in_features, out_features], as transformers' Conv1D has them; packed (()):
+    sizes of what the out_features of a column linear are one after the other (q, k and v), each of which is
+    cut by itself, so that a rank's are [part0_r | part1_r | ..]; dtype; device; hook (None): see
+    ParallelModule. Raises ValueError for packed over two axes, and for a wire where no rows are gathered.
 
     Initialised as nn.Linear initialises the full weights, of which each rank keeps its shard: the model is
     the same for every tp, provided that all ranks are seeded alike."""

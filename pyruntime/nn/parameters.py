@@ -8,8 +8,8 @@ parameter itself:
     p.tp_dim          the dimension that is cut, or None where every rank holds the whole tensor
     p.tp_group_name   the name of the group it is cut over
 
-A group may have a second axis, y, over which another dimension is cut (docs/4d.md): `Layout.dim_y` says
-which.
+A group may have a second axis, y, over which another dimension is cut (docs/explanation/primitives.md):
+`Layout.dim_y` says which.
 
 Only state dicts speak DTensor, the model's and those of torch's optimizers (optimizer_states.py).
 **Parameters are cut as DTensor's `Shard` cuts (`torch.chunk`: every rank ceil(n / P), the last ones less)**,

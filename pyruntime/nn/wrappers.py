@@ -28,7 +28,7 @@ def refuse_wrapper(wrapper: nn.Module, _name: str, module: nn.Module) -> None:
                 f"group {layout.group}), which it would take for whole: over those ranks it makes all shards "
                 "equal. Use the model as it is, with the same batch on every rank of that group; "
                 f"{INSTEAD}. Hugging Face's Trainer wraps every model: write the loop yourself "
-                "(docs/examples.md)."
+                "(docs/tutorials/hugging-face.md)."
             )
 
 

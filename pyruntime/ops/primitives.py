@@ -12,8 +12,8 @@ gradients are not differentiable again (NotImplementedError with create_graph=Tr
 tier    "unfused"   the collective, then the library's GEMM
         "chunked"   the GEMM chunk by chunk, as chunks arrive
         "fused"     one kernel that waits for rows, or sends them, while it multiplies
-        "auto"      the tier that was tuned (docs/tuning.md), else chunked where rows travel in chunks, else
-                    unfused: the same in every run and on every rank
+        "auto"      the tier that was tuned (docs/how-to/plan-and-tune.md), else chunked where rows travel in
+                    chunks, else unfused: the same in every run and on every rank
 
 What travels does not depend on the tier, so each rank may take its own. A number, as in "chunked:4" or
 "unfused:4", is that of the chunks that each rank's rows travel in over a network; all ranks must give the
@@ -26,14 +26,15 @@ unknown tier says which there are.
 backwards, where rows lie in one block (dim 0, or batches of one) and what travels is a multiple of 8 wide.
 Elsewhere it raises ValueError, and "auto" leaves it out. Where other fused kernels, or CUDA graphs with some,
 hold the device, "fused" waits for them and "auto", where fused was tuned, takes the chunked tier, which
-tier_of tells (docs/cuda.md).
+tier_of tells (docs/how-to/gpus.md).
 
 sums    a second group, whose ranks have the same rows of other features (of what a column linear reads, of
         what a row linear writes): what is a part of a sum over it, a column linear's results and a row
-        linear's dX, is summed over it while the next rows are multiplied (docs/4d.md); not "fused"
+        linear's dX, is summed over it while the next rows are multiplied (docs/explanation/primitives.md);
+        not "fused"
 
-wire    what rows that are gathered travel as: "same", "bf16" or "fp8" (docs/compression.md). Their owner
-        rounds them once, and all ranks compute with the rounded ones, it too; sums travel as they are.
+wire    what rows that are gathered travel as: "same", "bf16" or "fp8" (docs/how-to/slow-network.md). Their
+        owner rounds them once, and all ranks compute with the rounded ones, it too; sums travel as they are.
         float32, bfloat16 and float16, several ranks on the CPU, which all give the same
 """
 

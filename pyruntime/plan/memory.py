@@ -267,8 +267,8 @@ def worst_memory(job: Job, mesh: Mesh, rules: Rules = PAPER, process: float | No
 
 def _muon(model: ModelShape, held: float, mesh: Mesh, rules: Rules) -> float:
     """Bytes of matrices that Muon makes orthogonal, of which a rank owns as many parameters as it holds
-    momentum of (docs/muon.md): what it owns, and of one matrix its fp32 copy, the next iterate and two
-    products; slots that they travel in."""
+    momentum of (docs/explanation/data-parallel.md): what it owns, and of one matrix its fp32 copy, the next
+    iterate and two products; slots that they travel in."""
     n, k = max(map(sorted, model.layer_shapes), key=lambda sides: sides[0] * sides[1])
     bytes_ = rules.weight * (held + n * k + 2 * n * n) + 4 * n * k
     if rules.workspaces:

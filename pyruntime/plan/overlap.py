@@ -92,7 +92,7 @@ def exposed_of(
     sums: Link = ALONE,
 ) -> Exposed:
     """Of `linear` for `tokens` tokens over the tensor-parallel group; flops: operations/s of its GEMM. sums:
-    the group that cuts the features of the stream (y, docs/4d.md).
+    the group that cuts the features of the stream (y, docs/explanation/primitives.md).
 
     A column linear's backward pass gathers its input again (`regather`; between hosts it is kept) and
     reduce-scatters dX, under dX and dW; a row linear's gathers dY, under dX. Over `sums` a column linear's

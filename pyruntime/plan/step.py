@@ -33,7 +33,7 @@ ORTHOGONAL_STEPS = 5
 """Of Newton-Schulz, of 4 n^2 k + 2 n^3 operations for a matrix of sides n and k."""
 OWN_IN_WAITS = 0.4
 """Of the seconds that a rank spends itself on stage 3's transfers, the share that passes while it would wait
-for them anyway. Fitted to meshes between hosts (docs/figures/planning-time.md)."""
+for them anyway. Fitted to meshes between hosts (bench/results/planning-time.md)."""
 SUM_BYTES = 10
 """Read and written to add a gradient of a parameter, of a micro-batch or of a slice of it, to the fp32 sum of
 those before."""
@@ -93,8 +93,8 @@ class Predictor:
     regather: column linears gather their input again in the backward pass instead of keeping it; None: inside
     nodes, as this project does. sums_whole: gradients of all micro-batches are summed before they travel, at
     every ZeRO stage, by passes over memory of their own, and of x, y and z the first is tp, the last ZeRO 3,
-    as in this project (docs/4d.md); otherwise stages 2 and 3, which hold none whole, reduce them every time,
-    GEMMs add to what is there, and x, y and z are AxoNN's.
+    as in this project (docs/explanation/primitives.md); otherwise stages 2 and 3, which hold none whole,
+    reduce them every time, GEMMs add to what is there, and x, y and z are AxoNN's.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class Predictor:
 
     def _muon(self, mesh: Mesh) -> float:
         """Seconds in which Muon's matrices are made orthogonal and travel there and back, as if nothing hid
-        them (docs/muon.md)."""
+        them (docs/explanation/data-parallel.md)."""
         job, model = self.job, self.job.model
         if job.optimizer != "muon":
             return 0.0

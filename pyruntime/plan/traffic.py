@@ -64,8 +64,8 @@ def bytes_of_step(job: Job, mesh: Mesh, element: int = 2) -> dict[str, float]:
 
 
 def _bytes_of_grid(job: Job, mesh: Mesh, element: int) -> dict[str, float]:
-    """The same of x, y and z, as docs/4d.md has them: activations over x and y, and over z and dp what the
-    same blocks cause as ZeRO's weights."""
+    """The same of x, y and z, as docs/explanation/primitives.md has them: activations over x and y, and over
+    z and dp what the same blocks cause as ZeRO's weights."""
     tokens, passes = mesh.micro_batch * job.seq, 2 if mesh.recompute == "full" else 1
     over_x, over_y = _bytes_over(mesh.x), _bytes_over(mesh.y)
     crosses = Predictor(job).link(mesh, "x", mesh.x).crosses

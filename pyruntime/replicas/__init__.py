@@ -44,9 +44,9 @@ A donor that dies is replaced by another one.
 beside the steps of round t + 1, and a member arrives at the end of t + 1 once it has heard that t counts: so
 the service decides on one round at a time, as above, and d is kept until then. A member has two blocks in
 work, of t and of t + 1, and a commit gives out those of t + 2. A replica that comes enters round t with
-nothing of its own, adds zeros to its sum, and takes steps from t + 1 on; docs/elastic.md derives why. Where
-nobody is left who has displacements, those that enter begin a round of steps from the state that they have,
-as at the start of a run.
+nothing of its own, adds zeros to its sum, and takes steps from t + 1 on;
+docs/explanation/rare-synchronization.md derives why. Where nobody is left who has displacements, those that
+enter begin a round of steps from the state that they have, as at the start of a run.
 
 **Data.** Block k stands for the sequences of steps k tau + 1 to (k + 1) tau of a single replica's run: blocks
 cut the order of all sequences into parts that do not overlap. The service deals them out in order; the block

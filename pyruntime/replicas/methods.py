@@ -1,6 +1,7 @@
 """Ways in which replicas that train alone meet, as data: pure, without torch.
 
-What the numbers do is in the docstring of `OuterOptimizer`; when to use which, in docs/thin-networks.md.
+What the numbers do is in the docstring of `OuterOptimizer`; when to use which, in
+docs/explanation/rare-synchronization.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ Tau: TypeAlias = int | Literal["auto"]
 
 
 def gap_penalty(gap: float, reach: float) -> float:
-    """1 + gap / reach. Of ours, as the paper's formula is not public; docs/thin-networks.md derives it.
+    """1 + gap / reach. Of ours, as the paper's formula is not public;
+    docs/explanation/rare-synchronization.md derives it.
 
     gap: how far the average that has come, of the round before, is from where this round began.
     reach: the largest displacement that the round before could have made, its first step tau times.
@@ -162,7 +164,7 @@ def co2(
 ) -> Method:
     """An outer step with momentum, one round late, which hides the exchange behind a whole round (Sun et al.
     2024, arXiv 2401.16265). The paper's outer learning rate is 1; ours keeps an average that is late from
-    swinging (docs/thin-networks.md)."""
+    swinging (docs/explanation/rare-synchronization.md)."""
     return Method("co2", tau, delay=None, lr=lr, momentum=momentum, penalty=penalty, clip=clip)
 
 

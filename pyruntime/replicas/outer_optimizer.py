@@ -73,7 +73,7 @@ class OuterOptimizer:
         sums: what takes the sums over the replicas, where these come and go (`pyruntime.replicas.Member`); by
             default the ranks of `mesh` do.
         compression: how displacements travel in fewer bytes, by "quantize" or "top_k"; what is lost of them,
-            fp32, is added to the next round's (docs/compression.md). None: as they are.
+            fp32, is added to the next round's (docs/how-to/slow-network.md). None: as they are.
 
     Raises ValueError for a module without trainable parameters, parameters on a device or not contiguous,
     fragments without a layer, and a method that averages amid a round where replicas come and go;

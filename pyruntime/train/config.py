@@ -138,11 +138,11 @@ class Train:
     device: choices.DeviceName = "auto"
     """Where the ranks compute."""
     activation_checkpointing: choices.Recomputation = "none"
-    """What the backward pass computes again in place of keeping it (docs/figures/training.md)."""
+    """What the backward pass computes again in place of keeping it (docs/figures/one-network.md)."""
     compile: bool = False
     """Have torch.compile make what a layer computes between its linears and attention (norms, rotary
     embedding, SwiGLU) of plain torch, in place of this project's kernels, which are faster on CPUs
-    (docs/figures/training.md)."""
+    (docs/figures/one-network.md)."""
     z_loss: float = 0.0
     """Weight of the mean squared log-sum-exp of the logits, which training steps add to their loss so that
     logits do not drift, such as 1e-4; 0: none."""
@@ -157,24 +157,25 @@ class Train:
     RUN_DIR/ledger, for `python -m pyruntime report RUN_DIR`. Ranks on the CPU only."""
     profile: str = ""
     """Steps, "10-12" or "10", of which every rank writes a trace for ui.perfetto.dev,
-    RUN_DIR/profile/rank-N.json (docs/watching.md); empty: none. `--profile 10-12` is short for it."""
+    RUN_DIR/profile/rank-N.json (docs/how-to/measure-overlap.md); empty: none. `--profile 10-12` is short for
+    it."""
     peak_flops: float | None = None
     """FLOP/s of one rank at its best, which MFU is a share of; None: a GPU's data sheet, where it is known,
     and of ranks on the CPU what GEMMs of dtype reach, which is measured as the run starts."""
     slow_every: int | None = None
     """Steps between two looks at which rank computes, and which link sends, slower than the others
-    (docs/slow-ranks.md), at least 5; 0: none; None: 20, and none where ranks compute on devices, where
+    (docs/how-to/failures.md), at least 5; 0: none; None: 20, and none where ranks compute on devices, where
     the host does not see for how long."""
     check_types: bool = False
     """Check in every step that nothing which is a rank's own, or its term of a sum, is used as if all ranks
-    had it alike (docs/placements.md); slower."""
+    had it alike (docs/explanation/correctness.md); slower."""
     threads: int = 0
     """CPU threads per rank; 0: what torchrun or OMP_NUM_THREADS set, else the cores divided by the ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Axes of 4D tensor parallelism (docs/4d.md), as {x = 2, y = 2, z = 2}."""
+    """Axes of 4D tensor parallelism (docs/explanation/primitives.md), as {x = 2, y = 2, z = 2}."""
 
     x: int = 1
     """Ranks over which heads, feed-forward columns and the vocabulary are cut: what a plain number is."""
@@ -194,7 +195,8 @@ class Parallel:
 
     tp: int | Grid | None = None
     """Tensor-parallel ranks, with sequence parallelism, or {x = 2, y = 2, z = 2}, those of each axis of 4D
-    tensor parallelism (docs/4d.md); None: those that torchrun started, divided by the others."""
+    tensor parallelism (docs/explanation/primitives.md); None: those that torchrun started, divided by the
+    others."""
     pp: int = 1
     """Pipeline stages' ranks, which share the layers; the [pipeline] section says how they take turns."""
     cp: int = 1
@@ -213,16 +215,16 @@ class Parallel:
     ranks compute with these; sums travel as they are."""
     rebalance: Literal["off", "on"] = "off"
     """on: where a rank of a pipeline stays slow, layers move between the stages when a checkpoint is saved
-    (docs/slow-ranks.md), wherever they began (pipeline.layers). Ranks on the CPU only."""
+    (docs/how-to/failures.md), wherever they began (pipeline.layers). Ranks on the CPU only."""
     dp_replicate: int = 1
     """Groups of data-parallel ranks that each hold everything once (hybrid sharding); divides dp."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataParallel:
-    """How data-parallel ranks exchange gradients (docs/compression.md), or how seldom they meet, for networks
-    that cannot carry a gradient in every step. What is left out is as the method has it
-    (docs/thin-networks.md)."""
+    """How data-parallel ranks exchange gradients (docs/how-to/slow-network.md), or how seldom they meet, for
+    networks that cannot carry a gradient in every step. What is left out is as the method has it
+    (docs/how-to/slow-network.md)."""
 
     method: choices.ReplicaMethod = "every_step"
     """How seldom ranks meet. In all but every_step replicas train alone, with a gradient norm of their own:

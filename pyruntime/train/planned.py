@@ -30,7 +30,7 @@ TRAINER = Rules(
 )
 """This project's trainer in bf16 on CPU ranks of one host, by resident memory: gradients in the weights'
 type; over several data-parallel ranks sums of earlier micro-batches are fp32 and whole at every stage
-(docs/data-parallel.md). `heap` was measured (docs/planning.md)."""
+(docs/explanation/data-parallel.md). `heap` was measured (docs/how-to/plan-and-tune.md)."""
 DEVICE = dataclasses.replace(TRAINER, heap=0, peers_resident=False)
 """The same on GPUs, where torch's allocator uses freed pieces again and memory of peers is not a rank's own.
 Derived; no GPU has been measured."""

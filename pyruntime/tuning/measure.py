@@ -1,9 +1,9 @@
 """Times the tiers of one linear on all ranks, beside the GEMM and the collective alone: each as it is, and
 the chunked one with other numbers of chunks, the fused one with other tiles, where there are any.
 
-T_g, T_c, R and E are those of docs/performance.md: the best non-split GEMM, the best standalone collective
-of the same bytes, R = T_o / max(T_g, T_c) and E = (T_g + T_c - T_o) / min(T_g, T_c), all of one interleaved
-run.
+T_g, T_c, R and E are those of docs/figures/results.md: the best non-split GEMM, the best standalone
+collective of the same bytes, R = T_o / max(T_g, T_c) and E = (T_g + T_c - T_o) / min(T_g, T_c), all of one
+interleaved run.
 """
 
 from __future__ import annotations

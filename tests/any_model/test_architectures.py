@@ -13,7 +13,7 @@ from torch import nn
 from pyruntime import parallelize, verify
 from tools.check_architectures import rows_of, table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "figures" / "architectures.md"
+PAGE = Path(__file__).resolve().parents[2] / "bench" / "results" / "architectures.md"
 
 COMMON = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE = {**COMMON, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}

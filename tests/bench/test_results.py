@@ -21,7 +21,8 @@ def names(name: str) -> re.Pattern[str]:
 
 def texts() -> dict[Path, str]:
     """Every document and every source that tells users what to run."""
-    patterns = ("*.md", "Makefile", "docs/**/*.md", "bench/**/*.py", "bench/results/*.md", "tools/**/*.py")
+    patterns = ("*.md", "Makefile", "docs/**/*.md", "csrc/cuda/*.md", "bench/**/*.py", "bench/results/*.md")
+    patterns += ("tools/**/*.py",)
     return {path: path.read_text() for pattern in patterns for path in ROOT.glob(pattern)}
 
 
@@ -31,7 +32,7 @@ def test_every_result_has_one_row_and_a_document_that_shows_what_was_found():
     kept = subprocess.run(
         ["git", "ls-files", "bench/results"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
-    files = [str((ROOT / name).relative_to(RESULTS)) for name in kept if ROOT / name != INDEX]
+    files = [str((ROOT / name).relative_to(RESULTS)) for name in kept if not name.endswith(".md")]
     for name in files:
         assert sum(bool(one.fullmatch(name)) for one, _ in listed) == 1, f"{name}: not one row in {INDEX}"
     for one, row in listed:
@@ -56,6 +57,11 @@ def test_each_record_is_one_line():
     for path in RESULTS.rglob("*.json"):
         text = path.read_text()
         assert text == as_lines(json.loads(text)), f"{path}: write it with bench/common/records.py"
+
+
+def test_every_page_of_tables_is_in_the_index():
+    linked = set(re.findall(r"\]\((\w[\w-]*\.md)\)", INDEX.read_text()))
+    assert linked == {page.name for page in RESULTS.glob("*.md")} - {INDEX.name}
 
 
 def test_programs_and_results_that_texts_name_exist():

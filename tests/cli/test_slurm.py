@@ -1,4 +1,4 @@
-"""The job script for Slurm (docs/slurm.sbatch), with a made-up Slurm."""
+"""The job script for Slurm (examples/slurm/slurm.sbatch), with a made-up Slurm."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def submitted(folder, environment, *arguments):
         (folder / name).chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", str(ROOT / "docs" / "slurm.sbatch"), *arguments],
+        ["bash", str(ROOT / "examples" / "slurm" / "slurm.sbatch"), *arguments],
         env={"PATH": path} | environment,
         capture_output=True,
         text=True,
@@ -65,6 +65,6 @@ def test_outside_of_slurm_it_says_what_is_missing(tmp_path, missing):
 
 @pytest.mark.parametrize("script", ["slurm.sbatch", "frontier.sbatch"])
 def test_job_scripts_ask_for_a_signal_in_time_to_save(script):
-    lines = (ROOT / "docs" / script).read_text().splitlines()
+    lines = (ROOT / "examples" / "slurm" / script).read_text().splitlines()
     (asked,) = (line for line in lines if line.startswith("#SBATCH --signal="))
     assert asked == "#SBATCH --signal=TERM@240" and lines.index(asked) < lines.index("set -euo pipefail")

@@ -1,6 +1,6 @@
 // Symmetric memory of CPU tensors that meets its peers as torch's symmetric memory of CUDA does: a group is a
 // process group registered under its name, what there is to tell goes through that group's store, and the
-// exchanges are counted in the process, whichever groups they were in. What docs/cuda/torch.md says was read.
+// exchanges are counted in the process, whichever groups they were in. What was read: csrc/cuda/README.md.
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 #include <torch/version.h>

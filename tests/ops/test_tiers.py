@@ -1,4 +1,4 @@
-"""In which bits the tiers agree: what docs/primitives.md, "Bits", says."""
+"""In which bits the tiers agree: what docs/explanation/correctness.md says."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,9 @@ from pyruntime.overlap.files import RankLedger, read
 from pyruntime.overlap.page import Prediction, page, write_page
 from pyruntime.overlap.trace import chrome_trace
 from pyruntime.overlap.verdict import verdict
+from tests import browser
 
 METRICS = [{"step": n, "loss": 5.0 / n, "step_time_s": 0.01, "exposed_comm_s": 0.001} for n in (1, 2, 3)]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def rank_ledger(rank: int, lost: int = 0) -> RankLedger:
@@ -109,21 +107,11 @@ def test_a_page_about_no_step_is_refused(tmp_path):
 def drawn(text: str, folder: Path) -> str:
     """The document after its program has run in a browser."""
     (folder / "report.html").write_text(text)
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    profile = f"--user-data-dir={folder / 'profile'}"
-    shown = subprocess.run(
-        [CHROMIUM, *options, profile, "--window-size=390,800", "--dump-dom", folder / "report.html"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert shown.returncode == 0, shown.stderr
-    return re.sub(r"<script.*?</script>", "", shown.stdout, flags=re.DOTALL)
+    shown = browser.document(folder / "report.html", folder / "profile")
+    return re.sub(r"<script.*?</script>", "", shown, flags=re.DOTALL)
 
 
-@pytest.mark.skipif(
-    CHROMIUM is None, reason="chromium was not found; `tools/get_tool.sh chromium` installs it"
-)
+@browser.needed
 @pytest.mark.second_tier
 def test_a_browser_draws_the_page(tmp_path):
     """Its parts are made by the page's own program, the timeline last: its title says that it ran through."""
@@ -144,9 +132,7 @@ def test_a_browser_draws_the_page(tmp_path):
     assert "torchrun" in shown.partition("</dl>")[0]
 
 
-@pytest.mark.skipif(
-    CHROMIUM is None, reason="chromium was not found; `tools/get_tool.sh chromium` installs it"
-)
+@browser.needed
 @pytest.mark.second_tier
 def test_a_browser_draws_what_there_is_of_a_run_without_a_ledger(tmp_path):
     shown = drawn(page("main-1", {}, METRICS, []), tmp_path)

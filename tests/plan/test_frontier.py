@@ -1,5 +1,5 @@
-"""The job script for Frontier (docs/frontier.sbatch), with a made-up Slurm, and what the planner knows of its
-nodes."""
+"""The job script for Frontier (examples/slurm/frontier.sbatch), with a made-up Slurm, and what the planner
+knows of its nodes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ print(json.dumps([sys.argv[1:], dict(os.environ)]))
 
 def gcds_of_local_ranks() -> list[int]:
     """Which GCD each local rank has."""
-    (found,) = re.findall(r"HIP_VISIBLE_DEVICES=([\d,]+)", (ROOT / "docs/frontier.sbatch").read_text())
+    script = (ROOT / "examples/slurm/frontier.sbatch").read_text()
+    (found,) = re.findall(r"HIP_VISIBLE_DEVICES=([\d,]+)", script)
     return [int(gcd) for gcd in found.split(",")]
 
 
@@ -77,7 +78,7 @@ def tasks(tmp_path):
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         inherited = {"PATH": path, "TMPDIR": str(tmp_path)}
         done = subprocess.run(
-            ["bash", str(ROOT / "docs/frontier.sbatch"), *arguments],
+            ["bash", str(ROOT / "examples/slurm/frontier.sbatch"), *arguments],
             env=inherited | slurm,
             capture_output=True,
             text=True,

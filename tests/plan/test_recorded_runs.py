@@ -27,7 +27,7 @@ def one_host() -> Cluster:
 
 def two_hosts(rate: float) -> Cluster:
     """Links of `rate` bits/s, of which TCP reaches 95.6 %; threads and kernel take 30 ms of a core for 17 MB
-    (docs/performance.md)."""
+    (docs/figures/results.md)."""
     return machine(None, AlphaBeta(2e-4, 0.956 * rate / 8, 0.0), 17e6 / 30e-3)
 
 

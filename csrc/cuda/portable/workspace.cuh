@@ -1,12 +1,12 @@
 // A rank's workspace as every rank addresses it, and the waits and signals on it. The protocol is told in
-// docs/cuda/protocol.md; this is its only implementation.
+// docs/explanation/gpu-protocol.md; this is its only implementation.
 //
 //   header               this rank's failure record; `stopped_by`: the rank that failed first, plus 1
 //   slots 0 to PYRUNTIME_SLOTS - 1, each
 //     SlotControl        what its owner counts
 //     credits [P]        u64, written by peer p: it has done with that epoch of its own slot, so this rank
 //                        may write the next there
-//     flags [P][flags]   u64, written by peer p (docs/cuda/rings.md: or for it): that piece or signal of that
+//     flags [P][flags]   u64, written by peer p (around rings: or for it): that piece or signal of that
 //     epoch is here data
 #pragma once
 

@@ -128,7 +128,7 @@ class RocmSymmetricMemory : public symm::SymmetricMemory {
   c10::Device get_device() override { return device_; }
   bool world_within_direct_access() override { return true; }
 
-  // Signals are words in our own workspaces (docs/cuda/torch.md); torch's own memory has torch's.
+  // Signals are words in our own workspaces (csrc/cuda/README.md); torch's own memory has torch's.
   std::vector<void*> get_signal_pad_ptrs() override { no_signals(); }
   void** get_signal_pad_ptrs_dev() override { no_signals(); }
   void** get_buffer_ptrs_dev() override { no_signals(); }

@@ -1,0 +1,11 @@
+"""The page of options is the one that the options make."""
+
+from __future__ import annotations
+
+from tools import write_configuration
+
+
+def test_the_page_is_current():
+    assert write_configuration.PAGE.read_text() == write_configuration.page(), (
+        "run `.venv/bin/python tools/write_configuration.py`"
+    )
