@@ -1,4 +1,4 @@
-"""The tutorials' commands run as they stand, and print what the pages show, but for numbers and blanks."""
+"""Commands on the pages run as they stand, and print what is shown below them, but for numbers and blanks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = [page for page in sorted((ROOT / "docs").glob("*/*.md")) if "```console" in page.read_text()]
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"\d[\d,.:]*(?:e[+-]\d+)?%?")
 
@@ -46,7 +46,7 @@ def check_output(shown: list[str], printed: list[str], command: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.second_tier
-def test_a_tutorial_prints_what_it_shows(page, tmp_path):
+def test_a_page_prints_what_it_shows(page, tmp_path):
     """A shell's variables last for one command, so `export` is done here."""
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": programs, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
