@@ -1,4 +1,4 @@
-"""The table of what runs where says what the code does: each refusal is met, each test that is named exists."""
+"""The table of what runs where says what the code does: refusals are met, and tests that are named exist."""
 
 from __future__ import annotations
 
