@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -42,3 +43,19 @@ def test_program_runs_on_two_ranks(ranks, number, printed):
     for rank in outcomes:
         assert rank.error is None and rank.exit_code == 0, rank.output
     assert re.search(printed, outcomes[0].output)
+
+
+def test_the_two_parts_of_a_gain_are_those_of_the_last_run():
+    found = json.loads((ROOT / "bench" / "results" / "compare.json").read_text())["linear"]["1gbit"][
+        "results"
+    ]
+    dtensor, unfused, overlapped = (round(found[-1][name] * 1e3) for name in ("T_dtensor", "T_u", "T_o"))
+    assert (
+        f"takes {dtensor} ms with DTensor, {unfused} ms with pyruntime's overlap switched off, and "
+        f"{overlapped} ms with it on."
+    ) in " ".join(PAGES[0].read_text().split())
+
+
+def test_steps_that_the_page_of_zero_tells_are_in_the_table_of_the_readme():
+    told = re.findall(r"\b(\d{3,4})(?= ms| and \d+ ms)", (ROOT / "docs" / "how-to" / "zero.md").read_text())
+    assert len(told) == 5 and all(f"| {number} |" in PAGES[0].read_text() for number in told)

@@ -1,0 +1,78 @@
+"""The table of what runs where says what the code does: refusals are met, and tests that are named exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pyruntime import _C
+from pyruntime.cli.train import read
+from pyruntime.train.device import Device, check_device
+from pyruntime.train.errors import ConfigError
+from pyruntime.train.run import check_ledger
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "reference" / "support.md").read_text()
+CUDA = Device(torch.device("cuda", 0))
+CELL = re.compile(r"works(, .+)?|not run( \(\w\))?|refused \(\w\)|-")
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the table below a heading, cell by cell."""
+    lines = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line[:2] == "| "]
+    return rows[1:]
+
+
+FEATURES = table("Features")
+REFUSALS = {letter: (asked, words.strip("`")) for letter, asked, words in table("What a refusal says")}
+
+
+def source() -> str:
+    """All sources, with literals that follow each other in a call made one."""
+    files = [*ROOT.glob("pyruntime/**/*.py"), *ROOT.glob("csrc/**/*.cpp")]
+    return re.sub(r"\"\s*\n\s*f?\"", "", "\n".join(path.read_text() for path in files))
+
+
+@pytest.mark.parametrize("row", FEATURES, ids=lambda row: row[0])
+def test_a_feature_has_words_of_the_legend_and_tests_that_exist(row):
+    _, *cells, tests = row
+    assert len(cells) == 5 and all(CELL.fullmatch(cell) for cell in cells), cells
+    assert {letter for cell in cells for letter in re.findall(r"\((\w)\)", cell)} <= REFUSALS.keys()
+    for name in tests.split(", "):
+        path, _, function = name.strip("`").partition("::")
+        text = (ROOT / path).read_text()
+        assert f"def {function or 'test_'}" in text, name
+
+
+def test_every_refusal_is_of_a_feature():
+    named = {letter for row in FEATURES for cell in row[1:-1] for letter in re.findall(r"\((\w)\)", cell)}
+    assert named == REFUSALS.keys()
+
+
+@pytest.mark.parametrize("letter", REFUSALS)
+def test_the_code_refuses_in_these_words(letter, monkeypatch):
+    asked, words = REFUSALS[letter]
+    flags = re.match(r"`(--[\w.]+) (\w+)`", asked)
+    if not flags:
+        assert words in source(), words
+        return
+    config, _ = read(["--config", "tiny", *flags.groups()])
+    hosts = 2 if "several hosts" in asked else 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", str(2 * hosts))
+    monkeypatch.setattr(_C, "why_no_device_library", lambda device: "there are none")
+    device = Device() if letter == "a" else CUDA
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check_device(config, device)
+        check_ledger(config, SimpleNamespace(device=device.device))
+
+
+def test_all_that_the_trainer_refuses_on_gpus_is_on_the_page():
+    gpus = (ROOT / "pyruntime" / "train" / "validate" / "gpus.py").read_text()
+    refused = re.findall(r"^        \(\"([\w.]+)\", ", gpus, re.MULTILINE)
+    assert len(refused) > 5 and all(name in PAGE for name in refused)
