@@ -76,3 +76,12 @@ def test_all_that_the_trainer_refuses_on_gpus_is_on_the_page():
     gpus = (ROOT / "pyruntime" / "train" / "validate" / "gpus.py").read_text()
     refused = re.findall(r"^        \(\"([\w.]+)\", ", gpus, re.MULTILINE)
     assert len(refused) > 5 and all(name in PAGE for name in refused)
+
+
+def test_what_the_page_of_errors_quotes_is_in_the_code():
+    page, code = (ROOT / "docs" / "reference" / "errors.md").read_text(), source()
+    cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")]
+    quoted = [words for cell in cells for words in re.findall(r"`([^`]+)`", cell) if " " in words]
+    assert len(quoted) > 10
+    for words in quoted:
+        assert words in code, words
