@@ -130,7 +130,7 @@ def flags() -> dict[str, set[str]]:
     found = {}
     for command in COMMANDS:
         module = importlib.import_module(f"pyruntime.cli.{command}")
-        options = getattr(module, "Options", RunConfig)
+        options = getattr(module, f"{command.title()}Options", RunConfig)
         found[command] = {*dict(_names(options)), *EVERYWHERE}
     return found
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pyruntime.train.config import RunConfig, changed
 from pyruntime.train.errors import ConfigError, require
 
+ON_CPUS_ALONE = (
+    "optimizer.rounding optimizer.name data_parallel.method data_parallel.compression parallel.rebalance "
+    "data_parallel.weight_wire parallel.tp_wire pipeline.wire context.wire"
+)
+"""Options whose usual value is the only one on GPUs."""
+
 
 def check_on_gpus(config: RunConfig) -> None:
     """Raises ConfigError for what GPUs do not do, on however many hosts."""
-    for name, value, usual in changed(
-        config,
-        "optimizer.rounding optimizer.name data_parallel.method data_parallel.compression parallel.rebalance "
-        "data_parallel.weight_wire parallel.tp_wire pipeline.wire context.wire",
-    ):
+    for name, value, usual in changed(config, ON_CPUS_ALONE):
         raise ConfigError(
             f"{name}={value} is done on the CPU alone; use {usual} on GPUs, or train.device=cpu."
         )
