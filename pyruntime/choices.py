@@ -15,7 +15,7 @@ WireFormat = Annotated[
     "rounded to bfloat16",
     "a byte a value",
 ]
-"""What rows travel as: pyruntime/comm/wire.py, csrc/cpu/compression/fp8.h."""
+"""What rows travel as: csrc/cpu/compression/wire.h, and pyruntime/comm/wire.py for messages."""
 
 Tier = Annotated[
     Literal["auto", "unfused", "chunked", "fused"],
@@ -25,7 +25,7 @@ Tier = Annotated[
     "a GEMM for each chunk of rows",
     "one kernel that waits for rows tile by tile; on GPUs",
 ]
-"""How a primitive computes: csrc/ops/tier.h, pyruntime/nn/tiers.py."""
+"""How a primitive computes: csrc/ops/tier/tier.h, pyruntime/nn/tiers.py."""
 
 PipelineKind = Annotated[
     Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "terapipe", "seq1f1b"],
@@ -105,7 +105,7 @@ OptimizerName = Annotated[
     "matrices of the layers step along their momentum made orthogonal (docs/how-to/zero.md), all else as "
     "adamw has it; on the CPU",
 ]
-"""Who updates weights: pyruntime/data_parallel/adamw.py, muon.py."""
+"""Who updates weights: pyruntime/data_parallel/adamw.py, muon.py, and their arithmetic in update.py."""
 
 Overlap = Annotated[
     Literal["none", "fused", "filler"],
@@ -152,7 +152,7 @@ ProgressMode = Annotated[
 """How a run shows its steps: pyruntime/train/progress.py."""
 
 Dtype = Annotated[Literal["bf16", "fp32"], "bfloat16", "float32"]
-"""Of weights, activations and gradients: DTYPES in pyruntime/train/model.py."""
+"""Of weights, activations and gradients: DTYPES in pyruntime/train/model_of_run.py."""
 
 DeviceName = Annotated[
     Literal["auto", "cpu", "cuda"],

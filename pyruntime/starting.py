@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -12,9 +13,10 @@ from typing import Any
 def is_program() -> bool:
     """Whether this process is `python -m pyruntime` or the command `pyruntime`, and no other's that imports
     it."""
-    asked = sys.orig_argv[1:]
-    by_name = asked[asked.index("-m") + 1 :][:1] == ["pyruntime"] if "-m" in asked else False
-    return by_name or os.path.basename(sys.argv[0]) == "pyruntime"
+    started = os.path.basename(sys.argv[0]) if sys.argv else ""
+    # Python calls a module so while it looks for it, and imports its package.
+    by_name = started == "-m" and ("-m", "pyruntime") in itertools.pairwise(sys.orig_argv)
+    return by_name or started == "pyruntime"
 
 
 def catch_signals() -> None:

@@ -164,6 +164,7 @@ STATE_THAT_STAYS = {
     # What never changes.
     "pyruntime.any_model.activations.row_shard._rule_of",
     "pyruntime.choices.values",
+    "pyruntime.cli.arguments._docs",
     "pyruntime.comm.ranges.nvtx_domain",
     "pyruntime.nn.cut._rule_of",
     "pyruntime.train.validate._hints",

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 import io
 import itertools
@@ -107,6 +108,7 @@ def _tables() -> rules.ConstructorRegistry:
     return registry
 
 
+@functools.cache
 def _docs(cls: type) -> dict[str, str]:
     """What stands below each field of a dataclass."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body

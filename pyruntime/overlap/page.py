@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from pyruntime.comm import Runtime
-from pyruntime.comm.exchange import gather
+from pyruntime.comm.exchange import Exchange
 from pyruntime.overlap.account import Account, Hidden, total
 from pyruntime.overlap.departures import Departure, departures
 from pyruntime.overlap.files import RankLedger, from_text
@@ -60,9 +60,12 @@ def write_page(
     found = ledger.stretch
     times = found.begin, found.end, found.thread, found.entries
     own = RankLedger(runtime.rank, runtime.coordinate._asdict(), steps, found.account(), 0, *times)
-    texts = gather(runtime.world, "Gathering the ledgers", own.text(), str)
-    if runtime.rank == 0:
-        ledgers = [from_text(text) for text in texts]
+    exchange = Exchange(runtime.world, "Gathering the ledgers")
+    if runtime.rank > 0:
+        exchange.tell(own.text(), to=0)
+    else:
+        others = range(1, runtime.world.size())
+        ledgers = [own, *(from_text(exchange.hear(rank, str, to_this_rank=True)) for rank in others)]
         facts = {
             "written": time.strftime(DATE),
             "ranks": ranks_in_words(len(ledgers), runtime.sizes._asdict()),

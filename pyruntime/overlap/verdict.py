@@ -119,6 +119,8 @@ def _why(place: LayerGroup, ledgers: Sequence[RankLedger]) -> str:
     if sum(more.values()) > place.exposed_s / 2:
         rank, seconds = max(more.items(), key=lambda item: item[1])
         return f"the others wait there for {f'rank {rank}' if seconds > sum(more.values()) / 2 else 'one'}"
+    if not place.bytes:
+        return "ranks wait there for each other"
     hidden = percent(place.hidden)
     return f"what ranks compute meanwhile is too short to hide its bytes ({hidden} of them were)"
 

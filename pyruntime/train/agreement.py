@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ Facts = Mapping[str, str]
 def of_config(config: RunConfig) -> dict[str, str]:
     """What ranks are told, and the versions that they run."""
     found = {"pyruntime": pyruntime.__version__, "torch": str(torch.__version__)}
-    found["pyruntime's Python files"] = _digest_of_code()
+    found |= _digests_of_code()
     for section in dataclasses.fields(config):
         for field in dataclasses.fields(values := getattr(config, section.name)):
             key = f"{section.name}.{field.name}"
@@ -48,12 +49,16 @@ def of_config(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def _digest_of_code() -> str:
-    """Commits of one version may differ. What is compiled is left out: hosts may build it for themselves."""
-    digest, root = hashlib.sha256(), Path(pyruntime.__file__).parent
+def _digests_of_code() -> dict[str, str]:
+    """Commits of one version may differ: a digest of the Python files of each folder. What is compiled is
+    left out: hosts may build it for themselves."""
+    root = Path(pyruntime.__file__).parent
+    digests: dict[Path, Any] = {}
     for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+        if path.is_file() and not path.name.startswith("."):  # as editors leave them
+            digest = digests.setdefault(path.parent.relative_to(root), hashlib.sha256())
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return {f"Python files in {'pyruntime' / name}": each.hexdigest()[:16] for name, each in digests.items()}
 
 
 def of_shape(shape: LlamaConfig, fingerprint: bytes) -> dict[str, str]:

@@ -125,7 +125,7 @@ def _section(cls: type, section: str, content: dict, source: str):
     for key, value in content.items():
         if why := why_gone(f"{section}.{key}"):
             if value != GONE[f"{section}.{key}"][0]:
-                raise ConfigError(f"{source}: {why}")
+                raise ConfigError(f"{source}: {why} Take the line out of that file.")
             continue
         if key not in hints:
             raise ConfigError(f"{source}: [{section}] has no key {key}{_suggest(key, hints)}.")

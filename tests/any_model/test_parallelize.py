@@ -268,7 +268,7 @@ def test_refusals_are_sentences(ranks):
         "two styles": "head is 'column' by pattern 'head' and 'row' by pattern 'h*d'",
         "plan": "There is no plan named 'gpt2'; use one of 'auto', 'llama'",
         "empty": "The plan is empty",
-        "tier": "tier='fast' is not known",
+        "tier": "tier='fast' is none of auto, unfused",
         "llama": "from model.config, which this Transformer does not have",
         "too many ranks": "0 cannot be cut as 'column': tp=2 cuts dimension 0 of weight, which is 1",
         "tied": "embed.weight and head.weight are one tied tensor, but only a part of them is in the plan",

@@ -1,8 +1,6 @@
 """Bad requests end with one sentence on stderr and exit code 2, before anything is started."""
 
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -227,17 +225,3 @@ def test_tasks_that_do_not_know_of_each_other_are_refused(capsys, monkeypatch, a
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     assert "mpirun has started 2 tasks" in refused(capsys, *argv)
-
-
-def test_ctrl_c_during_imports_ends_without_a_traceback():
-    program = """
-import runpy, sys
-class CtrlC:
-    def find_spec(self, name, *rest):
-        if name == "pyruntime.cli":
-            raise KeyboardInterrupt
-sys.meta_path.insert(0, CtrlC())
-runpy.run_module("pyruntime", run_name="__main__")
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (130, "")

@@ -29,9 +29,7 @@ def ended(tmp_path, signum, arguments, **environment):
         capture_output=True,
         text=True,
         timeout=60,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # pytest may have been told to ignore
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # pytest may ignore it
     )
 
 
@@ -45,5 +43,6 @@ def test_a_process_that_is_stopped_while_it_imports_says_so(tmp_path, signum):
 
 
 def test_the_signals_of_another_program_that_imports_it_are_its_own(tmp_path):
-    found = ended(tmp_path, signal.SIGTERM, ["-c", "import pyruntime"])
+    arguments = ["-c", "import pyruntime", "-m", "pyruntime"]
+    found = ended(tmp_path, signal.SIGTERM, arguments)
     assert found.returncode == -signal.SIGTERM and found.stderr == ""

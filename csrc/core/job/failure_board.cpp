@@ -321,7 +321,8 @@ Failure FailureBoard::post(Failure failure) {
   }
   if (!session->failed.load()) {
     // Whoever is late, or has ended, was waiting for that rank in the end.
-    if (const std::string server = session->words_of_silent_server(); !server.empty()) {
+    const bool ranks_agree = failure.kind != CommErrorKind::kDisagree;
+    if (const std::string server = session->words_of_silent_server(); ranks_agree && !server.empty()) {
       failure.kind = CommErrorKind::kTimeout;
       failure.message = server + " It was noticed in: " + failure.message;
     }

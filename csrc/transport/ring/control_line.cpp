@@ -223,8 +223,10 @@ class Caller {
   }
 
   void await_any(std::vector<pollfd> descriptors, int peer) {
-    while (poll(descriptors.data(), descriptors.size(), 5) <= 0) {
-      if (monotonic_seconds() > end_) late(peer, "connect");
+    bool is_ready = false;
+    while (!is_ready) {
+      is_ready = poll(descriptors.data(), descriptors.size(), 5) > 0;
+      if (monotonic_seconds() > end_) late(peer, "connect");  // also where strangers keep it ready
       check_wait();
     }
   }
