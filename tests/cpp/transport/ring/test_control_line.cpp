@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.h"
-#include "core/store.h"
+#include "core/job/store.h"
 #include "transport/ring/control_line.h"
 
 namespace {
