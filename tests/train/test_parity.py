@@ -80,7 +80,7 @@ def with_the_loss_counted_twice(group, config):
 
 def without_sums_over_y(group, config):
     """A rank takes its features of the stream for all of them."""
-    no_group = property(lambda _: None, lambda *_: None)
+    no_group = property(lambda _: "", lambda *_: None)
     with patch.object(ParallelLinear, "_sums", no_group, create=True):
         return steps_of(group, config)
 
