@@ -159,12 +159,14 @@ class Started:
     """A program of one tree that a turn runs whole."""
 
     def __init__(self, root: Path, case: str, folder: Path) -> None:
-        self._root = root
-        self._command = [sys.executable, *(part.format(run=folder / "run") for part in STARTED[case])]
+        self._root, self._case, self._folder, self._turns = root, case, folder, 0
 
     def turn(self) -> tuple[float, float]:
+        self._turns += 1
+        run = self._folder / f"run-{self._turns}"
+        command = [sys.executable, *(part.format(run=run) for part in STARTED[self._case])]
         begin, before = time.perf_counter(), os.times()
-        done = subprocess.run(self._command, cwd=self._root, env=environment(self._root), capture_output=True)
+        done = subprocess.run(command, cwd=self._root, env=environment(self._root), capture_output=True)
         after = os.times()
         if done.returncode:
             raise SystemExit(f"{done.stderr.decode()}\nIn {self._root}; see above.")
