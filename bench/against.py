@@ -54,7 +54,7 @@ processor time, summed over ranks, less noisy where other work runs. Above 1 thi
 
 
 def turn_of(case: str, folder: Path) -> tuple[Callable[[], object], Any]:
-    """What a rank does in a turn, and the runtime that it belongs to. By this tree or the other one:
+    """A rank's work in a turn, and the runtime that it belongs to. By this tree or the other one:
     whichever is on the path."""
     from pyruntime import Runtime
 
@@ -109,14 +109,15 @@ class Tree:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        shared = {"WORLD_SIZE": f"{RANKS}", "LOCAL_WORLD_SIZE": f"{RANKS}", "MASTER_ADDR": "127.0.0.1"}
+        shared = {"WORLD_SIZE": f"{RANKS}", "LOCAL_WORLD_SIZE": f"{RANKS}"}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
         command = [sys.executable, "-P", str(Path(__file__).resolve()), "--serve", case, str(folder)]
         self.root = root
         self._ranks = [
             subprocess.Popen(
                 command,
                 cwd=root,
-                env=environment(root, shared, MASTER_PORT=f"{port}", RANK=f"{rank}", LOCAL_RANK=f"{rank}"),
+                env=environment(root, RANK=f"{rank}", LOCAL_RANK=f"{rank}", **shared),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -148,11 +149,8 @@ class Tree:
             rank.communicate()
 
 
-def environment(root: Path, *more: dict[str, str], **names: str) -> dict[str, str]:
-    kept = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    for each in more:
-        kept |= each
-    return kept | names
+def environment(root: Path, **names: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), **names}
 
 
 class Started:

@@ -49,7 +49,7 @@ KINDS = {"plain": plain, "DTensor": of_torch, "pyruntime": ours}
 
 
 def work(kind: str, count: int, size: int, mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
-    """What is timed, over weights of that kind."""
+    """The calls that are timed, over weights of that kind."""
     weights = [KINDS[kind](size, mesh) for _ in range(count)]
     for weight in weights:
         weight.grad = torch.randn_like(weight)

@@ -20,7 +20,7 @@ namespace pyruntime {
 
 class MatmulScatter {
  public:
-  // What a rank adds to the sum: a_1 @ W_1^T (+ bias, added once), or the sum of all a_i @ W_i, or, where
+  // A rank's term of the sum: a_1 @ W_1^T (+ bias, added once), or the sum of all a_i @ W_i, or, where
   // there are no weights, a_1.
   struct Parts {
     std::vector<Operand> operands;

@@ -36,7 +36,7 @@ struct Operand {
   static Operand of_linear(const char* op, const at::Tensor& x, std::optional<int64_t> dim, const char* what,
                            at::TensorList weights, at::TensorList biases);
 
-  // What ranks compare of a flight of such rows, so many over all ranks and so wide.
+  // Ranks compare this of a flight of such rows, so many over all ranks and so wide.
   FlightDescriptor flight(Op op, int64_t all_rows, int64_t width_of_flight) const {
     const auto dtype = static_cast<int32_t>(data.scalar_type());
     return {op, dtype, all_rows, blocks, inner, width_of_flight, /*with_bias=*/false, rows};

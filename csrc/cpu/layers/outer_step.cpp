@@ -1,4 +1,4 @@
-// What the outer optimizer (pyruntime/replicas) does to a tensor where a round of its replicas ends, in one
+// The outer optimizer (pyruntime/replicas) on a tensor, where a round of its replicas ends, in one
 // pass, and the norms that its penalty is made of.
 //
 //   d = z - x                          the displacement of the round, of before the step

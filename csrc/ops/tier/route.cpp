@@ -46,7 +46,7 @@ class Choices {
     if (!can_run) tuned_.tier.reset();
   }
 
-  // What was tuned and can run here.
+  // The tuned tier, if it can run here.
   const Tuned& tuned() const { return tuned_; }
 
   std::string why_not_fused() const {

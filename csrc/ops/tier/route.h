@@ -23,7 +23,7 @@ struct Call {
   int64_t n, k;  // as in TierKey
   c10::string_view group;
   c10::string_view tier;  // as tier_named() takes it
-  // Where x has this rank's rows alone: those of all ranks, kUnknownRows where these tell each other.
+  // Rows of all ranks, if x has this rank's alone; kUnknownRows where these tell each other.
   std::optional<int64_t> rows = {};
   c10::string_view wire = "same";
   // The group over which the products are summed too, and the op by which they are; "": no other has a part
